@@ -23,12 +23,9 @@ from polyad.launch.command import UsageError, nearest
 from polyad.launch.commands import COMMANDS, GROUPS
 from polyad.launch.commands.old_flags import in_new_words
 from polyad.launch.ending import guard
-from polyad.launch.processes import stop_at_signals, unblock_signals
 from polyad.train.errors import ConfigError, one_line
 from polyad.train.results import aligned
 
-TRAINING = frozenset({"train", "launch", "study", "quickstart"})
-"""Commands that end cleanly at a signal: progress is saved, and a line says so."""
 VARIABLE = "POLYAD_PLUGINS"
 """Names of modules, separated by commas."""
 
@@ -36,9 +33,6 @@ VARIABLE = "POLYAD_PLUGINS"
 def main() -> NoReturn:
     """Runs `sys.argv` and exits with the status."""
     _open_streams()
-    if not TRAINING.isdisjoint(sys.argv[1:2]) and "RANK" not in os.environ:
-        stop_at_signals()  # not in torchrun's workers, which must stop together
-    unblock_signals()
     status = run(sys.argv[1:])
     communication = sys.modules.get("polyad.parallel.comm")
     if communication is not None:

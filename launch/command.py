@@ -24,8 +24,6 @@ from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, NoReturn, Union, get_args, get_origin
 
-from polyad.train.errors import Stopped
-
 Function = Callable[..., int | None]
 
 
@@ -169,8 +167,8 @@ class Command:
         try:
             return vars(self.parser().parse_intermixed_args(words))
         except AttributeError as error:
-            # argparse restores what it may not have set yet, if a signal ends it there.
-            if isinstance(error.__context__, (KeyboardInterrupt, Stopped)):
+            # argparse restores what it may not have set yet, if Ctrl-C ends it there.
+            if isinstance(error.__context__, KeyboardInterrupt):
                 raise error.__context__ from None
             raise
 

@@ -13,9 +13,15 @@ from collections.abc import Callable
 from polyad.data.errors import loader_ended
 from polyad.launch.machine import is_main, rank_of_process
 from polyad.launch.processes import ignore_further_signals
-from polyad.launch.torchrun import tell_launcher
 from polyad.parallel.addresses import is_one_host
-from polyad.train.errors import OUTPUT_ERRORS, STOP_SIGNALS, Stopped, one_line
+from polyad.train.errors import (
+    OUTPUT_ERRORS,
+    SAID_ABOVE,
+    STOP_SIGNALS,
+    Stopped,
+    one_line,
+    tell_launcher,
+)
 
 OTHERS_SPEAK_FIRST = 5.0
 """Seconds for which a process delays its error for that of rank 0, or of its host's first process:
@@ -38,25 +44,24 @@ def guard(work: Callable[[], int]) -> int:
     except SystemExit as stop:  # argparse, after --help
         return int(stop.code or 0)
     except KeyboardInterrupt as stop:
-        ignore_further_signals()
-        line = "; ".join(["interrupted", *map(str, stop.args)])
-        if is_main():
-            _say(line, 130)
-        else:
-            _tell_others(line, 130, said=True)
-        return 0 if tell_launcher(signal.SIGINT) else 130
+        return _stop(signal.SIGINT, "; ".join(["interrupted", *map(str, stop.args)]))
     except Stopped as stop:
-        ignore_further_signals()
-        if is_main():
-            _say(str(stop), stop.exit_status)
-        else:
-            _tell_others(str(stop), stop.exit_status, said=True)
-        return 0 if tell_launcher(stop.exit_status - 128) else stop.exit_status
+        return _stop(stop.exit_status - 128, str(stop))
     except BrokenPipeError:  # the output's reader has exited, as in `polyad validate | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 1
     except Exception as error:
         return _report(error)
+
+
+def _stop(number: int, line: str) -> int:
+    """Ends a command that was stopped by a signal; returns its status."""
+    ignore_further_signals()
+    if is_main() and SAID_ABOVE not in os.environ:
+        _say(line, 128 + number)
+    else:
+        _tell_others(line, 128 + number, said=True)
+    return 0 if tell_launcher(number) else 128 + number
 
 
 def _report(error: Exception) -> int:

@@ -1,9 +1,10 @@
 """Signal handling, and commands run in child processes.
 
-SIGTERM, SIGUSR1 and SIGINT end a command cleanly if it has no step to save: before the first step,
-in a command that runs others (such as a study), and in a launcher. The training loop has its own
-handlers: `train/guard/stopping.py`. Commands in child processes free their memory when they end;
-signals are forwarded to them, and they save.
+SIGTERM, SIGUSR1 and SIGINT end a process at once while there is nothing to save: before the first
+step, in a command that runs others (such as a study) while it runs none, and in a launcher before
+it has workers. Later they are only noted, and read between steps: `train/guard/stopping.py`.
+Commands in child processes free their memory when they end; signals are forwarded to them, and they
+save.
 """
 
 import os
@@ -19,7 +20,7 @@ from typing import Any
 
 from polyad.launch.machine import END_WITH_PARENT
 from polyad.launch.output import pass_on
-from polyad.train.errors import STOP_SIGNALS, stopped
+from polyad.train.errors import SAID_ABOVE, STOP_SIGNALS, end_at_once
 
 STOPPED = frozenset(128 + number for number in STOP_SIGNALS)
 """Exit statuses of a command that was stopped by a signal."""
@@ -29,50 +30,38 @@ LAST_WORDS = 5.0
 """Seconds to wait for a child's last output, since its own child process may outlive it."""
 
 
-def stop_at_signals() -> None:
-    """Installs handlers: a signal raises `Stopped`, or KeyboardInterrupt, in the main thread.
+CONTINUE = "run the same command again to continue"
 
-    Otherwise SIGTERM and SIGUSR1 would end the process without a message.
+
+def end_at_signals() -> None:
+    """Installs handlers that end the process at once, with a line and the signal's status.
+
+    Otherwise SIGTERM and SIGUSR1 would end it without a line, and SIGINT with a traceback.
     """
     for number in STOP_SIGNALS:
-        signal.signal(number, _stop)
+        signal.signal(number, _end)
 
 
-def _stop(number: int, frame: FrameType | None) -> None:
-    raise stopped(number, "run the same command again to continue")
+def _end(number: int, frame: FrameType | None) -> None:
+    end_at_once(number, CONTINUE)
 
 
 def ignore_further_signals() -> None:
     """Ignores further signals while the first one is handled."""
     for number in STOP_SIGNALS:
-        if signal.getsignal(number) is _stop:
+        if signal.getsignal(number) is _end:
             signal.signal(number, lambda number, frame: None)
 
 
-def answer_first_signal_only() -> None:
-    """Makes every handler that is set later run only for the first signal.
-
-    For torchrun, which ends its workers cleanly at the first signal, but abandons them at the next.
-    """
-    received: list[int] = []
-    set_handler = signal.signal
-
-    def set_for_one(number: int, handler: Any) -> Any:
-        if number not in STOP_SIGNALS or not callable(handler):
-            return set_handler(number, handler)
-
-        def first(number: int, frame: FrameType | None) -> Any:
-            if not received:
-                received.append(number)
-                handler(number, frame)
-
-        return set_handler(number, first)
-
-    signal.signal = set_for_one  # type: ignore[assignment]
+def block_signals() -> None:
+    """Holds signals back until the program that replaces this one can handle them; see
+    `unblock_signals`."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
 
 
 def unblock_signals() -> None:
-    """Delivers signals sent since `Children.start` started this process."""
+    """Delivers signals sent since this process was started by `Children.start`, or since
+    `block_signals`."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
@@ -118,7 +107,8 @@ class Children:
     def __init__(self, variables: Mapping[str, str] | None = None) -> None:
         self.signal = 0
         """The termination signal that this process received, or 0."""
-        self._environment = os.environ | (variables or {}) | {END_WITH_PARENT: str(os.getpid())}
+        ours = {END_WITH_PARENT: str(os.getpid()), SAID_ABOVE: "1"}
+        self._environment = os.environ | (variables or {}) | ours
         self._running: list[Child] = []
         self._not_asked: list[subprocess.Popen[str]] = []
         """Children to which no signal was forwarded."""

@@ -22,18 +22,14 @@ from typing import TYPE_CHECKING, Any
 
 from polyad.data.files import temporary_folder
 from polyad.launch.machine import END_WITH_PARENT, end_with_launcher
-from polyad.launch.processes import answer_first_signal_only, stop_at_signals
+from polyad.launch.processes import CONTINUE, end_at_signals, unblock_signals
 from polyad.parallel.addresses import STORE, addresses_of, named_interface
-from polyad.train.errors import Stopped, one_line
+from polyad.train.errors import SAID_ABOVE, STOP_FILE, end_at_once, one_line, stop_line, stop_signal
 
 if TYPE_CHECKING:
     from polyad.parallel.agents import Workers
 
 STANDALONE = "--standalone"
-STOP_FILE = "POLYAD_STOP_FILE"
-"""Environment variable with a file for this host's workers. A worker stopped by a signal writes its
-number there and exits with 0, because torchrun would take another status for a failure and restart
-it."""
 
 
 def main() -> int:
@@ -72,7 +68,10 @@ def _start(folder: Path) -> int:
     words += 2
     from polyad.parallel.agents import watch_workers
 
-    workers = watch_workers()
+    workers = watch_workers(
+        end=lambda number: end_at_once(number, CONTINUE),
+        is_stop=lambda status: stop_signal(status) is not None,
+    )
     if _is_one_host(sys.argv[:words]):
         _meet_in(folder, words)
     else:
@@ -122,15 +121,11 @@ def _run(workers: "Workers") -> int:
     try:
         # By name, as a command: this package imports no communication library.
         runpy.run_module("torch.distributed.run", run_name="__main__", alter_sys=True)
-    except (KeyboardInterrupt, Stopped) as stop:  # before it had handlers: nothing was started
-        name = "interrupted; " if isinstance(stop, KeyboardInterrupt) else ""
-        print(f"polyad: {name}{stop}", file=sys.stderr, flush=True)
-        return getattr(stop, "exit_status", 128 + signal.SIGINT)
     except Exception as error:
         if hasattr(error, "get_first_failure"):  # ChildFailedError
             return _worker_status(*error.get_first_failure())
         if hasattr(error, "sigval"):  # SignalException
-            return 128 + int(error.sigval)
+            return _stopped() or _say_stop(int(error.sigval), "")
         if any(kind.__name__ == "RendezvousError" for kind in type(error).__mro__):
             return _rendezvous_status(error, workers)
         raise
@@ -151,23 +146,17 @@ def forget_stop() -> None:
         Path(file).unlink(missing_ok=True)
 
 
-def tell_launcher(number: int) -> bool:
-    """Notifies this host's torchrun, by the stop file, that a worker was stopped by a signal.
-
-    Returns:
-        Whether torchrun will read it; if so the worker must exit with 0.
-    """
-    file = os.environ.get(STOP_FILE)
-    if not file or "TORCHELASTIC_RUN_ID" not in os.environ:
-        return False
-    with contextlib.suppress(OSError):
-        Path(file).write_text(str(number), encoding="utf-8")
-        return True
-    return False
+def _say_stop(number: int, who: str) -> int:
+    """Prints the line of a stop, which no worker has printed, and returns the status."""
+    if SAID_ABOVE not in os.environ:
+        print(f"polyad: {who}{stop_line(number, CONTINUE)}", file=sys.stderr, flush=True)
+    return 128 + number
 
 
 def _worker_status(rank: int, failure: Any) -> int:
     status: int = failure.exitcode
+    if (number := stop_signal(status)) is not None:
+        return _stopped() or _say_stop(number, f"rank {rank}: ")
     if status >= 0:
         return status
     name = signal.Signals(-status).name
@@ -200,8 +189,6 @@ def _rendezvous_status(error: Exception, workers: "Workers") -> int:
 
 
 if __name__ == "__main__":
-    stop_at_signals()
-    # torchrun ends its workers cleanly at the first signal; at further ones it would abandon them
-    # while they save.
-    answer_first_signal_only()
+    end_at_signals()
+    unblock_signals()
     sys.exit(main())

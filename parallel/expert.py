@@ -139,9 +139,9 @@ class TensorParallelAttentionGraph(AttentionGraph):
         """See `Graph.forward`."""
         attention = given.attention
         assert given.cache is None  # generation runs in one process
+        entropy_A = sum_parts(self._own_entropies(given)) if self.chooses else None
         if not self.is_on:
-            own_A = self._own_entropies(given)
-            return Mixed(scores_BTE, None, sum_parts(own_A) if self.chooses else None)
+            return Mixed(scores_BTE, None, entropy_A)
         assert attention is not None
         head = self.chosen_head() - self._first_head
         is_here = (head >= 0) & (head < self._heads_here)
@@ -149,18 +149,13 @@ class TensorParallelAttentionGraph(AttentionGraph):
         if attention.output_bias_D is not None:
             whole = whole._replace(output_bias_D=copy(attention.output_bias_D))
         mixed_BTE, neighbours = self.mix(self.features(whole), copy(scores_BTE), given)
-        mixed_BTE = torch.where(is_here, mixed_BTE, 0.0)
-        mixed_BTE = sum_parts(mixed_BTE)
-        assert neighbours is not None
-        own = torch.where(is_here, neighbours, 0.0)
-        measured = sum_parts(torch.cat([own, self._own_entropies(given).to(own.dtype)]))
-        entropy_A = measured[1:] if self.chooses else None
-        return Mixed(mixed_BTE, measured[0], entropy_A, self.chosen_head().squeeze(0))
+        mixed_BTE = sum_parts(torch.where(is_here, mixed_BTE, 0.0))
+        if neighbours is not None:
+            neighbours = sum_parts(torch.where(is_here, neighbours, 0.0).squeeze(0))
+        return Mixed(mixed_BTE, neighbours, entropy_A, self.chosen_head().squeeze(0))
 
     def _own_entropies(self, given: BlockInput) -> Tensor:
-        """Returns [A], 0 for heads of other ranks; empty if the head is not chosen by entropy."""
-        if not self.chooses:
-            return self.fixed_head.new_empty(0)
+        """Returns [A], 0 for heads of other ranks."""
         assert given.attention is not None
         own_A = head_entropies(given.attention, self.context.causal, given.real)
         entropy_A = own_A.new_zeros(self.num_heads)

@@ -34,7 +34,8 @@ from polyad.parallel.tensor_folder import (
 
 _ROWS = 4096
 """Rows of two tensors that are compared at a time."""
-_BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json",
+GENERATION_FILE = "generation_config.json"
+_BESIDE = ("tokenizer_config.json", "special_tokens_map.json", GENERATION_FILE,
            "added_tokens.json", "chat_template.jinja")  # fmt: skip
 _LARGEST = 2**22
 """Maximum size of such a file to keep, in bytes."""
@@ -91,10 +92,13 @@ class FamilyWeights(FolderWeights):
         tensors = TensorFolder(folder, HuggingFaceError, self.family.plain_name)
         self.family = self.family.for_names(tensors.names())
         super().__init__(folder, tensors, {}, HuggingFaceError)
+        try:
+            self.family.check_counts(self._tree, tensors.names(), self._shape)
+        except HuggingFaceError as error:
+            raise HuggingFaceError(f"{place}: {error}") from None
         self.config: Any = self.family.read_config(self._tree, self._shape, str(place))
         self.seed = 0
         """The seed of a new head; set by a run."""
-        self._check_layers()
         self._describe(self.config)
         self._head_may_be_new = self.family.may_lack_head and not self._has_head()
         self._check()
@@ -143,6 +147,7 @@ class FamilyWeights(FolderWeights):
         """Returns what is written again beside the weights on export."""
         tree = {key: value for key, value in self._tree.items() if key != "quantization_config"}
         found = {name: self._tensors.mapped(name).get_dtype() for name in self._tensors.names()}
+        found = {name: dtype for name, dtype in found.items() if dtype in TORCH_DTYPES}
         most = max(set(found.values()), key=list(found.values()).count)
         copies = [name for name in self.family.copies(self.config) if name in found]
         plain = family_of_files(self._tree, CONFIG_FILE)
@@ -279,22 +284,6 @@ class FamilyWeights(FolderWeights):
                 values[f"{key}.hidden_size"] = inner
         return values
 
-    def _check_layers(self) -> None:
-        """Checks that the last block exists: numbers in config.json are not bounded, so files come
-        first.
-
-        Raises:
-            HuggingFaceError: it does not.
-        """
-        key, last = self.family.their_keys().get("num_layers"), self.config.last_parameter()
-        rule = self.family.find(last) if last else None
-        if key is None or rule is None or rule.names[0] in self._tensors.names():
-            return
-        raise HuggingFaceError(
-            f"{self.folder}: no tensor {rule.names[0]}, though {CONFIG_FILE} says {key} "
-            f"{self.config.num_layers}"
-        )
-
     def _describe(self, config: ModelSettings) -> None:
         """Sets the model whose weights are read."""
         try:
@@ -316,6 +305,10 @@ class FamilyWeights(FolderWeights):
         for name, buffer in self._model.named_buffers():
             if (rule := self.family.find(name)) is not None:
                 wanted[rule.names[0]] = Wanted(tuple(buffer.shape))
+        copies = self.family.copies(self.config)
+        for name, other in copies.items():
+            if name in self._tensors.names() and other in wanted:
+                wanted[name] = wanted[other]
         faults = self._tensors.faults(wanted, CONFIG_FILE)
         strange = sorted(self._tensors.names() - wanted.keys())
         ignored = self.family.ignored
@@ -326,7 +319,7 @@ class FamilyWeights(FolderWeights):
         if not faults:
             faults = [
                 f"{name} is not {other}, though {CONFIG_FILE} says that they are tied"
-                for name, other in self.family.copies(self.config).items()
+                for name, other in copies.items()
                 if not _is_copy(self._tensors, name, other)
             ]
         self._tensors.refuse(faults)
@@ -401,9 +394,6 @@ def _is_copy(tensors: TensorFolder, name: str, other: str) -> bool:
     """
     if name not in tensors.names():
         return True
-    one, two = tensors.mapped(name), tensors.mapped(other)
-    if one.get_shape() != two.get_shape():
-        return False
     return all(
         # A diverged run has NaN in both, which do not compare equal.
         torch.allclose(
@@ -413,5 +403,5 @@ def _is_copy(tensors: TensorFolder, name: str, other: str) -> bool:
             atol=0,
             equal_nan=True,
         )
-        for row in range(0, one.get_shape()[0], _ROWS)
+        for row in range(0, tensors.mapped(name).get_shape()[0], _ROWS)
     )

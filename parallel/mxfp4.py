@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 BLOCKS, SCALES = "_blocks", "_scales"
+_BYTES = 16
+"""Bytes of a block of 32 values."""
 _HALF = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 _VALUES = torch.cat((_HALF, -_HALF))
 _PAIRS = torch.stack((_VALUES.repeat(16), _VALUES.repeat_interleave(16)), -1)
@@ -43,12 +45,29 @@ def dequantize(blocks: Tensor, scales: Tensor) -> Tensor:
     return found.view(torch.bfloat16).view(*scales.shape[:-1], -1)
 
 
+def fault_of_pair(blocks: Any, scales: Any) -> str | None:
+    """Returns why two mapped tensors are not the blocks and scales of one matrix; None if they are.
+
+    Args:
+        blocks: The mapped tensor `name_blocks`.
+        scales: The mapped tensor `name_scales`.
+    """
+    shape = blocks.get_shape()
+    if blocks.get_dtype() != "U8" or len(shape) != 4 or shape[-1] != _BYTES:
+        form = f"U8 [experts, out, in / 32, {_BYTES}]"
+        return f"{BLOCKS} is {blocks.get_dtype()} {shape}, but MXFP4 has {form}"
+    if scales.get_dtype() != "U8" or scales.get_shape() != shape[:-1]:
+        found = f"{scales.get_dtype()} {scales.get_shape()}"
+        return f"{SCALES} is {found}, but {BLOCKS} {shape} needs U8 {shape[:-1]}"
+    return None
+
+
 class Quantized:
     """A matrix of such weights, with the interface of a mapped tensor.
 
     Args:
         blocks: The mapped tensor `name_blocks`.
-        scales: The mapped tensor `name_scales`.
+        scales: The mapped tensor `name_scales`, which fits them (`fault_of_pair`).
     """
 
     def __init__(self, blocks: Any, scales: Any) -> None:

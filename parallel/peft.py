@@ -15,7 +15,7 @@ from polyad.model.families.low_rank import STACKS, Factors, delta, module_of
 from polyad.model.families.tensors import Piece, Slices
 from polyad.parallel.families import FamilyWeights, is_huggingface_folder
 from polyad.parallel.records import Record, fault_of
-from polyad.parallel.tensor_folder import TensorFolder, read_json
+from polyad.parallel.tensor_folder import TensorFolder, Wanted, read_json
 
 ADAPTER_CONFIG_FILE, ADAPTER_FILE = "adapter_config.json", "adapter_model.safetensors"
 BEFORE = "base_model.model."
@@ -164,12 +164,22 @@ class PeftWeights(FamilyWeights):
                     found.setdefault(name, []).append(beside._replace(scale=scale))
                     used |= {beside.A, beside.B}
         if strange := sorted(set(names) - used):
-            raise PeftError(
-                f"{self.folder / ADAPTER_FILE}: {strange[0]} belongs to no weight of {self.base}"
-            )
+            place = f"{self.folder / ADAPTER_FILE}: {strange[0]}"
+            if self._is_outside(strange[0]):
+                raise PeftError(f"{place}: adapters on embeddings and heads are not supported")
+            raise PeftError(f"{place} belongs to no weight of {self.base}")
         if not any(self._matrices.read(name, ()).any() for name in names if name.endswith(_B)):
             raise PeftError(f"{self.folder / ADAPTER_FILE}: adds nothing: all lora_B are zero")
         return found
+
+    def _is_outside(self, name: str) -> bool:
+        """Returns whether a tensor in the file is of an embedding or a head."""
+        rules = self.family.outside.values()
+        modules = [rule if isinstance(rule, str) else rule.names[0] for rule in rules]
+        owners = {name.removesuffix(".weight") for name in modules}
+        owners |= {name.rpartition(".")[0] for name in self.family.copies(self.config)}
+        plain = self.family.plain_name(name.removeprefix(BEFORE))
+        return plain.startswith(tuple(f"{owner}." for owner in owners))
 
     def _stacks(self, names: Collection[str]) -> set[str]:
         """Returns the stacks of experts that have adapters."""
@@ -184,7 +194,7 @@ class PeftWeights(FamilyWeights):
         """Checks the shapes of two matrices and returns the factor of their product.
 
         Raises:
-            PeftError: A shape does not match the weight and the rank.
+            PeftError: A shape or dtype does not match the weight and the rank.
         """
         settings, experts = self._settings, beside.experts
         listed = settings.target_parameters or []
@@ -197,13 +207,12 @@ class PeftWeights(FamilyWeights):
         if len(beside.piece.size) == 3:
             inputs, outputs = outputs, inputs
         outputs *= 1 if share is None else share.count
-        wanted = {beside.A: [experts * rank, inputs], beside.B: [outputs, rank * experts]}
-        for name, shape in wanted.items():
-            if (there := self._matrices.mapped(name).get_shape()) != shape:
-                raise PeftError(
-                    f"{self.folder / ADAPTER_FILE}: {name} is {there}, rank {rank} beside "
-                    f"{tensor} of {self.base} says {shape}"
-                )
+        wanted = {
+            beside.A: Wanted((experts * rank, inputs)),
+            beside.B: Wanted((outputs, rank * experts)),
+        }
+        rule = f"rank {rank} beside {tensor} of {self.base}"
+        self._matrices.refuse(self._matrices.faults(wanted, rule))
         return alpha / (math.sqrt(rank) if settings.use_rslora else rank)
 
 

@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from polyad.data.json_reader import read_bounded
 from polyad.parallel.checkpoint.box import MASTER, Box
 from polyad.parallel.checkpoint.tensor_file import DTYPE_NAMES
-from polyad.parallel.mxfp4 import BLOCKS, SCALES, Quantized
+from polyad.parallel.mxfp4 import BLOCKS, SCALES, Quantized, fault_of_pair
 from polyad.parallel.records import FormError, PlainName, Record, fault_of_file, parsed
 from polyad.parallel.source import WeightSource
 
@@ -136,6 +136,9 @@ class TensorFolder:
             for name in self._stored
             if name.endswith(BLOCKS) and name.removesuffix(BLOCKS) + SCALES in self._stored
         }
+        for name in sorted(self._quantized):
+            if fault := fault_of_pair(*(self.mapped(name + end) for end in (BLOCKS, SCALES))):
+                raise error(f"{folder}: {name}: {fault}")
 
     def names(self) -> Collection[str]:
         """Returns the names of all tensors; blocks and scales of one tensor count as one."""
@@ -166,7 +169,7 @@ class TensorFolder:
 
         Args:
             wanted: expected tensors by name.
-            config_file: the name of the configuration file.
+            config_file: the name of the configuration file, or what else determines the shapes.
         """
         there = self.names()
         faults = [f"no tensor {name}" for name in wanted if name not in there]

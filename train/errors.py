@@ -14,9 +14,13 @@ A scheduler should restart a run after 75, 138 and 143, and after 137 (a process
 It never does after 2, nor after 128 + n for these three signals.
 """
 
+import contextlib
 import errno
+import os
 import re
 import signal
+from pathlib import Path
+from typing import NoReturn
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 """Signals that ask a command to end; all training commands treat them alike."""
@@ -83,6 +87,17 @@ class RunError(RuntimeError):
     exit_status = 1
 
 
+def stop_line(number: int, line: str) -> str:
+    """Returns what is said of a stop by a signal.
+
+    Args:
+        number: the signal.
+        line: says what was saved, or what to do.
+    """
+    name = "interrupted" if number == signal.SIGINT else f"stopped by {signal.Signals(number).name}"
+    return f"{name}; {line}"
+
+
 class Stopped(BaseException):
     """A run that was ended by a signal: one line that says where it continues.
 
@@ -94,7 +109,7 @@ class Stopped(BaseException):
     """
 
     def __init__(self, number: int, line: str) -> None:
-        super().__init__(f"stopped by {signal.Signals(number).name}; {line}")
+        super().__init__(stop_line(number, line))
         self.exit_status = 128 + number
 
 
@@ -106,3 +121,62 @@ def stopped(number: int, line: str) -> BaseException:
         line: says what was saved.
     """
     return KeyboardInterrupt(line) if number == signal.SIGINT else Stopped(number, line)
+
+
+def end_at_once(number: int, line: str) -> NoReturn:
+    """Ends the process from a signal's handler, while there is nothing to save.
+
+    An exception would be raised wherever the main thread is: in an import, which it breaks, or in a
+    library that swallows it. Rank 0 says why, or the command of Polyad that started this process.
+
+    Args:
+        number: the signal.
+        line: says how to start the run again.
+    """
+    if os.environ.get("RANK", "0") == "0" and not (is_under_agent() or SAID_ABOVE in os.environ):
+        with contextlib.suppress(OSError):
+            os.write(2, f"polyad: {one_line(stop_line(number, line))}\n".encode())
+    os._exit(128 + number)
+
+
+SAID_ABOVE = "POLYAD_STOP_IS_SAID_ABOVE"
+"""Environment variable of commands that another command runs. That one says which signal stopped
+them; one line is enough."""
+
+
+def stop_signal(status: int) -> int | None:
+    """Returns the signal that stopped a process, by its exit status; None if none of ours did.
+
+    Args:
+        status: 128 + n from a process that handled signal n, or -n from one that did not yet.
+    """
+    number = -status if status < 0 else status - 128
+    return number if number in STOP_SIGNALS else None
+
+
+STOP_FILE = "POLYAD_STOP_FILE"
+"""Environment variable with a file for the workers of a host's `polyad launch`. A worker that has
+said that it was stopped by a signal writes its number there and exits with 0, because torchrun
+would take another status for a failure and restart it."""
+
+
+def is_under_agent() -> bool:
+    """Returns whether `polyad launch` started this process as a worker, and reads `STOP_FILE`."""
+    return bool(os.environ.get(STOP_FILE)) and "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def tell_launcher(number: int) -> bool:
+    """Notifies this host's `polyad launch` that this worker has said by what it was stopped.
+
+    Args:
+        number: the signal.
+
+    Returns:
+        Whether the launcher will read it; if so the worker must exit with 0.
+    """
+    if not is_under_agent():
+        return False
+    with contextlib.suppress(OSError):
+        Path(os.environ[STOP_FILE]).write_text(str(number), encoding="utf-8")
+        return True
+    return False

@@ -23,7 +23,7 @@ from polyad.parallel.weights import Choice, Weights, open_weights
 from polyad.parallel.zero import DTYPES, Precision
 from polyad.train.errors import ConfigError
 from polyad.train.evaluation.evaluate import evaluate_opened
-from polyad.train.evaluation.generate import Sampling, continue_text
+from polyad.train.evaluation.generate import Sampling, check_text, continue_text
 from polyad.train.evaluation.predict import Prediction, Predictor
 from polyad.train.experts.interventions import Intervention, parse_intervention
 from polyad.train.experts.probing import deciding, routed_layers
@@ -194,6 +194,7 @@ class Run:
 
     def _read_ids(self, text: str, top: int) -> list[int]:
         """The token ids of a text for `experts`."""
+        check_text(text, "text")
         config = self._config
         if not isinstance(config, DecoderSettings | BertConfig):
             raise self._not_of_text("`polyad report` shows the experts of images")
@@ -238,6 +239,7 @@ class Run:
             ConfigError: the model does not predict text, or an argument is out of its range.
         """
         language_model(self._weights)
+        check_text(prompt, "prompt")
         sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
         return continue_text(
             self.model,
@@ -263,11 +265,21 @@ class Run:
             ValueError: one line says what does not fit the model.
         """
         predictor = self.predictor()
+        if isinstance(inputs, str | Path):
+            raise ConfigError(f"inputs: {str(inputs)!r} is not allowed: a list of inputs")
         if predictor.reads_images:
             return predictor.images([str(each) for each in inputs]).predictions
-        pairs = [(each, None) if isinstance(each, str | Path) else each for each in inputs]
-        seconds = [second for _, second in pairs if second is not None]
-        return predictor.texts([str(first) for first, _ in pairs], seconds).predictions
+        firsts: list[str] = []
+        seconds: list[str] = []
+        for each in inputs:
+            if isinstance(each, str | Path):
+                firsts.append(str(each))
+            elif isinstance(each, Sequence) and [isinstance(a, str) for a in each] == [True, True]:
+                firsts.append(each[0])
+                seconds.append(each[1])
+            else:
+                raise ConfigError(f"inputs: {each!r} is not allowed: a text, or a pair of texts")
+        return predictor.texts(firsts, seconds).predictions
 
     def predictor(self) -> Predictor:
         """Returns the predictor that `polyad predict` uses."""

@@ -6,9 +6,10 @@
 
 A measure gets each batch with the decisions of every router, and accumulates; see `measures/`.
 
-Shapes: B samples and R rows of a batch, N tokens that a layer gets, D width.
+Shapes: B samples and R rows of a batch, N tokens that a layer gets, M of them that count, D width.
 """
 
+import functools
 import hashlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -137,7 +138,7 @@ class Evaluated(NamedTuple):
             told="mean outputs",
         )
         moments = reader.moments
-        found = moments.result(lambda values: comm.sum_over_samples(values, world))
+        found = moments.result(lambda values: comm.sum_over_samples(values.to(world.device), world))
         return {name: each.mean_SD for name, each in found.items()}
 
     def text(self, option: str) -> LanguageModelling:
@@ -297,30 +298,49 @@ class Reading:
     """The task's batch."""
     output: Any
     """The result of `Samples.forward`; None for a single block."""
-    decisions: Mapping[str, Decision]
-    """Each layer's routing decision, by layer name; for a single block only its layers."""
+    of_all_tokens: Mapping[str, Decision]
+    """Each layer's routing decision for all that it reads, by layer name; for a single block only
+    its layers. Padding and special tokens are included, for readers that run blocks again."""
     entering: Mapping[int, Tensor]
     """Inputs of the blocks that measures request [B, T, D], by block number."""
     is_first: bool = True
     """Whether this is the first reading of its batch."""
     row_N: Tensor | None = None
-    """The row of the batch that each token belongs to; None: all rows have equally many tokens."""
-    counted_N: Tensor | None = None
-    """Which tokens count; None: all do."""
+    """See `Samples.row_N`."""
+
+    @functools.cached_property
+    def counted_M(self) -> Tensor | None:
+        """Indices of the tokens that count, among all that layers read; None: all count."""
+        return None if self.row_N is None else (self.row_N >= 0).nonzero().squeeze(-1)
+
+    @functools.cached_property
+    def decisions(self) -> Mapping[str, Decision]:
+        """Each layer's routing decision for the M tokens that count, by layer name; for a single
+        block only its layers. Sums over tokens are made of these."""
+        return self.counted(self.of_all_tokens)
+
+    def counted(self, decisions: Mapping[str, Decision]) -> Mapping[str, Decision]:
+        """Returns the decisions for the tokens that count.
+
+        Args:
+            decisions: decisions for all tokens of the batch, of this or another model.
+        """
+        rows_M = self.counted_M
+        if rows_M is None:
+            return decisions
+        return {name: each.of(rows_M) for name, each in decisions.items()}
 
     def rows_of(self, decision: Decision) -> Tensor:
-        """The row of the batch that each token of a layer belongs to [N]."""
+        """The row of the batch that each token of one of `decisions` belongs to [M]."""
         if self.row_N is not None:
-            return self.row_N
+            return self.row_N[self.counted_M]
         rows = len(self.number_R)
         each = len(decision.levels[0]) // rows
         return torch.arange(rows, device=self.number_R.device).repeat_interleave(each)
 
     def numbers_of(self, decision: Decision) -> Tensor:
-        """The number of the row that each token of a layer belongs to [N]; -1 where it does not
-        count."""
-        number_N = self.number_R[self.rows_of(decision)]
-        return number_N if self.counted_N is None else number_N.where(self.counted_N, -1)
+        """The number of the row that each token of one of `decisions` belongs to [M]."""
+        return self.number_R[self.rows_of(decision)]
 
 
 class Reader(Protocol):
@@ -348,7 +368,7 @@ class MomentsReader:
 
     def add(self, reading: Reading) -> None:
         """Adds a batch."""
-        self.moments.add(reading.decisions, reading.numbers_of)
+        self.moments.add(reading.decisions)
 
 
 @runtime_checkable
@@ -401,10 +421,9 @@ def read(
                 number_R=number_R.to(device),
                 batch=batch,
                 output=output,
-                decisions=decisions,
+                of_all_tokens=decisions,
                 entering=entering,
                 row_N=samples.row_N(batch),
-                counted_N=samples.counted_N(batch),
             )
             for measure in measures:
                 measure.add(reading)
@@ -450,10 +469,10 @@ def _read_streamed(
                     number_R=number_R.to(model.device),
                     batch=batch,
                     output=None,
-                    decisions=decisions,
+                    of_all_tokens=decisions,
                     entering={},
                     is_first=block == min(by_block),
-                    counted_N=samples.counted_N(batch),
+                    row_N=samples.row_N(batch),
                 )
                 for measure in measures:
                     measure.add(reading)

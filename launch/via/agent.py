@@ -10,6 +10,7 @@ from typing import NoReturn
 
 from polyad.launch import torchrun as launcher
 from polyad.launch.machine import prepare_environment, share_cores
+from polyad.launch.processes import block_signals
 from polyad.launch.via.hosts import endpoint, host_name, plain_name
 
 STANDALONE = (launcher.STANDALONE,)
@@ -118,6 +119,7 @@ def become(words: list[str], variables: Mapping[str, str]) -> NoReturn:
     os.environ.update(variables)
     sys.stdout.flush()
     sys.stderr.flush()
+    block_signals()
     os.execv(sys.executable, words)
 
 

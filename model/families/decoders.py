@@ -20,6 +20,7 @@ from polyad.model.families.keys import (
     Tree,
     constant,
     field,
+    implied,
     only,
 )
 from polyad.model.families.tensors import Rule, every_other, half, parameter, per_expert
@@ -27,12 +28,13 @@ from polyad.model.smoe.config import SparseMoEConfig
 
 HEAD = "lm_head.weight"
 IGNORED_KEYS = frozenset({
-    "_name_or_path", "architectures", "auto_map", "bos_token_id", "dtype", "eos_token_id",
-    "head_dim", "id2label", "initializer_range", "label2id", "layer_types", "max_window_layers",
+    "_attn_implementation_autoset", "_name_or_path", "architectures", "attn_implementation",
+    "auto_map", "bos_token_id", "dtype", "eos_token_id", "head_dim", "id2label",
+    "initializer_range", "label2id", "layer_types", "max_sequence_length", "max_window_layers",
     "model_type", "output_router_logits", "pad_token_id", "pretraining_tp", "problem_type",
     "quantization_config", "return_dict",
     "router_aux_loss_coef", "tokenizer_class", "torch_dtype", "transformers_version",
-    "use_cache",
+    "unsloth_fixed", "unsloth_version", "use_cache",
 })  # fmt: skip
 """Keys that do not affect the computation, or that a family reads where they do."""
 FREE = frozenset({
@@ -164,11 +166,21 @@ def heads(groups: int | None, *, sized: bool = True, size: int | None = None) ->
         values = {"num_key_value_heads": found or tree.get("num_attention_heads")}
         return values | ({"head_size": tree.get("head_dim", size)} if sized else {})
 
+    def refuse(tree: Tree) -> None:
+        width, count = tree.get("hidden_size"), tree.get("num_attention_heads")
+        found = tree.get("head_dim")
+        if not sized and found is not None and width and count and found != width // count:
+            raise HuggingFaceError(
+                f"head_dim: {found} is not supported; it must be absent, or hidden_size / "
+                f"num_attention_heads: {width // count}"
+            )
+
     def write(config: DecoderConfig) -> dict[str, Any]:
         values = {"num_key_value_heads": config.known_key_value_heads()}
         return values | ({"head_dim": config.known_head_size()} if sized else {})
 
-    return Key({"num_key_value_heads": "num_key_value_heads", "head_size": "head_dim"}, read, write)
+    names = {"num_key_value_heads": "num_key_value_heads", "head_size": "head_dim"}
+    return Key(names, read, write, refuse)
 
 
 def rope(
@@ -464,7 +476,7 @@ def _sparse(
 
 
 def _qwen_routes(tree: Tree, block: int) -> bool:
-    step = tree.get("decoder_sparse_step", 1)
+    step = tree.get("decoder_sparse_step") or 1
     return block not in (tree.get("mlp_only_layers") or []) and (block + 1) % step == 0
 
 
@@ -497,6 +509,15 @@ def _deepseek(
     dense_first: int,
 ) -> tuple[Key, ...]:
     """The keys of both DeepSeek versions, with defaults that differ between them."""
+
+    def refuse(tree: Tree) -> None:
+        groups, count = tree.get("num_key_value_heads"), tree.get("num_attention_heads", 32)
+        if groups not in (None, count):
+            raise HuggingFaceError(
+                f"num_key_value_heads: {groups} is not supported; latent attention has as many as "
+                f"num_attention_heads: {count}"
+            )
+
     blocks = placement(
         lambda tree, block: block >= (tree.get("first_k_dense_replace", dense_first) or 0),
         lambda dense: {"first_k_dense_replace": len(dense)},
@@ -510,7 +531,7 @@ def _deepseek(
         field("qk_rope_head_dim", "latent_attention.rotated_size", 64),
         field("v_head_dim", "latent_attention.value_size", 128),
         biases(False, "attention_bias", "attention_output_bias"),
-        Key({}, write=lambda config: {"num_key_value_heads": config.num_heads},
+        Key({}, write=lambda config: {"num_key_value_heads": config.num_heads}, refuse=refuse,
             reads=("num_key_value_heads", "qk_head_dim", "num_nextn_predict_layers", "ep_size",
                    "aux_loss_alpha", "seq_aux")),
         *_sparse("n_routed_experts", experts, top_k, "moe_intermediate_size"),
@@ -564,8 +585,8 @@ def _write(
 
 
 def _by_layers(tree: Tree, block: int) -> bool:
-    first: int = tree.get("max_window_layers", 28)
-    return block >= first
+    first: int | None = tree.get("max_window_layers")
+    return block >= (28 if first is None else first)
 
 
 LLAMA_FAMILY = _decoder(
@@ -581,12 +602,14 @@ MISTRAL_FAMILY = _decoder(
 QWEN2_FAMILY = _decoder(
     "qwen2", "Qwen2", "Qwen2",
     (*_shape(1e-6, 32768), heads(32, sized=False), rope(10000.0), *_dense(22016),
-     window(_by_layers, 4096, is_optional=True), constant(attention_bias=True)),
+     window(_by_layers, 4096, is_optional=True), constant(attention_bias=True),
+     Key({}, reads=("attention_bias", "qkv_bias"))),  # the library ignores both
 )  # fmt: skip
 QWEN3_FAMILY = _decoder(
     "qwen3", "Qwen3", "Qwen3",
     (*_shape(1e-6, 32768), heads(32, size=128), rope(10000.0), *_dense(22016),
      window(_by_layers, 4096, is_optional=True), constant(query_key_norm="head"),
+     implied(use_qk_norm=True),
      biases(False, "attention_bias", "attention_output_bias")),
 )  # fmt: skip
 OLMOE_FAMILY = _decoder(
@@ -594,13 +617,14 @@ OLMOE_FAMILY = _decoder(
     (*_shape(1e-5, 4096, pad_id=1), heads(None, sized=False), rope(10000.0),
      *_sparse("num_experts", 64, 8), normalized(False),
      number("clip_qkv", "query_key_value_clip", None), constant(query_key_norm="all"),
+     implied(use_qk_norm=True),
      biases(False, "attention_bias", "attention_output_bias")),
     ROUTED, other_forms=(FUSED,),
 )  # fmt: skip
 MIXTRAL_FAMILY = _decoder(
     "mixtral", "Mixtral", "Mixtral",
     (*_shape(1e-5, 131072), heads(8), rope(1e6), *_sparse("num_local_experts", 8, 2), window(),
-     constant(feed_forward__combine="normalized"),
+     constant(feed_forward__combine="normalized"), implied(norm_topk_prob=True),
      field("router_jitter_noise", "feed_forward.input_jitter", 0.0)),
     MIXTRAL, other_forms=({"feed_forward.router.score": "mlp.gate", **FUSED},),
 )  # fmt: skip
@@ -620,13 +644,16 @@ QWEN3_MOE_FAMILY = _decoder(
     (*_shape(1e-6, 32768), heads(4), rope(10000.0),
      *_sparse("num_experts", 128, 8, "moe_intermediate_size", "num_local_experts"),
      _dense_blocks(6144), QWEN_BLOCKS, normalized(False), window(default=4096, is_optional=True),
-     constant(query_key_norm="head"),
+     constant(query_key_norm="head"), implied(use_qk_norm=True),
      biases(False, "attention_bias", "attention_output_bias")),
     ROUTED, other_forms=(FUSED,),
 )  # fmt: skip
 _GRANITE = (
     *_shape(1e-6, 2048), heads(None, sized=False), rope(10000.0),
     *_sparse("num_local_experts", 8, 2), constant(feed_forward__combine="normalized"),
+    implied(
+        norm_topk_prob=True, position_embedding_type="rope", normalization_function="rmsnorm"
+    ),
     biases(False, "attention_bias", "attention_output_bias"),
     field("embedding_multiplier", "embedding_multiplier", 1.0),
     field("residual_multiplier", "residual_multiplier", 1.0),
@@ -718,6 +745,7 @@ GPT_OSS_FAMILY = _decoder(
      biases(True, "attention_bias", "attention_output_bias"),
      field("swiglu_alpha", "feed_forward.swiglu_alpha", 1.702),
      field("swiglu_limit", "feed_forward.swiglu_limit", 7.0),
+     implied(norm_topk_prob=True),
      Key({}, reads=("experts_per_token", "initial_context_length"))),
     GPT_OSS, quantized="mxfp4",
 )  # fmt: skip

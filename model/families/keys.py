@@ -15,11 +15,74 @@ ACTIVATIONS = {
 }  # fmt: skip
 """Our names by transformers'; if there are two, the first is written."""
 
+_SIZES = frozenset({
+    "decoder_sparse_step", "head_dim", "hidden_size", "image_size", "intermediate_size",
+    "kv_lora_rank", "max_position_embeddings", "moe_intermediate_size", "n_embd", "n_group",
+    "n_head", "n_inner", "n_layer", "n_positions", "n_routed_experts", "num_attention_heads",
+    "num_channels", "num_experts", "num_experts_per_tok", "num_hidden_layers",
+    "num_key_value_heads", "num_local_experts", "patch_size", "q_lora_rank", "qk_head_dim",
+    "qk_nope_head_dim", "qk_rope_head_dim", "topk_group", "type_vocab_size", "v_head_dim",
+    "vocab_size",
+})  # fmt: skip
+"""Keys of any family whose value is a positive whole number, or null."""
+_COUNTS = frozenset({
+    "first_k_dense_replace", "max_window_layers", "n_shared_experts", "num_nextn_predict_layers",
+    "shared_expert_intermediate_size", "shared_intermediate_size", "sliding_window",
+})  # fmt: skip
+"""The same, where 0 means none."""
+_FLAGS = frozenset({
+    "attention_bias", "mlp_bias", "norm_topk_prob", "qkv_bias", "rope_interleave",
+    "tie_word_embeddings", "use_sliding_window",
+})  # fmt: skip
+_ROTARY = frozenset({"rope_parameters", "rope_scaling"})
+_LAYER_TYPES = ("full_attention", "sliding_attention", "attention")
+
 
 class HuggingFaceError(ValueError):
     """A folder of another library, or a model, that cannot be converted: a one-line error."""
 
     exit_status = 2
+
+
+def check_forms(section: Tree) -> None:
+    """Checks the types of the keys that other keys are read with, before any list is made of them.
+
+    Raises:
+        HuggingFaceError: One has another form.
+    """
+
+    def refuse(key: str, needed: str) -> None:
+        raise HuggingFaceError(f"{key}: {section[key]!r:.60} is not supported; it must be {needed}")
+
+    for key in section.keys() & (_SIZES | _COUNTS):
+        least = int(key in _SIZES)
+        value = section[key]
+        if value is not None and (type(value) is not int or not least <= value < 2**31):
+            refuse(key, f"a whole number of at least {least}, below 2^31")
+    for key in section.keys() & _FLAGS:
+        if section[key] is not None and not isinstance(section[key], bool):
+            refuse(key, "true or false")
+    for key in section.keys() & _ROTARY:
+        inside = section[key] if section[key] is not None else {}
+        if not isinstance(inside, dict) or not all(
+            isinstance(each, str if name in ("rope_type", "type") else int | float | None)
+            for name, each in inside.items()
+        ):
+            refuse(key, "an object of numbers, with a rope_type")
+    if not isinstance(section.get("rope_theta", 1.0), int | float):
+        refuse("rope_theta", "a number")
+    types, layers = section.get("layer_types"), section.get("num_hidden_layers")
+    if types is not None and not (
+        isinstance(types, list)
+        and all(each in _LAYER_TYPES for each in types)
+        and len(types) == (layers or len(types))
+    ):
+        refuse("layer_types", f"one of {', '.join(_LAYER_TYPES[:2])} for each of {layers} layers")
+    dense = section.get("mlp_only_layers")
+    if dense is not None and not (
+        isinstance(dense, list) and all(type(each) is int for each in dense)
+    ):
+        refuse("mlp_only_layers", "a list of layer numbers")
 
 
 def nested(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -116,6 +179,21 @@ def only(theirs: str, value: Any) -> Key:
             )
 
     return Key({}, write=lambda config: {theirs: value}, refuse=refuse, reads=(theirs,))
+
+
+def implied(**values: Any) -> Key:
+    """Options that say what a family computes anyway; they may be absent, and are not written.
+
+    Args:
+        values: The only supported values by their keys.
+    """
+
+    def refuse(tree: Tree) -> None:
+        for theirs, value in values.items():
+            if tree.get(theirs) is not None:
+                only(theirs, value).refuse(tree)
+
+    return Key({}, refuse=refuse, reads=tuple(values))
 
 
 def absent(theirs: str) -> Key:

@@ -48,8 +48,7 @@ class EvenExperts(Measure):
 
     def add(self, reading: Reading) -> None:
         for sums_2, layer in zip(self._sums_L2, self.subject.layers, strict=True):
-            decision = reading.decisions[layer.name]
-            a_NS = decision.coefficients()[reading.numbers_of(decision) >= 0].double()
+            a_NS = reading.decisions[layer.name].coefficients().double()
             sums_2 += torch.stack([a_NS[:, ::2].sum(), a_NS.sum()])
 
     def result(self, summed: Summed = lambda values: values) -> EvenShare:

@@ -1,6 +1,5 @@
 """Trials of small models, called in worker processes, with gradients that a layout gets wrong."""
 
-from contextlib import nullcontext
 from pathlib import Path
 from unittest import mock
 
@@ -8,10 +7,12 @@ import torch
 
 from polyad.parallel import comm
 from polyad.parallel.checkpoint.reading import Checkpoint
+from polyad.parallel.zero import RATE_FACTOR
 from polyad.train.config import parts
 from polyad.train.config.run import RunConfig
 from polyad.train.layout.trial import run_trial, save_again
 from polyad.train.layout.verify import Difference, Reference, differences
+from polyad.train.loop.optimizer import WARMUP
 
 
 def compared(
@@ -20,6 +21,8 @@ def compared(
     folder: Path,
     spoiled: str | None = None,
     factor: float = 1.0,
+    *,
+    still: str | None = None,
 ) -> list[Difference]:
     """The trial on all processes, beside another one.
 
@@ -29,6 +32,7 @@ def compared(
         folder: for checkpoints.
         spoiled: a part of the names of parameters whose gradient is wrong on rank 1.
         factor: what it is multiplied by there.
+        still: a part of the names of parameters that no optimizer moves.
     """
     degrees = config.parallel
     world = comm.initialize(
@@ -36,6 +40,17 @@ def compared(
         expert_parallel_size=degrees.expert_parallel_size,
     )
     parallelize = parts.parallelize
+
+    def moving_others(*arguments, make_optimizer, **named):  # type: ignore[no-untyped-def]
+        def of(parameters):  # type: ignore[no-untyped-def]
+            optimizer = make_optimizer([each for each in parameters if still not in each[0]])
+            left = [parameter for name, parameter, _ in parameters if still in name]
+            assert left
+            first = optimizer.param_groups[0]
+            optimizer.add_param_group(first | {"params": left, RATE_FACTOR: 0.0, WARMUP: (0.0, 0)})
+            return optimizer
+
+        return parallelize(*arguments, make_optimizer=of, **named)
 
     def wrongly(*arguments, **named):  # type: ignore[no-untyped-def]
         engine = parallelize(*arguments, **named)
@@ -45,7 +60,8 @@ def compared(
             parameter.register_hook(lambda gradient: gradient * factor)
         return engine
 
-    with mock.patch.object(parts, "parallelize", wrongly) if spoiled else nullcontext():
+    other = wrongly if spoiled else moving_others if still else parallelize
+    with mock.patch.object(parts, "parallelize", other):
         ours = run_trial(config, world, folder)
         again = save_again(config, world, theirs.trial.trained, folder)
     found = list(differences(config, ours, *theirs, Checkpoint(again))) if world.is_main else []

@@ -234,6 +234,13 @@ def text_batches(step: int, world: comm.World, config: DecoderSettings) -> Itera
     return map(TextBatch.of, local_batches(step, world, config))
 
 
+def has_record(case: Case, step: int) -> bool:
+    """Whether a step of a case has a record: the first and the last one, but those between have
+    none, as in most steps of a run. With CUDA graphs none has, since a step that measures runs
+    without them."""
+    return not case.cuda_graph and step in (case.first_step, case.last_step - 1)
+
+
 class OneExpert(InitialWeights):
     """Initial weights with which every token chooses the first expert."""
 
@@ -278,7 +285,7 @@ def train(case: Case, source: Source | None = None) -> dict[str, Any]:
                 case.learning_rate,
                 losses=case.losses,
                 progress=(step + 1) / case.total_steps,
-                record_is_due=not case.cuda_graph,  # a step that measures runs without graphs
+                record_is_due=has_record(case, step),
             )
         losses.append(outcome.loss)
         norms.append(outcome.result.grad_norm)

@@ -47,6 +47,4 @@ def test_a_signal_is_handed_on_and_the_run_saved(config: Path, all_processes: bo
     assert (parent.returncode, out) == (0, "143\n"), err
     (newest,) = complete_checkpoints(run / "checkpoints")
     assert newest.name == f"step-{steps(run)[-1]:08d}"
-    assert err.splitlines()[-1].endswith(
-        f"stopped by SIGTERM; run the same command again to continue from {newest}"
-    )
+    assert "stopped by" not in err  # the command that was started says so

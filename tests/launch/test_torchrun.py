@@ -1,6 +1,7 @@
 """Signals and failures under torchrun's agent, with real processes."""
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -10,11 +11,13 @@ from pathlib import Path
 
 import psutil
 import pytest
+import yaml
 
-from polyad.launch.torchrun import STOP_FILE, _stopped, forget_stop, tell_launcher
+from polyad.launch.torchrun import _stopped, forget_stop
 from polyad.launch.via.command import torchrun
 from polyad.parallel.addresses import STORE
 from polyad.parallel.checkpoint.keeping import complete_checkpoints
+from polyad.train.errors import STOP_FILE, tell_launcher
 from tests.helpers import started
 from tests.helpers.everyday import everyday
 from tests.helpers.started import steps, wait_for
@@ -188,6 +191,56 @@ def test_a_stop_is_not_taken_for_a_failure(config: Path, number: str, whom: str)
     ends = [line for line in said.splitlines() if "error" in line or name in line]
     assert ends == [f"polyad: {name}; run the same command again to continue from {newest}"]
     assert said.count("first step done") == 1  # it was not started again
+
+
+def stopped_after(seconds: float, number: signal.Signals, words: list[str]) -> None:
+    """Starts a command, and checks how a signal ends it some seconds after it has handlers."""
+    process = started.start([sys.executable, "-m", "polyad.launch", *words])
+    status = Path(f"/proc/{process.pid}/status")
+    caught = re.compile(r"^SigCgt:\s*(\w+)$", re.MULTILINE)
+    wait_for(lambda: int(caught.findall(status.read_text())[0], 16) >> signal.SIGTERM - 1 & 1)
+    time.sleep(seconds)
+    family = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(number)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 128 + number, said
+    name = "interrupted" if number == signal.SIGINT else f"stopped by {number.name}"
+    assert sum(name in line for line in said.splitlines()) == 1, said
+    assert "Traceback" not in said
+    _, alive = psutil.wait_procs(family, timeout=20)  # loaders look for their parent now and then
+    assert not alive
+
+
+def words_of(command: str, config: Path) -> list[str]:
+    if command == "study":
+        study = {
+            "question": "Does it stop?", "base": str(config), "folder": str(config.parent / "all"),
+            "seeds": [1], "baseline": "a", "variants": {"a": {}, "b": {"model.hidden_size": 64}},
+            "common": {"train.steps": 100000},
+        }  # fmt: skip
+        file = config.parent / "study.yaml"
+        file.write_text(yaml.safe_dump(study))
+        return ["study", str(file)]
+    processes = ["--processes-per-node", "2"] if command == "launch" else []
+    return [command, str(config), *processes, "train.steps=100000"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "number"), [(0.1, signal.SIGTERM), (2.5, signal.SIGINT), (3.5, signal.SIGTERM)]
+)
+def test_a_signal_while_a_launcher_starts_ends_it_at_once(
+    config: Path, seconds: float, number: signal.Signals
+) -> None:
+    """Also within an import, which an exception would break, or which would swallow it."""
+    stopped_after(seconds, number, words_of("launch", config))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["launch", "train", "study"])
+def test_a_signal_at_any_moment_of_a_start_ends_it(config: Path, command: str) -> None:
+    for moment in range(20):
+        number = (signal.SIGTERM, signal.SIGINT)[moment % 2]
+        stopped_after(0.6 * moment, number, words_of(command, config))
 
 
 @pytest.mark.slow

@@ -26,6 +26,7 @@ from tests.helpers.training import (
     MODEL,
     Case,
     build_engine,
+    has_record,
     model_yaml,
     relative,
     tensors,
@@ -81,7 +82,9 @@ def train_on_padded(case: Case) -> dict[str, Any]:
         batches = [padded_batch(step, slice(first, first + size)) for first in firsts]
         ahead = Prefetch(iter(batches), world.device)
         outcome = train_step(
-            engine, class_losses, ahead, len(batches), case.learning_rate, losses=case.losses
+            *(engine, class_losses, ahead, len(batches), case.learning_rate),
+            losses=case.losses,
+            record_is_due=has_record(case, step),
         )
         found["losses"].append(outcome.loss)
         found["norms"].append(outcome.result.grad_norm)

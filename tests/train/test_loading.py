@@ -12,6 +12,7 @@ from polyad.data.text.tokenizers.files import load_tokenizer
 from polyad.launch.cli import run as command
 from polyad.model.bert import BertConfig
 from polyad.model.build import build_model, materialize
+from polyad.train.errors import ConfigError
 from polyad.train.evaluation.generate import Sampling, generate
 from polyad.train.loading import experts_of
 from tests.helpers.everyday import everyday
@@ -142,6 +143,12 @@ def test_arguments_that_do_not_fit_are_one_line(trained, tmp_path):
         ValueError, match=r"tokens are not allowed; the model reads 1 to 32 tokens at"
     ):
         run.experts(TEXT * 9)
+    for read in (run.experts, run.show, run.generate):
+        for texts in (["def main():", "x = 1"], ("def main():",), None, b"x"):
+            with pytest.raises(ConfigError, match=r"(text|prompt): .+ is not allowed: one text, a"):
+                read(texts)
+        with pytest.raises(ConfigError, match=r"(text|prompt): '.udc00' is not text in UTF-8"):
+            read("\udc00")
     with pytest.raises(ValueError, match=r"top: 0 is not allowed: 1 or more"):
         run.experts("x", top=0)
     with pytest.raises(ValueError, match=r"precision: 'fp8' is not allowed: "):

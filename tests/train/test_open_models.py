@@ -271,3 +271,65 @@ def test_a_head_of_classes_is_named_where_it_cannot_be_written(tmp_path):
         HuggingFaceError, match=r"model\.head\.kind: 'classification': only language models"
     ):
         family_of_model(read_model_config(section))
+
+
+@pytest.mark.parametrize(
+    ("in_config", "in_generation", "ends_after"),
+    [
+        (3, None, 3),
+        ([6, 3], None, 3),
+        ([3], {}, None),  # generation_config.json alone counts where there is one
+        (3, {"eos_token_id": None}, None),
+        (3, {"eos_token_id": 6}, 6),
+        (None, {"eos_token_id": [6, 3]}, 3),
+        (None, None, None),
+    ],
+)
+def test_a_text_ends_where_transformers_ends_it(in_config, in_generation, ends_after, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    folder = tmp_path / "hub"
+    model = hub_folder(folder, "llama", eos_token="<|endoftext|>")
+    greedy = Sampling(temperature=0)
+    prompt = generate(folder, "def number_1(x)", max_tokens=1).prompt_ids
+    length = len(prompt)
+
+    def by_transformers(model):
+        ids = torch.tensor([prompt])
+        given = {"suppress_tokens": list(range(IDS, IDS + 20)), "do_sample": False}
+        return model.generate(ids, max_new_tokens=9, **given)[0, length:].tolist()
+
+    model.generation_config.eos_token_id = None
+    free = by_transformers(model)
+    assert len({*free[:7]}) == 7
+
+    def ids(value):  # from positions in the text to ids
+        if isinstance(value, dict):
+            return {key: ids(each) for key, each in value.items()}
+        return [free[n] for n in value] if isinstance(value, list) else value and free[value]
+
+    config = json.loads((folder / "config.json").read_text())
+    config.pop("eos_token_id", None)
+    (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": ids(in_config)}))
+    generation = folder / "generation_config.json"
+    generation.unlink()
+    if in_generation is not None:
+        generation.write_text(json.dumps(ids(in_generation)))
+    theirs = by_transformers(AutoModelForCausalLM.from_pretrained(folder).eval())
+    wanted = theirs if ends_after is None else theirs[:-1]
+    assert wanted == (free if ends_after is None else free[:ends_after])
+    convert(folder, tmp_path / "ours", "polyad")
+    convert(tmp_path / "ours", tmp_path / "back", "huggingface")
+    for place in (folder, tmp_path / "ours", tmp_path / "back"):
+        ours = generate(place, "def number_1(x)", max_tokens=9, sampling=greedy)
+        assert ours.token_ids == wanted, place
+        text = polyad.load(place).generate("def number_1(x)", max_tokens=9, temperature=0)
+        assert text == ours.text
+
+
+@pytest.mark.parametrize("value", ["4", 1.5, True, [2, None], {"id": 4}, -1])
+def test_a_token_that_ends_a_text_is_an_id(value, tmp_path):
+    hub_folder(tmp_path, "llama")
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
+    with pytest.raises(ConfigError, match=r"generation_config\.json: eos_token_id: .* is not"):
+        generate(tmp_path, "def", max_tokens=1)

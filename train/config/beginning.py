@@ -4,6 +4,9 @@ import os
 import sys
 from pathlib import Path
 
+from torch import nn
+
+from polyad.model.build import matrix_dimensions
 from polyad.model.decoder import DecoderSettings
 from polyad.parallel.checkpoint.reading import Checkpoint
 from polyad.parallel.weights import Weights
@@ -11,6 +14,7 @@ from polyad.train.config.adaptation import begins_anew, counts, model_of
 from polyad.train.config.plan import Plan
 from polyad.train.config.run import RunConfig, parse_config
 from polyad.train.config.text import flatten
+from polyad.train.loop.muon import matrices_of_adamw
 from polyad.train.loop.optimizer import learning_rate
 from polyad.train.state import TrainState
 from polyad.train.tasks.images import ImageClassification
@@ -60,7 +64,8 @@ def first_line(plan: Plan, state: TrainState) -> str:
 def say_first_line(plan: Plan, state: TrainState) -> None:
     """Prints the first line, and warnings; called only by the main process."""
     print(first_line(plan, state), file=sys.stderr, flush=True)
-    count = counts(model_of(plan.config))
+    model = model_of(plan.config)
+    count = counts(model)
     if count.frozen and not nothing_is_left(plan, state):
         print(count.in_words(), file=sys.stderr, flush=True)
     if (note := blocks_note(plan.config)) and not nothing_is_left(plan, state):
@@ -69,6 +74,8 @@ def say_first_line(plan: Plan, state: TrainState) -> None:
         if note:
             print(f"polyad: warning: {note}", file=sys.stderr, flush=True)
     notes = list(plan.task.notes)
+    if (note := optimizer_note(plan.config, model)) and not nothing_is_left(plan, state):
+        notes.append(note)
     if not plan.task.has_validation:
         notes.append(f"the data has no validation split to score; {plan.task.to_validate}")
     for note in notes:
@@ -90,6 +97,21 @@ def blocks_note(config: RunConfig) -> str | None:
         f"{what}{config.distill.teacher}: the training loss is distill.blocks: "
         f"{config.distill.blocks}; validation scores the spliced model"
     )
+
+
+def optimizer_note(config: RunConfig, model: nn.Module) -> str | None:
+    """Names the matrices of blocks that Muon leaves to AdamW; None if there are none.
+
+    Args:
+        config: the run's configuration.
+        model: its model.
+    """
+    if config.optimizer.kind != "muon":
+        return None
+    trained = {name for name, each in model.named_parameters() if each.requires_grad}
+    dimensions = matrix_dimensions(model)
+    left = matrices_of_adamw({name: dimensions[name] for name in dimensions if name in trained})
+    return f"AdamW updates these matrices of blocks, not Muon: {', '.join(left)}" if left else None
 
 
 def _rate(plan: Plan, state: TrainState) -> str:

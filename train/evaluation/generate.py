@@ -7,6 +7,7 @@ half window. The model reads the same tokens with and without a cache.
 """
 
 import math
+import reprlib
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -230,7 +231,7 @@ class Continuation(NamedTuple):
 
     prompt_ids: list[int]
     token_ids: list[int]
-    """The token ids, without an end-of-text token."""
+    """The token ids, without the one that ends the text."""
     text: str
     """Without the prompt."""
 
@@ -263,7 +264,7 @@ def continue_text(
     Raises:
         ConfigError: the prompt is not text, or the weights are not finite.
     """
-    check_prompt(prompt)
+    check_text(prompt)
     own = tokenizer.encode(prompt)
     prompt_ids = [*tokenizer.before, *own] or [tokenizer.end_of_text_id]
     stream, ids, pieces = TextStream(tokenizer, prompt_ids), [], []
@@ -272,7 +273,7 @@ def continue_text(
         prompt_ids,
         max_tokens=max_tokens,
         sampling=sampling,
-        stop_ids=(tokenizer.end_of_text_id,),
+        stop_ids=tokenizer.stop_ids,
         vocab_size=tokenizer.vocab_size,
         unused_ids=tokenizer.unused_ids,
         use_cache=use_cache,
@@ -287,12 +288,25 @@ def continue_text(
     return Continuation(prompt_ids, ids, "".join(pieces))
 
 
-def check_prompt(prompt: str) -> None:
-    """Rejects text that UTF-8 cannot encode, such as half of a surrogate pair."""
+def check_text(text: object, place: str = "--prompt") -> None:
+    """Checks that a value is one text, which UTF-8 can encode: not half of a surrogate pair.
+
+    Args:
+        text: the value.
+        place: name of the argument, for errors.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if not isinstance(text, str):
+        raise ConfigError(
+            f"{place}: {reprlib.repr(text)} is not allowed: one text, a str; of several, give one "
+            "after the other"
+        )
     try:
-        prompt.encode()
+        text.encode()
     except UnicodeEncodeError:
-        raise ConfigError(f"--prompt: {prompt!r} is not text in UTF-8") from None
+        raise ConfigError(f"{place}: {text!r} is not text in UTF-8") from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -359,7 +373,7 @@ def generate(
     if trace is not None and not config.has_experts():
         raise ConfigError(f"--trace: {weights.folder}: the model is dense: it has no experts")
     coder = need_tokenizer(weights, tokenizer)
-    check_prompt(prompt)
+    check_text(prompt)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = whole_model(weights, device, precision, "each new token runs all blocks")
     about = {

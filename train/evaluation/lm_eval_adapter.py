@@ -201,7 +201,7 @@ class PolyadLM(TemplateLM):
             ids,
             max_tokens=max_tokens,
             sampling=sampling,
-            stop_ids=(self.eot_token_id,),
+            stop_ids=self._coder.stop_ids,
             vocab_size=self._coder.vocab_size,
             unused_ids=self._coder.unused_ids,
             name=self._about["checkpoint"],

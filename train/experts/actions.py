@@ -63,6 +63,12 @@ class Action:
     avoided: tuple[int, ...] = ()
     """For `force`, experts that are ranked last where others are ranked first."""
 
+    @property
+    def changes_scores(self) -> bool:
+        """Whether it changes the experts' scores, and so the experts or weights of any token, even
+        one that does not use the changed experts."""
+        return self.how in ("prune", *RANKING)
+
 
 CONTRIBUTION = Action()
 

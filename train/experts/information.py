@@ -286,14 +286,13 @@ class GateEntropies:
         Args:
             name: the layer's name.
             decision: decisions for tokens.
-            number_N: the number of each token's sample; -1: not counted.
+            number_N: the number of each token's sample.
         """
-        counted_N = number_N >= 0
-        levels = [p_NE[counted_N] for p_NE in decision.probabilities()]
+        levels = decision.probabilities()
         bits = [entropy(p_NE).unsqueeze(-1) / math.log(2) for p_NE in levels]
         rows = torch.cat([*levels, *bits, torch.ones_like(bits[0])], dim=-1)
         sums = self._sums[name]
-        sums.sums_G.index_add_(0, sums.group_of(number_N[counted_N]), rows)
+        sums.sums_G.index_add_(0, sums.group_of(number_N), rows)
 
     def result(self, summed: Summed = lambda sums: sums) -> dict[str, list[LevelEntropy]]:
         """Returns the levels of each layer, by layer name.

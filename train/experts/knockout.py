@@ -2,10 +2,10 @@
 
 An action is applied to an expert at all tokens of a window (see `actions.py`); by default it is
 removed, and the others keep their weights. Its block's input is unchanged, so a window is
-recomputed from that block on, and only if one of its tokens uses the expert. The block's output
-changes only at those tokens. Later blocks mix tokens, so the loss of later tokens changes as well
-(for a BERT, or with a graph that sees later tokens, of any token), but not that of tokens before
-the first of them.
+recomputed from that block on. Unless the action changes scores, it is recomputed only if one of its
+tokens uses the expert. The block's output changes only at those tokens. Later blocks mix tokens, so
+the loss of later tokens changes as well (for a BERT, or with a graph that sees later tokens, of any
+token), but not that of tokens before the first of them.
 
 Shapes: B windows, T tokens of a window, P predicted tokens, R rows, D width, S experts of all
 levels side by side, E sets of them to remove, J labelings of tokens.
@@ -304,6 +304,19 @@ class KnockOut:
         has_BTS = a_MS.view(windows, -1, a_MS.shape[-1]) != 0
         return has_BTS.float() @ self._chosen_ES.T.float() > 0
 
+    def changed(self, has_BTE: Tensor) -> Tensor:
+        """Which windows the action on each set can change [E, B].
+
+        Args:
+            has_BTE: the result of `uses`.
+        """
+        has_EB = has_BTE.any(1).T
+        if self._action.changes_scores:
+            return torch.ones_like(has_EB)
+        if self._drops:  # a capacity counts whole batches, so keep them
+            return has_EB.any(1, keepdim=True).expand_as(has_EB)
+        return has_EB
+
     def pairs(self, has_BTE: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields pairs of a set and a window to recompute, as many at a time as there are windows.
 
@@ -313,10 +326,7 @@ class KnockOut:
         Yields:
             The rows of sets [R], and the windows [R].
         """
-        has_EB = has_BTE.any(1).T
-        if self._drops:  # a capacity counts whole batches, so keep them
-            has_EB = has_EB.any(1, keepdim=True).expand_as(has_EB)
-        row_N, window_N = has_EB.nonzero().unbind(-1)
+        row_N, window_N = self.changed(has_BTE).nonzero().unbind(-1)
         self._again += len(row_N)
         size = len(has_BTE)
         for first in range(0, len(row_N), size):

@@ -154,7 +154,7 @@ class Routes:
             class_M = way.of(passages.ids_BT.cpu()).flatten().numpy()
             self.label_JM[row, place_M] = np.where(counts_M, class_M, -1)
         for name, used_MS in self.used.items():
-            used_MS[place_M] = (reading.decisions[name].coefficients() != 0).cpu().numpy()
+            used_MS[place_M] = (reading.of_all_tokens[name].coefficients() != 0).cpu().numpy()
 
 
 class Choice:

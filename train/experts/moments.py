@@ -15,7 +15,7 @@ The weight is the one that the layer uses, renormalized and scaled as in the mod
 Shapes: M tokens, R of them that use an expert, S experts of a layer, D width.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -84,22 +84,18 @@ class ExpertMoments:
         self._tokens: dict[str, int] = {}
 
     @torch.inference_mode()
-    def add(
-        self, decisions: Mapping[str, Decision], numbers_of: Callable[[Decision], Tensor]
-    ) -> None:
+    def add(self, decisions: Mapping[str, Decision]) -> None:
         """Adds a batch, or the part of one block.
 
         Args:
-            decisions: by layer name; missing layers are added later.
-            numbers_of: returns the sample row of each token [M]; -1: not counted.
+            decisions: for tokens that count, by layer name; missing layers are added later.
         """
         for layer in self._layers:
             decision = decisions.get(layer.name)
             if decision is None:
                 continue
-            counts_M = numbers_of(decision) >= 0
-            a_MS = decision.coefficients() * counts_M.unsqueeze(-1)
-            self._tokens[layer.name] = self._tokens.get(layer.name, 0) + int(counts_M.sum())
+            a_MS = decision.coefficients()
+            self._tokens[layer.name] = self._tokens.get(layer.name, 0) + len(a_MS)
             for column in range(layer.num_experts):
                 rows_R = a_MS[:, column].nonzero().squeeze(-1)
                 if len(rows_R):
@@ -127,8 +123,13 @@ class ExpertMoments:
         """
         found = {}
         for layer in self._layers:
-            sums_SX = self._sums[layer.name]
-            tokens_1 = sums_SX.new_full((1,), self._tokens[layer.name])
+            # A process that has read nothing knows the width of no output, but the others do.
+            sums_SX = self._sums.get(layer.name, torch.zeros(layer.num_experts, 0).double())
+            columns, known = summed(sums_SX.new_tensor([sums_SX.shape[1], sums_SX.numel() > 0]))
+            if not sums_SX.numel():
+                size = max(4, round(float(columns / known.clamp_min(1))))
+                sums_SX = sums_SX.new_zeros(layer.num_experts, size)
+            tokens_1 = sums_SX.new_full((1,), self._tokens.get(layer.name, 0))
             together = summed(torch.cat([sums_SX.flatten(), tokens_1])).cpu()
             if not together.isfinite().all():
                 raise ConfigError(

@@ -166,6 +166,22 @@ class Decision:
         assert self.outputs is not None
         return self.outputs(level, expert, rows_M)
 
+    def of(self, rows_M: Tensor) -> "Decision":
+        """Returns the decisions for some of the tokens.
+
+        Args:
+            rows_M: their indices.
+        """
+        outputs, selected = self.outputs, self.selected
+        if selected is not None:
+            some = (selected.weights_NK[rows_M], selected.expert_ids_NK[rows_M])
+            selected = Selected.of(*some, len(selected.counts_E))
+        return Decision(
+            levels=[scores_MN[rows_M] for scores_MN in self.levels],
+            selected=selected,
+            outputs=outputs and (lambda level, expert, at: outputs(level, expert, rows_M[at])),
+        )
+
     def probabilities(self) -> list[Tensor]:
         """The levels, normalized so that rows sum to 1, in float64 [M, N].
 

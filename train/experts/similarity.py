@@ -127,16 +127,16 @@ class ExpertSimilarity:
         Args:
             name: the layer's name.
             decision: decisions for tokens.
-            number_N: the number of each token's sample; -1: not counted.
+            number_N: the number of each token's sample.
         """
-        rows_N = (number_N >= 0).nonzero().squeeze(-1)
-        if len(rows_N) < FEWEST_TOKENS:
+        count = len(number_N)
+        if count < FEWEST_TOKENS:
             return
-        group = self._group.get(int(number_N[rows_N[0]]) // self._batch_size)
+        group = self._group.get(int(number_N[0]) // self._batch_size)
         if group is None:
             return
-        few = torch.linspace(0, len(rows_N) - 1, min(TOKENS, len(rows_N))).round().long()
-        rows_N = rows_N[few.to(rows_N.device)]
+        rows_N = torch.linspace(0, count - 1, min(TOKENS, count)).round().long()
+        rows_N = rows_N.to(number_N.device)
         self._tokens[name][group] = len(rows_N)
         for level, (sums, experts) in enumerate(self._levels[name]):
             outputs = [decision.output(level, expert, rows_N).double() for expert in experts]

@@ -1,9 +1,10 @@
 """Termination signals: all processes agree on a step, save it, and exit.
 
-A handler in the main thread notes the signal, between two Python instructions. After each step and
-each batch of validation the loop asks whether any process has a signal. If the main thread is stuck
-in C (a collective whose peer is gone), a second thread still receives the signal through a pipe
-that Python's C handler writes to, and ends the process after the grace period.
+Until there is a step to save, a signal ends the process at once, from its handler. Later the
+handler only notes it: after each step and each batch of validation the loop asks whether any
+process has a signal. If the main thread is stuck in C (a collective whose peer is gone), a second
+thread still receives the signal through a pipe that Python's C handler writes to, and ends the
+process after the grace period.
 """
 
 import contextlib
@@ -19,8 +20,18 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from polyad.parallel import comm
-from polyad.parallel.meeting import has_met
-from polyad.train.errors import STOP_SIGNALS, ConfigError, Stopped, stopped
+from polyad.parallel.meeting import has_met, leave_word
+from polyad.train.errors import (
+    STOP_SIGNALS,
+    ConfigError,
+    Stopped,
+    end_at_once,
+    is_under_agent,
+    one_line,
+    stop_line,
+    stopped,
+    tell_launcher,
+)
 
 LAUNCHER_ENDS = 0.25
 """Seconds within which a killed launcher is gone."""
@@ -173,8 +184,11 @@ class StopSignals:
             os._exit(128 + number)
         twice = bool(again) and number == signal.SIGINT and self._by_hand  # a second Ctrl-C
         at_once = self._at_once and (self._alone or not has_met())
-        if not self._saving and (twice or (at_once and not again)):
-            raise stopped(number, self.kept())
+        if self._saving or not (twice or (at_once and not again)):
+            return
+        if not self._alone and not is_under_agent():  # the others may be waiting for this process
+            leave_word(one_line(stop_line(number, self.kept())), 128 + number, said=True)
+        end_at_once(number, self.kept())
 
     def _launcher_was_killed(self) -> bool:
         """Whether the signal was caused by the launcher's death. The run may be restarted at once,
@@ -211,4 +225,5 @@ class StopSignals:
             line = stopped(number, f"the step did not end within {self._grace:g} s; {self.kept()}")
             with contextlib.suppress(OSError):
                 print(f"polyad: error: {line}", file=sys.stderr, flush=True)
+            tell_launcher(number)
         os._exit(128 + number)

@@ -1,8 +1,10 @@
-"""A few steps of a small model on random input: losses, norms, every gradient, and a checkpoint.
+"""A few steps of a small model on random input: losses, norms, every gradient and every weight.
 
-The same trial on one process and on a layout must give the same numbers. Steps use SGD, since Adam
-would hide a wrong gradient scale, and amplify what is zero up to rounding. Gradients are read from
-its momentum after the first step, as saved by the layout. The effect of rounding is measured on one
+The same trial on one process and on a layout must give the same numbers. Losses and gradients are
+those of SGD, since Adam would hide a wrong gradient scale, and amplify what is zero up to rounding.
+Gradients are read from its momentum after the first step, as saved by the layout. Weights are
+compared after steps of SGD without weight decay and of the configuration's own optimizer, so that a
+weight which an optimizer does not update is found. The effect of rounding is measured on one
 process, with weights that differ by one rounding.
 """
 
@@ -44,9 +46,11 @@ class Trial(BaseModel):
     losses: list[float]
     grad_norms: list[float]
     gradients: Path
-    """A checkpoint whose momentum is the gradient at the initial weights."""
+    """A checkpoint of the initial weights, whose momentum is their gradient."""
+    descended: Path
+    """A checkpoint after the steps with SGD."""
     trained: Path
-    """A checkpoint after a step of the configuration's own optimizer."""
+    """A checkpoint after as many steps of the configuration's own optimizer."""
 
 
 class Nudged(InitialWeights):
@@ -75,13 +79,16 @@ def run_trial(config: RunConfig, world: comm.World, folder: Path, *, nudged: boo
     _step(engine, config, 0, learning_rate=0.0)
     gradients = _save(engine, config, folder / "gradients", 1)
     outcomes = [_step(engine, config, step, LEARNING_RATE) for step in range(STEPS)]
+    descended = _save(engine, config, folder / "descended", STEPS)
     engine = engine_of(config, dims, world, start)
-    _step(engine, config, 0, LEARNING_RATE)
-    trained = _save(engine, config, folder / "trained", 1)
+    for step in range(STEPS):
+        _step(engine, config, step, LEARNING_RATE)
+    trained = _save(engine, config, folder / "trained", STEPS)
     return Trial(
         losses=[loss for loss, _ in outcomes],
         grad_norms=[norm for _, norm in outcomes],
         gradients=gradients,
+        descended=descended,
         trained=trained,
     )
 
@@ -97,7 +104,7 @@ def save_again(config: RunConfig, world: comm.World, checkpoint: Path, folder: P
     start = InitialWeights(model, config.seed)
     source = on_base(start, saved, of_base(model), buffers=saved)
     engine = engine_of(config, validate(config, world.size), world, source)
-    return _save(engine, config, folder / "again", 1)
+    return _save(engine, config, folder / "again", STEPS)
 
 
 def _step(
@@ -112,6 +119,7 @@ def _step(
         learning_rate,
         losses=config.loss,
         progress=(step + 1) / (STEPS + 1),
+        record_is_due=step != 1,  # most steps of a run have no record
     )
     return outcome.loss, outcome.result.grad_norm
 

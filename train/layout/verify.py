@@ -9,6 +9,7 @@ import torch
 
 from polyad.model.build import has_experts
 from polyad.parallel import comm
+from polyad.parallel.checkpoint.box import MASTER
 from polyad.parallel.checkpoint.reading import Checkpoint
 from polyad.parallel.config import ParallelConfig
 from polyad.train.config.adaptation import model_of
@@ -30,7 +31,7 @@ class Difference(NamedTuple):
     """A difference from the results of one process."""
 
     kind: str
-    """`loss`, `gradient norm`, `gradient` or `checkpoint`."""
+    """`loss`, `gradient norm`, `gradient`, `weight` or `checkpoint`."""
     name: str
     """Name of the step, the parameter, or the tensor and its field."""
     relative: float
@@ -69,6 +70,10 @@ def differences(
             yield Difference(kind, f"step {step}", abs(mine - wanted) / scale, allowed=allowed)
     trials = (Checkpoint(trial.gradients) for trial in (ours, theirs, nudged))
     yield from _gradients(config, *trials)
+    for optimizer in ("descended", "trained"):
+        after = (Checkpoint(getattr(trial, optimizer)) for trial in (ours, theirs, nudged))
+        name = "sgd" if optimizer == "descended" else config.optimizer.kind
+        yield from _weights(name, Checkpoint(theirs.gradients), *after)
     yield from _tensors(again, Checkpoint(theirs.trained))
 
 
@@ -93,6 +98,21 @@ def _gradients(
         yield Difference("gradient", name, apart.max().item(), where, _allowed(rounding))
 
 
+def _weights(
+    optimizer: str, before: Checkpoint, ours: Checkpoint, theirs: Checkpoint, nudged: Checkpoint
+) -> Iterator[Difference]:
+    """Differences in trained weights, as shares of how far they have moved."""
+    for name, fields in theirs.tensors.items():
+        if MASTER not in fields:
+            continue
+        wanted = theirs.whole(name, MASTER)
+        least = torch.finfo(wanted.dtype).eps * wanted.norm().item()  # one rounding
+        scale = max((wanted - before.whole(name, MASTER)).norm().item(), least, SMALL)
+        apart, moved = ((each.whole(name, MASTER) - wanted).norm() for each in (ours, nudged))
+        rounding = _allowed((moved / scale).item())
+        yield Difference("weight", f"{name} ({optimizer})", (apart / scale).item(), "", rounding)
+
+
 def _tensors(ours: Checkpoint, theirs: Checkpoint) -> Iterator[Difference]:
     """Differences in loaded and saved weights, moments and buffers, which must match bit for
     bit."""
@@ -114,7 +134,7 @@ def worst(found: Sequence[Difference], kind: str) -> Difference:
     )
 
 
-KINDS = ("loss", "gradient norm", "gradient", "checkpoint")
+KINDS = ("loss", "gradient norm", "gradient", "weight", "checkpoint")
 NAMED = 10
 """Maximum number of differences named in the result."""
 

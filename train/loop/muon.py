@@ -16,7 +16,7 @@ Shapes: A x B a matrix, N matrices side by side.
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -43,7 +43,7 @@ _MATRICES = re.compile(
     r"(?:^|\.)blocks\.\d+\..*?"
     r"(attention\.(?:qkv|query|key|value|projection)\.weight"  # attention
     r"|attention\.(?:query|key_value)_(?:down|up)\.weight"  # latent attention
-    r"|feed_forward\.(?:shared\.)?(?:gate|up|down)\.weight"  # dense, and shared experts
+    r"|feed_forward\.(?:shared\.|dense\.)?(?:gate|up|down)\.weight"  # also in mixtures
     r"|feed_forward\.experts\.(?:gate|up|down|keys|linear|values)"  # stacks of experts
     r"|feed_forward\.(?:up_gate|up|down)\."  # muMoE
     r"(?:input_factor|output_factor|core|expert_factor_\d+))$"
@@ -52,6 +52,9 @@ _MATRICES = re.compile(
 _GATE, _UP = "feed_forward.gate.weight", "feed_forward.up.weight"
 LOT = 2**25
 """Maximum number of elements that are orthogonalized at once, unless one matrix has more."""
+
+
+_BLOCK = re.compile(r"(?:^|.*\.)blocks\.\d+\.")
 
 
 class Matrix(NamedTuple):
@@ -67,7 +70,8 @@ def matrices(names: Iterable[str]) -> frozenset[str]:
     """Returns the parameters of a model that get Muon's update.
 
     Routers and gates of mixtures do not (Liu et al. leave theirs to AdamW), nor do embeddings and
-    heads. The gate of a dense feed-forward does; unlike that of a muMoE, it has an `up.weight`
+    heads, the table of a mixture of decoders, whose rows are looked up like an embedding's, and
+    adapters. The gate of a dense feed-forward does; unlike that of a muMoE, it has an `up.weight`
     beside it.
 
     Args:
@@ -76,6 +80,17 @@ def matrices(names: Iterable[str]) -> frozenset[str]:
     found = {name for name in names if _MATRICES.search(name)}
     gates = {name for name in found if name.endswith(_GATE)}
     return frozenset(found - {n for n in gates if n.removesuffix(_GATE) + _UP not in found})
+
+
+def matrices_of_adamw(dimensions: Mapping[str, int]) -> list[str]:
+    """Returns the matrices of blocks that Muon leaves to AdamW, without the blocks' numbers.
+
+    Args:
+        dimensions: The number of dimensions of each trained parameter; see `matrix_dimensions`.
+    """
+    ours = matrices(dimensions)
+    left = (name for name, count in dimensions.items() if count > 1 and name not in ours)
+    return sorted({_BLOCK.sub("", name) for name in left if _BLOCK.match(name)})
 
 
 def matrix_of(name: str, shape: tuple[int, ...], real: tuple[int, ...]) -> Matrix:

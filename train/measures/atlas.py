@@ -290,7 +290,7 @@ class Atlas(Examination):
         subject = Subject(model, layers, text, opened.batch_size)
 
         def summed(values: Any) -> Any:
-            return comm.sum_over_samples(values, world)
+            return comm.sum_over_samples(values.to(world.device), world)
 
         moments = _moments(subject, world, summed)
         sets = [_sets(model, layer, moments[layer.name], asked) for layer in layers]

@@ -272,5 +272,6 @@ class _Reader:
         """Adds a batch."""
         loss_BP = losses(self._model, reading.output, reading.batch)
         for each in self._layers:
-            x_BTD, decision = reading.entering[each.layer.block], reading.decisions[each.layer.name]
+            x_BTD, name = reading.entering[each.layer.block], each.layer.name
+            decision = reading.of_all_tokens[name]
             each.add(x_BTD, reading.batch, loss_BP, decision)

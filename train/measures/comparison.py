@@ -13,7 +13,6 @@ from polyad.parallel.weights import Weights, load_model, open_weights
 from polyad.train.config.text import flatten
 from polyad.train.errors import ConfigError
 from polyad.train.experts.fluctuation import (
-    Codes,
     Differences,
     Fluctuation,
     encode,
@@ -138,15 +137,12 @@ class Comparison(Measure):
         layers, samples = self.subject.layers, self.subject.samples
         with deciding(self._before, layers) as decisions:
             samples.forward(self._before, reading.batch, {})
+        before = reading.counted(decisions)
         for number, layer in enumerate(layers):
-            counted_N = reading.numbers_of(reading.decisions[layer.name]) >= 0
-            now, before = (
-                Codes(*(each[counted_N] for each in encode(one)))
-                for one in (reading.decisions[layer.name], decisions[layer.name])
-            )
-            self._differences.add(number, now, before)
-        counted = reading.counted_N
-        self._units += len(reading.number_R) if counted is None else counted.sum()
+            both = (encode(each[layer.name]) for each in (reading.decisions, before))
+            self._differences.add(number, *both)
+        counted_M = reading.counted_M
+        self._units += len(reading.number_R if counted_M is None else counted_M)
 
     def result(self, summed: Summed = lambda values: values) -> Compared:
         """The result."""

@@ -274,10 +274,9 @@ class _Use:
     def add(self, reading: Reading) -> None:
         """Adds a batch."""
         for name, decision in reading.decisions.items():
-            counts_M = reading.numbers_of(decision) >= 0
-            used_S = (decision.coefficients()[counts_M] != 0).sum(0).cpu()
-            self.used[name] = self.used.get(name, torch.zeros_like(used_S)) + used_S
-            self.tokens[name] = self.tokens.get(name, 0) + int(counts_M.sum())
+            used_MS = decision.coefficients() != 0
+            self.used[name] = self.used.get(name, torch.zeros(())) + used_MS.sum(0).cpu()
+            self.tokens[name] = self.tokens.get(name, 0) + len(used_MS)
 
 
 def _shares(

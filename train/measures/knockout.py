@@ -298,7 +298,8 @@ class KnockOuts(Measure):
         loss_BP = losses(self._model, reading.output, passages)
         label_JBP = self._columns(passages)
         for each in (*self._layers, *self._together):
-            x_BTD, decision = reading.entering[each.layer.block], reading.decisions[each.layer.name]
+            x_BTD, name = reading.entering[each.layer.block], each.layer.name
+            decision = reading.of_all_tokens[name]
             each.add(x_BTD, passages, label_JBP, loss_BP, decision)
         if self._steered is not None:
             self._steered.add(passages, label_JBP, reading.output, loss_BP)

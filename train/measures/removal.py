@@ -346,8 +346,7 @@ class _Probabilities:
         """Adds a batch."""
         for name, decision in reading.decisions.items():
             [p_ME] = decision.probabilities()
-            counts_M = reading.numbers_of(decision) >= 0
-            self.sums[name] += p_ME[counts_M].sum(0).cpu()
+            self.sums[name] += p_ME.sum(0).cpu()
 
 
 def scored(

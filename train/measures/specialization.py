@@ -252,8 +252,8 @@ class Specialization(Measure):
     def add(self, reading: Reading) -> None:
         """Adds a batch."""
         labels = self._labels(reading.batch) if self._by_token else {}
-        if reading.counted_N is not None and reading.is_first:
-            self._tokens += reading.counted_N.sum()
+        if reading.counted_M is not None and reading.is_first:
+            self._tokens += len(reading.counted_M)
         for name, decision in reading.decisions.items():
             number_N = reading.numbers_of(decision)
             self._entropies.add(name, decision, number_N)
@@ -263,7 +263,8 @@ class Specialization(Measure):
             if labels:
                 given_NS = given(decision)
                 for label, label_PN in labels.items():
-                    self._by_token[label].count(name, given_NS, label_PN, number_N)
+                    counted_PM = label_PN[:, reading.counted_M]
+                    self._by_token[label].count(name, given_NS, counted_PM, number_N)
         for each in self._left_out:
             each.add(reading.batch.images_BCHW, reading.batch.labels_B)
 
@@ -280,7 +281,9 @@ class Specialization(Measure):
 
     def _labels(self, passages: Passages) -> dict[str, Tensor]:
         """True and shifted labels of the tokens [P, N], by name of the labeling."""
-        ids_BT, counted_BT = passages.ids_BT.cpu(), passages.scored_BP.cpu()
+        assert isinstance(self.subject.samples, TextSamples)
+        ids_BT = passages.ids_BT.cpu()
+        counted_BT = self.subject.samples.counted_BT(passages).cpu()
         found = {}
         for each in self._labellings:
             label_BT = each.of(ids_BT).where(counted_BT, -1)

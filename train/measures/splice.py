@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from polyad.model.decoder import DecoderSettings
 from polyad.model.feedforward import FeedForward
+from polyad.model.mxd.layer import SparseTable
 from polyad.model.settings import ModelSettings
 from polyad.parallel import comm
 from polyad.parallel.checkpoint.reading import Checkpoint
@@ -198,7 +199,7 @@ class Splicing(Measure):
     def _output_of(self, block: int) -> Callable[..., Any]:
         """Returns a hook that replaces a feed-forward's output."""
 
-        def output(_: nn.Module, given: tuple[Any, ...], found: tuple[Any, Any]) -> Any:
+        def output(module: nn.Module, given: tuple[Any, ...], found: tuple[Any, Any]) -> Any:
             ours_BTD, stats = found
             way = self._ways[block]
             if way == "zeroed":
@@ -207,23 +208,21 @@ class Splicing(Measure):
             if way == "original":
                 return theirs_BTD, None
             if self._counted_BT is not None:
-                active = None if stats is None else stats.active
-                self._add_error(block, ours_BTD, theirs_BTD, active)
+                self._add_error(block, ours_BTD, theirs_BTD)
+                if isinstance(module, SparseTable):
+                    weights_NK = module.gate.forward(given[0][self._counted_BT]).weights_NK
+                    self._errors[block][2] += (weights_NK != 0).sum()
+                    self._errors[block][3] += len(weights_NK)
             return ours_BTD, stats
 
         return output
 
-    def _add_error(
-        self, block: int, ours_BTD: Tensor, theirs_BTD: Tensor, active: Tensor | None
-    ) -> None:
+    def _add_error(self, block: int, ours_BTD: Tensor, theirs_BTD: Tensor) -> None:
         assert self._counted_BT is not None
         ours_ND, theirs_ND = (each[self._counted_BT].double() for each in (ours_BTD, theirs_BTD))
         sums = self._errors[block]
         sums[0] += (ours_ND - theirs_ND).square().sum()
         sums[1] += theirs_ND.square().sum()
-        if active is not None:  # a mean over all tokens of the batch
-            sums[2] += active.double() * self._counted_BT.numel()
-            sums[3] += self._counted_BT.numel()
 
     def add(self, reading: Reading) -> None:
         """Adds a batch, which is read again from the first replaced block on in each way."""

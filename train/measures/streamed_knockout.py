@@ -151,9 +151,9 @@ class StreamedKnockOut:
         room, group, taken = SHARE * free_memory(), list[int](), 0
         for block in sorted(self._layers):
             size = sum(
-                int(has_BTE.any(1).sum()) * each.x_BTD[0].nbytes
+                int(taker.changed(has_BTE).sum()) * each.x_BTD[0].nbytes
                 for each in self._entered[block]
-                for has_BTE in each.has_BTE
+                for taker, has_BTE in zip(self._takers[block], each.has_BTE, strict=True)
             )
             if group and taken + size > room:
                 yield group

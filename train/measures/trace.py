@@ -181,7 +181,7 @@ class Trace(Examination):
         """Writes a batch."""
         of_batch, most = self._of_batch(reading), 0
         for layer in self._form.layers:
-            if (decision := reading.decisions.get(layer.name)) is None:  # in another block
+            if (decision := reading.of_all_tokens.get(layer.name)) is None:  # in another block
                 continue
             found = experts_of(layer, decision, self._top)
             tokens, row_M = of_batch or self._of_images(reading, layer, len(found.experts))

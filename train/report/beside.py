@@ -97,11 +97,10 @@ class Alike:
         """Adds a batch, which the other model reads, too."""
         with torch.inference_mode(), deciding(self._other, self._others) as decisions:
             self._samples.forward(self._other, reading.batch, {})
+        other = reading.counted(decisions)
         for layer in self._layers:
-            own = reading.decisions[layer.name]
-            counted_N = reading.numbers_of(own) >= 0
-            both = (own.coefficients(), decisions[layer.name].coefficients())
-            self.count(layer.name, *(a_NS[counted_N] for a_NS in both))
+            both = (each[layer.name].coefficients() for each in (reading.decisions, other))
+            self.count(layer.name, *both)
 
     def count(self, name: str, own_NS: Tensor, other_NZ: Tensor) -> None:
         """Adds the coefficients of a layer's experts for the same tokens."""

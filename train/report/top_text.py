@@ -146,7 +146,7 @@ class _Contexts:
         stream, tokenizer = self._text.stream, self._text.tokenizer
         coefficients = {
             name: decision.coefficients().view(*reading.batch.ids_BT.shape, -1).cpu()
-            for name, decision in reading.decisions.items()
+            for name, decision in reading.of_all_tokens.items()
         }
         windows = sorted(self.windows)
         for row, number in enumerate(reading.number_R.tolist()):
@@ -201,7 +201,7 @@ class TopText:
         """Adds a batch."""
         ids_BT, position_BT = reading.batch.ids_BT, self._text.position_BT(reading.batch)
         is_word_BT = self._are_words(ids_BT.cpu()).to(ids_BT.device)
-        for name, decision in reading.decisions.items():
+        for name, decision in reading.of_all_tokens.items():
             a_BTS = decision.coefficients().view(*ids_BT.shape, -1)
             self._every[name].add(a_BTS, position_BT)
             self._words[name].add(a_BTS, position_BT.where(is_word_BT, -1))

@@ -94,12 +94,8 @@ class Samples(ABC):
         """
 
     def row_N(self, batch: Any) -> Tensor | None:
-        """The row of the batch that each token belongs to; None: all rows have equally many
-        tokens."""
-        return None
-
-    def counted_N(self, batch: Any) -> Tensor | None:
-        """Which tokens count; None: all do."""
+        """The row of the batch that each token belongs to, -1 for a token that does not count, such
+        as padding; None: all tokens count, and all rows have equally many."""
         return None
 
     def classes(self) -> tuple[list[str], Tensor] | None:
@@ -292,7 +288,8 @@ class TextSamples(Samples):
         if isinstance(self._source, SpreadWindows):
             rank, ranks = world.data_parallel_rank, world.data_parallel_size
             for batch in window_batches(self._source, batch_size, rank, ranks):
-                yield batch.input_BT.to(world.device), batch.scored_BT.to(world.device)
+                counted_BT = self._read_BT(batch.target_BT, batch.scored_BT)
+                yield batch.input_BT.to(world.device), counted_BT.to(world.device)
             return
         for ids_BT, own_B in dealt_out(self._source, self.rows, batch_size, world):
             counted_BT = own_B.unsqueeze(1) & _text(ids_BT)
@@ -305,9 +302,30 @@ class TextSamples(Samples):
         """The output of the last block [B, T, D]."""
         return through(model, embedded(model, batch), kept=entering)
 
-    def counted_N(self, batch: Passages) -> Tensor | None:
-        """Tokens of the text; where tokens are hidden, all that are read."""
-        return None if self._hidden else batch.scored_BP.flatten()
+    def row_N(self, batch: Passages) -> Tensor:
+        """The window of each token that counts; see `counted_BT`."""
+        counted_BT = self.counted_BT(batch)
+        window_B1 = torch.arange(len(counted_BT), device=counted_BT.device).unsqueeze(1)
+        return window_B1.where(counted_BT, -1).flatten()
+
+    def counted_BT(self, batch: Passages) -> Tensor:
+        """Which tokens count: those of the text, whether or not some are hidden or scored.
+
+        Neither padding, nor a BERT's special tokens, nor the last token of a split, which a GPT-2
+        only predicts.
+        """
+        if self.predicts_both_ways:
+            return _text(batch.ids_BT)
+        counted_BT = self._read_BT(batch.target_BP, batch.scored_BP)
+        if not self._with_first:
+            counted_BT[self._window_B(batch.number_B).to(counted_BT.device) == 0, 0] = False
+        return counted_BT
+
+    def _read_BT(self, target_BT: Tensor, scored_BT: Tensor) -> Tensor:
+        """Which tokens a GPT-2 reads, not counting padding: those before a token that is scored, or
+        that begins a document, which is never scored."""
+        begin = self._data.tokenizer.begin_of_text_id
+        return scored_BT | (target_BT == (-1 if begin is None else begin))
 
     def about(self) -> dict[str, int]:
         """The number of windows, and their length in tokens."""
@@ -317,7 +335,7 @@ class TextSamples(Samples):
         """The position in the split of each token that a GPT-2 reads; -1 where it does not
         count."""
         _, position_BT, _ = self.places(batch)
-        return position_BT.where(batch.scored_BP, -1)
+        return position_BT.where(self.counted_BT(batch), -1)
 
     def places(self, batch: Passages) -> tuple[Tensor, Tensor, Tensor]:
         """Positions of all input tokens, whether they count or not.

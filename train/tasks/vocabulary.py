@@ -7,7 +7,7 @@ from pydantic import ValidationError
 
 from polyad.data.config import DataConfig
 from polyad.data.errors import DataError
-from polyad.data.json_reader import read_json
+from polyad.data.json_reader import parse_json, read_json
 from polyad.data.text.dataset import PreparedData
 from polyad.data.text.manifest import TOKENIZER_FILES
 from polyad.data.text.tokenizers.files import load_tokenizer
@@ -15,7 +15,7 @@ from polyad.data.text.tokenizers.tokenizer import Tokenizer
 from polyad.data.text.tokenizers.vocabularies import ABOUT_FILE, VOCABULARY_FILE
 from polyad.parallel.checkpoint.format import State
 from polyad.parallel.checkpoint.reading import Checkpoint
-from polyad.parallel.families import FamilyWeights
+from polyad.parallel.families import GENERATION_FILE, FamilyWeights, Origin
 from polyad.parallel.tensor_folder import check_file
 from polyad.parallel.weights import Weights
 from polyad.train.errors import ConfigError
@@ -139,7 +139,8 @@ def need_tokenizer(weights: Weights, given: str | None) -> Tokenizer:
         given: a tokenizer.json, a SentencePiece .model or its folder; None: the weights' own.
 
     Raises:
-        ConfigError: there is none, or it is not the weights' tokenizer.
+        ConfigError: there is none, or it is not the weights' tokenizer; or the tokens that end a
+            generated text are no ids.
         DataError: it cannot be read.
     """
     own = tokenizer_of(weights)
@@ -162,7 +163,37 @@ def need_tokenizer(weights: Weights, given: str | None) -> Tokenizer:
             f"{given or weights.folder}: the tokenizer has {tokenizer.vocab_size} tokens, the "
             f"model {model_size}"
         )
+    if stops := {each for each in _named_stop_ids(weights) if each < model_size}:
+        is_trained = isinstance(weights, Checkpoint) and weights.training_step > 0
+        tokenizer.stop_ids = frozenset(stops | (tokenizer.stop_ids if is_trained else set()))
     return tokenizer
+
+
+def _named_stop_ids(weights: Weights) -> frozenset[int]:
+    """Returns the ids that end a text according to the folder of another library from which a
+    model comes: as in transformers, those of generation_config.json, or without this file those of
+    config.json.
+
+    Raises:
+        ConfigError: the key has another form.
+    """
+    if isinstance(weights, FamilyWeights):
+        origin = weights.origin()
+    elif isinstance(weights, Checkpoint) and weights.state.huggingface is not None:
+        origin = Origin.model_validate(weights.state.huggingface)
+    else:
+        return frozenset()
+    place, tree = "config.json", origin.config
+    if (content := origin.files.get(GENERATION_FILE)) is not None:
+        place, tree = GENERATION_FILE, parse_json(content, GENERATION_FILE, error=ConfigError)
+    value = tree.get("eos_token_id") if isinstance(tree, dict) else None
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(type(each) is int and each >= 0 for each in ids):
+        raise ConfigError(
+            f"{weights.folder}: {place}: eos_token_id: {value!r:.60} is not allowed; it must be a "
+            "token id, a list of them, or null"
+        )
+    return frozenset(ids)
 
 
 def _folder_tokenizer(folder: Path) -> Tokenizer | None:

@@ -343,6 +343,12 @@ class Tokenizer:
         return type(self)(content, self.end_of_text)
 
     @cached_property
+    def stop_ids(self) -> frozenset[int]:
+        """The ids that end a generated text: the end-of-text token's, unless a model names its
+        own, which are then set here."""
+        return frozenset({self.end_of_text_id})
+
+    @cached_property
     def unused_ids(self) -> list[int]:
         """The ids below `vocab_size` that no token has."""
         return sorted(set(range(self.vocab_size)) - set(self.vocabulary().values()))

@@ -147,10 +147,10 @@ def test_a_class_is_learned_from_a_folder_without_one(saved):
         ({"hidden_act": "silu"}, "hidden_act: 'silu' is not supported; gelu"),
         ({"hidden_act": ["gelu"]}, r"hidden_act: \['gelu'\] is not supported; gelu"),
         ({"layer_norm_eps": None}, "layer_norm_eps: None: Input should be a valid number"),
-        ({"intermediate_size": "x"}, "intermediate_size: 'x': Input should be a valid integer"),
+        ({"intermediate_size": "x"}, "intermediate_size: 'x' is not supported; it must be"),
         ({"vocab_size": None}, "vocab_size: None: a number of at least 1 is needed"),
         ({"hidden_size": 33}, "hidden_size: 33 is not a multiple"),
-        ({"num_hidden_layers": 3}, "no tensor encoder.layer.2"),
+        ({"num_hidden_layers": 3}, "num_hidden_layers: 3, but the folder has tensors of 2 blocks"),
         ({"vocab_size": 60}, r"word_embeddings.weight is \[61, 32\]"),
     ],
 )

@@ -192,6 +192,38 @@ def test_a_key_that_is_not_known_refuses_the_folder(tmp_path):
         FamilyWeights(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("case", "said", "other"),
+    [
+        ("qwen3", {"use_qk_norm": True}, {"use_qk_norm": False}),
+        ("qwen3_moe", {"use_qk_norm": True}, {"use_qk_norm": False}),
+        ("olmoe", {"use_qk_norm": True}, {"use_qk_norm": False}),
+        ("mixtral", {"norm_topk_prob": True}, {"norm_topk_prob": False}),
+        ("gpt_oss", {"norm_topk_prob": True}, {"norm_topk_prob": False}),
+        ("granitemoe", {"position_embedding_type": "rope"}, {"position_embedding_type": "nope"}),
+        ("granitemoeshared", {"normalization_function": "rmsnorm"},
+         {"normalization_function": "layernorm"}),
+        ("qwen2", {"attention_bias": True, "qkv_bias": True}, {"use_qk_norm": True}),
+        ("llama", {"max_sequence_length": 64, "unsloth_version": "2025.1"}, {"use_qk_norm": True}),
+    ],
+)  # fmt: skip
+def test_a_key_that_says_what_the_family_does_is_accepted(case, said, other, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    theirs(case).save_pretrained(tmp_path)
+    config = tmp_path / "config.json"
+    tree = json.loads(config.read_text())
+    config.write_text(json.dumps(tree | said | dict.fromkeys(other)))
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path, local_files_only=True).eval()
+    with torch.no_grad():
+        wanted = reference(tokens()).logits
+        assert (opened(tmp_path)(tokens()).logits - wanted).abs().max() < 2e-5 * wanted.abs().max()
+    config.write_text(json.dumps(tree | other))
+    [(key, value)] = other.items()
+    with pytest.raises(HuggingFaceError, match=f"{key}: {value!r} is not supported"):
+        FamilyWeights(tmp_path)
+
+
 @every_case
 @pytest.mark.parametrize(("dtype", "fused"), [(torch.bfloat16, False), (torch.float32, True)])
 def test_a_folder_comes_back_byte_by_byte(case, dtype, fused, tmp_path):

@@ -377,8 +377,8 @@ def test_options_of_timm_that_are_not_built_here_are_one_line(tmp_path):
     [
         ({"model_type": "vit", "hidden_act": ["gelu"]}, r"hidden_act: \['gelu'\] is not supported"),
         ({"model_type": "vit", "layer_norm_eps": None}, "layer_norm_eps: None: Input should be a"),
-        ({"model_type": "vit", "num_attention_heads": "x"}, "num_attention_heads: 'x': Input"),
-        ({"model_type": "vit", "intermediate_size": 0}, "intermediate_size: 0: Input should be"),
+        ({"model_type": "vit", "num_attention_heads": "x"}, "num_attention_heads: 'x' is not"),
+        ({"model_type": "vit", "intermediate_size": 0}, "intermediate_size: 0 is not supported"),
         ({"model_type": "clip", "vision_config": None}, "vision_config: None is not an object"),
     ],
 )

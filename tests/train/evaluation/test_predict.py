@@ -9,6 +9,7 @@ import torch
 import polyad
 from polyad.data.images.prepare import prepare_images
 from polyad.launch.cli import run as command
+from polyad.train.errors import ConfigError
 from tests.helpers.fine_tuned import EVIL, NAMES, SETTINGS, one_by_one, others, table, trainer
 from tests.helpers.images import CLASSES, class_folders
 from tests.helpers.runs import evaluation, run, write_config
@@ -191,6 +192,16 @@ def test_what_does_not_fit_is_said_in_one_line(classifier, tmp_path, capfd, word
     }
     line = refused(capfd, classifier, *(word.format(**places) for word in words))
     assert said in line
+
+
+def test_in_python_inputs_are_a_list_of_texts_or_pairs(classifier):
+    loaded = polyad.load(classifier)
+    assert [each.input for each in loaded.predict(["a", "b c"])] == ["a", "b c"]
+    with pytest.raises(ConfigError, match=r"inputs: 'a b' is not allowed: a list of inputs"):
+        loaded.predict("a b")
+    for each in (["a", "b", "c"], None, 3, ("a", None)):
+        with pytest.raises(ConfigError, match=r"inputs: .+ is not allowed: a text, or a pair of"):
+            loaded.predict(["a", each])
 
 
 def test_a_language_model_and_one_of_images_say_what_they_read(trained, images, tmp_path, capfd):

@@ -14,8 +14,10 @@ from polyad.parallel.peft import PeftError
 from polyad.parallel.weights import load_model, open_weights
 from polyad.train.exchange.convert import convert
 from tests.helpers.adapted import adapted_checkpoint
+from tests.helpers.bert import their_bert
 from tests.helpers.decoders import theirs, tokens
 from tests.helpers.everyday import everyday
+from tests.helpers.huggingface import save_reference
 
 ALL = LoRAConfig(rank=3, alpha=6.0, targets=("attention.*", "feed_forward.*"), experts=True)
 FAMILIES = ("olmoe", "mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")
@@ -197,10 +199,15 @@ def test_what_is_no_adapter_of_the_base_is_refused_in_one_line(made, tmp_path, c
         assert "\n" not in str(caught.value)
         assert caught.value.exit_status == 2
     config.write_text(json.dumps(before))
-    strange = {**stored, "base_model.model.lm_head.lora_A.weight": torch.ones(3, 32)}
+    strange = {**stored, "base_model.model.other.lora_A.weight": torch.ones(3, 32)}
     zeros = {name: value * ("lora_A" in name) for name, value in stored.items()}
+    name = next(iter(stored))
+    whole = stored | {name: stored[name].to(torch.int8)}
+    turned = stored | {name: stored[name].T.contiguous()}
     for tensors, message in (
-        (strange, "base_model.model.lm_head.lora_A.weight belongs to no weight of"),
+        (whole, f"{name} is I8, allowed: F32, F16, BF16"),
+        (turned, rf"{name} is \[\d+, \d+\], rank \d+ beside model.* says \["),
+        (strange, "base_model.model.other.lora_A.weight belongs to no weight of"),
         (zeros, "adds nothing: all lora_B are zero"),
     ):
         save_file(tensors, path)
@@ -243,3 +250,26 @@ def test_what_peft_cannot_hold_is_refused_by_name(made, tmp_path, lora, buffers,
     with torch.no_grad():
         logits = load_model(tmp_path / "step-00000000")(tokens()).logits
         assert near(in_transformers(tmp_path / "merged")(tokens()).logits, logits)
+
+
+@pytest.mark.parametrize(
+    ("case", "tied", "target"),
+    [
+        ("llama", True, "embed_tokens"), ("llama", True, "lm_head"),
+        ("llama", False, "embed_tokens"), ("llama", False, "lm_head"),
+        ("gpt2", True, "wte"), ("gpt2", True, "wpe"), ("gpt2", True, "lm_head"),
+        ("bert", True, "word_embeddings"), ("bert", True, "decoder"),
+    ],
+)  # fmt: skip
+def test_adapters_on_an_embedding_or_a_head_are_refused_as_such(tmp_path, case, tied, target):
+    if case == "llama":
+        model = theirs(case, tie_word_embeddings=tied)
+    else:
+        model = save_reference(tmp_path) if case == "gpt2" else their_bert("BertForMaskedLM")
+    model.save_pretrained(tmp_path / "base")
+    settings = LoraConfig(r=2, target_modules=[target], init_lora_weights=False)
+    adapted = get_peft_model(model, settings)
+    adapted.peft_config["default"].base_model_name_or_path = str(tmp_path / "base")
+    adapted.save_pretrained(tmp_path / "peft")
+    with pytest.raises(PeftError, match="adapters on embeddings and heads are not supported"):
+        open_weights(tmp_path / "peft")

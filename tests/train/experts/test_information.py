@@ -111,10 +111,10 @@ def decided(*levels, selected=None):
 def test_entropies_of_gates_by_hand():
     layer = RoutedLayer(name="blocks.0.feed_forward", levels=(4, 2))
     gates = GateEntropies([layer], samples=3)
-    # Tokens of samples 0, 0, 2; one does not count. Entropies 0, 1, 2 and 0, 0, 1 bits.
-    first = [[1.0, 0, 0, 0], [0.5, 0.5, 0, 0], [0.25] * 4, [0, 0, 0, 1.0]]
-    second = [[1.0, 0], [1.0, 0], [0.5, 0.5], [0, 1.0]]
-    gates.add(layer.name, decided(first, second), torch.tensor([0, 0, 2, -1]))
+    # Tokens of samples 0, 0, 2. Entropies 0, 1, 2 and 0, 0, 1 bits.
+    first = [[1.0, 0, 0, 0], [0.5, 0.5, 0, 0], [0.25] * 4]
+    second = [[1.0, 0], [1.0, 0], [0.5, 0.5]]
+    gates.add(layer.name, decided(first, second), torch.tensor([0, 0, 2]))
     upper, lower = gates.result()[layer.name]
     assert upper.of_token.value == pytest.approx(1.0)
     assert lower.of_token.value == pytest.approx(1 / 3)

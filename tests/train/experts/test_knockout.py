@@ -12,7 +12,9 @@ from polyad.model.build import build_model, materialize
 from polyad.model.emoe.layer import EmergentMoE
 from polyad.model.gpt2 import GPT2Config
 from polyad.train.errors import ConfigError
+from polyad.train.experts.actions import CONTRIBUTION, Action
 from polyad.train.experts.class_changes import ChangeSums
+from polyad.train.experts.interventions import Intervention, intervened
 from polyad.train.experts.knockout import Focus, KnockOut, focus
 from polyad.train.experts.probing import deciding, routed_layers
 from polyad.train.results import json_value
@@ -77,9 +79,15 @@ def columns(passages):
     return torch.stack(columns).where(passages.scored_BP, -1)
 
 
-def knocked_out(model, layer, experts):
+def knocked_out(model, layer, experts, action=CONTRIBUTION):
     found = KnockOut(
-        model, layer, [(each,) for each in experts], CLASSES, windows=WINDOWS, length=LENGTH
+        model,
+        layer,
+        [(each,) for each in experts],
+        CLASSES,
+        windows=WINDOWS,
+        length=LENGTH,
+        action=action,
     )
     for passages in passages_of(model):
         kept = {layer.block: None}
@@ -213,6 +221,54 @@ def test_with_a_capacity_a_batch_stays_whole():
         scored = torch.cat([passages.scored_BP for passages in passages_of(model)])
         expected = float(change[scored].mean())
         assert result.by_class["all"].change(row, 0).value == pytest.approx(expected, abs=EXACT)
+
+
+ROUTERS = {
+    "softmax": {},
+    "not renormalized": {"combine": "softmax"},
+    "one": {"top_k": 1},
+    "one, not renormalized": {"top_k": 1, "combine": "softmax"},
+    "similarity graph": {"graph": "similarity"},
+    "attention graph": {"graph": "attention"},
+    "sigmoid": {"score_function": "sigmoid", "top_k": 1},
+    "sigmoid, normalized": {"score_function": "sigmoid", "combine": "normalized"},
+    "groups": {"num_groups": 4, "top_groups": 2},
+    "groups by two": {"num_groups": 4, "top_groups": 2, "group_score": "best_two"},
+    "shared": {"shared_hidden_size": 8},
+    "capacity": {"capacity_factor": 1.0, "allow_leak": True},
+    "cosine": {"score": "cosine"},
+}
+HOWS_OF_ATLAS = ("contribution", "route-around", "mean", "prune")
+
+
+@pytest.mark.parametrize("router", ROUTERS)
+def test_each_action_changes_what_the_same_intervention_changes(router):
+    """In windows of which most do without most experts, so that it matters which are read again."""
+    model = make_model("linear top-2", num_experts=16, **ROUTERS[router])
+    check_actions(model, routed_layers(model)[1], HOWS_OF_ATLAS)
+
+
+@pytest.mark.parametrize("kind", ["cp", "tr levels", "split"])
+def test_each_action_on_other_kinds_changes_what_the_same_intervention_changes(kind):
+    model = make_model(kind)
+    layer = routed_layers(model)[1]
+    check_actions(model, layer, HOWS_OF_ATLAS[: 2 if layer.shares else 4])
+
+
+def check_actions(model, layer, hows):
+    scored = torch.cat([passages.scored_BP for passages in passages_of(model)])
+    whole = torch.stack([loss for loss, _ in token_by_token(model, layer)])
+    mean_SD = torch.randn(layer.num_experts, 16, generator=GENERATOR, dtype=torch.float64)
+    for how in hows:
+        action = Action(how=how, mean_SD=mean_SD if how == "mean" else None)
+        result = knocked_out(model, layer, range(layer.num_experts), action)
+        for expert in range(layer.num_experts):
+            asked = Intervention(layer=layer.block, experts=(expert,), action=action)
+            with intervened(model, [asked], lambda: {layer.name: mean_SD}):
+                without = torch.stack([loss for loss, _ in token_by_token(model, layer)])
+            expected = float((without - whole)[scored].mean())
+            ours = result.by_class["all"].change(expert, 0).value
+            assert ours == pytest.approx(expected, abs=EXACT), (how, expert)
 
 
 def test_weights_that_are_not_finite_are_one_line():

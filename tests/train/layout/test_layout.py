@@ -229,6 +229,27 @@ def test_a_gradient_that_is_wrong_on_one_process_is_named(workers, tmp_path, par
     assert not first.is_wrong
 
 
+@pytest.mark.distributed
+@everyday(
+    ("part", "decay"),
+    [("experts.up", 0.0), ("experts.up", 0.1), ("router", 0.0), ("experts.down", 0.1)],
+    keep=[("experts.up", 0.0)],
+)
+def test_weights_that_an_optimizer_does_not_move_are_named(workers, tmp_path, part, decay):
+    keys = ["parallel.expert_parallel_size=2", "train.micro_batch_size=4", "model.compile=false"]
+    keys += [f"optimizer.weight_decay={decay}", "train.global_batch_size=64"]
+    config = small(SPARSE, 2, *keys)
+    theirs = workers(1).run(run_alone, alone(config, 2), tmp_path / "one")[0]
+    found = workers(2).run(compared, config, theirs, tmp_path / "two", still=part)[0]
+    wrong = [each for each in found if each.is_wrong and each.kind == "weight"]
+    still = {each.name for each in wrong if each.relative == pytest.approx(1, abs=1e-3)}
+    for optimizer in ("sgd", "adamw"):  # nothing of the movement is left
+        named = {name for name in still if name.endswith(f"({optimizer})")}
+        assert named
+        assert all(part in name for name in named), named
+    assert not [each for each in found if each.is_wrong and each.kind == "gradient"]
+
+
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_the_command_compares_and_writes_json(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from polyad.data.text.prepare import prepare
+from polyad.model import block
 from polyad.model.bert import BertConfig
 from polyad.model.build import build_model, matrix_dimensions
 from polyad.model.gpt2 import GPT2Config
@@ -22,7 +23,7 @@ from polyad.train.config.plan import checkpoint_bytes
 from polyad.train.config.rules import refuse_changes, validate
 from polyad.train.config.run import load_config, parse_config
 from polyad.train.errors import ConfigError
-from polyad.train.loop.muon import matrices, matrix_of, orthogonalized
+from polyad.train.loop.muon import matrices, matrices_of_adamw, matrix_of, orthogonalized
 from polyad.train.loop.optimizer import (
     GroupConfig,
     OptimizerConfig,
@@ -194,7 +195,19 @@ FEED_FORWARDS = [
         {"kind": "mumoe", "num_experts": [4, 2], "rank": 8, "factorization": each}
         for each in ("cp", "tr", "tt", "tucker")
     ),
+    {"kind": "mxd", "num_experts": [6], "top_k": 2},
+    {"kind": "transcoder", "num_experts": [6], "top_k": 2},
 ]
+LEFT = {
+    "router.score.weight", "router.score.projection", "router.score.embedding", "gate.weight",
+    "router.score.query", "router.score.key_projection", "router.score.key", "table",
+    "shared_gate.weight",
+}  # fmt: skip
+"""The matrices of feed-forwards that AdamW updates in a run with Muon."""
+
+
+def test_the_table_has_every_kind_of_feed_forward():
+    assert {section["kind"] for section in FEED_FORWARDS} == set(block.FEED_FORWARDS)
 
 
 @pytest.mark.parametrize(
@@ -219,9 +232,14 @@ def test_all_matrices_of_blocks_are_known_but_routers_and_gates(kind, feed_forwa
     model = build_model(kind.model_validate(section))
     dimensions = matrix_dimensions(model)
     of_blocks = {name for name in dimensions if name.startswith("blocks.") and dimensions[name] > 1}
-    routing = {name for name in of_blocks if ".router." in name or ".gate." in name}
-    assert matrices(dimensions) == of_blocks - routing
-    assert of_blocks - routing
+    left = {name for name in of_blocks if name.split("feed_forward.")[-1] in LEFT}
+    if feed_forward["kind"] == "dense":
+        left = set()  # its gate multiplies its inner units
+    assert matrices(dimensions) == of_blocks - left
+    assert of_blocks - left or (kind, feed_forward["kind"]) == (MixerConfig, "transcoder")
+    assert {name.split("feed_forward.")[-1] for name in matrices_of_adamw(dimensions)} == {
+        name.split("feed_forward.")[-1] for name in left
+    }
 
 
 @pytest.mark.parametrize("name", [*DECODERS])

@@ -105,6 +105,14 @@ def test_statistics_are_those_of_each_token(found, by_hand):
             assert ours[name][expert] == pytest.approx(float(value), rel=1e-4), name
 
 
+def test_a_process_without_a_window_adds_nothing(workers, finished):
+    asked = {"tokens": 32, "how": "mean"}
+    one, two = (workers(size).run(atlas, finished, **asked)[0][0] for size in (1, 2))
+    for name, layer in one["layers"].items():
+        assert two["layers"][name]["statistics"] == layer["statistics"]
+        assert two["layers"][name]["by"]["all"] == layer["by"]["all"]
+
+
 def test_correlations_are_scipys(found):
     layer = found[0][0]["layers"][LAYER]
     for name, both in layer["correlations"].items():

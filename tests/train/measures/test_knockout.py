@@ -12,12 +12,16 @@ from polyad.data.text.dataset import PreparedData
 from polyad.data.text.prepare import prepare
 from polyad.launch.cli import run as polyad
 from polyad.parallel.weights import load_model
+from polyad.train.experts.probing import deciding, routed_layers
 from polyad.train.experts.steering import parse_steering, steered
 from polyad.train.experts.token_classes import CHARACTERS, character_class
+from polyad.train.measures.atlas import Atlas
+from polyad.train.reading import open_evaluated
 from polyad.train.report.command import report
+from polyad.train.tasks.samples import TextSamples
 from tests.helpers.images import class_folders
 from tests.helpers.pages import Page
-from tests.helpers.runs import evaluation, knockout, newest, run, write_config
+from tests.helpers.runs import both_forms, evaluation, knockout, newest, run, write_config
 
 pytestmark = pytest.mark.distributed
 WINDOWS = 40
@@ -296,6 +300,23 @@ def test_of_masked_text_hidden_tokens_are_counted(workers, tmp_path, texts):
         assert not any(name.startswith("read") for name in layer["by"])
         assert sum(layer["by"]["position"]["tokens"]) == 55
         assert sum(row[0] for row in layer["by"]["all"]["own_tokens"]) == 2 * 55
+    # An atlas counts the text between the marks, which is hidden in part.
+    statistics = {
+        name: layer["statistics"]
+        for name, layer in both_forms(folder, Atlas, tokens=320)[0]["layers"].items()
+    }
+    text = TextSamples(
+        open_evaluated(newest(folder), None, ()).task, "validation", 320, hidden=True
+    )
+    model = load_model(newest(folder))
+    for layer in routed_layers(model):
+        uses = torch.zeros(4)
+        with deciding(model, [layer]) as decisions, torch.inference_mode():
+            for _, passages in text.batches(1, 0, 1, torch.device("cpu")):
+                text.forward(model, passages, {})
+                uses += (decisions[layer.name].coefficients()[1:-1] != 0).sum(0)
+        assert uses.sum() == 2 * 11 * 30
+        assert statistics[layer.name]["frequency"] == pytest.approx((uses / (11 * 30)).tolist())
     with pytest.raises(Exception, match="only a GPT-2 is steered") as caught:
         workers(1).run(knockout, folder, steerings=[parse_steering(STEER)])
     assert "ConfigError" in str(caught.value)

@@ -158,14 +158,13 @@ def test_summed_up_it_is_what_measures_and_evaluate_find(hub, tmp_path):
     found, _ = traced(
         folder, tmp_path / "t.parquet", TraceWithLoss, tokens=10**6, extra=["loss"], **asked
     )
-    counted = found[found["loss"].notna()]  # as measures count
     result = measured(folder, "specialization", **asked)[0]
     for name, layer in result["layers"].items():
         counts = np.array(layer["levels"][0]["labels"]["characters"]["counts"]).sum(1)
-        own = counted[counted["module"] == name]
+        own = found[found["module"] == name]
         assert np.bincount(own["expert"], minlength=8).tolist() == counts.tolist()
     score = evaluation(folder, **asked | {"overrides": (*OVERRIDES, f"evaluation.stride={LENGTH}")})
-    tokens = counted[(counted["layer"] == 0) & (counted["slot"] == 0)]
+    tokens = found[(found["layer"] == 0) & (found["slot"] == 0) & found["loss"].notna()]
     assert len(tokens) == score["tokens_scored"]
     assert math.exp(tokens["loss"].astype(float).mean()) == pytest.approx(
         score["perplexity"], rel=1e-6

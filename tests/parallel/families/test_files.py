@@ -1,0 +1,190 @@
+"""Folders whose tensors do not match config.json are refused before anything is computed."""
+
+import json
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from polyad.model.families.keys import HuggingFaceError
+from polyad.parallel.families import FamilyWeights
+from polyad.parallel.mxfp4 import dequantize
+from tests.helpers.bert import their_bert
+from tests.helpers.decoders import CASES, in_four_bits, theirs
+from tests.helpers.everyday import everyday
+from tests.helpers.huggingface import save_reference
+
+pytest.importorskip("transformers")
+FUSED, FOUR_BITS = "olmoe, fused", "gpt_oss, 4 bits"
+OTHERS = ["gpt2", "bert", FUSED, FOUR_BITS]
+KEPT = ["qwen2_moe", "deepseek_v3", "gpt2", "bert", FUSED, FOUR_BITS]
+DTYPES = (torch.int8, torch.int64, torch.bool, torch.float8_e4m3fn, torch.float64, torch.float32)
+
+
+def written(case: str, folder: Path) -> None:
+    """Writes a tiny random folder of a family."""
+    if case == "gpt2":
+        save_reference(folder)
+    elif case == "bert":
+        their_bert("BertForMaskedLM").save_pretrained(folder)
+    elif case == FUSED:
+        theirs("olmoe").save_pretrained(folder, save_original_format=False)
+    elif case == FOUR_BITS:
+        theirs("gpt_oss", hidden_size=64, intermediate_size=32).save_pretrained(folder)
+        in_four_bits(folder)
+    else:
+        theirs(case).save_pretrained(folder)
+
+
+def altered(tensor):
+    """Yields what a tensor is not: other sizes, axes and dtypes."""
+    for axis, size in enumerate(tensor.shape):
+        for other in {0, 1, size - 1, size + 1} - {size}:
+            shape = [*tensor.shape[:axis], other, *tensor.shape[axis + 1 :]]
+            yield f"axis {axis} is {other}", torch.zeros(shape, dtype=tensor.dtype)
+    yield "one axis more", tensor[None].clone()
+    yield "one axis fewer", tensor[0].clone()
+    if tensor.ndim > 1 and tensor.shape[-1] != tensor.shape[-2]:
+        yield "transposed", tensor.mT.contiguous()
+    allowed = (torch.float32,) if tensor.is_floating_point() else ()
+    for dtype in DTYPES:
+        if dtype not in allowed:
+            yield str(dtype), tensor.to(dtype)
+
+
+def accepted(folder: Path, tensors: dict[str, torch.Tensor]) -> bool:
+    """Returns whether a folder opens with these tensors, or its error is not one line."""
+    save_file(tensors, folder / "model.safetensors")
+    try:
+        FamilyWeights(folder)
+    except HuggingFaceError as error:
+        return "\n" in str(error)
+    return True
+
+
+@everyday("case", [*CASES, *OTHERS], KEPT)
+def test_a_tensor_of_another_shape_or_dtype_is_refused(case, tmp_path):
+    written(case, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert accepted(tmp_path, tensors)
+    first = {re.sub(r"(layers|h|layer|experts)\.\d+\.", r"\1.N.", name): name for name in tensors}
+    wrong = []
+    for name in first.values():
+        without = {other: each for other, each in tensors.items() if other != name}
+        if accepted(tmp_path, without):
+            wrong.append(f"{name} is missing")
+        wrong += [
+            f"{name}: {label}"
+            for label, each in altered(tensors[name])
+            if accepted(tmp_path, without | {name: each})
+        ]
+    assert not wrong
+    assert not accepted(tmp_path, tensors | {"model.layers.0.other": torch.zeros(3)})
+
+
+@pytest.mark.parametrize(
+    ("case", "name", "other"),
+    [
+        ("llama 3", "lm_head.weight", "model.embed_tokens.weight"),
+        ("gpt2", "lm_head.weight", "transformer.wte.weight"),
+        ("bert", "cls.predictions.decoder.bias", "cls.predictions.bias"),
+    ],
+)
+def test_a_copy_of_another_shape_or_dtype_is_refused(case, name, other, tmp_path):
+    written(case, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert accepted(tmp_path, tensors | {name: tensors[other].clone()})
+    wrong = [
+        label
+        for label, each in altered(tensors[other])
+        if accepted(tmp_path, tensors | {name: each})
+    ]
+    assert not wrong
+
+
+SIZES = re.compile(
+    r"vocab_size|.*(hidden|intermediate|patch)_size|num_(hidden_layers|.*heads|.*experts.*|channels)"
+    r"|n_(layer|head|embd|positions|.*experts|group)|.*_(head_dim|lora_rank|sparse_step)|topk_group"
+)
+MANY = re.compile(r"num_hidden_layers|n_layer|(num_|n_routed_|num_local_)experts")
+
+
+def refused_quickly(folder: Path, config: dict[str, Any]) -> bool:
+    """Returns whether a configuration is refused in one line, within two seconds."""
+    (folder / "config.json").write_text(json.dumps(config))
+    begin = time.monotonic()
+    try:
+        FamilyWeights(folder)
+    except HuggingFaceError as error:
+        return "\n" not in str(error) and time.monotonic() - begin < 2
+    return False
+
+
+@everyday("case", [*CASES, *OTHERS], KEPT)
+def test_a_size_that_is_none_is_refused_before_anything_is_listed(case, tmp_path):
+    written(case, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    sizes = [key for key, value in config.items() if SIZES.fullmatch(key) and value is not None]
+    assert len(sizes) > 4
+    wrong = [
+        (key, value)
+        for key in sizes
+        for value in (-1, 0, 1.5, "4", True, [], 10**18)
+        if not refused_quickly(tmp_path, config | {key: value})
+        if value != 0 or "shared" not in key  # 0 shared experts are none
+    ]
+    many = [key for key in sizes if MANY.fullmatch(key)]
+    assert many
+    wrong += [
+        (key, count)
+        for key in many
+        for count in (config[key] + 1, 10**9)
+        if not refused_quickly(tmp_path, config | {key: count})
+    ]
+    assert not wrong
+
+
+@pytest.mark.parametrize(
+    ("case", "change", "message"),
+    [
+        (
+            "olmoe",
+            {"num_experts": 10**9},
+            "num_experts: 1000000000, but the folder has tensors of 8",
+        ),
+        (FUSED, {"num_experts": 10**9}, "num_experts: 1000000000, but the folder has tensors of 8"),
+        ("llama", {"num_hidden_layers": 10**9}, "but the folder has tensors of 3 blocks"),
+        ("qwen3", {"num_key_value_heads": 0}, "num_key_value_heads: 0 is not supported; it must"),
+        ("qwen3", {"layer_types": ["linear_attention"] * 4}, "layer_types: "),
+        ("qwen3", {"rope_parameters": {"rope_theta": "x"}}, "rope_parameters: "),
+        ("qwen2_moe", {"norm_topk_prob": "false"}, "norm_topk_prob: 'false' is not supported"),
+        ("olmoe", {"head_dim": 4}, "head_dim: 4 is not supported; it must be absent, or"),
+        ("deepseek_v2", {"num_key_value_heads": 2}, "latent attention has as many as"),
+    ],
+)
+def test_the_key_that_does_not_fit_is_named(case, change, message, tmp_path):
+    written(case, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(HuggingFaceError, match=re.escape(message)):
+        FamilyWeights(tmp_path)
+
+
+def test_four_bit_scales_of_another_size_are_named(tmp_path):
+    written(FOUR_BITS, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = "layers.0.mlp.experts.down_proj"
+    blocks, scales = (tensors[f"model.{name}_{end}"] for end in ("blocks", "scales"))
+    assert dequantize(blocks, scales).shape == (6, 64, 32)
+    tensors[f"model.{name}_scales"] = torch.zeros(8, 64, 1, dtype=torch.uint8)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(HuggingFaceError) as error:
+        FamilyWeights(tmp_path)
+    assert str(error.value) == (
+        f"{tmp_path}: {name}: _scales is U8 [8, 64, 1], but _blocks [6, 64, 1, 16] needs U8 "
+        "[6, 64, 1]"
+    )

@@ -1,0 +1,139 @@
+"""What is added up over tokens leaves out padding: every reader, beside the rows of a trace."""
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+import tests.helpers.even  # noqa: F401
+from polyad.data.text.dataset import PreparedData
+from polyad.parallel.weights import load_model
+from polyad.train.experts.moments import STATISTICS
+from polyad.train.experts.probing import routed_layers
+from polyad.train.measures.atlas import Atlas
+from polyad.train.measures.contrast import _shares
+from polyad.train.measures.removal import Removal
+from polyad.train.measures.trace import Trace
+from polyad.train.reading import open_evaluated, read
+from polyad.train.report.beside import Alike
+from polyad.train.tasks.samples import TextSamples
+from tests.helpers.decoders import Chosen, hub_folder, prepared_for
+from tests.helpers.runs import both_forms, compare, measured
+from tests.train.measures.test_trace import in_order
+
+pytest.importorskip("transformers")
+pytestmark = pytest.mark.distributed
+LAYERS = ["blocks.0.feed_forward", "blocks.1.feed_forward", "blocks.2.feed_forward"]
+
+
+def remainder(tokens):
+    """The length of windows of which the last one has the fewest tokens of text, but some."""
+    return min((length for length in range(24, 61) if tokens % length), key=tokens.__mod__)
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["", "begin"])
+def folder(request, tmp_path_factory):
+    """Weights, and text whose last window is mostly padding."""
+    root = tmp_path_factory.mktemp("padded")
+    model = hub_folder(root / "hub", "olmoe", add_bos_token=request.param).eval()
+    return root / "hub", prepared_for(root / "hub", root), model
+
+
+def asked(data, split):
+    length = remainder(PreparedData.open(data).split(split).num_tokens)
+    overrides = (f"model.sequence_length={length}", "evaluation.batch_size=3")
+    return {"data": str(data), "overrides": overrides}
+
+
+@pytest.fixture(scope="module")
+def rows(folder, tmp_path_factory):
+    """The rows of a trace of the validation split."""
+    path = tmp_path_factory.mktemp("trace") / "t.parquet"
+    where, data, _ = folder
+    both_forms(where, Trace, output=path, extra=["score", "norm"], **asked(data, "validation"))
+    frame = in_order(pd.read_parquet(path))
+    tokens = frame[(frame["layer"] == 0) & (frame["slot"] == 0)]
+    assert len(tokens) == PreparedData.open(data).split("validation").num_tokens
+    return frame
+
+
+def of_trace(rows, layer):
+    """The statistics of each expert [8], and the number of tokens."""
+    own = rows[rows["module"] == layer]
+    tokens = len(own[own["slot"] == 0])
+    groups = own.assign(both=own["weight"] * own["norm"]).groupby("expert")
+    means = groups[["weight", "norm", "both"]].mean().reindex(range(8), fill_value=0)
+    counts = groups.size().reindex(range(8), fill_value=0)
+    return tokens, {
+        "frequency": counts / tokens,
+        "mean_weight": means["weight"],
+        "mean_norm": means["norm"],
+        "sum_norm": means["norm"] * counts,
+        "reap": means["both"],
+    }
+
+
+def test_an_atlas_counts_the_tokens_of_a_trace_and_of_transformers(folder, rows):
+    where, data, model = folder
+    options = asked(data, "validation")
+    result, _ = both_forms(where, Atlas, **options)
+    length = int(options["overrides"][0].rpartition("=")[2])
+    prepared = PreparedData.open(data)
+    stream, end = prepared.split("validation"), prepared.manifest.tokenizer.end_of_text_id
+    ids = [end, *stream.read(0, stream.num_tokens - 1).tolist()]
+    seen, theirs = Chosen(model), np.zeros((3, 8))
+    with torch.no_grad():
+        for at in range(0, len(ids), length):
+            seen.inputs, seen.weights, seen.ids = [], [], []
+            model(torch.tensor([ids[at : at + length]]), use_cache=False)
+            for layer, experts in enumerate(seen.ids):
+                theirs[layer] += np.bincount(experts.flatten(), minlength=8)
+    for number, name in enumerate(LAYERS):
+        ours = result["layers"][name]["statistics"]
+        tokens, wanted = of_trace(rows, name)
+        np.testing.assert_allclose(ours["frequency"], theirs[number] / tokens)
+        for statistic, values in wanted.items():
+            np.testing.assert_allclose(ours[statistic], values, rtol=1e-4, err_msg=statistic)
+    assert {*wanted, "mone"} == {*STATISTICS}
+
+
+def test_other_readers_count_the_tokens_of_a_trace(folder, rows):
+    where, data, _ = folder
+    options = asked(data, "validation")
+    found, _ = measured(where, "specialization", **options)
+    even, _ = measured(where, "even", **options)
+    same = compare(where, where, units=10**6, **options)
+    opened = open_evaluated(where, options["data"], options["overrides"])
+    text, model = TextSamples(opened.task, "validation"), load_model(where)
+    layers = routed_layers(model)
+    alike = Alike(layers, text, model, layers)
+    read(model, layers, text, [alike], batch_size=3)
+    tokens = len(rows[(rows["layer"] == 0) & (rows["slot"] == 0)])
+    assert same["probe_tokens"] == found["tokens_scored"] == tokens
+    for name in LAYERS:
+        own = rows[rows["module"] == name]
+        counts = np.array(found["layers"][name]["levels"][0]["labels"]["characters"]["counts"])
+        frequency = of_trace(rows, name)[1]["frequency"]
+        np.testing.assert_allclose(counts.sum(1) / tokens, frequency)
+        weights = own.groupby("expert")["weight"].sum().reindex(range(8), fill_value=0)
+        assert even["layers"][name] == pytest.approx(weights[::2].sum() / weights.sum(), rel=1e-4)
+        np.testing.assert_allclose(alike._sums[name][-1, :8], weights, rtol=1e-4)
+        assert alike._sums[name][-1, -1] == tokens
+
+
+def test_experts_are_kept_that_the_tokens_of_a_trace_use(folder, tmp_path):
+    where, data, _ = folder
+    options = asked(data, "train")
+    both_forms(where, Trace, output=tmp_path / "t.parquet", split="train", **options)
+    rows = pd.read_parquet(tmp_path / "t.parquet")
+    pruned = {"output": tmp_path / "small", "by": "frequency", "keep": 0.5, "tokens": 10**6}
+    result, _ = both_forms(where, Removal, **pruned, **options)
+    opened = open_evaluated(where, options["data"], options["overrides"])
+    model = load_model(where)
+    shares = _shares(model, routed_layers(model), opened, 10**6)
+    for name in LAYERS:
+        own = rows[rows["module"] == name]
+        counts = np.bincount(own["expert"], minlength=8)
+        kept = sorted(np.argsort(-counts, kind="stable")[:4].tolist())
+        assert result["kept"][name] == [[expert] for expert in kept]
+        np.testing.assert_allclose(shares[name], counts / (len(own) / 2))
