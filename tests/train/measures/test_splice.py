@@ -111,6 +111,24 @@ def test_losses_are_those_of_transformers_with_the_same_feed_forwards(workers, g
         hook.remove()
 
 
+def test_active_experts_are_counted_at_tokens_of_the_text(workers, gpt2, tmp_path):
+    theirs, data, root = gpt2
+    model = FamilyWeights(root / "hub").config.model_dump(mode="json")
+    mxd = {"kind": "mxd", "num_experts": [64], "top_k": 40, "hidden_size": 16}
+    workers(1).run(run, distilled(tmp_path, data, model, root / "hub", mxd, [1]))
+    found = workers(1).run(both_forms, tmp_path / "run", Splicing)[0][0]
+    gate, active = load_model(tmp_path / "run").blocks[1].feed_forward.gate, []
+    hook = theirs.transformer.h[1].mlp.register_forward_hook(
+        lambda _, given, y_BTD: active.append((gate(given[0][0]).weights_NK > 0).sum(-1))
+    )
+    loss_of(theirs, data)
+    hook.remove()
+    wanted = torch.cat(active).double().mean().item()
+    assert found["blocks"]["blocks.1.feed_forward"]["active"] == pytest.approx(wanted, rel=1e-3)
+    assert 0 < wanted < 40
+    assert len(windows(data)[-1][1]) < 24
+
+
 def test_errors_are_those_on_what_enters_the_original_blocks(workers, gpt2):
     theirs, data, root = gpt2
     result, _ = workers(1).run(both_forms, root / "run", Splicing)[0]
