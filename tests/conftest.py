@@ -96,7 +96,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory, library_text: str) -> Path:
     with path.open("w") as file:
         for number in range(60):
             # Of different lengths, so that samples begin and end everywhere.
-            text = library_text[number * size : (number + 1) * size - number * 37]
+            text = library_text[number * size : (number + 1) * size - number * 29]
             file.write(json.dumps({"text": text}) + "\n")
     return path
 

@@ -64,3 +64,15 @@ def resealed(trained, prepared_path, tmp_path):
     changes = {"model__feed_forward": FEED_FORWARDS["smoe"]}
     config = write_config(tmp_path / "config.yaml", prepared_path, **changes)
     return Resealed(tmp_path / "run", config)
+
+
+@pytest.fixture
+def even(monkeypatch):
+    """An example measure, in the registry of this process for one test."""
+    from polyad.train.measures.registry import MEASURES
+    from tests.helpers.even import EvenExperts
+
+    monkeypatch.setitem(MEASURES, "even", EvenExperts)
+    yield EvenExperts
+    monkeypatch.undo()
+    MEASURES.pop("even", None)

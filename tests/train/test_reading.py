@@ -5,7 +5,6 @@ import pandas as pd
 import pytest
 import torch
 
-import tests.helpers.even  # noqa: F401
 from polyad.data.text.dataset import PreparedData
 from polyad.parallel.weights import load_model
 from polyad.train.experts.moments import STATISTICS
@@ -97,11 +96,11 @@ def test_an_atlas_counts_the_tokens_of_a_trace_and_of_transformers(folder, rows)
     assert {*wanted, "mone"} == {*STATISTICS}
 
 
-def test_other_readers_count_the_tokens_of_a_trace(folder, rows):
+def test_other_readers_count_the_tokens_of_a_trace(folder, rows, even):
     where, data, _ = folder
     options = asked(data, "validation")
     found, _ = measured(where, "specialization", **options)
-    even, _ = measured(where, "even", **options)
+    shares, _ = measured(where, even.name, **options)
     same = compare(where, where, units=10**6, **options)
     opened = open_evaluated(where, options["data"], options["overrides"])
     text, model = TextSamples(opened.task, "validation"), load_model(where)
@@ -116,7 +115,7 @@ def test_other_readers_count_the_tokens_of_a_trace(folder, rows):
         frequency = of_trace(rows, name)[1]["frequency"]
         np.testing.assert_allclose(counts.sum(1) / tokens, frequency)
         weights = own.groupby("expert")["weight"].sum().reindex(range(8), fill_value=0)
-        assert even["layers"][name] == pytest.approx(weights[::2].sum() / weights.sum(), rel=1e-4)
+        assert shares["layers"][name] == pytest.approx(weights[::2].sum() / weights.sum(), rel=1e-4)
         np.testing.assert_allclose(alike._sums[name][-1, :8], weights, rtol=1e-4)
         assert alike._sums[name][-1, -1] == tokens
 

@@ -22,18 +22,6 @@ LAYER = "blocks.1.feed_forward"
 """The only feed-forward with experts of the sparse run."""
 
 
-@pytest.fixture
-def even(monkeypatch):
-    """The measure, in the registry of this process."""
-    from polyad.train.measures.registry import MEASURES
-    from tests.helpers.even import EvenExperts
-
-    monkeypatch.setitem(MEASURES, "even", EvenExperts)
-    yield EvenExperts
-    monkeypatch.undo()
-    MEASURES.pop("even", None)
-
-
 def even_measured(path, **options):
     """In a worker: the plugin is imported there."""
     import tests.helpers.even  # noqa: F401
