@@ -120,9 +120,9 @@ class Request(Config):
     end_of_text: str | None
     """The end-of-text token that was asked for."""
     validation_fraction: float = Field(ge=0, lt=1)
-    """Share of the documents of `source` held out for validation."""
+    """Share of the text of `source` held out for validation."""
     test_fraction: float = Field(ge=0, lt=1)
-    """Share of the documents of `source` held out for the test."""
+    """Share of the text of `source` held out for the test."""
     text_key: str
     """Key or column of the text."""
     listings: dict[SplitName, str]

@@ -86,9 +86,9 @@ class StudyData(Config):
     tokenizer: str | None = None
     """What `polyad prepare` takes as `--tokenizer`; needed if `source` is text."""
     validation_fraction: float = 0.05
-    """Fraction of the documents, or of the training images, held out for validation."""
+    """Fraction of the text, or of the training images, held out for validation."""
     test_fraction: float = 0.05
-    """Fraction of the documents held out for the test split; not for images, which come with a test
+    """Fraction of the text held out for the test split; not for images, which come with a test
     split or have none."""
 
 
