@@ -15,6 +15,7 @@ import torch
 
 from polyad.data.text.dataset import PreparedData
 from polyad.data.text.prepare import prepare
+from polyad.data.text.source import split_of_documents
 from tests.helpers.forking import ForkServer
 from tests.helpers.workers import WorkerPool
 
@@ -96,16 +97,26 @@ def texts(tmp_path_factory: pytest.TempPathFactory, library_text: str) -> Path:
     with path.open("w") as file:
         for number in range(60):
             # Of different lengths, so that samples begin and end everywhere.
-            text = library_text[number * size : (number + 1) * size - number * 29]
+            text = library_text[number * size : (number + 1) * size - number * 37]
             file.write(json.dumps({"text": text}) + "\n")
     return path
 
 
 @pytest.fixture(scope="session")
 def prepared_path(tmp_path_factory: pytest.TempPathFactory, texts: Path) -> Path:
-    path = tmp_path_factory.mktemp("prepared") / "modules"
-    prepare(str(texts), "train:400", path, report=lambda line: None)
-    return path
+    """Every twentieth text is held out."""
+    path = tmp_path_factory.mktemp("prepared")
+    shares = {"validation": 0.05, "test": 0.05}
+    parts: dict[str, list[str]] = {"train": [], **{name: [] for name in shares}}
+    lines = texts.read_text().splitlines(keepends=True)
+    for split, line in zip(split_of_documents("train", shares), lines, strict=False):
+        parts[split].append(line)
+    for split, some in parts.items():
+        (path / f"{split}.jsonl").write_text("".join(some))
+    held_out = {f"{split}_source": str(path / f"{split}.jsonl") for split in shares}
+    source = str(path / "train.jsonl")
+    prepare(source, "train:400", path / "modules", report=lambda line: None, **held_out)
+    return path / "modules"
 
 
 @pytest.fixture
