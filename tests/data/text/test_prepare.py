@@ -47,7 +47,9 @@ print(int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[
 """
 
 
-def test_tokens_are_the_documents_with_their_ends(texts, prepared):
+def test_tokens_are_the_documents_with_their_ends(texts, tmp_path):
+    prepare(str(texts), "train:400", tmp_path / "modules", report=lambda line: None)
+    prepared = PreparedData.open(tmp_path / "modules")
     shares = ByteShares("train", {"validation": 0.05, "test": 0.05})
     dealt_texts = {name: [] for name in SPLITS}
     for document in open_source(str(texts)).documents():

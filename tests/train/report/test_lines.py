@@ -154,7 +154,7 @@ def test_anchors_are_unique_and_links_lead_to_them_and_sections_stand_in_order(t
 
 
 @pytest.mark.distributed
-def test_top_tokens_stand_in_the_file_and_line_that_is_named(trained, texts, tmp_path):
+def test_top_tokens_stand_in_the_file_and_line_that_is_named(trained, prepared_path, tmp_path):
     result = report(trained, output=tmp_path / "page.html", tokens=TOKENS)
     text = (tmp_path / "page.html").read_text()
     experts = [expert for layer in result["text"]["layers"].values() for expert in layer]
@@ -163,8 +163,9 @@ def test_top_tokens_stand_in_the_file_and_line_that_is_named(trained, texts, tmp
     for top in tops:
         assert f"{top['file']}, line {top['line']:,}, token {top['offset']:,}" in text
         name, _, number = top["file"].partition("#")
-        assert name == texts.name
-        document = json.loads(texts.read_text().splitlines()[int(number)])["text"]
+        assert name == "validation.jsonl"
+        lines = (prepared_path.parent / name).read_text().splitlines()
+        document = json.loads(lines[int(number)])["text"]
         assert top["token"].strip() in document.split("\n")[top["line"] - 1]
 
 
