@@ -306,7 +306,7 @@ class Reading:
     is_first: bool = True
     """Whether this is the first reading of its batch."""
     row_N: Tensor | None = None
-    """See `Samples.row_N`."""
+    """The row of each token, -1 for one that does not count; None as in `Samples.row_N`."""
 
     @functools.cached_property
     def counted_M(self) -> Tensor | None:

@@ -176,7 +176,7 @@ def test_what_is_not_allowed_is_said(words, said, finished, tmp_path, capfd):
 
 
 def test_groups_that_become_too_small_are_known_before_the_reading(tmp_path):
-    """Of 8 experts in 4 groups of two, DeepSeek-V3 ranks groups by their best two."""
+    """DeepSeek-V3 ranks its groups by their best two experts: here 8 experts in 4 groups of two."""
     hub_folder(tmp_path / "hub", "deepseek_v3")
     data = prepared_for(tmp_path / "hub", tmp_path)
     opened = open_evaluated(tmp_path / "hub", str(data), ())
