@@ -11,6 +11,7 @@ from pydantic import BaseModel, ValidationError
 
 from polyad.model.config import SectionError
 from polyad.model.config_yaml import MAX_DIGITS, NUMBER
+from polyad.train.config.gone import GONE
 from polyad.train.config.text import config_classes, keys
 from polyad.train.errors import MAX_SHOWN, one_line, shortened, shown
 
@@ -264,6 +265,8 @@ def _hint(kind: str, value: Any) -> str:
 
 def _unknown(key: str, known: set[str]) -> str:
     """The line about an unknown key."""
+    if gone := GONE.get(_without_index(key.split("."))):
+        return f"{key}: went with {gone}; see CHANGELOG"
     if near := nearest_key(key, known):
         return f"unknown key {shortened(key)}; the nearest is {near}"
     section = _without_index(key.split(".")[:-1])
