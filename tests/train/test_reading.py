@@ -4,8 +4,11 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+import yaml
 
+from polyad.data.images.prepare import prepare_images
 from polyad.data.text.dataset import PreparedData
+from polyad.data.text.prepare import prepare
 from polyad.parallel.weights import load_model
 from polyad.train.experts.moments import STATISTICS
 from polyad.train.experts.probing import routed_layers
@@ -16,8 +19,12 @@ from polyad.train.measures.trace import Trace
 from polyad.train.reading import open_evaluated, read
 from polyad.train.report.beside import Alike
 from polyad.train.tasks.samples import TextSamples
-from tests.helpers.decoders import Chosen, hub_folder, prepared_for
-from tests.helpers.runs import both_forms, compare, measured
+from tests.helpers import images as made
+from tests.helpers.decoders import TEXTS, Chosen, hub_folder, prepared_for
+from tests.helpers.everyday import everyday
+from tests.helpers.fine_tuned import SETTINGS, others, trainer
+from tests.helpers.prepared import jsonl, silent
+from tests.helpers.runs import both_forms, compare, measured, run, write_config
 from tests.train.measures.test_trace import in_order
 
 pytest.importorskip("transformers")
@@ -30,16 +37,22 @@ def remainder(tokens):
     return min((length for length in range(24, 61) if tokens % length), key=tokens.__mod__)
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["", "begin"])
+@pytest.fixture(scope="module", params=["", "begin", "three"])
 def folder(request, tmp_path_factory):
-    """Weights, and text whose last window is mostly padding."""
+    """Weights, and text whose last window is mostly padding; with "three", it has three tokens."""
     root = tmp_path_factory.mktemp("padded")
-    model = hub_folder(root / "hub", "olmoe", add_bos_token=request.param).eval()
+    model = hub_folder(root / "hub", "olmoe", add_bos_token=request.param == "begin").eval()
+    if request.param == "three":
+        held_out = jsonl(root / "held_out.jsonl", [TEXTS[0][: len(TEXTS[0]) // 2]])
+        texts = jsonl(root / "texts.jsonl", TEXTS[1:])
+        silent(texts, str(root / "hub"), root / "data", validation_source=held_out)
+        return root / "hub", root / "data", model
     return root / "hub", prepared_for(root / "hub", root), model
 
 
 def asked(data, split):
-    length = remainder(PreparedData.open(data).split(split).num_tokens)
+    tokens = PreparedData.open(data).split(split).num_tokens
+    length = tokens - 3 if tokens < 50 else remainder(tokens)
     overrides = (f"model.sequence_length={length}", "evaluation.batch_size=3")
     return {"data": str(data), "overrides": overrides}
 
@@ -96,6 +109,20 @@ def test_an_atlas_counts_the_tokens_of_a_trace_and_of_transformers(folder, rows)
     assert {*wanted, "mone"} == {*STATISTICS}
 
 
+def test_block_by_block_counts_the_tokens_of_a_trace(folder, rows, tmp_path):
+    where, data, _ = folder
+    options = asked(data, "validation") | {"stream": tmp_path / "kept"}
+    result, _ = both_forms(where, Atlas, **options)
+    found, _ = measured(where, "specialization", **options)
+    for name in LAYERS:
+        tokens, wanted = of_trace(rows, name)
+        for statistic, values in wanted.items():
+            ours = result["layers"][name]["statistics"][statistic]
+            np.testing.assert_allclose(ours, values, rtol=1e-4, err_msg=statistic)
+        counts = np.array(found["layers"][name]["levels"][0]["labels"]["characters"]["counts"])
+        np.testing.assert_allclose(counts.sum(1) / tokens, wanted["frequency"])
+
+
 def test_other_readers_count_the_tokens_of_a_trace(folder, rows, even):
     where, data, _ = folder
     options = asked(data, "validation")
@@ -136,3 +163,57 @@ def test_experts_are_kept_that_the_tokens_of_a_trace_use(folder, tmp_path):
         kept = sorted(np.argsort(-counts, kind="stable")[:4].tolist())
         assert result["kept"][name] == [[expert] for expert in kept]
         np.testing.assert_allclose(shares[name], counts / (len(own) / 2))
+
+
+SPARSE = {"kind": "smoe", "num_experts": 4, "top_k": 2, "expert_hidden_size": 8}
+
+
+def sequences_run(name, workers, tmp_path_factory):
+    rows = others()[name]
+    train = trainer(workers, tmp_path_factory)
+    return train(name, rows[:16], rows[16:27], steps=2, data=SETTINGS[name])
+
+
+def masked_text_run(workers, root, texts):
+    prepare(str(texts), "wordpiece:300", root / "pieces", report=lambda line: None)
+    model = {"kind": "bert", "num_layers": 2, "hidden_size": 16, "num_heads": 2}
+    model |= {"sequence_length": 37, "feed_forward": SPARSE}
+    kind = {"data__kind": "masked_text", "train__steps": 2}
+    workers(1).run(run, write_config(root / "c.yaml", root / "pieces", model=model, **kind))
+    return root / "run"
+
+
+def images_run(workers, root):
+    folders = str(made.class_folders(root / "all", 20))
+    prepare_images(folders, root / "out", held_out=0.4, report=lambda line: None)
+    model = {"kind": "vit", "image_size": 8, "patch_size": 4, "num_layers": 2, "hidden_size": 16}
+    train = {"global_batch_size": 8, "micro_batch_size": 8, "precision": "fp32", "steps": 2}
+    tree = {
+        "run": {"folder": str(root / "run")}, "train": train, "log": {"trackers": []},
+        "model": model | {"num_heads": 2, "feed_forward": SPARSE},
+        "data": {"kind": "images", "path": str(root / "out"), "normalization": "half"},
+    }  # fmt: skip
+    (root / "run.yaml").write_text(yaml.safe_dump(tree))
+    workers(1).run(run, root / "run.yaml")
+    return root / "run"
+
+
+@everyday("kind", ["pairs", "choices", "masked text", "images"], keep=["pairs", "images"])
+def test_readers_of_other_tasks_count_the_tokens_of_a_trace(
+    kind, workers, tmp_path_factory, tmp_path, texts
+):
+    if kind == "images":
+        folder = images_run(workers, tmp_path)
+    elif kind == "masked text":
+        folder = masked_text_run(workers, tmp_path, texts)
+    else:
+        folder = sequences_run(kind, workers, tmp_path_factory)
+    both_forms(folder, Trace, output=tmp_path / "t.parquet")
+    rows = pd.read_parquet(tmp_path / "t.parquet")
+    layers = measured(folder, "specialization")[0]["layers"]
+    for name in LAYERS[:2]:
+        wanted = np.bincount(rows[rows["module"] == name]["expert"], minlength=4)
+        kinds = layers[name]["levels"][0]["labels"]
+        assert kinds
+        for label, found in kinds.items():
+            assert np.array(found["counts"]).sum(1).tolist() == wanted.tolist(), label
