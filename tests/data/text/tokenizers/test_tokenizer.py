@@ -193,6 +193,10 @@ def test_special_tokens_in_a_text_are_counted_and_said_once(capfd):
     assert capfd.readouterr().err == line
     # 12 + 4 + 13 + 1 + 13 + 12 characters, of which <think> alone is one token.
     assert len(ids) == 55
+    transformers = pytest.importorskip("transformers")
+    backend = tokenizers.Tokenizer.from_str(tokenizer.file_bytes().decode())
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=backend)(text)["input_ids"]
+    assert len(theirs) == 55 - (12 + 13 + 13 + 12) + 4
     assert tokenizer.encode(text) == ids
     tokenizer.encode("plain <think>")
     assert capfd.readouterr().err == ""
