@@ -266,13 +266,6 @@ class LoRAExperts(Experts):
         A_EDr, B_ErF = (self.gate_lora or self.up_lora).matrices()
         return weight_EDF + A_EDr @ B_ErF, bias_EF
 
-    @torch.no_grad()
-    def hidden(self, rows_ED: Tensor) -> Tensor:
-        """See `Experts.hidden`."""
-        A_EDr, B_ErF = self.up_lora.matrices()
-        added_E1F = rows_ED.to(A_EDr.dtype).unsqueeze(1) @ A_EDr @ B_ErF
-        return super().hidden(rows_ED) + added_E1F.squeeze(1)
-
     def forward(
         self, rows_MD: Tensor, counts_E: Tensor, weights: ExpertWeights | None = None
     ) -> Tensor:

@@ -65,9 +65,6 @@ class RoutingStats(NamedTuple):
     """Mean over sequences of sum_e f_e P_e within each: 1 at even load; None unless requested."""
     dropped: Tensor | None = None
     """Share of the assignments that were dropped."""
-    expected_active: Tensor | None = None
-    """Sparsity score: the mean, over tokens and their experts, of the expected share of inner units
-    above 0; None for other scores."""
     effective_neighbours: Tensor | None = None
     """Mean of exp(entropy) of a token's weights in a graph; None without one, or while it is
     off."""
@@ -99,9 +96,6 @@ class RoutingStats(NamedTuple):
     networks side by side; only for updating the running statistics."""
     norm_square_N: Tensor | None = None
     """Mean of the squares; None if `norm_mean_N` is."""
-    expert_input_ED: Tensor | None = None
-    """For a score that depends on what experts compute, in training: the mean over all assignments
-    of the token's input, counted as 0 for other experts; only for updating the score's buffer."""
     sample_scores_BS: Tensor | None = None
     """Mean over each sample's tokens of each expert's score, without noise and before a graph, with
     its gradient; None unless a loss over pairs of samples needs it."""

@@ -53,7 +53,6 @@ def parallelize_experts(layer: SelectingMoE, world: comm.World, overlap: bool = 
             weights=copy,
             output=sum_parts,
             unit_mean=group.mean_of_parts,
-            units=lambda part_EF: group.all_parts(part_EF.T).T,
         )
         experts.dropout = OwnDropout(experts.dropout.p, world)
         layer.router.selection.agreed = group.of_first
@@ -85,15 +84,11 @@ def _expert_parallel_dispatcher() -> type:
             nn.Module.__init__(self)
             self.num_experts = num_experts
             self.num_local_experts = num_experts // world.expert_parallel_size
-            self._first_expert = self.num_local_experts * world.expert_parallel_rank
             self._size = world.expert_parallel_size
             self._exchange = RowExchange(num_experts, self._size, lots)
 
         def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
             self._exchange.group = Group.of(expert_group(self._size))
-
-        def own_experts(self, whole: Tensor) -> Tensor:
-            return whole.narrow(0, self._first_expert, self.num_local_experts)
 
         def all_experts(self, own: Tensor) -> Tensor:
             return self._exchange.group.gather(own, 0)

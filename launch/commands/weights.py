@@ -203,14 +203,6 @@ def convert(
             one_of="change",
         ),
     ] = None,
-    linear_score: Annotated[
-        bool,
-        Argument(
-            "replace attentive scores of sparse experts with the linear scores that give the same "
-            "logits",
-            one_of="change",
-        ),
-    ] = False,
     weights: Weights = "trained",
     base: Base = None,
     json: Json = None,
@@ -223,10 +215,9 @@ def convert(
     from polyad.train.exchange.convert import conversion_table, convert
     from polyad.train.exchange.experts import Splitting, Upcycling
     from polyad.train.exchange.factorize import Factorizing
-    from polyad.train.exchange.linear_score import LinearScores
 
     check_json_path(json)
-    change: Change | None = LinearScores() if linear_score else None
+    change: Change | None = None
     for text, kind in ((upcycle, Upcycling), (split, Splitting), (factorize, Factorizing)):
         if text is not None:
             change = kind(text)

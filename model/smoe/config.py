@@ -16,7 +16,7 @@ from polyad.model.feedforward import (
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Positive = Annotated[float, Field(ge=1e-6, le=1e6)]
 Probability = Annotated[float, Field(ge=0, lt=1)]
-ScoreName = Literal["linear", "cosine", "random", "attentive", "sparsity"]
+ScoreName = Literal["linear", "cosine", "random"]
 GraphName = Literal["none", "similarity", "attention"]
 PoolName = Literal["none", "document", "prefix"]
 LOWEST_ENTROPY: Literal["lowest_entropy"] = "lowest_entropy"
@@ -174,7 +174,7 @@ class SelectingConfig(FeedForwardSettings, ABC):
         return self.evaluation_capacity_factor
 
     def score_size(self) -> int:
-        """Returns the width of the space of the cosine and attentive scores."""
+        """Returns the width of the space of the cosine score."""
         return max(self.num_experts // 2, 8) if self.score_width is None else self.score_width
 
     def scores_have_bias(self) -> bool:
@@ -223,9 +223,7 @@ class SparseMoEConfig(SelectingConfig):
     score: ScoreName = "linear"
     """How tokens score the experts: `linear`, softmax(W u + b); `cosine`, by cosine similarity in a
     low-dimensional space with a learned temperature (X-MoE); `random`, linear and never trained
-    (SMoE-dropout); `attentive`, by the token's query and a key per expert in a low-dimensional
-    space; `sparsity`, by how few of the expert's inner units the token is expected to activate,
-    without parameters (MoE-X)."""
+    (SMoE-dropout)."""
     score_function: Literal["softmax", "sigmoid"] = "softmax"
     """How router logits become scores: `softmax` over the experts, or `sigmoid` of each logit
     (DeepSeek-V3)."""
@@ -241,18 +239,14 @@ class SparseMoEConfig(SelectingConfig):
     group_score: Literal["best", "best_two"] = "best"
     """How groups are ranked: by the score of their `best` expert (DeepSeek-V2), or by the sum of
     their `best_two` scores including the balancing bias (DeepSeek-V3)."""
-    expert_keys: Literal["learned", "hidden_means"] = "learned"
-    """Keys of the experts for the attentive score: `learned`, one vector per expert; or
-    `hidden_means`, a learned projection of the expert's hidden layer (before its activation),
-    evaluated at the moving average of the tokens that chose it."""
     router_bias: bool = True
     """Whether the linear score has a bias if the model's layers have one; V-MoE has none."""
     router_noise: Annotated[float, Field(ge=0, le=1e6)] = 0.0
     """Normal noise that is added to the router logits in training, independently for each token and
     expert, with a standard deviation of router_noise / num_experts (V-MoE: 1); 0: no noise."""
     score_width: Count | None = None
-    """Width of the space in which the cosine and attentive scores compare, in units; null: half of
-    num_experts, but at least 8."""
+    """Width of the space in which the cosine score compares, in units; null: half of num_experts,
+    but at least 8."""
     final_top_k: Count | None = None
     """Value to which top_k grows linearly over `train.steps` (num_experts in SMoE-dropout); null:
     top_k stays constant."""
@@ -377,11 +371,6 @@ class SparseMoEConfig(SelectingConfig):
             )
         self._check_groups()
         self._check_options()
-        if self.expert_keys != "learned" and self.score != "attentive":
-            raise SectionError(
-                f"@expert_keys: {self.expert_keys} needs @score: attentive, not {self.score}; "
-                "learned is allowed with every score"
-            )
         if self.lower_entropy_only and self.graph == "none":
             raise SectionError("@lower_entropy_only: true needs a graph, but @graph is none")
         if not self.causal_graph and self.graph == "none":

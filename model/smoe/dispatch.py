@@ -18,7 +18,7 @@ from torch.nn.functional import dropout
 
 from polyad.model.kernels import rows
 from polyad.model.regions import Region, same
-from polyad.model.smoe.experts import Experts, StackedExperts
+from polyad.model.smoe.experts import StackedExperts
 from polyad.model.smoe.selection import Selected
 
 
@@ -135,8 +135,6 @@ class DispatchRegions(NamedTuple):
     output: Region = same
     unit_mean: Region = same
     """Applied to a mean over inner units."""
-    units: Region = same
-    """Gathers inner units along the last dimension, without gradient."""
 
 
 class Dispatcher(nn.Module):
@@ -209,14 +207,6 @@ class Dispatcher(nn.Module):
     # What ranks know about one another's experts. Each rank computes values of its own experts and
     # inner units, and reads those of all.
 
-    def own_experts(self, whole: Tensor) -> Tensor:
-        """Selects this rank's experts from a tensor [E, ...] over all experts.
-
-        Args:
-            whole: The tensor, equal on all ranks that share experts.
-        """
-        return whole
-
     def all_experts(self, own: Tensor) -> Tensor:
         """Gathers values of all experts [E, ...].
 
@@ -255,19 +245,6 @@ class Dispatcher(nn.Module):
         means_ER = self.unit_means(hidden_eRF.to(rows_RD.dtype).square().mean(2))
         squares_RE = means_ER.T * experts.num_units
         return squares_RE.clamp_min(torch.finfo(squares_RE.dtype).tiny).sqrt()
-
-    def hidden(self, rows_ED: Tensor, experts: Experts) -> Tensor:
-        """Computes the hidden layer of every expert for its own row; see `Experts.hidden`.
-
-        Args:
-            rows_ED: One row for each expert of all ranks.
-            experts: The experts, or this rank's part of them.
-
-        Returns:
-            [E, F], for all experts and units, without gradient.
-        """
-        own_eF = experts.hidden(self.own_experts(rows_ED))
-        return self.all_experts(self.regions.units(own_eF))
 
     def begin(self, plan: Plan) -> Any:
         """Starts work that does not depend on the rows; its result is passed to `compute`.

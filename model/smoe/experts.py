@@ -235,16 +235,3 @@ class Experts(StackedExperts):
         return ExpertWeights(
             self.up, self.up_bias, self.down, gate=self.gate, gate_bias=self.gate_bias
         )
-
-    @torch.no_grad()
-    def hidden(self, rows_ED: Tensor) -> Tensor:
-        """Computes each expert's first layer, before its activation, for its own row.
-
-        Args:
-            rows_ED: One row for each expert.
-
-        Returns:
-            [E, F], in the precision of the weights, without gradient.
-        """
-        hidden_EF = torch.bmm(rows_ED.to(self.up.dtype).unsqueeze(1), self.up).squeeze(1)
-        return hidden_EF if self.up_bias is None else hidden_EF + self.up_bias

@@ -40,7 +40,7 @@ from polyad.model.smoe.losses import (
     variance_loss,
 )
 from polyad.model.smoe.pool import Pool, within
-from polyad.model.smoe.scores import SCORES, Score, expert_input, router_dtype
+from polyad.model.smoe.scores import SCORES, Score, router_dtype
 from polyad.model.smoe.selection import Selected, Selection, TopK, spread
 
 MEASURED_ROWS = 64
@@ -128,20 +128,15 @@ class Router(StatisticsModule):
         if self.needs("usage_E") or self.needs("balance_loss"):
             usage_E = shares_NE.mean(0)
         load_E = selected.load(shares_NE.dtype)
-        expert_input_ED = None
-        if self.training and self.score.mean_inputs() is not None:
-            expert_input_ED = expert_input(u_ND, selected.expert_ids_NK, len(load_E))
         stats = RoutingStats(
             name="",
             load_E=load_E,
             usage_E=None if usage_E is None else self.for_loss("usage_E", usage_E),
             entropy=entropy(shares_NE.detach()).mean() if self.measures else None,
             dropped=load_E.new_zeros(()) if self.measures else None,
-            expected_active=self._expected_active(logits_NE, selected) if self.measures else None,
             effective_neighbours=mixed.effective_neighbours,
             head_entropy_A=mixed.head_entropy_A,
             attention_head=mixed.attention_head,
-            expert_input_ED=expert_input_ED,
             tokens=None if real is None else counted(real, load_E.dtype),
         )
         if self.training:
@@ -152,11 +147,6 @@ class Router(StatisticsModule):
             if "sequence_loss" in self.learns_from:
                 stats = stats.but(sequence_loss=self._of_sequences(own_NE, u_BTD, real))
         return Routing(selected, self.with_samples(stats, [own_NE], u_BTD, real))
-
-    def _expected_active(self, logits_NE: Tensor, selected: Selected) -> Tensor | None:
-        """Returns the mean share of active units that the score expects of a token's experts."""
-        shares_NE = self.score.active_shares(logits_NE.detach())
-        return None if shares_NE is None else shares_NE.gather(1, selected.expert_ids_NK).mean()
 
     def _losses(
         self,
@@ -210,7 +200,6 @@ class Router(StatisticsModule):
         """
         self.selection.update(stats.load_E, progress)
         self.graph.update(stats.head_entropy_A, progress)
-        self.score.update(stats)
 
 
 def make_router(config: SparseMoEConfig, context: FeedForwardContext) -> Router:
@@ -354,11 +343,7 @@ class SelectingMoE(FeedForward):
         """Returns parameters [E, ...] of which a token only uses the slices of its experts."""
 
     def gate_columns(self) -> list[Tensor]:
-        """Returns the columns of the score, [E, D]: there is one level of experts.
-
-        Raises:
-            NoColumnsError: The score has no columns.
-        """
+        """Returns the columns of the score, [E, D]: there is one level of experts."""
         return [self.router.score.columns(self.expert_features())]
 
     def update(self, stats: RoutingStats, progress: float) -> None:

@@ -70,7 +70,6 @@ MODELS = {
     "attention": moe_model(graph="attention"),
     "cp": mumoe_model(),
     "ring": mumoe_model(factorization="tr", expert_rank=2),
-    "by sparsity": moe_model(score="sparsity", activation="relu"),
     "decoders": table_model(),
     "product keys": table_model(num_experts=[4, 3]),
     "transcoder": table_model(kind="transcoder", num_experts=[48], top_k=5),

@@ -13,7 +13,6 @@ from polyad.model.build import materialize
 from polyad.model.feedforward import FeedForwardContext
 from polyad.model.mumoe.gating import Gate
 from polyad.model.smoe.config import SparseMoEConfig
-from polyad.model.smoe.layer import SparseMoE
 from polyad.model.smoe.selection import TopK
 
 
@@ -54,11 +53,6 @@ def make(part, config=None, context=None, dtype=torch.float64):
         module = part(config or make_config(), context or make_context())
     materialize(module, seed=0, dtype=dtype)
     return scatter(module)
-
-
-def features_for(config, context=None, dtype=torch.float64):
-    """What the score of a layer reads of its experts; None if it reads nothing."""
-    return make(SparseMoE, config, context, dtype=dtype).expert_features()
 
 
 def make_trace(batch, length, heads, size, width, dtype=torch.float64, seed=2):

@@ -50,15 +50,6 @@ def gated_model(small_config, update=None, kind="smoe", **options):
 OPTIONS = (
     {f"{score}, {graph}": {"score": score, "graph": graph} for score in SCORES for graph in GRAPHS}
     | {
-        f"hidden means, {graph}": {
-            "score": "attentive",
-            "expert_keys": "hidden_means",
-            "score_width": 16,
-            "graph": graph,
-        }
-        for graph in GRAPHS
-    }
-    | {
         "lower entropy, similarity": {"graph": "similarity", "lower_entropy_only": True},
         "lower entropy, attention": {"graph": "attention", "lower_entropy_only": True},
         "a fixed head": {"graph": "attention", "attention_head": 2},

@@ -102,7 +102,6 @@ SECTIONS = {
     "smoe": SMOE | {"balancing_rate": 0.01},
     "similarity": SMOE | {"graph": "similarity", "score": "cosine", "tau": 0.5},
     "attention": SMOE | {"graph": "attention", "lower_entropy_only": True},
-    "hidden means": SMOE | {"score": "attentive", "expert_keys": "hidden_means"},
     "pools": SMOE | {"pool": "prefix", "pool_least": 3, "pool_most": 3},
     "pools of whole samples": SMOE
     | {

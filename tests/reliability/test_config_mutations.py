@@ -173,7 +173,7 @@ def try_studies(path: Path, times: int, folder: Path) -> None:
         "gpt2/124m-smoe-16.yaml",
         "mixer/s16-mumoe-tr-64x2.yaml",
         "mixture/digits-distilled.yaml",
-        "wikitext103/attentive-medium.yaml",
+        "wikitext103/xmoe-medium.yaml",
     ],
     ids=NAMES,
 )

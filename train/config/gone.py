@@ -1,4 +1,7 @@
 """Keys of configurations that earlier versions had."""
 
-GONE: dict[str, str] = {}
-"""By dotted key: what it went with, and what to use instead, as in "rewinding; use `skip`"."""
+GONE: dict[str, str] = {
+    "expert_keys": "attentive scores of sparse experts; use `score: linear`",
+}
+"""By dotted key or its last part: what it went with, and what to use instead, as in "rewinding; use
+`skip`"."""

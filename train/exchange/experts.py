@@ -128,11 +128,6 @@ class Upcycled(Changed):
         notes = ["its initial logits equal the dense model's, up to rounding"]
         if reasons:
             notes = [f"its initial logits differ from the dense model's: {'; '.join(reasons)}"]
-        if feed_forward.score == "sparsity" and not self._start.noise:
-            notes.append(
-                "all experts start equal, so only rounding decides between their sparsity scores; "
-                "noise=0.01 makes them differ"
-            )
         return notes
 
 

@@ -8,8 +8,7 @@ score and every other expert strength * (its column . g) more, before normalizat
 effects through the block's attention. Negative strengths steer away.
 
 With linear and random scores of a sparse mixture g is the row of the score's weight; with a cosine
-score g is the expert's direction mapped back through the projection. A sparsity score has no such
-direction and is rejected.
+score g is the expert's direction mapped back through the projection.
 
 On held-out text two effects are measured: the change of the loss by class of token, which shows
 where a steered model is worse; and the probability of the classes of the next token, which shows
@@ -34,7 +33,6 @@ from torch.nn.functional import one_hot
 
 from polyad.model.block import Block
 from polyad.model.decoder import Decoder
-from polyad.model.smoe.scores import NoColumnsError
 from polyad.train.errors import ConfigError
 from polyad.train.experts.class_changes import (
     Change,
@@ -132,15 +130,9 @@ def gate_column(model: nn.Module, steering: Steering) -> Tensor:
         [D], at least fp32.
 
     Raises:
-        ConfigError: a block, level or expert that the model does not have, or a gate without
-            columns.
+        ConfigError: a block, level or expert that the model does not have.
     """
-    try:
-        gates = [block.feed_forward.gate_columns() for block in _blocks(model)]
-    except NoColumnsError as error:
-        raise ConfigError(
-            f"--steer {steering}: {error}; linear, cosine, random and attentive scores have one"
-        ) from None
+    gates = [block.feed_forward.gate_columns() for block in _blocks(model)]
     gated = [layer for layer, levels in enumerate(gates) if levels]
     if not gated:
         raise ConfigError(f"--steer {steering}: the model is dense: no layer has experts")

@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[3]
 CONFIGS = (
     "gpt2/124m", "gpt2/124m-smoe-16", "gpt2/124m-mumoe-cp", "gpt2/124m-mumoe-tr", "gpt2/124m-emoe",
     "wikitext103/smoe-medium-similarity", "wikitext103/smoe-medium-attention",
-    "gpt2/124m-mxd", "gpt2/124m-moex", "gpt2/124m-emo",
+    "gpt2/124m-mxd", "gpt2/124m-emo",
     "decoder/olmoe-1b-7b", "vit/vmoe-b16", "bert/base", "mixer/s16-mumoe-cp",
 )  # fmt: skip
 

@@ -24,13 +24,8 @@ parse = partial(section_of, "smoe")
         (["top_k=3", "final_top_k=2"], "final_top_k: 2 is less than model.feed_forward.top_k: 3;"),
         (["top_k=0"], "top_k: 0 is not allowed: input should be greater than or equal to 1"),
         (["num_experts=1"], "num_experts: 1 is not allowed: input should be greater than or equal"),
-        (["score=liner"], "score: 'liner' is not allowed: input should be 'linear', 'cosine', 'r"),
-        (
-            ["expert_keys=hidden_means"],
-            "expert_keys: hidden_means needs model.feed_forward.score: attentive, not linear; "
-            "learned is allowed with every score",
-        ),
-        (["score=attentive", "expert_keys=all"], "expert_keys: 'all' is not allowed: input should"),
+        (["score=liner"], "score: 'liner' is not allowed: input should be 'linear', 'cosine' or"),
+        (["expert_keys=learned"], "expert_keys: went with attentive scores of sparse experts; "),
         (["graph=atention"], "graph: 'atention' is not allowed: input should be 'none', 'simil"),
         (["similarity=l2"], "similarity: 'l2' is not allowed: input should be 'dot' or 'cosine'"),
         (["tau=0"], "tau: 0 is not allowed: input should be greater than or equal to 0.000001"),

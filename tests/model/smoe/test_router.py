@@ -8,7 +8,7 @@ from polyad.model.feedforward import BlockInput
 from polyad.model.smoe.graph import GRAPHS
 from polyad.model.smoe.layer import make_router
 from polyad.model.smoe.scores import SCORES
-from tests.helpers.routing import features_for, make, make_config, make_context, make_trace
+from tests.helpers.routing import make, make_config, make_context, make_trace
 
 every_score = pytest.mark.parametrize("score", SCORES)
 every_graph = pytest.mark.parametrize("graph", GRAPHS)
@@ -19,12 +19,12 @@ every_graph = pytest.mark.parametrize("graph", GRAPHS)
 @pytest.mark.parametrize("top_k", [1, 2, 6])
 def test_any_score_goes_with_any_graph(score, graph, top_k):
     config = make_config(score=score, graph=graph, top_k=top_k)
-    router, features = make(make_router, config), features_for(config)
+    router = make(make_router, config)
     u_BTD = torch.randn(2, 9, 12, dtype=torch.float64)
     trace = make_trace(2, 9, heads=3, size=4, width=12)
-    (weights_NK, expert_ids_NK, *_), stats = router(u_BTD, BlockInput(attention=trace), features)
+    (weights_NK, expert_ids_NK, *_), stats = router(u_BTD, BlockInput(attention=trace))
     # The parts, one after the other.
-    r_BTE = router.score(u_BTD.flatten(0, 1), features).softmax(-1).unflatten(0, (2, 9))
+    r_BTE = router.score(u_BTD.flatten(0, 1)).softmax(-1).unflatten(0, (2, 9))
     p_NE = router.graph(r_BTE, u_BTD, BlockInput(attention=trace)).scores_BTE.flatten(0, 1)
     torch.testing.assert_close(p_NE.sum(-1), torch.ones(18, dtype=torch.float64))
     highest = p_NE.topk(top_k)
@@ -47,7 +47,7 @@ def test_the_output_teaches_the_router_for_any_k(small_model, random_ids, score,
     model(ids).logits.logsumexp(-1).sum().backward()
     # A frozen score passes its gradient on to the tokens only, as everything here does.
     learned = dict(model.blocks[0].feed_forward.router.named_parameters())
-    assert (learned == {}) == (score in ("random", "sparsity"))
+    assert (learned == {}) == (score == "random")
     for name, parameter in learned.items():
         assert parameter.grad.abs().max() > 1e-9, name
 

@@ -8,7 +8,7 @@ from polyad.model.smoe.config import GraphName, ScoreName
 from polyad.model.smoe.graph import GRAPHS
 from polyad.model.smoe.layer import SparseMoE
 from polyad.model.smoe.scores import SCORES, CosineScore, LinearScore, RandomScore
-from tests.helpers.routing import features_for, make, make_config, make_context
+from tests.helpers.routing import make, make_config, make_context
 
 every_score = pytest.mark.parametrize("score", SCORES)
 
@@ -86,16 +86,14 @@ def test_random_weight_depends_on_seed_and_place_and_is_fp32_in_any_model(small_
 @every_score
 def test_scores_are_computed_in_fp32_at_least(score):
     config, u_ND = make_config(score=score), torch.randn(5, 12)
-    exact = make(SCORES[score], config, dtype=torch.float64)(
-        u_ND.bfloat16().double(), features_for(config)
-    )
+    exact = make(SCORES[score], config, dtype=torch.float64)(u_ND.bfloat16().double())
     assert exact.dtype == torch.float64
     layer = make(SparseMoE, config, dtype=torch.bfloat16)
-    logits = layer.router.score(u_ND.bfloat16(), layer.expert_features())
+    logits = layer.router.score(u_ND.bfloat16())
     assert logits.dtype == torch.float32
     # The bf16 layer's own weights, in float64: equal but for fp32 rounding, not for bf16's.
     layer = layer.double()
-    exact = layer.router.score(u_ND.bfloat16().double(), layer.expert_features())
+    exact = layer.router.score(u_ND.bfloat16().double())
     torch.testing.assert_close(logits.double(), exact, atol=1e-5, rtol=1e-5)
 
 
@@ -103,7 +101,7 @@ def test_scores_are_computed_in_fp32_at_least(score):
 def test_every_parameter_of_a_score_gets_a_gradient(score):
     layer = make(SCORES[score], make_config(score=score))
     u_ND = torch.randn(5, 12, dtype=torch.float64, requires_grad=True)
-    layer(u_ND, features_for(make_config(score=score))).softmax(-1).square().sum().backward()
+    layer(u_ND).softmax(-1).square().sum().backward()
     assert u_ND.grad.abs().max() > 0
     for name, parameter in layer.named_parameters():
         assert parameter.grad.abs().max() > 0, name

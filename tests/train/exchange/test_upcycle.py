@@ -117,28 +117,6 @@ def test_an_upcycled_decoder_is_a_mixture_of_transformers(tmp_path, dense, spars
         torch.testing.assert_close(model(ids).logits, dense(ids).logits, atol=2e-4, rtol=0)
 
 
-def test_experts_scored_by_their_weights_need_noise(sources, tmp_path):
-    keys = "num_experts=4,score=sparsity,combine=normalized"
-    equal = convert(sources / "plain", tmp_path / "equal", "polyad", Upcycling(keys))
-    assert equal["notes"][1:] == [
-        "its initial logits equal the dense model's, up to rounding",
-        "all experts start equal, so only rounding decides between their sparsity scores; "
-        "noise=0.01 makes them differ",
-    ]
-    dense = logits_of(load_model(sources / "plain"))
-    torch.testing.assert_close(logits_of(load_model(tmp_path / "equal")), dense, atol=1e-10, rtol=0)
-    text = f"{keys},noise=0.01,activation=relu"
-    apart = convert(sources / "plain", tmp_path / "apart", "polyad", Upcycling(text))
-    assert apart["notes"][1:] == [
-        "its initial logits differ from the dense model's: noise is 0.01; experts use the "
-        "activation relu, the dense layers gelu_tanh"
-    ]
-    layer = load_model(tmp_path / "apart").blocks[0].feed_forward
-    u_ND = torch.randn(50, 32)
-    logits_NE = layer.router.score(u_ND, layer.expert_features())
-    assert logits_NE.std(1).min() > 1e-5
-
-
 def test_a_dense_decoder_with_relu_becomes_experts_with_relu(tmp_path):
     dense = {
         "kind": "decoder", "num_layers": 2, "hidden_size": 32, "num_heads": 4,
@@ -146,7 +124,7 @@ def test_a_dense_decoder_with_relu_becomes_experts_with_relu(tmp_path):
         "feed_forward": {"kind": "dense", "hidden_size": 48},
     }  # fmt: skip
     write_weights(tmp_path / "dense", dense)
-    text = "num_experts=4,score=sparsity"
+    text = "num_experts=4,score=cosine"
     convert(tmp_path / "dense", tmp_path / "new", "polyad", Upcycling(text))
     model = load_model(tmp_path / "new")
     assert model.config.feed_forward.activation == "relu"

@@ -33,13 +33,12 @@ KINDS = {
 } | {
     f"sparse, {score}": {"kind": "smoe", "num_experts": 6, "expert_hidden_size": 16, "score": score}
     for score in SCORES
-    if score != "sparsity"  # has no columns
 }  # fmt: skip
 every_kind = pytest.mark.parametrize("section", KINDS.values(), ids=KINDS)
 each_kind_once = everyday(
     "section",
     KINDS.values(),
-    keep=["cp, residual", "tr, normalized", "sparse, cosine", "sparse, attentive"],
+    keep=["cp, residual", "tr, normalized", "sparse, cosine"],
     ids=KINDS,
 )
 IDS = torch.arange(32).view(2, 16) % 61
@@ -156,16 +155,6 @@ def test_a_cache_changes_no_token_of_steered_text(section):
     assert cached == plain
     free = list(generate_ids(model, [5, 6, 7], max_tokens=40, sampling=DRAWN))
     assert free != cached
-
-
-def test_a_score_without_columns_is_refused_in_one_line():
-    model = make_model(kind="smoe", num_experts=6, expert_hidden_size=16, score="sparsity")
-    with pytest.raises(ConfigError) as caught:
-        gate_column(model, Steering(layer=1, expert=2, strength=1.0))
-    assert str(caught.value) == (
-        "--steer layer=1,expert=2,strength=1: the sparsity score has no direction that raises an "
-        "expert's score; linear, cosine, random and attentive scores have one"
-    )
 
 
 def test_steerings_of_one_block_are_summed_and_others_stand_beside():

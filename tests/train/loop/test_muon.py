@@ -189,7 +189,7 @@ IMAGES = {"image_size": 8, "patch_size": 4, "num_classes": 3}
 FEED_FORWARDS = [
     {"kind": "dense"},
     *({"kind": "smoe", "num_experts": 4, "graph": graph} for graph in ("none", "attention")),
-    *({"kind": "smoe", "num_experts": 4, "score": score} for score in ("cosine", "attentive")),
+    {"kind": "smoe", "num_experts": 4, "score": "cosine"},
     {"kind": "emoe", "num_experts": 4, "top_k": 2, "score": "linear"},
     *(
         {"kind": "mumoe", "num_experts": [4, 2], "rank": 8, "factorization": each}
