@@ -147,7 +147,6 @@ def inspect(
     "polyad convert exported runs/again --to polyad",
     "polyad convert exported runs/upcycled --to polyad --upcycle num_experts=8,top_k=2",
     "polyad convert exported runs/split --to polyad --split num_experts=16,top_k=8,blocks=[3]",
-    "polyad convert exported runs/factorized --to polyad --factorize num_experts=[64]",
     "polyad convert runs/split runs/merged --to polyad --merge",
 )
 def convert(
@@ -191,18 +190,6 @@ def convert(
             one_of="change",
         ),
     ] = None,
-    factorize: Annotated[
-        str | None,
-        Argument(
-            "turn a dense model's feed-forwards into factorized experts, each starting from the "
-            "best approximation that the rank allows; accepts keys of model.feed_forward of kind "
-            "mumoe, for example factorization=tr and rank=R (default: as many parameters as the "
-            "dense layers), as well as noise=X (standard deviation of the noise that makes "
-            "experts differ, default 0.1), seed=N, and section= for a Mixer",
-            "num_experts=[N],...",
-            one_of="change",
-        ),
-    ] = None,
     weights: Weights = "trained",
     base: Base = None,
     json: Json = None,
@@ -214,11 +201,10 @@ def convert(
     from polyad.train.exchange.change import Change
     from polyad.train.exchange.convert import conversion_table, convert
     from polyad.train.exchange.experts import Splitting, Upcycling
-    from polyad.train.exchange.factorize import Factorizing
 
     check_json_path(json)
     change: Change | None = None
-    for text, kind in ((upcycle, Upcycling), (split, Splitting), (factorize, Factorizing)):
+    for text, kind in ((upcycle, Upcycling), (split, Splitting)):
         if text is not None:
             change = kind(text)
     with results(json) as show:

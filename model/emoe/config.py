@@ -39,15 +39,11 @@ class EmergentMoEConfig(SelectingConfig):
     blocks: Placement = 1
     """Blocks that are split into experts: 1 for all blocks, n for the last of every n blocks, or a
     list of block numbers, from 0. The others are dense."""
-    shared_hidden_size: Count | None = None
-    """Number of inner units, out of hidden_size, that every token uses (shared experts); the others
-    are divided into experts. null: none are shared."""
-    score: Literal["avg_k", "member", "linear", "cosine"] = "avg_k"
-    """How tokens score the experts. Without learned parameters, and with weight 1 for each selected
-    expert: `avg_k`, by the mean of the expert's keys (the rows of its first layer, or of its gate),
-    or `member`, by the magnitude of one unit of the expert (CMoE). Learned: `linear` or `cosine`,
-    as for smoe, with a softmax over the selected experts that is multiplied by their number, so
-    that weights are 1 on average."""
+    score: Literal["avg_k", "linear", "cosine"] = "avg_k"
+    """How tokens score the experts. `avg_k` has no parameters: the mean of the expert's keys (the
+    rows of its first layer, or of its gate), and weight 1 for each selected expert. Learned:
+    `linear` or `cosine`, as for smoe, with a softmax over the selected experts that is multiplied
+    by their number, so that weights are 1 on average."""
     score_width: Count | None = None
     """Width of the space in which the cosine score compares, in units; null: half of num_experts,
     but at least 8."""
@@ -109,23 +105,11 @@ class EmergentMoEConfig(SelectingConfig):
 
     def group_size(self, width: int) -> int:
         """Returns the number of inner units F of one expert in a model of width D."""
-        return (self.inner_size(width) - (self.shared_hidden_size or 0)) // self.num_experts
+        return self.inner_size(width) // self.num_experts
 
     def of_model(self, *, width: int, bias: bool) -> Self:
         """See `FeedForwardSettings.of_model`: only checks that experts have equal sizes."""
-        whole, shared = self.inner_size(width), self.shared_hidden_size or 0
-        inner = whole - shared
-        if shared >= whole:
-            raise SectionError(
-                f"@shared_hidden_size: {shared} leaves no units of the inner width {whole} "
-                "(@hidden_size) for experts"
-            )
-        if shared and inner % self.num_experts:
-            raise SectionError(
-                f"@num_experts: {self.num_experts} does not divide the {inner} units that "
-                f"@shared_hidden_size: {shared} leaves of {whole} (@hidden_size); "
-                f"{shared + inner % self.num_experts} shared units would fit"
-            )
+        inner = self.inner_size(width)
         if inner % self.num_experts:
             small = [n for n in range(1, math.isqrt(inner) + 1) if inner % n == 0]
             divisors = {*small, *(inner // n for n in small)} - {1}
@@ -142,10 +126,7 @@ class EmergentMoEConfig(SelectingConfig):
 
     def cut_sizes(self, width: int) -> list[dict[str, int]]:
         """See `FeedForwardSettings.cut_sizes`: the inner width, and that of one expert."""
-        sizes = [
+        return [
             {"hidden_size": self.inner_size(width)},
             {"hidden_size / num_experts": self.group_size(width)},
         ]
-        if self.shared_hidden_size is not None:
-            sizes.append({"shared_hidden_size": self.shared_hidden_size})
-        return sizes

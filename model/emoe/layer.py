@@ -2,8 +2,7 @@
 
     y = sum_(e in TopK(x . mean K_e)) activation(x K_e^T + b_e) V_e + c
 
-plus the output of the units that every token uses. With K = E it equals the dense feed-forward
-whose units the experts are.
+With K = E it equals the dense feed-forward whose units the experts are.
 
 Shapes: N tokens, D width, E experts, K experts of a token, F inner units of one expert, U of all.
 """
@@ -15,13 +14,13 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from polyad.model.emoe.config import EmergentMoEConfig
-from polyad.model.emoe.experts import MaskedDispatcher, UnitGroups, activated
-from polyad.model.feedforward import GATED, FeedForwardContext
-from polyad.model.initialization import ZEROS, Initializer, normal
+from polyad.model.emoe.experts import MaskedDispatcher, UnitGroups
+from polyad.model.feedforward import FeedForwardContext
+from polyad.model.initialization import ZEROS, Initializer
 from polyad.model.smoe.dispatch import Dispatcher
 from polyad.model.smoe.experts import StackedExperts
 from polyad.model.smoe.graph import NoGraph
-from polyad.model.smoe.layer import Router, SelectingMoE, shared_feed_forward
+from polyad.model.smoe.layer import Router, SelectingMoE
 from polyad.model.smoe.scores import CosineScore, LinearScore, Score, router_dtype
 from polyad.model.smoe.selection import Selected, Selection
 
@@ -48,42 +47,6 @@ class AverageKeys(Score):
         """See `Score.forward`; `features` are mean keys [E, D], in routing's precision."""
         assert features is not None
         return linear(u_ND.to(features.dtype), features)
-
-
-class MemberScore(Score):
-    """Scores by one unit of each expert: |activation(x . k_e + b_e)|, with a gate multiplied by
-    x . l_e + c_e.
-
-    Source: Pei et al. 2025, "CMoE: fast carving of mixture-of-experts for efficient LLM inference".
-    """
-
-    def __init__(self, config: EmergentMoEConfig, context: FeedForwardContext) -> None:
-        super().__init__(context.initializer_std)
-        self.activation = context.activation
-        shape = config.num_experts, context.hidden_size
-        self.key = nn.Parameter(torch.empty(shape))
-        self.bias = nn.Parameter(torch.empty(shape[0])) if context.bias else None
-        self.linear = self.linear_bias = None
-        if context.activation in GATED:
-            self.linear = nn.Parameter(torch.empty(shape))
-            self.linear_bias = nn.Parameter(torch.empty(shape[0])) if context.bias else None
-
-    def initializers(self) -> dict[str, Initializer]:
-        """Returns the initializers of a feed-forward's units."""
-        weight = normal(self.std)
-        entries = {"key": weight, "bias": ZEROS, "linear": weight, "linear_bias": ZEROS}
-        return {name: each for name, each in entries.items() if getattr(self, name) is not None}
-
-    def columns(self, features: Tensor | None = None) -> Tensor:
-        """Returns the keys."""
-        return self.key
-
-    def forward(self, u_ND: Tensor, features: Tensor | None = None) -> Tensor:
-        """See `Score.forward`."""
-        dtype = router_dtype(u_ND.dtype)
-        own = (self.key, self.bias, self.linear, self.linear_bias)
-        units = (None if each is None else each.to(dtype) for each in own)
-        return activated(self.activation, u_ND.to(dtype), *units).abs()
 
 
 class UnitSelection(Selection):
@@ -121,8 +84,7 @@ class EmergentMoE(SelectingMoE):
     config: EmergentMoEConfig
     experts: UnitGroups
     unit: Tensor
-    """[U], the index in the dense feed-forward of each unit: the shared units, then expert by
-    expert."""
+    """[U], the index in the dense feed-forward of each unit, expert by expert."""
 
     def __init__(self, config: EmergentMoEConfig, context: FeedForwardContext) -> None:
         super().__init__(
@@ -133,8 +95,6 @@ class EmergentMoE(SelectingMoE):
             experts=UnitGroups(config, context),
         )
         self.output_bias = nn.Parameter(torch.empty(context.hidden_size)) if context.bias else None
-        if config.shared_hidden_size is not None:
-            self.shared = shared_feed_forward(config.shared_hidden_size, context)
         units = config.inner_size(context.hidden_size)
         self.register_buffer("unit", torch.empty(units, dtype=torch.int64))
 
@@ -155,11 +115,7 @@ class EmergentMoE(SelectingMoE):
 def _make_router(config: EmergentMoEConfig, context: FeedForwardContext) -> Router:
     score: Score = AverageKeys(context.initializer_std)
     if config.score != "avg_k":
-        learned: dict[str, Callable[..., Score]] = {
-            "member": MemberScore,
-            "linear": LinearScore,
-            "cosine": CosineScore,
-        }
+        learned: dict[str, Callable[..., Score]] = {"linear": LinearScore, "cosine": CosineScore}
         score = learned[config.score](config, context)
     noise_std = config.router_noise / config.num_experts
     return Router(score, NoGraph(), UnitSelection(config), noise_std)

@@ -5,18 +5,13 @@ normalized first, so that distances compare directions. Keys are assigned by reg
 groups swap members as long as that lowers the sum of squared distances. The result is within 0.1%
 of an exact assignment, and takes seconds for thousands of keys.
 
-Alternatively, groups consist of units that text activates together, while units that nearly all
-text activates are shared by all tokens: `carve` and `by_activation`.
-
 Sources: Qiu et al. 2023, "Emergent mixture-of-experts", section 3.2; Malinen and Fränti 2014,
-"Balanced k-means for clustering", which assigns exactly; Pei et al. 2025, "CMoE: fast carving of
-mixture-of-experts for efficient LLM inference"; 2026, "ExpertWeaver" (arXiv 2602.15521).
+"Balanced k-means for clustering", which assigns exactly.
 
-Shapes: U inner units, E experts or groups, F units of one expert, N tokens, A most active units of
-a token; in k-means F keys, D width.
+Shapes: U inner units, E experts or groups, F units of one expert; in k-means F keys, D width.
 """
 
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -27,8 +22,6 @@ OF_UNITS = {
     "gate.weight": 0, "gate.bias": 0, "up.weight": 0, "up.bias": 0, "down.weight": 1,
 }  # fmt: skip
 """The unit axis of each tensor of a dense feed-forward; tensors not listed have none."""
-SHARED = "shared."
-"""Name prefix of the shared tensors; the rest of the name is that of the dense tensor."""
 
 
 def dense_names(*, gated: bool) -> dict[str, str]:
@@ -66,7 +59,7 @@ def split(name: str, dense: Tensor, unit_U: Tensor, num_experts: int) -> Tensor:
     Args:
         name: The name of the dense tensor, such as `up.weight`.
         dense: The dense tensor.
-        unit_U: See `unit_order`; only units that are in groups.
+        unit_U: See `unit_order`.
         num_experts: E.
 
     Returns:
@@ -78,100 +71,20 @@ def split(name: str, dense: Tensor, unit_U: Tensor, num_experts: int) -> Tensor:
     return rows.reshape(num_experts, -1, *rows.shape[1:])
 
 
-def shared_part(name: str, dense: Tensor, unit_S: Tensor) -> Tensor:
-    """Makes a tensor of the shared units; their output bias is 0, since it is added only once.
-
-    Args:
-        name: The name of the dense tensor.
-        dense: The dense tensor.
-        unit_S: The shared units.
-    """
-    if name not in OF_UNITS:
-        return torch.zeros_like(dense)
-    return dense.index_select(OF_UNITS[name], unit_S)
-
-
-def merge(name: str, stacked: Tensor, unit_U: Tensor, shared: Tensor | None = None) -> Tensor:
-    """Makes a tensor of the dense feed-forward; the inverse of `split` and `shared_part`.
+def merge(name: str, stacked: Tensor, unit_U: Tensor) -> Tensor:
+    """Makes a tensor of the dense feed-forward; the inverse of `split`.
 
     Args:
         name: The name of the dense tensor.
         stacked: The tensor of groups.
-        unit_U: See `unit_order`; all units, the shared ones first.
-        shared: The tensor of the shared units; None if there are none.
+        unit_U: See `unit_order`.
     """
     if name not in OF_UNITS:
-        return stacked if shared is None else stacked + shared
+        return stacked
     rows = stacked.flatten(0, 1)
-    if shared is not None:
-        rows = torch.cat([shared.movedim(OF_UNITS[name], 0), rows])
     dense = torch.empty_like(rows)
     dense[unit_U] = rows
     return dense.movedim(0, OF_UNITS[name]).contiguous()
-
-
-class Carved(NamedTuple):
-    """The units of a feed-forward, divided into shared units and groups."""
-
-    unit_U: Tensor
-    """[U], the index of each unit: the shared units, then group by group."""
-    member_E: Tensor
-    """[E], the index of the unit that represents each group."""
-
-
-def carve(marked_NA: Tensor, num_units: int, shared: int, groups: int) -> Carved:
-    """Groups units that are most active for the same tokens (CMoE).
-
-    A unit's column has a 1 for each token that marks it. The units with most ones are shared. Of
-    the rest, those with most ones are centers, and each gets equally many units, at a minimal sum
-    of absolute differences of columns. The unit whose column is nearest to its group's mean
-    represents the group. The paper assigns exactly; see `assign`.
-
-    Args:
-        marked_NA: The most active units of each token.
-        num_units: U.
-        shared: Number of units that every token uses.
-        groups: E, which divides the number of other units.
-    """
-    tokens, most = marked_NA.shape
-    column_UN = torch.zeros(num_units, tokens)
-    column_UN[marked_NA.flatten(), torch.arange(tokens).repeat_interleave(most)] = 1
-    count_U = column_UN.sum(1)
-    order_U = count_U.argsort(descending=True, stable=True)
-    shared_S, rest_R = order_U[:shared].sort().values, order_U[shared:].sort().values
-    center_EN = column_UN[order_U[shared : shared + groups]]
-    rest_RN = column_UN[rest_R]
-    cost_RE = _differences(rest_RN, center_EN)
-    size = len(rest_R) // groups
-    group_R = torch.from_numpy(assign(cost_RE.double().numpy(), size))
-    in_group_EF = group_R.argsort(stable=True).view(groups, size)
-    mean_EN = torch.stack([rest_RN[member_F].mean(0) for member_F in in_group_EF])
-    far_EF = _differences(rest_RN, mean_EN).T.gather(1, in_group_EF)
-    nearest_E = in_group_EF.gather(1, far_EF.argmin(1, keepdim=True)).squeeze(1)
-    return Carved(torch.cat([shared_S, rest_R[in_group_EF.flatten()]]), rest_R[nearest_E])
-
-
-def _differences(column_UN: Tensor, center_EN: Tensor) -> Tensor:
-    """Computes sums of absolute differences [U, E] of 0/1 columns to centers between 0 and 1."""
-    return center_EN.sum(1) + column_UN.sum(1, keepdim=True) - 2 * column_UN @ center_EN.T
-
-
-def by_activation(mean_SU: Tensor, shared: int, groups: int, seed: int) -> Tensor:
-    """Groups units by the samples of text that activate them, and shares the most active units.
-
-    Args:
-        mean_SU: The mean activation of each unit in each sample.
-        shared: Number of units that every token uses: those with the largest mean magnitude.
-        groups: E, which divides the number of other units.
-        seed: The seed of the clustering.
-
-    Returns:
-        [U], the index of each unit: the shared units, then group by group.
-    """
-    order_U = mean_SU.abs().mean(0).argsort(descending=True, stable=True)
-    shared_S, rest_R = order_U[:shared].sort().values, order_U[shared:].sort().values
-    group_R = balanced_kmeans(mean_SU[:, rest_R].T.double().numpy(), groups, seed)
-    return torch.cat([shared_S, rest_R[unit_order(torch.from_numpy(group_R))]])
 
 
 Numbers: TypeAlias = NDArray[np.float64]

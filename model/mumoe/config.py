@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from polyad.model.config import Config, SectionError
 from polyad.model.feedforward import GATED, DenseFeedForwardConfig, FeedForwardSettings
@@ -78,9 +78,6 @@ class MuMoEConfig(FactorizedExperts, FeedForwardSettings):
     gate: Literal["entmax15", "softmax"] = "entmax15"
     """How normalized scores become coefficients of the experts: `entmax15`, which gives most
     experts a coefficient of exactly 0, or `softmax`."""
-    softmax_share: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Fraction of the run's steps, from the beginning, in which an entmax15 gate uses softmax
-    instead, so that every expert gets gradients; 0: never."""
     gate_input: Literal["residual", "normalized"] = "residual"
     """Input of the gate: `residual`, the residual stream before the block's LayerNorm, or
     `normalized`, the input of the experts, after it."""
@@ -120,15 +117,6 @@ class MuMoEConfig(FactorizedExperts, FeedForwardSettings):
     """Whether the initial output factor of the second layer is divided by sqrt(2 L), with L blocks,
     in GPT-2, like its other projections onto the residual stream. The paper does not do this, and
     training works better without it."""
-
-    @model_validator(mode="after")
-    def _agree(self) -> Self:
-        if self.softmax_share and self.gate == "softmax":
-            raise SectionError(
-                f"@softmax_share: {self.softmax_share:g} is not allowed with @gate: softmax, which "
-                f"is softmax in every step; 0 is, or entmax15"
-            )
-        return self
 
     def of_model(self, *, width: int, bias: bool) -> Self:
         """See `FeedForwardSettings.of_model`: replaces `match-dense` by the rank as a number."""

@@ -71,51 +71,6 @@ def softmax(scores_MN: Tensor) -> Tensor:
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"entmax15": entmax15, "softmax": softmax}
 
 
-class SoftmaxFirst(nn.Module):
-    """Softmax in the first steps of a run, another activation afterwards.
-
-    The state is in a buffer: `forward` uses it, and `update` is called after each optimizer step.
-
-    Args:
-        later: The name in `ACTIVATIONS` of the later activation.
-        share: Fraction of the run's steps that use softmax.
-    """
-
-    is_softmax: Tensor
-
-    def __init__(self, later: str, share: float) -> None:
-        super().__init__()
-        self.later, self.share = ACTIVATIONS[later], share
-        # The buffer as a plain value: reading a buffer in `forward` would synchronize with the
-        # device.
-        self.uses_softmax = True
-        self.register_buffer("is_softmax", torch.empty((), dtype=torch.int64))
-
-    def initializers(self) -> dict[str, Initializer]:
-        """Returns the initializer of the buffer: a run starts with softmax."""
-        return {"is_softmax": ONES}
-
-    def buffers_changed(self) -> None:
-        """Reads the buffer after a checkpoint has been loaded."""
-        self.uses_softmax = bool(self.is_softmax)
-
-    @torch.no_grad()
-    def update(self, progress: float) -> None:
-        """Prepares the next optimizer step; after the last step nothing changes.
-
-        Args:
-            progress: Fraction of the run's steps that are done.
-        """
-        # A run that is extended later does not return to softmax.
-        if self.uses_softmax and self.share - 1e-9 <= progress < 1:
-            self.is_softmax.zero_()
-            self.uses_softmax = False  # reading the buffer would synchronize with the device
-
-    def forward(self, scores_MN: Tensor) -> Tensor:
-        """Computes coefficients that sum to 1; see `ACTIVATIONS`."""
-        return softmax(scores_MN) if self.uses_softmax else self.later(scores_MN)
-
-
 class Normalized(NamedTuple):
     """Normalized scores of every token."""
 
@@ -275,7 +230,6 @@ class Gate(nn.Module):
         epsilon: Epsilon added to the variance of the scores in the norm.
         std: Standard deviation of the initial weights; zero in the authors' code.
         dropout: Probability that a coefficient is dropped in training.
-        softmax_share: Fraction of the run's steps, from the start, with softmax as the activation.
     """
 
     def __init__(
@@ -288,14 +242,11 @@ class Gate(nn.Module):
         epsilon: float = EPSILON,
         std: float = 0.0,
         dropout: float = 0.0,
-        softmax_share: float = 0.0,
     ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(sum(num_experts), width))
         self.norm = NORMS[norm](num_experts, epsilon)
         self.activation = ACTIVATIONS[activation]
-        if softmax_share:
-            self.activation = SoftmaxFirst(activation, softmax_share)
         self.std, self.dropout = std, dropout
         self.regions = GateRegions()
 
@@ -343,14 +294,11 @@ class Gate(nn.Module):
             levels = [dropout(a_MN, self.dropout) for a_MN in levels]
         return [self.regions.coefficients(a_MN.to(dtype)) for a_MN in levels]
 
-    def update(self, mean_S: Tensor | None, square_S: Tensor | None, progress: float) -> None:
+    def update(self, mean_S: Tensor | None, square_S: Tensor | None) -> None:
         """Prepares the next optimizer step; called once after each.
 
         Args:
             mean_S: The mean that the norm returned, averaged over the step.
             square_S: The mean square that the norm returned, averaged over the step.
-            progress: Fraction of the run's steps that are done.
         """
         self.norm.update(mean_S, square_S)
-        if isinstance(self.activation, SoftmaxFirst):
-            self.activation.update(progress)

@@ -143,4 +143,4 @@ class MuMoEHead(StatisticsModule):
             stats: Statistics of the head, averaged over the step.
             progress: Fraction of the run's steps that are done.
         """
-        self.gate.update(stats.score_mean_S, stats.score_square_S, progress)
+        self.gate.update(stats.score_mean_S, stats.score_square_S)

@@ -50,7 +50,6 @@ class MuMoE(FeedForward, StatisticsModule):
             epsilon=config.gate_norm_epsilon,
             std=config.gate_std,
             dropout=config.expert_dropout,
-            softmax_share=config.softmax_share,
         )
         sizes = config.layer_sizes(width)
         # GPT-2's scale of weights whose outputs are added to the residual stream.
@@ -101,7 +100,7 @@ class MuMoE(FeedForward, StatisticsModule):
 
     def update(self, stats: RoutingStats, progress: float) -> None:
         """See `FeedForward.update`."""
-        self.gate.update(stats.score_mean_S, stats.score_square_S, progress)
+        self.gate.update(stats.score_mean_S, stats.score_square_S)
 
 
 def gate_statistics(

@@ -44,10 +44,10 @@ DECODERS: dict[str, dict[str, Any]] = {
     "graph": {"num_key_value_heads": 1, "head_size": 10,
               "feed_forward": EXPERTS | {"graph": "attention"}},
     "units in groups": {"head_size": 10, "mlp_bias": True, "feed_forward": {
-        "kind": "emoe", "num_experts": 4, "top_k": 2, "hidden_size": 40, "shared_hidden_size": 8}},
-    "units by a member": {"head_size": 10, "feed_forward": {
-        "kind": "emoe", "num_experts": 4, "top_k": 2, "hidden_size": 40, "shared_hidden_size": 8,
-        "score": "member", "experts": "grouped"}},
+        "kind": "emoe", "num_experts": 4, "top_k": 2, "hidden_size": 40}},
+    "grouped units": {"head_size": 10, "feed_forward": {
+        "kind": "emoe", "num_experts": 4, "top_k": 2, "hidden_size": 40, "score": "linear",
+        "experts": "grouped"}},
     "factorized": {"num_key_value_heads": 2, "head_size": 10, "feed_forward": {
         "kind": "mumoe", "num_experts": [5], "rank": 8, "hidden_size": 24, "activation": "swiglu"}},
     "learned": {"rotary": None, "activation": "gelu_tanh", "norm": "layer"},

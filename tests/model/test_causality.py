@@ -79,7 +79,6 @@ FACTORIZED = {
     for gate_input in ("residual", "normalized")
     for levels in ([8], [4, 2, 2])
 } | {
-    "softmax first": {"kind": "mumoe", "num_experts": [8], "softmax_share": 0.5},
 }  # fmt: skip
 GROUPS = {
     f"groups, {', '.join(map(str, options.values()))}": {"kind": "emoe"} | options
@@ -90,7 +89,6 @@ GROUPS = {
         {"score": "cosine", "blocks": [1]},
         {"select": "bottom_k"},
         {"select": "not_top_k"},
-        {"score": "member", "shared_hidden_size": 16},
     )
 }
 EVERYTHING = {"dense": {"kind": "dense"}} | OPTIONS | FACTORIZED | GROUPS

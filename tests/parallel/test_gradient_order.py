@@ -6,7 +6,6 @@ from torch import Tensor
 from polyad.model.decoder import Decoder
 from polyad.parallel import comm
 from tests.helpers.parity import assert_near_state, assert_same_course
-from tests.helpers.small_decoders import small_decoder
 from tests.helpers.training import MODEL, Case, train
 
 pytestmark = pytest.mark.distributed
@@ -51,18 +50,3 @@ def test_compiled_blocks_of_four_processes_train_as_one(workers, whole_runs, tmp
     model = MODEL.model_copy(update={"compile": True})
     case = SGD.but(model=model, tensor=2, stage=stage, save_to=str(tmp_path))
     assert_equal(workers(4).run(train, case), tmp_path, whole_runs(SGD))
-
-
-@pytest.mark.parametrize(
-    ("stage", "precision"),
-    [(1, "fp32"), *(pytest.param(s, "bf16", marks=pytest.mark.slow) for s in range(4))],
-)
-def test_compiled_blocks_may_give_a_weight_no_gradient(workers, stage, precision):
-    """The units by which groups are ranked learn from no loss here; compiled blocks call hooks of
-    their gradients, which are None."""
-    model = small_decoder("units by a member")
-    case = SGD.but(model=model, stage=stage, precision=precision)
-    compiled = case.but(model=model.model_copy(update={"compile": True}))
-    (plain,), (ours,) = workers(1).run(train, case), workers(1).run(train, compiled)
-    assert ours["losses"] == pytest.approx(plain["losses"], rel=1e-3)
-    assert ours["applied"] == [True] * 2

@@ -9,7 +9,6 @@ import torch
 from polyad.model.build import num_parameters
 from polyad.model.gpt2 import GPT2Config
 from polyad.parallel.shard import Axis, Placement
-from polyad.parallel.weights import load_model
 from tests.helpers.everyday import everyday
 from tests.helpers.factors import (
     block_against_the_whole,
@@ -267,38 +266,3 @@ def test_a_checkpoint_has_the_rank_that_was_asked_for(workers, tmp_path):
         assert shapes["blocks.0.feed_forward.up.input_factor", "master"] == (37, 7)
         assert shapes["blocks.0.feed_forward.up.output_factor", "exp_avg"] == (7, 24)
         assert shapes["blocks.0.feed_forward.up.expert_factor_0", "exp_avg_sq"] == (5, 7)
-
-
-@everyday(("processes", "tensor", "stage"), [(1, 1, 0), (2, 1, 3), (2, 2, 1)], keep=[(2, 2, 1)])
-@pytest.mark.slow
-def test_a_run_that_begins_with_softmax_goes_on_with_entmax(
-    workers, tmp_path, processes, tensor, stage
-):
-    # Steps 0 and 1 are those of a softmax gate, and 2 and 3 of an entmax gate that goes on.
-    softmax = mumoe_model(rank=8, gate="softmax")
-    first = SGD.but(model=softmax, last_step=2, save_to=str(tmp_path / "softmax"))
-    expected = workers(1).run(train, first)[0]["losses"]
-    folder = tmp_path / "softmax" / "step-00000002"
-    entmax = SGD.but(model=mumoe_model(rank=8), first_step=2, resume=str(folder))
-    expected += workers(1).run(train, entmax)[0]["losses"]
-    case = SGD.but(
-        model=mumoe_model(rank=8, softmax_share=0.5), total_steps=4, tensor=tensor, stage=stage
-    )
-    whole = workers(processes).run(train, case)[0]["losses"]
-    assert whole == pytest.approx(expected, rel=1e-5)
-    losses = []
-    for step in range(4):  # as if the run had been interrupted after each step
-        resume = str(tmp_path / f"step-{step:08}") if step else None
-        part = case.but(first_step=step, last_step=step + 1, resume=resume, save_to=str(tmp_path))
-        losses += workers(processes).run(train, part)[0]["losses"]
-    assert losses == pytest.approx(expected, rel=1e-5)
-    # A checkpoint is evaluated with the gate that its next step would have.
-    ids_BT = torch.arange(16).view(1, 16)
-    for step, gate in ((1, "softmax"), (2, "entmax15"), (4, "entmax15")):
-        model = load_model(tmp_path / f"step-{step:08}")
-        seen_MN = []
-        model.blocks[1].feed_forward.gate.register_forward_hook(
-            lambda _, __, output, seen_MN=seen_MN: seen_MN.extend(output.coefficients)
-        )
-        model(ids_BT)
-        assert bool(seen_MN[0].all()) == (gate == "softmax")

@@ -22,10 +22,10 @@ from polyad.train.tasks.task import Task
 GRAPH = ".router.graph."
 """Name part of parameters and buffers of a token graph."""
 OF_STEPS = (
-    f"{GRAPH}started", ".gate.activation.is_softmax", ".router.selection.num_selected",
+    f"{GRAPH}started", ".router.selection.num_selected",
 )  # fmt: skip
-"""Name suffixes of buffers that depend on a run's step: whether a graph is on, a gate's activation,
-and the number of selected experts."""
+"""Name suffixes of buffers that depend on a run's step: whether a graph is on, and
+the number of selected experts."""
 
 
 def model_of(config: RunConfig) -> nn.Module:

@@ -2,6 +2,7 @@
 
 GONE: dict[str, str] = {
     "expert_keys": "attentive scores of sparse experts; use `score: linear`",
+    "softmax_share": "gates that begin as softmax; gate: softmax or entmax15 is for the whole run",
 }
 """By dotted key or its last part: what it went with, and what to use instead, as in "rewinding; use
 `skip`"."""

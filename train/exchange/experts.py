@@ -9,7 +9,6 @@ a buffer, so that `--merge` restores them bit for bit. For the grouping see
 """
 
 import re
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
@@ -19,14 +18,10 @@ from polyad.model.config import Config
 from polyad.model.decoder_config import DecoderConfig
 from polyad.model.emoe.config import EmergentMoEConfig
 from polyad.model.emoe.splitting import (
-    SHARED,
     balanced_kmeans,
-    by_activation,
-    carve,
     dense_names,
     merge,
     random_groups,
-    shared_part,
     split,
     unit_order,
 )
@@ -38,7 +33,6 @@ from polyad.model.smoe.upcycling import copies, dense_tensor
 from polyad.parallel.weights import Weights
 from polyad.train.config.run import RunConfig
 from polyad.train.errors import ConfigError
-from polyad.train.exchange.calibration import Activity, activity
 from polyad.train.exchange.change import Change, Changed, Option, activation_of
 
 
@@ -138,13 +132,8 @@ UNIT = "unit"
 class _Grouping(Config):
     """Keys of `--split` that are not in the feed-forward's section."""
 
-    by: Literal["clustering", "random", "cmoe", "expert_weaver"] = "clustering"
-    """How units are grouped: by balanced k-means of their keys, by chance, by the tokens that
-    activate them most (CMoE), or by their mean activation in samples of text (ExpertWeaver)."""
-    data: str | None = None
-    """Prepared text that the last two read, in the tokens of the model."""
-    tokens: Annotated[int, Field(ge=1)] = 8192
-    """How many tokens of it."""
+    by: Literal["clustering", "random"] = "clustering"
+    """How units are grouped: by balanced k-means of their keys, or by chance."""
     seed: Annotated[int, Field(ge=0)] = RunConfig.model_fields["seed"].default
     """The seed of the clustering or of chance, and of a learned score."""
     section: str | None = None
@@ -173,27 +162,6 @@ class Splitting(Option):
             )
         example = "num_experts=64,top_k=16,blocks=[8,10]"
         super().__init__("--split", text, _Grouping, EmergentMoEConfig, example)
-        by, data = self.start.by, self.start.data
-        if self.reads_text and data is None:
-            raise self.error(f"by: {by} needs text that the model reads: data=FOLDER")
-        if not self.reads_text and data is not None:
-            raise self.error(
-                f"data: {data} is not used with by: {by}, only with cmoe and expert_weaver"
-            )
-        if not self.reads_text and self.keys.get("shared_hidden_size") is not None:
-            raise self.error(
-                f"shared_hidden_size: {self.keys['shared_hidden_size']} needs by=cmoe or "
-                "by=expert_weaver, which choose the units that all tokens use"
-            )
-
-    @property
-    def reads_text(self) -> bool:
-        """Whether units are grouped by activations of text."""
-        return self.start.by in ("cmoe", "expert_weaver")
-
-    def keys_of(self, dense: ModelSettings) -> dict[str, Any]:
-        """CMoE's score."""
-        return {"score": "member"} if self.start.by == "cmoe" else {}
 
     def of(self, weights: Weights) -> "Split":
         """The split model's weights."""
@@ -219,41 +187,19 @@ class Split(Changed):
         found = getattr(config, section)
         assert isinstance(found, EmergentMoEConfig)
         self._feed_forward = found
-        self._shared = found.shared_hidden_size or 0
         self._is_gated = activation_of(config) in GATED
         self._names = dense_names(gated=self._is_gated)
         self._units: dict[str, torch.Tensor] = {}
-        self._members: dict[str, torch.Tensor] = {}
-        start = splitting.start
-        self._activity: dict[str, Activity] = {}
-        if start.data is not None:
-            key = f"--split {splitting.text}"
-            self._activity = activity(weights, Path(start.data), start.tokens, key)
 
     def made(self, name: str) -> torch.Tensor:
-        """The dense model's units, grouped or shared, or the initial value of a learned score."""
+        """The dense model's units in groups, or the initial value of a learned score."""
         parts = self._pattern.fullmatch(name)
         assert parts is not None
         layer, own = parts[1], parts[2]
-        if own.startswith(SHARED):
-            dense_name = own.removeprefix(SHARED)
-            dense = self._weights.whole(f"{layer}.{dense_name}")
-            return shared_part(dense_name, dense, self._unit(layer)[: self._shared])
-        if own.startswith("router.score.") and self._feed_forward.score == "member":
-            return self._of_members(layer, own.rpartition(".")[2], name)
         if (found := self._names.get(own)) is None:
             return self.begun(name)
-        dense, unit_U = self._weights.whole(f"{layer}.{found}"), self._unit(layer)
-        return split(found, dense, unit_U[self._shared :], self._feed_forward.num_experts)
-
-    def _of_members(self, layer: str, which: str, name: str) -> torch.Tensor:
-        """The normalized rows of the units that represent a layer's groups."""
-        self._unit(layer)
-        if layer not in self._members or which.endswith("bias"):
-            return self.begun(name)  # a bias starts at 0
-        matrix = self._names["experts.keys" if which == "key" else "experts.linear"]
-        rows = self._weights.whole(f"{layer}.{matrix}")[self._members[layer]]
-        return torch.nn.functional.normalize(rows, dim=1)
+        dense = self._weights.whole(f"{layer}.{found}")
+        return split(found, dense, self._unit(layer), self._feed_forward.num_experts)
 
     def made_buffer(self, name: str) -> torch.Tensor:
         """The places of units."""
@@ -272,12 +218,6 @@ class Split(Changed):
         start, groups = self._splitting.start, self._feed_forward.num_experts
         name = f"{layer}.{self._names['experts.keys']}"
         seed = seeded_generator(start.seed, name).initial_seed()
-        if start.by == "cmoe":
-            marked_NA, num_units = self._activity[layer].marked_NA, self._weights.shapes()[name][0]
-            unit_U, self._members[layer] = carve(marked_NA, num_units, self._shared, groups)
-            return unit_U
-        if start.by == "expert_weaver":
-            return by_activation(self._activity[layer].mean_SU, self._shared, groups, seed)
         keys = self._weights.whole(name)
         if start.by == "random":
             group_U = random_groups(len(keys), groups, seed)
@@ -352,9 +292,7 @@ class Merged(Changed):
         dense_name = ".".join(ends)
         (stacked,) = (theirs for theirs, ours in self._names.items() if ours == dense_name)
         unit_U = self._weights.buffer(f"{layer}.{UNIT}")
-        shared = f"{layer}.{SHARED}{dense_name}"
-        part = self._weights.whole(shared) if shared in self._weights.shapes() else None
-        return merge(dense_name, self._weights.whole(f"{layer}.{stacked}"), unit_U, part)
+        return merge(dense_name, self._weights.whole(f"{layer}.{stacked}"), unit_U)
 
     def notes(self) -> list[str]:
         """Notes what is left out."""

@@ -58,18 +58,6 @@ def test_a_bad_value_is_one_line_with_key_value_and_what_is_allowed(overrides, e
     assert_refused("emoe", overrides, expected)
 
 
-def test_shared_units_leave_groups_of_equal_size():
-    sizes = ["hidden_size=64", "num_experts=6", "top_k=2"]
-    whole = section_of("emoe", *sizes, "shared_hidden_size=16").model
-    assert whole.feed_forward.group_size(whole.hidden_size) == 8
-    for shared, said in (
-        (14, f"num_experts: 6 does not divide the 50 units that {KEY}shared_hidden_size: 14 leaves "
-             f"of 64 ({KEY}hidden_size); 16 shared units would fit"),
-        (64, "shared_hidden_size: 64 leaves no units of the inner width 64"),
-    ):  # fmt: skip
-        assert_refused("emoe", [*sizes, f"shared_hidden_size={shared}"], said)
-
-
 @pytest.mark.parametrize(
     ("overrides", "processes", "expected"),
     [

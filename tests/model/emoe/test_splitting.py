@@ -4,15 +4,12 @@ import itertools
 
 import numpy as np
 import pytest
-import torch
 from scipy.optimize import linear_sum_assignment
 
 from polyad.model.emoe import splitting
 from polyad.model.emoe.splitting import (
     assign,
     balanced_kmeans,
-    by_activation,
-    carve,
     normalized,
     objective,
     random_groups,
@@ -100,60 +97,3 @@ def test_a_seed_decides():
     assert np.array_equal(ones, sames)
     assert not np.array_equal(ones, others)
     assert np.bincount(ones).tolist() == [8] * 8
-
-
-def test_units_that_the_same_tokens_activate_are_a_group_by_hand():
-    # Units 3 and 6 are marked by nearly all tokens; 0, 4 by the first half, 1, 5 by the second, and
-    # 2, 7 by some of either.
-    marked = torch.tensor([[3, 6, 0, 4], [3, 6, 4, 0], [6, 3, 0, 4], [3, 6, 1, 5], [6, 3, 5, 1],
-                           [3, 6, 1, 5], [6, 0, 4, 2], [3, 5, 1, 7]])  # fmt: skip
-    found = carve(marked, num_units=8, shared=2, groups=2)
-    shared, rest = found.unit_U[:2], found.unit_U[2:].view(2, 3)
-    assert shared.tolist() == [3, 6]
-    assert sorted(map(sorted, rest.tolist())) == [[0, 2, 4], [1, 5, 7]]
-    # The mean column of a group is nearest to that of the two that are equal.
-    assert sorted(found.member_E.tolist()) == [0, 1]
-
-
-@pytest.mark.parametrize("shared", [0, 8])
-def test_carving_is_near_the_cheapest_assignment(shared):
-    generator = torch.Generator().manual_seed(0)
-    tokens, units, groups, most = 300, 72, 4, 10
-    scores = torch.randn(tokens, units, generator=generator)
-    scores += 1.5 * torch.randn(3, units, generator=generator)[torch.arange(tokens) % 3]
-    marked = scores.topk(most, dim=1).indices
-    found = carve(marked, units, shared, groups)
-    assert sorted(found.unit_U.tolist()) == list(range(units))
-    column = torch.zeros(units, tokens)
-    for token, each in enumerate(marked):
-        column[each, token] = 1
-    share = column.mean(1)
-    assert share.sum() == pytest.approx(most)
-    of_all, others = found.unit_U[:shared], found.unit_U[shared:]
-    if shared:
-        assert share[of_all].min() >= share[others].max()
-    rest = others.sort().values
-    centers = column[share.argsort(descending=True, stable=True)[shared : shared + groups]]
-    cost = (column[rest, None] - centers).abs().sum(-1).double().numpy()
-    size = len(rest) // groups
-    chosen = {unit: place // size for place, unit in enumerate(others.tolist())}
-    ours = sum(cost[n, chosen[unit]] for n, unit in enumerate(rest.tolist()))
-    best = exact(cost, size)
-    assert ours <= 1.005 * cost[np.arange(len(rest)), best].sum()
-    for group, member in enumerate(found.member_E.tolist()):
-        columns = column[[unit for unit, each in chosen.items() if each == group]]
-        far = (columns - columns.mean(0)).abs().sum(1)
-        own = (column[member] - columns.mean(0)).abs().sum()
-        assert own == pytest.approx(far.min().item(), rel=1e-5)
-
-
-def test_the_most_active_units_are_shared_and_the_others_grouped_by_samples():
-    generator = torch.Generator().manual_seed(0)
-    pattern = torch.eye(3).repeat_interleave(4, 0).T  # 3 samples, 12 units of three kinds
-    active = torch.full((3, 2), -9.0)
-    order = torch.randperm(14, generator=generator)
-    means = torch.cat([active, pattern], 1)[:, order]
-    units = by_activation(means, shared=2, groups=3, seed=0)
-    kinds = torch.cat([torch.tensor([9, 9]), torch.arange(3).repeat_interleave(4)])[order][units]
-    assert kinds[:2].tolist() == [9, 9]
-    assert all(len(set(group)) == 1 for group in kinds[2:].view(3, 4).tolist())

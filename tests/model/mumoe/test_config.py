@@ -42,7 +42,6 @@ LEVELS = "is not allowed: a list of numbers from 1, one for each level, as in [2
         ),
         ("expert_dropout=1", "expert_dropout: 1 is not allowed: input should be less than 1"),
         ("expert_dropout=-0.1", "expert_dropout: -0.1 is not allowed: input should be greater"),
-        ("softmax_share=1.1", "softmax_share: 1.1 is not allowed: input should be less than or"),
         ("factor_scale=0", "factor_scale: 0 is not allowed: input should be greater than 0"),
         ("hidden_size=0", "hidden_size: 0 is not allowed: input should be greater than or equal"),
         (
@@ -55,14 +54,6 @@ LEVELS = "is not allowed: a list of numbers from 1, one for each level, as in [2
 )
 def test_a_bad_value_is_one_line_with_key_value_and_what_is_allowed(override, expected):
     assert_refused("mumoe", [override], expected)
-
-
-def test_a_gate_that_is_softmax_has_no_share_of_it():
-    with pytest.raises(ConfigError) as caught:
-        parse("gate=softmax", "softmax_share=0.25")
-    line = f"run.yaml: {KEY}softmax_share: 0.25 is not allowed with {KEY}gate: softmax, which is "
-    assert str(caught.value) == line + "softmax in every step; 0 is, or entmax15"
-    assert parse("gate=softmax", "softmax_share=0").model.feed_forward.softmax_share == 0
 
 
 def test_many_experts_are_possible_at_a_rank_that_is_given():

@@ -4,14 +4,13 @@ import entmax
 import pytest
 import torch
 
-from polyad.model.build import materialize, place
+from polyad.model.build import materialize
 from polyad.model.mumoe.gating import (
     ACTIVATIONS,
     EPSILON,
     BatchNorm,
     Gate,
     LayerNorm,
-    SoftmaxFirst,
     entmax15,
 )
 
@@ -172,48 +171,6 @@ def test_a_gate_can_start_with_weights():
         gate = Gate((8, 3), 500, "softmax", "layer", std=0.02)
     materialize(gate, seed=2)
     assert gate.weight.std().item() == pytest.approx(0.02, rel=0.05)
-
-
-@pytest.mark.parametrize(
-    ("share", "steps", "softmax_steps"),
-    # A step begun in the share is a step of softmax: 2.5 of 10 are three. 0.15 x 20 is less than 3
-    # in floating point, 0.28 x 25 more than 7.
-    [(0.25, 8, 2), (0.25, 10, 3), (0.15, 20, 3), (0.28, 25, 7), (0.01, 10, 1), (1.0, 5, 5)],
-)
-def test_softmax_stands_in_for_its_share_of_the_steps(share, steps, softmax_steps):
-    with torch.device("meta"):
-        gate = Gate((8,), 5, "entmax15", "layer", std=1.0, softmax_share=share)
-    materialize(gate, seed=2)
-    assert dict(gate.named_buffers()).keys() == {"activation.is_softmax"}
-    u_MD = torch.randn(64, 5)
-    (x_MN,) = gate.norm(u_MD @ gate.weight.T).levels
-    used = []
-    for step in range(steps):
-        (a_MN,) = gate(u_MD).coefficients
-        name = "softmax" if a_MN.all() else "entmax15"
-        torch.testing.assert_close(a_MN, ACTIVATIONS[name](x_MN))
-        used.append(name)
-        gate.update(None, None, (step + 1) / steps)
-    assert used == ["softmax"] * softmax_steps + ["entmax15"] * (steps - softmax_steps)
-    # The model that was trained is the one that is kept.
-    assert (
-        bool(gate.activation.is_softmax) == gate.activation.uses_softmax == (used[-1] == "softmax")
-    )
-    if share < 1:  # a run that is made longer goes on with what it came to
-        gate.update(None, None, 0.9 * share)
-        assert not gate.activation.uses_softmax
-
-
-def test_without_a_share_a_gate_has_no_state():
-    assert list(make_gate().buffers()) == []
-
-
-def test_the_activation_is_read_from_the_buffer_when_it_was_loaded():
-    module = SoftmaxFirst("entmax15", 0.5)
-    x_MN = torch.tensor([[1.0, 0.0]])
-    for value, first in ((1.0, 0.73105858), (0.0, 0.83071891), (1.0, 0.73105858)):
-        place(module, [("is_softmax", torch.tensor(value))])
-        assert module(x_MN)[0, 0].item() == pytest.approx(first, abs=1e-6)  # e / (1 + e), or above
 
 
 def dropping(gate_dropout, activation="entmax15"):

@@ -138,17 +138,6 @@ def test_a_graph_that_begins_later_goes_by_the_steps_of_its_own_run(workers, con
     assert records("c", f"{section}}}", f"checkpoint.init_from={tmp_path / 'a'}")[0] == [True] * 4
 
 
-@everyday(("before", "after"), [(0.0, 1.0), (1.0, 0.0), (0.5, 1.0)], keep=[(0.5, 1.0)])
-def test_a_gate_that_begins_with_softmax_does_so_whatever_run_the_weights_are_of(
-    with_weights_of_another, before, after
-):
-    section = "{{kind: mumoe, num_experts: [4], softmax_share: {}}}"
-    said = with_weights_of_another(section.format(before), section.format(after))
-    new = [f"blocks.{block}.feed_forward.gate.activation.is_softmax*" for block in range(2)]
-    expected = f"; initialized from the seed: {', '.join(new)}" if after else ""
-    assert said.partition("step-00000002")[2] == expected
-
-
 @pytest.mark.parametrize(
     ("schedule", "line"),
     [

@@ -8,6 +8,7 @@ import yaml
 
 from polyad.parallel.dims import LayoutError
 from polyad.train.config.faults import OURS, plain
+from polyad.train.config.gone import GONE
 from polyad.train.config.rules import refuse_changes, validate
 from polyad.train.config.run import RunConfig, data_overrides, load_config, parse_config
 from polyad.train.config.text import keys
@@ -568,3 +569,9 @@ def test_configurations_that_come_with_polyad_have_names(tmp_path, monkeypatch):
             load_config(Path(wrong))
     with pytest.raises(ConfigError, match=r"^gpt2/358m: .* the nearest is gpt2/355m$"):
         load_config(Path("gpt2/358m"))
+
+
+def test_a_key_that_went_is_said_to_be_gone():
+    for key, what in GONE.items():
+        dotted = key if "." in key else f"model.feed_forward.{key}"
+        assert error(f"{dotted}=1") == f"run.yaml: {dotted}: went with {what}; see CHANGELOG"

@@ -82,21 +82,6 @@ SPLIT = [
     ),
     ("num_experts=8,capacity_factor=1.5", ["allow_leak: true allows it"]),
 ]
-FACTORIZE = [
-    ("rank=3", ["num_experts is missing, as in factorization=cp,num_experts=[64]"]),
-    ("num_experts=8,rnk=2", ["unknown key 'rnk'; the nearest is rank"]),
-    ("num_experts=8,factorization=tt", ["factorization: 'tt' is not allowed: only cp and tr can "
-    "start"]),
-    ("num_experts=8,factorization=cpp", ["factorization: 'cpp' is not allowed: only cp and"]),
-    ("num_experts=8,hidden_size=64", ["model.feed_forward.hidden_size: 64", "128 inner units"]),
-    ("num_experts=8,bias=false", ["bias: false does not fit", "have biases"]),
-    ("num_experts=8,gate_norm=batch", ["gate_norm: batch is not allowed in a language model"]),
-    ("num_experts=8,noise=-1", ["noise: -1 is not allowed"]),
-    ("num_experts=0", ["model.feed_forward.num_experts: [0] is not allowed"]),
-    ("num_experts=900", ["model.feed_forward.rank: match-dense is not allowed"]),
-    ("num_experts=8,rank=0", ["model.feed_forward.rank: 0 is not allowed"]),
-    ("num_experts=8,rank=90000000000000000", ["more elements than a tensor can have"]),
-]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -106,7 +91,6 @@ FACTORIZE = [
         for option, cases in (
             ("--upcycle", UPCYCLE),
             ("--split", SPLIT),
-            ("--factorize", FACTORIZE),
         )
         for case in cases
     ],
