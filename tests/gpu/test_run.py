@@ -76,7 +76,7 @@ MODELS = {
     "gated": small_decoder("norm over heads"),
     "latent": small_decoder("latent"),
     "sinks": small_decoder("sinks"),
-    "units": small_decoder("units by a member"),
+    "units": small_decoder("grouped units"),
     "factorized": small_decoder("factorized"),
 }
 LOSSES = LossConfig(load_balance=0.01, router_z=0.001)
