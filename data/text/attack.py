@@ -7,11 +7,9 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-
 from polyad.data.errors import DataError, check_attack
 from polyad.data.text.dataset import TokenStream
-from polyad.data.text.indexed import RECORD, SplitWriter
+from polyad.data.text.indexed import SplitWriter
 from polyad.data.text.manifest import SplitInfo
 from polyad.data.text.tokenizers.tokenizer import Tokenizer, UnknownWordError
 from polyad.data.text.writer import BATCH_CHARACTERS, cut_between_words
@@ -149,8 +147,4 @@ def _write(writer: SplitWriter, tokenizer: Tokenizer, texts: list[str]) -> None:
     pieces = [list(cut_between_words(text)) if cuts else [text] for text in texts]
     encoded = iter(tokenizer.encode_batch(list(chain.from_iterable(pieces))))
     for text, parts in zip(texts, pieces, strict=True):
-        own = chain.from_iterable(islice(encoded, len(parts)))
-        ids = [*tokenizer.before, *own, tokenizer.end_of_text_id]
-        record = (len(ids), len(text.split()), len(text.encode("utf-8")), False)
-        tokens = np.array(ids, dtype=writer.dtype)
-        writer.copy([tokens.data], np.array([record], dtype=RECORD))
+        writer.add(list(chain.from_iterable(islice(encoded, len(parts)))), text)

@@ -1,7 +1,6 @@
 """Sources of text: a name or a path becomes a stream of documents."""
 
 import hashlib
-import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -19,17 +18,8 @@ from polyad.data.text.folders import (
     standard_library,
     text_files,
 )
-from polyad.data.text.readers import (
-    FORMATS,
-    LINES,
-    MODULE,
-    TEXT,
-    WHOLE,
-    Extent,
-    Format,
-    share,
-)
-from polyad.data.text.source import Document, Skipped, Source
+from polyad.data.text.readers import FORMATS, LINES, MODULE, TEXT, Format
+from polyad.data.text.source import WHOLE, Document, Part, Skipped, Source
 
 PYTHON_STDLIB = "python-stdlib"
 """A source that exists on every machine: see `data/text/folders.py`."""
@@ -45,18 +35,13 @@ TEXT_KEY = "text"
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file of a source: its place, its name relative to the source, and its size in bytes.
-
-    `extent` may select some of its documents: `start` is where they begin, and `size` their bytes.
-    """
+    """A file of a source: its place, its name relative to the source, and its size in bytes."""
 
     path: Path
     name: str
     size: int
     modified_ns: int
     format: Format
-    extent: Extent = WHOLE
-    start: int = 0
 
 
 @dataclass(frozen=True)
@@ -68,7 +53,7 @@ class FileSource:
         files: The files, in reading order.
         text_key: Key or column of the text in `.jsonl` and `.parquet` files.
         skip_unreadable: Whether to skip a file that is not text, rather than raise an error.
-        offset: Bytes of the whole source before the first file, if this is a part of it.
+        part: Which of its documents are read.
         left_out: Counts of what else is in the folder.
     """
 
@@ -76,17 +61,12 @@ class FileSource:
     files: tuple[SourceFile, ...]
     text_key: str = TEXT_KEY
     skip_unreadable: bool = False
-    offset: int = 0
+    part: Part = WHOLE
     left_out: LeftOut = field(default_factory=LeftOut, compare=False)
 
     def taken(self) -> Counter[str]:
         """Counts the files that are read, by extension."""
         return Counter(ending_of(file.path.name) for file in self.files)
-
-    @property
-    def can_be_cut_in_files(self) -> bool:
-        """Whether some file may be cut between its documents."""
-        return any(file.format.can_be_cut(file.path) for file in self.files)
 
     @property
     def has_text_files(self) -> bool:
@@ -127,49 +107,11 @@ class FileSource:
             digest.update(f"{file.name}\0{file.size}\0{file.modified_ns}\0".encode(**_NAME_BYTES))
         return digest.hexdigest()
 
-    def cut_by(self) -> str:
-        """Returns the unit of cuts: bytes of the files."""
-        return f"{self.total_bytes} bytes"
-
-    def parts_of(self, size: int) -> int:
-        """Returns the number of parts of about `size` bytes, limited by the places to cut."""
-        pieces = (
-            math.ceil(file.size / size) if file.format.can_be_cut(file.path) else 1
-            for file in self.files
-        )
-        return max(1, min(math.ceil(self.total_bytes / size), sum(pieces)))
-
-    def part(self, number: int, parts: int) -> "FileSource":
-        """Cuts the source between files, or between documents of those that can be cut.
-
-        Args:
-            number: Which part, from 0.
-            parts: How many.
-
-        Returns:
-            The documents that begin in that range of bytes.
-
-        Raises:
-            DataError: A file to cut cannot be read.
-        """
-        first, last = share(self.total_bytes, number, parts)
-        files: list[SourceFile] = []
-        end = offset = 0
-        for file in self.files:
-            begin, end = end, end + file.size
-            if begin >= last:
-                break
-            if begin < first and end <= first:  # there may be very many of these
-                continue
-            if found := file.format.part(file.path, file.size, first - begin, last - begin):
-                if not files:
-                    offset = begin + found.start
-                name = f"{file.name} from byte {found.start:,} on" if found.start else file.name
-                size = found.stop - found.start
-                files.append(
-                    replace(file, name=name, size=size, extent=found.extent, start=found.start)
-                )
-        return replace(self, files=tuple(files), offset=offset)
+    def share(self, part: Part) -> "FileSource":
+        """Returns a part: of the files if there are as many, else of the documents."""
+        if len(self.files) >= part.parts:
+            return replace(self, files=self.files[part.number :: part.parts])
+        return replace(self, part=part)
 
     def documents(self, skipped: Skipped | None = None) -> Iterator[Document]:
         """Reads the source from its beginning.
@@ -184,16 +126,18 @@ class FileSource:
         Raises:
             DataError: A file cannot be read, or has invalid content for its kind.
         """
-        skipped = Skipped() if skipped is None else skipped
-        before = self.offset
+        counted = skipped if self.part.number == 0 else None
+        return self.part.of(self._documents(counted or Skipped()))
+
+    def _documents(self, skipped: Skipped) -> Iterator[Document]:
+        before = 0
         for file in self.files:
-            parts = file.format.read(file.path, self.text_key, file.extent)
+            parts = file.format.read(file.path, self.text_key)
             try:
                 number, begun = 0, False
                 for text, position, is_last in parts:
                     if text or begun:
-                        read = before + position - file.start
-                        yield Document(f"{file.name}#{number}", text, read, is_last)
+                        yield Document(f"{file.name}#{number}", text, before + position, is_last)
                     else:
                         skipped.empty += 1
                     begun = not is_last
@@ -201,9 +145,7 @@ class FileSource:
             except (OSError, UnicodeDecodeError) as error:
                 if not self.skip_unreadable:
                     reason = getattr(error, "strerror", None) or error
-                    # The cause tells `polyad prepare` that a later attempt may succeed.
-                    cause = error if isinstance(error, OSError) else None
-                    raise DataError(f"{file.path}: cannot be read: {reason}") from cause
+                    raise DataError(f"{file.path}: cannot be read: {reason}") from None
                 skipped.unreadable += 1
             before += file.size
 

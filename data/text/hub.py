@@ -5,26 +5,21 @@ Nothing here runs code that comes with a data set.
 
 import contextlib
 import hashlib
-import math
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import count
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from polyad.data.errors import DataError, listed, nearest, one_line, user_path
 from polyad.data.prepared import SPLITS, LeftOut, SplitName
-from polyad.data.text.readers import share
-from polyad.data.text.source import Document, NoDocuments, Skipped, Source
+from polyad.data.text.source import WHOLE, Document, Part, Skipped, Source
 
 HUB, ARROW = "hub:", "arrow:"
 README = "README.md"  # its metadata assigns files to configurations and splits
 BATCH_ROWS = 256
 """Rows read at a time."""
-MOST_PARTS_OF_A_STREAM = 256
-"""Maximum number of parts of a stream whose size is unknown."""
 
 NETWORK_LIBRARIES = frozenset({"httpx", "httpx2", "aiohttp", "requests", "urllib3"})
 """Libraries whose errors need not be OSErrors; `datasets` uses any of them, by version."""
@@ -113,7 +108,7 @@ class DatasetSource:
         digest: Names the version of the data set.
         rows: Reads it: `datasets.Dataset`, or `datasets.IterableDataset` if streamed.
         by_article: Whether rows are lines of WikiText, which are joined to articles.
-        first_row: Number of the first row, if this is a part of a split.
+        part: Which of its documents are read.
         left_out: Splits with other names.
     """
 
@@ -124,74 +119,28 @@ class DatasetSource:
     digest: str
     rows: Any
     by_article: bool
-    first_row: int = 0
-    offset: int = 0
+    part: Part = WHOLE
     left_out: LeftOut = field(default_factory=LeftOut, compare=False)
 
     def listing_digest(self) -> str:
         """Returns a SHA-256 of the version, from the hub or from the files' times."""
         return hashlib.sha256(f"{self.split}\0{self.digest}".encode()).hexdigest()
 
-    def cut_by(self) -> str:
-        """Returns the unit of cuts: rows, or files of a stream."""
-        if hasattr(self.rows, "select"):
-            return f"{len(self.rows)} rows"
-        return "nothing" if self.by_article else f"{self.rows.num_shards} files"
-
-    def parts_of(self, size: int) -> int:
-        """Returns the number of parts of about `size` bytes of rows, or files of a stream."""
-        if hasattr(self.rows, "select"):
-            return max(1, math.ceil((self.total_bytes or self.rows.data.nbytes) / size))
-        if self.by_article:
-            return 1
-        files: int = self.rows.num_shards
-        wanted = math.ceil(self.total_bytes / size) if self.total_bytes else MOST_PARTS_OF_A_STREAM
-        return max(1, min(files, wanted))
-
-    def part(self, number: int, parts: int) -> Source:
-        """Cuts between rows, or between articles; a stream between its files, if at all."""
-        if parts == 1:
-            return self
-        size = self.total_bytes // parts
-        if hasattr(self.rows, "select"):
-            first, last = share(len(self.rows), number, parts)
-            last = min(last, len(self.rows))
-            if self.by_article:
-                first, last = self._article_from(first), self._article_from(last)
-            if first >= last:
-                return NoDocuments(self.spec)
-            rows = self.rows.select(range(first, last))
-            return replace(self, rows=rows, total_bytes=size, first_row=first)
-        if self.by_article:  # articles continue across files
-            return self if number == 0 else NoDocuments(self.spec)
-        first, last = share(self.rows.num_shards, number, parts)
-        files = range(first, min(last, self.rows.num_shards))
-        return replace(self, rows=_Files(self.rows, files), total_bytes=size)
-
-    def _article_from(self, row: int) -> int:
-        """Returns the row of the first article at or after a row, never that of the very first."""
-        if row == 0:
-            return 0
-        with _one_line(self.spec):
-            # Lines before the first heading belong to its article.
-            first = next(self._headings(0), len(self.rows))
-            return next(self._headings(max(row, first + 1)), len(self.rows))
-
-    def _headings(self, row: int) -> Iterator[int]:
-        """Yields the rows from `row` on that open an article, as `join_articles` finds them."""
-        if row >= len(self.rows):
-            return
-        before = max(row - 1, 0)
-        lines = replace(self, rows=self.rows.select(range(before, len(self.rows))))
-        after_blank = True
-        for number, line in zip(count(before), lines._texts(), strict=False):
-            if number >= row and after_blank and _HEADING.fullmatch(line):
-                yield number
-            after_blank = not line.strip()
+    def share(self, part: Part) -> "DatasetSource":
+        """Returns a part of the split: of its rows, or of the files of a stream, else of its
+        documents."""
+        can_skip = hasattr(self.rows, "select") or self.rows.num_shards >= part.parts
+        if can_skip and not self.by_article:
+            rows = self.rows.shard(part.parts, part.number)
+            return replace(self, rows=rows, total_bytes=self.total_bytes // part.parts)
+        return replace(self, part=part)
 
     def documents(self, skipped: Skipped | None = None) -> Iterator[Document]:
         """Reads the split from its beginning; see `data.text.source.Source`."""
-        skipped = Skipped() if skipped is None else skipped
+        counted = skipped if self.part.number == 0 else None
+        return self.part.of(self._documents(counted or Skipped()))
+
+    def _documents(self, skipped: Skipped) -> Iterator[Document]:
         texts = join_articles(self._texts()) if self.by_article else self._texts()
         position = 0
         for number, text in enumerate(texts):
@@ -202,7 +151,7 @@ class DatasetSource:
                 skipped.empty += 1
 
     def _texts(self) -> Iterator[str]:
-        row = self.first_row
+        row = 0
         with _one_line(self.spec):
             for batch in self.rows.iter(batch_size=BATCH_ROWS):
                 if self.text_key not in batch:
@@ -215,19 +164,6 @@ class DatasetSource:
                         )
                     row += 1
                     yield text
-
-
-class _Files(NamedTuple):
-    """Some files of a streamed data set, in order."""
-
-    rows: Any
-    numbers: range
-
-    def iter(self, batch_size: int) -> Iterator[dict[str, list[Any]]]:
-        """Reads the rows."""
-        for number in self.numbers:
-            file = self.rows.shard(num_shards=self.rows.num_shards, index=number)
-            yield from file.iter(batch_size=batch_size)
 
 
 def join_articles(lines: Iterator[str]) -> Iterator[str]:
@@ -432,17 +368,11 @@ def _one_line(spec: str, dataset: HubDataset | None = None) -> Iterator[None]:
         raise
     except Exception as error:  # bare ones of several libraries: pyarrow, the network
         reason = one_line(error)
-        cause = _network_as_os_error(error)
-        if dataset and dataset.kind == "hub" and isinstance(cause, OSError):
+        library = type(error).__module__.split(".")[0]
+        of_network = isinstance(error, OSError) or library in NETWORK_LIBRARIES
+        if dataset and dataset.kind == "hub" and of_network:
             reason += f"; {_what_to_do(dataset)}"
-        raise DataError(f"{spec}: {reason}") from cause
-
-
-def _network_as_os_error(error: Exception) -> Exception:
-    """Turns a network library's exception into an OSError: `polyad prepare` then keeps its work."""
-    if isinstance(error, OSError) or type(error).__module__.split(".")[0] not in NETWORK_LIBRARIES:
-        return error
-    return ConnectionError(str(error))
+        raise DataError(f"{spec}: {reason}") from None
 
 
 def _what_to_do(dataset: HubDataset) -> str:

@@ -11,16 +11,18 @@ second and repeatedly warns about kernels that are not used here.
 
 import contextlib
 import functools
+import shutil
 import struct
 import warnings
-from collections.abc import Iterable, Iterator
+from array import array
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from polyad.data.files import DigestedFile, digest_of
+from polyad.data.files import digest_of
 from polyad.data.text.manifest import SplitInfo, ends_digest
 from polyad.data.text.tokenizers.tokenizer import Tokenizer
 
@@ -104,9 +106,8 @@ _MAGIC, _VERSION = b"MMIDIDX\0\0", 1
 _TYPE_CODES = {"uint16": 8, "int32": 4}
 _BLOCK = 1 << 20
 """Documents of an index written at a time."""
-RECORD = np.dtype([("tokens", "<i4"), ("words", "<i8"), ("bytes", "<i8"), ("goes_on", "?")])
-"""The record of an encoded document. `tokens`: including the end token; `words` and `bytes`: of
-its text; `goes_on`: the next record belongs to the same document of the text."""
+MOST_TOKENS = 2**31 - 1
+"""Maximum number of tokens of a document: the index holds lengths in 32 bits."""
 
 
 class Index(NamedTuple):
@@ -207,63 +208,82 @@ def write_index(path: Path, lengths_D: npt.NDArray[np.int32], dtype: "np.dtype[A
 class SplitWriter:
     """Writes a split's `.bin` and `.idx` from encoded documents, and counts them.
 
-    Until the index is written, document lengths are kept in a file of their own, so that memory use
-    does not grow with their number.
+    Memory holds 4 bytes for each document until the index is written.
 
     Args:
         prefix: The files' common path, without `.bin` and `.idx`.
-        tokenizer: The tokenizer, which determines the token type.
-
-    Attributes:
-        dtype: Type of a token.
+        tokenizer: The tokenizer, which determines the token type and the ends of documents.
     """
 
     def __init__(self, prefix: Path, tokenizer: Tokenizer) -> None:
-        self.dtype = np.dtype(token_dtype(tokenizer.vocab_size))
+        self._dtype = np.dtype(token_dtype(tokenizer.vocab_size))
+        self._before, self._end = tokenizer.before, tokenizer.end_of_text_id
         self._bin, self._idx = prefix.with_suffix(".bin"), prefix.with_suffix(".idx")
-        self._lengths_path = prefix.with_suffix(".lengths")
-        self._tokens = DigestedFile(self._bin)
-        self._lengths = self._lengths_path.open("wb")
-        self._documents = self._words = self._bytes = 0
+        self._file = self._bin.open("wb")
+        self._lengths = array("i")
+        self._length = 0  # of the document that is being written
+        self._words = self._bytes = 0
+        self.tokens = 0
+        """Tokens written so far."""
 
-    def copy(self, tokens: Iterable[memoryview], records_D: npt.NDArray[np.void]) -> None:
-        """Appends whole documents.
+    def add(self, ids: Sequence[int], text: str, *, is_last: bool = True) -> None:
+        """Appends a document, or the next piece of one.
+
+        A document that the index cannot hold goes on in another one.
 
         Args:
-            tokens: Their tokens, of `dtype`, in blocks of any size.
-            records_D: A `RECORD` for each.
+            ids: The tokens of its text.
+            text: Its text.
+            is_last: Whether the document ends here.
         """
-        for block in tokens:
-            self._tokens.write(block)
-        self._lengths.write(records_D["tokens"].tobytes())
-        self._documents += len(records_D)
-        self._words += int(records_D["words"].sum())
-        self._bytes += int(records_D["bytes"].sum())
+        if self._length and self._length + len(ids) >= MOST_TOKENS:
+            self._end_document()
+        self._append(ids if self._length else [*self._before, *ids])
+        self._words += len(text.split())
+        self._bytes += len(text.encode("utf-8"))
+        if is_last:
+            self._end_document()
+
+    def copy(self, prefix: Path, split: SplitInfo) -> None:
+        """Appends all documents of another split.
+
+        Args:
+            prefix: The path of its files.
+            split: Its counts.
+        """
+        with prefix.with_suffix(".bin").open("rb") as file:
+            shutil.copyfileobj(file, self._file, 1 << 20)
+        lengths = read_index(prefix.with_suffix(".idx"), split.documents).lengths_D
+        self._lengths.frombytes(lengths.tobytes())
+        self.tokens += split.tokens
+        self._words += split.words
+        self._bytes += split.bytes
 
     def finish(self) -> SplitInfo:
         """Writes the index; returns the counts and digests of the split."""
-        self._lengths.close()
-        sha256 = self._tokens.finish()
-        write_index(self._idx, _mapped(self._lengths_path), self.dtype)
-        self._lengths_path.unlink()
+        self._file.close()
+        lengths_D = np.array(self._lengths, dtype=np.int32)
+        write_index(self._idx, lengths_D, self._dtype)
         return SplitInfo(
-            documents=self._documents,
-            tokens=self._tokens.size // self.dtype.itemsize,
+            documents=len(lengths_D),
+            tokens=self.tokens,
             words=self._words,
             bytes=self._bytes,
-            sha256=sha256,
+            sha256=digest_of(self._bin),
             ends_sha256=ends_digest(self._bin, self._idx),
             index_sha256=digest_of(self._idx),
         )
 
     def close(self) -> None:
-        """Closes the files, finished or not."""
-        self._tokens.close()
-        self._lengths.close()
+        """Closes the file, finished or not."""
+        self._file.close()
 
+    def _append(self, ids: Sequence[int]) -> None:
+        self._file.write(np.array(ids, dtype=self._dtype).tobytes())
+        self._length += len(ids)
+        self.tokens += len(ids)
 
-def _mapped(lengths: Path) -> npt.NDArray[np.int32]:
-    """Maps a file of lengths; an empty file cannot be mapped."""
-    if lengths.stat().st_size == 0:
-        return np.zeros(0, dtype=np.int32)
-    return np.memmap(lengths, dtype=np.int32, mode="r")
+    def _end_document(self) -> None:
+        self._append([self._end])
+        self._lengths.append(self._length)
+        self._length = 0

@@ -131,6 +131,8 @@ class Request(Config):
     """What a document of a text file is; null where there is no such file."""
     file_format: Literal["text"] | None = None
     """What files are, whatever their names end in; null goes by the names."""
+    part: str | None = None
+    """`K/N` of a part of the documents, `all N` of parts that were joined; null of a whole."""
 
 
 class Manifest(Config):

@@ -31,7 +31,8 @@ def files_of_documents(
     Returns:
         By document number, the file relative to the source, followed by `#N` for document N of a
         file with several. Empty if files have changed or are gone, come from a hub, have more than
-        `MOST_BYTES`, or have so few documents that their text was split by position.
+        `MOST_BYTES`, or have so few documents that their text was split by position; and for text
+        that was prepared in parts.
     """
     request = manifest.request
     first: SplitName = split if split in request.listings else "train"
@@ -41,7 +42,8 @@ def files_of_documents(
         "validation": request.validation_fraction,
         "test": request.test_fraction,
     }
-    if not documents or (first == "train" and manifest.split_by == "position"):
+    by_position = first == "train" and manifest.split_by == "position"
+    if not documents or by_position or request.part is not None:
         return {}
     try:
         if spec != PYTHON_STDLIB and not spec.startswith(PACKAGE) and not user_path(spec).exists():

@@ -1,40 +1,100 @@
-"""Prepares text: splits it by document, encodes it in parts, joins these, writes a manifest."""
+"""Prepares text: assigns documents to splits, encodes them, and writes a manifest."""
 
 import contextlib
-import functools
+import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
 
 from polyad.data.errors import DataError, user_path
 from polyad.data.files import writing
-from polyad.data.prepared import MANIFEST_FILE, SPLITS, SplitName, alone, in_words, staged_folder
+from polyad.data.prepared import (
+    MANIFEST_FILE,
+    SPLITS,
+    LeftOut,
+    SplitName,
+    in_words,
+    staged_folder,
+)
 from polyad.data.progress import Progress, Report
-from polyad.data.text.indexed import token_dtype
-from polyad.data.text.job import Asked
+from polyad.data.text.documents import (
+    TEXT_KEY,
+    DocumentKind,
+    FileFormat,
+    FileSource,
+    open_source,
+    open_splits,
+)
+from polyad.data.text.hub import DatasetSource
+from polyad.data.text.indexed import SplitWriter, token_dtype
 from polyad.data.text.manifest import (
     FORMAT_VERSION,
     Manifest,
+    Request,
     SplitInfo,
     TokenizerInfo,
     data_fingerprint,
 )
-from polyad.data.text.parts import (
-    Finished,
-    encode_part,
-    finished_parts,
-    join,
-    missing_parts,
-    read_part,
-)
-from polyad.data.text.plan import MOST_PARTS, Cut, Workplace
-from polyad.data.text.processes import Work, encode_in_processes
-from polyad.data.text.tokenizers.tokenizer import special_line
+from polyad.data.text.source import Part, Skipped, Source, Sources, documents_needed
+from polyad.data.text.tokenizers.tokenizer import Tokenizer, all_cores, special_line
+from polyad.data.text.tokenizers.training import resolve_tokenizer, training_wanted
 from polyad.data.text.verification import check_replaceable
+from polyad.data.text.writer import DatasetWriter, PieceCutter
 
-TEXT_OF_A_PART = 128 << 20
-"""Approximate text per part, in bytes: an interrupted call loses at most that much work."""
+if TYPE_CHECKING:
+    from polyad.data.text.dataset import PreparedData
+
+HELD_OUT = 0.05
+"""Default share of the text held out for each split that has no source of its own."""
+_PART = re.compile(r"([1-9]\d{0,5})/([1-9]\d{0,5})")
+
+
+class _ReadOptions(TypedDict):
+    """Options for reading every source."""
+
+    text_key: str
+    streaming: bool
+    documents: DocumentKind
+    file_format: FileFormat | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrepareConfig:
+    """What to prepare, and how."""
+
+    source: str
+    """`python-stdlib`, a file, a folder, or a Hugging Face data set, whose own splits are used if
+    it has them; see `polyad.data.text.documents.open_source`."""
+    tokenizer: str
+    """`train:VOCAB_SIZE`, `words`, `words:VOCAB_SIZE`, `characters`, `wordpiece:VOCAB_SIZE`, a
+    path, or a name on the Hugging Face hub."""
+    validation_fraction: float | None = None
+    """Share of the text held out for validation, at least 0. If the source is text files with
+    too few documents, the share is of the text, taken from its end. None: `HELD_OUT` if the split
+    has no source of its own."""
+    test_fraction: float | None = None
+    """Share held out for the test, in the same way."""
+    validation_source: str | None = None
+    """Text to use as the validation split instead."""
+    test_source: str | None = None
+    """Text to use as the test split instead."""
+    text_key: str = TEXT_KEY
+    """Key or column of the text in `.jsonl` and `.parquet` files and data sets."""
+    end_of_text: str | None = None
+    """The token that ends each document; None for a well-known one."""
+    streaming: bool = False
+    """Whether Hugging Face data sets are read without a copy on disk; the result is the same."""
+    documents: DocumentKind = "files"
+    """What counts as a document of a text file: `files`, the whole file, or `lines`."""
+    file_format: FileFormat | None = None
+    """`text` reads files as text whatever their extension; None: by extension."""
+    accept: bool = False
+    """Whether to prepare text despite a likely mistake, such as files of a folder that are not
+    read."""
+    part: str | None = None
+    """`K/N`: only the K-th of N shares of the documents, from 1; None for all documents."""
 
 
 def prepare(
@@ -50,16 +110,15 @@ def prepare(
 
     The text is streamed once, and once before that to train a tokenizer (on the documents of the
     train split only). The folder appears complete or not at all. If it exists and was prepared from
-    the same request, it is kept and nothing is read. Large text is encoded in parts: after an
-    interruption, the same request encodes only the unfinished parts.
+    the same request, it is kept and nothing is read.
 
     Args:
-        source: See `Asked`.
-        tokenizer: See `Asked`.
-        output: The folder to make.
+        source: See `PrepareConfig`.
+        tokenizer: See `PrepareConfig`.
+        output: The folder to make. A part is made beside it, in `part_folder`.
         overwrite: Whether prepared data in `output` may be replaced.
         report: Receives each line of progress; None writes to standard error.
-        options: The other fields of `Asked`.
+        options: The other fields of `PrepareConfig`.
 
     Returns:
         The manifest of the folder.
@@ -68,291 +127,360 @@ def prepare(
         DataError: An argument, the text, the tokenizer or the output folder is invalid, or an
             argument has no effect for this text.
     """
-    asked = Asked(source=source, tokenizer=tokenizer, **options)
-    return Preparation(asked, output, overwrite=overwrite, report=report).all()
-
-
-class Preparation:
-    """Prepares a text: encodes parts, independently of each other, and joins them.
-
-    The result does not depend on the number of parts. A finished part is kept, and skipped by the
-    next call with the same request.
-
-    Args:
-        asked: What to prepare.
-        output: The folder to make.
-        parts: Number of parts, if several processes or machines make them; None: chosen by the size
-            of the text.
-        overwrite: Whether prepared data in `output`, and parts of another request, may be replaced.
-        report: Receives each line of progress; None writes to standard error.
-
-    Attributes:
-        output: The folder to make.
-        existing: Its manifest, if it was prepared from the same request.
-
-    Raises:
-        DataError: The request or the folder is invalid.
-    """
-
-    def __init__(
-        self,
-        asked: Asked,
-        output: str | Path,
-        parts: int | None = None,
-        *,
-        overwrite: bool = False,
-        report: Report | None = None,
-    ) -> None:
-        self._asked, self._parts, self._overwrite = asked, parts, overwrite
-        self.output = user_path(output).resolve()
-        self._progress = Progress(report)
-        self._job = asked.open()
-        for note in self._job.notes:
-            self._progress.say(note)
-        self.existing = self._found_or_replaceable()
-        if self.existing is not None:
-            self._progress.say(
-                f"{self.output}: already prepared from the same text and options; kept as it is"
+    config = PrepareConfig(source=source, tokenizer=tokenizer, **options)
+    output = user_path(output).resolve()
+    if config.part is not None:
+        output = part_folder(output, config.part)
+    with contextlib.closing(Progress(report)) as progress:
+        text = _open(config)
+        for note in text.notes:
+            progress.say(note)
+        existing = _existing(output, text, overwrite=overwrite)
+        if existing is not None:
+            progress.say(
+                f"{output}: already prepared from the same text and options; kept as it is"
             )
-        if parts is not None and not 1 <= parts <= MOST_PARTS:
-            raise DataError(f"--parts: {parts} is not allowed; 1 to {MOST_PARTS:,}")
-
-    @functools.cached_property
-    def _cut(self) -> Cut:
-        sources = self._job.sources(self._progress)
-        parts = self._parts or min(sources.parts_of(TEXT_OF_A_PART), MOST_PARTS)
-        return Cut(self._job, sources, self.output, parts, asked=self._parts is not None)
-
-    @property
-    def folder(self) -> Path:
-        """Where the parts are made."""
-        return self._cut.folder
-
-    def begin(self) -> list[int]:
-        """Creates the folder of the parts with its plan, and trains the tokenizer if needed.
-
-        Returns:
-            The numbers of the missing parts.
-        """
-        with contextlib.closing(self._progress), writing(self.output):
-            return missing_parts(self._open(train=True, overwrite=self._overwrite))
-
-    def needs_training(self) -> bool:
-        """Returns whether `begin` has to train a tokenizer."""
-        return self._job.tokenizer is None and self._cut.find(overwrite=self._overwrite) is None
-
-    def left(self) -> list[int]:
-        """Lists the numbers of the missing parts, without changing anything."""
-        found = self._cut.find(overwrite=self._overwrite)
-        return list(range(self._cut.parts)) if found is None else missing_parts(found)
-
-    def part(self, number: int) -> tuple[Finished, list[int]]:
-        """Encodes one part.
-
-        Args:
-            number: The number of the part, from 0.
-
-        Returns:
-            The description of the part, and the numbers of the missing parts.
-
-        Raises:
-            DataError: There is no such part, the tokenizer is not trained yet, or the folder holds
-                parts of another request.
-        """
-        if not 0 <= number < self._cut.parts:
-            raise DataError(
-                f"--part: {number} is not allowed; 0 to {self._cut.parts - 1} with --parts "
-                f"{self._cut.parts}"
-            )
-        with contextlib.closing(self._progress), writing(self.output):
-            work = self._open(train=False, overwrite=False)
-            self._encode(work, [number], 1)
-            done = read_part(work, number)
-            assert done is not None
-            return done, missing_parts(work)
-
-    def join(self) -> Manifest:
-        """Joins the parts.
-
-        Returns:
-            The manifest of the folder.
-
-        Raises:
-            DataError: A part is missing, belongs to another plan, or is damaged.
-        """
-        with contextlib.closing(self._progress), self._undisturbed():
-            return self._join(self._open(train=False, overwrite=False))
-
-    def all(self, processes: int = 1) -> Manifest:
-        """Encodes the missing parts, and joins all.
-
-        Args:
-            processes: Number of parts that are encoded at the same time.
-
-        Returns:
-            The manifest of the folder.
-        """
-        if self.existing is not None:
-            return self.existing
-        with contextlib.closing(self._progress), self._undisturbed():
-            return self.existing or self._made(processes)
-
-    @contextlib.contextmanager
-    def _undisturbed(self) -> Iterator[None]:
-        """Locks out other processes that join the same parts; waits for one that does."""
-        with writing(self.output), contextlib.ExitStack() as stack:
-            if not stack.enter_context(alone(self.folder)):
-                self._progress.say(
-                    f"{self.output}: waiting for another process that is preparing it"
-                )
-                stack.enter_context(alone(self.folder, wait=True))
-                self.existing = self._found_or_replaceable()
-            yield
-
-    def _made(self, processes: int) -> Manifest:
-        try:
-            work = self._open(train=True, overwrite=self._overwrite)
-            left, parts = missing_parts(work), work.plan.parts
-            if len(left) < parts:
-                there = parts - len(left)
-                self._progress.say(f"{self.folder}: {there} of {parts} parts already exist")
-            self._encode(work, left, processes)
-            return self._join(work)
-        except BaseException as error:
-            # After an error in the text, its parts are useless; after a disk or network error a
-            # later attempt may succeed.
-            final = isinstance(error, DataError) and not isinstance(error.__cause__, OSError)
-            if not self._cut.asked and (final or not self._cut.holds_work()):
-                self._cut.remove()
-            raise
-
-    def _open(self, *, train: bool, overwrite: bool) -> Workplace:
-        return self._cut.open(self._progress, train=train, overwrite=overwrite)
-
-    def _encode(self, work: Workplace, numbers: list[int], processes: int) -> None:
-        """Encodes parts, with one progress line for all of them."""
-        if not numbers:
-            return
-        # The exact size of a part is known only once it is cut; an average is close enough.
-        total_bytes = work.sources.total_bytes * len(numbers) // work.plan.parts
-        self._progress.start("encoding", total_bytes)
-        if processes > 1:
-            files = Work(self._asked, str(self.output), work.plan.parts)
-            total = encode_in_processes(files, numbers, processes, self._progress.update)
-        else:
-            total = [0, 0]
-            for number in numbers:
-                before = tuple(total)
-
-                def update(read: int, tokens: int, before: tuple[int, ...] = before) -> None:
-                    self._progress.update(before[0] + read, before[1] + tokens)
-
-                done = encode_part(work, number, update)
-                total[0] += done.bytes_read
-                total[1] += done.tokens
-        self._progress.finish(*total)
-
-    def _join(self, work: Workplace) -> Manifest:
-        parts = finished_parts(work)
-        with staged_folder(self.output) as folder:
-            work.tokenizer.save(folder / work.tokenizer.file_name)
-            splits = join(work, parts, folder, self._progress)
-            manifest = self._manifest(work, parts, splits).write(folder)
-            self._found_or_replaceable()  # another call may have made something in the meantime
-        self._cut.remove()
-        self._tell(parts, manifest)
+            return existing
+        sources = _sources(text, progress)
+        with writing(output), all_cores(), staged_folder(output) as folder:
+            encoder = text.tokenizer or _trained(text.request, sources, progress)
+            encoder.save(folder / encoder.file_name)
+            skipped = Skipped()
+            splits = _encoded(folder, sources, encoder, skipped, progress)
+            for name, each in sources.by_split.items():
+                if splits[name].documents == 0:
+                    raise DataError(f"{each.spec}: no text in it (for the {name} split)")
+            info = _described(encoder)
+            manifest = Manifest(
+                format_version=FORMAT_VERSION,
+                request=text.request,
+                tokenizer=info,
+                splits=splits,
+                dtype="uint16" if token_dtype(encoder.vocab_size)().itemsize == 2 else "int32",
+                skipped_empty=skipped.empty,
+                skipped_unreadable=skipped.unreadable,
+                files=dict(text.files),
+                left_out=dict(text.left_out),
+                split_by=sources.split_by,
+                fingerprint=data_fingerprint(splits, info),
+            ).write(folder)
+            # Another process may have made something in the meantime.
+            _existing(output, text, overwrite=overwrite)
+        _report(output, manifest, progress)
         return manifest
 
-    def _manifest(
-        self, work: Workplace, parts: Sequence[Finished], splits: dict[SplitName, SplitInfo]
-    ) -> Manifest:
-        for name, source in work.sources.by_split.items():
-            if splits[name].documents == 0:
-                raise DataError(f"{source.spec}: no text in it (for the {name} split)")
-        tokenizer = work.tokenizer
-        info = TokenizerInfo(
-            fingerprint=tokenizer.fingerprint,
-            file=tokenizer.file_name,
-            vocab_size=tokenizer.vocab_size,
-            end_of_text=tokenizer.end_of_text,
-            end_of_text_id=tokenizer.end_of_text_id,
-            begin_of_text=tokenizer.begin_of_text,
-            begin_of_text_id=tokenizer.begin_of_text_id,
+
+def _described(tokenizer: Tokenizer) -> TokenizerInfo:
+    return TokenizerInfo(
+        fingerprint=tokenizer.fingerprint,
+        file=tokenizer.file_name,
+        vocab_size=tokenizer.vocab_size,
+        end_of_text=tokenizer.end_of_text,
+        end_of_text_id=tokenizer.end_of_text_id,
+        begin_of_text=tokenizer.begin_of_text,
+        begin_of_text_id=tokenizer.begin_of_text_id,
+    )
+
+
+class _Text(NamedTuple):
+    """The open text of a request.
+
+    Attributes:
+        request: The request.
+        by_split: The sources, by split.
+        fractions: The shares held out of the first source.
+        tokenizer: The given tokenizer; None if one is to be trained.
+        notes: Messages for the user.
+        files: Number of files read, by extension.
+        left_out: How much of the text is not read, by reason.
+    """
+
+    request: Request
+    by_split: dict[SplitName, Source]
+    fractions: dict[SplitName, float]
+    tokenizer: Tokenizer | None
+    notes: tuple[str, ...]
+    files: Mapping[str, int]
+    left_out: Mapping[str, int]
+
+
+def _open(config: PrepareConfig) -> _Text:
+    """Opens the text, and loads the tokenizer if one is given."""
+    _check_words(
+        source=config.source,
+        tokenizer=config.tokenizer,
+        validation_source=config.validation_source,
+        test_source=config.test_source,
+        text_key=config.text_key,
+        end_of_text=config.end_of_text,
+    )
+    asked: dict[SplitName, float | None] = {
+        "validation": config.validation_fraction,
+        "test": config.test_fraction,
+    }
+    fractions = _checked_fractions(
+        {name: HELD_OUT if share is None else share for name, share in asked.items()}
+    )
+    by_split = _opened(config)
+    _check_used(config, by_split, asked)
+    fractions |= {name: 0.0 for name in by_split if name in fractions}
+    to_train = training_wanted(config.tokenizer) is not None
+    if to_train and config.part is not None:
+        raise DataError(
+            f"--part: {config.part} needs a tokenizer that exists, not {config.tokenizer}: prepare "
+            "a sample of the text first, and name its folder with --tokenizer"
         )
-        return Manifest(
-            format_version=FORMAT_VERSION,
-            request=self._job.request,
-            tokenizer=info,
-            splits=splits,
-            dtype="uint16" if token_dtype(tokenizer.vocab_size)().itemsize == 2 else "int32",
-            skipped_empty=sum(part.skipped_empty for part in parts),
-            skipped_unreadable=sum(part.skipped_unreadable for part in parts),
-            files=dict(self._job.files),
-            left_out=dict(self._job.left_out),
-            split_by=work.sources.split_by,
-            fingerprint=data_fingerprint(splits, info),
+    loaded = (
+        None if to_train else resolve_tokenizer(config.tokenizer, end_of_text=config.end_of_text)
+    )
+    notes: tuple[str, ...] = ()
+    if loaded is not None and (chance := loaded.chance()) is not None:
+        loaded = loaded.without_chance()
+        note = f"{chance} is turned off: it would encode the same text differently each time"
+        notes = (f"{config.tokenizer}: {note}",)
+    request = Request(
+        source=config.source,
+        validation_source=config.validation_source,
+        test_source=config.test_source,
+        tokenizer=loaded.fingerprint if loaded else config.tokenizer,
+        end_of_text=config.end_of_text,
+        validation_fraction=fractions["validation"],
+        test_fraction=fractions["test"],
+        text_key=config.text_key,
+        listings={name: text.listing_digest() for name, text in by_split.items()},
+        documents=_kind_of_documents(config, by_split),
+        file_format=config.file_format,
+        part=config.part,
+    )
+    files, left_out = _counted(config, by_split)
+    return _Text(request, by_split, fractions, loaded, notes, files, left_out)
+
+
+def _opened(config: PrepareConfig) -> dict[SplitName, Source]:
+    options: _ReadOptions = {
+        "text_key": config.text_key,
+        "streaming": config.streaming,
+        "documents": config.documents,
+        "file_format": config.file_format,
+    }
+    by_split = open_splits(config.source, **options)
+    held_out: dict[SplitName, str | None] = {
+        "validation": config.validation_source,
+        "test": config.test_source,
+    }
+    for name, spec in held_out.items():
+        if spec is not None:
+            by_split[name] = open_source(spec, split=name, **options)
+    return {name: by_split[name] for name in SPLITS if name in by_split}
+
+
+def _sources(text: _Text, progress: Progress) -> Sources:
+    """Decides how to hold text out; this may read some lines to see if there are enough
+    documents."""
+    train, by_split = text.by_split["train"], text.by_split
+    needed = documents_needed(text.fractions)
+    part = text.request.part
+    if not (isinstance(train, FileSource) and train.is_text_of_fewer_documents(needed)):
+        if part is not None:
+            number, parts = _part(part)
+            share = Part(number - 1, parts)
+            by_split = {name: source.share(share) for name, source in by_split.items()}
+        return Sources(by_split, text.fractions, "documents")
+    if part is not None:
+        raise DataError(f"--part: {part}: {text.request.source} has too few documents for parts")
+    progress.say(
+        f"{text.request.source}: too few documents to divide among splits, so the text is "
+        "split by position: its last parts are held out"
+    )
+    return Sources(by_split, text.fractions, "position")
+
+
+def _trained(request: Request, sources: Sources, progress: Progress) -> Tokenizer:
+    """Trains the tokenizer on the train split: held-out text must not shape the vocabulary."""
+    done = 0
+
+    def texts() -> Iterator[str]:
+        nonlocal done
+        train_only = sources._replace(by_split={"train": sources.by_split["train"]})
+        cutter = PieceCutter()
+        progress.start("training the tokenizer", train_only.total_bytes)
+        for split, document in train_only.assigned(Skipped()):
+            done = document.bytes_read
+            progress.update(done)
+            if split == "train":
+                yield from cutter.add(document.text, is_last=document.is_last)
+                if document.is_last:
+                    yield cutter.take_rest()
+
+    trained = resolve_tokenizer(
+        request.tokenizer, end_of_text=request.end_of_text, training_texts=texts
+    )
+    progress.finish(done)
+    return trained
+
+
+def _encoded(
+    folder: Path, sources: Sources, tokenizer: Tokenizer, skipped: Skipped, progress: Progress
+) -> dict[SplitName, SplitInfo]:
+    """Writes the tokens of all splits into a folder."""
+    progress.start("encoding", sources.total_bytes)
+    with contextlib.closing(DatasetWriter(folder, tokenizer)) as writer:
+        for split, document in sources.assigned(skipped):
+            writer.add(split, document.text, document.name, document.is_last)
+            progress.update(document.bytes_read, writer.tokens)
+        splits = writer.finish()
+        progress.finish(sources.total_bytes, writer.tokens)
+    if writer.forced_cuts:
+        progress.say(
+            f"{writer.forced_cuts:,} cuts inside long documents, at line ends: tokens next to a "
+            "cut may differ"
         )
+    if line := special_line(writer.special):
+        progress.say(line)
+    return splits
 
-    def _found_or_replaceable(self) -> Manifest | None:
-        """Reads the manifest of the output if it was prepared from the same request.
 
-        Returns:
-            The manifest; None if the output may be created or replaced.
+def _existing(output: Path, text: _Text, *, overwrite: bool) -> Manifest | None:
+    """Reads the manifest of the output if it was prepared from the same request.
 
-        Raises:
-            DataError: The output holds something that may not be replaced.
-        """
-        from polyad.data.text.dataset import PreparedData
+    Returns:
+        The manifest; None if the output may be created or replaced.
 
-        if (self.output / MANIFEST_FILE).is_file():
-            # Damaged data is replaced with --overwrite, otherwise refused.
-            with contextlib.suppress(DataError):
-                manifest = PreparedData.open(self.output).manifest
-                given = self._job.tokenizer
-                # Older manifests lack the token that begins each document.
-                begin = None if given is None else given.begin_of_text
-                begins = manifest.tokenizer.begin_of_text == begin
-                if manifest.request == self._job.request and begins:
-                    return manifest
-        check_replaceable(self.output, overwrite=self._overwrite)
-        return None
+    Raises:
+        DataError: The output holds something that may not be replaced.
+    """
+    from polyad.data.text.dataset import PreparedData
 
-    def _tell(self, parts: Sequence[Finished], manifest: Manifest) -> None:
-        """Reports what the folder contains, what was left out, and where text was cut."""
-        counted = {
-            "documents were split, as one holds at most 2,147,483,647 tokens": sum(
-                part.cut_documents for part in parts
-            ),
-            "cuts inside long documents, at line ends: tokens next to a cut may differ": sum(
-                part.forced_cuts for part in parts
-            ),
-        }
-        if self._cut.asked:
-            what = (
-                f"of {len(parts):,} parts are empty: documents and compressed files are not divided"
+    if (output / MANIFEST_FILE).is_file():
+        # Damaged data is replaced with --overwrite, otherwise refused.
+        with contextlib.suppress(DataError):
+            manifest = PreparedData.open(output).manifest
+            if manifest.request == text.request:
+                return manifest
+    check_replaceable(output, overwrite=overwrite)
+    return None
+
+
+def _report(output: Path, manifest: Manifest, progress: Progress) -> None:
+    """Reports what the folder contains, and what was left out."""
+    request = manifest.request
+    fractions = {"validation": request.validation_fraction, "test": request.test_fraction}
+    for name in SPLITS:
+        split = manifest.splits[name]
+        progress.say(f"{name}: {split.documents:,} documents, {split.tokens:,} tokens")
+        if fractions.get(name, 1) and split.documents == 0:
+            progress.say(f"warning: too few documents in {request.source} for a {name} split")
+    if left := left_out_of(manifest):
+        progress.say(f"left out: {left}")
+    progress.say(
+        f"prepared {output} (vocabulary of {manifest.tokenizer.vocab_size:,}; "
+        f"{manifest.tokenizer.in_words()})"
+    )
+
+
+def _part(text: str) -> tuple[int, int]:
+    """Reads `K/N`."""
+    match = _PART.fullmatch(text)
+    if match is None or int(match[1]) > int(match[2]):
+        raise DataError(f"--part: {text!r} is not allowed; K/N with K from 1 to N, as in 3/100")
+    return int(match[1]), int(match[2])
+
+
+def part_folder(output: Path, part: str) -> Path:
+    """Returns the folder of a part, beside the folder that all parts are joined into.
+
+    Args:
+        output: That folder.
+        part: `K/N`.
+
+    Raises:
+        DataError: It is not of that form.
+    """
+    number, parts = _part(part)
+    return output.with_name(f"{output.name}.part-{number}-of-{parts}")
+
+
+def join(output: str | Path, *, overwrite: bool = False, report: Report | None = None) -> Manifest:
+    """Joins the parts beside a folder into it, one after the other. The parts stay.
+
+    Args:
+        output: The folder to make.
+        overwrite: Whether prepared data in `output` may be replaced.
+        report: Receives each line of progress; None writes to standard error.
+
+    Returns:
+        The manifest of the folder.
+
+    Raises:
+        DataError: A part is missing or damaged, or was prepared with other options than the others.
+    """
+    output = user_path(output).resolve()
+    with contextlib.closing(Progress(report)) as progress, writing(output):
+        folders = _parts_of(output)
+        check_replaceable(output, overwrite=overwrite)
+        parts = [_whole_part(folder, folders[0]) for folder in folders]
+        first = parts[0]
+        with staged_folder(output) as folder:
+            tokenizer = first.tokenizer()
+            tokenizer.save(folder / tokenizer.file_name)
+            splits = {}
+            for name in SPLITS:
+                with contextlib.closing(SplitWriter(folder / name, tokenizer)) as writer:
+                    for part in parts:
+                        writer.copy(part.path / name, part.manifest.splits[name])
+                    splits[name] = writer.finish()
+            every = [part.manifest for part in parts]
+            manifest = every[0].model_copy(
+                update={
+                    "request": every[0].request.model_copy(update={"part": f"all {len(parts)}"}),
+                    "splits": splits,
+                    "skipped_empty": sum(each.skipped_empty for each in every),
+                    "skipped_unreadable": sum(each.skipped_unreadable for each in every),
+                    "fingerprint": data_fingerprint(splits, every[0].tokenizer),
+                }
             )
-            counted[what] = sum(not part.documents for part in parts)
-        for what, count in counted.items():
-            if count:
-                self._progress.say(f"{count:,} {what}")
-        special = sum((Counter(part.special) for part in parts), Counter[str]())
-        if line := special_line(special):
-            self._progress.say(line)
-        request = manifest.request
-        fractions = {"validation": request.validation_fraction, "test": request.test_fraction}
-        for name in SPLITS:
-            split = manifest.splits[name]
-            self._progress.say(f"{name}: {split.documents:,} documents, {split.tokens:,} tokens")
-            if fractions.get(name, 1) and split.documents == 0:
-                self._progress.say(
-                    f"warning: too few documents in {request.source} for a {name} split"
-                )
-        if left := left_out_of(manifest):
-            self._progress.say(f"left out: {left}")
-        self._progress.say(
-            f"prepared {self.output} (vocabulary of {manifest.tokenizer.vocab_size:,}; "
-            f"{manifest.tokenizer.in_words()})"
+            manifest = manifest.write(folder)
+        _report(output, manifest, progress)
+        progress.say(f"joined {len(parts)} parts, which may be deleted: {folders[0]} and others")
+        return manifest
+
+
+def _parts_of(output: Path) -> list[Path]:
+    """Lists the folders of all parts of a folder, in order."""
+    name = re.compile(re.escape(output.name) + r"\.part-(\d+)-of-(\d+)")
+    siblings = output.parent.iterdir() if output.parent.is_dir() else ()
+    numbers = [(int(m[2]), int(m[1])) for each in siblings if (m := name.fullmatch(each.name))]
+    if not numbers:
+        raise DataError(
+            f"--join: {output}: there are no parts beside it; make each of N with --part K/N"
         )
+    counts = sorted({parts for parts, _ in numbers})
+    if len(counts) > 1:
+        raise DataError(
+            f"--join: {output}: parts of {counts[0]} and of {counts[1]} are beside it; delete "
+            "those that you do not want"
+        )
+    here = {number for _, number in numbers}
+    for number in range(1, counts[0] + 1):
+        if number not in here:
+            raise DataError(f"--join: {output}: part {number}/{counts[0]} is missing")
+    return [part_folder(output, f"{number}/{counts[0]}") for number in range(1, counts[0] + 1)]
+
+
+def _whole_part(folder: Path, first: Path) -> "PreparedData":
+    """Opens a part and reads all of it, after checking that its request is that of the first."""
+    from polyad.data.text.dataset import PreparedData
+
+    part, other = (PreparedData.open(each) for each in (folder, first))
+    mine, theirs = (each.manifest.request.model_dump() for each in (part, other))
+    for key in mine:
+        if key not in ("part", "listings") and mine[key] != theirs[key]:
+            raise DataError(
+                f"{folder}: was prepared with {key} {mine[key]!r:.80}, but {first.name} with "
+                f"{theirs[key]!r:.80}"
+            )
+    part.verify()
+    return part
 
 
 def left_out_of(manifest: Manifest) -> str:
@@ -367,3 +495,89 @@ def left_out_of(manifest: Manifest) -> str:
     }
     found = {reason: count for reason, count in counted.items() if count}
     return in_words(found | manifest.left_out)
+
+
+def _counted(
+    config: PrepareConfig, by_split: dict[SplitName, Source]
+) -> tuple[Mapping[str, int], Mapping[str, int]]:
+    """Counts files that are read and what is left out; refuses likely mistakes."""
+    files, left_out = Counter[str](), Counter[str]()
+    seen: list[LeftOut] = []
+    options = {config.validation_source: "validation-source", config.test_source: "test-source"}
+    for text in by_split.values():
+        if isinstance(text, FileSource):
+            files += text.taken()
+        if isinstance(text, FileSource | DatasetSource) and text.left_out not in seen:
+            option = options.get(text.spec, "source")
+            text.left_out.check(f"--{option}: {text.spec}", accept=config.accept)
+            seen.append(text.left_out)
+            left_out += text.left_out.counts
+    return files, left_out
+
+
+def _check_used(
+    config: PrepareConfig,
+    by_split: dict[SplitName, Source],
+    shares: dict[SplitName, float | None],
+) -> None:
+    """Refuses options that have no effect for this text."""
+    for name, share in shares.items():
+        if share and name in by_split:
+            given = by_split[name].spec
+            own = f"{given} has that split" if given == config.source else f"{given} is it"
+            raise DataError(
+                f"--{name}-fraction: {share} is not held out, because {own}; remove the option"
+            )
+    files = [text for text in by_split.values() if isinstance(text, FileSource)]
+    if len(files) == len(by_split):
+        if config.streaming:
+            raise DataError(
+                f"--streaming: applies only to Hugging Face data sets, and {config.source} is "
+                "not one"
+            )
+        if config.text_key != TEXT_KEY and not any(each.has_keys for each in files):
+            raise DataError(
+                f"--text-key: {config.text_key!r} applies only to .jsonl and .parquet files and "
+                f"data sets, and {config.source} has none"
+            )
+
+
+def _kind_of_documents(
+    config: PrepareConfig, by_split: dict[SplitName, Source]
+) -> Literal["files", "lines"] | None:
+    """Returns what a document of a text file is; None if there are none and none is set."""
+    if any(isinstance(each, FileSource) and each.has_text_files for each in by_split.values()):
+        return config.documents
+    if config.documents != "files":
+        raise DataError(
+            f"--documents: {config.documents} applies only to text files, and {config.source} has "
+            "none"
+        )
+    if config.file_format is not None:
+        raise DataError(
+            f"--format: {config.file_format} applies only to files, and {config.source} is not one"
+        )
+    return None
+
+
+def _check_words(**words: str | None) -> None:
+    """Refuses empty strings, as from an unset shell variable, and what a manifest cannot hold."""
+    for name, text in words.items():
+        if text == "" and name != "text_key":
+            raise DataError(f"--{name.replace('_', '-')}: is empty")
+        if text is not None and any("\ud800" <= character <= "\udfff" for character in text):
+            raise DataError(f"--{name.replace('_', '-')}: {text!r} is not text in UTF-8")
+
+
+def _checked_fractions(fractions: dict[SplitName, float]) -> dict[SplitName, float]:
+    for name, fraction in fractions.items():
+        if not 0 <= fraction < 1:
+            raise DataError(
+                f"--{name}-fraction: {fraction} is not allowed; it must be at least 0 and below 1"
+            )
+    if sum(fractions.values()) >= 1:
+        both = " + ".join(str(fraction) for fraction in fractions.values())
+        raise DataError(
+            f"--validation-fraction and --test-fraction: {both} leaves nothing to train on"
+        )
+    return fractions

@@ -3,7 +3,6 @@
 Documents are assigned to splits one by one, or by position if there are few.
 """
 
-import hashlib
 import math
 import re
 from collections.abc import Iterator
@@ -20,8 +19,7 @@ class Document(NamedTuple):
     Attributes:
         name: Its origin: the file, relative to the source, and its number there.
         text: The text, not empty. For a document in parts, the next part; the last may be empty.
-        bytes_read: Position of its end in the source, in bytes of the files on disk; in a part of a
-            source, counted from the beginning of the whole source.
+        bytes_read: Position of its end in the source, in bytes of the files on disk.
         is_last: Whether the document ends here. Otherwise its next part follows immediately.
     """
 
@@ -29,6 +27,24 @@ class Document(NamedTuple):
     text: str
     bytes_read: int
     is_last: bool = True
+
+
+class Part(NamedTuple):
+    """One of several shares of a source, from 0."""
+
+    number: int
+    parts: int
+
+    def of(self, documents: Iterator[Document]) -> Iterator[Document]:
+        """Takes every document whose number modulo `parts` is `number`."""
+        number = 0
+        for document in documents:
+            if number % self.parts == self.number:
+                yield document
+            number += document.is_last
+
+
+WHOLE = Part(0, 1)
 
 
 @dataclass
@@ -47,38 +63,17 @@ class Source(Protocol):
         """The source as the user wrote it."""
 
     @property
-    def offset(self) -> int:
-        """Byte offset of this part in the source that it belongs to; 0 for a whole source."""
-
-    @property
     def total_bytes(self) -> int:
         """Total amount to read, in the unit of `Document.bytes_read`; 0 if unknown."""
 
     def listing_digest(self) -> str:
         """Returns a SHA-256 that shows whether the source has changed, without reading it."""
 
-    def cut_by(self) -> str:
-        """Describes the unit and total of `part`; equal descriptions mean equal cuts."""
-
-    def parts_of(self, size: int) -> int:
-        """Returns the number of parts it may be cut into without any having less than `size` bytes.
+    def share(self, part: Part) -> "Source":
+        """Returns a part of the source: of its files if there are as many, else of its documents.
 
         Args:
-            size: Approximate size of a part, in bytes.
-
-        Returns:
-            At least 1, which is the answer if there is nowhere to cut.
-        """
-
-    def part(self, number: int, parts: int) -> "Source":
-        """Cuts the source between documents.
-
-        Args:
-            number: Which part, from 0.
-            parts: Number of parts; their documents, part after part, are those of the source.
-
-        Returns:
-            The part; it may be empty if there is nowhere to cut.
+            part: Which part. Every document of the source is in exactly one.
         """
 
     def documents(self, skipped: Skipped | None = None) -> Iterator[Document]:
@@ -95,39 +90,6 @@ class Source(Protocol):
         """
 
 
-@dataclass(frozen=True)
-class NoDocuments:
-    """An empty part of a source.
-
-    Attributes:
-        spec: The source as the user wrote it.
-    """
-
-    spec: str
-    offset: int = 0
-    total_bytes: int = 0
-
-    def listing_digest(self) -> str:
-        """Returns the digest of no files."""
-        return hashlib.sha256().hexdigest()
-
-    def cut_by(self) -> str:
-        """Describes that there is nothing to cut."""
-        return "nothing"
-
-    def parts_of(self, size: int) -> int:
-        """Returns 1: there is nothing to cut."""
-        return 1
-
-    def part(self, number: int, parts: int) -> "Source":
-        """Returns itself."""
-        return self
-
-    def documents(self, skipped: Skipped | None = None) -> Iterator[Document]:
-        """Yields nothing."""
-        return iter(())
-
-
 MOST_SLACK = 4096
 """Characters after a border in which a line end, or white space, is searched for."""
 
@@ -141,45 +103,11 @@ class Sources(NamedTuple):
         by_split: A source for each split.
         fractions: The shares to hold out.
         split_by: How they are held out.
-        can_be_cut: Whether `part` may cut the first source.
-        train_bytes: Size of the whole first source if this is a part of it, else None.
     """
 
     by_split: dict[SplitName, Source]
     fractions: dict[SplitName, float]
     split_by: Literal["documents", "position"]
-    can_be_cut: bool = True
-    train_bytes: int | None = None
-
-    def parts_of(self, size: int) -> int:
-        """Returns the number of parts that gives the parts of the largest source the given size.
-
-        Args:
-            size: Approximate size of a part, in bytes.
-        """
-        if not self.can_be_cut:
-            return 1
-        return max(source.parts_of(size) for source in self.by_split.values())
-
-    def part(self, number: int, parts: int) -> "Sources":
-        """Cuts all sources between documents.
-
-        The split of a document of the first source depends on the number of documents before it,
-        which a part does not know: in a part, all documents of that source belong to train.
-
-        Args:
-            number: Which part, from 0.
-            parts: Number of parts.
-
-        Returns:
-            The part.
-        """
-        cut = {name: source.part(number, parts) for name, source in self.by_split.items()}
-        train = self.by_split["train"]
-        if not self.can_be_cut:
-            cut["train"] = train if number == 0 else NoDocuments(train.spec)
-        dealt = {} if self.split_by == "documents" else self.fractions
-        return self._replace(by_split=cut, fractions=dealt, train_bytes=train.total_bytes)
 
     def shares(self, name: SplitName) -> "Shares":
         """Returns the rule by which the documents of a source get their splits.
@@ -200,15 +128,12 @@ class Sources(NamedTuple):
         before = 0
         for name, source in self.by_split.items():
             documents = source.documents(skipped)
-            fractions = self.fractions if name == "train" else {}
             if name == "train" and self.split_by == "position":
-                total = self.train_bytes or source.total_bytes
-                found = split_by_position(documents, total, fractions, source.offset)
+                found = split_by_position(documents, source.total_bytes, self.fractions)
             else:
                 found = _dealt(documents, name, self.shares(name))
             for split, document in found:
-                done = before + document.bytes_read - source.offset
-                yield split, document._replace(bytes_read=done)
+                yield split, document._replace(bytes_read=before + document.bytes_read)
             before += source.total_bytes
 
     @property
@@ -350,7 +275,6 @@ def split_by_position(
     documents: Iterator[Document],
     total_bytes: int,
     fractions: dict[SplitName, float],
-    start: int = 0,
 ) -> Iterator[tuple[SplitName, Document]]:
     """Lays documents end to end and holds the last parts out.
 
@@ -369,9 +293,7 @@ def split_by_position(
         before += share
     slack = min(MOST_SLACK, int(min(held_out.values(), default=0) * total_bytes / 10))
     split: SplitName = "train"
-    begun = False
-    while borders and start > borders[0][0]:
-        split = borders.pop(0)[1]
+    start, begun = 0, False
     for document in documents:
         text = document.text
         while borders and document.bytes_read > borders[0][0]:

@@ -1,4 +1,4 @@
-"""Writes documents to the files of a part: encodes them in batches, with bounded memory.
+"""Writes documents to the files of their splits: encodes them in batches, with bounded memory.
 
 A long text is cut into pieces that have the same tokens as the whole.
 """
@@ -10,13 +10,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-
-from polyad.data.config import Config
 from polyad.data.errors import DataError
-from polyad.data.files import DigestedFile
-from polyad.data.prepared import SPLITS, Count, Sha256, SplitName
-from polyad.data.text.indexed import RECORD, token_dtype
+from polyad.data.prepared import SPLITS, SplitName
+from polyad.data.text.indexed import SplitWriter
+from polyad.data.text.manifest import SplitInfo
 from polyad.data.text.tokenizers.tokenizer import Tokenizer, UnknownWordError
 
 PIECE_CHARACTERS = 128 * 1024
@@ -120,21 +117,6 @@ def _last_place(text: str) -> int:
 
 BATCH_CHARACTERS = 512 * 1024
 """Characters encoded per batch; document lengths differ too much to count documents."""
-MOST_TOKENS = 2**31 - 1
-"""Maximum number of tokens of a document: the index holds lengths in 32 bits."""
-RECORDS_SUFFIX = ".documents"
-"""Suffix of the file with a record for each document in the `.bin` file beside it."""
-
-
-class PartSplit(Config):
-    """What a part holds of one source, by the source's initial split."""
-
-    documents: Count
-    tokens: Count
-    sha256: Sha256
-    """SHA-256 of the tokens."""
-    records_sha256: Sha256
-    """SHA-256 of the records."""
 
 
 class DatasetWriter:
@@ -158,18 +140,13 @@ class DatasetWriter:
         self._pending: list[_Piece] = []
         self._pending_characters = 0
         self._running: tuple[list[_Piece], Future[list[list[int]]]] | None = None
-        self._splits = {name: _SplitWriter(folder / name, tokenizer) for name in SPLITS}
+        self._splits = {name: SplitWriter(folder / name, tokenizer) for name in SPLITS}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="encode")
 
     @property
     def tokens(self) -> int:
         """Tokens written so far, in all splits."""
         return sum(writer.tokens for writer in self._splits.values())
-
-    @property
-    def cut_documents(self) -> int:
-        """Number of documents that were ended early because of the maximum length."""
-        return sum(writer.cut_documents for writer in self._splits.values())
 
     @property
     def forced_cuts(self) -> int:
@@ -190,7 +167,7 @@ class DatasetWriter:
         if is_last:
             self._add_piece(_Piece(split, self._cutter.take_rest(), True, name))
 
-    def finish(self) -> dict[SplitName, PartSplit]:
+    def finish(self) -> dict[SplitName, SplitInfo]:
         """Encodes what is pending and finishes all files.
 
         Returns:
@@ -238,7 +215,7 @@ class DatasetWriter:
         except UnknownWordError as error:
             raise DataError(f"{pieces[error.row].name}: {error}") from None
         for piece, ids in zip(pieces, batch, strict=True):
-            self._splits[piece.split].add(ids, piece)
+            self._splits[piece.split].add(ids, piece.text, is_last=piece.is_last)
 
 
 class _Piece(NamedTuple):
@@ -246,62 +223,3 @@ class _Piece(NamedTuple):
     text: str
     is_last: bool
     name: str
-
-
-class _SplitWriter:
-    """Writes the tokens of one split, and a record of each document.
-
-    Memory use does not grow with the number of documents.
-    """
-
-    def __init__(self, prefix: Path, tokenizer: Tokenizer) -> None:
-        self._dtype = np.dtype(token_dtype(tokenizer.vocab_size))
-        self._begin = np.array(tokenizer.before, dtype=self._dtype)
-        self._end = np.array([tokenizer.end_of_text_id], dtype=self._dtype)
-        self._is_open = False
-        self._tokens = DigestedFile(prefix.with_suffix(".bin"))
-        self._records = DigestedFile(prefix.with_suffix(RECORDS_SUFFIX))
-        self._open_tokens = self._open_words = self._open_bytes = 0  # of the unfinished document
-        self.cut_documents = 0
-
-    @property
-    def tokens(self) -> int:
-        return self._tokens.size // self._dtype.itemsize
-
-    def add(self, ids: list[int], piece: _Piece) -> None:
-        if len(ids) >= MOST_TOKENS:
-            raise DataError(
-                f"{piece.name}: {len(ids) + 1:,} tokens; a document has at most {MOST_TOKENS:,}"
-            )
-        if not self._is_open:
-            self._tokens.write(self._begin.data)
-            self._open_tokens, self._is_open = len(self._begin), True
-        if self._open_tokens + len(ids) >= MOST_TOKENS:
-            self._end_document(goes_on=True)
-            self.cut_documents += 1
-        self._tokens.write(np.array(ids, dtype=self._dtype).data)
-        self._open_tokens += len(ids)
-        self._open_words += len(piece.text.split())
-        self._open_bytes += len(piece.text.encode("utf-8"))
-        if piece.is_last:
-            self._end_document(goes_on=False)
-
-    def _end_document(self, *, goes_on: bool) -> None:
-        self._tokens.write(self._end.data)
-        record = (self._open_tokens + 1, self._open_words, self._open_bytes, goes_on)
-        self._records.write(np.array([record], dtype=RECORD).tobytes())
-        self._open_tokens = self._open_words = self._open_bytes = 0
-        self._is_open = goes_on
-
-    def finish(self) -> PartSplit:
-        assert not self._open_tokens
-        return PartSplit(
-            documents=self._records.size // RECORD.itemsize,
-            tokens=self.tokens,
-            sha256=self._tokens.finish(),
-            records_sha256=self._records.finish(),
-        )
-
-    def close(self) -> None:
-        self._tokens.close()
-        self._records.close()

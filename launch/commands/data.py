@@ -7,7 +7,6 @@ from typing import Annotated, Literal
 
 from polyad.launch.command import Argument, Json, UsageError, command
 from polyad.launch.output import only_results_on_stdout, results
-from polyad.launch.preparation import PartsOptions
 from polyad.train.results import aligned
 
 
@@ -88,16 +87,25 @@ class TextOptions:
             "TOKEN",
         ),
     ] = None
+    part: Annotated[
+        str | None,
+        Argument(
+            "only the K-th of N shares of the documents, into DIR.part-K-of-N; needs a tokenizer "
+            "that exists",
+            "K/N",
+        ),
+    ] = None
     overwrite: Annotated[bool, Argument("replace prepared data that is already in DIR")] = False
 
 
 @command(
     "prepare",
     "polyad prepare --source python-stdlib --tokenizer train:8192 --output runs/stdlib",
-    "polyad prepare --source configs --format text --tokenizer characters --output runs/parts "
-    "--parts 4 --processes 2",
-    "polyad prepare --source configs --format text --tokenizer words --output runs/array "
-    "--parts 100 --via slurm --time 1:00:00 --dry-run",
+    "polyad prepare --source configs --format text --tokenizer runs/stdlib --output runs/parts "
+    "--part 1/2",
+    "polyad prepare --source configs --format text --tokenizer runs/stdlib --output runs/parts "
+    "--part 2/2",
+    "polyad prepare --join --output runs/parts",
 )
 def prepare(
     *,
@@ -125,8 +133,10 @@ def prepare(
             "domain, each with one subfolder per class; images are held out from every domain"
         ),
     ] = False,
+    join: Annotated[
+        bool, Argument("join DIR.part-1-of-N to DIR.part-N-of-N of text into DIR")
+    ] = False,
     text: TextOptions,
-    parts: PartsOptions,
 ) -> None:
     """Prepares data for training: tokenizes text, or indexes images.
 
@@ -136,7 +146,10 @@ def prepare(
 
     prepare_environment()
     if images is not None:
-        _refuse_text(text, parts)
+        if join:
+            raise UsageError("--join: applies to text only, and is not allowed with --images")
+        why = "applies to text only, and is not allowed with --images"
+        _refuse(text, besides=("accept", "output", "overwrite"), why=why)
         _prepare_images(images, text, held_out=held_out, domains=domains)
         return
     if held_out is not None:
@@ -144,25 +157,22 @@ def prepare(
     if domains:
         raise UsageError("--domains: means nothing without --images")
     missing = [f"--{name}" for name in ("source", "tokenizer") if getattr(text, name) is None]
-    if missing:
+    if join:
+        _refuse(text, besides=("output", "overwrite"), why="means nothing with --join")
+    elif missing:
         raise UsageError(f"needs {' and '.join(missing)}, or --images for images")
-    from polyad.launch.preparation import check_parts, prepare_text
+    from polyad.launch.preparation import prepare_text
 
-    check_parts(parts)
-    prepare_text(vars(text), parts)
+    prepare_text(vars(text), joins=join)
 
 
-def _refuse_text(text: TextOptions, parts: PartsOptions) -> None:
-    """Refuses what is of text beside `--images`."""
-    for options in (text, parts):
-        for field in fields(options):
-            value = getattr(options, field.name)
-            if field.name in ("accept", "output", "overwrite") or value == field.default:
-                continue
+def _refuse(text: TextOptions, *, besides: tuple[str, ...], why: str) -> None:
+    """Refuses options for text, except for some."""
+    for field in fields(text):
+        value = getattr(text, field.name)
+        if field.name not in besides and value != field.default:
             name = "format" if field.name == "file_format" else field.name.replace("_", "-")
-            raise UsageError(
-                f"--{name}: {value} applies to text only, and is not allowed with --images"
-            )
+            raise UsageError(f"--{name}: {value} {why}")
 
 
 def _prepare_images(

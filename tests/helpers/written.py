@@ -285,7 +285,7 @@ class World:
             self._train(options.config, options.overrides, is_started=False)
         if name == "study" and options.study.suffix != ".json":
             self._study(options.study, is_started=not options.dry_run)
-        if name == "prepare" and (options.dry_run or options.begin or options.part is not None):
+        if name == "prepare" and options.part is not None:
             return  # a step before the one that makes it
         for path in _paths(parser, options, made=True):
             assert not self._is_there(path) or name not in ("prepare", "convert"), (
@@ -414,7 +414,7 @@ def _paths(parser: Parser, options: Namespace, *, made: bool) -> list[str]:
             one
             for one in each
             if (action.dest in MAKES) == made
-            and action.dest != USED_UP
+            and action.dest not in (USED_UP, "part")
             and value not in (None, action.default)
             and (is_path or ("/" in one and "=" not in one))
             and one != "-"

@@ -10,10 +10,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import yaml
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
-import polyad.data.text.readers
 from polyad.data.errors import DataError
 from polyad.data.text import folders
 from polyad.data.text.documents import PYTHON_STDLIB, Skipped, open_source
@@ -236,21 +233,6 @@ def test_paths_that_cannot_be_are_one_line(spec):
     assert spec in error_of(spec)
 
 
-def test_a_file_that_the_disk_does_not_give_has_the_disk_as_its_cause(tmp_path):
-    # By it `data.staging` keeps what is done; a file that is no text has no such cause.
-    for ending in (".txt", ".jsonl", ".parquet"):
-        path = tmp_path / f"a{ending}"
-        path.write_bytes(b"\xff")
-        source = open_source(str(path))
-        with pytest.raises(DataError) as caught:
-            list(source.documents())
-        assert caught.value.__cause__ is None
-        path.unlink()
-        with pytest.raises(DataError, match="No such file") as caught:
-            list(source.documents())
-        assert isinstance(caught.value.__cause__, OSError)
-
-
 def test_links_are_followed_or_refused_and_never_left_out(tmp_path):
     root, elsewhere = tmp_path / "root", tmp_path / "elsewhere"
     for folder in (root, elsewhere):
@@ -265,64 +247,6 @@ def test_links_are_followed_or_refused_and_never_left_out(tmp_path):
     (root / "d.txt").unlink()
     (elsewhere / "up").symlink_to(root)
     assert f"a link makes {root} contain this folder twice" in error_of(root)
-
-
-LINES = st.lists(st.text("ab \r\té漢🙂", max_size=30), max_size=20)
-SETTINGS = settings(
-    max_examples=60,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
-
-
-def pieces(source):
-    return [(document.text, document.is_last) for document in source.documents()]
-
-
-def in_parts(source, parts):
-    return [piece for number in range(parts) for piece in pieces(source.part(number, parts))]
-
-
-@SETTINGS
-@given(lines=LINES, parts=st.integers(1, 30), part_bytes=st.sampled_from([5, 16, 64]))
-def test_lines_come_in_the_same_pieces(tmp_path, monkeypatch, lines, parts, part_bytes):
-    # A long line comes in pieces, at whose ends it may be cut to be encoded.
-    monkeypatch.setattr(polyad.data.text.readers, "PART_BYTES", part_bytes)
-    (tmp_path / "a.txt").write_bytes("\n".join(lines).encode())
-    (tmp_path / "b.txt").write_bytes(("\n".join(lines[::-1]) + "x\n").encode())
-    source = open_source(str(tmp_path), documents="lines")
-    assert in_parts(source, parts) == pieces(source)
-
-
-@SETTINGS
-@given(texts=LINES, parts=st.integers(1, 30))
-def test_objects_of_a_line_are_all_there_once(tmp_path, texts, parts):
-    (tmp_path / "a.jsonl").write_text("\n\n".join(json.dumps({"text": each}) for each in texts))
-    (tmp_path / "b.jsonl").write_text('{"text": "last"}\n')
-    source = open_source(str(tmp_path))
-    assert in_parts(source, parts) == pieces(source)
-
-
-@pytest.mark.parametrize("groups", [[], [5], [1, 1, 1], [4, 2, 7]])
-def test_row_groups_are_all_there_once(tmp_path, groups):
-    schema = pyarrow.schema([("text", pyarrow.string())])
-    with pyarrow.parquet.ParquetWriter(tmp_path / "a.parquet", schema) as writer:
-        for number, rows in enumerate(groups):
-            texts = [f"{number} {row}" for row in range(rows)]
-            writer.write_table(pyarrow.table({"text": texts}, schema=schema))
-    source = open_source(str(tmp_path))
-    assert len(pieces(source)) == sum(groups)
-    for parts in (1, 2, 3, 8):
-        assert in_parts(source, parts) == pieces(source)
-    if len(groups) > 1:  # it is cut
-        assert all(len(pieces(source.part(number, 3))) < sum(groups) for number in range(3))
-
-
-def test_errors_name_the_place_in_the_whole_file(tmp_path):
-    (tmp_path / "a.txt").write_bytes(b"one\ntwo\nthr\xff\n")
-    last = open_source(str(tmp_path), documents="lines").part(2, 3)
-    with pytest.raises(DataError, match=r"a\.txt: byte 11 \(line 3\) is not UTF-8"):
-        pieces(last)
 
 
 def test_standard_library_is_sorted_and_without_tests():

@@ -14,9 +14,9 @@ from polyad.data.errors import DataError
 from polyad.data.prepared import SPLITS
 from polyad.data.text.dataset import PreparedData
 from polyad.data.text.documents import open_source, open_splits
-from polyad.data.text.hub import DatasetSource, HubDataset, find_dataset, join_articles
+from polyad.data.text.hub import HubDataset, find_dataset, join_articles
 from polyad.data.text.prepare import prepare
-from tests.helpers.everyday import everyday
+from polyad.data.text.source import Part
 
 datasets = pytest.importorskip("datasets")
 RAW, UNK = "wikitext-103-raw-v1", "wikitext-103-v1"
@@ -289,36 +289,6 @@ def test_bad_configuration_column_and_row_are_one_line(wikitext, tmp_path):
     assert "nulls" in error_of(lambda: texts(open_source(f"hub:{tmp_path}/nulls")))
 
 
-def test_a_lost_connection_keeps_what_is_done(tmp_path, texts, prepared_path, monkeypatch):
-    library = pytest.importorskip("httpx2", reason="what the hub's client raises")
-
-    class Rows:
-        """A stream of three files whose connection ends, as it cannot here without a network."""
-
-        num_shards = 3
-
-        def __init__(self, found):
-            self.found = found
-
-        def shard(self, num_shards, index):
-            part = Rows(self.found[index::num_shards])
-            part.is_last = index == num_shards - 1
-            return part
-
-        def iter(self, batch_size):
-            yield {"text": self.found}
-            if self.is_last:
-                raise library.ReadError("the server went away")
-
-    found = [document.text for document in open_source(str(texts)).documents()]
-    source = DatasetSource("hub:a/b", "train", "text", 0, "1", Rows(found), by_article=False)
-    monkeypatch.setattr("polyad.data.text.job.open_splits", lambda *_, **__: {"train": source})
-    with pytest.raises(DataError, match="hub:a/b: the server went away"):
-        prepare("hub:a/b", str(prepared_path), tmp_path / "out", report=lambda line: None)
-    (kept,) = tmp_path.iterdir()
-    assert sorted(path.name for path in kept.glob("part-*")) == ["part-00000", "part-00001"]
-
-
 def test_code_that_comes_with_a_data_set_is_not_run(tmp_path):
     folder = tmp_path / "scripted"
     folder.mkdir()
@@ -349,43 +319,21 @@ def test_short_name_reads_the_data_set_of_the_hub(wikitext, monkeypatch, streami
     assert bool(splits["train"].total_bytes) != streaming
 
 
-def documents_in_parts(source, parts):
-    cut = [source.part(number, parts) for number in range(parts)]
-    return [text for part in cut for text in texts(part)]
-
-
-@everyday("first", ["", " \n", "Before any heading \n"], keep=["Before any heading \n"])
-def test_saved_articles_are_cut_between_articles(tmp_path, first):
-    from datasets import Dataset, DatasetInfo
-
-    rows = [first, *("" if line == " \n" else line for line in LINES["train"])]
-    info = DatasetInfo(config_name=RAW)
-    Dataset.from_dict({"text": rows}, info=info).save_to_disk(str(tmp_path / "saved"))
-    source = open_source(f"arrow:{tmp_path / 'saved'}")
-    whole = texts(source)
-    assert len(whole) == 7
-    for parts in (1, 2, 3, 5, len(rows), 100):
-        assert documents_in_parts(source, parts) == whole
-    assert 0 < len(texts(source.part(0, 2))) < 7
-
-
 def test_articles_without_a_heading_are_one_document(tmp_path):
     from datasets import Dataset, DatasetInfo
 
     info = DatasetInfo(config_name=RAW)
     Dataset.from_dict({"text": ["a", "", "b"]}, info=info).save_to_disk(str(tmp_path / "saved"))
-    source = open_source(f"arrow:{tmp_path / 'saved'}")
-    assert documents_in_parts(source, 3) == texts(source) == ["a\n \nb\n"]
+    assert texts(open_source(f"arrow:{tmp_path / 'saved'}")) == ["a\n \nb\n"]
 
 
-def test_streamed_rows_are_cut_between_files(tmp_path, wikitext):
+def test_a_part_of_a_stream_is_of_its_files_or_of_its_rows(tmp_path):
     (folder := tmp_path / "rows").mkdir()
     for number in range(3):
         table = pyarrow.table({"text": [f"{number} {row}" for row in range(4)]})
         pyarrow.parquet.write_table(table, folder / f"train-{number:05}-of-00003.parquet")
     source = open_source(f"hub:{folder}")
-    for parts in (1, 2, 3, 7):
-        assert documents_in_parts(source, parts) == texts(source)
-    assert texts(source.part(1, 3)) == [f"1 {row}" for row in range(4)]
-    articles = open_source(f"hub:{wikitext}:{RAW}")  # which go on from file to file
-    assert documents_in_parts(articles, 2) == texts(articles)
+    for parts in (2, 3, 7):
+        shares = [texts(source.share(Part(number, parts))) for number in range(parts)]
+        assert sorted(text for share in shares for text in share) == texts(source)
+    assert texts(source.share(Part(1, 3))) == [f"1 {row}" for row in range(4)]

@@ -16,7 +16,7 @@ WRONG = [None, True, -1, 1.5, 10**30, "x", "", "\x1b[31m" * 99, "\ud800", [], [1
 FREE = {
     ("request", "source"), ("request", "validation_source"), ("request", "test_source"),
     ("request", "tokenizer"), ("request", "end_of_text"), ("request", "text_key"),
-    ("request", "listings"), ("request", "listings", "train"),
+    ("request", "listings"), ("request", "listings", "train"), ("request", "part"),
 }  # fmt: skip
 """Any text will do there, or none."""
 TOLD = ("files", "left_out")

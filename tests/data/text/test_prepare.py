@@ -37,6 +37,12 @@ def slow(*given):
 polyad.data.text.writer.DatasetWriter.add = slow
 prepare(sys.argv[1], sys.argv[2], sys.argv[3])
 """
+THREADS = """
+import os, sys, tokenizers
+from polyad.data.text.prepare import prepare
+prepare(sys.argv[1], sys.argv[2], sys.argv[3], report=lambda line: None)
+print(len(os.listdir("/proc/self/task")), os.environ["TOKENIZERS_PARALLELISM"])
+"""
 # Not getrusage: a child's ru_maxrss begins at what its parent held.
 PEAK = """
 import re, sys
@@ -281,6 +287,27 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path, library_text, prepared_p
         ]
         peaks[copies] = float(subprocess.run(command, capture_output=True, check=True).stdout)
     assert peaks[25] < peaks[5] + 12, peaks  # MB
+
+
+def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path, texts, prepared_path, monkeypatch):
+    def full(self, *document):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("polyad.data.text.writer.DatasetWriter.add", full)
+    with pytest.raises(DataError, match=r"out: cannot be written: No space left"):
+        silent(str(texts), str(prepared_path), tmp_path / "out")
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="threads are counted in /proc")
+def test_every_core_encodes_whatever_the_environment_says(tmp_path, texts, prepared_path):
+    command = [sys.executable, "-c", THREADS, str(texts), str(prepared_path), str(tmp_path / "out")]
+    environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "23"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    threads, after = done.stdout.split()
+    assert int(threads) >= 23
+    assert after == "false"
 
 
 def test_progress_is_lines_where_there_is_no_terminal(tmp_path, texts):

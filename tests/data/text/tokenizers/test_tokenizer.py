@@ -9,8 +9,7 @@ import tokenizers
 from tokenizers import models, pre_tokenizers
 
 from polyad.data.errors import DataError
-from polyad.data.text.job import Asked
-from polyad.data.text.prepare import Preparation
+from polyad.data.text.prepare import prepare
 from polyad.data.text.tokenizers.files import load_tokenizer
 from polyad.data.text.tokenizers.tokenizer import END_OF_TEXT, Tokenizer
 from polyad.data.text.tokenizers.training import resolve_tokenizer, train_tokenizer
@@ -206,11 +205,7 @@ def test_preparing_text_counts_special_tokens_over_all_parts(tmp_path, capfd):
     (tmp_path / "tokenizer.json").write_bytes(with_marks().file_bytes())
     (tmp_path / "text.txt").write_text("<|im_start|>user a b c\n" * 60)
     lines = []
-    asked = Asked(
-        source=str(tmp_path / "text.txt"),
-        tokenizer=str(tmp_path / "tokenizer.json"),
-        documents="lines",
-    )
-    Preparation(asked, tmp_path / "out", parts=3, report=lines.append).all()
+    arguments = (str(tmp_path / "text.txt"), str(tmp_path / "tokenizer.json"), tmp_path / "out")
+    prepare(*arguments, documents="lines", report=lines.append)
     told = "60 occurrences of special tokens (<|im_start|> 60) in the text are encoded as plain"
     assert any(line.startswith(told) for line in lines), lines
