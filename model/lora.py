@@ -260,12 +260,6 @@ class LoRAExperts(Experts):
             for weights, some in zip(super().split(sizes), of_each, strict=True)
         ]
 
-    def first_layer(self) -> tuple[Tensor, Tensor | None]:
-        """Returns the first layer of each expert, merged with its update."""
-        weight_EDF, bias_EF = super().first_layer()
-        A_EDr, B_ErF = (self.gate_lora or self.up_lora).matrices()
-        return weight_EDF + A_EDr @ B_ErF, bias_EF
-
     def forward(
         self, rows_MD: Tensor, counts_E: Tensor, weights: ExpertWeights | None = None
     ) -> Tensor:

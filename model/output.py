@@ -48,19 +48,6 @@ class RoutingStats(NamedTuple):
     each token's own scores without noise and before a graph: 0 if even."""
     load_loss: Tensor | None = None
     """Squared coefficient of variation of the expected load under noise; None without noise."""
-    variance_loss: Tensor | None = None
-    """Minus the variance over tokens of each expert's weight after top-K, summed over experts."""
-    orthogonality_loss: Tensor | None = None
-    """Mean over tokens of the squared projections of their experts' outputs on one another; over
-    256 tokens if only a record needs it. None with one expert per token, and if outputs are never
-    separate (emoe's `experts: masked`)."""
-    coupling_EE: Tensor | None = None
-    """Norm of the output of expert j's first layer for row i of the linear score, in training;
-    `erc_loss` is computed from it. If that loss has a coefficient, it has a gradient and the rows
-    are perturbed randomly. If only a record needs it, None with more than 64 experts."""
-    erc_loss: Tensor | None = None
-    """The coupling of rows with other experts; the training loop computes it and replaces
-    `coupling_EE` with it."""
     sequence_loss: Tensor | None = None
     """Mean over sequences of sum_e f_e P_e within each: 1 at even load; None unless requested."""
     dropped: Tensor | None = None
@@ -136,12 +123,9 @@ class ModelOutput(NamedTuple):
     """One entry per routed feed-forward, in the order of the blocks; empty in a dense model."""
 
 
-AUXILIARY_LOSSES = frozenset(
-    {"balance_loss", "z_loss", "importance_loss", "load_loss", "variance_loss"}
-)
+AUXILIARY_LOSSES = frozenset({"balance_loss", "z_loss", "importance_loss", "load_loss"})
 """Losses of `RoutingStats` that every router computes in training: `loss.*` may add them. Training
-can also request `orthogonality_loss` and `coupling_EE`, which sparse layers compute, `usage_E` with
-a gradient, and `sequence_loss`."""
+can also request `usage_E` with a gradient, and `sequence_loss`."""
 
 
 class StatisticsModule(nn.Module):
@@ -153,8 +137,6 @@ class StatisticsModule(nn.Module):
     """Whether per-sample statistics are returned in training; see `ask_for_statistics`."""
     record_is_due: bool = True
     """Whether values needed only by records are computed in training; see `ask_for_statistics`."""
-    moves_rows: bool = True
-    """Whether rows are perturbed randomly for `coupling_EE` if it has a gradient."""
 
     @property
     def measures(self) -> bool:
@@ -228,7 +210,6 @@ def ask_for_statistics(
     losses: frozenset[str],
     samples: bool,
     record_is_due: bool = True,
-    moves_rows: bool = True,
 ) -> None:
     """Tells all routing layers which statistics training needs.
 
@@ -238,12 +219,10 @@ def ask_for_statistics(
         samples: Whether per-sample statistics are returned.
         record_is_due: Whether to compute values that only the step's record needs. In a layer with
             a graph they account for a third of the GPU kernels.
-        moves_rows: Whether rows are perturbed randomly for `coupling_EE` if it has a gradient.
     """
     for module in model.modules():
         if isinstance(module, StatisticsModule):
             module.gives_samples, module.record_is_due = samples, record_is_due
-            module.moves_rows = moves_rows
             if module.learns_from != losses:  # compiled programs depend on the identity of the set
                 module.learns_from = losses
 

@@ -24,7 +24,7 @@ from polyad.model.feedforward import (
     GatedActivation,
 )
 from polyad.model.initialization import ZEROS, Initializer, normal
-from polyad.model.smoe.dispatch import Apart, Dispatched, Dispatcher, make_plan, sampled
+from polyad.model.smoe.dispatch import Dispatched, Dispatcher, make_plan
 from polyad.model.smoe.experts import ExpertWeights, StackedExperts
 from polyad.model.smoe.selection import Selected, spread
 
@@ -121,20 +121,6 @@ class UnitGroups(StackedExperts):
         output_ND: Tensor = inner_NEF.flatten(1) @ self.values.flatten(0, 1)
         return output_ND
 
-    def chosen(self, inner_NEF: Tensor, expert_ids_NK: Tensor) -> Tensor:
-        """Computes the output of each group that a token uses.
-
-        Args:
-            inner_NEF: `units` of the tokens.
-            expert_ids_NK: The groups of each token.
-
-        Returns:
-            [N, K, D].
-        """
-        outputs_NED = torch.einsum("nef,efd->ned", inner_NEF, self.values)
-        index_NKD = expert_ids_NK.unsqueeze(-1).expand(-1, -1, outputs_NED.shape[-1])
-        return outputs_NED.gather(1, index_NKD)
-
 
 class MaskedDispatcher(Dispatcher):
     """A dispatcher that moves no tokens: every expert processes all of them."""
@@ -145,7 +131,6 @@ class MaskedDispatcher(Dispatcher):
         selected: Selected,
         experts: StackedExperts,
         capacity_factor: float | None = None,
-        apart: Apart = "none",
     ) -> Dispatched:
         """Sums the outputs of the chosen groups, like `Dispatcher.forward` for experts.
 
@@ -164,15 +149,4 @@ class MaskedDispatcher(Dispatcher):
         weights_NE = spread(selected, experts.config.num_experts).to(tokens_ND.dtype)
         inner_NEF = experts.units(tokens_ND)
         y_ND = self.regions.output(experts.masked(inner_NEF, weights_NE))
-        if apart == "none":
-            return Dispatched(y_ND, plan)
-        sample_N, ids_NK = None, selected.expert_ids_NK
-        if apart == "sample" and (sample_N := sampled(tokens_ND)) is not None:
-            inner_NEF, ids_NK = inner_NEF[sample_N], ids_NK[sample_N]
-            kept_NK = None if kept_NK is None else kept_NK[sample_N]
-        outputs_NKD = experts.chosen(inner_NEF, ids_NK)
-        if kept_NK is not None:
-            outputs_NKD = outputs_NKD * kept_NK.unsqueeze(-1)
-        if apart == "sample":
-            outputs_NKD = outputs_NKD.detach()
-        return Dispatched(y_ND, plan, self.regions.output(outputs_NKD), sample_N)
+        return Dispatched(y_ND, plan)

@@ -10,7 +10,7 @@ F inner width of an expert.
 """
 
 import math
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -94,21 +94,6 @@ def _by_priority(priority_N: Tensor, top_k: int) -> Tensor:
     return (token_N * top_k + choice_K1).reshape(-1)
 
 
-Apart: TypeAlias = Literal["none", "sample", "all"]
-"""Tokens for which the outputs of individual experts are returned: none, a small sample without
-gradient, or all."""
-SAMPLED_TOKENS = 256
-"""Maximum number of tokens of a sample, which are evenly spaced."""
-
-
-def sampled(tokens_ND: Tensor) -> Tensor | None:
-    """Returns the tokens of a sample, at most `SAMPLED_TOKENS`; None for all tokens."""
-    if len(tokens_ND) <= SAMPLED_TOKENS:
-        return None
-    place_N = torch.arange(SAMPLED_TOKENS, device=tokens_ND.device)
-    return place_N * len(tokens_ND) // SAMPLED_TOKENS
-
-
 class Dispatched(NamedTuple):
     """The result of dispatch."""
 
@@ -116,11 +101,6 @@ class Dispatched(NamedTuple):
     """The weighted sum over the experts of each token."""
     plan: Plan | None
     """The plan of the assignments; None if no rows were moved."""
-    outputs_NKD: Tensor | None = None
-    """The output of each expert of a token, before its bias and weight; 0 if it was dropped. None
-    unless requested."""
-    sample_N: Tensor | None = None
-    """The tokens of these outputs; None for all."""
 
 
 class DispatchRegions(NamedTuple):
@@ -148,7 +128,6 @@ class Dispatcher(nn.Module):
         selected: Selected,
         experts: StackedExperts,
         capacity_factor: float | None = None,
-        apart: Apart = "none",
     ) -> Dispatched:
         """Computes y_n = sum_k weight_nk expert_nk(token_n).
 
@@ -157,10 +136,9 @@ class Dispatcher(nn.Module):
             selected: The experts of each token, and their weights.
             experts: The experts, or this rank's part of them.
             capacity_factor: See `make_plan`.
-            apart: The tokens for which the outputs of individual experts are also returned.
 
         Returns:
-            The sums, the plan, and these outputs.
+            The sums and the plan.
         """
         tokens_ND = self.regions.tokens(tokens_ND)
         weights_NK = self.regions.weights(selected.weights_NK)
@@ -180,17 +158,7 @@ class Dispatcher(nn.Module):
         weights_NK = weights_NK.to(rows_MD.dtype)
         y_ND = rows.combine(rows_MD, weights_NK, plan.assignment_M, plan.row_A)
         y_ND = self.regions.output(y_ND)
-        if apart == "none":
-            return Dispatched(y_ND, plan)
-        sample_N, (tokens, top_k) = None, weights_NK.shape
-        if apart == "all":
-            outputs_MD = rows.permute(rows_MD, plan.row_A, plan.assignment_M)
-        else:
-            row_NK, sample_N = plan.row_A.view(tokens, top_k), sampled(tokens_ND)
-            row_NK = row_NK if sample_N is None else row_NK[sample_N]
-            outputs_MD = rows_MD.detach()[row_NK.reshape(-1)]
-        outputs_NKD = self.regions.output(outputs_MD).view(-1, top_k, rows_MD.shape[1])
-        return Dispatched(y_ND, plan, outputs_NKD, sample_N)
+        return Dispatched(y_ND, plan)
 
     def order(self, selected: Selected) -> tuple[Tensor, Tensor]:
         """Renumbers the experts for sorting rows; by default unchanged.
@@ -227,24 +195,6 @@ class Dispatcher(nn.Module):
             means: Means over this rank's units, for its experts.
         """
         return self.all_experts(self.regions.unit_mean(means))
-
-    def norms(self, rows_RD: Tensor, experts: StackedExperts) -> Tensor:
-        """Computes the norm of each expert's first layer, without its bias, applied to some rows.
-
-        Products are in the precision of the experts' weights, sums over units in that of the rows.
-
-        Args:
-            rows_RD: Rows that are equal on all ranks that share inner units; others may differ.
-            experts: The experts, or this rank's part of them.
-
-        Returns:
-            [R, E], differentiable, in the precision of the rows.
-        """
-        weight_eDF, _ = experts.first_layer()
-        hidden_eRF = self.regions.tokens(rows_RD).to(weight_eDF.dtype) @ weight_eDF
-        means_ER = self.unit_means(hidden_eRF.to(rows_RD.dtype).square().mean(2))
-        squares_RE = means_ER.T * experts.num_units
-        return squares_RE.clamp_min(torch.finfo(squares_RE.dtype).tiny).sqrt()
 
     def begin(self, plan: Plan) -> Any:
         """Starts work that does not depend on the rows; its result is passed to `compute`.

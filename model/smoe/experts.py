@@ -89,14 +89,6 @@ class StackedExperts(nn.Module, ABC):
     def stacked(self) -> ExpertWeights:
         """Returns the weights of all experts."""
 
-    def first_layer(self) -> tuple[Tensor, Tensor | None]:
-        """Returns weights [E, D, F] and bias [E, F] of the layer before the activation: the gate,
-        if there is one."""
-        weights = self.stacked()
-        if weights.gate is None:
-            return weights.up, weights.up_bias
-        return weights.gate, weights.gate_bias
-
     def split(self, sizes: list[int]) -> list[ExpertWeights]:
         """Splits the experts into groups that can be run one after the other.
 

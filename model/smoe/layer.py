@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding
 
 from polyad.model.feedforward import (
     NOTHING_ELSE,
@@ -26,26 +25,19 @@ from polyad.model.initialization import ZEROS, Initializer, linear_initializers
 from polyad.model.output import RoutingStats, StatisticsModule, entropy, mean_of_samples
 from polyad.model.padding import RealTokens, counted, pack, unpack
 from polyad.model.smoe.config import SelectingConfig, SparseMoEConfig
-from polyad.model.smoe.dispatch import Apart, Dispatched, Dispatcher
+from polyad.model.smoe.dispatch import Dispatched, Dispatcher
 from polyad.model.smoe.experts import Experts, StackedExperts
 from polyad.model.smoe.graph import GRAPHS, Graph
 from polyad.model.smoe.losses import (
     importance_loss,
     load_balance_loss,
     load_loss,
-    moved_rows,
-    orthogonality_loss,
     router_z_loss,
     sequence_balance_loss,
-    variance_loss,
 )
 from polyad.model.smoe.pool import Pool, within
-from polyad.model.smoe.scores import SCORES, Score, router_dtype
+from polyad.model.smoe.scores import SCORES, Score
 from polyad.model.smoe.selection import Selected, Selection, TopK, spread
-
-MEASURED_ROWS = 64
-"""Maximum number of experts of a layer for which coupling is computed only for a record: the cost
-is that of the first layer for E squared tokens."""
 
 
 class Routing(NamedTuple):
@@ -141,9 +133,7 @@ class Router(StatisticsModule):
         )
         if self.training:
             own_E = usage_E if is_own else None
-            stats = stats.but(
-                **self._losses(logits_NE, noisy_NE, own_NE, own_E, usage_E, load_E, selected)
-            )
+            stats = stats.but(**self._losses(logits_NE, noisy_NE, own_NE, own_E, usage_E, load_E))
             if "sequence_loss" in self.learns_from:
                 stats = stats.but(sequence_loss=self._of_sequences(own_NE, u_BTD, real))
         return Routing(selected, self.with_samples(stats, [own_NE], u_BTD, real))
@@ -156,7 +146,6 @@ class Router(StatisticsModule):
         own_E: Tensor | None,
         usage_E: Tensor | None,
         load_E: Tensor,
-        selected: Selected,
     ) -> dict[str, Tensor]:
         """Computes the auxiliary losses that are needed.
 
@@ -178,9 +167,6 @@ class Router(StatisticsModule):
                 self.noise_std,
                 self.selection.top_k,
             )
-        if self.needs("variance_loss"):
-            weights_NE = spread(selected, load_E.shape[0])
-            losses["variance_loss"] = variance_loss(self.for_loss("variance_loss", weights_NE))
         return losses
 
     def _of_sequences(self, own_NE: Tensor, u_BTD: Tensor, real: RealTokens | None) -> Tensor:
@@ -268,15 +254,12 @@ class SelectingMoE(FeedForward):
             selected,
             self.experts,
             self.config.capacity(self.training),
-            self._apart(),
         )
         y_ND, kept_NK = done.y_ND, None
         if (plan := done.plan) is not None and plan.drops:
             kept_NK = plan.kept_M()[plan.row_A].view_as(selected.weights_NK)
             if self.router.measures:
                 stats = stats.but(dropped=1 - kept_NK.to(stats.load_E.dtype).mean())
-        if self.training:
-            stats = stats.but(**self._losses(selected, done, kept_NK))
         if self.output_bias is not None:
             weights_NK = selected.weights_NK if kept_NK is None else selected.weights_NK * kept_NK
             y_ND = self.add_bias(y_ND, selected._replace(weights_NK=weights_NK))
@@ -291,43 +274,6 @@ class SelectingMoE(FeedForward):
     def expert_features(self) -> Tensor | None:
         """Returns the values of all ranks' experts that the score reads; see `Score.features`."""
         return self.router.score.features(self.experts, self.dispatcher)
-
-    def _apart(self) -> Apart:
-        """Returns for which tokens the outputs of individual experts are needed."""
-        is_needed = self.training and self.router.needs("orthogonality_loss")
-        if not is_needed or self.router.selection.top_k == 1:
-            return "none"
-        return "all" if "orthogonality_loss" in self.router.learns_from else "sample"
-
-    def _losses(
-        self, selected: Selected, done: Dispatched, kept_NK: Tensor | None
-    ) -> dict[str, Tensor]:
-        """Computes the auxiliary losses of experts that are needed."""
-        router, losses = self.router, {}
-        if (outputs_NKD := done.outputs_NKD) is not None:
-            outputs_NKD = outputs_NKD.to(router_dtype(outputs_NKD.dtype))
-            ids_NK = selected.expert_ids_NK
-            if done.sample_N is not None:
-                ids_NK = ids_NK[done.sample_N]
-                kept_NK = None if kept_NK is None else kept_NK[done.sample_N]
-            if (bias_NKD := self.bias_of(ids_NK)) is not None:
-                bias_NKD = router.for_loss("orthogonality_loss", bias_NKD)
-                kept_NK1 = 1 if kept_NK is None else kept_NK.unsqueeze(-1)
-                outputs_NKD = outputs_NKD + kept_NK1 * bias_NKD
-            losses["orthogonality_loss"] = orthogonality_loss(outputs_NKD)
-        if (rows_ED := router.score.rows()) is not None:
-            rows_ED = rows_ED.to(router_dtype(rows_ED.dtype))
-            if "coupling_EE" in router.learns_from:
-                rows_ED = moved_rows(rows_ED) if router.moves_rows else rows_ED
-                losses["coupling_EE"] = self.dispatcher.norms(rows_ED, self.experts)
-            elif router.measures and len(rows_ED) <= MEASURED_ROWS:
-                with torch.no_grad():
-                    losses["coupling_EE"] = self.dispatcher.norms(rows_ED, self.experts)
-        return losses
-
-    def bias_of(self, expert_ids_NK: Tensor) -> Tensor | None:
-        """Returns the output bias of each expert of a token, [N, K, D]; by default None."""
-        return None
 
     @abstractmethod
     def add_bias(self, y_ND: Tensor, selected: Selected) -> Tensor:
@@ -415,10 +361,6 @@ class SparseMoE(SelectingMoE):
         # sum_k weight_nk bias_(e_nk), as one product with the weights of all experts.
         weights_NE = spread(selected, self.config.num_experts)
         return torch.addmm(y_ND, weights_NE.to(y_ND.dtype), self.output_bias)
-
-    def bias_of(self, expert_ids_NK: Tensor) -> Tensor | None:
-        """Returns the output biases of the experts."""
-        return None if self.output_bias is None else embedding(expert_ids_NK, self.output_bias)
 
     def parameters_by_expert(self) -> list[nn.Parameter]:
         """Returns the experts' weights, and their output biases."""

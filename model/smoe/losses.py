@@ -1,20 +1,16 @@
 """Routing losses: pure functions of scores and selected experts.
 
-The z-loss and the orthogonality loss are means over tokens, the sequence loss is a mean over
-sequences, and the coupling loss depends only on weights. The others multiply or divide means over
-tokens, so they are not linear in the batch: the loss of a step is the mean over its micro-batches
-(`train/loop/losses.py`).
+The z-loss is a mean over tokens and the sequence loss a mean over sequences. The others multiply or
+divide means over tokens, so they are not linear in the batch: the loss of a step is the mean over
+its micro-batches (`train/loop/losses.py`).
 
-Shapes: N tokens, B sequences, E experts, K experts of a token, D width.
+Shapes: N tokens, B sequences, E experts, K experts of a token.
 """
 
 import math
 
 import torch
 from torch import Tensor
-
-NO_OUTPUT = 1e-12
-"""Bound of the squared lengths of experts' outputs in denominators."""
 
 
 def load_balance_loss(mean_scores_E: Tensor, load_E: Tensor) -> Tensor:
@@ -97,91 +93,6 @@ def load_loss(logits_NE: Tensor, noisy_NE: Tensor, noise_std: float, top_k: int)
     deviations_NE = (last_N1 - logits_NE) / noise_std
     chance_NE = 0.5 * torch.special.erfc(deviations_NE / math.sqrt(2))
     return _squared_variation(chance_NE.mean(0))
-
-
-def coupling_loss(norms_EE: Tensor, alpha: float) -> Tensor:
-    """How much a router's rows activate experts other than their own, and experts other rows:
-
-        1 / E^2 sum_{i != j} max(M_ij - alpha M_ii, 0) + max(M_ji - alpha M_ii, 0)
-
-    Source: "Coupling experts and routers in mixture-of-experts via an auxiliary loss", 2025, arXiv
-    2512.23447 (ERC loss).
-
-    Args:
-        norms_EE: M, the norm of the first layer of expert j applied to the row of expert i.
-        alpha: The coupling, relative to an expert's own norm, that is not penalized.
-
-    Returns:
-        A scalar.
-    """
-    own_E = alpha * norms_EE.diagonal()
-    above_EE = (norms_EE - own_E[:, None]).clamp_min(0) + (norms_EE - own_E).clamp_min(0)
-    total: Tensor = above_EE.fill_diagonal_(0).sum() / norms_EE.numel()
-    return total
-
-
-def moved_rows(rows_ED: Tensor) -> Tensor:
-    """Perturbs a router's rows: multiplies entries by random numbers from 1 - eps_i to 1 + eps_i.
-
-    eps_i is half the distance to the nearest other row, relative to the row's length, so that a row
-    stays nearest to itself. It is treated as constant in the gradient.
-
-    Args:
-        rows_ED: The rows.
-
-    Returns:
-        [E, D]; the random numbers come from the default generator.
-    """
-    with torch.no_grad():
-        far_EE = torch.cdist(rows_ED, rows_ED, compute_mode="donot_use_mm_for_euclid_dist")
-        nearest_E = far_EE.fill_diagonal_(torch.inf).amin(1)
-        tiny = torch.finfo(rows_ED.dtype).tiny
-        eps_E = nearest_E / (2 * rows_ED.norm(dim=1)).clamp_min(tiny)
-        factors_ED: Tensor = 1 + eps_E[:, None] * (2 * torch.rand_like(rows_ED) - 1)
-    return rows_ED * factors_ED
-
-
-def orthogonality_loss(outputs_NKD: Tensor) -> Tensor:
-    """The mean over tokens of the squared lengths of the projections of a token's outputs x:
-
-        sum_{j != k} |<x_j, x_k> / <x_k, x_k> x_k|^2
-
-    0 if they are orthogonal. Source: "Advancing expert specialization for better MoE", 2025, arXiv
-    2505.22323, equation 5, which sums over tokens: with the mean, the coefficient does not depend
-    on their number.
-
-    Args:
-        outputs_NKD: The outputs of each token's experts, before its weights.
-
-    Returns:
-        A scalar.
-    """
-    gram_NKK = outputs_NKD @ outputs_NKD.transpose(1, 2)
-    # Not via the diagonal: torch 2.13's Inductor computes its gradient wrongly on a CPU.
-    square_NK = outputs_NKD.square().sum(2)
-    # An output of 0 has no direction: the bound turns 0 / 0 into 0.
-    share_NK = square_NK / (square_NK + NO_OUTPUT).square()
-    projected_NKK = gram_NKK.square() * share_NK[:, None, :]
-    others_KK = 1 - torch.eye(gram_NKK.shape[1], dtype=gram_NKK.dtype, device=gram_NKK.device)
-    of_tokens_N: Tensor = (projected_NKK * others_KK).sum((1, 2))
-    return of_tokens_N.mean()
-
-
-def variance_loss(weights_NE: Tensor) -> Tensor:
-    """Minus the variance over tokens of each expert's weight, summed over experts.
-
-    It is lower the more decisive routing is, even if all tokens prefer the same experts, so it has
-    to be combined with a balance loss. Source: see `orthogonality_loss`, equations 6 and 7, with
-    their n as the number of tokens, so that the loss does not depend on it.
-
-    Args:
-        weights_NE: The weights of all experts' outputs, 0 for those not selected.
-
-    Returns:
-        A scalar. Not linear in the batch: it refers to one micro-batch of one rank.
-    """
-    spread_E: Tensor = weights_NE.var(0, correction=0)
-    return -spread_E.sum()
 
 
 def _squared_variation(values_E: Tensor) -> Tensor:

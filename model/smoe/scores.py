@@ -74,10 +74,6 @@ class Score(nn.Module, ABC):
             Logits [N, E], at least fp32; their softmax is r.
         """
 
-    def rows(self) -> Tensor | None:
-        """Returns the learned rows [E, D] that multiply tokens; None if there are none."""
-        return None
-
 
 class LinearScore(Score):
     """Logits W u + b (Shazeer et al. 2017)."""
@@ -97,10 +93,6 @@ class LinearScore(Score):
     def columns(self, features: Tensor | None = None) -> Tensor:
         """Returns the weight."""
         return self.weight
-
-    def rows(self) -> Tensor | None:
-        """See `Score.rows`; includes an adapter."""
-        return self.columns()
 
     def forward(self, u_ND: Tensor, features: Tensor | None = None) -> Tensor:
         """See `Score.forward`."""

@@ -85,7 +85,7 @@ COUNTED = {
 def of_balance(result):
     """Records without the losses that are each micro-batch's own."""
     return [
-        {k: v for k, v in record.items() if not k.endswith(("importance_loss", "variance_loss"))}
+        {k: v for k, v in record.items() if not k.endswith("importance_loss")}
         for record in result["routing"]
     ]
 

@@ -75,9 +75,6 @@ _NAMES = {
     "loss.router_z": "z_loss router_z_loss router_z_loss_coef moe_z_loss_coeff",
     "loss.importance": "importance_loss importance_loss_weight importance_loss_coef",
     "loss.load": "load_loss load_loss_weight load_loss_coef",
-    "loss.erc": "erc_loss erc_loss_weight erc_loss_coef",
-    "loss.orthogonality": "orthogonality_loss orthogonal_loss ortho_loss",
-    "loss.variance": "variance_loss",
     "parallel.tensor_parallel_size": "tp tp_size tensor_parallel tensor_model_parallel_size "
     "model_parallel_size",
     "parallel.expert_parallel_size": "ep ep_size expert_parallel expert_model_parallel_size",

@@ -307,13 +307,6 @@ def check_fluctuation(config: RunConfig) -> None:
         )
 
 
-_OF_SPARSE = {
-    "erc": " with score: linear, which has a row for each expert",
-    "orthogonality": " with top_k of 2 or more",
-}
-"""Requirements of losses on sparse experts, besides the kind."""
-
-
 def check_losses(config: RunConfig) -> None:
     """Checks that the model has the routers that losses need.
 
@@ -325,24 +318,10 @@ def check_losses(config: RunConfig) -> None:
         each for each in config.model.feed_forwards().values() if isinstance(each, SelectingConfig)
     ]
     sparse = [each for each in routers if isinstance(each, SparseMoEConfig)]
-    for name, allowed in (
-        ("sequence_balance", sparse),
-        ("erc", [each for each in sparse if each.score == "linear"]),
-        ("orthogonality", [each for each in sparse if each.known_final_top_k() > 1]),
-        ("variance", sparse),
-    ):
-        value, detail = getattr(loss, name), _OF_SPARSE.get(name, "")
-        if value and not allowed:
-            raise ConfigError(
-                f"loss.{name}: {value:g} is not allowed with {_kinds(config)}: it needs a "
-                f"feed-forward of kind: smoe{detail}; otherwise only 0 is allowed"
-            )
-    balance = loss.load_balance or loss.sequence_balance or loss.importance
-    if loss.variance and not balance and not any(each.balancing_rate for each in sparse):
+    if loss.sequence_balance and not sparse:
         raise ConfigError(
-            f"loss.variance: {loss.variance:g} rewards sending all tokens to the same experts: it "
-            "needs loss.load_balance, sequence_balance or importance above 0, or the "
-            "feed-forward's balancing_rate"
+            f"loss.sequence_balance: {loss.sequence_balance:g} is not allowed with "
+            f"{_kinds(config)}: it needs a feed-forward of kind: smoe; otherwise only 0 is allowed"
         )
     if loss.load_balance and loss.load_balance_over == "model" and len(routers) != 1:
         raise ConfigError(

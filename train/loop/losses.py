@@ -31,12 +31,12 @@ from torch import Tensor
 
 from polyad.model.config import Config
 from polyad.model.output import ModelOutput, RoutingStats
-from polyad.model.smoe.losses import coupling_loss, load_balance_loss
+from polyad.model.smoe.losses import load_balance_loss
 from polyad.parallel.zero import CrossEntropy
 from polyad.train.tasks.task import Predictor
 
-NOT_OF_TOKENS = frozenset({"sequence_loss", "erc_loss"})
-"""Losses of sequences or of weights, which are not weighted by the number of unpadded tokens."""
+NOT_OF_TOKENS = frozenset({"sequence_loss"})
+"""Losses that are not weighted by the number of unpadded tokens."""
 ROWS = 256
 """Number of rows of the distance matrix that are in memory at a time."""
 
@@ -198,11 +198,11 @@ def _losses(
 class LossConfig(Config):
     """Auxiliary losses of every layer that routes, which are added to the task's mean loss.
 
-    Each loss is computed for one micro-batch of one process. The z-loss and the orthogonality loss
-    are means over tokens, the sequence balance is a mean over sequences, and erc depends on weights
-    alone, so these do not depend on how a batch is divided into micro-batches. Load balance,
-    importance, load and variance are nonlinear in means over tokens, and sample similarity compares
-    pairs: they are averaged over micro-batches, and change with `train.micro_batch_size`.
+    Each loss is computed for one micro-batch of one process. The z-loss is a mean over tokens and
+    the sequence balance a mean over sequences, so these do not depend on how a batch is divided
+    into micro-batches. Load balance, importance and load are nonlinear in means over tokens, and
+    sample similarity compares pairs: they are averaged over micro-batches, and change with
+    `train.micro_batch_size`.
     """
 
     load_balance: Annotated[float, Field(ge=0, le=1e6)] = 0.0
@@ -234,23 +234,6 @@ class LossConfig(Config):
     load: Annotated[float, Field(ge=0, le=1e6)] = 0.0
     """Coefficient of the load loss, the squared coefficient of variation of the expected load under
     the router's noise (V-MoE: 0.005); needs router_noise. 0 turns it off."""
-    erc: Annotated[float, Field(ge=0, le=1e6)] = 0.0
-    """Coefficient of the expert-router coupling loss, which penalizes experts that respond to other
-    rows of a linear router than their own, and rows that activate other experts (ERC: 1); it
-    depends on weights alone. 0 turns it off."""
-    erc_alpha: Annotated[float, Field(ge=0, le=1e6)] = 1.0
-    """How strong a coupling of `erc` may be before it is penalized, as a fraction of the coupling
-    of an expert with its own row (ERC: 1 with 64 experts, 0.5 with 256)."""
-    erc_noise: bool = True
-    """Whether the `erc` loss perturbs each row of the router at random in every micro-batch, by
-    less than half the distance to the nearest other row; false: rows are used unchanged, as in the
-    records of runs without this loss."""
-    orthogonality: Annotated[float, Field(ge=0, le=1e6)] = 0.0
-    """Coefficient of the orthogonality loss: the squared projections of the outputs of a token's
-    experts onto one another, averaged over tokens; 0 turns it off."""
-    variance: Annotated[float, Field(ge=0, le=1e6)] = 0.0
-    """Coefficient of the variance loss: minus the variance of the experts' weights over the tokens
-    of a micro-batch. It rewards imbalance, so combine it with a balancing loss. 0 turns it off."""
     sample_similarity: SampleSimilarityConfig | None = None
     """A loss that sends similar samples of a micro-batch to the same expert and dissimilar ones to
     different experts; null: not used."""
@@ -264,9 +247,6 @@ class LossConfig(Config):
             "z_loss": self.router_z,
             "importance_loss": self.importance,
             "load_loss": self.load,
-            "erc_loss": self.erc,
-            "orthogonality_loss": self.orthogonality,
-            "variance_loss": self.variance,
         }
         return {name: coefficient for name, coefficient in known.items() if coefficient}
 
@@ -274,24 +254,7 @@ class LossConfig(Config):
         """Fields of `RoutingStats` that need a gradient."""
         reads_usage = self.load_balance_over == "model" or self.load_balance_counts == "all"
         usage = {"usage_E"} if self.load_balance and reads_usage else set()
-        asked = {"coupling_EE" if name == "erc_loss" else name for name in self.coefficients()}
-        return frozenset(asked | usage)
-
-
-def with_coupling(
-    routing: tuple[RoutingStats, ...], config: LossConfig
-) -> tuple[RoutingStats, ...]:
-    """Replaces coupling norms by the coupling loss computed from them.
-
-    Returns:
-        Statistics with `erc_loss` in place of `coupling_EE`, where layers have it.
-    """
-    return tuple(
-        stats
-        if (norms_EE := stats.coupling_EE) is None
-        else stats._replace(erc_loss=coupling_loss(norms_EE, config.erc_alpha), coupling_EE=None)
-        for stats in routing
-    )
+        return frozenset({*self.coefficients(), *usage})
 
 
 def routing_loss(

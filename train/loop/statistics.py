@@ -26,12 +26,12 @@ Routing = tuple[RoutingStats, ...]
 PART = 20
 """Bits of a number's lower half: fp32 represents integers up to 24 bits exactly, and their sums
 with zeros."""
-OF_MICRO_BATCHES = frozenset({"tokens", "similarity_loss", "sequence_loss", "erc_loss"})
+OF_MICRO_BATCHES = frozenset({"tokens", "similarity_loss", "sequence_loss"})
 """Fields of statistics that are not means over tokens."""
 LARGEST_OF_LAYERS = frozenset({"load_max", "rank_load_max"})
 """Measures that are aggregated over layers by the maximum; others by the mean."""
 NOT_RECORDED = frozenset({
-    "tokens", "usage_E", "norm_mean_N", "norm_square_N", "expert_input_ED", "coupling_EE",
+    "tokens", "usage_E", "norm_mean_N", "norm_square_N",
     "distill_error", "distill_square",
 })  # fmt: skip
 """Fields of statistics that are not recorded."""

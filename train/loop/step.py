@@ -17,7 +17,6 @@ from polyad.train.loop.losses import (
     Reading,
     routing_loss,
     with_counts_of_all,
-    with_coupling,
     with_sample_similarity,
 )
 from polyad.train.loop.statistics import Exchanged, StepStatistics, update_routers
@@ -83,7 +82,6 @@ def issue_step(
         losses=asked,
         samples=pairs is not None,
         record_is_due=record_is_due,
-        moves_rows=losses.erc_noise,
     )
     read = Reading(engine, getattr(engine.module, "as_read", None))
     mean_tokens = None
@@ -94,7 +92,6 @@ def issue_step(
             engine.step(learning_rate)  # DeepSpeed updates only after the last micro-batch
         of_targets, routing = task_losses(engine if pairs is None else read, next(micro_batches))
         loss = of_targets.mean()
-        routing = with_coupling(routing, losses)
         if pairs is not None:
             routing = with_sample_similarity(routing, read.inputs, pairs)
         if losses.load_balance and losses.load_balance_counts == "all":
