@@ -101,7 +101,7 @@ def test_a_wheel_works_in_a_folder_with_files_called_as_ours(
     environment: Path, project: Path
 ) -> None:
     polyad, python = environment / "polyad", environment / "python"
-    prepare = ["prepare", "--source", "data", "--format", "text", "--tokenizer", "characters"]
+    prepare = ["prepare", "--source", "data", "--format", "text", "--tokenizer", "train:300"]
     done([polyad, *prepare, "--validation-fraction", "0.5", "--output", "prepared"], project)
     small = [
         "data.path=prepared", "run.folder=mine", "train.steps=2", "train.global_batch_size=4",

@@ -65,8 +65,8 @@ class SpecialTokens(NamedTuple):
         if lacking:
             raise DataError(
                 f"{place}: its tokenizer has no token {lacking[0]}, which data.kind: masked_text "
-                f"needs; prepare the text again with a WordPiece vocabulary: `polyad prepare "
-                f"--tokenizer wordpiece:VOCAB_SIZE`, or the folder of a BERT"
+                f"needs; prepare the text again with a WordPiece vocabulary, such as the folder of "
+                f"a BERT"
             )
         begin, end, mask, padding = (vocabulary[name] for name in names)
         return cls(begin, end, mask, padding, tokenizer.end_of_text_id, tokenizer.vocab_size)

@@ -68,8 +68,7 @@ class PrepareConfig:
     """`python-stdlib`, a file, a folder, or a Hugging Face data set, whose own splits are used if
     it has them; see `polyad.data.text.documents.open_source`."""
     tokenizer: str
-    """`train:VOCAB_SIZE`, `words`, `words:VOCAB_SIZE`, `characters`, `wordpiece:VOCAB_SIZE`, a
-    path, or a name on the Hugging Face hub."""
+    """`train:VOCAB_SIZE`, `words`, `words:VOCAB_SIZE`, a path, or a name on the hub."""
     validation_fraction: float | None = None
     """Share of the text held out for validation, at least 0. If the source is text files with
     too few documents, the share is of the text, taken from its end. None: `HELD_OUT` if the split

@@ -50,13 +50,13 @@ class PieceCutter:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> "PieceCutter":
-        """Makes a cutter for a tokenizer, which decides on pieces and on how much text may grow.
+        """Makes a cutter for a tokenizer.
 
         Args:
             tokenizer: The tokenizer that encodes the pieces.
         """
         size = PIECE_CHARACTERS if tokenizer.encodes_in_pieces() else None
-        return cls(size, HELD_CHARACTERS // tokenizer.growth)
+        return cls(size)
 
     def add(self, text: str, *, is_last: bool) -> Iterator[str]:
         """Adds the next part of a document.

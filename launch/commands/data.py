@@ -32,10 +32,9 @@ class TextOptions:
     tokenizer: Annotated[
         str | None,
         Argument(
-            "train:VOCAB_SIZE, words, words:VOCAB_SIZE, characters or wordpiece:VOCAB_SIZE (built "
-            "from the train split), a tokenizer.json, a SentencePiece .model, BERT's vocab.txt, a "
-            "folder with one of these or with GPT-2's files, or a name on the Hugging Face hub, "
-            "such as gpt2"
+            "train:VOCAB_SIZE, words or words:VOCAB_SIZE (built from the train split), a "
+            "tokenizer.json, a SentencePiece .model, BERT's vocab.txt, a folder with one of these "
+            "or with GPT-2's files, or a name on the Hugging Face hub, such as gpt2"
         ),
     ] = None
     output: Annotated[str, Argument("folder to create", "DIR")]

@@ -1,12 +1,20 @@
 """Small BERTs: ours, and transformers' with random weights."""
 
+import re
+import tempfile
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from polyad.data.text.documents import open_source
+from polyad.data.text.tokenizers.vocabularies import SPECIAL
 from polyad.model.bert import Bert, BertConfig
 from polyad.model.build import build_model, materialize
+from tests.helpers.prepared import silent
 from tests.helpers.training import Case, build_engine
 
 SMALL = {
@@ -18,6 +26,24 @@ THEIRS = {
 }  # fmt: skip
 LENGTHS = (16, 11, 1)
 """Number of tokens in each row of `padded_input`."""
+
+
+def word_pieces(folder: Path, texts: Iterable[str], size: int = 300) -> str:
+    """Writes a vocab.txt: special tokens, characters, and the most frequent words."""
+    text = " ".join(texts).lower()
+    letters = [letter for letter, _ in Counter("".join(text.split())).most_common(90)]
+    words = [word for word, _ in Counter(re.findall(r"[^\W_]{2,}", text)).most_common(size)]
+    tokens = [*SPECIAL, *letters, *(f"##{letter}" for letter in letters), *words]
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "vocab.txt").write_text("\n".join(tokens[:size]) + "\n", encoding="utf-8")
+    return str(folder)
+
+
+def prepare_pieces(source: Path, folder: Path) -> None:
+    """Prepares text with such a vocabulary of its own."""
+    texts = (document.text for document in open_source(str(source)).documents())
+    with tempfile.TemporaryDirectory() as vocabulary:
+        silent(str(source), word_pieces(Path(vocabulary), texts), folder)
 
 
 def small_bert(dtype: torch.dtype = torch.float32, seed: int = 0, **keys: Any) -> Bert:

@@ -12,6 +12,7 @@ from polyad.data.text.samples import TrainingData
 from polyad.parallel.weights import load_model
 from polyad.train.config.run import load_config
 from tests.helpers import sequences as made
+from tests.helpers.bert import prepare_pieces
 from tests.helpers.everyday import everyday
 from tests.helpers.runs import (
     records,
@@ -175,7 +176,7 @@ def test_a_teacher_that_sees_later_tokens_is_refused(workers, tmp_path, prepared
 
 @pytest.mark.slow
 def test_masked_language_models_neither_teach_nor_learn(workers, tmp_path, texts, teacher, student):
-    prepare(str(texts), "wordpiece:300", tmp_path / "data", report=lambda line: None)
+    prepare_pieces(texts, tmp_path / "data")
     changes = {"model": BERT, "data__kind": "masked_text", "train__steps": 1}
     config = small_run(tmp_path, tmp_path / "data", **changes)
     text = refusal(workers(1), config, f"distill.teacher={teacher}")

@@ -8,7 +8,6 @@ import yaml
 
 from polyad.data.images.prepare import prepare_images
 from polyad.data.text.dataset import PreparedData
-from polyad.data.text.prepare import prepare
 from polyad.parallel.weights import load_model
 from polyad.train.experts.moments import STATISTICS
 from polyad.train.experts.probing import routed_layers
@@ -20,6 +19,7 @@ from polyad.train.reading import open_evaluated, read
 from polyad.train.report.beside import Alike
 from polyad.train.tasks.samples import TextSamples
 from tests.helpers import images as made
+from tests.helpers.bert import prepare_pieces
 from tests.helpers.decoders import TEXTS, Chosen, hub_folder, prepared_for
 from tests.helpers.everyday import everyday
 from tests.helpers.fine_tuned import SETTINGS, others, trainer
@@ -175,7 +175,7 @@ def sequences_run(name, workers, tmp_path_factory):
 
 
 def masked_text_run(workers, root, texts):
-    prepare(str(texts), "wordpiece:300", root / "pieces", report=lambda line: None)
+    prepare_pieces(texts, root / "pieces")
     model = {"kind": "bert", "num_layers": 2, "hidden_size": 16, "num_heads": 2}
     model |= {"sequence_length": 37, "feed_forward": SPARSE}
     kind = {"data__kind": "masked_text", "train__steps": 2}

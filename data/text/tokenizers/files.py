@@ -18,7 +18,7 @@ from polyad.data.text.manifest import (
     TOKENIZER_FILES,
     TokenizerFile,
 )
-from polyad.data.text.tokenizers.content import bytes_fingerprint, check_charsmap
+from polyad.data.text.tokenizers.content import bytes_fingerprint
 from polyad.data.text.tokenizers.tokenizer import (
     KNOWN_END_OF_TEXT,
     TRAINED,
@@ -53,7 +53,6 @@ class SentencePieceTokenizer(Tokenizer):
 
         if not model:  # the library would print its own error
             raise DataError("not a SentencePiece model")
-        _check_normalizers(model)
         try:
             self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
             size = self._processor.get_piece_size()
@@ -62,7 +61,6 @@ class SentencePieceTokenizer(Tokenizer):
         if size == 0:
             raise DataError("not a SentencePiece model")
         self._model = model
-        self.growth = 1
         vocabulary = self.vocabulary()
         self.end_of_text = choose_end_of_text(vocabulary, end_of_text)
         self.end_of_text_id = vocabulary[self.end_of_text]
@@ -137,18 +135,6 @@ class SentencePieceTokenizer(Tokenizer):
     def with_begin_of_text(self, token: str | None) -> "SentencePieceTokenizer":
         """Returns this tokenizer: its file cannot store a token that begins each document."""
         return self
-
-
-def _check_normalizers(model: bytes) -> None:
-    from google.protobuf.message import DecodeError
-    from sentencepiece import sentencepiece_model_pb2
-
-    try:
-        content = sentencepiece_model_pb2.ModelProto.FromString(model)
-    except DecodeError:
-        raise DataError("not a SentencePiece model") from None
-    for part in (content.normalizer_spec, content.denormalizer_spec):
-        check_charsmap(part.precompiled_charsmap)
 
 
 BYTE_LEVEL_FILES = ("vocab.json", "merges.txt")

@@ -13,15 +13,12 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from polyad.data.errors import DataError, nearest
-from polyad.data.json_reader import parse_json
 from polyad.data.text.manifest import TOKENIZER_FILE, TokenizerFile
 from polyad.data.text.tokenizers.content import (
     CHANCE,
     begin_of_text,
     canonical,
     chance_of,
-    check_growth,
-    check_patterns,
     fingerprint,
     with_begin_of_text,
     without_chance,
@@ -43,9 +40,7 @@ KNOWN_END_OF_TEXT = (
 PARALLELISM = "TOKENIZERS_PARALLELISM"
 MOST_IDS = 2**31 - 1
 """Token ids are stored in at most 32 bits, signed."""
-CHARACTERS_AT_ONCE = 4 * 1024 * 1024
-"""Normalized characters per call of the library, which bounds memory."""
-TRAINED = ("train:VOCAB_SIZE", "words", "words:VOCAB_SIZE", "characters", "wordpiece:VOCAB_SIZE")
+TRAINED = ("train:VOCAB_SIZE", "words", "words:VOCAB_SIZE")
 """Specifications of tokenizers that are trained on the train split."""
 
 # Each must give the same ids whole and in two pieces, or long documents are not cut there.
@@ -96,15 +91,12 @@ class Tokenizer:
         begin_of_text_id: Its id.
         vocab_size: All ids are below this.
         fingerprint: SHA-256, hexadecimal, of the canonical `content` and the end-of-text token.
-        growth: Maximum number of characters that the normalizer makes of one.
     """
 
     file_name: TokenizerFile = TOKENIZER_FILE
 
     def __init__(self, content: str, end_of_text: str | None = None) -> None:
         self._content = canonical(content)
-        self.growth = check_growth(self._content)
-        check_patterns(parse_json(self._content, ""))
         self._backend = tokenizers.Tokenizer.from_str(self._content)
         for key in CHANCE:
             if getattr(self._backend.model, key, None) is not None:
@@ -137,33 +129,15 @@ class Tokenizer:
             DataError: A text cannot be distinguished from the end of a document in this vocabulary,
                 or has a word that is not in it.
         """
-        batch: list[list[int]] = []
         try:
-            for group in self._groups(texts):
-                encodings = self._backend.encode_batch_fast(group, add_special_tokens=False)
-                batch.extend(encoding.ids for encoding in encodings)
+            encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
         except Exception as error:  # bare; a word vocabulary without an unknown token
             raise self._unknown_word(texts) or error from None
-        except BaseException as error:  # from the library, for example if a pattern takes too long
-            if type(error).__name__ != "PanicException":
-                raise
-            raise DataError(f"this tokenizer cannot encode a text: {error}") from None
+        batch: list[list[int]] = [encoding.ids for encoding in encodings]
         for row, ids in enumerate(batch):
             if self.end_of_text_id in ids:
                 batch[row] = self._encode_forged(texts[row])
         return batch
-
-    def _groups(self, texts: Sequence[str]) -> Iterator[list[str]]:
-        group: list[str] = []
-        characters = 0
-        for text in texts:
-            characters += len(text) * self.growth
-            if group and characters > CHARACTERS_AT_ONCE:
-                yield group
-                group, characters = [], len(text) * self.growth
-            group.append(text)
-        if group:
-            yield group
 
     def _unknown_word(self, texts: Sequence[str]) -> UnknownWordError | None:
         normalizer, splitter = self._backend.normalizer, self._backend.pre_tokenizer

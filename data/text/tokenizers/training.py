@@ -56,14 +56,14 @@ def train_tokenizer(
     return Tokenizer(backend.to_str(), end_of_text)
 
 
-Kind: TypeAlias = Literal["bytes", "words", "characters", "pieces"]
+Kind: TypeAlias = Literal["bytes", "words"]
 
 
 class Training(NamedTuple):
     """A tokenizer to train on text.
 
     Attributes:
-        kind: Byte-level BPE, all words separated by white space, all characters, or WordPiece.
+        kind: Byte-level BPE, or all words separated by white space.
         vocab_size: Requested number of entries; None for no limit (only for words).
     """
 
@@ -74,7 +74,6 @@ class Training(NamedTuple):
 _SIZED: dict[str, tuple[Kind, int, str]] = {
     "train": ("bytes", SMALLEST_VOCABULARY, "256 bytes and the end-of-text token"),
     "words": ("words", 3, "a word, <unk> and the end-of-text token"),
-    "wordpiece": ("pieces", 7, "5 special tokens and a character, alone and inside a word"),
 }
 """By the name before the colon: the kind, the smallest size, and what that has room for."""
 
@@ -91,10 +90,8 @@ def training_wanted(spec: str) -> Training | None:
     name, colon, digits = spec.partition(":")
     if spec == "words":
         return Training("words", None)
-    if spec == "characters":
-        return Training("characters", None)
-    if spec in ("train", "wordpiece"):
-        raise DataError(f"tokenizer '{spec}': its size is missing; write {spec}:VOCAB_SIZE")
+    if spec == "train":
+        raise DataError("tokenizer 'train': its size is missing; write train:VOCAB_SIZE")
     if not colon or name not in _SIZED:
         return None
     kind, least, what = _SIZED[name]
@@ -116,8 +113,7 @@ def resolve_tokenizer(
     """Loads or trains the tokenizer that the user named.
 
     Args:
-        spec: `train:VOCAB_SIZE`, `words`, `words:VOCAB_SIZE`, `characters` or
-            `wordpiece:VOCAB_SIZE`; or what `load_tokenizer` reads.
+        spec: `train:VOCAB_SIZE`, `words` or `words:VOCAB_SIZE`; or what `load_tokenizer` reads.
         end_of_text: The token that ends each document; None for a well-known one.
         training_texts: Returns the texts to train on; called only if training is needed.
 
@@ -136,13 +132,5 @@ def resolve_tokenizer(
         from polyad.data.text.tokenizers.vocabularies import train_words
 
         return train_words(training_texts(), wanted.vocab_size, end_of_text or END_OF_TEXT)
-    if wanted.kind == "characters":
-        from polyad.data.text.tokenizers.vocabularies import train_characters
-
-        return train_characters(training_texts(), end_of_text or END_OF_TEXT)
     assert wanted.vocab_size is not None
-    if wanted.kind == "pieces":
-        from polyad.data.text.tokenizers.vocabularies import train_wordpiece
-
-        return train_wordpiece(training_texts, wanted.vocab_size, end_of_text)
     return train_tokenizer(training_texts(), wanted.vocab_size, end_of_text or END_OF_TEXT)

@@ -1,11 +1,11 @@
-"""Vocabularies of the words or the characters of a text, and WordPiece.
+"""Vocabularies of the words of a text, and BERT's.
 
 WordPiece, from BERT, has words, and pieces that continue a word and begin with ##. Source: Devlin
 et al. 2019 and the released code, whose `vocab.txt` has one token per line.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import tokenizers
@@ -16,7 +16,6 @@ from tokenizers import (
     normalizers,
     pre_tokenizers,
     processors,
-    trainers,
 )
 
 from polyad.data.errors import DataError
@@ -136,44 +135,12 @@ def train_words(texts: Iterator[str], vocab_size: int | None, end_of_text: str) 
     return WordTokenizer(backend.to_str(), end_of_text)
 
 
-def train_characters(texts: Iterator[str], end_of_text: str) -> Tokenizer:
-    """Collects the characters of texts: each code point is a token.
-
-    Returns:
-        The vocabulary: `<unk>` for characters that these texts do not have, the end-of-text token,
-        and the characters in the order of their code points.
-
-    Raises:
-        DataError: There are no characters, or one of them is the end-of-text token.
-    """
-    if len(end_of_text) < 2 or end_of_text == UNKNOWN:
-        raise DataError(
-            f"{end_of_text!r} cannot end a document of characters; choose a token of several "
-            f"characters other than {UNKNOWN} with --end-of-text TOKEN"
-        )
-    characters: set[str] = set()
-    for text in texts:
-        characters.update(text)
-    if not characters:
-        raise DataError("characters: the text of the train split has no characters")
-    special = (UNKNOWN, end_of_text)
-    vocabulary = {token: number for number, token in enumerate([*special, *sorted(characters)])}
-    # BPE without merges splits a text into its characters, and keeps white space.
-    backend = tokenizers.Tokenizer(models.BPE(vocabulary, [], unk_token=UNKNOWN))
-    backend.decoder = decoders.Fuse()
-    backend.add_special_tokens([AddedToken(token, special=True) for token in special])
-    return Tokenizer(backend.to_str(), end_of_text)
-
-
 VOCABULARY_FILE = "vocab.txt"
 ABOUT_FILE = "tokenizer_config.json"
 UNKNOWN_PIECE = "[UNK]"
 SPECIAL = ("[PAD]", UNKNOWN_PIECE, "[CLS]", "[SEP]", "[MASK]")
-"""The special tokens, in the order of a vocabulary trained here."""
+"""The special tokens."""
 PREFIX = "##"
-LARGEST_ALPHABET = 1000
-"""Number of characters in a vocabulary trained here, the most frequent ones; words with others are
-unknown."""
 
 
 def wordpiece(
@@ -253,46 +220,3 @@ def _about(file: Path) -> dict[str, bool]:
     except TypeError:
         raise DataError(f"{file}: is not a JSON object") from None
     return {key: value for key, value in tree.items() if isinstance(value, bool)}
-
-
-def train_wordpiece(
-    texts: Callable[[], Iterator[str]], vocab_size: int, end_of_text: str | None = None
-) -> Tokenizer:
-    """Trains an uncased vocabulary; the result depends only on the texts.
-
-    Args:
-        texts: Returns the texts, which are read twice: for the characters and for the pieces.
-        vocab_size: Requested entries: 5 special tokens, two per character, and merges.
-        end_of_text: The token that ends each document; None for [SEP].
-
-    Returns:
-        The tokenizer. Texts with few distinct words give a smaller vocabulary.
-
-    Raises:
-        DataError: There is no text, or `end_of_text` is not a token of the vocabulary.
-    """
-    empty = wordpiece({UNKNOWN_PIECE: 0}, lowercase=True)
-    counts: Counter[str] = Counter()
-    for text in texts():
-        counts.update(empty.normalizer.normalize_str(text))
-    letters = [letter for letter in counts if not letter.isspace()]
-    if not letters:
-        raise DataError("wordpiece: the text of the train split has no words")
-    most = max(1, min(LARGEST_ALPHABET, (vocab_size - len(SPECIAL)) // 2))
-    alphabet = sorted(sorted(letters, key=lambda c: (-counts[c], c))[:most])
-    # The library numbers pieces in hash-table order, which differs between runs, unless it is given
-    # all of them; ties between equally frequent pairs are broken by these numbers.
-    known = [*SPECIAL, *alphabet, *(PREFIX + letter for letter in alphabet)]
-    trainer = trainers.WordPieceTrainer(
-        vocab_size=vocab_size,
-        special_tokens=known,
-        initial_alphabet=alphabet,
-        limit_alphabet=len(alphabet),
-        continuing_subword_prefix=PREFIX,
-        show_progress=False,
-    )
-    trained = tokenizers.Tokenizer(models.WordPiece({UNKNOWN_PIECE: 0}, unk_token=UNKNOWN_PIECE))
-    trained.normalizer, trained.pre_tokenizer = empty.normalizer, empty.pre_tokenizer
-    trained.train_from_iterator(texts(), trainer=trainer)
-    vocabulary = trained.get_vocab(with_added_tokens=True)
-    return Tokenizer(wordpiece(vocabulary, lowercase=True).to_str(), end_of_text)

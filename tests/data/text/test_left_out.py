@@ -29,7 +29,7 @@ def folder_with(tmp_path, names, text="A text of some length.\n"):
 def prepared_anyway(folder, tmp_path, **options):
     lines = []
     manifest = prepare(
-        str(folder), "characters", tmp_path / "out", report=lines.append, accept=True, **options
+        str(folder), "train:300", tmp_path / "out", report=lines.append, accept=True, **options
     )
     return manifest, "\n".join(lines)
 
@@ -41,7 +41,7 @@ def test_files_that_hold_text_and_are_not_read_are_refused_or_accepted(tmp_path,
         name, f".{name.rpartition('.')[2].lower()}"
     )
     with pytest.raises(DataError) as caught:
-        prepare(str(folder), "characters", tmp_path / "out", report=lambda line: None)
+        prepare(str(folder), "train:300", tmp_path / "out", report=lambda line: None)
     said = str(caught.value)
     assert f"would leave out {ending} files: 1 (as {name.rpartition('/')[2]})" in said
     assert said.endswith("if that is intended, add --accept")
@@ -58,7 +58,7 @@ def test_what_stands_beside_texts_is_told_and_not_refused(tmp_path):
     folder = folder_with(tmp_path, ["README.md", "LICENSE", "sizes.png", ".gitignore"])
     (folder / "__MACOSX").mkdir()
     (folder / "__MACOSX" / "00.txt").write_text("no text")
-    manifest = prepare(str(folder), "characters", tmp_path / "out", report=lambda line: None)
+    manifest = prepare(str(folder), "train:300", tmp_path / "out", report=lambda line: None)
     assert manifest.left_out == {
         "hidden files and folders": 2, "files without an ending": 1, ".md files": 1,
         ".png files": 1,
@@ -67,7 +67,7 @@ def test_what_stands_beside_texts_is_told_and_not_refused(tmp_path):
     for number in range(41):
         (folder / f"{number}.md").write_text("more of these than are read")
     with pytest.raises(DataError, match=r"would leave out \.md files: 42 \(as 0\.md\)"):
-        prepare(str(folder), "characters", tmp_path / "other", report=lambda line: None)
+        prepare(str(folder), "train:300", tmp_path / "other", report=lambda line: None)
 
 
 def test_files_read_that_have_no_ending_are_told_in_words(tmp_path):
@@ -87,7 +87,7 @@ def test_links_are_followed_once_and_a_second_name_of_a_file_is_doubted(tmp_path
     (folder / "again.txt").hardlink_to(folder / "00.txt")
     (folder / "twice.txt").symlink_to(other / "linked.txt")
     with pytest.raises(DataError, match="would read text twice, of 2 files that are others by a"):
-        prepare(str(folder), "characters", tmp_path / "two", report=lambda line: None)
+        prepare(str(folder), "train:300", tmp_path / "two", report=lambda line: None)
     manifest, _ = prepared_anyway(folder, tmp_path, overwrite=True)
     assert manifest.files == {".txt": 43}
 
@@ -99,14 +99,14 @@ def test_other_splits_of_a_data_set_are_told(tmp_path):
     saved = datasets.DatasetDict({"train": rows, "unsupervised": rows.select(range(3))})
     saved.save_to_disk(str(tmp_path / "saved"))
     manifest = prepare(
-        str(tmp_path / "saved"), "characters", tmp_path / "out", report=lambda line: None
+        str(tmp_path / "saved"), "train:300", tmp_path / "out", report=lambda line: None
     )
     assert manifest.left_out == {"splits other than train, validation, test": 1}
 
 
 def test_a_manifest_of_an_older_version_has_neither_and_opens(tmp_path):
     folder = folder_with(tmp_path, [])
-    prepare(str(folder), "characters", tmp_path / "out", report=lambda line: None)
+    prepare(str(folder), "train:300", tmp_path / "out", report=lambda line: None)
     path = tmp_path / "out" / "manifest.json"
     tree = json.loads(path.read_text())
     older = {k: v for k, v in tree.items() if k not in ("files", "left_out")}
@@ -120,7 +120,7 @@ def test_the_option_of_the_text_is_named(tmp_path):
     with pytest.raises(DataError, match=r"^--validation-source: .*texts: would leave out \.json"):
         prepare(
             str(tmp_path / "train.txt"),
-            "characters",
+            "train:300",
             tmp_path / "out",
             validation_source=str(folder),
             report=lambda line: None,
@@ -141,11 +141,11 @@ def test_files_that_are_called_as_splits_are_joined_only_if_that_is_meant(tmp_pa
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(f"A text of {name}.\n")
     with pytest.raises(DataError, match=r"are called as splits.*--test-source") as caught:
-        prepare(str(folder), "characters", tmp_path / "out", report=lambda line: None)
+        prepare(str(folder), "train:300", tmp_path / "out", report=lambda line: None)
     assert str(caught.value).endswith("if that is intended, add --accept")
     manifest, _ = prepared_anyway(folder, tmp_path)
     assert manifest.files == {".txt": len(names)}
     one = folder / names[0]
-    alone = prepare(str(one.parent if one.parent != folder else one), "characters",
+    alone = prepare(str(one.parent if one.parent != folder else one), "train:300",
                     tmp_path / "alone", report=lambda line: None)  # fmt: skip
     assert alone.files in ({}, {".txt": 1})

@@ -239,7 +239,7 @@ def test_option_that_changes_nothing_is_refused(tmp_path, options, words):
         path.write_text("Some text.\n" * 40)
     words = words.format(texts=re.escape(str(texts)), other=re.escape(str(other)))
     with pytest.raises(DataError, match=f"^{words}"):
-        silent(str(texts), "characters", tmp_path / "out", validation_source=str(other), **options)
+        silent(str(texts), "train:300", tmp_path / "out", validation_source=str(other), **options)
     assert not (tmp_path / "out").exists()
 
 

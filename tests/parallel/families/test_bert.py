@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from polyad.data.text.tokenizers.vocabularies import train_wordpiece
+from polyad.data.text.tokenizers.files import load_tokenizer
 from polyad.model.bert import BertConfig
 from polyad.model.families.bert import BERT
 from polyad.model.families.family import Known
@@ -16,7 +16,7 @@ from polyad.model.families.keys import HuggingFaceError
 from polyad.parallel.families import FamilyWeights
 from polyad.parallel.weights import load_model, open_weights
 from polyad.train.exchange.convert import convert
-from tests.helpers.bert import padded_input, their_bert
+from tests.helpers.bert import padded_input, their_bert, word_pieces
 
 KINDS = {
     "BertModel": "none",
@@ -34,7 +34,8 @@ def saved(tmp_path):
         model = their_bert(kind, **keys)
         folder = tmp_path / kind
         model.save_pretrained(folder)
-        train_wordpiece(lambda: iter([WORDS]), 61).save(folder / "tokenizer.json")
+        pieces = word_pieces(tmp_path / "pieces", [WORDS], 61)
+        load_tokenizer(pieces).save(folder / "tokenizer.json")
         return model, folder
 
     return save

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from polyad.data.images.prepare import prepare_images
-from polyad.data.text.prepare import prepare
 from polyad.launch.cli import run as polyad_command
 from polyad.train.errors import ConfigError
 from polyad.train.evaluation.evaluate import Routing
 from polyad.train.experts.replay import read_choices
+from tests.helpers.bert import prepare_pieces
 from tests.helpers.fine_tuned import SETTINGS, others, trainer
 from tests.helpers.images import class_folders
 from tests.helpers.runs import evaluated, evaluation, run, write_config
@@ -97,7 +97,7 @@ def images(folder: Path, _: Path) -> tuple[Path, dict[str, Any]]:
 
 def masked_text(folder: Path, texts: Path) -> tuple[Path, dict[str, Any]]:
     """Text with hidden words, and a BERT."""
-    prepare(str(texts), "wordpiece:300", folder / "modules", report=lambda line: None)
+    prepare_pieces(texts, folder / "modules")
     bert = {"kind": "bert", "num_layers": 2, "hidden_size": 16, "num_heads": 2}
     return folder / "modules", {
         "data__kind": "masked_text",

@@ -9,7 +9,6 @@ from torch.nn.functional import cross_entropy
 
 from polyad.data.images.prepare import prepare_images
 from polyad.data.text.dataset import PreparedData
-from polyad.data.text.prepare import prepare
 from polyad.launch.cli import run as polyad
 from polyad.parallel.weights import load_model
 from polyad.train.experts.probing import deciding, routed_layers
@@ -19,6 +18,7 @@ from polyad.train.measures.atlas import Atlas
 from polyad.train.reading import open_evaluated
 from polyad.train.report.command import report
 from polyad.train.tasks.samples import TextSamples
+from tests.helpers.bert import prepare_pieces
 from tests.helpers.images import class_folders
 from tests.helpers.pages import Page
 from tests.helpers.runs import both_forms, evaluation, knockout, newest, run, write_config
@@ -285,7 +285,7 @@ SPARSE = {"kind": "smoe", "num_experts": 4, "expert_hidden_size": 32}
 
 @pytest.mark.slow
 def test_of_masked_text_hidden_tokens_are_counted(workers, tmp_path, texts):
-    prepare(str(texts), "wordpiece:300", tmp_path / "pieces", report=lambda line: None)
+    prepare_pieces(texts, tmp_path / "pieces")
     model = {"kind": "bert", "num_layers": 2, "hidden_size": 32, "num_heads": 4}
     model |= {"sequence_length": 32, "feed_forward": SPARSE}
     config = write_config(

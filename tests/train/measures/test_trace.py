@@ -19,7 +19,6 @@ from polyad.data.errors import DataError
 from polyad.data.images.dataset import ImageData
 from polyad.data.images.prepare import prepare_images
 from polyad.data.text.dataset import PreparedData
-from polyad.data.text.prepare import prepare
 from polyad.data.text.tokenizers.files import load_tokenizer
 from polyad.launch.cli import run as command
 from polyad.parallel.weights import load_model, open_weights
@@ -32,6 +31,7 @@ from polyad.train.measures.trace import Trace, TraceWithLoss
 from polyad.train.reading import open_data_for
 from polyad.train.tasks.samples import ImageSamples
 from tests.helpers import images as made
+from tests.helpers.bert import prepare_pieces
 from tests.helpers.decoders import Chosen, hub_folder, prepared_for
 from tests.helpers.everyday import everyday
 from tests.helpers.fine_tuned import SETTINGS, others, trainer
@@ -326,7 +326,7 @@ def test_shares_of_levels_and_masked_text(kind, workers, trained, tmp_path, text
         folder, first = trained("tr"), 0
     else:
         data, folder, first = tmp_path / "pieces", tmp_path / "run", 1
-        prepare(str(texts), "wordpiece:300", data, report=lambda line: None)
+        prepare_pieces(texts, data)
         bert = {
             "kind": "bert", "num_layers": 2, "hidden_size": 32, "num_heads": 4,
             "sequence_length": 32,

@@ -8,7 +8,6 @@ import torch
 from polyad.data.errors import DataError
 from polyad.data.text.dataset import PreparedData
 from polyad.data.text.masking import MaskedWindows, SpecialTokens
-from polyad.data.text.prepare import prepare
 from polyad.parallel.checkpoint.finding import find_checkpoint
 from polyad.train.config.rules import check_windows
 from polyad.train.config.run import RunConfig, load_config
@@ -18,6 +17,7 @@ from polyad.train.exchange.convert import convert
 from polyad.train.report.command import report
 from polyad.train.results import json_value
 from polyad.train.tasks.registry import open_task
+from tests.helpers.bert import prepare_pieces
 from tests.helpers.runs import records, run, write_config
 from tests.helpers.training import tensors
 
@@ -33,7 +33,7 @@ SGD = {"kind": "sgd", "learning_rate": 0.1, "clip_grad_norm": 1.0}
 def pieces(tmp_path_factory, texts) -> Path:
     """Text with a WordPiece vocabulary."""
     path = tmp_path_factory.mktemp("pieces") / "modules"
-    prepare(str(texts), "wordpiece:300", path, report=lambda line: None)
+    prepare_pieces(texts, path)
     return path
 
 

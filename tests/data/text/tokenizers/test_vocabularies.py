@@ -1,9 +1,7 @@
-"""Vocabularies of words, of characters and of WordPiece."""
+"""Vocabularies of words, and of BERT."""
 
 import json
 import re
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -15,16 +13,13 @@ from polyad.data.errors import DataError
 from polyad.data.prepared import SPLITS
 from polyad.data.text.dataset import PreparedData
 from polyad.data.text.documents import open_source
-from polyad.data.text.prepare import prepare
 from polyad.data.text.source import ByteShares
 from polyad.data.text.tokenizers.files import load_tokenizer
 from polyad.data.text.tokenizers.tokenizer import END_OF_TEXT
-from polyad.data.text.tokenizers.training import resolve_tokenizer, training_wanted
+from polyad.data.text.tokenizers.training import resolve_tokenizer
 from polyad.data.text.tokenizers.vocabularies import (
     SPECIAL,
     WordTokenizer,
-    train_characters,
-    train_wordpiece,
     train_words,
 )
 from tests.helpers.prepared import jsonl, silent
@@ -149,44 +144,6 @@ def test_text_without_a_word_has_no_vocabulary():
         train_words(iter([" \n", "<unk>"]), None, END_OF_TEXT)
 
 
-def test_each_character_is_a_token_and_text_comes_back(tmp_path, library_text):
-    text = library_text + "\0\t\r\n  é e\u0301 \u2028 🙂 <unk>" + END_OF_TEXT
-    tokenizer = train_characters(iter([text[:5000], text[5000:]]), END_OF_TEXT)
-    assert tokenizer.vocab_size == 2 + len(set(text))
-    ids = tokenizer.encode(text)
-    assert len(ids) == len(text)
-    assert min(ids) > 1
-    assert tokenizer.decode(ids) == text
-    assert tokenizer.decode([*ids[:3], 1]) == text[:3] + END_OF_TEXT
-    assert tokenizer.decode(tokenizer.encode("a☃☃b")) == "a<unk><unk>b"
-    assert tokenizer.encodes_in_pieces()
-    tokenizer.save(tmp_path / "tokenizer.json")
-    loaded = load_tokenizer(tmp_path)
-    assert (loaded.fingerprint, loaded.encode(text)) == (tokenizer.fingerprint, ids)
-    theirs = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
-    assert theirs.encode("def main").ids == tokenizer.encode("def main")
-
-
-def test_the_vocabulary_is_that_of_the_train_split(tmp_path):
-    (tmp_path / "a.txt").write_text("ab\n" * 1000 + "☃")
-    manifest = prepare(
-        str(tmp_path / "a.txt"), "characters", tmp_path / "out", report=lambda line: None
-    )
-    assert manifest.tokenizer.vocab_size == 5
-    assert manifest.request.tokenizer == "characters"
-    data = PreparedData.open(tmp_path / "out")
-    test = data.split("test").read_document(0).tolist()
-    assert data.tokenizer().decode(test).endswith(f"ab\n<unk>{END_OF_TEXT}")
-
-
-@pytest.mark.parametrize("end_of_text", ["a", "<unk>"])
-def test_a_character_cannot_end_documents(end_of_text):
-    with pytest.raises(DataError, match="--end-of-text TOKEN"):
-        resolve_tokenizer(
-            "characters", end_of_text=end_of_text, training_texts=lambda: iter(["abc"])
-        )
-
-
 WORDS = [
     "the",
     "cat",
@@ -258,54 +215,3 @@ def test_another_file_is_refused(tmp_path, tokens, message):
     with pytest.raises(DataError, match=message) as raised:
         load_tokenizer(write(tmp_path, tokens))
     assert str(raised.value).count("vocab.txt") == 2  # the file, and what it is not
-
-
-@pytest.mark.slow
-def test_training_gives_the_same_in_every_process(library_text, tmp_path):
-    (tmp_path / "text").write_text(library_text[:60_000])
-    code = (
-        "import sys; from pathlib import Path\n"
-        "from polyad.data.text.tokenizers.vocabularies import train_wordpiece\n"
-        "text = Path(sys.argv[1]).read_text()\n"
-        "print(train_wordpiece(lambda: iter([text]), 600).fingerprint)"
-    )
-    root = Path(__file__).resolve().parents[4]
-    prints = {
-        subprocess.run(
-            [sys.executable, "-c", code, str(tmp_path / "text")],
-            **{"capture_output": True, "text": True, "check": True, "cwd": root},
-        ).stdout
-        for _ in range(3)
-    }
-    assert len(prints) == 1
-
-
-def test_a_trained_vocabulary_has_the_size_and_knows_its_text(library_text):
-    tokenizer = train_wordpiece(lambda: iter([library_text]), 1000)
-    vocabulary = tokenizer.vocabulary()
-    assert len(vocabulary) == tokenizer.vocab_size == 1000
-    assert [token for token, _ in sorted(vocabulary.items(), key=lambda t: t[1])][:5] == [*SPECIAL]
-    ids = tokenizer.encode(library_text)
-    assert vocabulary["[UNK]"] not in ids
-    assert tokenizer.decode(tokenizer.encode("def main")) == "def main"
-    assert tokenizer.encodes_in_pieces()
-
-
-@pytest.mark.slow
-def test_text_is_prepared_with_a_vocabulary_of_its_train_split(tmp_path, texts):
-    manifest = prepare(str(texts), "wordpiece:500", tmp_path / "out", report=lambda line: None)
-    assert (manifest.tokenizer.vocab_size, manifest.tokenizer.end_of_text) == (500, "[SEP]")
-    data = PreparedData.open(tmp_path / "out")
-    last = data.split("train").read_document(0)[-1]
-    assert last == data.tokenizer().vocabulary()["[SEP]"]
-
-
-@pytest.mark.parametrize("spec", ["wordpiece", "wordpiece:", "wordpiece:6", "wordpiece:x"])
-def test_a_size_that_cannot_be_is_refused(spec):
-    with pytest.raises(DataError, match="VOCAB_SIZE"):
-        training_wanted(spec)
-
-
-def test_a_text_without_words_is_refused():
-    with pytest.raises(DataError, match="has no word"):
-        resolve_tokenizer("wordpiece:100", training_texts=lambda: iter([" \n\t"]))
