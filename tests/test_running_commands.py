@@ -37,7 +37,6 @@ NOT_RUN = {
     "make test": "is this suite",
     "lm_eval ": "needs lm-eval, an extra, and a task from the network",
     "tensorboard ": "serves until it is stopped; what it would show is read instead",
-    "polyad explore ": "serves until it is stopped; tests/train/explore asks it",
     "python -m tests.benchmarks.step --device cuda": "needs a GPU",
     "polyad predict runs/quickstart-images/run": "needs a photo",
     "polyad robustness ": "needs ImageNet, and a model of it",

@@ -30,7 +30,7 @@ from polyad.train.experts.probing import deciding, routed_layers
 from polyad.train.experts.trace import TEXT_EXTRA, TOP, Form, text_columns
 from polyad.train.experts.trace import LayerExperts as LayerExperts
 from polyad.train.experts.trace import experts_of as experts_of_layer
-from polyad.train.explore.view import TextView, view_text
+from polyad.train.experts.view import TextView, view_text
 from polyad.train.reading import Evaluated, open_data_for
 from polyad.train.results import aligned, json_value
 from polyad.train.streaming import whole_model
@@ -150,7 +150,7 @@ class Run:
         top: int = TOP,
         means: Callable[[], Mapping[str, Tensor]] | None = None,
     ) -> TextView:
-        """Reads a text and shows experts, losses and next tokens, as `polyad explore` does.
+        """Reads a text and shows experts, losses and next tokens.
 
         Args:
             text: at most as many tokens as the model reads at once.
@@ -168,7 +168,7 @@ class Run:
             ConfigError: the model does not predict text or has no experts, the text is empty or too
                 long, or an intervention is not possible.
         """
-        self.check_shown()
+        language_model(self._weights)
         asked = [
             parse_intervention(each) if isinstance(each, str) else each for each in interventions
         ]
@@ -178,27 +178,14 @@ class Run:
             *(model, self.tokenizer, name, ids), interventions=asked, top=top, means=means
         )
 
-    def check_shown(self) -> None:
-        """Checks that the model supports `show`.
-
-        Raises:
-            ConfigError: the model does not predict text, or has no experts or no tokenizer.
-        """
-        language_model(self._weights)
-        self._check_experts()
-        _ = self.tokenizer
-
-    def _check_experts(self) -> None:
-        if not self._config.has_experts():
-            raise ConfigError(f"{self.path}: the model is dense: it has no experts")
-
     def _read_ids(self, text: str, top: int) -> list[int]:
         """The token ids of a text for `experts`."""
         check_text(text, "text")
         config = self._config
         if not isinstance(config, DecoderSettings | BertConfig):
             raise self._not_of_text("`polyad report` shows the experts of images")
-        self._check_experts()
+        if not config.has_experts():
+            raise ConfigError(f"{self.path}: the model is dense: it has no experts")
         if top < 1:
             raise ConfigError(f"top: {top} is not allowed: 1 or more")
         ids = [*self.tokenizer.before, *self.tokenizer.encode(text)]

@@ -9,7 +9,6 @@ from polyad.launch.commands import (
     edits,
     evaluate,
     experts,
-    explore,
     plan,
     predict,
     report,
@@ -42,7 +41,6 @@ GROUPS: dict[str, tuple[Command, ...]] = {
         evaluate.compare,
     ),
     "its experts": (
-        explore.explore,
         experts.specialize,
         experts.knockout,
         experts.atlas,

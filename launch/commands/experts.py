@@ -27,9 +27,11 @@ from polyad.launch.commands.held_out import (
 )
 from polyad.launch.commands.options import (
     CheckpointOrRun,
+    TokenizerFile,
     numbers,
     steering,
 )
+from polyad.launch.output import check_result_file
 
 
 @command("experts specialize", "polyad experts specialize runs/quickstart/run")
@@ -341,18 +343,33 @@ def contrast(
     "polyad experts trace runs/quickstart/run --output runs/trace.parquet",
     "polyad experts trace runs/quickstart/run --output runs/trace.parquet --tokens 4096 "
     "--layers 1 --with score,entropy,norm,loss",
+    "polyad experts trace runs/quickstart/run --text 'def main():' --html runs/main.html",
 )
 def trace(
     path: CheckpointOrRun,
     overrides: Overrides,
     *,
     output: Annotated[
-        Path,
+        Path | None,
         Argument(
             "the .parquet file to write, or a folder that gets one file per process",
             "DIR_OR_FILE",
+            one_of="what is written",
         ),
-    ],
+    ] = None,
+    text: Annotated[
+        str | None, Argument("with --html: read this text instead of held-out data")
+    ] = None,
+    html: Annotated[
+        Path | None,
+        Argument(
+            "write a page that shows the loss, the experts and the next tokens of each token of "
+            "--text, before and after --intervene",
+            "FILE",
+            one_of="what is written",
+        ),
+    ] = None,
+    tokenizer: TokenizerFile = None,
     layers: Annotated[
         Sequence[str], numbers("blocks whose experts are written; default: all blocks with experts")
     ] = (),
@@ -379,11 +396,24 @@ def trace(
     tokens: Tokens = None,
     held: Stored,
 ) -> None:
-    """Writes the experts of every token to Parquet.
+    """Writes the experts of every token to Parquet, or those of a typed text as a page.
 
     There is one row per token, layer and chosen expert, with the expert's weight and the token's
     position in the data. pandas, polars and duckdb can read the file.
     """
+    if (text is None) != (html is None) or (html is None and output is None):
+        raise UsageError("experts trace: --output, or --text and --html are needed")
+    if text is not None and html is not None:
+        others = (overrides, layers, extra, tokens, held.data, held.stream, held.json)
+        if any(others) or held.split != "validation":
+            raise UsageError(
+                "--html: allowed beside --text, --intervene, --top, --tokenizer, --best, --weights "
+                "and --base alone"
+            )
+        _trace_text(path, text, html, top, tokenizer, held)
+        return
+    if tokenizer is not None:
+        raise UsageError("--tokenizer: allowed with --text alone")
     options: dict[str, Any] = {"output": output, "layers": layers, "top": top, "extra": extra}
     if tokens is not None:
         options["tokens"] = tokens
@@ -395,6 +425,22 @@ def trace(
         return examined(checkpoint, kind, held, overrides, **options)
 
     show_measured("experts trace", path, held, {"overrides": overrides, **options}, measure)
+
+
+def _trace_text(
+    path: Path, text: str, html: Path, top: int | None, tokenizer: str | None, held: Stored
+) -> None:
+    """Writes the page of a text."""
+    from polyad.launch.machine import prepare_environment
+
+    check_result_file("--html", html, ".html", dry_run=False)
+    prepare_environment()
+    from polyad.data.files import write_whole
+    from polyad.train.experts.trace import TOP
+    from polyad.train.loading import load
+
+    run = load(path, weights=held.weights, best=held.best, tokenizer=tokenizer, base=held.base)
+    write_whole(html, run.show(text, interventions=held.intervene, top=top or TOP).page())
 
 
 @command("experts measure", "polyad experts measure runs/quickstart/run --name specialization")

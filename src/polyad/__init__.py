@@ -13,7 +13,7 @@ Training is started by the command `polyad`; the packages below are what it is m
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from polyad.train.explore.view import TextView
+    from polyad.train.experts.view import TextView
     from polyad.train.loading import ExpertRow, LayerExperts, Run, TextExperts, load
 
 __all__ = ["ExpertRow", "LayerExperts", "Run", "TextExperts", "TextView", "load"]
@@ -23,7 +23,7 @@ _HOME = {
     "LayerExperts": "polyad.train.loading",
     "Run": "polyad.train.loading",
     "TextExperts": "polyad.train.loading",
-    "TextView": "polyad.train.explore.view",
+    "TextView": "polyad.train.experts.view",
     "load": "polyad.train.loading",
 }
 

@@ -97,7 +97,7 @@ def test_all_commands_are_listed_under_titles(capfd: pytest.CaptureFixture[str])
 @pytest.mark.parametrize(
     ("typed", "offered"),
     [
-        (["exp"], {"explore", "experts"}),
+        (["exp"], {"experts"}),
         (["experts", "at"], {"atlas"}),
         (["launch", "--process"], {"--processes-per-node"}),
         (["completion", "z"], {"zsh"}),

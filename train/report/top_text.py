@@ -248,15 +248,6 @@ class TopText:
             for layer in self._layers
         }
 
-    def of_expert(
-        self, model: nn.Module, layer: RoutedLayer, column: int, batch_size: int
-    ) -> ShownExpert[Snippet]:
-        """One expert of a layer; see `result`."""
-        wanted = {(layer.name, column): self._tops(layer.name, column)}
-        contexts = self._contexts(wanted, model, batch_size)
-        totals = self._every[layer.name].totals()
-        return totals.shown(layer, column, contexts.of_expert(layer.name, column))
-
     def _tops(self, layer: str, column: int) -> list[Top]:
         every, words = self._every[layer], self._words[layer]
         return merged(every.highest(column), words.highest(column))

@@ -1,11 +1,10 @@
 """A view of a text, against the model's own output and against changed weights."""
 
-import json
-
 import pytest
 import torch
 
 import polyad
+from polyad.launch.cli import run as command
 from polyad.model.build import build_model, materialize
 from polyad.model.gpt2 import GPT2Config
 from polyad.train.errors import ConfigError
@@ -13,6 +12,7 @@ from polyad.train.experts.interventions import intervened, parse_intervention
 from tests.helpers.everyday import everyday
 from tests.helpers.pages import Page
 from tests.helpers.runs import FEED_FORWARDS
+from tests.launch.test_cli import error_line
 
 pytestmark = pytest.mark.distributed
 TEXT = "def f(x):\n    return x < 3 and x"
@@ -131,25 +131,6 @@ def test_tokens_of_a_pruned_expert_have_moved_and_no_others(smoe):
     assert view.moved(smoe.show("other text")) == {}
 
 
-def test_json_has_each_cell_with_its_best_unused_experts(smoe):
-    view = smoe.show(TEXT, interventions=["layer=1,expert=1,how=prune"])
-    found = json.loads(json.dumps(view.to_json(), allow_nan=False))
-    assert found["layers"][0]["levels"] == [4]
-    layer = view.plain.layers[LAYER]
-    for t, cell in enumerate(found["plain"]["cells"][0]):
-        used = [(expert, weight) for expert, weight, _ in cell if weight is not None]
-        assert [expert for expert, _ in used] == layer.experts[t].tolist()
-        assert [weight for _, weight in used] == pytest.approx(layer.weights[t].tolist(), abs=1e-6)
-        assert sorted(expert for expert, _, _ in cell) == [0, 1, 2, 3]
-        unused = [score for _, weight, score in cell if weight is None]
-        assert unused == sorted(unused, reverse=True)
-        for expert, _, score in cell:
-            assert score == pytest.approx(float(layer.scores[t, expert]), abs=1e-6)
-    # A pruned expert has no score.
-    assert all(1 not in [each[0] for each in cell] for cell in found["changed"]["cells"][0])
-    assert found["tokens"][view.tokens.index(next(t for t in view.tokens if "\n" in t))][0] == "⏎"
-
-
 def test_a_notebook_gets_a_table_in_which_text_is_text(smoe):
     text = "<img src=x> & <b>"
     prune = f"layer=1,expert={busiest(smoe, text)},how=prune"
@@ -165,6 +146,32 @@ def test_a_notebook_gets_a_table_in_which_text_is_text(smoe):
     assert [row["loss"] for row in view.rows()] == view.plain.losses
     assert [row["changed_loss"] for row in view.rows()] == view.changed.losses
     assert "None" not in smoe.show("x")._repr_html_()  # nothing is predicted of one token
+
+
+def test_trace_writes_the_view_of_a_text_as_a_page(trained, tmp_path, capfd):
+    page, change = tmp_path / "text.html", "layer=1,expert=1,how=scale,value=2"
+    words = ["--text", TEXT, "--html", str(page), "--intervene", change]
+    assert command(["experts", "trace", str(trained("smoe")), *words]) == 0
+    view = polyad.load(trained("smoe")).show(TEXT, interventions=[change])
+    assert page.read_text() == view.page()
+    assert "<title>" in view.page()
+    assert Page(view.page()).links == []
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ([], "--output"),
+        (["--text", "x"], "--html"),
+        (["--html", "x.html"], "--text"),
+        (["--text", "x", "--html", "x.html", "--tokens", "9"], "--html"),
+        (["--output", "x.parquet", "--tokenizer", "x"], "--tokenizer"),
+        (["--text", "x", "--html", "x.txt"], "--html"),
+    ],
+)
+def test_what_trace_writes_is_one_of_two(words, named, capfd):
+    assert command(["experts", "trace", "x", *words]) == 2
+    assert named in error_line(capfd.readouterr().err)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """A language model's view of a text, with and without interventions on its experts.
 
-Both the page of `polyad explore` and `polyad.load(RUN).show(TEXT)` show a `TextView`.
+`polyad.load(RUN).show(TEXT)` returns a `TextView`, which notebooks show as a table; `polyad experts
+trace --html` writes the same table as a page.
 
 Shapes: T tokens of a text, V vocabulary, S experts of a layer (all levels side by side), K experts
 shown per token.
@@ -18,12 +19,9 @@ from polyad.train.experts.interventions import Intervention, intervened
 from polyad.train.experts.probing import deciding, routed_layers
 from polyad.train.experts.trace import TOP, LayerExperts, experts_of
 from polyad.train.page.template import render, signs
-from polyad.train.results import json_value
 
 NEXT = 10
 """Number of most probable next tokens shown for each token."""
-BESIDE = 4
-"""Number of experts with the next best scores shown beside those that a token uses."""
 _AT_ONCE = 256
 """Number of tokens whose probabilities over the vocabulary are in memory at once."""
 
@@ -104,46 +102,23 @@ class TextView:
             )
         ]
 
-    def to_json(self) -> dict[str, Any]:
-        """JSON values; cells are [expert, weight, score], with weight null for unused experts."""
-        layers = [each.layer for each in self.plain.layers.values()]
-        found = {
-            "name": self.name,
-            "tokens": [label(token) for token in self.tokens],
-            "layers": [
-                {
-                    "name": layer.name,
-                    "title": layer.title,
-                    "block": layer.block,
-                    "levels": layer.levels,
-                    "shares": layer.shares,
-                }
-                for layer in layers
-            ],
-            "plain": _pass_to_json(self.plain),
-            "changed": None if self.changed is None else _pass_to_json(self.changed),
-            "moved": self.moved(),
-            "interventions": list(map(str, self.interventions)),
-            "next": [
-                [each._replace(token=label(each.token)) for each in likely]
-                for likely in self.next_tokens
-            ],
-        }
-        value: dict[str, Any] = json_value(found)
-        return value
-
     def _repr_html_(self) -> str:
         """The table that a notebook shows."""
         moved = self.moved()
         return render(
-            "train/explore/view.html",
+            "train/experts/view.html",
             view=self,
             label=label,
             hue=hue,
-            cells={
-                name: _cells(each, beside=0, moved=moved.get(name))
-                for name, each in self.shown.layers.items()
-            },
+            cells={name: _cells(each, moved.get(name)) for name, each in self.shown.layers.items()},
+        )
+
+    def page(self) -> str:
+        """The table as an HTML page."""
+        return (
+            '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">\n'
+            '<meta name="color-scheme" content="light dark">\n<title>Experts of a text</title>'
+            f"</head><body>\n{self._repr_html_()}\n</body></html>\n"
         )
 
     def __repr__(self) -> str:
@@ -159,7 +134,7 @@ def label(token: str) -> str:
 
 
 def hue(expert: int) -> float:
-    """The hue of an expert in degrees, far from those of its neighbors. The page uses the same."""
+    """The hue of an expert in degrees, far from those of its neighbors."""
     return expert * 137.508 % 360
 
 
@@ -265,45 +240,22 @@ def _differ(first_TK: Tensor, second_TK: Tensor) -> list[bool]:
 
 
 class Cell(NamedTuple):
-    """The experts of a token in a layer."""
+    """The experts that a token uses in a layer."""
 
-    experts: list[tuple[int, float | None, float]]
-    """Number, weight and score of each expert: first those used, then those with the next best
-    scores, whose weight is None."""
+    experts: list[tuple[int, float]]
+    """Number and weight of each."""
     strongest: float
     """Largest weight of the layer in this text."""
     moved: bool
 
 
-def _cells(found: LayerExperts, beside: int, moved: Sequence[bool] | None = None) -> list[Cell]:
+def _cells(found: LayerExperts, moved: Sequence[bool] | None) -> list[Cell]:
     """The cells of a layer."""
-    scores_TS = found.scores.nan_to_num(neginf=-torch.inf)
-    rest_TS = scores_TS.scatter(1, found.experts, -torch.inf)
-    others = rest_TS.topk(min(beside, rest_TS.shape[1]), dim=1).indices.tolist()
-    scores, weights = found.scores.tolist(), found.weights.tolist()
     strongest = float(found.weights.abs().max())
-    cells = []
-    for token, experts in enumerate(found.experts.tolist()):
-        used = [
-            (expert, round(weight, 6), round(scores[token][expert], 6))
-            for expert, weight in zip(experts, weights[token], strict=True)
-        ]
-        unused = [
-            (expert, None, round(scores[token][expert], 6))
-            for expert in others[token]
-            if rest_TS[token, expert] > -torch.inf
-        ]
-        cells.append(Cell([*used, *unused], strongest, bool(moved and moved[token])))
-    return cells
-
-
-def _pass_to_json(found: Pass) -> dict[str, Any]:
-    return {
-        "losses": found.losses,
-        "loss": found.loss,
-        "cells": [
-            [cell.experts for cell in _cells(each, 0 if each.layer.shares else BESIDE)]
-            for each in found.layers.values()
-        ],
-        "strongest": [float(each.weights.abs().max()) for each in found.layers.values()],
-    }
+    weights = found.weights.tolist()
+    return [
+        Cell(
+            list(zip(experts, weights[token], strict=True)), strongest, bool(moved and moved[token])
+        )
+        for token, experts in enumerate(found.experts.tolist())
+    ]

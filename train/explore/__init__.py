@@ -1,1 +1,0 @@
-"""Views of a text and its experts, token by token, for `polyad explore` and for notebooks."""
