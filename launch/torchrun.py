@@ -64,8 +64,9 @@ def _start(folder: Path) -> int:
     os.environ[STOP_FILE] = str(folder / "stop")
     os.environ[END_WITH_PARENT] = str(os.getpid())  # for the workers
     words = sys.argv.index("-m") if "-m" in sys.argv else len(sys.argv)
-    sys.argv[words:words] = ["--log-dir", str(folder / "logs")]  # torchrun's own would stay
-    words += 2
+    if "--log-dir" not in sys.argv[:words]:  # torchrun's own would stay
+        sys.argv[words:words] = ["--log-dir", str(folder / "logs")]
+        words += 2
     from polyad.parallel.agents import watch_workers
 
     workers = watch_workers(

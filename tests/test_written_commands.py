@@ -7,10 +7,9 @@ import pytest
 
 from polyad.launch.command import UsageError
 from polyad.launch.commands import COMMANDS
-from polyad.launch.via.hosts import read_hostfile
 from polyad.train.config.adaptation import model_of
 from polyad.train.config.rules import validate
-from polyad.train.config.run import load_config
+from polyad.train.config.run import load_config, shipped_configs
 from polyad.train.forecast.describe import check_without_data
 from tests.helpers.written import (
     BENCHMARK,
@@ -33,7 +32,7 @@ SEQUENCES = {"documents": documents(), **help_commands()}
 NO_COMMANDS = ("COMMAND", "help", "--help", "--version", "cp", "tr")
 """What stands behind `polyad` in a text and is no command: the last two are rows of a table."""
 GROUPS = {name.rpartition(" ")[0] for name in COMMANDS if " " in name}
-CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
+CONFIGS = shipped_configs()
 
 
 @pytest.mark.parametrize("name", SEQUENCES)
@@ -138,11 +137,7 @@ def test_runs_that_are_written_down_are_valid() -> None:
         name, _, options = parsed(words)
         processes = 1
         if name == "launch":
-            if options.via == "ssh":
-                hosts = read_hostfile(ROOT / options.hostfile)
-                processes = sum(host.slots or 1 for host in hosts)
-            else:
-                processes = (options.nodes or 1) * options.processes_per_node
+            processes = (options.nodes or 1) * options.processes_per_node
         elif command.words[0] == "torchrun":
             processes = int(command.words[command.words.index("--nproc-per-node") + 1])
         path = ROOT / options.config

@@ -53,9 +53,9 @@ def bench(
 
     MFU (model FLOPs utilization) is the share of the GPU's peak FLOP rate that the model uses.
     """
+    from polyad.launch.agent import become_processes
     from polyad.launch.commands.plan import configuration
     from polyad.launch.machine import bind_to_cores, end_with_launcher, prepare_environment
-    from polyad.launch.via.agent import become_processes
     from polyad.parallel.comm import environment_world_size
     from polyad.train.errors import ConfigError
 

@@ -101,10 +101,10 @@ def plan(
     json: Json = None,
 ) -> None:
     """Predicts memory, communication and time of a run on GPUs; searches for fast layouts."""
+    from polyad.launch.agent import become_processes
     from polyad.launch.plan import figure as drawn
     from polyad.launch.plan import table
     from polyad.launch.study.figure import check_figure
-    from polyad.launch.via.agent import become_processes
     from polyad.parallel.comm import environment_world_size
     from polyad.parallel.plan.devices import DEVICES
     from polyad.train.forecast.forecast import Machines

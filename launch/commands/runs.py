@@ -17,9 +17,9 @@ from polyad.launch.command import (
     command,
     positive,
 )
+from polyad.launch.launch import LaunchOptions
 from polyad.launch.machine import is_main
 from polyad.launch.output import check_json_path, only_results_on_stdout, results
-from polyad.launch.via.options import LaunchOptions
 
 if TYPE_CHECKING:
     from polyad.train.state import TrainState
@@ -76,12 +76,12 @@ def last_loss(metrics: Path) -> str:
     "polyad launch configs/gpt2/124m.yaml --nodes 2 --processes-per-node 4 --via torchrun "
     "--rdzv-endpoint node-1:29400 data.path=runs/stdlib",
     "polyad launch configs/gpt2/124m.yaml --nodes 2 --processes-per-node 4 --via slurm "
-    "--gpus-per-node 4 --time 24:00:00 data.path=runs/stdlib --dry-run",
+    "--sbatch gpus-per-node=4 --sbatch time=24:00:00 data.path=runs/stdlib --dry-run",
 )
 def launch(config: ConfigFile, overrides: Overrides, how: LaunchOptions) -> int:
     """Checks a run, then trains it in P processes on this machine or on each of N hosts."""
+    from polyad.launch.launch import Launch
     from polyad.launch.machine import end_with_launcher
-    from polyad.launch.via.command import Launch
 
     end_with_launcher()
     return Launch(config=config, overrides=overrides, how=how).start()
@@ -209,13 +209,13 @@ def doctor(
 ) -> int | None:
     """Checks hosts for problems that would break a run or slow it down."""
     from polyad.launch.doctor.findings import check, examine, table
+    from polyad.launch.launch import Launch
     from polyad.launch.machine import end_with_launcher, prepare_environment
-    from polyad.launch.via.command import Launch
 
     check_json_path(json)
     end_with_launcher()
     if "RANK" not in os.environ:  # torchrun has not started this process
-        if how.processes_per_node is None and how.via != "ssh":
+        if how.processes_per_node is None:
             how = dataclasses.replace(how, processes_per_node=1)
         words = ("doctor", *(["--json", json] if json else []))
         return Launch(config=config, overrides=overrides, how=how, command=words).start()
@@ -238,7 +238,7 @@ def configs(
     import shutil
     import textwrap
 
-    from polyad.train.config.run import SHIPPED, find_config, near_config
+    from polyad.train.config.run import SHIPPED, find_config, near_config, shipped_configs
     from polyad.train.errors import ConfigError
     from polyad.train.results import aligned
 
@@ -251,7 +251,7 @@ def configs(
             return
         rows = sorted(
             (file.relative_to(SHIPPED).with_suffix("").as_posix(), _purpose(file))
-            for file in SHIPPED.rglob("*.yaml")
+            for file in shipped_configs()
         )
         width = shutil.get_terminal_size().columns - max(len(name) for name, _ in rows) - 3
         short = [
@@ -288,8 +288,8 @@ def verify_layout(
     json: Json = None,
 ) -> None:
     """Checks that a parallel layout gives the losses, gradients and checkpoint of one process."""
+    from polyad.launch.agent import become_processes
     from polyad.launch.verify_layout import check, check_processes, table, verify_layout
-    from polyad.launch.via.agent import become_processes
     from polyad.parallel.comm import environment_world_size
 
     check_json_path(json)

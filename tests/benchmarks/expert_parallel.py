@@ -14,9 +14,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from polyad.launch.agent import STANDALONE
 from polyad.launch.ending import guard
 from polyad.launch.machine import end_with_launcher, is_main, prepare_environment
-from polyad.launch.via.agent import STANDALONE
 from polyad.train.errors import ConfigError, RunError
 from tests.benchmarks import environment
 

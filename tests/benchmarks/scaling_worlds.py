@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from polyad.launch.via.agent import STANDALONE
+from polyad.launch.agent import STANDALONE
 from polyad.train.config.run import RunConfig
 from polyad.train.errors import RunError
 from tests.benchmarks import environment

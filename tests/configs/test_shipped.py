@@ -12,7 +12,7 @@ from polyad.launch.cli import run
 from polyad.model.build import count_parameters
 from polyad.train.config.adaptation import model_of, unused_parameters
 from polyad.train.config.rules import validate
-from polyad.train.config.run import load_config
+from polyad.train.config.run import load_config, shipped_configs
 from polyad.train.config.text import flatten
 from polyad.train.study.config import StudyAttack, StudyConfig, StudyData, StudyLeak
 from polyad.train.study.reading import load_studies
@@ -21,7 +21,7 @@ from tests.helpers.written import from_data
 
 ROOT = Path(__file__).resolve().parents[2]
 STUDIES = sorted((ROOT / "configs" / "studies").glob("*.yaml"))
-SHIPPED = sorted(set((ROOT / "configs").rglob("*.yaml")) - set(STUDIES))
+SHIPPED = sorted(set(shipped_configs()) - set(STUDIES))
 NAMES = [str(path.relative_to(ROOT / "configs")) for path in SHIPPED]
 STUDY_NAMES = [path.name for path in STUDIES]
 

@@ -5,22 +5,15 @@ import shutil
 import signal
 import socket
 import subprocess
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-SSHD = "/usr/sbin/sshd"
 NAMES = Path("/etc/netns")
 """Where `ip netns exec` takes a host's files of /etc from."""
-
-
-NO_NETEM = "what a queue of 4 kB at 2 Mbit/s does not take"
-"""How a link loses packets where the kernel cannot lose them by chance."""
 
 
 @dataclass(frozen=True)
@@ -48,17 +41,6 @@ class Host:
             "replace", f"tbf rate {megabits}mbit burst 64kbit latency 2s"
         ).check_returncode()
 
-    def lose(self) -> str:
-        """Loses packets that leave it, until `free`.
-
-        Returns:
-            How: by chance, or by a short queue where the kernel has no netem.
-        """
-        if self._queue("replace", "netem loss 10%").returncode == 0:
-            return "one packet of ten, by chance (tc netem)"
-        self._queue("replace", "tbf rate 2mbit burst 4kb limit 4kb").check_returncode()
-        return NO_NETEM
-
     def free(self) -> None:
         """Removes limits and losses."""
         self._queue("del")
@@ -71,22 +53,6 @@ class Host:
         """Ids of all processes on it."""
         found = subprocess.run(["ip", "netns", "pids", self.name], capture_output=True, text=True)
         return [int(word) for word in found.stdout.split()]
-
-    def running(self, module: str, word: str = "") -> list[int]:
-        """Ids of the processes on it that run a module of Python, with a word on its command line.
-
-        Args:
-            module: as after `python -m`.
-            word: of what follows; empty: any.
-        """
-        found = []
-        for process in self.processes():
-            with suppress(OSError):
-                words = Path(f"/proc/{process}/cmdline").read_bytes().decode().split("\0")
-                modules = [after for before, after in pairwise(words) if before == "-m"]
-                if modules[:1] == [module] and (not word or word in words):
-                    found.append(process)
-        return sorted(found)
 
     def kill(self) -> None:
         """Kills everything on it at once, like a power failure."""
@@ -157,44 +123,3 @@ def _write_names(host: Host, hosts: Sequence[Host]) -> None:
 
 def _ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True, capture_output=True)
-
-
-class SshServers:
-    """A real sshd on each host, and a client's configuration that reaches them.
-
-    Args:
-        hosts: where they run.
-        folder: for keys and logs.
-    """
-
-    def __init__(self, hosts: Sequence[Host], folder: Path) -> None:
-        if not Path(SSHD).exists():
-            pytest.skip("needs an SSH server: Debian's openssh-server")
-        Path("/run/sshd").mkdir(exist_ok=True)  # it wants this one to exist
-        self._folder = folder
-        for name in ("host", "user"):
-            command = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)]
-            subprocess.run(command, check=True)
-        (folder / "user.pub").rename(folder / "authorized")
-        (folder / "sshd.conf").write_text(
-            f"HostKey {folder}/host\nAuthorizedKeysFile {folder}/authorized\nPidFile none\n"
-            f"StrictModes no\nUsePAM no\nPermitRootLogin yes\nPort 22\n"
-        )
-        self.client = folder / "ssh.conf"
-        self.client.write_text(
-            f"Host *\n  User root\n  IdentityFile {folder}/user\n  IdentitiesOnly yes\n"
-            f"  StrictHostKeyChecking no\n  UserKnownHostsFile /dev/null\n"
-            + "".join(f"Host {host.alias}\n  HostName {host.address}\n" for host in hosts)
-            + f"Host loopback\n  HostName {hosts[0].address}\n"
-        )
-        for host in hosts:
-            self.start(host)
-
-    def start(self, host: Host) -> None:
-        """Starts the host's server, and waits until it listens."""
-        log = str(self._folder / f"{host.name}.log")
-        config = str(self._folder / "sshd.conf")
-        subprocess.run([*host.inside, SSHD, "-f", config, "-E", log], check=True)
-        until = time.monotonic() + 10
-        while "listening" not in Path(log).read_text() and time.monotonic() < until:
-            time.sleep(0.02)

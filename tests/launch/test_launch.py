@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from polyad.launch.via.command import torchrun
+from polyad.launch.launch import torchrun
 
 Polyad = Callable[..., subprocess.CompletedProcess[str]]
 Finished = tuple[Path, subprocess.CompletedProcess[str]]

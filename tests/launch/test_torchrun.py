@@ -13,8 +13,8 @@ import psutil
 import pytest
 import yaml
 
+from polyad.launch.launch import torchrun
 from polyad.launch.torchrun import _stopped, forget_stop
-from polyad.launch.via.command import torchrun
 from polyad.parallel.addresses import STORE
 from polyad.parallel.checkpoint.keeping import complete_checkpoints
 from polyad.train.errors import STOP_FILE, tell_launcher

@@ -16,7 +16,7 @@ import yaml
 
 from polyad.launch.study.folder import check_folder
 from polyad.train.config.rules import validate
-from polyad.train.config.run import RunConfig, config_of, parse_config, read_tree
+from polyad.train.config.run import RunConfig, config_of, parse_config, read_tree, shipped_configs
 from polyad.train.config.text import flatten, keys
 from polyad.train.errors import one_line
 from polyad.train.study.reading import load_studies
@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ALL_STUDIES = sorted((ROOT / "configs" / "studies").glob("*.yaml"))
 # Those of many tasks take a second to read, and are alike.
 STUDIES = [path for path in ALL_STUDIES if not path.name.startswith(("glue-", "sst5-"))]
-FILES = sorted(set((ROOT / "configs").rglob("*.yaml")) - set(ALL_STUDIES))
+FILES = sorted(set(shipped_configs()) - set(ALL_STUDIES))
 NAMES = [str(path.relative_to(ROOT / "configs")) for path in FILES]
 SECONDS = 2.0
 """Of this process, for one file of a few kilobytes. Most take a hundredth of that."""

@@ -42,6 +42,12 @@ from polyad.train.tasks.task import EvaluationConfig, Sections
 SHIPPED = Path(__file__).resolve().parents[2] / "configs"
 
 
+def shipped_configs() -> list[Path]:
+    """Files of the runs and studies that come with Polyad."""
+    found = SHIPPED.rglob("*.yaml")
+    return sorted(file for file in found if file.parent.name != "launch")
+
+
 def find_config(path: Path) -> Path:
     """Finds the configuration file that a user names.
 
@@ -63,7 +69,7 @@ def near_config(path: Path) -> str:
     """The end of an error about a missing file: the nearest existing one."""
     names: dict[str, str] = {}
     if not path.is_absolute():
-        for file in SHIPPED.rglob("*.yaml"):
+        for file in shipped_configs():
             name = file.relative_to(SHIPPED).with_suffix("").as_posix()
             names[name] = names[f"{name}.yaml"] = names[f"configs/{name}.yaml"] = name
     if path.parent.is_dir():

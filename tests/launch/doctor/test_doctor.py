@@ -2,13 +2,15 @@
 
 import json
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from polyad.launch.cli import run
-from tests.helpers.hosts import SshServers, several_hosts
+from tests.helpers.hosts import several_hosts
+from tests.helpers.started import start
 from tests.launch.test_cli import error_line
 
 Polyad = Callable[..., subprocess.CompletedProcess[str]]
@@ -54,7 +56,6 @@ def test_data_that_is_not_there_ends_it_with_status_1(config: Path, polyad: Poly
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--via", "ssh", "--hostfile", "x"], ["CONFIG: is missing", "--via ssh"]),
         (["--via", "slurm"], ["CONFIG: is missing", "--via slurm"]),
         (["none.yaml"], ["none.yaml: there is no such file"]),
         (
@@ -82,19 +83,22 @@ def test_a_batch_job_of_it_does_not_overwrite_that_of_the_run(
 
 
 @pytest.mark.slow
-def test_hosts_are_looked_at_over_ssh_and_a_slow_link_is_named(
-    config: Path, polyad: Polyad, tmp_path: Path
-) -> None:
+def test_hosts_are_looked_at_and_a_slow_link_is_named(config: Path) -> None:
+    found = config.parent / "found.json"
     with several_hosts(3, net=79) as hosts:
-        servers = SshServers(hosts, tmp_path)
         hosts[2].limit(50)
-        file = config.parent / "hosts"
-        file.write_text("".join(f"{host.alias} slots=1\n" for host in hosts))
-        ssh = ("--via", "ssh", "--hostfile", file, "--ssh-config", servers.client)
-        more = ("--interface", "eth0", "--json", config.parent / "found.json")
-        done = polyad("doctor", config, *ssh, *more, "train.global_batch_size=6")
-    assert done.returncode == 0, done.stderr
-    result = json.loads((config.parent / "found.json").read_text())
+        agents = [
+            start([
+                *(*host.inside, sys.executable, "-m", "polyad.launch", "doctor", str(config)),
+                *("--via", "torchrun", "--nodes", "3", "--processes-per-node", "1"),
+                *("--rdzv-endpoint", f"{hosts[0].address}:29700", "--interface", "eth0"),
+                *("--rdzv-is-host", str(host is hosts[0]).lower(), "--local-addr", host.address),
+                *("--json", str(found), "train.global_batch_size=6"),
+            ])
+            for host in hosts
+        ]  # fmt: skip
+        assert [agent.wait(120) for agent in agents] == [0, 0, 0]
+    result = json.loads(found.read_text())
     assert len({each["host"] for each in result["ranks"]}) == 3
     speeds = {tuple(link[:2]): link[2] for link in result["measured"]["between"]}
     assert speeds.keys() == {(0, 1), (0, 2), (1, 2)}

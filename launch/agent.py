@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from polyad.launch import torchrun as launcher
+from polyad.launch.hosts import endpoint, host_name, plain_name
 from polyad.launch.machine import prepare_environment, share_cores
 from polyad.launch.processes import block_signals
-from polyad.launch.via.hosts import endpoint, host_name, plain_name
 
 STANDALONE = (launcher.STANDALONE,)
 
@@ -62,17 +62,13 @@ class Rendezvous:
     def words(self, run_folder: str) -> list[str]:
         """torchrun's options; see `name`."""
         where = endpoint(self.endpoint, "--rdzv-endpoint") if self.endpoint else "localhost:0"
-        return meeting_words(where, self.name(run_folder), self.is_host, self.local_addr)
-
-
-def meeting_words(where: str, name: str, is_host: bool | None, local_addr: str | None) -> list[str]:
-    """Returns torchrun's options for a rendezvous at HOST:PORT; None omits an option."""
-    words = ["--rdzv-backend", "c10d", "--rdzv-endpoint", where, "--rdzv-id", name]
-    if is_host is not None:
-        words += ["--rdzv-conf", f"is_host={str(is_host).lower()}"]
-    if local_addr is not None:
-        words += ["--local-addr", local_addr]
-    return words
+        words = ["--rdzv-backend", "c10d", "--rdzv-endpoint", where]
+        words += ["--rdzv-id", self.name(run_folder)]
+        if self.is_host is not None:
+            words += ["--rdzv-conf", f"is_host={str(self.is_host).lower()}"]
+        if self.local_addr is not None:
+            words += ["--local-addr", self.local_addr]
+        return words
 
 
 def torchrun(

@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 
 import polyad.launch.torchrun
+from polyad.launch.agent import Rendezvous, torchrun
 from polyad.launch.cli import run
-from polyad.launch.via.agent import Rendezvous, torchrun
-from polyad.launch.via.command import Launch
-from polyad.launch.via.hosts import LaunchError
-from polyad.launch.via.options import LaunchOptions
+from polyad.launch.hosts import LaunchError
+from polyad.launch.launch import Launch, LaunchOptions
 from tests.launch.test_cli import error_line
 
 TORCHRUN = ("--via", "torchrun", "--rdzv-endpoint", "node-1")
@@ -30,14 +29,10 @@ def unchanged_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (["--nodes", "0"], ["--nodes", "'0'", "at least 1"]),
         (["--nodes", "-2"], ["--nodes", "-2"]),
-        (["--nodes", "2"], ["--nodes: 2", "--via local", "torchrun, ssh, slurm or kubernetes"]),
-        (["--via", "mpi"], ["'mpi'", "'local', 'torchrun', 'ssh', 'slurm', 'kubernetes'"]),
-        (["--via", "ssh"], ["--hostfile", "missing"]),
-        (["--hostfile", "hosts"], ["--hostfile: 'hosts'", "--via local", "--via ssh"]),
-        (["--via", "kubernetes", "--image", "polyad"], ["--claim", "missing"]),
-        (["--via", "kubernetes", "--claim", "data"], ["--image", "missing"]),
-        (["--via", "slurm", "--spare-nodes", "1"], ["--spare-nodes: 1", "--via ssh"]),
-        (["--via", "slurm", "--min-nodes", "2"], ["--min-nodes: 2", "--via torchrun and ssh"]),
+        (["--nodes", "2"], ["--nodes: 2", "--via local", "torchrun or slurm"]),
+        (["--via", "mpi"], ["'mpi'", "'local', 'torchrun', 'slurm'"]),
+        (["--via", "slurm", "--min-nodes", "2"], ["--min-nodes: 2", "--via torchrun"]),
+        (["--via", "slurm", "--sbatch=--time=1"], ["--sbatch: '--time=1'", "without dashes"]),
         (["--nodes", "2", *TORCHRUN, "--min-nodes", "3"], ["--min-nodes: 3", "hosts, 2"]),
         (
             ["--nodes", "4", *TORCHRUN, "--min-nodes", "2", "train.micro_batch_size=1"],
@@ -56,9 +51,9 @@ def unchanged_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         ([*TORCHRUN, "--local-addr", "`id`"], ["--local-addr", "'`id`'"]),
         ([*TORCHRUN, "--rdzv-is-host", "maybe"], ["--rdzv-is-host", "'true', 'false'"]),
         (["--interface", "eth0 eth1"], ["--interface", "'eth0 eth1'"]),
-        (["--partition", "gpu"], ["--partition", "'gpu'", "--via local", "--via slurm"]),
+        (["--setup", "modules"], ["--setup: 'modules'", "--via local", "--via slurm"]),
         (["--rdzv-id", "x"], ["--rdzv-id", "'x'", "--via local", "--via torchrun"]),
-        ([*TORCHRUN, "--gpus-per-node", "8"], ["--gpus-per-node: 8", "--via slurm and kubernetes"]),
+        ([*TORCHRUN, "--sbatch", "time=1"], ["--sbatch", "--via slurm"]),
         (["$(touch x)=1"], ["'$(touch x)=1'", "key=value"]),
         (["train.steps;id=1"], ["'train.steps;id=1'", "key=value"]),
     ],
@@ -72,27 +67,6 @@ def test_a_wrong_launch_is_one_line_before_anything_starts(
     for word in words:
         assert word in error_line(captured.err)
     assert not (config.parent / "run").exists()
-
-
-@pytest.mark.parametrize(
-    ("more", "said"),
-    [
-        (("--spare-nodes", "3"), "names 3 hosts, and the run takes at least 1 of them"),
-        (("--nodes", "2", "--spare-nodes", "2"), "names 3 hosts, and the run takes 2 of them"),
-    ],
-)
-def test_spare_hosts_that_the_file_does_not_have_are_refused(
-    more: tuple[str, ...],
-    said: str,
-    config: Path,
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    file = tmp_path / "hosts"
-    file.write_text("a slots=1\nb slots=1\nc slots=1\n")
-    words = ["launch", str(config), "--via", "ssh", "--hostfile", str(file), *more]
-    assert run(words) == 2
-    assert f"--spare-nodes: {more[-1]} is not allowed; {file} {said}" in capfd.readouterr().err
 
 
 def test_a_program_is_refused_what_the_command_line_is(config: Path) -> None:

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from polyad.data.text.prepare import prepare
 from polyad.parallel.checkpoint.keeping import complete_checkpoints
 from tests.helpers.hosts import several_hosts
 from tests.helpers.slurm import Slurm, slurm
@@ -19,6 +18,7 @@ from tests.helpers.started import ROOT, losses, write_run
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
+EARLY = ("--sbatch", "signal=B:USR1@30")
 TWO = ("--nodes", "2", "--processes-per-node", "1", "--interface", "eth0")
 
 
@@ -75,7 +75,7 @@ def test_a_job_goes_back_into_the_queue_before_its_limit_and_continues(
     cluster: Slurm, data: Path, tmp_path: Path
 ) -> None:
     config = write_run(tmp_path / "two", data, 1_000_000)
-    job = submitted(cluster, "launch", config, "--time", "1:35", "--signal-seconds", "30")
+    job = submitted(cluster, "launch", config, "--sbatch", "time=1:35", *EARLY)
     cluster.wait(job, ("RUNNING",), 60)
     # Slurm rounds the limit up to two minutes, and sends the signal up to a minute early.
     until = time.monotonic() + 180
@@ -83,7 +83,7 @@ def test_a_job_goes_back_into_the_queue_before_its_limit_and_continues(
         assert time.monotonic() < until, output(config, job)
         time.sleep(0.5)
     said = output(config, job)
-    assert f"stopping, then requeueing job {job}" in said
+    assert f"job {job} goes back into the queue" in said
     (saved,) = re.findall(
         r"stopped by SIGUSR1; run the same command again to continue from (\S+)", said
     )
@@ -107,22 +107,3 @@ def test_a_job_goes_back_into_the_queue_before_its_limit_and_continues(
     newest = complete_checkpoints(config.parent / "run" / "checkpoints")[-1]
     assert int(newest.name.removeprefix("step-")) > step
     assert os.listdir(newest)
-
-
-def test_a_text_is_prepared_by_a_job_array(cluster: Slurm, text: Path, tmp_path: Path) -> None:
-    words = ["--source", str(text), "--tokenizer", "words", "--test-fraction", "0"]
-    prepare(str(text), "words", tmp_path / "whole", test_fraction=0.0, report=lambda line: None)
-    options = ["--output", str(tmp_path / "out"), "--parts", "3", "--cpus-per-node", "1"]
-    done = subprocess.run(
-        [sys.executable, "-m", "polyad.launch", "prepare", *words, *options, "--via", "slurm"],
-        **{"cwd": ROOT, "env": cluster.environment, "capture_output": True, "text": True},
-    )
-    assert done.returncode == 0, done.stderr
-    assert [line.split(":")[0] for line in done.stdout.splitlines()] == ["begin", "parts", "join"]
-    job = re.search(r"^join: job (\d+)", done.stdout, re.M)[1]  # type: ignore[index]
-    found = cluster.wait(job, ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT"), 240)
-    said = [path.read_text() for path in (tmp_path / ".out.parts" / "launch").glob("*.out")]
-    assert found["JobState"] == "COMPLETED", said
-    assert len(said) == 5  # of two jobs, and of an array of three
-    for path in (tmp_path / "whole").iterdir():
-        assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes()

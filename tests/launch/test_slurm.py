@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polyad.launch.cli import run
-from polyad.launch.via.hosts import LaunchError
-from polyad.launch.via.slurm import SlurmJob, script_text, seconds
+from polyad.launch.hosts import LaunchError
+from polyad.launch.slurm import SlurmJob, script_text
 from tests.helpers.started import write_command
 from tests.launch.test_cli import error_line
-from tests.launch.via.test_hosts import ARGUMENTS, SHELL
+from tests.launch.test_hosts import ARGUMENTS
 
 SLURM = ("--via", "slurm", "--nodes", "2", "--processes-per-node", "1")
 AGENT = (
@@ -29,7 +29,11 @@ AGENT = (
 # A job of two nodes: srun runs the command for each in turn, python prints its arguments.
 STAND_INS = {
     "scontrol": """
-        if [ "$1" = show ]; then printf 'node-1\\nnode-2\\n'; else echo "$@" >> "$LOG"; fi""",
+        case "$1 $2" in
+          "show job") echo "JobId=$3 JobState=${STATE:-RUNNING} Reason=None" ;;
+          "show "*) printf 'node-1\\nnode-2\\n' ;;
+          *) echo "$@" >> "$LOG" ;;
+        esac""",
     "srun": """
         while [ "${1#--}" != "$1" ]; do echo "$1" >> "$LOG"; shift; done
         trap 'echo passed on >> "$LOG"; kill -USR1 "$task"' USR1
@@ -41,7 +45,7 @@ STAND_INS = {
           [ "$status" = 0 ] || exit "$status"
         done""",
     "python": """
-        printf '%s\\0' "$@"; test -n "$WAIT" || exit 0
+        printf '%s\\0' "$@"; test -n "$WAIT" || exit ${STATUS:-0}
         trap 'sleep 0.2; echo saved >> "$LOG"; exit 138' USR1
         trap 'sleep 0.2; echo saved >> "$LOG"; exit 143' TERM
         touch "$WAIT"; sleep 20 & wait $!; exit 7""",
@@ -65,61 +69,26 @@ def environment(folder: Path, **more: str) -> dict[str, str]:
 
 
 def text_of(agent: tuple[str, ...] = AGENT, folder: str = "/runs/a", **asked: object) -> str:
-    return script_text(Path(folder), SlurmJob(**asked), agent, 2, 1, {})  # type: ignore[arg-type]
+    job = SlurmJob(**asked)  # type: ignore[arg-type]
+    return script_text(Path(folder) / "launch", job, agent, 2, 1, {}, least_seconds=0)
 
 
-@pytest.mark.parametrize("option", ["partition", "account", "qos", "job_name"])
-@pytest.mark.parametrize("value", [*SHELL, "-x", "gpu\n#SBATCH --wrap=id", "a%b"])
-def test_a_name_with_special_characters_is_refused(option: str, value: str) -> None:
-    with pytest.raises(LaunchError, match=f"^--{option.replace('_', '-')}: ") as caught:
-        SlurmJob(**{option: value})  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("--time=1", "time=", "Time=1", "time=1 2", "comment='a'", "a#b=1", "", "=1"),
+        *("time=1\n#SBATCH --wrap=id", "nodes=3", "output=x", "requeue", "array=1-3"),
+    ],
+)
+def test_an_option_that_cannot_stand_in_a_directive_or_is_the_scripts_is_refused(text: str) -> None:
+    with pytest.raises(LaunchError, match=r"^--sbatch: ") as caught:
+        SlurmJob(sbatch=[text])
     assert len(str(caught.value).splitlines()) == 1
 
 
-@pytest.mark.parametrize(
-    ("text", "number"),
-    [
-        *(("90", 5400), ("90:30", 5430), ("2:00:00", 7200), ("1-2", 93600), ("1-2:30", 95400)),
-        ("1-2:30:05", 95405),
-    ],
-)
-def test_times_are_those_of_slurm(text: str, number: int) -> None:
-    assert seconds(text) == number
-
-
-@pytest.mark.parametrize(
-    "value", [*SHELL, "1h", "-5", "1:60:00", "1:2:3:4", "1-", "1-2:3:4:5", "UNLIMITED", "１"]
-)
-def test_another_time_is_refused(value: str) -> None:
-    with pytest.raises(LaunchError, match=r"^--time: "):
-        SlurmJob(time=value)
-
-
-def test_a_limit_that_the_signal_does_not_fit_into_is_refused() -> None:
-    with pytest.raises(LaunchError, match=r"--time: 3 is 180 s; .*--signal-seconds 120 \+ 60"):
-        SlurmJob(time="3")
-    SlurmJob(time="3", signal_seconds=60)
-
-
-@pytest.mark.parametrize("value", [*SHELL, "480GB", "-1", "4.5G"])
-def test_another_memory_is_refused(value: str) -> None:
-    with pytest.raises(LaunchError, match=r"^--memory-per-node: "):
-        SlurmJob(memory_per_node=value)
-
-
-@pytest.mark.parametrize("name", ["gpus_per_node", "cpus_per_node", "signal_seconds"])
-def test_counts_are_positive(name: str) -> None:
-    with pytest.raises(LaunchError, match=f"^--{name.replace('_', '-')}: 0 "):
-        SlurmJob(**{name: 0})  # type: ignore[arg-type]
-
-
-def test_counts_that_slurm_or_the_processes_have_no_room_for_are_refused() -> None:
-    with pytest.raises(LaunchError, match=r"^--signal-seconds: 65536 .*at most 65535"):
-        SlurmJob(signal_seconds=65536)
-    job = SlurmJob(gpus_per_node=3)
-    with pytest.raises(LaunchError, match=r"^--gpus-per-node: 3 .*--processes-per-node 4"):
-        script_text(Path("/runs/a"), job, AGENT, 2, 4, {})
-    assert "--gpus-per-node=3\n" in script_text(Path("/runs/a"), job, AGENT, 2, 3, {})
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match=r"^--setup: .*there is no such file"):
+        SlurmJob(setup=tmp_path / "none")
 
 
 @pytest.mark.parametrize("folder", ["/runs/a b", "/runs/a\n#SBATCH --wrap=id", "/r/$(id)", "/r/%j"])
@@ -130,37 +99,27 @@ def test_a_run_folder_that_cannot_stand_in_a_directive_is_refused(folder: str) -
 
 
 def test_the_script_asks_for_what_was_asked() -> None:
-    text = text_of(
-        **{"time": "1-12", "partition": "gpu", "account": "lab.1", "qos": "long"},
-        **{"gpus_per_node": 8, "cpus_per_node": 64, "memory_per_node": "480G"},
-    )
+    asked = ["time=1-12", "gpus-per-node=8", "cpus-per-task=64", "signal=B:USR1@600", "hold"]
+    text = text_of(sbatch=asked)
     directives = [line for line in text.splitlines() if line.startswith("#SBATCH")]
     assert directives == [
         "#SBATCH --job-name=a",
         "#SBATCH --nodes=2",
         "#SBATCH --ntasks-per-node=1",
-        "#SBATCH --gpus-per-node=8",
-        "#SBATCH --cpus-per-task=64",
-        "#SBATCH --mem=480G",
-        "#SBATCH --time=1-12",
-        "#SBATCH --partition=gpu",
-        "#SBATCH --account=lab.1",
-        "#SBATCH --qos=long",
-        "#SBATCH --signal=B:USR1@120",
+        "#SBATCH --signal=B:USR1@600",
         "#SBATCH --output=/runs/a/launch/slurm-%j.out",
         "#SBATCH --open-mode=append",
         "#SBATCH --requeue",
+        "#SBATCH --time=1-12",
+        "#SBATCH --gpus-per-node=8",
+        "#SBATCH --cpus-per-task=64",
+        "#SBATCH --hold",
     ]
     lines = text.splitlines()
     commands = [i for i, line in enumerate(lines) if line and not line.startswith("#")]
     assert lines.index(directives[-1]) < commands[0]  # Slurm reads no directive after a command
-    assert " --cpus-per-task=64 " in text  # srun does not inherit it
-
-
-def test_whole_nodes_are_asked_for_unless_cores_are() -> None:
-    text = text_of()
-    assert "\n#SBATCH --exclusive\n" in text
-    assert ' --cpus-per-task="${SLURM_CPUS_ON_NODE:-1}" ' in text
+    assert "\n#SBATCH --exclusive\n" not in text
+    assert "\n#SBATCH --exclusive\n" in text_of()  # whole nodes, unless cores are asked for
 
 
 def test_the_script_starts_an_agent_on_every_node(stand_ins: Path) -> None:
@@ -176,7 +135,8 @@ def test_the_script_starts_an_agent_on_every_node(stand_ins: Path) -> None:
                 *("-m", "polyad.launch.torchrun", "--rdzv-backend", "c10d"),
                 *("--rdzv-endpoint", "node-1:10007", "--rdzv-id", "40007"),  # 10000 + 40007 % 20000
                 *("--rdzv-conf", f"is_host={'false' if node else 'true'}"),
-                *("--local-addr", f"node-{node + 1}", *AGENT[3:]),
+                *("--local-addr", f"node-{node + 1}", "--log-dir", "/runs/a/launch/logs"),
+                *("--redirects", "3", "--tee", "3", *AGENT[3:]),
             ]
         )
 
@@ -187,7 +147,7 @@ def test_any_override_comes_through_the_script_unchanged(
     stand_ins: Path, overrides: list[str], place: str
 ) -> None:
     text = script_text(
-        *(Path("/runs/a"), SlurmJob(), (*AGENT, *overrides), 2, 1),
+        *(Path("/runs/a/launch"), SlurmJob(), (*AGENT, *overrides), 2, 1),
         {"EXTRA": place},
     )
     subprocess.run(["bash", "-n"], input=text.encode(), check=True)
@@ -240,32 +200,74 @@ def test_the_folder_that_a_job_is_launched_in_may_have_any_name(
     assert not (folder / "marker").exists()
 
 
+REQUEUED = ["requeue 40007"]
+
+
 @pytest.mark.parametrize(
-    ("number", "status", "then"),
+    ("number", "state", "status", "then"),
     [
-        (signal.SIGUSR1, 138, ["requeue 40007"]),  # near the limit
-        (signal.SIGTERM, 143, []),  # scancel
+        (signal.SIGUSR1, "RUNNING", 138, REQUEUED),  # near the limit
+        (signal.SIGTERM, "COMPLETING", 143, []),  # scancel
+        (signal.SIGTERM, "RUNNING", 143, REQUEUED),  # a preemption
     ],
 )
 def test_a_signal_stops_the_processes_before_the_job_ends_or_requeues_itself(
-    stand_ins: Path, tmp_path: Path, number: signal.Signals, status: int, then: list[str]
+    stand_ins: Path,
+    tmp_path: Path,
+    number: signal.Signals,
+    state: str,
+    status: int,
+    then: list[str],
 ) -> None:
     log, begun = tmp_path / "log", tmp_path / "begun"
-    said = tmp_path / "said"
-    with said.open("w") as stderr:
-        job = subprocess.Popen(
-            ["bash", "-c", text_of()],
-            env=environment(stand_ins, LOG=str(log), WAIT=str(begun)),
-            **{"stdout": subprocess.DEVNULL, "stderr": stderr},
-        )
+    job = subprocess.Popen(
+        ["bash", "-c", text_of()],
+        env=environment(stand_ins, LOG=str(log), WAIT=str(begun), STATE=state),
+        **{"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL},
+    )
     until = time.monotonic() + 30
     while not begun.exists() and time.monotonic() < until:
         time.sleep(0.01)
     job.send_signal(number)
     assert job.wait(30) == status  # of the agents
-    assert ("requeueing job 40007" in said.read_text()) == bool(then)
     steps = [line for line in log.read_text().splitlines() if not line.startswith("--")]
     assert steps == ["passed on", "saved", *then]
+
+
+@pytest.mark.parametrize(
+    ("status", "least", "then"),
+    [
+        (0, 0, []),
+        (1, 0, []),  # a failed run
+        (2, 0, []),  # bad input
+        (75, 0, REQUEUED),  # a failure that passes
+        (137, 0, REQUEUED),  # a dead agent
+        (137, 60, []),  # that died at once
+    ],
+)
+def test_what_may_pass_goes_back_into_the_queue(
+    stand_ins: Path, tmp_path: Path, status: int, least: int, then: list[str]
+) -> None:
+    log = tmp_path / "log"
+    text = script_text(Path("/runs/a/launch"), SlurmJob(), AGENT, 2, 1, {}, least_seconds=least)
+    done = subprocess.run(
+        ["bash", "-c", text],
+        env=environment(stand_ins, LOG=str(log), STATUS=str(status)),
+        capture_output=True,
+    )
+    assert done.returncode == status
+    assert [line for line in log.read_text().splitlines() if not line.startswith("--")] == then
+
+
+def test_a_setup_is_read_before_processes_start(stand_ins: Path, tmp_path: Path) -> None:
+    setup = tmp_path / "a b.sh"
+    for lines, status in (("export OMP_NUM_THREADS=7\necho loaded\n", 0), ("false\n", 1)):
+        setup.write_text(lines)
+        done = subprocess.run(
+            ["bash", "-c", text_of(setup=setup)], env=environment(stand_ins), capture_output=True
+        )
+        assert done.returncode == status
+        assert done.stdout.startswith(b"loaded\n") == (status == 0)
 
 
 def test_without_sbatch_it_is_one_line(
@@ -282,7 +284,7 @@ def test_without_sbatch_it_is_one_line(
 def test_a_dry_run_writes_the_script_into_a_folder_that_stays_fresh(
     config: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = [*SLURM, "--dry-run", "--interface", "ib0", "--time", "10:00:00", "seed=7"]
+    arguments = [*SLURM, "--dry-run", "--interface", "ib0", "--sbatch", "time=10:00:00", "seed=7"]
     assert run(["launch", str(config), *arguments]) == 0
     script = config.parent / "run" / "launch" / "job.sh"
     captured = capfd.readouterr()
@@ -291,7 +293,10 @@ def test_a_dry_run_writes_the_script_into_a_folder_that_stays_fresh(
     text = script.read_text()
     assert f"cd {Path.cwd()} || exit 1" in text
     assert "export GLOO_SOCKET_IFNAME=ib0\nexport NCCL_SOCKET_IFNAME==ib0\n" in text
-    assert f"{sys.executable} -m polyad.launch.torchrun --nnodes 2 --nproc-per-node 1" in text
+    logs = f"--log-dir {script.parent}/logs --redirects 3 --tee 3"
+    start = f"{sys.executable} -m polyad.launch.torchrun {logs} --nnodes 2 --nproc-per-node 1"
+    assert start in text
+    assert "#SBATCH --time=10:00:00" in text
     assert f"--max-restarts 3 -m polyad.launch train {config} seed=7" in text
     subprocess.run(["bash", "-n", str(script)], check=True)
     # Neither another launch nor training takes it for something that is not a run.

@@ -1,1 +1,0 @@
-"""`polyad launch`: the backends that start the processes of a run."""

@@ -1,0 +1,107 @@
+"""Names that reach other programs are checked, words of commands are quoted."""
+
+import subprocess
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from polyad.launch.agent import Rendezvous
+from polyad.launch.hosts import (
+    LaunchError,
+    command_line,
+    endpoint,
+    host_name,
+)
+from polyad.launch.launch import interface_variables
+
+SHELL = ("a;b", "a b", "$(id)", "`id`", "a|b", "a&b", "a>b", "a\nb", "a'b", 'a"b', "a\\b", "a*", "")
+ARGUMENTS = st.text(st.characters(codec="utf-8", exclude_characters="\0"))
+
+
+@pytest.mark.parametrize(
+    "name", ["localhost", "node-1", "node-1.cluster.example", "10.77.0.1", "a" * 63, "7"]
+)
+def test_a_host_name_passes(name: str) -> None:
+    assert host_name(name, "--local-addr") == name
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(*SHELL, "-oProxyCommand=id", "-host", "host-", "a..b", ".a", "a."),
+        *("no_de", "ä", "a" * 64),
+        *(".".join(["a" * 60] * 5), "node1\n", "fe80::1%eth0;id", "fe80::1%eth0", "::g", "１"),
+    ],
+)
+def test_another_host_name_is_refused_by_option_and_value(name: str) -> None:
+    with pytest.raises(LaunchError, match=r"^--local-addr: ") as caught:
+        host_name(name, "--local-addr")
+    assert repr(name) in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "full"),
+    [
+        ("node-1", "node-1:29400"),
+        ("node-1:1", "node-1:1"),
+        ("10.0.0.1:65535", "10.0.0.1:65535"),
+        ("[fd00::1]", "[fd00::1]:29400"),
+        ("[::1]:29500", "[::1]:29500"),
+    ],
+)
+def test_an_endpoint_has_a_host_and_a_port(text: str, full: str) -> None:
+    assert endpoint(text, "--rdzv-endpoint") == full
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("node:", "node:0", "node:65536", "node:port", "node:1;id", "node:-1", "node: 1"),
+        *("node:1\n", ":29400", "-x:29400", "fd00::1", "[node]:1", "[::1", "[::1]x:1"),
+        *("a b:1", "node:１", *SHELL),
+    ],
+)
+def test_another_endpoint_is_refused(text: str) -> None:
+    with pytest.raises(LaunchError, match=r"^--rdzv-endpoint: ") as caught:
+        Rendezvous(endpoint=text)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_an_address_without_brackets_is_named_whole() -> None:
+    with pytest.raises(LaunchError, match=r"--rdzv-endpoint: '::1' .*brackets.*\[::1\]:29400"):
+        Rendezvous(endpoint="::1")
+
+
+@pytest.mark.parametrize("name", [*SHELL, "-x", "a" * 65, "a/b", "a,b", "a=b", "a#b", "a%j"])
+def test_a_name_that_stands_unquoted_has_no_special_characters(name: str) -> None:
+    with pytest.raises(LaunchError, match=r"^--rdzv-id: "):
+        Rendezvous(id=name)
+
+
+def test_an_interface_is_handed_to_gloo_and_nccl() -> None:
+    assert interface_variables(None) == {}
+    # NCCL reads a bare name as a prefix.
+    assert interface_variables("ib0.1") == {
+        "GLOO_SOCKET_IFNAME": "ib0.1",
+        "NCCL_SOCKET_IFNAME": "=ib0.1",
+    }
+    for name in (*SHELL, "-x", "eth0,eth1", "=eth0", "^eth0", "a" * 16):
+        with pytest.raises(LaunchError, match=r"^--interface: "):
+            interface_variables(name)
+
+
+@given(texts=st.lists(ARGUMENTS, min_size=1, max_size=4), value=ARGUMENTS)
+@settings(max_examples=60, deadline=None)
+def test_any_text_comes_through_a_shell_unchanged(texts: list[str], value: str) -> None:
+    words = ["printf", r"%s\0", *texts]
+    line = command_line(words, {"EXTRA": value})
+    subprocess.run(["bash", "-n", "-c", line], check=True)
+    done = subprocess.run(["bash", "-c", line], check=True, capture_output=True)
+    assert done.stdout.decode().split("\0")[:-1] == words[2:]
+    shown = subprocess.run(
+        ["bash", "-c", command_line(["bash", "-c", 'printf %s "$EXTRA"'], {"EXTRA": value})],
+        **{"check": True, "capture_output": True},
+    )
+    assert shown.stdout.decode() == value
