@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from polyad.model.attention import KeyValueCache
 from polyad.model.block import Block, FeedForwardConfig, run_blocks
 from polyad.model.config import Config
-from polyad.model.documents import Documents
 from polyad.model.feedforward import BlockInput
 from polyad.model.heads import (
     ClassificationHeadConfig,
@@ -30,8 +29,9 @@ from polyad.model.layers import Embedding
 from polyad.model.output import ModelOutput
 from polyad.model.padding import LastToken, RealTokens
 from polyad.model.rotary import Rotation
-from polyad.model.settings import FEED_FORWARD, TransformerSettings, check_feed_forward
+from polyad.model.settings import TransformerSettings, check_feed_forward
 from polyad.model.smoe.config import SelectingConfig
+from polyad.model.smoe.pool import document_starts
 
 REPLACED = "model.replaced.feed_forward"
 """The key of the feed-forward in the replaced blocks."""
@@ -202,12 +202,6 @@ class DecoderSettings(TransformerSettings, ABC):
         known = self.feed_forwards().values()
         return self.head is None and any(each.reads_documents() for each in known)
 
-    def training_leak(self) -> str | None:
-        """The key that makes training see later tokens: that of pools over whole documents."""
-        each = self.feed_forward
-        leaks = self.head is None and each.kind == "smoe" and each.pool == "document"
-        return f"{FEED_FORWARD}.pool: document" if leaks else None
-
     def known_end_of_text_id(self) -> int | None:
         """Returns the token that ends documents, which must have been filled in; None if unused.
 
@@ -335,8 +329,8 @@ class Decoder(nn.Module):
         last = self.taught[-1] if self.taught else -1
         stops = self.taught and self.blocks.get_submodule(f"{last}.feed_forward").training
         if self._end_of_text_id is not None and (self.training or stops):
-            documents = Documents.of(input_ids_BT, self._end_of_text_id)
-            given = given._replace(documents=documents)
+            starts_BT = document_starts(input_ids_BT, self._end_of_text_id)
+            given = given._replace(document_start_BT=starts_BT)
         blocks: Iterable[nn.Module] = list(self.blocks)[: last + 1] if stops else self.blocks
         x_BTD, routing = run_blocks(blocks, x_BTD, self.config.recompute, given, cache)
         if stops:

@@ -17,7 +17,6 @@ from torch.nn.functional import gelu, silu
 
 from polyad.model.attention import AttentionTrace, BlockCache
 from polyad.model.config import Config
-from polyad.model.documents import Documents
 from polyad.model.initialization import Initializer, linear_initializers
 from polyad.model.output import RoutingStats
 from polyad.model.padding import RealTokens
@@ -69,9 +68,9 @@ class BlockInput(NamedTuple):
     set by the block."""
     rotation: Rotation | None = None
     """The rotation of the tokens' positions, for attention; None if positions are learned."""
-    documents: Documents | None = None
-    """Document boundaries, in training, if a feed-forward `reads_documents`; None if each sequence
-    is one document, or if they are not needed."""
+    document_start_BT: Tensor | None = None
+    """The position of the first token of each token's document, in training, if a feed-forward
+    `reads_documents`; None if each sequence is one document, or if they are not needed."""
 
 
 NOTHING_ELSE = BlockInput()

@@ -81,11 +81,6 @@ class ModelSettings(Config, ABC):
         """The key that is filled in from the data; None if there is none."""
         return None
 
-    def training_leak(self) -> str | None:
-        """The setting, as key and value, that lets predictions in training depend on their targets;
-        None if there is none."""
-        return None
-
     def in_words(self) -> str:
         """Describes the model briefly for the user."""
         return self.kind

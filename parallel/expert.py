@@ -125,19 +125,16 @@ class TensorParallelAttentionGraph(AttentionGraph):
         self._heads_here = self.num_heads // world.tensor_parallel_size
         self._first_head = self._heads_here * world.tensor_parallel_rank
 
-    def attention_head(self) -> Tensor | None:
+    def attention_head(self) -> Tensor:
         """Returns the chosen head; if another rank has it, any head of this rank."""
-        head = super().attention_head()
-        return None if head is None else (head - self._first_head).clamp(0, self._heads_here - 1)
+        return (self.chosen_head() - self._first_head).clamp(0, self._heads_here - 1)
 
     def forward(self, scores_BTE: Tensor, u_BTD: Tensor, given: BlockInput = NOTHING_ELSE) -> Mixed:
         """See `Graph.forward`."""
         attention = given.attention
+        assert attention is not None
         assert given.cache is None  # generation runs in one process
         entropy_A = sum_parts(self._own_entropies(given)) if self.chooses else None
-        if not self.is_on:
-            return Mixed(scores_BTE, None, entropy_A)
-        assert attention is not None
         head = self.chosen_head() - self._first_head
         is_here = (head >= 0) & (head < self._heads_here)
         whole = attention._replace(output_BTD=copy(attention.output_BTD))

@@ -13,7 +13,6 @@ from polyad.launch.command import (
     UsageError,
     command,
     non_negative,
-    positive,
     share,
 )
 from polyad.launch.commands.held_out import (
@@ -69,15 +68,6 @@ def evaluate(
             non_negative,
         ),
     ] = None,
-    leak: Annotated[
-        int | None,
-        Argument(
-            "for a token graph without a causal mask: also score about N tokens from only the "
-            "text before each of them, and all tokens with the mask applied",
-            "N",
-            positive,
-        ),
-    ] = None,
     record_routing: Annotated[
         Path | None,
         Argument("write the experts of every token to FILE (.safetensors)", "FILE"),
@@ -99,11 +89,6 @@ def evaluate(
         raise UsageError(f"--attack {attack}: needs --rate, a number from 0 to 1")
     if record_routing is not None:
         check_result_file("--record-routing", record_routing, ".safetensors", dry_run=False)
-    if replay_routing is not None and leak is not None:
-        raise UsageError(
-            f"--leak: {leak} is not allowed with --replay-routing, because --leak routes shorter "
-            "texts than those recorded"
-        )
 
     def measure(checkpoint: Path) -> Found:
         from polyad.data.images.augmentation import GaussianNoise
@@ -117,14 +102,13 @@ def evaluate(
         result = evaluate(
             checkpoint,
             attack=attacked,
-            leak=leak,
             routing=Routing(record=record_routing, replay=replay_routing),
             **held.keywords(overrides),
         )
         return result, result.text()
 
     asked: dict[str, Any] = {"overrides": overrides, "attack": attack, "rate": rate, "seed": seed}
-    asked |= {"leak": leak, "record_routing": record_routing, "replay_routing": replay_routing}
+    asked |= {"record_routing": record_routing, "replay_routing": replay_routing}
     show_measured("evaluate", path, held, asked, measure)
 
 

@@ -30,7 +30,7 @@ from polyad.train.records import (
 )
 from polyad.train.study.study import Run, Study, Variant
 
-KEYS = ("loss", "split", "step", "attack", "leak")
+KEYS = ("loss", "split", "step", "attack")
 """Keys that are read from the output of `polyad evaluate`."""
 OF_EXPERTS = ("split", "step")
 """Keys that the result of every measure of experts has."""
@@ -98,9 +98,7 @@ class Measure:
         if self.kind in MEASURES:
             tree = {**MEASURES[self.kind].kept(tree), self.kind: self.settings[self.kind]}
         else:
-            leak = tree["leak"] or {}
-            known = (v for k, v in leak.items() if k != "prefix_standard_error")
-            if None in (tree["loss"], *known):
+            if tree["loss"] is None:
                 raise RunError(f"{self}: a loss is not finite")
         write_json(self.file, tree)
         written.unlink()
@@ -114,11 +112,10 @@ def settings_of(tree: dict[str, Any]) -> dict[str, Any]:
             return {"split": tree["split"], name: tree[name]}
     if "layers" in tree:  # as earlier studies kept it
         return {"split": tree["split"], "specialization": True}
-    attack, leak = tree["attack"], tree["leak"]
+    attack = tree["attack"]
     return {
         "split": tree["split"],
         "attack": None if attack is None else [attack["rate"], attack["seed"]],
-        "leak": None if leak is None else [tree["step"], leak["prefix_wanted"]],
     }
 
 
@@ -140,15 +137,6 @@ def measures_of(run: Run) -> Iterator[Measure]:
             options=(*best, "--attack", f"{run.study.task.attack}", "--rate", rate, "--seed", seed),
             settings=_settings(run, attack=[attack.rate, attack.seed]),
         )
-    if (leak := config.leak) is not None and run.variant.leaks:
-        for step in leak.steps:
-            yield Measure(
-                run=run,
-                name=f"leak-{step}",
-                path=run.folder / "checkpoints" / f"step-{step:08d}",
-                options=("--leak", f"{leak.tokens}"),
-                settings=_settings(run, leak=[step, leak.tokens]),
-            )
     model, has_experts = run.variant.config.model, run.variant.has_experts
     for name, kind in MEASURES.items():
         if not kind.is_for(model, has_experts=has_experts):
@@ -165,7 +153,7 @@ def measures_of(run: Run) -> Iterator[Measure]:
 
 
 def _settings(run: Run, **given: Any) -> dict[str, Any]:
-    return {"split": run.study.config.split, "attack": None, "leak": None} | given
+    return {"split": run.study.config.split, "attack": None} | given
 
 
 def all_measures(study: Study, chosen: Mapping[str, Variant]) -> list[Measure]:
@@ -188,7 +176,7 @@ def forget(run: Run) -> None:
 
 def read_measures(run: Run) -> Measured:
     """Reads the measures of a finished run."""
-    found: dict[str, Any] = {"leaks": True} if run.variant.leaks else {}
+    found: dict[str, Any] = {}
     task = run.study.task
     for measure in measures_of(run):
         tree = measure.read()
@@ -201,9 +189,6 @@ def read_measures(run: Run) -> Measured:
             found["attack"] |= {k: v for k, v in tree["attack"].items() if k in counted}
         elif measure.kind in MEASURES:
             found.setdefault("experts", {})[measure.kind] = MEASURES[measure.kind].numbers(tree)
-        else:
-            leaks = found.setdefault("leak", {})
-            leaks[f"{tree['step']}"] = {"loss": tree["loss"], **tree["leak"]}
     if (run.folder / METRICS_FILE).exists():
         records, units = read_records(run.folder), f"{task.unit.name}s"
         if fluctuation := last_fluctuation(records):

@@ -58,12 +58,6 @@ class EmergentMoEConfig(SelectingConfig):
     authors' code: 1.5, in evaluation too); null: no token is ever dropped."""
     evaluation_capacity_factor: Positive | None = None
     """capacity_factor in evaluation; null: the same as in training."""
-    capacity_order: Literal["arrival", "priority"] = "arrival"
-    """Which tokens an expert keeps when its capacity is exceeded: the first ones (`arrival`), or
-    those with the highest scores (`priority`, as in the authors' code)."""
-    allow_leak: bool = False
-    """Whether to allow capacity_factor in a language model, although the experts of a token then
-    depend on other tokens in the batch."""
     experts: Literal["masked", "grouped", "loop"] = "masked"
     """How experts are computed: `masked` computes all of them in one matrix product and sets to 0
     what a token does not use; `grouped` and `loop` (as for smoe) compute only what it uses. With

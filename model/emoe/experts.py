@@ -141,9 +141,7 @@ class MaskedDispatcher(Dispatcher):
         selected = selected._replace(weights_NK=self.regions.weights(selected.weights_NK))
         plan, kept_NK = None, None
         if capacity_factor is not None:
-            plan = make_plan(
-                selected.expert_ids_NK, selected.counts_E, capacity_factor, selected.priority_N
-            )
+            plan = make_plan(selected.expert_ids_NK, selected.counts_E, capacity_factor)
             kept_NK = plan.kept_M()[plan.row_A].view_as(selected.weights_NK)
             selected = selected._replace(weights_NK=selected.weights_NK * kept_NK)
         weights_NE = spread(selected, experts.config.num_experts).to(tokens_ND.dtype)

@@ -70,7 +70,7 @@ class UnitSelection(Selection):
         weights_NK = torch.ones_like(chosen_NK)
         if self.is_learned:
             weights_NK = self.top_k * chosen_NK.softmax(-1)
-        return self.selected(weights_NK, ids_NK, scores_NE)
+        return Selected.of(weights_NK, ids_NK, self.num_experts)
 
 
 class EmergentMoE(SelectingMoE):

@@ -33,8 +33,8 @@ IGNORED_KEYS = frozenset({
     "initializer_range", "label2id", "layer_types", "max_sequence_length", "max_window_layers",
     "model_type", "output_router_logits", "pad_token_id", "pretraining_tp", "problem_type",
     "quantization_config", "return_dict",
-    "router_aux_loss_coef", "tokenizer_class", "torch_dtype", "transformers_version",
-    "unsloth_fixed", "unsloth_version", "use_cache",
+    "router_aux_loss_coef", "router_jitter_noise", "tokenizer_class", "torch_dtype",
+    "transformers_version", "unsloth_fixed", "unsloth_version", "use_cache",
 })  # fmt: skip
 """Keys that do not affect the computation, or that a family reads where they do."""
 FREE = frozenset({
@@ -42,16 +42,15 @@ FREE = frozenset({
 })  # fmt: skip
 """Our keys that may differ from a folder's."""
 FREE_OF_EXPERTS = frozenset({
-    "graph", "similarity", "tau", "sigma", "attention_head", "head_mean", "lower_entropy_only",
-    "causal_graph", "graph_from", "balancing_rate", "capacity_factor", "allow_leak",
-    "evaluation_capacity_factor", "capacity_order", "expert_dropout", "router_noise", "experts",
-    "scale_residual_init", "input_jitter", "final_top_k", "pool", "pool_least", "pool_most",
+    "graph", "similarity", "tau", "sigma", "attention_head", "head_mean",
+    "balancing_rate", "capacity_factor", "evaluation_capacity_factor", "expert_dropout",
+    "router_noise", "experts", "scale_residual_init", "final_top_k", "pool",
+    "pool_least", "pool_most",
 })  # fmt: skip
 """Keys of sparse experts that may differ: they affect routing, but no weights."""
 
 ROUTING = frozenset({
-    "graph", "attention_head", "lower_entropy_only", "causal_graph", "capacity_factor",
-    "evaluation_capacity_factor", "final_top_k",
+    "graph", "attention_head", "capacity_factor", "evaluation_capacity_factor", "final_top_k",
 })  # fmt: skip
 """The keys among these that also affect the output of a trained model."""
 
@@ -624,8 +623,7 @@ OLMOE_FAMILY = _decoder(
 MIXTRAL_FAMILY = _decoder(
     "mixtral", "Mixtral", "Mixtral",
     (*_shape(1e-5, 131072), heads(8), rope(1e6), *_sparse("num_local_experts", 8, 2), window(),
-     constant(feed_forward__combine="normalized"), implied(norm_topk_prob=True),
-     field("router_jitter_noise", "feed_forward.input_jitter", 0.0)),
+     constant(feed_forward__combine="normalized"), implied(norm_topk_prob=True)),
     MIXTRAL, other_forms=({"feed_forward.router.score": "mlp.gate", **FUSED},),
 )  # fmt: skip
 QWEN2_MOE_FAMILY = _decoder(

@@ -45,8 +45,6 @@ class SelectingConfig(FeedForwardSettings, ABC):
         score_width: int | None
         capacity_factor: float | None
         evaluation_capacity_factor: float | None
-        capacity_order: Literal["arrival", "priority"]
-        allow_leak: bool
         router_noise: float
         experts: str
 
@@ -89,18 +87,16 @@ class SelectingConfig(FeedForwardSettings, ABC):
             raise SectionError(f"@{key}: {top_k} is more than @num_experts: {self.num_experts}")
 
     def check_capacity(self) -> None:
-        """Checks that no capacity option is set without a capacity.
+        """Checks that there is no capacity in evaluation alone.
 
         Raises:
-            SectionError: One is.
+            SectionError: There is.
         """
-        if self.capacity_factor is not None:
-            return
-        for name, unused in (("evaluation_capacity_factor", None), ("capacity_order", "arrival")):
-            if (value := getattr(self, name)) != unused:
-                raise SectionError(
-                    f"@{name}: {value} needs @capacity_factor, which is null: no token is dropped"
-                )
+        if self.capacity_factor is None and self.evaluation_capacity_factor is not None:
+            raise SectionError(
+                f"@evaluation_capacity_factor: {self.evaluation_capacity_factor} needs "
+                "@capacity_factor, which is null: no token is dropped"
+            )
 
     def check_blocks(self, num_layers: int) -> None:
         """Checks that the model has the listed blocks.
@@ -129,11 +125,10 @@ class SelectingConfig(FeedForwardSettings, ABC):
         Raises:
             SectionError: It would.
         """
-        if causal and self.capacity_factor is not None and not self.allow_leak:
+        if causal and self.capacity_factor is not None:
             raise SectionError(
                 f"@capacity_factor: {self.capacity_factor} drops tokens depending on the rest of "
-                "the batch, which is not allowed in a language model; null drops none, and "
-                "@allow_leak: true allows it"
+                "the batch, which is not allowed in a language model; allowed: null"
             )
 
     def check_model(self, *, num_layers: int, num_heads: int | None, causal: bool) -> None:
@@ -253,8 +248,7 @@ class SparseMoEConfig(SelectingConfig):
     graph: GraphName = "none"
     """Over which tokens a token's scores are averaged before the top_k experts are selected:
     `none`, no averaging; `similarity`, weighted by similarity to the token; `attention`, weighted
-    by the attention of one head. In a language model later tokens are left out (see
-    causal_graph)."""
+    by the attention of one head. In a language model later tokens are left out."""
     similarity: Literal["dot", "cosine"] = "dot"
     """How the similarity graph compares tokens. With normalized tokens, the graph of dot products
     is nearly the identity."""
@@ -269,23 +263,12 @@ class SparseMoEConfig(SelectingConfig):
     """Whether the attention graph compares a token's output with the head's values multiplied by
     num_heads, as in the paper, which writes attention as a mean over heads. false: it compares with
     the values themselves, the head's part of the sum over heads."""
-    lower_entropy_only: bool = False
-    """Whether a token's scores are averaged only with those of tokens whose scores have no higher
-    entropy than its own (J_i of the paper's Proposition 1)."""
-    causal_graph: bool = True
-    """Whether a language model's graph leaves out later tokens. false: it includes them, as the
-    paper writes it, so that routing sees the tokens to be predicted; use it only to measure the
-    size of that leak."""
-    graph_from: Probability = 0.0
-    """Fraction of `train.steps` at which the graph is switched on; before, each token uses only its
-    own scores. 0: on from the first step. Once on, it stays on even if train.steps is raised
-    later."""
     pool: PoolName = "none"
     """Which experts a token can use in training: `none`, all of them; `document`, the d experts
     with the highest mean score over the token's document (EMO), with d drawn at random for each
-    document and layer; `prefix`, the same over the document's tokens up to this one. In text a
-    document ends with model.end_of_text_id; elsewhere each sample is a document. In evaluation a
-    token can use all experts."""
+    document and layer; `prefix`, the same over the document's tokens up to this one, for language
+    models. In text a document ends with model.end_of_text_id; elsewhere each sample is a document.
+    In evaluation a token can use all experts."""
     pool_least: Count | None = None
     """Smallest number of experts d in a pool (EMO's code: 8 of 128); null: top_k, or final_top_k if
     that is set."""
@@ -304,10 +287,6 @@ class SparseMoEConfig(SelectingConfig):
     evaluation_capacity_factor: Positive | None = None
     """capacity_factor in evaluation (V-MoE trains with 1.05 and evaluates with 4); null: the same
     as in training. With num_experts / top_k or more, nothing is dropped."""
-    capacity_order: Literal["arrival", "priority"] = "arrival"
-    """Which assignments are kept when an expert's capacity is exceeded: `arrival`, those of the
-    first tokens in a micro-batch; `priority`, first choices before second choices, and among these
-    the tokens with the highest scores (V-MoE's batch prioritized routing)."""
     activation: Activation | GatedActivation = "gelu_tanh"
     """Activation of the experts: `gelu_tanh` (tanh approximation of GELU), `gelu` (exact),
     `quick_gelu` (x sigmoid(1.702 x)) or `relu`; or with a gate, a second layer beside the first:
@@ -323,9 +302,6 @@ class SparseMoEConfig(SelectingConfig):
     shared_gate: bool = False
     """Whether the output of the shared experts is multiplied by the sigmoid of a learned score of
     the token, as in Qwen2-MoE."""
-    input_jitter: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Input noise: in training each input of the layer is multiplied by a random number between 1 -
-    input_jitter and 1 + input_jitter (Mixtral's router_jitter_noise); 0: no noise."""
     expert_dropout: Probability = 0.0
     """Dropout probability inside experts, in addition to the model's own dropout: for the inner
     units after the activation, and for each expert's output before its bias and the routing
@@ -336,11 +312,6 @@ class SparseMoEConfig(SelectingConfig):
     false, and in other models, they are initialized like those of the first layer. Because a
     token's routing weights sum to at most 1, the output of K experts then starts about K times
     smaller than that of a dense layer of their total width."""
-    allow_leak: bool = False
-    """Whether to allow capacity_factor, `causal_graph: false` or `pool: document` in a language
-    model, although the experts of a token then depend on later tokens (with a capacity, also on the
-    rest of the batch). With a pool this holds in training only, so that the training loss is not a
-    true prediction loss."""
     experts: Literal["grouped", "loop"] = "grouped"
     """How experts are computed: `grouped`, all in one grouped matrix product on a GPU (not in
     float64, nor with widths that are not multiples of 8) and into shared buffers on a CPU; or
@@ -371,14 +342,6 @@ class SparseMoEConfig(SelectingConfig):
             )
         self._check_groups()
         self._check_options()
-        if self.lower_entropy_only and self.graph == "none":
-            raise SectionError("@lower_entropy_only: true needs a graph, but @graph is none")
-        if not self.causal_graph and self.graph == "none":
-            raise SectionError("@causal_graph: false needs a graph, but @graph is none")
-        if self.graph_from and self.graph == "none":
-            raise SectionError(
-                f"@graph_from: {self.graph_from:g} needs a graph, but @graph is none"
-            )
         if self.graph != "attention":
             for name, default in (("attention_head", LOWEST_ENTROPY), ("head_mean", True)):
                 if (value := getattr(self, name)) != default:
@@ -457,11 +420,6 @@ class SparseMoEConfig(SelectingConfig):
             )
         if self.shared_gate and self.shared_hidden_size is None:
             raise SectionError("@shared_gate: true needs @shared_hidden_size, which is null")
-        if self.score_function == "sigmoid" and self.lower_entropy_only:
-            raise SectionError(
-                "@lower_entropy_only: true is not allowed with @score_function: sigmoid, whose "
-                "scores are not a distribution; allowed: softmax"
-            )
         if self.activation != "clamped_swiglu":
             for name, default in (("swiglu_alpha", 1.702), ("swiglu_limit", 7.0)):
                 if (value := getattr(self, name)) != default:
@@ -488,16 +446,10 @@ class SparseMoEConfig(SelectingConfig):
                 f"{num_heads - 1}"
             )
         self.check_drops(causal)
-        if causal and not self.causal_graph and not self.allow_leak:
-            raise SectionError(
-                "@causal_graph: false makes routing depend on the tokens to be predicted, which "
-                "is not allowed in a language model; use true, or allow it with @allow_leak: true"
-            )
-        if causal and self.pool == "document" and not self.allow_leak:
+        if causal and self.pool == "document":
             raise SectionError(
                 "@pool: document makes routing in training depend on the tokens to be predicted, "
-                "which is not allowed in a language model; use prefix, or allow it with "
-                "@allow_leak: true"
+                "which is not allowed in a language model; allowed: none, prefix"
             )
         if not causal and self.pool == "prefix":
             raise SectionError(

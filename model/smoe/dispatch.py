@@ -26,8 +26,8 @@ class Plan(NamedTuple):
     """The order of rows by expert. Assignment a = n K + k is the k-th expert of token n."""
 
     assignment_M: Tensor
-    """The assignment of each row; rows are sorted by expert, then by assignment, or by priority;
-    dropped rows come last."""
+    """The assignment of each row; rows are sorted by expert, then by assignment; dropped rows
+    come last."""
     row_A: Tensor
     """The row of each assignment."""
     counts_E: Tensor
@@ -45,19 +45,14 @@ def make_plan(
     expert_ids_NK: Tensor,
     counts_E: Tensor,
     capacity_factor: float | None = None,
-    priority_N: Tensor | None = None,
 ) -> Plan:
     """Sorts assignments by expert.
-
-    With a priority the capacity is filled by batch priority routing (Riquelme et al. 2021, section
-    4.1, with the maximum as the score of a token).
 
     Args:
         expert_ids_NK: The experts of each token.
         counts_E: Number of tokens of each expert.
-        capacity_factor: Maximum rows per expert, as a multiple of N K / E; None for no limit.
-        priority_N: If given, an expert takes all first choices before any second choice, and equal
-            choices by descending priority of their tokens; None: in the order of tokens.
+        capacity_factor: Maximum rows per expert, as a multiple of N K / E; None for no limit. An
+            expert keeps the rows of the first tokens.
 
     Returns:
         The plan.
@@ -67,12 +62,7 @@ def make_plan(
     # A GPU sorts by a few bits at a time.
     key_A = expert_A.to(torch.int16) if num_experts <= 2**15 else expert_A
     total = expert_A.numel()
-    if priority_N is None:
-        sorted_A, assignment_A = key_A.sort(stable=True)
-    else:
-        order_A = _by_priority(priority_N, expert_ids_NK.shape[1])
-        sorted_A, place_A = key_A[order_A].sort(stable=True)
-        assignment_A = order_A[place_A]
+    sorted_A, assignment_A = key_A.sort(stable=True)
     rank_A = torch.arange(total, device=expert_A.device)
     if capacity_factor is None:
         return Plan(
@@ -85,13 +75,6 @@ def make_plan(
     assignment_M = assignment_A[dropped_A.to(torch.uint8).sort(stable=True).indices]
     row_A = torch.empty_like(rank_A).scatter(0, assignment_M, rank_A)
     return Plan(assignment_M, row_A, counts_E.clamp_max(capacity), drops=True)
-
-
-def _by_priority(priority_N: Tensor, top_k: int) -> Tensor:
-    """Orders all assignments by choice, and those of one choice by descending priority."""
-    token_N = priority_N.argsort(descending=True, stable=True)
-    choice_K1 = torch.arange(top_k, device=token_N.device).unsqueeze(1)
-    return (token_N * top_k + choice_K1).reshape(-1)
 
 
 class Dispatched(NamedTuple):
@@ -143,7 +126,7 @@ class Dispatcher(nn.Module):
         tokens_ND = self.regions.tokens(tokens_ND)
         weights_NK = self.regions.weights(selected.weights_NK)
         ids_NK, counts_E = self.order(selected)
-        plan = make_plan(ids_NK, counts_E, capacity_factor, selected.priority_N)
+        plan = make_plan(ids_NK, counts_E, capacity_factor)
         begun = self.begin(plan)
         rows_MD = rows.take(tokens_ND, plan.assignment_M, plan.row_A)
         if plan.drops:

@@ -53,7 +53,7 @@ class Mixed(NamedTuple):
     """p, each row summing to 1: the scores for top-K selection."""
     effective_neighbours: Tensor | None
     """Mean of exp(entropy of S_i) over measured rows: 1 if each token uses only itself; None
-    without a graph, while it is off, in generation, and when no record is due."""
+    without a graph, in generation, and when no record is due."""
     head_entropy_A: Tensor | None
     """Mean entropy of each head's attention over measured rows, in nats; None unless the graph
     chooses a head by it."""
@@ -83,12 +83,11 @@ class Graph(StatisticsModule, ABC):
             The mixture and its statistics.
         """
 
-    def update(self, head_entropy_A: Tensor | None, progress: float) -> None:
+    def update(self, head_entropy_A: Tensor | None) -> None:
         """Prepares the next optimizer step; called once after each.
 
         Args:
             head_entropy_A: The value in `Mixed`, averaged over the whole step.
-            progress: Fraction of the run's steps that are done.
         """
 
 
@@ -101,34 +100,16 @@ class NoGraph(Graph):
 
 
 class MixingGraph(Graph):
-    """The base class of graphs that mix, from a given fraction of the run's steps on.
-
-    The state is in buffers: `forward` uses them, and `update` is called after each optimizer step.
+    """The base class of graphs that mix.
 
     Args:
         config: The layer's configuration.
         context: Settings of the model.
     """
 
-    started: Tensor
-
     def __init__(self, config: SparseMoEConfig, context: FeedForwardContext) -> None:
         super().__init__()
         self.config, self.context = config, context
-        self.causal = context.causal and config.causal_graph
-        # The buffer as a bool: reading a buffer in `forward` would synchronize with the device.
-        self.is_on = not config.graph_from
-        if config.graph_from:
-            self.register_buffer("started", torch.empty((), dtype=torch.int64))
-
-    def initializers(self) -> dict[str, Initializer]:
-        """Returns the initializer of each buffer; see `model/initialization.py`."""
-        return {"started": ZEROS}
-
-    def buffers_changed(self) -> None:
-        """Reads whether the graph is on, after a checkpoint has been loaded."""
-        if self.config.graph_from:
-            self.is_on = bool(self.started)
 
     def mix(
         self, features: Features, scores_BTE: Tensor, given: BlockInput
@@ -149,15 +130,11 @@ class MixingGraph(Graph):
         if cache is not None:
             both = cache.feed_forward.append(key_BSF.unsqueeze(1), scores_BTE.unsqueeze(1))
             key_BSF, value_BSE = (x.squeeze(1) for x in both)
-        causal = self.causal or cache is not None
-        # J_i of the paper's Proposition 1: tokens whose scores have no higher entropy.
-        restricted = self.config.lower_entropy_only
-        entropy_BS = entropy(value_BSE.detach()) if restricted else None
+        causal, entropy_BS = self.context.causal or cache is not None, None
         if real is not None and not causal:
             # Padding gets infinite entropy: real tokens do not see it, and it sees everything, so
             # that no row is empty. A causal mask hides padding on the right by itself.
-            known_BS = scores_BTE.new_zeros(()) if entropy_BS is None else entropy_BS
-            entropy_BS = torch.where(real.mask_BT, known_BS, torch.inf)
+            entropy_BS = torch.where(real.mask_BT, scores_BTE.new_zeros(()), torch.inf)
         mixed_BTE = mixture(
             query_BTF, key_BSF, value_BSE, scale=scale, causal=causal, entropy_BS=entropy_BS
         )
@@ -166,13 +143,6 @@ class MixingGraph(Graph):
         measured = _measured_rows(query_BTF.shape[-2], query_BTF.device, real)
         entropy_BM = _row_entropies(query_BTF, key_BSF, scale, causal, measured, entropy_BS)
         return mixed_BTE, measured.mean(entropy_BM.exp())
-
-    @torch.no_grad()
-    def update(self, head_entropy_A: Tensor | None, progress: float) -> None:
-        """See `Graph.update`; the graph is not switched on after the last step, being untrained."""
-        if not self.is_on and self.config.graph_from - 1e-9 <= progress < 1:
-            self.started.fill_(1)
-            self.is_on = True
 
 
 class MeasuredRows(NamedTuple):
@@ -254,8 +224,6 @@ class SimilarityGraph(MixingGraph):
 
     def forward(self, scores_BTE: Tensor, u_BTD: Tensor, given: BlockInput = NOTHING_ELSE) -> Mixed:
         """See `Graph.forward`."""
-        if not self.is_on:
-            return Mixed(scores_BTE, None, None)
         u_BTD = u_BTD.to(router_dtype(u_BTD.dtype))
         if self.config.similarity == "cosine":
             u_BTD = normalize(u_BTD, dim=-1)
@@ -302,12 +270,11 @@ class AttentionGraph(MixingGraph):
     def initializers(self) -> dict[str, Initializer]:
         """Returns the initializer: zero, so the first head is chosen until there are statistics."""
         fixed = constant(self.config.fixed_head or 0)
-        return {"head_entropy": ZEROS, "fixed_head": fixed} | super().initializers()
+        return {"head_entropy": ZEROS, "fixed_head": fixed}
 
     @torch.no_grad()
-    def update(self, head_entropy_A: Tensor | None, progress: float) -> None:
+    def update(self, head_entropy_A: Tensor | None) -> None:
         """See `Graph.update`; updates the running mean of the entropies."""
-        super().update(head_entropy_A, progress)
         if head_entropy_A is not None:
             self.head_entropy.lerp_(
                 head_entropy_A.to(self.head_entropy.dtype), 1 - ENTROPY_MOMENTUM
@@ -317,9 +284,9 @@ class AttentionGraph(MixingGraph):
         """Returns [1], the index among all heads of the model of the head that defines S."""
         return self.head_entropy.argmin(keepdim=True) if self.chooses else self.fixed_head
 
-    def attention_head(self) -> Tensor | None:
-        """See `FeedForward.attention_head`; entropies are measured while the graph is off, too."""
-        return self.chosen_head() if self.is_on or self.chooses else None
+    def attention_head(self) -> Tensor:
+        """See `FeedForward.attention_head`."""
+        return self.chosen_head()
 
     def features(self, attention: AttentionTrace) -> Features:
         """Computes the features of S.
@@ -336,9 +303,7 @@ class AttentionGraph(MixingGraph):
         q_BTH, k_BTH, v_BTH = attention.of_head_BT3H.to(dtype).unbind(2)
         width, size = len(attention.output_weight_DM), q_BTH.shape[-1]
         weight_DAH = attention.output_weight_DM.view(width, -1, size)
-        head = self.attention_head()
-        assert head is not None
-        weight_DH = weight_DAH.index_select(1, head).squeeze(1).to(dtype)
+        weight_DH = weight_DAH.index_select(1, self.attention_head()).squeeze(1).to(dtype)
         along_BTH = attention.output_BTD.to(dtype) @ weight_DH
         if attention.output_bias_D is not None:  # o must exclude it
             along_BTH = along_BTH - attention.output_bias_D.to(dtype) @ weight_DH
@@ -351,12 +316,9 @@ class AttentionGraph(MixingGraph):
     def forward(self, scores_BTE: Tensor, u_BTD: Tensor, given: BlockInput = NOTHING_ELSE) -> Mixed:
         """See `Graph.forward`."""
         attention, entropy_A = given.attention, None
-        if self.chooses and given.cache is None:
-            assert attention is not None
-            entropy_A = head_entropies(attention, self.context.causal, given.real)
-        if not self.is_on:
-            return Mixed(scores_BTE, None, entropy_A)
         assert attention is not None
+        if self.chooses and given.cache is None:
+            entropy_A = head_entropies(attention, self.context.causal, given.real)
         mixed_BTE, neighbours = self.mix(self.features(attention), scores_BTE, given)
         return Mixed(mixed_BTE, neighbours, entropy_A, self.chosen_head().squeeze(0))
 

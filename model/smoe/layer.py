@@ -108,7 +108,7 @@ class Router(StatisticsModule):
             mixed_NE = pack(mixed.scores_BTE.flatten(0, 1), real)
         if self.pool is not None and self.training:
             pooled_BTE = unpack(mixed_NE, real).view_as(scores_BTE)
-            pool_NE = pack(self.pool(pooled_BTE, given.documents).flatten(0, 1), real)
+            pool_NE = pack(self.pool(pooled_BTE, given.document_start_BT).flatten(0, 1), real)
             mixed_NE = within(mixed_NE, pool_NE)
         is_own = mixed_NE is scores_NE and noisy_NE is logits_NE
         selected: Selected = self.selection(mixed_NE, noisy_NE)
@@ -185,7 +185,7 @@ class Router(StatisticsModule):
             progress: Fraction of the run's steps that are done.
         """
         self.selection.update(stats.load_E, progress)
-        self.graph.update(stats.head_entropy_A, progress)
+        self.graph.update(stats.head_entropy_A)
 
 
 def make_router(config: SparseMoEConfig, context: FeedForwardContext) -> Router:
@@ -341,19 +341,6 @@ class SparseMoE(SelectingMoE):
         if self.shared_gate is not None:
             entries |= linear_initializers("shared_gate", self.shared_gate, self._std)
         return entries
-
-    def forward(
-        self,
-        normalized_BTD: Tensor,
-        residual_BTD: Tensor,
-        given: BlockInput = NOTHING_ELSE,
-    ) -> tuple[Tensor, RoutingStats | None]:
-        """Applies input jitter in training, if configured; see `SelectingMoE.forward`."""
-        jitter = self.config.input_jitter
-        if jitter and self.training:
-            drawn = torch.empty_like(normalized_BTD).uniform_(1 - jitter, 1 + jitter)
-            normalized_BTD = normalized_BTD * drawn
-        return super().forward(normalized_BTD, residual_BTD, given)
 
     def add_bias(self, y_ND: Tensor, selected: Selected) -> Tensor:
         """Adds the biases of a token's experts, weighted like their outputs."""

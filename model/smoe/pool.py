@@ -15,7 +15,6 @@ Shapes: B batch, T tokens in a sequence, N real tokens, E experts, M maximum exp
 import torch
 from torch import Tensor, nn
 
-from polyad.model.documents import Documents
 from polyad.model.regions import Region, same
 from polyad.model.smoe.config import SparseMoEConfig
 
@@ -39,22 +38,21 @@ class Pool(nn.Module):
         """Makes ranks with the same tokens agree; see `Selection.agreed`."""
 
     @torch.no_grad()
-    def forward(self, scores_BTE: Tensor, documents: Documents | None = None) -> Tensor:
+    def forward(self, scores_BTE: Tensor, first_BT: Tensor | None = None) -> Tensor:
         """Finds the experts that each token may use.
 
         Args:
             scores_BTE: p, each row summing to 1; 0 for padding.
-            documents: The documents of the sequences; None if each sequence is one.
+            first_BT: See `document_starts`; None if each sequence is one document.
 
         Returns:
             [B, T, E], True for the d experts of the token's pool.
         """
         batch, length, _ = scores_BTE.shape
-        if documents is None:
-            documents = Documents.whole(batch, length, scores_BTE.device)
-        first_BT, last_BT = documents
-        if self.is_causal:
-            last_BT = torch.arange(length, device=first_BT.device).expand(batch, -1)
+        position_T = torch.arange(length, device=scores_BTE.device)
+        if first_BT is None:
+            first_BT = torch.zeros_like(position_T).expand(batch, -1)
+        last_BT = (position_T if self.is_causal else position_T[-1]).expand(batch, length)
         # Sums rank experts like means do. Each is the difference of two running sums, which in fp32
         # would lose the contribution of a short document late in a long sequence.
         sums_BTE = nn.functional.pad(scores_BTE.double().cumsum(1), (0, 0, 1, 0))
@@ -74,6 +72,21 @@ class Pool(nn.Module):
             return first_BT.new_full((1, 1, 1), self.most)
         drawn_BT = torch.randint_like(first_BT, self.least, self.most + 1)
         return drawn_BT.gather(1, first_BT).unsqueeze(-1)
+
+
+def document_starts(ids_BT: Tensor, end_id: int) -> Tensor:
+    """Finds the position in its sequence of the first token of each token's document, [B, T].
+
+    Prepared text is cut into sequences at arbitrary places, so a sequence may hold several
+    documents and parts of two more. Parts of a document in other sequences do not count.
+
+    Args:
+        ids_BT: Token ids.
+        end_id: The token that ends each document and belongs to it.
+    """
+    position_T = torch.arange(ids_BT.shape[1], device=ids_BT.device)
+    after_BT = torch.where(ids_BT == end_id, position_T + 1, 0).cummax(1).values
+    return torch.cat([torch.zeros_like(after_BT[:, :1]), after_BT[:, :-1]], 1)
 
 
 def _rows(x_BTE: Tensor, position_BT: Tensor) -> Tensor:

@@ -23,20 +23,11 @@ class Selected(NamedTuple):
     """Indices of the experts, int64."""
     counts_E: Tensor
     """Number of tokens that selected each expert, int64."""
-    priority_N: Tensor | None = None
-    """Priority of each token if a capacity requires it, the highest first."""
 
     @classmethod
-    def of(
-        cls,
-        weights_NK: Tensor,
-        expert_ids_NK: Tensor,
-        num_experts: int,
-        priority_N: Tensor | None = None,
-    ) -> "Selected":
+    def of(cls, weights_NK: Tensor, expert_ids_NK: Tensor, num_experts: int) -> "Selected":
         """Counts the tokens of each of E experts; for the other arguments see the fields."""
-        counts_E = count(expert_ids_NK, num_experts)
-        return cls(weights_NK, expert_ids_NK, counts_E, priority_N)
+        return cls(weights_NK, expert_ids_NK, count(expert_ids_NK, num_experts))
 
     def load(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Returns the share of the assignments that each expert receives, [E]; it sums to 1."""
@@ -80,7 +71,6 @@ class Selection(nn.Module, ABC):
     def __init__(self, config: SelectingConfig) -> None:
         super().__init__()
         self.num_experts, self.top_k = config.num_experts, config.used_experts()
-        self.by_priority = config.capacity_order == "priority"
         self.agreed: Region = same
         """Makes ranks that share tokens use the choices of the first of them.
 
@@ -105,11 +95,6 @@ class Selection(nn.Module, ABC):
         Returns:
             Weights and experts, the best first.
         """
-
-    def selected(self, weights_NK: Tensor, expert_ids_NK: Tensor, scores_NE: Tensor) -> Selected:
-        """Adds the values that dispatch needs; a token's priority is its highest score."""
-        priority_N = self.agreed(scores_NE.detach().amax(-1)) if self.by_priority else None
-        return Selected.of(weights_NK, expert_ids_NK, self.num_experts, priority_N)
 
     def update(self, load_E: Tensor, progress: float) -> None:
         """Prepares the next optimizer step; called once after each.
@@ -198,7 +183,7 @@ class TopK(Selection):
                 weights_NK = weights_NK / sum_N1
         if self.config.routed_scaling_factor != 1:
             weights_NK = weights_NK * self.config.routed_scaling_factor
-        return self.selected(weights_NK, expert_ids_NK, scores_NE)
+        return Selected.of(weights_NK, expert_ids_NK, self.num_experts)
 
     def _within_groups(self, ranked_NE: Tensor) -> Tensor:
         """Keeps the experts of the best groups, and sets all others to -inf."""

@@ -11,18 +11,12 @@ GRAPH_OPTIONS = {
     "similarity": {"graph": "similarity"},
     "cosine similarity": {"graph": "similarity", "similarity": "cosine", "tau": 0.2},
     "attention": {"graph": "attention"},
-    "similarity, lower entropy": {"graph": "similarity", "lower_entropy_only": True},
-    "attention, lower entropy": {"graph": "attention", "lower_entropy_only": True},
     "one head's own values": {"graph": "attention", "attention_head": 2, "head_mean": False},
-    "attention, later": {"graph": "attention", "graph_from": 0.5},
 }
 V_MOE = {
     "router_noise": 1.0,
     "router_bias": False,
     "expert_dropout": 0.2,
-    "capacity_factor": 1.05,
-    "capacity_order": "priority",
-    "allow_leak": True,
 }
 every_graph = pytest.mark.parametrize("options", GRAPH_OPTIONS.values(), ids=GRAPH_OPTIONS)
 

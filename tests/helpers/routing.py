@@ -126,13 +126,6 @@ def entropy_of(weights):
     return -(weights * (weights + (weights == 0)).log()).sum(-1)
 
 
-def restrict(s_BTT, scores_BTE):
-    """S over J_i alone: the tokens whose scores have no more entropy (Proposition 1)."""
-    entropy_BT = entropy_of(scores_BTE.detach())
-    kept_BTT = s_BTT * (entropy_BT[:, None, :] <= entropy_BT[:, :, None])
-    return kept_BTT / kept_BTT.sum(-1, keepdim=True)
-
-
 class Watch(TorchDispatchMode):
     """Sees every operation, those of the backward pass too: names and sizes of the results."""
 

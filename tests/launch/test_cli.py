@@ -213,7 +213,7 @@ def test_a_wrong_command_line_is_one_line(
         ("model.feed_forward={kind: smoe, score: best}", ["score", "'best'", "'cosine'"]),
         (
             "model.feed_forward={kind: smoe, capacity_factor: 1.25}",
-            ["capacity_factor", "1.25", "language model", "allow_leak"],
+            ["capacity_factor", "1.25", "language model", "null"],
         ),
         ("parallel.zero_stage=4", ["parallel.zero_stage", "4", "less than or equal to 3"]),
         ("train.precision=fp16", ["train.precision", "'fp16'", "'fp32' or 'bf16'"]),

@@ -107,16 +107,8 @@ SECTIONS = {
         }
         for graph in GRAPHS
     },
-    "smoe, lower entropy": {
-        "kind": "smoe", "num_experts": 4, "expert_hidden_size": 16, "graph": "similarity",
-        "lower_entropy_only": True,
-    },
     "smoe, capacity": {
         "kind": "smoe", "num_experts": 4, "expert_hidden_size": 16, "capacity_factor": 0.5,
-    },
-    "smoe, priority": {
-        "kind": "smoe", "num_experts": 4, "expert_hidden_size": 16, "capacity_factor": 0.5,
-        "capacity_order": "priority",
     },
     "mxd": {"kind": "mxd", "num_experts": [12], "top_k": 3},
     "transcoder": {"kind": "transcoder", "num_experts": [3, 5], "top_k": 3},

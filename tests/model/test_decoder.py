@@ -33,8 +33,6 @@ VARIANTS = {
         "placement": [1]}},
     "clamped": {"mlp_bias": True, "feed_forward": EXPERTS | {
         "activation": "clamped_swiglu", "combine": "normalized", "router_dtype": "model"}},
-    "lower entropy": {"feed_forward": EXPERTS | {
-        "graph": "similarity", "lower_entropy_only": True, "combine": "normalized"}},
     "multiplied": {
         "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attention_scale": 0.3,
         "logits_divisor": 0.5, "rotary": {"scaling": {"kind": "linear", "factor": 2.0}}},
@@ -153,8 +151,6 @@ def test_one_normalized_expert_has_the_weight_one():
         ({"shared_gate": True}, "shared_gate: true needs shared_hidden_size, which is null"),
         ({"swiglu_limit": 3.0}, "swiglu_limit: 3 needs activation: clamped_swiglu"),
         ({"score": "cosine", "router_dtype": "model"}, "router_dtype: model needs score: linear"),
-        ({"score_function": "sigmoid", "graph": "similarity", "lower_entropy_only": True},
-         "lower_entropy_only: true is not allowed with score_function: sigmoid"),
     ],
 )  # fmt: skip
 def test_options_without_effect_are_refused(section, said):

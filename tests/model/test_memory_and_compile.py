@@ -127,7 +127,6 @@ FEED_FORWARDS = {
     "groups": {"kind": "emoe", "num_experts": 4, "top_k": 2},
     "groups apart": {"kind": "emoe", "num_experts": 4, "top_k": 2, "experts": "grouped"},
     "noisy": {"kind": "smoe", "num_experts": 4, "router_noise": 1.0},
-    "capacity": {"kind": "smoe", "num_experts": 4, "capacity_factor": 1.0, "allow_leak": True},
 }
 
 
@@ -240,7 +239,6 @@ GROWING = {
     "linear": {},
     "noisy": {"router_noise": 1.0},
     "attention": {"graph": "attention"},
-    "priority": {"capacity_factor": 1.1, "capacity_order": "priority", "allow_leak": True},
     "one by one": {"experts": "loop"},
 }
 

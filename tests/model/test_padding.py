@@ -19,9 +19,7 @@ FEED_FORWARDS = {
     "mxd": {"kind": "mxd", "num_experts": [12], "top_k": 3},
     "transcoder": {"kind": "transcoder", "num_experts": [3, 5], "top_k": 3},
     "smoe": SPARSE,
-    "capacity": SPARSE | {"capacity_factor": 0.6, "capacity_order": "priority", "allow_leak": True},
     "similarity": SPARSE | {"graph": "similarity"},
-    "lower entropy": SPARSE | {"graph": "similarity", "lower_entropy_only": True},
     "attention": SPARSE | {"graph": "attention"},
 }
 LENGTHS = torch.tensor([5, 40, 12, 1])
@@ -126,10 +124,9 @@ def test_recomputation_knows_the_padding():
 
 
 @pytest.mark.parametrize("kind", ["similarity", "attention"])
-@pytest.mark.parametrize("restricted", [False, True])
-def test_a_graph_without_a_mask_sees_no_padding(kind, restricted):
+def test_a_graph_without_a_mask_sees_no_padding(kind):
     """As in a model that reads both ways: mixtures and measures are those without padding."""
-    config = make_config(graph=kind, lower_entropy_only=restricted)
+    config = make_config(graph=kind)
     graph = make(GRAPHS[kind], config, make_context(causal=False))
     generator = torch.Generator().manual_seed(0)
     random = {"generator": generator, "dtype": torch.float64}

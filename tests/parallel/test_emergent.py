@@ -18,7 +18,6 @@ MODELS = {
     "avg_k": {},
     "apart": {"experts": "grouped"},
     "cosine": {"score": "cosine", "blocks": [1]},
-    "capacity": {"capacity_factor": 1.0, "capacity_order": "priority", "allow_leak": True},
 }
 # Processes, tensor-parallel ones, expert-parallel ones, ZeRO stage.
 LAYOUTS = [
@@ -36,7 +35,7 @@ def case_of(name):
 @everyday(
     ("name", "layout"),
     itertools.product(MODELS, LAYOUTS),
-    keep=[("avg_k", (2, 1, 2, 0)), ("capacity", (2, 2, 1, 3))],
+    keep=[("avg_k", (2, 1, 2, 0)), ("cosine", (2, 2, 1, 3))],
 )
 def test_any_layout_trains_as_one_process(workers, whole_runs, tmp_path, name, layout):
     case = case_of(name)

@@ -127,6 +127,23 @@ def test_n_processes_are_one(workers, whole_runs, tmp_path, name, processes, ten
     assert_near_state(tmp_path / "step-00000004", saved, rounding=True)
 
 
+@pytest.mark.parametrize(
+    "section",
+    [
+        SPARSE | {"capacity_factor": 1.0, "combine": "softmax"},
+        {"kind": "emoe", "num_experts": 4, "top_k": 2, "capacity_factor": 1.0},
+    ],
+    ids=["smoe", "emoe"],
+)
+def test_a_capacity_drops_the_same_tokens_of_the_same_micro_batches(workers, whole_runs, section):
+    model = read_model_config(VIT | {"feed_forward": section})
+    case = Case(optimizer="sgd", learning_rate=0.1, clip=0.5, model=model)
+    expected, _ = whole_runs(case)
+    result = workers(4).run(train, case.but(stage=1, tensor=2, expert=2))[0]
+    assert_same_course(result, expected)
+    assert all(0 < record["routing/dropped"] < 1 for record in result["routing"][:1])
+
+
 @everyday(
     ("name", "layout"),
     [

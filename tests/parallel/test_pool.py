@@ -15,9 +15,9 @@ LOSSES = LossConfig(load_balance=0.5, router_z=0.001)
 ALL = LOSSES.model_copy(update={"load_balance_counts": "all"})
 
 
-def pooled(pool, d=3, **options):
+def pooled(pool="prefix", d=3, **options):
     """Documents of some tokens, as the tokens are random ones below 20."""
-    section = {"pool": pool, "pool_least": d, "pool_most": d, "allow_leak": pool == "document"}
+    section = {"pool": pool, "pool_least": d, "pool_most": d}
     model = moe_model(num_experts=8, **section | options)
     return model.model_copy(update={"vocab_size": 20, "end_of_text_id": END})
 
@@ -41,14 +41,9 @@ LAYOUTS = {
 }
 
 
-@everyday(
-    ("pool", "layout"),
-    [(pool, layout) for pool in ("document", "prefix") for layout in LAYOUTS],
-    keep=[("document", "TP 2"), ("prefix", "EP 2"), ("prefix", "ZeRO 3")],
-    ids=lambda case: f"{case[0]}, {case[1]}",
-)
-def test_pools_of_one_size_are_those_of_one_process(workers, whole_runs, tmp_path, pool, layout):
-    case = sgd(pooled(pool, balancing_rate=0.01))
+@everyday("layout", LAYOUTS, keep=["TP 2", "EP 2", "ZeRO 3"])
+def test_pools_of_one_size_are_those_of_one_process(workers, whole_runs, tmp_path, layout):
+    case = sgd(pooled(balancing_rate=0.01))
     expected, saved = whole_runs(case)
     free, _ = whole_runs(case.but(model=pooled("none", None, balancing_rate=0.01)))
     assert abs(expected["losses"][-1] - free["losses"][-1]) > 1e-4

@@ -166,14 +166,6 @@ def test_other_tokens_are_refused(workers, tmp_path, texts, teacher):
     assert text.endswith("their token ids mean different things")
 
 
-def test_a_teacher_that_sees_later_tokens_is_refused(workers, tmp_path, prepared_path, student):
-    leaky = {"graph": "similarity", "causal_graph": False, "allow_leak": True}
-    changes = {"model__feed_forward": SPARSE | leaky, "train__steps": 1}
-    workers(1).run(run, small_run(tmp_path / "leaky", prepared_path, **changes))
-    text = refusal(workers(1), student, f"distill.teacher={tmp_path / 'leaky' / 'run'}")
-    assert "has model.feed_forward.causal_graph: false" in text
-
-
 @pytest.mark.slow
 def test_masked_language_models_neither_teach_nor_learn(workers, tmp_path, texts, teacher, student):
     prepare_pieces(texts, tmp_path / "data")

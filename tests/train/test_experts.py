@@ -138,10 +138,3 @@ def test_validate_says_what_experts_cost(tmp_path, prepared_path, capfd):
     total, active = (int(rows[key].split()[0].replace(",", "")) for key in ("parameters", "active"))
     # Two of four experts: each 2 x 32 x 32 weights and 2 x 32 biases.
     assert total - active == 2 * (2 * 32 * 32 + 2 * 32)
-    section = "model.feed_forward."
-    leaky = [f"{section}causal_graph=false", f"{section}allow_leak=true"]
-    assert polyad(["validate", str(config), "--processes", "2", *leaky]) == 0
-    rows = dict(line.split(maxsplit=1) for line in capfd.readouterr().out.splitlines())
-    graph = rows["experts"].partition("linear score, ")[2]
-    leak = "that includes later tokens, which leaks the tokens to be predicted"
-    assert graph == f"similarity graph (cosine) {leak}"

@@ -166,28 +166,13 @@ def test_what_there_is_for_experts_trains_a_published_mixture(name, case, worker
 
 
 @everyday("case", ["olmoe", "qwen3_moe", "deepseek_v3"], keep=[])
-def test_words_are_swapped_and_leaks_measured(case, workers, tmp_path):
+def test_words_are_swapped(case, tmp_path):
     hub_folder(tmp_path / "hub", case)
     data = prepared_for(tmp_path / "hub", tmp_path)
     attack = ["--attack", "word-swap", "--rate", "0.5", "--json", str(tmp_path / "told.json")]
     assert command(["evaluate", str(tmp_path / "hub"), "--data", str(data), *attack]) == 0
     plain = evaluation(tmp_path / "hub", data=str(data))["loss"]
     assert json.loads((tmp_path / "told.json").read_text())["loss"] != plain
-    model = FamilyWeights(tmp_path / "hub").config.model_dump(mode="json")
-    model["feed_forward"] |= {"graph": "similarity", "causal_graph": False, "allow_leak": True}
-    changes = {"model": model | {"sequence_length": 24}, "train__steps": 1}
-    changes["checkpoint__init_from"] = str(tmp_path / "hub")
-    workers(1).run(run, write_config(tmp_path / "config.yaml", data, **changes))
-    leak = [
-        "evaluate",
-        str(tmp_path / "run"),
-        "--leak",
-        "20",
-        "--json",
-        str(tmp_path / "leak.json"),
-    ]
-    assert command(leak) == 0
-    assert json.loads((tmp_path / "leak.json").read_text())
 
 
 def test_what_was_trained_as_another_model_is_not_written_as_its_family(workers, tmp_path):

@@ -70,9 +70,8 @@ def say_first_line(plan: Plan, state: TrainState) -> None:
         print(count.in_words(), file=sys.stderr, flush=True)
     if (note := blocks_note(plan.config)) and not nothing_is_left(plan, state):
         print(f"polyad: {note}", file=sys.stderr, flush=True)
-    for note in (warm_up_note(plan.config), leak_note(plan.config)):
-        if note:
-            print(f"polyad: warning: {note}", file=sys.stderr, flush=True)
+    if note := warm_up_note(plan.config):
+        print(f"polyad: warning: {note}", file=sys.stderr, flush=True)
     notes = list(plan.task.notes)
     if (note := optimizer_note(plan.config, model)) and not nothing_is_left(plan, state):
         notes.append(note)
@@ -231,15 +230,6 @@ def warm_up_note(config: RunConfig) -> str | None:
         return None
     key = f"schedule.warmup_steps: {warmup:,}"
     return f"train.steps: {steps:,} ends the run before its warm-up ({key})"
-
-
-def leak_note(config: RunConfig) -> str | None:
-    """Warns if the training loss includes a leak of later tokens."""
-    leak = config.model.training_leak()
-    return leak and (
-        f"{leak} lets experts depend on later tokens in training, so the training loss is too low "
-        f"to be compared with others; validation and evaluation use no pools and are not affected"
-    )
 
 
 def data_notes(plan: Plan) -> list[str]:

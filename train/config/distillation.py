@@ -14,7 +14,6 @@ from polyad.model.build import build_model
 from polyad.model.decoder import DecoderSettings
 from polyad.model.feedforward import FeedForward
 from polyad.model.settings import ModelSettings
-from polyad.model.smoe.config import SparseMoEConfig
 from polyad.model.vision import ImageSettings
 from polyad.parallel.checkpoint.keeping import complete_checkpoints
 from polyad.parallel.checkpoint.reading import Checkpoint
@@ -139,16 +138,6 @@ def _check_text(config: RunConfig, task: LanguageModelling, weights: Weights) ->
         raise ConfigError(
             f"{key} has model.kind: {model.kind} and data.kind: {data}; a model that predicts the "
             f"next token is needed: {_kinds(config)}"
-        )
-    leaking = [
-        section
-        for section, each in model.feed_forwards().items()
-        if isinstance(each, SparseMoEConfig) and not each.causal_graph
-    ]
-    if leaking:
-        raise ConfigError(
-            f"{key} has {leaking[0]}.causal_graph: false, so its prediction of the next token may "
-            "depend on that token; a teacher with true is needed"
         )
     task.check_weights(weights, "distill.teacher")
     if config.distill.blocks is not None:

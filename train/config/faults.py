@@ -42,8 +42,7 @@ _NAMES = {
     "moe_num_experts",
     "model.feed_forward.top_k": "k topk moe_top_k moe_router_topk num_experts_per_tok "
     "num_experts_per_token",
-    "model.feed_forward.router_noise": "noise_std gate_noise router_jitter_noise",
-    "model.feed_forward.capacity_order": "batch_priority batch_prioritized_routing",
+    "model.feed_forward.router_noise": "noise_std gate_noise",
     "model.feed_forward.evaluation_capacity_factor": "eval_capacity_factor",
     "model.feed_forward.expert_hidden_size": "moe_intermediate_size expert_size expert_dim",
     "data.path": "dataset dataset_path data_path data_dir train_data train_file dataset_name",

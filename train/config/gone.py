@@ -4,6 +4,14 @@ GONE: dict[str, str] = {
     "expert_keys": "attentive scores of sparse experts; use `score: linear`",
     "softmax_share": "gates that begin as softmax; gate: softmax or entmax15 is for the whole run",
     **dict.fromkeys(
+        ("allow_leak", "causal_graph"),
+        "runs that see later tokens; language models are causal, and other models were never asked",
+    ),
+    "capacity_order": "priority; a capacity keeps the first tokens",
+    "graph_from": "graphs that start late; a graph is on from the first step",
+    "input_jitter": "noise on experts' inputs; use `router_noise`",
+    "lower_entropy_only": "graphs of decided tokens alone; a graph has all tokens up to this one",
+    **dict.fromkeys(
         ("loss.erc", "loss.erc_alpha", "loss.erc_noise", "loss.orthogonality", "loss.variance"),
         "the losses on what experts compute; use loss.load_balance, importance or router_z",
     ),

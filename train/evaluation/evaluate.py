@@ -21,7 +21,6 @@ from polyad.parallel.streamed import seconds_before
 from polyad.parallel.weights import Choice
 from polyad.train.console import Progress
 from polyad.train.errors import ConfigError, RunError
-from polyad.train.evaluation.leak import Leak, check_leaks, measure_leak
 from polyad.train.experts.interventions import Intervention
 from polyad.train.experts.replay import (
     Choices,
@@ -34,7 +33,6 @@ from polyad.train.experts.replay import (
 from polyad.train.reading import Evaluated, open_evaluated
 from polyad.train.results import aligned
 from polyad.train.streaming import predicting
-from polyad.train.tasks.language import LanguageModelling
 from polyad.train.tasks.registry import task_class
 from polyad.train.tasks.task import Scores, Task
 
@@ -155,7 +153,6 @@ class Evaluation:
     interventions: Sequence[Intervention]
     """Changes to experts."""
     scores: Scores
-    leak: Leak | None
     precision: str
     processes: int
     seconds: float
@@ -187,7 +184,6 @@ class Evaluation:
             *([] if self.attack is None else [("attack", str(self.attack))]),
             *self._routing(),
             *(("intervention", str(each)) for each in self.interventions),
-            *([] if self.leak is None else self.leak.rows(self.scores.to_json()["loss"])),
             ("speed", f"{speed:,.0f} {units}/s"),
             ("processes", f"{self.processes}"),
         ]
@@ -211,7 +207,6 @@ def evaluate(
     split: SplitName = "validation",
     overrides: tuple[str, ...] = (),
     attack: WordSwap | GaussianNoise | None = None,
-    leak: int | None = None,
     routing: Routing = OWN_ROUTING,
     weights: Choice = "trained",
     base: Path | None = None,
@@ -226,8 +221,6 @@ def evaluate(
         split: `validation`, `test` or `train`.
         overrides: `key=value` for keys that evaluation reads.
         attack: perturbation of the text or images before they are read.
-        leak: for a model whose graphs have no mask: approximate number of tokens to score again,
-            each from its prefix alone; None: none.
         routing: where routing is recorded, or replayed from.
         weights: which of the checkpoint's weights.
         base: see `open_weights`.
@@ -238,7 +231,7 @@ def evaluate(
         The same on every process.
     """
     opened = open_evaluated(path, data, overrides, weights, base, stream, interventions)
-    return evaluate_opened(opened, split, attack=attack, leak=leak, routing=routing)
+    return evaluate_opened(opened, split, attack=attack, routing=routing)
 
 
 def evaluate_opened(
@@ -247,7 +240,6 @@ def evaluate_opened(
     *,
     model: nn.Module | None = None,
     attack: WordSwap | GaussianNoise | None = None,
-    leak: int | None = None,
     routing: Routing = OWN_ROUTING,
 ) -> Evaluation:
     """Evaluates opened weights; see `evaluate`.
@@ -257,15 +249,10 @@ def evaluate_opened(
         split: `validation`, `test` or `train`.
         model: the model on this process's device, in evaluation mode; None: it is loaded.
         attack: see `evaluate`.
-        leak: see `evaluate`.
         routing: see `evaluate`.
     """
-    if leak is not None:
-        opened.text("--leak")
-        check_leaks(opened.config, opened.weights.folder)
     opened.task.check_split(split)
-    leaked = None
-    needs_whole = None if leak is None else "--leak scores texts that depend on what a block gave"
+    needs_whole = None
     if routing != OWN_ROUTING:
         needs_whole = "routing is recorded and replayed in a whole model"
     about = {name: str(value) for name, value in opened.about().items()}
@@ -296,12 +283,6 @@ def evaluate_opened(
                 f"finite: numbers overflow in {opened.config.train.precision}"
             )
         seconds = time.monotonic() - started + seconds_before(model)
-        if leak is not None:
-            assert isinstance(task, LanguageModelling)
-            windows = task.windows(task.split(split)[0])
-            leaked = measure_leak(
-                *(model, windows, leak), units=count, batch_size=opened.batch_size, world=world
-            )
     return Evaluation(
         **opened.about(),
         weights=opened.choice,
@@ -312,7 +293,6 @@ def evaluate_opened(
         routing=routed,
         interventions=opened.interventions,
         scores=scores,
-        leak=leaked,
         precision=opened.config.train.precision,
         processes=world.size,
         seconds=seconds,

@@ -151,7 +151,7 @@ class _Chosen:
         if self._action.how == "swap":
             assert self._action.to is not None
             ids_MK, weights_MK = _swapped(ids_MK, weights_MK, hit_MK, self._action.to)
-            return Selected.of(weights_MK, ids_MK, len(output.counts_E), output.priority_N)
+            return Selected.of(weights_MK, ids_MK, len(output.counts_E))
         if self._action.how == "mean":
             lost_MK = weights_MK * hit_MK
             lost_MS = lost_MK.new_zeros(len(ids_MK), len(output.counts_E))

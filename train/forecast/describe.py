@@ -12,7 +12,7 @@ from polyad.model.smoe.config import SelectingConfig, SparseMoEConfig
 from polyad.parallel.dims import Dims
 from polyad.parallel.plan.devices import DEFAULT_DEVICE, DEVICES
 from polyad.train.config.adaptation import counts, model_of, unused_parameters
-from polyad.train.config.beginning import data_notes, leak_note, schedule_line, schedule_notes
+from polyad.train.config.beginning import data_notes, schedule_line, schedule_notes
 from polyad.train.config.comparison import comparison_rows, experts_compared
 from polyad.train.config.environment import check_compiler
 from polyad.train.config.plan import checkpoint_bytes, plan_run
@@ -26,9 +26,7 @@ from polyad.train.results import aligned
 from polyad.train.tasks.random_input import flops_of_unit
 from polyad.train.tasks.registry import task_class
 
-GRAPH_OPTIONS = (
-    "similarity", "tau", "sigma", "attention_head", "head_mean", "lower_entropy_only", "graph_from",
-)  # fmt: skip
+GRAPH_OPTIONS = ("similarity", "tau", "sigma", "attention_head", "head_mean")
 """Keys of a graph that are shown if they differ from their default."""
 
 
@@ -136,7 +134,7 @@ def describe(
             "optimizer": config.optimizer.kind,
             "schedule": schedule_line(config),
         },
-        "warnings": [*schedule_notes(config), *filter(None, [leak_note(config)])],
+        "warnings": schedule_notes(config),
         "layout": degrees_of(config, dims),
         "checkpoint_bytes": checkpoint_bytes(config, model),
     }
@@ -169,7 +167,6 @@ def _experts(config: RunConfig) -> dict[str, Any] | None:
             for name in GRAPH_OPTIONS
             if (value := getattr(graph, name)) != SparseMoEConfig.model_fields[name].default
         },
-        "causal_graph": graph.causal_graph,
         "pool": None if graph.pool == "none" else [graph.pool, *graph.pool_bounds()],
         "blocks": routed,
     }
@@ -245,8 +242,6 @@ def _expert_rows(model: dict[str, Any]) -> list[tuple[str, str]]:
     if options := experts["graph_options"]:
         words = (v if n == "similarity" else f"{n} {v}" for n, v in options.items())
         graph += f" ({', '.join(words)})"
-    if not experts["causal_graph"]:
-        graph += " that includes later tokens, which leaks the tokens to be predicted"
     if experts["pool"]:
         name, least, most = experts["pool"]
         graph += f"; in training from a pool of {least} to {most} experts per {name}"

@@ -152,9 +152,9 @@ def footprint(
 
 
 def _takes_more_later(model: nn.Module) -> bool:
-    """Whether tokens get more experts during a run, or a graph starts later."""
+    """Whether tokens get more experts during a run."""
     sparse = [module.config for module in model.modules() if isinstance(module, SparseMoE)]
-    return any(config.final_top_k is not None or config.graph_from for config in sparse)
+    return any(config.final_top_k is not None for config in sparse)
 
 
 def _teacher(config: RunConfig, memory: Memory) -> Teacher | BlockTeacher | None:

@@ -202,7 +202,6 @@ def _shrink_experts(section: dict[str, Any], cut: int, fewest: int, layers: int)
         section |= {"top_k": top, "num_experts": experts, "expert_hidden_size": inner}
         section |= {"num_groups": groups, "top_groups": min(section["top_groups"], groups)}
         section |= {"router_noise": 0.0, "expert_dropout": 0.0, "dense_hidden_size": inner}
-        section["input_jitter"] = 0.0
         if section["shared_hidden_size"] is not None:
             section["shared_hidden_size"] = inner
         if section["final_top_k"] is not None:

@@ -287,7 +287,6 @@ class TrainLoop:
         record: dict[str, Any] = {
             "step": pending.step,
             "loss": loss,
-            **({"loss_leaks": True} if self.task.model.training_leak() else {}),
             "grad_norm": result.grad_norm,
             "learning_rate": pending.rate,
             f"{units}_per_second": units_per_second,

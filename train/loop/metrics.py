@@ -278,10 +278,9 @@ def console_line(
     step, rate = record["step"], record[f"{unit.name}s_per_second"]
     width = len(str(total))
     of_one = f" ({rate / nodes:,.0f} a node)" if nodes > 1 else ""
-    leaks = " (sees later tokens)" if record.get("loss_leaks") else ""
     parts = [
         f"step {step:{width}}/{total} {bar(step / total)}",
-        f"loss {in_digits(record['loss'])}{leaks}",
+        f"loss {in_digits(record['loss'])}",
         f"norm {record['grad_norm']:.2f}",
         f"lr {record['learning_rate']:.2e}",
         f"{rate:,.0f} {unit.short}/s{of_one}",

@@ -30,7 +30,7 @@ PROBE_UNITS = 65_536
 FREE_KEYS = (
     "compile", "recompute", "dropout", "initializer_range", "feed_forward.experts",
     "feed_forward.pool", "feed_forward.pool_least", "feed_forward.pool_most",
-    "feed_forward.allow_leak", "end_of_text_id",
+    "end_of_text_id",
 )  # fmt: skip
 """Keys of a model that do not affect its outputs in evaluation."""
 

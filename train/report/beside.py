@@ -180,20 +180,8 @@ def beside_figures(
         if len(lines) > 1:
             width = {"width": WIDE} if key == "loss" else {}
             chart = line_chart(steps, lines, title=heading, **width)
-            leaks = [
-                name
-                for name, each in ((run, history), (other.run, other.history))
-                if key == "loss" and each.last_record.get("loss_leaks")
-            ]
-            caption = (
-                f"In {' and '.join(leaks)}, experts depend on later tokens in training."
-                if leaks
-                else ""
-            )
             figures.append(
-                Figure(
-                    heading=heading, body=chart, caption=caption, legend=lines, wide=key == "loss"
-                )
+                Figure(heading=heading, body=chart, caption="", legend=lines, wide=key == "loss")
             )
     curves = len(figures)
     rows = [

@@ -121,7 +121,6 @@ class Report:
             "total_steps": self.total_steps,
             units: history.last_record.get(units),
             "loss": history.final_loss,
-            **({"loss_leaks": True} if history.last_record.get("loss_leaks") else {}),
             self.task.validation_score: self.validation,
             "validation_max_windows": self.most_validated,
             "routing": {

@@ -33,7 +33,6 @@ from polyad.train.report.top_tokens import STRETCH
 
 MANY_LINES = 16
 """Maximum number of lines of a chart of layers with a legend."""
-LEAKS = "; experts depend on later tokens"
 """Note on a training loss that is not a prediction loss."""
 OVER_TIME = (
     ("entropy", "Evenness of each token's mixture (1 = all experts alike)",
@@ -146,7 +145,7 @@ def facts(report: Report) -> list[tuple[str, str, str]]:
         (
             "Training loss",
             _or_none(history.final_loss),
-            f"{in_unit}last 10 steps{LEAKS * bool(history.last_record.get('loss_leaks'))}",
+            f"{in_unit}last 10 steps",
         ),
         *((name, _or_none(value), small) for name, value, small in _validation(report)),
     ]
@@ -190,11 +189,6 @@ def training_figures(report: Report) -> list[Figure]:
     each = "each step" if history.width == 1 else f"averaged over {history.width:,} steps"
     note = f"{report.loss_unit}; {each}." if report.loss_unit else f"{each}."
     note = note if is_other else note.capitalize()
-    if history.last_record.get("loss_leaks"):
-        note += (
-            " In training, experts depend on later tokens (model.feed_forward.pool: document), so "
-            "the training loss is not a true prediction loss; in validation they do not."
-        )
     if skipped := history.last_record.get("skipped_steps"):
         note += f" {skipped:,} steps were skipped because a loss or gradient was not finite."
     if history.unreadable:

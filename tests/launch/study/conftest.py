@@ -10,7 +10,7 @@ import yaml
 CP = {"kind": "mumoe", "factorization": "cp", "num_experts": [4], "rank": "match-dense"}
 LEAKY = {
     **{"kind": "smoe", "num_experts": 4, "expert_hidden_size": 32, "graph": "similarity"},
-    **{"similarity": "cosine", "causal_graph": False, "allow_leak": True},
+    "similarity": "cosine",
 }
 WriteStudy = Callable[..., Path]
 

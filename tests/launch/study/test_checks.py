@@ -11,7 +11,7 @@ from polyad.launch.study.folder import record_of
 from polyad.train.config.run import config_of
 from polyad.train.study.reading import load_study
 from polyad.train.study.study import Variant, changed_key
-from tests.launch.study.conftest import CP, LEAKY, WriteStudy
+from tests.launch.study.conftest import CP, WriteStudy
 
 INIT = "checkpoint.init_from"
 RATES = {"optimizer.learning_rate": [0.1, 0.2]}
@@ -95,38 +95,6 @@ def variants(**own: Any) -> dict[str, Any]:
         ({"attack": {"rate": 1.5}}, ["attack.rate: 1.5", "less than or equal to 1"]),
         ({"attack": {"seed": 0}}, ["attack.rate: is missing"]),
         ({"attack": {"rate": 0.1, "seed": -1}}, ["attack.seed: -1", "equal to 0"]),
-        ({"leak": {"steps": []}}, ["leak.steps: [] is not allowed", "give at least one step"]),
-        ({"leak": {"steps": [4, 2]}}, ["leak.steps: [4, 2]", "each later than the one before"]),
-        ({"leak": {"steps": [4], "tokens": 0}}, ["leak.tokens: 0", "equal to 1"]),
-        ({"leak": {"steps": [4]}}, ["leak: no variant has model.feed_forward.causal_graph: false"]),
-        (
-            {"leak": {"steps": [3]}, "variants": variants(model__feed_forward=LEAKY)},
-            ["leak.steps: 3 has no checkpoint in b, which writes one every 2 steps and at step 4"],
-        ),
-        (
-            {
-                "leak": {"steps": [2, 4]},
-                "common": {"checkpoint.keep_last": 1},
-                "variants": variants(model__feed_forward=LEAKY),
-            },
-            ["leak.steps: 2: b keeps that checkpoint only until there are 1 newer ones"],
-        ),
-        (
-            {
-                "leak": {"steps": [2, 4]},
-                "common": {"checkpoint.keep_last": 2, "checkpoint.keep_best": True},
-                "variants": variants(model__feed_forward=LEAKY),
-            },
-            ["leak.steps: 2: b keeps that checkpoint only until there are 2 newer ones"],
-        ),
-        (
-            {
-                "leak": {"steps": [4]},
-                "common": {"evaluation.patience": 1, "evaluation.every": 1},
-                "variants": variants(model__feed_forward=LEAKY),
-            },
-            ["leak.steps: 4: b may end before that step: evaluation.patience"],
-        ),
         (
             {"grid": RATES, "variants": variants(optimizer__learning_rate=0.5)},
             [
@@ -137,14 +105,6 @@ def variants(**own: Any) -> dict[str, Any]:
         (
             {"grids": {"cp": {"optimizer.learning_rate": None}}},
             ["grids.cp.optimizer.learning_rate: None is not allowed"],
-        ),
-        (
-            {"leak": {"steps": [6]}, "variants": variants(model__feed_forward=LEAKY)},
-            ["leak.steps: 6 has no checkpoint in b"],
-        ),
-        (
-            {"variants": variants(model__feed_forward=LEAKY | {"allow_leak": False})},
-            ["variants.b: ", "causal_graph: false", "allow_leak: true"],
         ),
         # A grid, and tasks.
         (

@@ -242,7 +242,6 @@ def test_keys_are_said_as_the_file_has_them(write_study: WriteStudy) -> None:
     assert found["variants"]["again"] == {"distill.teacher": "the run of dense"}
     assert json.loads(found["variants"]["leaky"]["model.feed_forward"]) == LEAKY
     assert found["grids"]["leaky"] == {"optimizer.learning_rate": "[2e-05, 0.1]"}
-    assert found["leaking"] == ["leaky"]
     assert (found["question"], found["not_shown"], found["days"]) == (None, [], [])
     assert found["environments"] == []
 

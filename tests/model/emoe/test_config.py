@@ -49,7 +49,6 @@ def test_a_section_without_keys_splits_every_block_in_16_of_which_8_run():
             f"router_noise: 1 is not allowed with {KEY}select: bottom_k; allowed: 0",
         ),
         (["capacity_factor=1.5"], "capacity_factor: 1.5 drops tokens depending on the rest of the"),
-        (["capacity_order=priority"], f"capacity_order: priority needs {KEY}capacity_factor"),
         (["evaluation_capacity_factor=2"], "evaluation_capacity_factor: 2.0 needs"),
         (["experts=dense"], "experts: 'dense' is not allowed"),
     ],

@@ -116,22 +116,3 @@ def test_a_growing_k_is_followed_by_compiled_blocks(small_model, random_ids):
                 block.feed_forward.update(stats, progress)
         torch.testing.assert_close(compiled(ids).logits, plain(ids).logits, atol=2e-5, rtol=2e-5)
     assert compiled.blocks[0].feed_forward.router.selection.top_k == 3
-
-
-@everyday("backend", ["aot_eager", "inductor"], keep=[])
-def test_compiled_blocks_follow_when_a_graph_begins(small_model, random_ids, backend):
-    ids, options = random_ids(2, 16), {"graph": "attention", "graph_from": 0.5, "sigma": 2.0}
-    _dynamo.reset()
-    _dynamo.utils.counters.clear()
-    compiled, plain = (routed(small_model, options) for _ in range(2))
-    compile_model(compiled, backend=backend)
-    seen = []
-    for progress in (0.25, 0.5, 0.75):
-        for model in (compiled, plain):
-            for block, stats in zip(model.blocks, model(ids).routing, strict=True):
-                block.feed_forward.update(stats, progress)
-        output, expected = compiled(ids), plain(ids)
-        torch.testing.assert_close(output.logits, expected.logits, atol=2e-5, rtol=2e-5)
-        seen.append(output.routing[0].effective_neighbours is not None)
-    assert seen == [False, True, True]
-    assert not _dynamo.utils.counters["graph_break"]

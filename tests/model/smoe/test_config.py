@@ -26,6 +26,9 @@ parse = partial(section_of, "smoe")
         (["num_experts=1"], "num_experts: 1 is not allowed: input should be greater than or equal"),
         (["score=liner"], "score: 'liner' is not allowed: input should be 'linear', 'cosine' or"),
         (["expert_keys=learned"], "expert_keys: went with attentive scores of sparse experts; "),
+        (["allow_leak=false"], "allow_leak: went with runs that see later tokens; "),
+        (["capacity_order=arrival"], "capacity_order: went with priority; a capacity keeps the fi"),
+        (["graph_from=0.0"], "graph_from: went with graphs that start late; "),
         (["graph=atention"], "graph: 'atention' is not allowed: input should be 'none', 'simil"),
         (["similarity=l2"], "similarity: 'l2' is not allowed: input should be 'dot' or 'cosine'"),
         (["tau=0"], "tau: 0 is not allowed: input should be greater than or equal to 0.000001"),
@@ -34,16 +37,6 @@ parse = partial(section_of, "smoe")
             "sigma: -1 is not allowed: input should be greater than or equal to 0.000001",
         ),
         (["balancing_rate=-1"], "balancing_rate: -1 is not allowed: input should be greater than"),
-        (
-            ["lower_entropy_only=true"],
-            "lower_entropy_only: true needs a graph, but model.feed_forward.graph is none",
-        ),
-        (
-            ["causal_graph=false"],
-            "causal_graph: false needs a graph, but model.feed_forward.graph is none",
-        ),
-        (["graph_from=0.5"], "graph_from: 0.5 needs a graph, but model.feed_forward.graph is none"),
-        (["graph_from=1", "graph=similarity"], "graph_from: 1 is not allowed: input should be les"),
         (["attention_head=0"], "attention_head: 0 needs model.feed_forward.graph: attention, not"),
         (
             ["attention_head=4", "graph=attention"],
@@ -61,18 +54,12 @@ parse = partial(section_of, "smoe")
             ["head_mean=false", "graph=similarity"],
             "head_mean: false needs model.feed_forward.graph: attention, not similarity",
         ),
-        (
-            ["causal_graph=false", "graph=attention"],
-            "causal_graph: false makes routing depend on the tokens to be predicted",
-        ),
         (["experts=fast"], "experts: 'fast' is not allowed: input should be 'grouped' or 'loop'"),
         (
             ["capacity_factor=1.25"],
             "capacity_factor: 1.25 drops tokens depending on the rest of the",
         ),
-        (["capacity_factor=0", "allow_leak=true"], "capacity_factor: 0 is not allowed: input"),
-        (["capacity_factor=1.05", "capacity_order=priority"], "capacity_factor: 1.05 drops tokens"),
-        (["capacity_order=priority"], "capacity_order: priority needs model.feed_forward.capacity"),
+        (["capacity_factor=0"], "capacity_factor: 0 is not allowed: input"),
         (["evaluation_capacity_factor=4"], "evaluation_capacity_factor: 4.0 needs model.feed_f"),
         (["router_noise=-1"], "router_noise: -1 is not allowed: input should be greater than or"),
         (["expert_dropout=1"], "expert_dropout: 1 is not allowed: input should be less than 1"),
@@ -107,7 +94,7 @@ parse = partial(section_of, "smoe")
         (
             ["pool=document"],
             "pool: document makes routing in training depend on the tokens to be predicted, "
-            "which is not allowed in a language model; use prefix, or",
+            "which is not allowed in a language model; allowed: none, prefix",
         ),
         (["placement=0"], "placement: 0 is not allowed: 1 or more, or a list of block numbers"),
         (["placement=all"], "placement: 'all' is not allowed: 1 or more, or a list of block num"),
@@ -126,10 +113,7 @@ def test_a_bad_value_is_one_line_with_key_value_and_what_is_allowed(overrides, e
     assert_refused("smoe", overrides, expected)
 
 
-def test_a_capacity_is_possible_if_the_leak_is_written_down():
-    feed_forward = parse("capacity_factor=1.25", "allow_leak=true").model.feed_forward
-    assert feed_forward.capacity_factor == 1.25
-    # A model that predicts no next token may drop without more ado.
+def test_a_model_that_predicts_no_next_token_may_drop():
     SparseMoEConfig(capacity_factor=1.25).check_model(num_layers=4, num_heads=4, causal=False)
 
 
@@ -151,20 +135,9 @@ def test_the_load_loss_needs_a_router_with_noise(noise):
             validate(config, 1)
 
 
-def test_a_graph_without_a_mask_is_possible_if_the_leak_is_written_down():
-    options = ("graph=similarity", "causal_graph=false")
-    with pytest.raises(ConfigError, match=r"model\.feed_forward\.allow_leak: true"):
-        parse(*options)
-    assert not parse(*options, "allow_leak=true").model.feed_forward.causal_graph
-    # A model that predicts no next token has no mask anyway.
-    config = SparseMoEConfig(graph="similarity", causal_graph=False)
-    config.check_model(num_layers=4, num_heads=4, causal=False)
-
-
-def test_a_pool_of_documents_is_possible_if_the_leak_is_written_down():
-    assert parse("pool=document", "allow_leak=true").model.feed_forward.pool_bounds() == (2, 16)
+def test_pools_are_of_the_prefix_in_a_language_model_and_of_documents_elsewhere():
+    assert parse("pool=prefix").model.feed_forward.pool_bounds() == (2, 16)
     assert parse("pool=prefix", "pool_least=4").model.feed_forward.pool_bounds() == (4, 16)
-    # In other models nothing leaks, and there is no prefix.
     SparseMoEConfig(pool="document").check_model(num_layers=4, num_heads=4, causal=False)
     with pytest.raises(ValueError, match=r"pool: prefix is not allowed in a model whose tokens se"):
         SparseMoEConfig(pool="prefix").check_model(num_layers=4, num_heads=4, causal=False)
@@ -190,20 +163,18 @@ def test_the_attention_graph_needs_attention():
     SparseMoEConfig(graph="similarity").check_model(num_layers=4, num_heads=None, causal=False)
 
 
-def test_defaults_drop_leak_and_mix_nothing():
+def test_defaults_drop_and_mix_nothing():
     config = parse().model.feed_forward
     assert config == SparseMoEConfig()
-    assert (config.capacity_factor, config.allow_leak, config.graph) == (None, False, "none")
-    assert config.causal_graph
+    assert (config.capacity_factor, config.graph) == (None, "none")
     assert (config.attention_head, config.head_mean) == ("lowest_entropy", True)
-    assert config.graph_from == 0.0
     assert (config.router_bias, config.router_noise, config.expert_dropout) == (True, 0.0, 0.0)
-    assert (config.capacity_order, config.evaluation_capacity_factor) == ("arrival", None)
+    assert config.evaluation_capacity_factor is None
     assert (config.balancing_rate, config.final_top_k, config.placement) == (0.0, None, 1)
 
 
 def test_a_resolved_config_reads_back_as_itself():
-    keys = ("attention_head=3", "head_mean=false", "graph_from=0.5")
+    keys = ("attention_head=3", "head_mean=false")
     config = parse("graph=attention", "placement=[0, 3]", "sigma=2.0", "final_top_k=16", *keys)
     assert config.model.feed_forward.attention_head == 3
     assert parse_config(config.to_yaml(), origin="again") == config

@@ -84,50 +84,9 @@ def test_capacity_is_a_multiple_of_the_even_share_rounded_up(factor, capacity):
     assert taken(plan) == list(range(capacity))  # the first come
 
 
-def test_plan_by_priority_equals_numbers_worked_out_by_hand():
-    # Tokens in the order 2, 0, 1. First choices: assignments 4 (expert 2), 0 (expert 2), 2 (expert
-    # 0); then second ones: 5 (expert 0), 1 (expert 0), 3 (expert 1). Two of an expert are kept: of
-    # expert 0 the first choice of token 1 and the second of token 2, but not that of token 0.
-    priority_N = torch.tensor([0.5, 0.4, 0.9])
-    plan = plan_of(IDS, 4, 1.0, priority_N)
-    assert plan.assignment_M.tolist() == [2, 5, 3, 4, 0, 1]
-    assert plan.row_A.tolist() == [4, 5, 0, 2, 3, 1]
-    assert plan.kept_M().tolist() == [True] * 5 + [False]
-    assert plan.counts_E.tolist() == [2, 1, 2, 0]
-
-
-def by_vmoe(scores_NE, top_k, capacity):
-    """Which assignments batch priority routing keeps: the counting of Riquelme et al.'s algorithm
-    2, assignment by assignment."""
-    highest = scores_NE.topk(top_k)
-    order = sorted(range(len(scores_NE)), key=lambda n: -highest.values[n, 0].item())
-    room, kept = [capacity] * scores_NE.shape[1], set()
-    for k in range(top_k):
-        for n in order:
-            expert = int(highest.indices[n, k])
-            if room[expert]:
-                room[expert] -= 1
-                kept.add(n * top_k + k)
-    return kept
-
-
-@pytest.mark.parametrize("top_k", [1, 2, 3])
-def test_priority_keeps_what_a_loop_over_choices_and_sorted_tokens_keeps(top_k):
-    scores_NE = (2 * torch.randn(40, 5, dtype=torch.float64)).softmax(-1)
-    ids_NK = scores_NE.topk(top_k).indices
-    plan = plan_of(ids_NK, 5, 0.7, scores_NE.amax(-1))
-    expected = by_vmoe(scores_NE, top_k, -(-int(0.7 * 40 * top_k) // 5))
-    assert set(taken(plan)) == expected
-    assert 0 < len(expected) < 40 * top_k
-    arrived = plan_of(ids_NK, 5, 0.7)
-    assert torch.equal(arrived.counts_E, plan.counts_E)  # as many, but others
-    assert set(taken(arrived)) != expected
-
-
 @every_case
-@pytest.mark.parametrize("by_priority", [False, True])
-def test_plan_is_a_permutation_sorted_by_expert(ids, experts, factor, by_priority):
-    plan = plan_of(ids, experts, factor, torch.rand(len(ids)) if by_priority else None)
+def test_plan_is_a_permutation_sorted_by_expert(ids, experts, factor):
+    plan = plan_of(ids, experts, factor)
     expert_M = ids.flatten()[taken(plan)]
     assert torch.equal(expert_M, expert_M.sort().values)
     assert torch.equal(plan.counts_E, expert_M.bincount(minlength=experts))

@@ -22,7 +22,6 @@ from tests.helpers.routing import (
     make_context,
     make_trace,
     posterior_matrix,
-    restrict,
     scatter,
     similarity_matrix,
 )
@@ -61,7 +60,7 @@ def test_similarity_equals_numbers_worked_out_by_hand():
 @pytest.mark.parametrize("length", [1, 20, 300])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"tau": 2.5}, {"similarity": "cosine", "tau": 0.3}, {"lower_entropy_only": True}],
+    [{}, {"tau": 2.5}, {"similarity": "cosine", "tau": 0.3}],
     ids=str,
 )
 def test_similarity_equals_its_definition(causal, length, options):
@@ -69,8 +68,6 @@ def test_similarity_equals_its_definition(causal, length, options):
     r_BTE, u_BTD = leaves(2, length)
     mixed = make(SimilarityGraph, config, make_context(causal=causal))(r_BTE, u_BTD)
     s_BTT = similarity_matrix(u_BTD, config, causal)
-    if config.lower_entropy_only:
-        s_BTT = restrict(s_BTT, r_BTE)
     assert_same_with_gradients(
         mixed.scores_BTE, s_BTT @ r_BTE, (r_BTE, u_BTD) if length > 1 else (r_BTE,)
     )
@@ -83,7 +80,6 @@ def test_similarity_equals_its_definition(causal, length, options):
     [
         {},
         {"sigma": 2.5},
-        {"lower_entropy_only": True, "sigma": 3.0},
         {"head_mean": False},
         {"head_mean": False, "sigma": 0.4},
     ],
@@ -98,23 +94,8 @@ def test_posterior_equals_its_definition(causal, length, options, head):
     trace = make_trace(2, length, heads=3, size=4, width=12)
     mixed = graph(r_BTE, u_BTD, BlockInput(attention=asked_for(trace, head)))
     s_BTT = posterior_matrix(trace, head, config, causal)
-    if config.lower_entropy_only:
-        s_BTT = restrict(s_BTT, r_BTE)
     inputs = (r_BTE, *leaves_of(trace)) if length > 1 else (r_BTE,)
     assert_same_with_gradients(mixed.scores_BTE, s_BTT @ r_BTE, inputs)
-
-
-def test_a_graph_without_a_mask_has_heads_by_what_attention_did():
-    # The head is chosen by entropies of the attention, which has its mask whatever the graph has.
-    trace = make_trace(2, 20, heads=3, size=4, width=12)
-    r_BTE, u_BTD = leaves(2, 20)
-    config = make_config(graph="attention", causal_graph=False, allow_leak=True)
-    graph = make(AttentionGraph, config, make_context(causal=True))
-    mixed = graph(r_BTE, u_BTD, BlockInput(attention=trace))
-    torch.testing.assert_close(mixed.head_entropy_A, head_entropies(trace, causal=True))
-    s_BTT = posterior_matrix(trace, 0, config, causal=False)
-    torch.testing.assert_close(mixed.scores_BTE, s_BTT @ r_BTE)
-    assert (s_BTT.triu(1) > 1e-6).any()
 
 
 def attend(bias=True):
@@ -174,9 +155,8 @@ def test_head_entropies_are_the_mean_over_measured_rows(causal, length):
 @both_masks
 @every_mixing_graph
 @pytest.mark.parametrize("length", [20, 300])
-@pytest.mark.parametrize("lower_entropy_only", [False, True])
-def test_effective_neighbours_equal_those_of_the_matrix(causal, name, length, lower_entropy_only):
-    config = make_config(graph=name, tau=3.0, sigma=2.0, lower_entropy_only=lower_entropy_only)
+def test_effective_neighbours_equal_those_of_the_matrix(causal, name, length):
+    config = make_config(graph=name, tau=3.0, sigma=2.0)
     graph = make(GRAPHS[name], config, make_context(causal=causal))
     r_BTE, u_BTD = leaves(2, length)
     trace = make_trace(2, length, heads=3, size=4, width=12)
@@ -185,34 +165,18 @@ def test_effective_neighbours_equal_those_of_the_matrix(causal, name, length, lo
         s_BTT = similarity_matrix(u_BTD, config, causal)
     else:
         s_BTT = posterior_matrix(trace, 0, config, causal)
-    if lower_entropy_only:
-        s_BTT = restrict(s_BTT, r_BTE)
     rows = [length * part // min(length, 32) - 1 for part in range(1, min(length, 32) + 1)]
     neighbours = entropy_of(s_BTT)[:, rows].exp()
     torch.testing.assert_close(mixed.effective_neighbours, neighbours.mean().detach())
     assert not mixed.effective_neighbours.requires_grad
 
 
-def test_a_token_always_takes_part_in_its_own_mixture():
-    # Of all tokens the first is the most decided: restricted to J_0 it stays as it is. The last is
-    # the least decided and mixes everything.
-    config = make_config(num_experts=2, graph="similarity", lower_entropy_only=True)
-    r_BTE = torch.tensor([[[1.0, 0.0], [0.8, 0.2], [0.5, 0.5]]])
-    mixed = make(SimilarityGraph, config, make_context(causal=False), torch.float32)(
-        r_BTE, torch.zeros(1, 3, 12)
-    )
-    # All u are equal, so the mixture is the mean: (1 + 0.8) / 2 and (1 + 0.8 + 0.5) / 3.
-    expected = torch.tensor([1.0, 0.9, 0.7666667])
-    torch.testing.assert_close(mixed.scores_BTE[0, :, 0], expected)
-
-
 # Precision, kernels and memory
 
 
 @every_mixing_graph
-@pytest.mark.parametrize("lower_entropy_only", [False, True])
-def test_bf16_tokens_are_mixed_in_fp32(name, lower_entropy_only):
-    config = make_config(graph=name, lower_entropy_only=lower_entropy_only)
+def test_bf16_tokens_are_mixed_in_fp32(name):
+    config = make_config(graph=name)
     graph = make(GRAPHS[name], config)
     r_BTE, u_BTD = leaves(2, 40, dtype=torch.bfloat16)
     trace = make_trace(2, 40, heads=3, size=4, width=12, dtype=torch.bfloat16)
@@ -237,11 +201,8 @@ def long_model(small_model, length, **options):
 
 
 @every_mixing_graph
-@pytest.mark.parametrize("lower_entropy_only", [False, True])
-def test_no_matrix_of_tokens_by_tokens_in_forward_and_backward(
-    small_model, random_ids, name, lower_entropy_only
-):
-    model = long_model(small_model, 512, graph=name, lower_entropy_only=lower_entropy_only)
+def test_no_matrix_of_tokens_by_tokens_in_forward_and_backward(small_model, random_ids, name):
+    model = long_model(small_model, 512, graph=name)
     with Watch() as watch:
         output = model(random_ids(2, 512))
         (output.logits.square().sum() + output.routing[0].balance_loss).backward()
@@ -268,13 +229,10 @@ def saved_bytes(model, ids):
 
 
 @every_mixing_graph
-@pytest.mark.parametrize("lower_entropy_only", [False, True])
-def test_memory_for_the_backward_pass_grows_linearly(
-    small_model, random_ids, name, lower_entropy_only
-):
+def test_memory_for_the_backward_pass_grows_linearly(small_model, random_ids, name):
     sizes = []
     for length in (256, 1024):
-        model = long_model(small_model, length, graph=name, lower_entropy_only=lower_entropy_only)
+        model = long_model(small_model, length, graph=name)
         sizes.append(saved_bytes(model, random_ids(1, length)))
     assert sizes[0] > 256 * 32 * 4  # more than one activation was seen
     assert sizes[1] < 4.1 * sizes[0]

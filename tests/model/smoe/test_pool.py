@@ -4,12 +4,11 @@ import pytest
 import torch
 
 from polyad.model.build import build_model, materialize
-from polyad.model.documents import Documents
 from polyad.model.feedforward import BlockInput
 from polyad.model.output import ask_for_statistics
 from polyad.model.padding import RealTokens
 from polyad.model.smoe.layer import SparseMoE, make_router
-from polyad.model.smoe.pool import Pool, within
+from polyad.model.smoe.pool import Pool, document_starts, within
 from tests.helpers.routing import make, make_config, make_context
 
 P_TE = torch.tensor(
@@ -38,12 +37,8 @@ def test_hand_worked_pools():
 
 def test_documents_end_with_their_token():
     ids_BT = torch.tensor([[1, END, 2, 3, END, 4], [END, END, 1, 2, 3, END]])
-    documents = Documents.of(ids_BT, END)
-    assert documents.first_BT.tolist() == [[0, 0, 2, 2, 2, 5], [0, 1, 2, 2, 2, 2]]
-    assert documents.last_BT.tolist() == [[1, 1, 4, 4, 4, 5], [0, 1, 5, 5, 5, 5]]
-    whole = Documents.whole(2, 3, torch.device("cpu"))
-    assert whole.first_BT.tolist() == [[0] * 3] * 2
-    assert whole.last_BT.tolist() == [[2] * 3] * 2
+    starts_BT = document_starts(ids_BT, END)
+    assert starts_BT.tolist() == [[0, 0, 2, 2, 2, 5], [0, 1, 2, 2, 2, 2]]
 
 
 def documents_of(ids_T):
@@ -77,11 +72,14 @@ def test_pools_are_those_of_a_naive_loop(pool, d):
     assert (ids_BT == END).sum() > 10
     p_BTE = (3 * torch.randn(5, 23, 6, generator=generator)).softmax(-1)
     config = make_config(pool=pool, pool_least=d, pool_most=d)
-    found = Pool(config)(p_BTE, Documents.of(ids_BT, END))
+    if pool == "document":  # each sequence is one
+        found, ids_BT = Pool(config)(p_BTE), torch.zeros_like(ids_BT)
+    else:
+        found = Pool(config)(p_BTE, document_starts(ids_BT, END))
     assert torch.equal(found, naive_pools(p_BTE, ids_BT, d, pool == "prefix"))
 
 
-def routed(pool, p_BTE, documents=None, mask_BT=None, **options):
+def routed(pool, p_BTE, starts_BT=None, mask_BT=None, **options):
     """What a router gives in training whose score gives the logarithms of p, and these."""
     config = make_config(num_experts=p_BTE.shape[-1], pool=pool, **options)
     router = make_router(config, make_context())
@@ -95,7 +93,7 @@ def routed(pool, p_BTE, documents=None, mask_BT=None, **options):
     rows = p_BTE.flatten(0, 1) if real is None else p_BTE.flatten(0, 1)[real.rows_N]
     logits_NE = rows.log().requires_grad_()
     router.score.forward = lambda u_ND, features=None: logits_NE
-    given = BlockInput(real=real, documents=documents)
+    given = BlockInput(real=real, document_start_BT=starts_BT)
     return router(p_BTE.new_zeros(*p_BTE.shape[:2], 12), given), logits_NE
 
 
@@ -109,7 +107,7 @@ def test_a_router_selects_within_pools(pool, options, padded):
     d, batch, length = 3, 3, 14
     ids_BT = torch.randint(5, 10, (batch, length), generator=generator)
     p_BTE = (2 * torch.randn(batch, length, 6, generator=generator)).double().softmax(-1)
-    documents = mask_BT = None
+    starts_BT = mask_BT = None
     if padded:  # a sample is one document
         mask_BT = torch.arange(length) < torch.tensor([[14], [5], [9]])
         ids_BT = torch.zeros(batch, length, dtype=torch.int64)
@@ -119,11 +117,14 @@ def test_a_router_selects_within_pools(pool, options, padded):
             naive_BTE[row, :count] = naive_pools(*part, d, pool == "prefix")[0]
         pool_NE, p_NE = naive_BTE[mask_BT], p_BTE[mask_BT]
     else:
-        documents = Documents.of(ids_BT, END)
+        if pool == "prefix":
+            starts_BT = document_starts(ids_BT, END)
+        else:
+            ids_BT = torch.zeros_like(ids_BT)
         pool_NE = naive_pools(p_BTE, ids_BT, d, pool == "prefix").flatten(0, 1)
         p_NE = p_BTE.flatten(0, 1)
     bounds = {"pool_least": d, "pool_most": d}
-    (selected, stats), logits_NE = routed(pool, p_BTE, documents, mask_BT, **bounds, **options)
+    (selected, stats), logits_NE = routed(pool, p_BTE, starts_BT, mask_BT, **bounds, **options)
     free_NE = logits_NE.detach().clone().requires_grad_()
     p_NE = free_NE.softmax(-1)
     q_NE = p_NE * pool_NE / (p_NE * pool_NE).sum(-1, keepdim=True)
@@ -175,21 +176,20 @@ def test_evaluation_and_pools_of_all_experts_change_nothing():
     torch.testing.assert_close(every(u_BTD, u_BTD)[0], whole)
 
 
-@pytest.mark.parametrize("pool", ["document", "prefix"])
-def test_sizes_are_drawn_anew_for_each_document_and_layer(pool):
+def test_sizes_are_drawn_anew_for_each_document_and_layer():
     ids_BT = torch.arange(4000).remainder(10).view(4, 1000)
-    documents = Documents.of(ids_BT, END)
+    starts_BT = document_starts(ids_BT, END)
     p_BTE = torch.rand(4, 1000, 6).softmax(-1)
-    module = Pool(make_config(pool=pool, pool_least=2, pool_most=5))
+    module = Pool(make_config(pool="prefix", pool_least=2, pool_most=5))
     torch.manual_seed(4)
-    first, second = (module(p_BTE, documents).sum(-1) for _ in range(2))
+    first, second = (module(p_BTE, starts_BT).sum(-1) for _ in range(2))
     assert not torch.equal(first, second)
     torch.manual_seed(4)
-    assert torch.equal(module(p_BTE, documents).sum(-1), first)
-    for row_T, first_T in zip(first, documents.first_BT, strict=True):
+    assert torch.equal(module(p_BTE, starts_BT).sum(-1), first)
+    for row_T, first_T in zip(first, starts_BT, strict=True):
         for start in first_T.unique():
             assert len(row_T[first_T == start].unique()) == 1
-    drawn = first.gather(1, documents.first_BT)[ids_BT == END]
+    drawn = first.gather(1, starts_BT)[ids_BT == END]
     counts = torch.bincount(drawn, minlength=7)
     assert counts[[0, 1, 6]].sum() == 0
     assert all(60 < each < 140 for each in counts[2:6])  # of 400; 4.6 standard deviations
@@ -213,10 +213,9 @@ def gradients(model, ids_BT, seed=5):
     return loss, {name: p.grad for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("pool", ["document", "prefix"])
-def test_recomputation_draws_the_same_sizes(small_config, random_ids, pool):
+def test_recomputation_draws_the_same_sizes(small_config, random_ids):
     ids_BT = random_ids(4, 16) % 10
-    options = {"pool": pool, "allow_leak": pool == "document"}
+    options = {"pool": "prefix"}
     loss, expected = gradients(small_model(small_config, **options), ids_BT)
     again, found = gradients(small_model(small_config, recompute="block", **options), ids_BT)
     other, _ = gradients(small_model(small_config, **options), ids_BT, seed=6)
@@ -227,17 +226,16 @@ def test_recomputation_draws_the_same_sizes(small_config, random_ids, pool):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pool", ["document", "prefix"])
-def test_compiled_blocks_give_the_same(small_config, random_ids, pool):
+def test_compiled_blocks_give_the_same(small_config, random_ids):
     ids_BT = random_ids(4, 16) % 10
-    options = {"pool": pool, "allow_leak": pool == "document", "pool_least": 3, "pool_most": 3}
+    options = {"pool": "prefix", "pool_least": 3, "pool_most": 3}
     loss, expected = gradients(small_model(small_config, **options), ids_BT)
     again, found = gradients(small_model(small_config, compile=True, **options), ids_BT)
     torch.testing.assert_close(again, loss)
     for name, grad in found.items():
         torch.testing.assert_close(grad, expected[name], rtol=1e-4, atol=1e-6)
     # Sizes that are drawn, and drawn again, within compiled code.
-    options = {"pool": pool, "allow_leak": pool == "document", "compile": True}
+    options = {"pool": "prefix", "compile": True}
     loss, expected = gradients(small_model(small_config, **options), ids_BT)
     model = small_model(small_config, recompute="block", **options)
     again, found = gradients(model, ids_BT)
@@ -246,9 +244,8 @@ def test_compiled_blocks_give_the_same(small_config, random_ids, pool):
         torch.testing.assert_close(grad, expected[name], rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("pool", ["document", "prefix"])
-def test_bf16_stays_finite(small_config, random_ids, pool):
-    model = small_model(small_config, pool=pool, allow_leak=pool == "document").bfloat16()
+def test_bf16_stays_finite(small_config, random_ids):
+    model = small_model(small_config, pool="prefix").bfloat16()
     loss, found = gradients(model, random_ids(4, 16) % 10)
     assert loss.isfinite()
     assert all(grad.isfinite().all() for grad in found.values())

@@ -84,16 +84,10 @@ def test_update_reaches_the_balancing_bias_k_and_the_head(graph):
 
 
 @every_graph
-@pytest.mark.parametrize("lower_entropy_only", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("capacity", [None, 1.0])
-def test_a_step_reads_no_number_from_the_device(
-    small_config, graph, lower_entropy_only, dtype, capacity
-):
+def test_a_step_reads_no_number_from_the_device(small_config, graph, dtype):
     # Tensors on the meta device have no numbers: whatever would wait for one fails.
-    options = {"graph": graph, "lower_entropy_only": lower_entropy_only and graph != "none"}
-    options |= {"kind": "smoe", "balancing_rate": 0.1, "final_top_k": 4}
-    options |= {"capacity_factor": capacity, "allow_leak": capacity is not None}
+    options = {"graph": graph, "kind": "smoe", "balancing_rate": 0.1, "final_top_k": 4}
     model = build_model(small_config(feed_forward=options)).to(dtype)
     output = model(torch.zeros(2, 16, dtype=torch.int64, device="meta"))
     losses = sum(stats.balance_loss + stats.z_loss for stats in output.routing)

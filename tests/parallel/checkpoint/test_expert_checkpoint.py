@@ -16,11 +16,8 @@ pytestmark = pytest.mark.distributed
 # (processes, tensor-parallel ones, expert-parallel ones, ZeRO stage)
 SHAPES = [(1, 1, 1), (2, 1, 2), (4, 1, 2), (4, 1, 4), (4, 2, 2), (2, 1, 1), (2, 2, 1)]
 LAYOUTS = [(*shape, stage) for shape in SHAPES for stage in (0, 1, 2)]
-# State of every kind: a balancing bias, head entropies, a frozen score, a K that grows, and a graph
-# that begins after the third of twelve steps.
-MODEL = moe_model(
-    score="random", graph="attention", graph_from=0.25, balancing_rate=0.01, final_top_k=4
-)
+# State of every kind: a balancing bias, head entropies, a frozen score, a K that grows.
+MODEL = moe_model(score="random", graph="attention", balancing_rate=0.01, final_top_k=4)
 PAIRS = [
     ((*origin, a), (*target, b))
     for (origin, target), (a, b) in zip(
@@ -90,7 +87,6 @@ def test_a_checkpoint_holds_every_expert_once_and_all_state(saved):
         assert {
             "router.score.weight",
             "router.graph.head_entropy",
-            "router.graph.started",
             "router.selection.balancing_bias",
             "router.selection.num_selected",
         } <= buffers
@@ -163,6 +159,5 @@ def test_a_loaded_model_selects_as_many_as_training_did(saved, workers, tmp_path
     workers(2).run(train, case)
     begun = load_model(saved((2, 1, 2, 1))).blocks[0].feed_forward.router
     assert begun.selection.top_k == 2
-    assert begun.graph.is_on
     model = load_model(tmp_path / "step-00000009")
     assert model.blocks[0].feed_forward.router.selection.top_k == 4

@@ -1,6 +1,5 @@
 """What a start says first: where a run stands, and how its learning rate goes."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -113,29 +112,6 @@ def test_a_graph_of_tokens_may_come_or_go_with_the_weights_of_another_run(
     new = [f"blocks.{block}.feed_forward.router.graph.head_entropy*" for block in range(2)]
     expected = f"; initialized from the seed: {', '.join(new)}" if after == "attention" else ""
     assert said.partition("step-00000002")[2] == expected
-
-
-@pytest.mark.slow
-def test_a_graph_that_begins_later_goes_by_the_steps_of_its_own_run(workers, config, tmp_path):
-    section = "{kind: smoe, num_experts: 4, expert_hidden_size: 16, graph: similarity, tau: 9.0"
-    late = f"{section}, graph_from: 0.75}}"
-
-    def records(folder, section, *overrides):
-        options = [f"model.feed_forward={section}", f"run.folder={tmp_path / folder}"]
-        steps = "train.steps=4"
-        ((_, said),) = workers(1).run(run_and_listen, config, *options, steps, *overrides)
-        lines = (tmp_path / folder / "metrics.jsonl").read_text().splitlines()
-        name = "routing/effective_neighbours"
-        return [name in json.loads(line) for line in lines], said.splitlines()[0]
-
-    # Updated after the third of four steps; the graph mixes in the last.
-    assert records("a", late)[0] == [False, False, False, True]
-    seen, said = records("b", late, f"checkpoint.init_from={tmp_path / 'a'}")
-    assert seen == [False, False, False, True]
-    assert said.count("router.graph.started*") == 2
-    # A finished run has its graph on, and goes on with it when it is made longer.
-    assert records("a", late, "train.steps=6")[0][4:] == [True, True]
-    assert records("c", f"{section}}}", f"checkpoint.init_from={tmp_path / 'a'}")[0] == [True] * 4
 
 
 @pytest.mark.parametrize(

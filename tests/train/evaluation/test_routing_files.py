@@ -162,7 +162,6 @@ def test_models_that_select_no_experts_are_refused(workers, trained, tmp_path):
     [
         (("--record-routing", "x.npz"), "x.npz: a file that ends in .safetensors is needed"),
         (("--record-routing", "no/x.safetensors"), "no/x.safetensors: there is no folder no"),
-        (("--replay-routing", "x", "--leak", "5"), "--leak: 5 is not allowed with --replay-rout"),
     ],
 )
 def test_options_that_cannot_be_are_refused_before_any_work(capfd, arguments, line):

@@ -46,7 +46,7 @@ UPCYCLE = [
         ["model.feed_forward.dense_hidden_size: 127 does not fit", "128 inner units"],
     ),
     ("num_experts=8,expert_hidden_size=wide", ["expert_hidden_size: 'wide' is not allowed"]),
-    ("num_experts=8,capacity_factor=1.0", ["allow_leak: true allows it"]),
+    ("num_experts=8,capacity_factor=1.0", ["allowed: null"]),
     ("num_experts=8,noise=-0.1", ["noise: -0.1 is not allowed", "greater than or equal to 0"]),
     ("num_experts=8,noise=.nan", ["noise: nan is not allowed", "finite number"]),
     ("num_experts=8,noise=nan", ["noise: 'nan' is not allowed", "valid number"]),
@@ -80,7 +80,7 @@ SPLIT = [
         "num_experts=8,section=mlp",
         ["section: 'mlp' is not allowed: model.kind: gpt2 has feed_forward"],
     ),
-    ("num_experts=8,capacity_factor=1.5", ["allow_leak: true allows it"]),
+    ("num_experts=8,capacity_factor=1.5", ["allowed: null"]),
 ]
 
 

@@ -129,11 +129,11 @@ def test_a_seed_decides_and_blocks_are_grouped_on_their_own(sources, tmp_path):
 
 
 def test_notes_say_what_makes_outputs_others(sources, tmp_path):
-    text = "num_experts=8,top_k=3,select=not_top_k,score=linear,capacity_factor=2.0,allow_leak=true"
+    text = "num_experts=8,top_k=3,select=not_top_k,score=linear"
     notes = convert(sources / "gpt2", tmp_path / "new", "polyad", Splitting(text))["notes"]
     assert (
         "its outputs differ from the dense model's: a token uses 5 of 8 experts; experts are "
-        "weighted by a learned score; capacity_factor drops tokens" in notes
+        "weighted by a learned score" in notes
     )
     merged = convert(tmp_path / "new", tmp_path / "merged", "polyad", Merging())
     note = "every token uses all units again, as in the dense model; the learned scores are dropped"

@@ -50,7 +50,7 @@ CASES = [
     ("checkpoint", "num_experts=4,top_k=3,graph=attention,placement=[0,3],balancing_rate=0.01"),
     ("checkpoint", "num_experts=3,top_k=2,graph=similarity,similarity=cosine,experts=loop"),
     ("no-bias", "num_experts=8,score=random,graph=attention"),
-    ("no-bias-checkpoint", "num_experts=2,top_k=2,placement=[1],lower_entropy_only=false"),
+    ("no-bias-checkpoint", "num_experts=2,top_k=2,placement=[1]"),
     ("huggingface", "num_experts=4"),
     ("huggingface", "num_experts=5,top_k=5,placement=2,graph=similarity"),
     ("huggingface", "num_experts=4,placement=[1,2],graph=attention,final_top_k=4"),
@@ -191,10 +191,6 @@ def test_noise_is_added_to_the_experts_weights_and_is_seeded(sources, tmp_path):
             "with combine: softmax the weights of a token sum to less than 1",
         ),
         ("num_experts=4,noise=0.5", "noise is 0.5"),
-        (
-            "num_experts=4,capacity_factor=1.0,allow_leak=true,noise=1",
-            "capacity_factor drops tokens; noise is 1",
-        ),
     ],
 )
 def test_a_note_says_where_logits_differ_and_they_do(sources, tmp_path, text, why):

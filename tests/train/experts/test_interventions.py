@@ -20,7 +20,6 @@ KINDS = {
     "attention graph": SPARSE | {"graph": "attention"},
     "similarity graph": SPARSE | {"graph": "similarity"},
     "sigmoid, bias": SPARSE | {"score_function": "sigmoid", "balancing_rate": 0.01},
-    "capacity": SPARSE | {"capacity_factor": 0.8, "allow_leak": True},
     "split": {"kind": "emoe", "num_experts": 8, "top_k": 3},
 }
 CP = {"kind": "mumoe", "factorization": "cp", "num_experts": [4, 3], "rank": 8}

@@ -209,21 +209,6 @@ def test_only_windows_with_a_token_of_the_expert_are_run_from_its_block_on():
     assert said["share_of_all_pairs"] == result.windows_again / (WINDOWS * len(experts))
 
 
-def test_with_a_capacity_a_batch_stays_whole():
-    """An expert that drops tokens depending on the rest of the batch: the same batch drops the "
-    "same."""
-    model = make_model("top-1", capacity_factor=1.0, allow_leak=True)
-    layer = routed_layers(model)[1]
-    result = knocked_out(model, layer, [0, 3])
-    whole = token_by_token(model, layer)
-    for row, expert in enumerate([0, 3]):
-        without = token_by_token(zeroed(model, layer, expert), layer)
-        change = torch.stack([b - a for (a, _), (b, _) in zip(whole, without, strict=True)])
-        scored = torch.cat([passages.scored_BP for passages in passages_of(model)])
-        expected = float(change[scored].mean())
-        assert result.by_class["all"].change(row, 0).value == pytest.approx(expected, abs=EXACT)
-
-
 ROUTERS = {
     "softmax": {},
     "not renormalized": {"combine": "softmax"},
@@ -236,7 +221,6 @@ ROUTERS = {
     "groups": {"num_groups": 4, "top_groups": 2},
     "groups by two": {"num_groups": 4, "top_groups": 2, "group_score": "best_two"},
     "shared": {"shared_hidden_size": 8},
-    "capacity": {"capacity_factor": 1.0, "allow_leak": True},
     "cosine": {"score": "cosine"},
 }
 HOWS_OF_ATLAS = ("contribution", "route-around", "mean", "prune")

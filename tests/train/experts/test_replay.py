@@ -45,7 +45,6 @@ LAYERS = {
         "score_function": "sigmoid", "num_groups": 3, "top_groups": 2, "group_score": "best_two",
         "balancing_rate": 0.1, "routed_scaling_factor": 2.5, "shared_hidden_size": 16,
     },
-    "capacity": {"capacity_factor": 0.9, "capacity_order": "priority", "allow_leak": True},
     "groups of units": {"kind": "emoe", "expert_hidden_size": None, "num_experts": 8, "top_k": 3},
     "learned groups": {
         "kind": "emoe", "expert_hidden_size": None, "num_experts": 8, "score": "linear",

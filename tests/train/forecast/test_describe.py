@@ -160,10 +160,10 @@ def test_one_expert_is_compared_with_the_dense_model_alone() -> None:
 
 def test_a_graph_is_named_with_what_was_chosen_of_it() -> None:
     experts = {"kind": "smoe", "num_experts": 4, "expert_hidden_size": 8, "graph": "attention"}
-    chosen = experts | {"sigma": 4.0, "head_mean": False, "graph_from": 0.5}
+    chosen = experts | {"sigma": 4.0, "head_mean": False}
     for feed_forward, said in (
         (experts, "attention graph"),
-        (chosen, "attention graph (sigma 4.0, head_mean False, graph_from 0.5)"),
+        (chosen, "attention graph (sigma 4.0, head_mean False)"),
         (experts | {"graph": "none"}, "no graph"),
     ):
         described = describe(small(model={"feed_forward": feed_forward}), Dims(world_size=1))

@@ -118,7 +118,7 @@ def test_a_small_decoder_shares_its_keys_as_the_large_one_does(
 
 def test_a_small_decoder_has_groups_of_experts_and_a_block_without_a_window() -> None:
     experts = ["num_groups=8", "top_groups=4", "group_score=best_two", "num_experts=64", "top_k=8"]
-    experts += ["shared_hidden_size=64", "input_jitter=0.01", "placement=[1, 2, 3, 4, 5]"]
+    experts += ["shared_hidden_size=64", "placement=[1, 2, 3, 4, 5]"]
     keys = [f"model.feed_forward.{each}" for each in experts]
     keys += ["model.sliding_window=128", "model.sliding_window_blocks=3", "model.num_layers=6"]
     model = small_config(a_decoder(*keys, "parallel.expert_parallel_size=4"), 8).model
@@ -127,7 +127,6 @@ def test_a_small_decoder_has_groups_of_experts_and_a_block_without_a_window() ->
     assert isinstance(small_experts, SparseMoEConfig)
     assert (small_experts.num_groups, small_experts.top_groups) == (2, 2)
     assert (small_experts.num_experts, small_experts.top_k) == (8, 4)
-    assert small_experts.input_jitter == 0
     assert [model.slides(block) for block in range(model.num_layers)] == [False, False, True]
     assert [small_experts.routes(block) for block in range(3)] == [False, False, True]
 

@@ -18,7 +18,7 @@ MODELS = {
     "sparse": moe_model(balancing_rate=0.01),
     "similarity": moe_model(graph="similarity"),
     "attention": moe_model(graph="attention", balancing_rate=0.01),
-    "fixed head, later": moe_model(graph="attention", attention_head=2, graph_from=0.005),
+    "fixed head": moe_model(graph="attention", attention_head=2),
     "cp": mumoe_model(),
     "ring": mumoe_model(factorization="tr", expert_rank=2),
     "vit": read_model_config(IMAGES | {
@@ -82,7 +82,7 @@ def test_exchanging_experts_read_once_for_each_layer_and_micro_batch(workers, mo
 
 def test_how_many_rows_a_capacity_drops_is_not_read(workers):
     vit = MODELS["vit"].model_dump()
-    vit["feed_forward"] |= {"capacity_factor": 1.0, "capacity_order": "priority"}
+    vit["feed_forward"] |= {"capacity_factor": 1.0}
     case = Case(stage=1, precision="bf16", model=read_model_config(vit))
     (places,) = workers(1).run(reads_of_a_step, case)
     assert 0 < sum(places.values()) <= 4, places

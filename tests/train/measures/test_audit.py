@@ -189,11 +189,10 @@ def test_people_and_programs_are_told_the_same(found, workers, finished):
     ("changed", "said"),
     [
         ({"top_k": 1}, "gives each token only one expert"),
-        ({"capacity_factor": 1.0}, "with a capacity, dropped tokens"),
     ],
 )
 def test_layers_that_cannot_be_audited_are_refused(changed, said):
-    model = make_model(SPARSE | {"allow_leak": "capacity_factor" in changed} | changed)
+    model = make_model(SPARSE | changed)
     with pytest.raises(ConfigError, match=said):
         auditable(model, "run", ["all"])
 
