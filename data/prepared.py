@@ -7,15 +7,14 @@ counted by reason, and reported or refused.
 
 import contextlib
 import hashlib
-import json
 import shutil
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from typing import Annotated, Literal, NamedTuple
 
-from pydantic import BaseModel, Field
+from pydantic import Field
 
 from polyad.data.errors import DataError
 from polyad.data.files import flush_to_disk, locked, temporary_folder
@@ -167,27 +166,6 @@ SplitName = Literal["train", "validation", "test"]
 SPLITS: tuple[SplitName, ...] = ("train", "validation", "test")
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
-Sealed = TypeVar("Sealed", bound=BaseModel)
-
-
-def seal(tree: dict[str, Any]) -> str:
-    """Digests all keys of a description except the digest itself, in canonical form."""
-    others = {key: value for key, value in tree.items() if key != "sha256"}
-    return hashlib.sha256(
-        json.dumps(others, sort_keys=True, separators=(",", ":")).encode()
-    ).hexdigest()
-
-
-def write_sealed(content: Sealed, path: Path) -> Sealed:
-    """Writes a description with its digest.
-
-    Returns:
-        The content with its digest.
-    """
-    sealed = content.model_copy(update={"sha256": seal(content.model_dump(mode="json"))})
-    path.write_text(sealed.model_dump_json(indent=2) + "\n", encoding="utf-8")
-    return sealed
-
 
 PIECE_BYTES = 2**20
 """Bytes that are read and checked at a time: such a piece fits into a core's cache."""
@@ -202,13 +180,11 @@ class FileReport(NamedTuple):
     Attributes:
         name: The name of the file.
         bytes: Its size; 0 if it is missing.
-        checked: What it was compared with, in a few words.
         reason: One line on why it is damaged; None if it is intact.
     """
 
     name: str
     bytes: int
-    checked: str
     reason: str | None
 
 
@@ -221,13 +197,17 @@ class PreparedFolder(ABC):
 
     path: Path
 
+    @property
     @abstractmethod
-    def bytes_to_verify(self) -> int:
-        """Returns the bytes that `reports` reads, counting only files that grow with the data."""
+    def digests(self) -> Mapping[str, str]:
+        """The SHA-256 of each file, by name."""
 
-    @abstractmethod
-    def reports(self, read: Read) -> Iterator[FileReport]:
-        """Reads every file, even after a damaged one.
+    def bytes_to_verify(self) -> int:
+        """Returns the bytes that `reports` reads."""
+        return sum(_size(self.path / name) for name in self.digests)
+
+    def reports(self, read: Read = lambda count: None) -> Iterator[FileReport]:
+        """Reads every file and compares its digest, even after a damaged one.
 
         Args:
             read: Called as the files are read.
@@ -235,22 +215,25 @@ class PreparedFolder(ABC):
         Yields:
             The result for each file.
         """
+        for name, sha256 in self.digests.items():
+            path, digest, reason = self.path / name, hashlib.sha256(), None
+            try:
+                with path.open("rb") as file:
+                    while piece := file.read(PIECE_BYTES):
+                        digest.update(piece)
+                        read(len(piece))
+                if digest.hexdigest() != sha256:
+                    reason = f"{path}: damaged: its SHA-256 is not that of {MANIFEST_FILE}"
+            except OSError as error:
+                reason = f"{path}: cannot be read: {error.strerror or error}"
+            yield FileReport(name, _size(path), reason)
 
-    def faults(self, read: Read) -> Iterator[tuple[str, str]]:
+    def faults(self, read: Read = lambda count: None) -> Iterator[tuple[str, str]]:
         """Names each damaged file of `reports`, and says in one line what is wrong with it."""
         for report in self.reports(read):
             if report.reason is not None:
                 yield report.name, report.reason
 
 
-def read_pieces(path: Path, read: Read) -> Iterator[bytes]:
-    """Reads a file in pieces.
-
-    Args:
-        path: The file.
-        read: Called with the size of each piece.
-    """
-    with path.open("rb") as file:
-        while piece := file.read(PIECE_BYTES):
-            read(len(piece))
-            yield piece
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.is_file() else 0

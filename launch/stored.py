@@ -11,10 +11,10 @@ from typing import Literal
 from polyad.data.errors import DataError, user_path
 from polyad.data.images.dataset import ImageData, holds_images
 from polyad.data.images.manifest import ImageManifest
-from polyad.data.prepared import Read
+from polyad.data.prepared import PreparedFolder, Read
 from polyad.data.progress import Progress
+from polyad.data.text.dataset import PreparedData, check_prepared
 from polyad.data.text.manifest import Manifest
-from polyad.data.text.verification import bytes_to_verify, check_prepared, unsealed, verify_files
 from polyad.launch.command import UsageError
 from polyad.launch.output import align
 from polyad.parallel.checkpoint.format import CheckpointError
@@ -31,7 +31,6 @@ from polyad.parallel.checkpoint.verification import is_good, read_contents, veri
 Row = tuple[str, ...]
 Status = Literal["complete", "verified", "damaged", "unfinished"]
 """complete: manifest and sizes are correct; verified: every byte is; unfinished: not committed."""
-IMAGES_NOTE = "only the index was read in full; of the image files the sizes were checked"
 
 
 class RefusedError(ValueError):
@@ -261,8 +260,6 @@ class FileState:
 
     name: str
     bytes: int
-    checked: str
-    """What it was compared to."""
     reason: str | None
     """Why it is damaged."""
     status: Literal["verified", "damaged"]
@@ -275,8 +272,6 @@ class FolderState:
     folder: str
     files: list[FileState]
     good: bool
-    note: str | None
-    """What could not be checked."""
 
 
 @dataclass(frozen=True)
@@ -290,19 +285,16 @@ class VerifiedData:
     """Whether nothing is damaged."""
 
     def text(self) -> str:
-        """The result as text; below the table what could not be checked, and what it took."""
-        rows: list[Row] = [("file", "MB", "compared with", "status")]
-        notes = []
+        """The result as text, and what it took."""
+        rows: list[Row] = [("file", "MB", "status")]
         for each in self.folders:
             for file in each.files:
                 path, size = str(Path(each.folder) / file.name), f"{file.bytes / 1e6:,.2f}"
-                rows.append((path, size, file.checked, file.status))
-            if each.note is not None:
-                notes.append(f"{each.folder}: {each.note}")
+                rows.append((path, size, file.status))
         megabytes = self.bytes / 1e6
         rate = megabytes / max(self.seconds, 1e-9)
         took = f"{megabytes:,.2f} MB in {self.seconds:.1f} s, {rate:,.1f} MB/s"
-        return "\n".join([align(rows), *notes, took])
+        return f"{align(rows)}\n{took}"
 
     def check(self) -> None:
         """Ends the command with a line if something is damaged.
@@ -324,26 +316,16 @@ def verify_data(folders: Sequence[str]) -> VerifiedData:
     Raises:
         DataError: one is not a folder of prepared data; nothing was read.
     """
-    paths = list(dict.fromkeys(user_path(folder) for folder in folders))
-    images = {
-        path: ImageData(path, ImageManifest.read(path)) for path in paths if holds_images(path)
-    }
-    for path in paths:
-        if path not in images:
-            check_prepared(path)
-    total = sum(
-        images[path].bytes_to_verify() if path in images else bytes_to_verify(path)
-        for path in paths
-    )
+    stored = [_stored(path) for path in dict.fromkeys(user_path(folder) for folder in folders)]
     started, done = time.monotonic(), 0
-    with _progress(total) as show:
+    with _progress(sum(folder.bytes_to_verify() for folder in stored)) as show:
 
         def read(count: int) -> None:
             nonlocal done
             done += count
             show(done)
 
-        listed = [_verified_folder(path, images.get(path), read) for path in paths]
+        listed = [_verified_folder(folder, read) for folder in stored]
     return VerifiedData(
         folders=listed,
         seconds=time.monotonic() - started,
@@ -352,15 +334,17 @@ def verify_data(folders: Sequence[str]) -> VerifiedData:
     )
 
 
-def _verified_folder(folder: Path, images: ImageData | None, read: Read) -> FolderState:
-    """Verifies a folder of images, or of text if `images` is None."""
-    reports = list(verify_files(folder, read) if images is None else images.reports(read))
-    note: str | None = IMAGES_NOTE
-    if images is None:
-        note = unsealed(Manifest.read(folder)) if reports[0].reason is None else None
+def _stored(path: Path) -> PreparedFolder:
+    if holds_images(path):
+        return ImageData(path, ImageManifest.read(path))
+    check_prepared(path)
+    return PreparedData(path, Manifest.read(path))
+
+
+def _verified_folder(folder: PreparedFolder, read: Read) -> FolderState:
     files = [
         FileState(*report, status="verified" if report.reason is None else "damaged")
-        for report in reports
+        for report in folder.reports(read)
     ]
-    good = all(each.reason is None for each in reports)
-    return FolderState(folder=str(folder), files=files, good=good, note=note)
+    good = all(each.reason is None for each in files)
+    return FolderState(folder=str(folder.path), files=files, good=good)

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +12,11 @@ from typing_extensions import override
 
 from polyad.data.errors import DataError, listed, user_path
 from polyad.data.images.decoding import Pixels
-from polyad.data.images.manifest import FileRecord, ImageManifest
+from polyad.data.images.manifest import ImageManifest
 from polyad.data.images.shards import MOST_BYTES, ROW, Reader, Rows
 from polyad.data.json_reader import read_json
 from polyad.data.names import check_classes, check_leave_out
-from polyad.data.prepared import MANIFEST_FILE, FileReport, PreparedFolder, Read, read_pieces
+from polyad.data.prepared import MANIFEST_FILE, PreparedFolder
 
 TEST = "test"
 
@@ -263,31 +263,10 @@ class ImageData(PreparedFolder):
             classes = [names[label] for label in np.unique(test.labels[inside])]
             check_classes(domain, classes, trained)
 
+    @property
     @override
-    def bytes_to_verify(self) -> int:
-        return sum(record.bytes for record in self.manifest.files.values())
-
-    def reports(self, read: Read) -> Iterator[FileReport]:
-        """Reads the index, and checks the size of each shard."""
-        for name, record in self.manifest.files.items():
-            yield FileReport(name, record.bytes, "SHA-256", self._damage(name, record, read))
-        changed = dict(self._changed_shards())
-        for shard in self.manifest.shards:
-            fault = changed.get(shard.path)
-            reason = f"{shard.path}: {fault}" if fault else None
-            yield FileReport(shard.path, shard.size, "its size", reason)
-
-    def _damage(self, name: str, record: FileRecord, read: Read) -> str | None:
-        """Reads a file of the index; returns one line on its damage, or None if there is none."""
-        digest = hashlib.sha256()
-        try:
-            for piece in read_pieces(self.path / name, read):
-                digest.update(piece)
-        except OSError as error:
-            return f"{name}: cannot be read: {error.strerror}"
-        if digest.hexdigest() == record.sha256:
-            return None
-        return f"{name}: is damaged: its SHA-256 is not what {MANIFEST_FILE} says"
+    def digests(self) -> Mapping[str, str]:
+        return {name: record.sha256 for name, record in self.manifest.files.items()}
 
     def _changed_shards(self) -> Iterator[tuple[str, str]]:
         for shard in self.manifest.shards:

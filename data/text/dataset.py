@@ -1,7 +1,8 @@
 """Opens and checks a prepared folder in a time that does not grow with its size."""
 
 import functools
-from collections.abc import Iterator
+import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,19 +10,12 @@ import numpy as np
 import numpy.typing as npt
 from typing_extensions import override
 
-from polyad.data.errors import DataError, user_path
-from polyad.data.prepared import FileReport, PreparedFolder, Read, SplitName
-from polyad.data.text.indexed import indexed_dataset
-from polyad.data.text.manifest import Manifest
+from polyad.data.errors import DataError, nearest, user_path
+from polyad.data.prepared import MANIFEST_FILE, SPLITS, PreparedFolder, SplitName
+from polyad.data.text.indexed import index_bytes, indexed_dataset
+from polyad.data.text.manifest import FILES, Manifest
 from polyad.data.text.tokenizers.files import load_tokenizer
 from polyad.data.text.tokenizers.tokenizer import Tokenizer
-from polyad.data.text.verification import (
-    bytes_to_verify,
-    check_folder,
-    check_ids,
-    check_prepared,
-    verify_files,
-)
 
 
 class TokenStream:
@@ -53,7 +47,13 @@ class TokenStream:
 
     @functools.cached_property
     def _files(self) -> Any:
-        return indexed_dataset().IndexedDataset(str(self.prefix))
+        try:
+            return indexed_dataset().IndexedDataset(str(self.prefix))
+        except (AssertionError, ValueError, OSError) as error:
+            raise DataError(
+                f"{self.prefix}.idx: damaged, or of another data set; prepare the data again "
+                f"({error})"
+            ) from None
 
     @property
     def identity(self) -> tuple[str, int, int]:
@@ -95,8 +95,11 @@ class TokenStream:
             return np.zeros(0, dtype=np.int64)
         index = self._files.index
         tokens = self._files.bin_reader.read(index.dtype, stop - start, start * index.dtype_size)
-        if self.vocab_size is not None:
-            check_ids(Path(f"{self.prefix}.bin"), tokens, self.vocab_size, start)
+        if self.vocab_size is not None and int(tokens.max()) >= self.vocab_size:
+            raise DataError(
+                f"{self.prefix}.bin: damaged: token {int(tokens.max()):,} is not in the vocabulary "
+                f"of {self.vocab_size:,}; prepare the data again"
+            )
         return np.asarray(tokens, dtype=np.int64)
 
     def locate(
@@ -175,7 +178,7 @@ class PreparedData(PreparedFolder):
     def open(cls, path: str | Path) -> "PreparedData":
         """Opens a folder and checks that its files are complete and belong together.
 
-        The checks read sizes, headers and both ends of each file, not the data: `verify` does that.
+        The checks read sizes, not the data: `verify` does that.
 
         Args:
             path: The folder.
@@ -187,14 +190,15 @@ class PreparedData(PreparedFolder):
             DataError: It is not prepared data, or is incomplete.
         """
         folder = user_path(path)
-        try:
-            check_prepared(folder)
-            manifest = Manifest.read(folder)
-            check_folder(folder, manifest)
-        except OSError as error:
-            raise DataError(
-                f"{error.filename or folder}: cannot be read: {error.strerror}"
-            ) from None
+        check_prepared(folder)
+        manifest = Manifest.read(folder)
+        itemsize = np.dtype(manifest.dtype).itemsize
+        for name in SPLITS:
+            info = manifest.splits[name]
+            _check_size(folder / f"{name}.bin", info.tokens * itemsize)
+            _check_size(folder / f"{name}.idx", index_bytes(info.documents))
+        if not (folder / manifest.tokenizer.file).is_file():
+            raise DataError(f"{folder / manifest.tokenizer.file}: missing; prepare the data again")
         return cls(folder, manifest)
 
     def tokenizer(self) -> Tokenizer:
@@ -206,6 +210,10 @@ class PreparedData(PreparedFolder):
         if self._tokenizer is None:
             info = self.manifest.tokenizer
             self._tokenizer = load_tokenizer(self.path / info.file, info.end_of_text)
+            if self._tokenizer.fingerprint != info.fingerprint:
+                raise DataError(
+                    f"{self.path / info.file}: is not the tokenizer that made these tokens"
+                )
         return self._tokenizer
 
     def split(self, name: SplitName) -> TokenStream:
@@ -221,22 +229,80 @@ class PreparedData(PreparedFolder):
         vocab_size = self.manifest.tokenizer.vocab_size
         return TokenStream(self.path / name, info.tokens, info.documents, vocab_size)
 
-    def verify(self, read: Read = lambda count: None) -> None:
-        """Reads every byte of every file and compares it with the manifest's digests.
+    @property
+    @override
+    def digests(self) -> Mapping[str, str]:
+        return self.manifest.sha256
 
-        Args:
-            read: Called with the number of bytes, whenever some were read.
+    def verify(self) -> None:
+        """Reads every byte of every file and compares it with the manifest's digests.
 
         Raises:
             DataError: A file has changed since it was written.
         """
-        for _, reason in self.faults(read):
+        for _, reason in self.faults():
             raise DataError(reason)
 
-    @override
-    def bytes_to_verify(self) -> int:
-        return bytes_to_verify(self.path)
 
-    @override
-    def reports(self, read: Read) -> Iterator[FileReport]:
-        return verify_files(self.path, read)
+def check_prepared(folder: Path) -> None:
+    """Checks that a folder holds prepared data, complete or not.
+
+    Args:
+        folder: The folder.
+
+    Raises:
+        DataError: There is no such folder, or it has no manifest.
+    """
+    again = "make it with `polyad prepare`"
+    if not folder.exists():
+        raise DataError(
+            f"{folder}: no such folder of prepared data{_nearest_folder(folder)}; {again}"
+        )
+    if not os.path.lexists(folder / MANIFEST_FILE):
+        raise DataError(f"{folder}: not prepared data: it has no {MANIFEST_FILE}; {again}")
+
+
+def _nearest_folder(folder: Path) -> str:
+    try:
+        siblings = list(folder.parent.iterdir())
+    except OSError:
+        return ""
+    prepared = [entry.name for entry in siblings if (entry / MANIFEST_FILE).is_file()]
+    return nearest(folder.name, prepared)
+
+
+def check_replaceable(output: Path, *, overwrite: bool) -> None:
+    """Refuses to touch a folder that `polyad prepare` did not make or may not replace.
+
+    Raises:
+        DataError: It holds something else, or prepared data that may not be replaced.
+    """
+    if not output.exists():
+        return
+    if not output.is_dir():
+        raise DataError(f"{output}: is a file, but the output must be a folder")
+    names = {entry.name for entry in output.iterdir()}
+    if not names:
+        return
+    if MANIFEST_FILE not in names or names - FILES:
+        other = sorted(names - FILES) or sorted(names)
+        raise DataError(
+            f"{output}: holds {other[0]!r}, which `polyad prepare` did not make there; choose "
+            "another folder (nothing was changed)"
+        )
+    if not overwrite:
+        raise DataError(
+            f"{output}: holds prepared data of another request, or damaged; choose another folder "
+            "or add --overwrite"
+        )
+
+
+def _check_size(path: Path, expected: int) -> None:
+    if not path.is_file():
+        raise DataError(f"{path}: missing, but {MANIFEST_FILE} lists it; prepare the data again")
+    size = path.stat().st_size
+    if size != expected:
+        raise DataError(
+            f"{path}: {size:,} bytes where {MANIFEST_FILE} says {expected:,}: cut short, or of "
+            "another data set; prepare the data again"
+        )

@@ -17,13 +17,12 @@ import warnings
 from array import array
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from polyad.data.files import digest_of
-from polyad.data.text.manifest import SplitInfo, ends_digest
+from polyad.data.text.manifest import SplitInfo
 from polyad.data.text.tokenizers.tokenizer import Tokenizer
 
 
@@ -110,34 +109,6 @@ MOST_TOKENS = 2**31 - 1
 """Maximum number of tokens of a document: the index holds lengths in 32 bits."""
 
 
-class Index(NamedTuple):
-    """The content of an index of D documents.
-
-    Attributes:
-        lengths_D: Number of tokens of each.
-        places_D: Offset of each in the `.bin` file, in bytes.
-        bounds_D: The numbers 0 to D, one more than there are documents.
-    """
-
-    lengths_D: npt.NDArray[np.int32]
-    places_D: npt.NDArray[np.int64]
-    bounds_D: npt.NDArray[np.int64]
-
-
-class IndexHeader(NamedTuple):
-    """The header of an index.
-
-    Attributes:
-        is_of_dtype: Whether its first bytes are those of an index with this token type.
-        sequences: Number of sequences that it lists.
-        bounds: Number of document bounds.
-    """
-
-    is_of_dtype: bool
-    sequences: int
-    bounds: int
-
-
 def token_dtype(vocab_size: int) -> type[np.uint16] | type[np.int32]:
     """Chooses the integer type of a token, as megatron-core does.
 
@@ -162,23 +133,9 @@ def index_bytes(documents: int) -> int:
     return HEADER_BYTES + 12 * documents + 8 * (documents + 1)
 
 
-def read_header(path: Path, dtype: str) -> IndexHeader:
-    """Reads the header of an index."""
-    with path.open("rb") as file:
-        magic, version, code, sequences, bounds = _HEADER.unpack(file.read(HEADER_BYTES))
-    expected = (_MAGIC, _VERSION, _TYPE_CODES[dtype])
-    return IndexHeader((magic, version, code) == expected, sequences, bounds)
-
-
-def read_index(path: Path, documents: int) -> Index:
-    """Reads an entire index."""
-    with path.open("rb") as file:
-        file.seek(HEADER_BYTES)
-        return Index(
-            np.fromfile(file, np.int32, documents),
-            np.fromfile(file, np.int64, documents),
-            np.fromfile(file, np.int64, documents + 1),
-        )
+def read_lengths(path: Path, documents: int) -> npt.NDArray[np.int32]:
+    """Reads the number of tokens of each document from an index."""
+    return np.fromfile(path, np.int32, documents, offset=HEADER_BYTES)
 
 
 def write_index(path: Path, lengths_D: npt.NDArray[np.int32], dtype: "np.dtype[Any]") -> None:
@@ -253,14 +210,14 @@ class SplitWriter:
         """
         with prefix.with_suffix(".bin").open("rb") as file:
             shutil.copyfileobj(file, self._file, 1 << 20)
-        lengths = read_index(prefix.with_suffix(".idx"), split.documents).lengths_D
-        self._lengths.frombytes(lengths.tobytes())
+        lengths_D = read_lengths(prefix.with_suffix(".idx"), split.documents)
+        self._lengths.frombytes(lengths_D.tobytes())
         self.tokens += split.tokens
         self._words += split.words
         self._bytes += split.bytes
 
     def finish(self) -> SplitInfo:
-        """Writes the index; returns the counts and digests of the split."""
+        """Writes the index; returns the counts of the split."""
         self._file.close()
         lengths_D = np.array(self._lengths, dtype=np.int32)
         write_index(self._idx, lengths_D, self._dtype)
@@ -269,9 +226,6 @@ class SplitWriter:
             tokens=self.tokens,
             words=self._words,
             bytes=self._bytes,
-            sha256=digest_of(self._bin),
-            ends_sha256=ends_digest(self._bin, self._idx),
-            index_sha256=digest_of(self._idx),
         )
 
     def close(self) -> None:

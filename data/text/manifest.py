@@ -4,17 +4,16 @@ import hashlib
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError
 
 from polyad.data.config import Config
 from polyad.data.errors import DataError
-from polyad.data.json_reader import parse_json, read_bounded
-from polyad.data.prepared import MANIFEST_FILE, SPLITS, Count, Sha256, seal, write_sealed
+from polyad.data.files import digest_of
+from polyad.data.json_reader import read_json
+from polyad.data.prepared import MANIFEST_FILE, SPLITS, Count, Sha256
 from polyad.data.prepared import SplitName as SplitName
 
-FORMAT_VERSION = 2
-UNSEALED_VERSION = 1
-"""The version whose manifest has no digests of itself and of the .idx files; still readable."""
+FORMAT_VERSION = 3
 TokenizerFile = Literal["tokenizer.json", "tokenizer.model"]
 TOKENIZER_FILE: TokenizerFile = "tokenizer.json"
 SENTENCEPIECE_FILE: TokenizerFile = "tokenizer.model"
@@ -27,14 +26,9 @@ FILES = frozenset(
 )
 """All files that a prepared folder may hold."""
 
-END_BYTES = 64 * 1024
-"""Number of bytes at either end of a file that `ends_digest` reads."""
-MOST_BYTES = 16 * 2**20
-"""Maximum size of a manifest: far larger than any real one, and small enough to read."""
-
 
 class SplitInfo(Config):
-    """One split: what it holds, and how to recognize its files."""
+    """What a split holds."""
 
     documents: Count
     """Documents; each is one sequence of the files."""
@@ -44,28 +38,6 @@ class SplitInfo(Config):
     """White-space-separated words of the text: the base of perplexity per word."""
     bytes: Count
     """Bytes of the text in UTF-8: the base of bits per byte."""
-    sha256: Sha256
-    """SHA-256 of the .bin file."""
-    ends_sha256: Sha256
-    """SHA-256 of both ends of the .bin and the .idx file: cheap enough for every start."""
-    index_sha256: Sha256 | None = None
-    """SHA-256 of the .idx file; None in a folder of version 1."""
-
-    @model_validator(mode="after")
-    def _counts_go_together(self) -> "SplitInfo":
-        if self.tokens < self.documents:
-            raise ValueError(
-                f"tokens: {self.tokens} is less than documents: {self.documents}, each of which "
-                f"ends with a token"
-            )
-        if self.words > self.bytes:
-            raise ValueError(f"words: {self.words} is more than bytes: {self.bytes}")
-        if not self.documents and (self.tokens or self.bytes):
-            raise ValueError(
-                f"documents: 0 with tokens: {self.tokens} and bytes: {self.bytes}, which have to "
-                f"be 0 too"
-            )
-        return self
 
 
 class TokenizerInfo(Config):
@@ -85,17 +57,6 @@ class TokenizerInfo(Config):
     """The token that begins each document; null: none does."""
     begin_of_text_id: Count | None = None
     """Its id."""
-
-    @model_validator(mode="after")
-    def _marks_are_in_the_vocabulary(self) -> "TokenizerInfo":
-        for name in ("end_of_text_id", "begin_of_text_id"):
-            if (getattr(self, name) or 0) >= self.vocab_size:
-                raise ValueError(
-                    f"{name}: {getattr(self, name)} is not below vocab_size: {self.vocab_size}"
-                )
-        if (self.begin_of_text is None) != (self.begin_of_text_id is None):
-            raise ValueError("begin_of_text and begin_of_text_id: one of them is null")
-        return self
 
     def in_words(self) -> str:
         """Describes the tokens around the text of each document, for the user."""
@@ -148,6 +109,8 @@ class Manifest(Config):
     """The three splits; one may be empty."""
     dtype: Literal["uint16", "int32"]
     """Type of a token in the .bin files."""
+    sha256: dict[str, Sha256]
+    """SHA-256 of each other file of the folder, by name."""
     skipped_empty: Count
     """Documents without a character, left out."""
     skipped_unreadable: Count
@@ -158,37 +121,13 @@ class Manifest(Config):
     """How many other files, or splits, there were, by what they are."""
     split_by: Literal["documents", "position"] = "documents"
     """How shares are held out: documents dealt out, or the last parts of all text end to end."""
-    fingerprint: Sha256
-    """SHA-256 over the splits' and the tokenizer's digests: names this data set."""
-    sha256: Sha256 | None = None
-    """SHA-256 of all other keys (`seal`), which `write` adds; None in a folder of version 1."""
 
-    @model_validator(mode="after")
-    def _parts_go_together(self) -> "Manifest":
-        if missing := set(SPLITS) - set(self.splits):
-            raise ValueError(f"splits: no {sorted(missing)[0]!r}")
-        for name, split in self.splits.items():
-            if split.bytes < split.documents:
-                raise ValueError(
-                    f"splits.{name}.bytes: {split.bytes} is less than its {split.documents} "
-                    f"documents, none of which is empty"
-                )
-        if self.dtype == "uint16" and self.tokenizer.vocab_size > 2**16:
-            raise ValueError(
-                f"dtype: uint16 has no room for tokenizer.vocab_size: {self.tokenizer.vocab_size}"
-            )
-        digests = [split.index_sha256 for split in self.splits.values()]
-        if any((digest is None) == (self.format_version > UNSEALED_VERSION) for digest in digests):
-            raise ValueError(
-                f"format_version: {self.format_version} goes with keys 'index_sha256' of all "
-                f"splits from version {FORMAT_VERSION} on, and with none before"
-            )
-        if self.fingerprint != data_fingerprint(self.splits, self.tokenizer):
-            raise ValueError(
-                f"fingerprint: {self.fingerprint[:12]}... is not that of the digests beside it: "
-                f"the manifest is damaged, or was changed"
-            )
-        return self
+    @property
+    def fingerprint(self) -> str:
+        """Names this data set: a SHA-256 over the digests of the splits and of the tokenizer."""
+        files = (f"{name}.{end}" for name in SPLITS for end in ("bin", "idx"))
+        parts = [self.tokenizer.fingerprint, *(f"{name}:{self.sha256[name]}" for name in files)]
+        return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
     @classmethod
     def read(cls, folder: Path) -> "Manifest":
@@ -197,119 +136,34 @@ class Manifest(Config):
         Args:
             folder: The folder.
 
-        Returns:
-            The manifest, with every value in range and its digest verified.
-
         Raises:
-            DataError: It cannot be read, was written by a newer version, or has been changed.
+            DataError: It cannot be read, or another version of Polyad wrote it.
         """
-        path = plain_file(folder, MANIFEST_FILE)
-        place = f"{path}: not a readable manifest of prepared data"
-        tree = parse_json(read_bounded(path, MOST_BYTES), place)
-        if not isinstance(tree, dict) or "format_version" not in tree:
-            raise DataError(f"{place}: no key 'format_version'")
-        version = tree["format_version"]
-        if type(version) is not int or not UNSEALED_VERSION <= version <= FORMAT_VERSION:
+        path = folder / MANIFEST_FILE
+        tree = read_json(path)
+        version = tree.get("format_version") if isinstance(tree, dict) else None
+        if version != FORMAT_VERSION:
             raise DataError(
-                f"{path}: format version {version!r:.60}; this Polyad reads versions "
-                f"{UNSEALED_VERSION} to {FORMAT_VERSION}: prepare the data again, or use the "
-                f"version that wrote it"
+                f"{path}: format version {version!r:.60}, but this Polyad reads version "
+                f"{FORMAT_VERSION}: prepare the data again"
             )
         try:
-            manifest = cls.model_validate(tree)
+            return cls.model_validate(tree)
         except ValidationError as error:
-            raise DataError(f"{path}: {_first_problem(error)}") from None
-        expected = seal(tree) if version > UNSEALED_VERSION else None
-        if manifest.sha256 != expected:
-            raise DataError(
-                f"{path}: damaged, or changed by hand: its key 'sha256' is not that of the other "
-                f"keys; prepare the data again"
-            )
-        return manifest
+            first = error.errors()[0]
+            key = ".".join(map(str, first["loc"]))
+            raise DataError(f"{path}: key {key!r:.200}: {first['msg']}") from None
 
-    def write(self, folder: Path) -> "Manifest":
-        """Seals the manifest and writes it.
+    def write(self, folder: Path) -> None:
+        """Writes the manifest.
 
         Args:
             folder: The folder it describes.
-
-        Returns:
-            The manifest as `read` gives it.
         """
-        return write_sealed(self, folder / MANIFEST_FILE)
+        path = folder / MANIFEST_FILE
+        path.write_text(self.model_dump_json(indent=2) + "\n", encoding="utf-8")
 
 
-def _first_problem(error: ValidationError) -> str:
-    """Describes the key, the value if it is short, and what is allowed."""
-    first = error.errors()[0]
-    message = first["msg"].removeprefix("Value error, ")
-    key = f"{'.'.join(map(str, first['loc']))!r:.200}"
-    if first["type"] == "value_error":  # it names its keys itself, within this one
-        return f"key {key}: {message}" if first["loc"] else message
-    value = "" if first["type"] == "missing" else f", not {first['input']!r:.60}"
-    return f"key {key}: {message}{value}"
-
-
-def plain_file(folder: Path, name: str) -> Path:
-    """Returns a file of a prepared folder, after checking that it is not a link out of it.
-
-    The folder itself may be a link, and may lie behind one.
-
-    Args:
-        folder: The folder.
-        name: The name of one of `FILES`.
-
-    Returns:
-        Its path.
-
-    Raises:
-        DataError: It is a symbolic link that leaves the folder.
-    """
-    path = folder / name
-    if path.is_symlink():
-        try:
-            inside = path.resolve().parent == folder.resolve()
-        except (OSError, RuntimeError):  # a link to itself
-            inside = False
-        if not inside:
-            raise DataError(
-                f"{path}: is a symbolic link that leaves the folder; put the file itself there, or "
-                f"make the whole folder a link"
-            )
-    return path
-
-
-def data_fingerprint(splits: dict[SplitName, SplitInfo], tokenizer: TokenizerInfo) -> str:
-    """Computes the fingerprint of a data set from what training reads.
-
-    Args:
-        splits: The splits.
-        tokenizer: The tokenizer.
-
-    Returns:
-        A SHA-256, hexadecimal, over the digests of both.
-    """
-    parts = [tokenizer.fingerprint, *(f"{name}:{splits[name].sha256}" for name in SPLITS)]
-    # The .bin files alone do not determine where documents end.
-    parts.extend(f"{name}:{splits[name].ends_sha256}" for name in SPLITS)
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
-
-
-def ends_digest(*paths: Path) -> str:
-    """Digests the first and last `END_BYTES` of files and their sizes.
-
-    Args:
-        paths: The files.
-
-    Returns:
-        A SHA-256, hexadecimal, that tells files apart in a time independent of their size.
-    """
-    digest = hashlib.sha256()
-    for path in paths:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            digest.update(f"{size}\n".encode())
-            digest.update(file.read(END_BYTES))
-            file.seek(max(0, size - END_BYTES))
-            digest.update(file.read(END_BYTES))
-    return digest.hexdigest()
+def digests_of(folder: Path) -> dict[str, str]:
+    """Returns the SHA-256 of each file of a folder that is being prepared."""
+    return {path.name: digest_of(path) for path in sorted(folder.iterdir())}

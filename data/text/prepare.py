@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
+from typing import Any, Literal, NamedTuple, TypedDict
 
 from polyad.data.errors import DataError, user_path
 from polyad.data.files import writing
@@ -19,6 +19,7 @@ from polyad.data.prepared import (
     staged_folder,
 )
 from polyad.data.progress import Progress, Report
+from polyad.data.text.dataset import PreparedData, check_replaceable
 from polyad.data.text.documents import (
     TEXT_KEY,
     DocumentKind,
@@ -35,16 +36,12 @@ from polyad.data.text.manifest import (
     Request,
     SplitInfo,
     TokenizerInfo,
-    data_fingerprint,
+    digests_of,
 )
 from polyad.data.text.source import Part, Skipped, Source, Sources, documents_needed
 from polyad.data.text.tokenizers.tokenizer import Tokenizer, all_cores, special_line
 from polyad.data.text.tokenizers.training import resolve_tokenizer, training_wanted
-from polyad.data.text.verification import check_replaceable
 from polyad.data.text.writer import DatasetWriter, PieceCutter
-
-if TYPE_CHECKING:
-    from polyad.data.text.dataset import PreparedData
 
 HELD_OUT = 0.05
 """Default share of the text held out for each split that has no source of its own."""
@@ -149,11 +146,10 @@ def prepare(
             for name, each in sources.by_split.items():
                 if splits[name].documents == 0:
                     raise DataError(f"{each.spec}: no text in it (for the {name} split)")
-            info = _described(encoder)
             manifest = Manifest(
                 format_version=FORMAT_VERSION,
                 request=text.request,
-                tokenizer=info,
+                tokenizer=_described(encoder),
                 splits=splits,
                 dtype="uint16" if token_dtype(encoder.vocab_size)().itemsize == 2 else "int32",
                 skipped_empty=skipped.empty,
@@ -161,8 +157,9 @@ def prepare(
                 files=dict(text.files),
                 left_out=dict(text.left_out),
                 split_by=sources.split_by,
-                fingerprint=data_fingerprint(splits, info),
-            ).write(folder)
+                sha256=digests_of(folder),
+            )
+            manifest.write(folder)
             # Another process may have made something in the meantime.
             _existing(output, text, overwrite=overwrite)
         _report(output, manifest, progress)
@@ -348,8 +345,6 @@ def _existing(output: Path, text: _Text, *, overwrite: bool) -> Manifest | None:
     Raises:
         DataError: The output holds something that may not be replaced.
     """
-    from polyad.data.text.dataset import PreparedData
-
     if (output / MANIFEST_FILE).is_file():
         # Damaged data is replaced with --overwrite, otherwise refused.
         with contextlib.suppress(DataError):
@@ -435,10 +430,10 @@ def join(output: str | Path, *, overwrite: bool = False, report: Report | None =
                     "splits": splits,
                     "skipped_empty": sum(each.skipped_empty for each in every),
                     "skipped_unreadable": sum(each.skipped_unreadable for each in every),
-                    "fingerprint": data_fingerprint(splits, every[0].tokenizer),
+                    "sha256": digests_of(folder),
                 }
             )
-            manifest = manifest.write(folder)
+            manifest.write(folder)
         _report(output, manifest, progress)
         progress.say(f"joined {len(parts)} parts, which may be deleted: {folders[0]} and others")
         return manifest
@@ -466,10 +461,8 @@ def _parts_of(output: Path) -> list[Path]:
     return [part_folder(output, f"{number}/{counts[0]}") for number in range(1, counts[0] + 1)]
 
 
-def _whole_part(folder: Path, first: Path) -> "PreparedData":
+def _whole_part(folder: Path, first: Path) -> PreparedData:
     """Opens a part and reads all of it, after checking that its request is that of the first."""
-    from polyad.data.text.dataset import PreparedData
-
     part, other = (PreparedData.open(each) for each in (folder, first))
     mine, theirs = (each.manifest.request.model_dump() for each in (part, other))
     for key in mine:

@@ -171,7 +171,7 @@ class DatasetWriter:
         """Encodes what is pending and finishes all files.
 
         Returns:
-            The counts and digests of each split.
+            The counts of each split.
         """
         self._encode_pending()
         self._write_encoded()

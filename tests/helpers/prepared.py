@@ -1,11 +1,11 @@
-"""Prepared folders, made without output, and changed and resealed, old, or damaged ones."""
+"""Prepared folders, made without output, and changed or damaged ones."""
 
 import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from polyad.data.prepared import MANIFEST_FILE, seal
+from polyad.data.prepared import MANIFEST_FILE
 from polyad.data.text.manifest import Manifest
 from polyad.data.text.prepare import prepare
 
@@ -23,25 +23,10 @@ def jsonl(path: Path, texts: Iterable[str]) -> str:
     return str(path)
 
 
-def rewrite(folder: Path, change: Callable[[Tree], Tree], *, sealed: bool = True) -> None:
-    """Changes a manifest; `sealed`: with a digest of itself that is right."""
+def rewrite(folder: Path, change: Callable[[Tree], Tree]) -> None:
+    """Changes a manifest."""
     path = folder / MANIFEST_FILE
-    tree = change(json.loads(path.read_text()))
-    if sealed and "sha256" in tree:
-        tree["sha256"] = seal(tree)
-    path.write_text(json.dumps(tree, indent=2) + "\n")
-
-
-def age(folder: Path) -> None:
-    """Makes a folder one of version 1, which had no digest of the manifest and of .idx files."""
-
-    def change(tree: Tree) -> Tree:
-        del tree["sha256"]
-        for split in tree["splits"].values():
-            del split["index_sha256"]
-        return tree | {"format_version": 1}
-
-    rewrite(folder, change)
+    path.write_text(json.dumps(change(json.loads(path.read_text())), indent=2) + "\n")
 
 
 def flip(path: Path, place: int, bit: int = 0) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from polyad.launch.cli import run as polyad
 from polyad.parallel.checkpoint.writing import save_weights, write_rest
-from tests.helpers.prepared import age, flip
+from tests.helpers.prepared import flip
 
 NAMES = ("step-00000002", "step-00000004", "step-00000006")
 
@@ -152,7 +152,7 @@ def test_whole_folders_are_verified_and_the_table_is_aligned(copy, prepared_path
     *rows, last = captured.out.splitlines()
     assert rows[0].split()[0] == "file"
     assert len({len(row) for row in rows}) == 1
-    assert [row.split()[-1] for row in rows[1:]] == ["verified"] * 16
+    assert [row.split()[-1] for row in rows[1:]] == ["verified"] * 14
     assert " MB in " in last
     assert "error" not in captured.err
 
@@ -181,17 +181,6 @@ def test_a_damaged_file_is_named_and_the_status_is_2(copy, prepared_path, capfd)
     (line,) = captured.err.splitlines()
     assert line.endswith("(and 1 more damaged file)")
     assert sum(row.endswith("damaged") for row in captured.out.splitlines()) == 2
-
-
-def test_an_old_folder_says_what_could_be_checked(copy, capfd):
-    age(copy)
-    assert polyad(["data", "verify", str(copy)]) == 0
-    (note,) = [
-        row for row in capfd.readouterr().out.splitlines() if "prepared by an earlier" in row
-    ]
-    assert note.startswith(
-        f"{copy}: prepared by an earlier version, without digests of manifest.json"
-    )
 
 
 def test_what_is_not_prepared_data_is_refused_before_anything_is_read(copy, tmp_path, capfd):

@@ -80,37 +80,29 @@ def test_truncated_file_is_named(copy, name):
     assert f"{len(content):,}" in message
 
 
-def test_file_of_another_data_set_is_refused(copy, tmp_path, texts):
-    other = tmp_path / "other"
-    silent(str(texts), "train:390", other)
-    shutil.copy(other / "train.bin", copy / "train.bin")
-    assert "train.bin" in error_of(copy)
-    shutil.copy(other / "train.idx", copy / "train.idx")
-    assert "another data set" in error_of(copy)
-
-
-def test_swapped_file_of_the_same_size_is_refused(copy):
-    content = np.fromfile(copy / "train.bin", dtype=np.uint16)
-    np.roll(content, 1).tofile(copy / "train.bin")
-    assert "train.bin" in error_of(copy)
-
-
-def test_index_of_another_length_is_refused(copy):
-    content = bytearray((copy / "train.idx").read_bytes())
-    content[18] += 1
-    (copy / "train.idx").write_bytes(content)
-    assert "train.idx: lists" in error_of(copy)
-
-
-def test_other_tokenizer_is_refused(copy):
-    path = copy / "tokenizer.json"
-    path.write_text(path.read_text().replace('"add_prefix_space":false', '"add_prefix_space":true'))
-    assert "not the tokenizer that made these tokens" in error_of(copy)
-
-
 def test_verify_finds_a_flipped_bit_in_the_middle(copy):
     path = copy / "train.bin"
     flip(path, path.stat().st_size // 2)
     data = PreparedData.open(copy)
     with pytest.raises(DataError, match=r"train\.bin: damaged"):
         data.verify()
+
+
+def test_another_tokenizer_is_refused_when_it_is_read(copy):
+    path = copy / "tokenizer.json"
+    path.write_text(path.read_text().replace('"add_prefix_space":false', '"add_prefix_space":true'))
+    with pytest.raises(DataError, match="is not the tokenizer that made these tokens"):
+        PreparedData.open(copy).tokenizer()
+
+
+def test_damage_that_reading_meets_is_one_line(copy):
+    stream = PreparedData.open(copy).split("train")
+    stream.vocab_size = 300
+    with pytest.raises(DataError, match=r"train\.bin: damaged: token [\d,]+ is not in the vocab"):
+        stream.read(0, stream.num_tokens)
+    flip(copy / "train.idx", 34 + 4, bit=1)
+    with pytest.raises(DataError, match=r"train\.idx: damaged: the lengths of its documents"):
+        PreparedData.open(copy).split("train").document_lengths  # noqa: B018
+    flip(copy / "train.idx", 2)
+    with pytest.raises(DataError, match=r"train\.idx: damaged, or of another data set"):
+        PreparedData.open(copy).split("train").read(0, 3)

@@ -109,19 +109,6 @@ def test_other_sources_are_split_and_named_as_before(tmp_path, prepared_path):
             silent(source, str(prepared_path), tmp_path / "other", **given)
 
 
-def test_a_manifest_of_before_still_opens(tmp_path, prepared_path):
-    manifest = json.loads((prepared_path / "manifest.json").read_text())
-    for added in ("documents", "file_format"):
-        del manifest["request"][added]
-    del manifest["split_by"], manifest["sha256"]
-    manifest["format_version"] = 1
-    for split in manifest["splits"].values():
-        del split["index_sha256"]
-    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
-    before, now = Manifest.read(tmp_path), Manifest.read(prepared_path)
-    assert (before.request, before.split_by) == (now.request, now.split_by)
-
-
 @pytest.mark.slow
 def test_a_document_longer_than_the_index_can_say_goes_on_in_another(
     tmp_path, play, prepared_path, monkeypatch

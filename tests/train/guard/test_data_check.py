@@ -33,9 +33,7 @@ def flip_in_the_middle(folder):
     ("section", "key", "value"),
     [
         ("validation", "bytes", -5),
-        ("tokenizer", "end_of_text_id", 10**9),
         ("tokenizer", "vocab_size", "many"),
-        (None, "fingerprint", "0" * 64),
     ],
 )
 def test_a_manifest_with_a_wrong_value_is_one_line_in_each_command(

@@ -10,7 +10,6 @@ from polyad.data.errors import DataError
 from polyad.data.text.dataset import PreparedData
 from polyad.data.text.prepare import prepare
 from polyad.data.text.tokenizers.files import load_tokenizer
-from polyad.data.text.verification import verify_files
 from tests.helpers.decoders import BEGIN, END, write_tokenizer
 from tests.helpers.prepared import jsonl, silent
 
@@ -99,7 +98,7 @@ def test_each_document_begins_with_it(tmp_path, documents):
         tokens = data.split(name).read(0, data.split(name).num_tokens)
         starts = np.cumsum([0, *data.split(name).document_lengths[:-1]])
         assert np.array_equal(np.flatnonzero(tokens == 0), starts[: len(tokens)])
-    assert all(file.reason is None for file in verify_files(tmp_path / "data"))
+    data.verify()
     # Without it the same text is other data.
     config = json.loads((folder / "tokenizer_config.json").read_text()) | {"add_bos_token": False}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
