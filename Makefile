@@ -22,9 +22,8 @@ help:  ## this list
 
 setup: $(INSTALLED)  ## the virtual environment with pinned packages
 
-setup-eval: setup  ## lm-eval too, and `lm_eval --model polyad`
+setup-eval: setup  ## lm-eval too
 	@$(RUN) pip install --disable-pip-version-check -q -c constraints.txt -e '.[eval]'
-	@$(RUN) polyad.train.harness --register
 
 quickstart: setup  ## text to perplexity in two processes: minutes
 	@$(RUN) polyad.launch quickstart

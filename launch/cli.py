@@ -21,7 +21,7 @@ from typing import NoReturn
 
 from polyad.launch.command import UsageError, nearest
 from polyad.launch.commands import COMMANDS, GROUPS
-from polyad.launch.commands.old_flags import in_new_words
+from polyad.launch.commands.experts import measure_of_plugin
 from polyad.launch.ending import guard
 from polyad.train.errors import ConfigError, one_line
 from polyad.train.results import aligned
@@ -63,20 +63,22 @@ def run(argv: Sequence[str]) -> int:
     Returns:
         The exit status, as listed in `train/errors.py`.
     """
-    return guard(lambda: _dispatch(argv))
+    return guard(lambda: _dispatch(list(argv)))
 
 
 def _dispatch(argv: Sequence[str]) -> int:
     load_plugins()
-    if list(argv[:1]) == ["help"]:
+    if argv[:1] == ["help"]:
         argv = [*argv[1:], "--help"]
     words = 2 if " ".join(argv[:2]) in COMMANDS else 1  # two words, as in `data verify`
     name = " ".join(argv[:words])
     if name in COMMANDS:
-        rest = list(argv[words:])
-        if name == "evaluate":
-            name, rest = in_new_words(rest)
-        return COMMANDS[name](rest)
+        return COMMANDS[name](argv[words:])
+    if argv[:1] == ["experts"] and argv[1:] and os.environ.get(VARIABLE):
+        from polyad.train.measures.registry import MEASURES
+
+        if argv[1] in MEASURES:
+            return measure_of_plugin(argv[1])(argv[2:])
     if name in {"", "help", "-h", "--help"}:
         print(_overview())
         return 0

@@ -21,22 +21,13 @@ from polyad.parallel.checkpoint.format import CheckpointError
 from polyad.parallel.checkpoint.keeping import (
     LEFT_BY_CRASHES,
     STEP_FOLDER,
-    complete_checkpoints,
-    point_at_newest,
     step_folders,
 )
-from polyad.parallel.checkpoint.storage import discard
-from polyad.parallel.checkpoint.verification import is_good, read_contents, verify_contents
+from polyad.parallel.checkpoint.verification import read_contents, verify_contents
 
 Row = tuple[str, ...]
 Status = Literal["complete", "verified", "damaged", "unfinished"]
 """complete: manifest and sizes are correct; verified: every byte is; unfinished: not committed."""
-
-
-class RefusedError(ValueError):
-    """A deletion that needs an explicit option."""
-
-    exit_status = 2
 
 
 @dataclass(frozen=True)
@@ -76,7 +67,9 @@ class Checkpoints:
 
     def text(self) -> str:
         """The result as text; below the table why one is damaged."""
-        return _checkpoint_table(self.checkpoints)
+        rows: list[Row] = [("checkpoint", "step", "MB", "processes", "saved", "status")]
+        rows += [each.cells() for each in self.checkpoints]
+        return "\n".join([align(rows), *(each.reason for each in self.checkpoints if each.reason)])
 
 
 @dataclass(frozen=True)
@@ -94,25 +87,6 @@ class VerifiedCheckpoints(Checkpoints):
         rate = gigabytes / max(self.seconds, 1e-9)
         took = f"{gigabytes:,.2f} GB in {self.seconds:.1f} s, {rate:.2f} GB/s"
         return f"{super().text()}\n{took}"
-
-
-@dataclass(frozen=True)
-class DeletedCheckpoints:
-    """Deleted checkpoints, with their previous state."""
-
-    deleted: list[CheckpointState]
-
-    def text(self) -> str:
-        """The result as text."""
-        return _checkpoint_table(self.deleted, ", deleted")
-
-
-def _checkpoint_table(listed: Sequence[CheckpointState], after: str = "") -> str:
-    rows: list[Row] = [("checkpoint", "step", "MB", "processes", "saved", "status")]
-    for each in listed:
-        *cells, status = each.cells()
-        rows.append((*cells, status + after))
-    return "\n".join([align(rows), *(each.reason for each in listed if each.reason)])
 
 
 def list_checkpoints(folder: Path) -> Checkpoints:
@@ -176,51 +150,6 @@ def _verified(each: CheckpointState, place: Path, report: Callable[[int], None])
     except CheckpointError as error:
         return replace(each, status="damaged", reason=str(error))
     return replace(each, status="verified")
-
-
-def delete_checkpoints(paths: Sequence[Path], *, even_the_last_good: bool) -> DeletedCheckpoints:
-    """Removes checkpoints, good or damaged.
-
-    Args:
-        paths: their folders.
-        even_the_last_good: whether to allow deleting the last good one of a run.
-
-    Raises:
-        UsageError: one is not a checkpoint; nothing is deleted.
-        RefusedError: no good one would be left; nothing is deleted.
-    """
-    paths = list(dict.fromkeys(path.absolute() for path in paths))
-    for path in paths:
-        if not STEP_FOLDER.fullmatch(path.name) or not path.is_dir():
-            raise UsageError(f"{path}: is not a checkpoint; a folder step-NNNNNNNN is needed")
-    if not even_the_last_good:
-        for folder in {path.parent for path in paths}:
-            _refuse_the_last_good(folder, [path for path in paths if path.parent == folder])
-    deleted = []
-    for path in paths:
-        deleted.append(_state_of(path))
-        discard(path)
-        point_at_newest(path.parent)
-    return DeletedCheckpoints(deleted)
-
-
-def _refuse_the_last_good(folder: Path, going: Sequence[Path]) -> None:
-    staying = [path for path in complete_checkpoints(folder) if path not in going]
-    if any(_is_good(path) for path in reversed(staying)):
-        return
-    for path in reversed(going):
-        if _is_good(path):
-            raise RefusedError(
-                f"{path}: is the last good checkpoint in {folder}; add --even-the-last-good to "
-                "delete it"
-            )
-
-
-def _is_good(path: Path) -> bool:
-    try:
-        return is_good(verify_contents(path))
-    except CheckpointError:
-        return False
 
 
 def _find(folder: Path) -> tuple[Path, list[Path]]:

@@ -35,7 +35,7 @@ NOT_RUN = {
     "make setup": "installs packages",
     "make check": "is no use of Polyad",
     "make test": "is this suite",
-    "lm_eval ": "needs lm-eval, an extra, and a task from the network",
+    "python -m polyad.train.evaluation.lm_eval": "needs an extra, and a task of the network",
     "tensorboard ": "serves until it is stopped; what it would show is read instead",
     "python -m tests.benchmarks.step --device cuda": "needs a GPU",
     "polyad predict runs/quickstart-images/run": "needs a photo",

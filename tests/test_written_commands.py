@@ -92,16 +92,11 @@ def test_a_command_of_every_form_is_taken_from_a_file(
             ["make quickstart", "polyad report runs/quickstart/run/checkpoints/step-00000150"],
             "step-00000150: no command before",
         ),
-        (
-            [
-                "make quickstart",
-                "polyad checkpoint delete runs/quickstart/run/checkpoints/step-00000100",
-                "polyad evaluate runs/quickstart/run/checkpoints/step-00000100",
-            ],
-            "step-00000100: no command before",
-        ),
         (["tensorboard --logdir runs/two/tensorboard"], "runs/two/tensorboard: no command before"),
-        (["lm_eval --model polyad --model_args checkpoint=runs/two,x=1"], "runs/two: no command"),
+        (
+            ["python -m polyad.train.evaluation.lm_eval --model_args checkpoint=runs/two,x=1"],
+            "runs/two: no command",
+        ),
         (["polyad generate x"], "--prompt"),
         (["polyad trian x"], "there is no command 'trian'"),
         (["make quickstart", "make quickstart"], "runs/quickstart/data is there"),

@@ -19,7 +19,7 @@ from polyad.launch.commands import (
 )
 
 GROUPS: dict[str, tuple[Command, ...]] = {
-    "start": (start.quickstart, start.completion_of(lambda: COMMANDS)),
+    "start": (start.quickstart,),
     "data": (data.prepare,),
     "before a run": (
         runs.keys,
@@ -53,14 +53,12 @@ GROUPS: dict[str, tuple[Command, ...]] = {
         edits.prune,
         edits.subset,
         edits.splice,
-        experts.take,
     ),
     "weights": (weights.convert, weights.inspect),
     "comparisons": (study.study,),
     "upkeep": (
         checkpoints.checkpoint_list,
         checkpoints.checkpoint_verify,
-        checkpoints.checkpoint_delete,
         data.data_verify,
     ),
 }

@@ -1,4 +1,4 @@
-"""`polyad checkpoint`: the checkpoints of a run are listed, verified and deleted."""
+"""`polyad checkpoint`: the checkpoints of a run are listed and verified."""
 
 from pathlib import Path
 from typing import Annotated
@@ -32,25 +32,3 @@ def checkpoint_verify(folder: Folder, *, json: Json = None) -> int:
         result = verify_checkpoints(folder)
         show(result, result.text())
     return 0 if result.good else 2
-
-
-@command(
-    "checkpoint delete",
-    "polyad checkpoint delete runs/quickstart/run/checkpoints/step-00000100",
-)
-def checkpoint_delete(
-    folders: Annotated[
-        list[Path], Argument("a checkpoint: .../step-NNNNNNNN", "FOLDER", nargs="+")
-    ],
-    *,
-    even_the_last_good: Annotated[
-        bool, Argument("delete even if that leaves the run without a good checkpoint")
-    ] = False,
-    json: Json = None,
-) -> None:
-    """Deletes checkpoints, except the last good one of a run."""
-    from polyad.launch.stored import delete_checkpoints
-
-    with results(json) as show:
-        result = delete_checkpoints(folders, even_the_last_good=even_the_last_good)
-        show(result, result.text())

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from polyad.launch.command import (
     Argument,
+    Command,
     Overrides,
     UsageError,
     command,
@@ -443,20 +444,17 @@ def _trace_text(
     write_whole(html, run.show(text, interventions=held.intervene, top=top or TOP).page())
 
 
-@command("experts measure", "polyad experts measure runs/quickstart/run --name specialization")
-def take(
-    path: CheckpointOrRun,
-    overrides: Overrides,
-    *,
-    name: Annotated[
-        str, Argument("name of the measure; plugins (POLYAD_PLUGINS) can add more", "NAME")
-    ],
-    held: Stored,
-) -> None:
-    """Computes a named measure of experts on held-out data."""
-    from polyad.train.measures.registry import MEASURES
+def measure_of_plugin(name: str) -> Command:
+    """The command of a measure that a plugin has registered.
 
-    if name not in MEASURES:
-        raise UsageError(f"--name: {name!r} is not allowed; allowed: {', '.join(MEASURES)}")
-    asked = {"overrides": overrides, "measure": name}
-    show_measured("experts measure", path, held, asked, measure_named(name, held, overrides))
+    Args:
+        name: of the measure.
+    """
+
+    @command(f"experts {name}", f"polyad experts {name} runs/quickstart/run")
+    def take(path: CheckpointOrRun, overrides: Overrides, *, held: Stored) -> None:
+        """Computes a measure of experts on held-out data."""
+        asked = {"overrides": overrides}
+        show_measured(f"experts {name}", path, held, asked, measure_named(name, held, overrides))
+
+    return take

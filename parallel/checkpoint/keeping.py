@@ -14,10 +14,8 @@ from polyad.parallel.checkpoint.format import MANIFEST_FILE, CheckpointError
 from polyad.parallel.checkpoint.storage import (
     discard,
     reason_of,
-    remove_file,
     remove_tree,
     rename,
-    replace_file,
 )
 from polyad.parallel.checkpoint.verification import read_contents
 
@@ -85,15 +83,6 @@ def prune(folder: Path, step: int, keep: Retention) -> None:
         for_ever = (keep.every and _step(path) % keep.every == 0) or _step(path) == keep.best
         if path not in newest and not for_ever:
             remove_or_warn(path, discard)
-
-
-def point_at_newest(folder: Path) -> None:
-    """Points `latest` at the newest complete checkpoint, or removes it if there is none."""
-    found = complete_checkpoints(folder)
-    if found:
-        replace_file(folder / LATEST_FILE, f"{found[-1].name}\n".encode())
-    else:
-        remove_file(folder / LATEST_FILE)
 
 
 def put_back(folder: Path) -> None:

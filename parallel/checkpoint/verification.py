@@ -339,21 +339,6 @@ def _check_index(index: Index, headers: Mapping[str, Header]) -> None:
                     )
 
 
-def is_good(contents: Contents) -> bool:
-    """Returns whether a run can resume from a checkpoint: it is judged, and all values are finite.
-
-    Args:
-        contents: the contents of a checkpoint whose bytes are verified.
-    """
-    return contents.is_judged and all(
-        all_finite(_bytes(contents.manifest.folder / box.file, box.begin, tensor.bytes_of(box)))
-        for fields in contents.index.tensors.values()
-        for tensor in fields.values()
-        if tensor.dtype == "F32"
-        for box in tensor.chunks
-    )
-
-
 def all_finite(data: memoryview) -> bool:
     """Returns whether no value is NaN or infinite.
 

@@ -136,7 +136,7 @@ def evaluated(path: Path, **options: Any) -> tuple[dict[str, Any], str]:
 
 
 def measured(path: Path, name: str, **options: Any) -> tuple[dict[str, Any], str]:
-    """`polyad experts measure`: the values for programs, and the text for people."""
+    """A measure by its name: the values for programs, and the text for people."""
     return both_forms(path, MEASURES[name], **options)
 
 

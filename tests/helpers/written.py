@@ -33,7 +33,7 @@ SCRIPTS = (
     *("checkpoint", "data", "families", "flips", "images", "layer", "plan", "routing"),
     *("scaling", "step"),
 )
-PROGRAMS = ("polyad", "torchrun", "python", "make", "tensorboard", "lm_eval")
+PROGRAMS = ("polyad", "torchrun", "python", "make", "tensorboard")
 """First words that make a block of text one of commands. Every line of it is one then."""
 PATHS = frozenset({"DIR", "FILE", "FOLDER", "PATH", "RUN", "CHECKPOINT", "CHECKPOINT_OR_RUN"})
 """Metavars of arguments that are paths."""
@@ -294,9 +294,6 @@ class World:
                 f"{path} is there"
             )
             self._make(path)
-        if name == "checkpoint delete":
-            for folder in options.folders:
-                self._steps[str(folder.parent.parent)].remove(_step(folder.name))
 
     def _other(self, words: Sequence[str]) -> None:
         """Programs that are not ours."""

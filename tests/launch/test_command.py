@@ -1,6 +1,5 @@
-"""A command is a function: its annotations are the arguments, and old flags name new commands."""
+"""A command is a function: its annotations are the arguments."""
 
-import shlex
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +18,6 @@ from polyad.launch.command import (
     command,
     positive,
 )
-from polyad.launch.commands.old_flags import in_new_words
 
 SPEED = Group("how fast", "Of legs.")
 
@@ -115,44 +113,3 @@ def test_wrong_words_are_one_error(words: list[str], error: str) -> None:
         go(words)
     assert error in str(caught.value)
     assert calls == []
-
-
-@pytest.mark.parametrize(
-    ("words", "name", "new"),
-    [
-        (["run", "--split", "test"], "evaluate", "run --split test"),
-        (["run", "--knockout", "--help"], "evaluate", "run --knockout --help"),
-        (
-            ["--compare=other", "run", "--data", "d", "--probe-tokens", "9", "x=1"],
-            "compare",
-            "run --data d x=1 --with other --tokens=9",
-        ),
-        (["run", "--specialization", "--best"], "experts specialize", "run --best"),
-        (
-            ["run", "--knockout", "--layers", "0,3", "--weights", "ema"],
-            "experts knockout",
-            "run --layers=0,3 --weights=ema",
-        ),
-        (
-            ["run", "--knockout", "--steer", "layer=1", "--steer=layer=2"],
-            "experts steer",
-            "run --steer=layer=1 --steer=layer=2",
-        ),
-        (["run", "--rewrite", "class=1"], "experts rewrite", "run --move class=1"),
-        (
-            ["run", "--robustness", "v2", "some where", "--split", "validation"],
-            "robustness",
-            "run --set v2 --images 'some where'",
-        ),
-    ],
-)
-def test_old_flags_of_evaluate_say_what_to_type(
-    words: list[str], name: str, new: str, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert in_new_words(words) == (name, shlex.split(new))
-    said = capfd.readouterr().err
-    if name == "evaluate":
-        assert said == ""
-    else:
-        assert said.count("\n") == 1
-        assert said.endswith(f": polyad {name} {new}\n")

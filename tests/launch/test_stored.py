@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from polyad.launch.cli import run as polyad
-from polyad.parallel.checkpoint.writing import save_weights, write_rest
+from polyad.parallel.checkpoint.writing import save_weights
 from tests.helpers.prepared import flip
 
 NAMES = ("step-00000002", "step-00000004", "step-00000006")
@@ -81,64 +81,10 @@ def test_verify_finds_one_bit_and_says_so_in_its_status(folder, capfd):
     assert result(capfd, "verify", folder / NAMES[2])["good"]
 
 
-def test_delete_leaves_the_last_good_one(folder, capfd):
-    damage(folder / NAMES[0] / "rank-00000.safetensors")
-    damage(folder / NAMES[2] / "rank-00000.safetensors")
-    line = refused(capfd, "delete", folder / NAMES[1])
-    assert f"{folder / NAMES[1]}: is the last good checkpoint in {folder}" in line
-    assert "last good" in refused(capfd, "delete", *(folder / name for name in NAMES))
-    assert sorted(path.name for path in folder.iterdir()) == ["latest", *NAMES]
-    deleted = result(capfd, "delete", folder / NAMES[2], folder / NAMES[0])["deleted"]
-    assert [about["name"] for about in deleted] == [NAMES[2], NAMES[0]]
-    assert (folder / "latest").read_text() == f"{NAMES[1]}\n"
-    assert polyad(["checkpoint", "delete", str(folder / NAMES[1]), "--even-the-last-good"]) == 0
-    assert list(folder.iterdir()) == []
-
-
-def test_a_checkpoint_that_is_not_finite_or_not_judged_is_not_the_good_one(
-    folder, tmp_path, capfd, monkeypatch
-):
-    unfinished = {
-        "step": 4, "loss": 1.0, "grad_norm": 1.0, "learning_rate": 1.0, "step_seconds": 1.0,
-        "mfu": None, "skipped": False, "skipped_steps": 0,
-    }  # fmt: skip
-    for name, value, state in (
-        (NAMES[1], 1.0, {"step": 4, "unfinished": unfinished}),
-        (NAMES[2], float("nan"), {}),
-    ):
-        shutil.rmtree(folder / name)
-        (folder / name).mkdir()
-        with monkeypatch.context() as older:  # versions that wrote whatever there was
-            older.setattr("polyad.parallel.checkpoint.writing.all_finite", lambda data: True)
-            older.setattr(
-                "polyad.parallel.checkpoint.writing.write_rest", write_rest_of(int(name[5:]))
-            )
-            save_weights(
-                folder / name, {"weight": (3,)}, lambda _, value=value: torch.full((3,), value),
-                buffers={}, config_yaml="", state=state,
-            )  # fmt: skip
-    assert [
-        about["status"] for about in result(capfd, "verify", folder)["checkpoints"]
-    ] == ["verified"] * 3  # fmt: skip
-    assert f"{NAMES[0]}: is the last good" in refused(capfd, "delete", folder / NAMES[0])
-    assert polyad(["checkpoint", "delete", str(folder / NAMES[2])]) == 0
-    assert polyad(["checkpoint", "delete", str(folder / NAMES[1])]) == 0
-
-
-def write_rest_of(step):
-    """Writes the rest of a checkpoint of another step than 0."""
-    return lambda folder, _, shards, others: write_rest(folder, step, shards, others)
-
-
-def test_what_is_no_checkpoint_is_refused(folder, tmp_path, capfd):
+def test_what_is_no_checkpoint_is_refused(tmp_path, capfd):
     assert "there is no such folder" in refused(capfd, "list", tmp_path / "nowhere")
     (tmp_path / "empty").mkdir()
     assert "holds no checkpoint" in refused(capfd, "verify", tmp_path / "empty")
-    assert "is not a checkpoint" in refused(capfd, "delete", folder)
-    assert "is not a checkpoint" in refused(capfd, "delete", folder / "step-00000099")
-    shutil.rmtree(folder / NAMES[0])
-    shutil.rmtree(folder / NAMES[1])
-    assert "is the last good" in refused(capfd, "delete", folder / NAMES[2])
 
 
 @pytest.fixture

@@ -73,6 +73,7 @@ def even(monkeypatch):
     from tests.helpers.even import EvenExperts
 
     monkeypatch.setitem(MEASURES, "even", EvenExperts)
+    monkeypatch.setenv("POLYAD_PLUGINS", "tests.helpers.even")
     yield EvenExperts
     monkeypatch.undo()
     MEASURES.pop("even", None)

@@ -109,7 +109,7 @@ def test_the_way_to_hugging_face_and_back_keeps_it(trained, tmp_path):
 
 def test_lm_eval_reads_text_with_it(trained):
     pytest.importorskip("lm_eval")
-    from polyad.train.evaluation.lm_eval_adapter import PolyadLM
+    from polyad.train.evaluation.lm_eval import PolyadLM
 
     _, folder, tokenizer, _ = trained
     model = PolyadLM(str(folder))

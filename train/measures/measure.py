@@ -4,7 +4,7 @@
     Measure       an examination that accumulates over one pass over samples, reading all routers
 
 A new measure is one file with a `Measure` and its `Result`, and one line in `registry.py`:
-`polyad experts measure`, `polyad report` and studies iterate over the registry.
+`polyad experts NAME`, `polyad report` and studies iterate over the registry.
 """
 
 import time
@@ -252,7 +252,7 @@ class Measure(Examination):
         """
         if cls.name not in config.measures:
             return None
-        return Asked(("experts", "measure"), ("--name", cls.name), True)
+        return Asked(("experts", cls.name), (), True)
 
     @classmethod
     def kept(cls, tree: Tree) -> Tree:

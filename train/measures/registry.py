@@ -1,8 +1,7 @@
 """The measures of experts by name, in the order of a page.
 
-A plugin adds one with the line `MEASURES[Mine.name] = Mine`. Then `polyad experts measure --name
-NAME` runs it, `polyad report` includes it, and a study with `measures: [NAME]` compares its
-numbers.
+A plugin adds one with the line `MEASURES[Mine.name] = Mine`. Then `polyad experts NAME`
+runs it, `polyad report` includes it, and a study with `measures: [NAME]` compares its numbers.
 """
 
 from polyad.train.measures.knockout import KnockOuts

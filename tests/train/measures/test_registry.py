@@ -69,9 +69,9 @@ def test_sequences_are_read_too(workers, tmp_path_factory):
 
 
 def test_commands_know_it_by_its_name(even, trained, tmp_path, capfd):
-    words = ["experts", "measure", str(trained("smoe"))]
+    words = ["experts", "even", str(trained("smoe"))]
     file = tmp_path / "a.json"
-    assert polyad([*words, "--name", "even", "--json", str(file)]) == 0
+    assert polyad([*words, "--json", str(file)]) == 0
     found = json.loads(file.read_text())
     share = found["layers"][LAYER]
     assert f"{LAYER}  {share:.4f}" in capfd.readouterr().out
@@ -85,8 +85,8 @@ def test_commands_know_it_by_its_name(even, trained, tmp_path, capfd):
     assert '<a href="#even">Even experts</a>' in text
     assert f">Block 1: {told['layers'][LAYER]:.4f}</p>" in text
     capfd.readouterr()
-    assert polyad([*words, "--name", "odd"]) == 2
-    assert "--name: 'odd' is not allowed; " in capfd.readouterr().err
+    assert polyad(["experts", "odd"]) == 2
+    assert "not 'odd'" in capfd.readouterr().err
 
 
 def test_a_model_without_experts_is_refused(workers, tmp_path, prepared_path):
@@ -110,8 +110,7 @@ def test_a_study_compares_its_numbers(even, tmp_path, monkeypatch):
     assert list(measures_of(dense)) == []
     (measure,) = measures_of(sparse_run)
     folder = str(sparse_run.folder)
-    begun = ("experts", "measure", folder, "--split", "validation")
-    assert measure.arguments == (*begun, "--name", "even")
+    assert measure.arguments == ("experts", "even", folder, "--split", "validation")
     written = tmp_path / "written.json"
     written.write_text(json.dumps({"split": "validation", "step": 4, "layers": {"a": 0.5}}))
     measure.keep(written)

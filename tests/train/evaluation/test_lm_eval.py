@@ -16,11 +16,9 @@ from lm_eval.api.registry import get_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from polyad.parallel.weights import load_model
-from polyad.train import harness
 from polyad.train.errors import ConfigError
-from polyad.train.evaluation.lm_eval_adapter import PolyadLM
+from polyad.train.evaluation.lm_eval import PolyadLM
 from polyad.train.exchange.convert import convert
-from polyad.train.harness import make_known
 from tests.helpers.bert import their_bert
 from tests.helpers.runs import run, write_config
 
@@ -275,7 +273,9 @@ def results_of(tmp_path):
 
 
 def test_the_harness_runs_tasks_offline(finished, tasks, tmp_path, reference):
-    done = harness_command(tmp_path, "-m", "polyad.train.harness", tasks=tasks, finished=finished)
+    done = harness_command(
+        tmp_path, "-m", "polyad.train.evaluation.lm_eval", tasks=tasks, finished=finished
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     results = results_of(tmp_path)
     assert results["results"]["polyad_choice"]["acc,none"] in (0.0, 0.5, 1.0)
@@ -291,37 +291,6 @@ def test_the_harness_runs_tasks_offline(finished, tasks, tmp_path, reference):
     assert results["config"]["model_num_parameters"] > 10_000
 
 
-def test_plain_lm_eval_knows_it_once_registered(finished, tasks, tmp_path):
-    # As Python reads .pth files at its start, in a folder that is not the environment's own.
-    harness.register(tmp_path)
-    code = (
-        "import sys, site; site.addsitedir(sys.argv.pop(1)); sys.argv.pop(0);"
-        "import runpy; runpy.run_module('lm_eval', run_name='__main__')"
-    )
-    command = ["-c", code, str(tmp_path), "lm_eval"]
-    done = harness_command(tmp_path, *command, tasks=tasks, finished=finished)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "polyad_choice" in results_of(tmp_path)["results"]
-
-
-def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):
-    with pytest.raises(ConfigError, match=r"none/polyad_lm_eval\.pth: cannot be written"):
-        harness.register(tmp_path / "none")
-
-
-def test_registration_does_nothing_in_other_processes(tmp_path):
-    path = harness.register(tmp_path)
-    code = (
-        f"import sys, site; site.addsitedir({str(tmp_path)!r});"
-        "assert not {'polyad.train', 'lm_eval', 'torch'} & set(sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert len(path.read_text().splitlines()) == 1
-
-
 def test_the_registry_has_polyad_beside_lm_evals_own():
-    make_known()
-    make_known()
     assert get_model("polyad") is PolyadLM
     assert get_model("dummy").__name__ == "DummyLM"

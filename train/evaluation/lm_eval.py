@@ -1,28 +1,40 @@
-"""A checkpoint as an lm-eval model: `--model polyad --model_args checkpoint=RUN`.
+"""A checkpoint as an lm-eval model, and lm-eval's command line with it:
 
-`train/harness.py` registers it with lm-eval. Scoring follows lm-eval's own Hugging Face models: an
+    python -m polyad.train.evaluation.lm_eval --model polyad --model_args checkpoint=RUN --tasks ...
+
+Scoring follows lm-eval's own Hugging Face models: an
 empty context is one end-of-text token, and a text longer than the model's window is scored in
 several windows, the last with as much context as fits.
 """
 
 import copy
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from lm_eval.api.model import TemplateLM
 from tqdm import tqdm
 
 from polyad.data.text.tokenizers.tokenizer import Tokenizer
 from polyad.parallel.checkpoint.finding import read_newest
 from polyad.parallel.weights import open_weights
 from polyad.parallel.zero import DTYPES, Precision
-from polyad.train.errors import ConfigError
+from polyad.train.errors import ConfigError, one_line
 from polyad.train.evaluation.generate import Sampling, TextStream, generate_ids
 from polyad.train.streaming import whole_model
 from polyad.train.tasks.language import language_model
 from polyad.train.tasks.vocabulary import need_tokenizer
+
+try:
+    import lm_eval.models  # noqa: F401  (registers its own, which it does only while none are)
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.api.registry import register_model
+except ImportError as missing:
+    sys.exit(
+        f"polyad: error: lm-eval cannot be imported ({missing}); "
+        "`pip install -c constraints.txt -e '.[eval]'` installs it"
+    )
 
 Scored = tuple[list[int], int]
 """Token ids, and the number of last ones that are scored."""
@@ -32,6 +44,7 @@ _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_toke
 _AUTOMATIC_BATCH = 8
 
 
+@register_model("polyad")
 class PolyadLM(TemplateLM):
     """Answers lm-eval's three kinds of requests with a model on one device.
 
@@ -256,3 +269,20 @@ def _batch_size(given: int | str | None) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise ConfigError(f"batch_size: {given!r} is not allowed: a number of at least 1, or auto")
     return int(text)
+
+
+def main() -> None:
+    """Runs lm-eval's command line."""
+    from lm_eval.__main__ import cli_evaluate
+
+    try:
+        cli_evaluate()
+    except ValueError as error:
+        if getattr(error, "exit_status", None) is None:
+            raise
+        print(f"polyad: error: {one_line(error)}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()
