@@ -16,7 +16,6 @@ Shapes: B images, C channels, H x W pixels, M experts, D width of an expert's la
 width of the gate's, K classes.
 """
 
-from collections.abc import Mapping
 from typing import Annotated, Literal, NamedTuple, Self
 
 import torch
@@ -26,14 +25,6 @@ from torch.nn.functional import relu
 
 from polyad.model.block import run_block
 from polyad.model.config import SectionError
-from polyad.model.expert_models import (
-    ExpertConfig,
-    build_expert,
-    check_expert,
-    completed,
-    hidden_width,
-    last_parameter,
-)
 from polyad.model.initialization import Initializer
 from polyad.model.mumoe.gating import GateOutput
 from polyad.model.mumoe.layer import gate_statistics
@@ -60,9 +51,8 @@ class MixtureConfig(ImageSettings):
     blue."""
     num_experts: Annotated[int, Field(ge=2, le=10_000)] = 5
     """Number of experts M."""
-    expert: ExpertConfig = NetworkConfig(convolutions=(1,), hidden_sizes=(5, 32))
-    """The architecture of each expert: `network` with its sizes, or `vit` or `mixer` with the keys
-    of that model. Its output layer predicts the classes."""
+    expert: NetworkConfig = NetworkConfig(convolutions=(1,), hidden_sizes=(5, 32))
+    """Sizes of each expert, whose output layer predicts the classes."""
     gate_network: NetworkConfig = NetworkConfig(convolutions=(1,), hidden_sizes=(128, 32))
     """Sizes of the gate network, without its last layer."""
     gate: Literal["softmax", "attentive"] = "softmax"
@@ -75,28 +65,17 @@ class MixtureConfig(ImageSettings):
     output: Literal["probabilities", "logits"] = "probabilities"
     """What is averaged over experts: their class probabilities or their logits."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _completes_experts(cls, given: object) -> object:
-        if not isinstance(given, Mapping) or "expert" not in given:
-            return given
-        size = given.get("image_size", cls.model_fields["image_size"].default)
-        channels = 1 if given.get("grey") else given.get("channels", 3)
-        return {**given, "expert": completed(given["expert"], size, channels)}
-
     @model_validator(mode="after")
     def _fits(self) -> Self:
         if self.top_k is not None and self.top_k > self.num_experts:
             raise ValueError(
                 f"model.top_k: {self.top_k} is more than model.num_experts: {self.num_experts}"
             )
-        key = "model.expert"
-        try:
-            check_expert(self.expert, self.image_size)
-            key = "model.gate_network"
-            self.gate_network.check(self.image_size)
-        except SectionError as error:
-            raise ValueError(error.within(key)) from None
+        for key, network in (("expert", self.expert), ("gate_network", self.gate_network)):
+            try:
+                network.check(self.image_size)
+            except SectionError as error:
+                raise ValueError(error.within(f"model.{key}")) from None
         return self
 
     @property
@@ -123,7 +102,7 @@ class MixtureConfig(ImageSettings):
 
     def last_parameter(self) -> str:
         """The name of a parameter of the last expert."""
-        return f"mixture.experts.{self.num_experts - 1}.{last_parameter(self.expert)}"
+        return f"mixture.experts.{self.num_experts - 1}.output.weight"
 
 
 class LinearScores(Linear):
@@ -199,7 +178,7 @@ class MixtureGate(nn.Module):
         )
         width = config.gate_network.hidden_sizes[-1]
         self.scores = (
-            AttentiveScores(width, hidden_width(config.expert))
+            AttentiveScores(width, config.expert.hidden_sizes[-1])
             if config.gate == "attentive"
             else LinearScores(width, config.num_experts)
         )
@@ -228,7 +207,7 @@ class Mixture(StatisticsModule):
         super().__init__()
         self.config = config
         self.experts = nn.ModuleList(
-            build_expert(
+            SmallNetwork(
                 config.expert, config.image_size, config.read_channels, config.known_num_classes()
             )
             for _ in range(config.num_experts)

@@ -13,7 +13,7 @@ the last hidden layer, O outputs.
 
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from pydantic import Field
@@ -32,8 +32,6 @@ POOL = 2
 class NetworkConfig(Config):
     """A small network of convolutions and hidden layers."""
 
-    kind: Literal["network"] = "network"
-    """The kind of network."""
     convolutions: Annotated[tuple[Count, ...], Field(strict=False)] = ()
     """Number of output channels of each convolution; []: no convolutions, the hidden layers read
     the pixels."""

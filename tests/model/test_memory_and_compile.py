@@ -216,7 +216,7 @@ def test_blocks_that_drop_at_other_rates_share_a_program(section, drop_path):
 
 
 SMALL_VIT = VIT | {"num_layers": 2}
-NETWORK = {"kind": "network", "convolutions": [1], "hidden_sizes": [5, 8]}
+NETWORK = {"convolutions": [1], "hidden_sizes": [5, 8]}
 WITH_STATISTICS = {
     "capacity": SMALL_VIT | {"feed_forward": ROUTED | {"capacity_factor": 1.05}},
     "samples": SMALL_VIT | {"feed_forward": ROUTED},

@@ -30,7 +30,6 @@ MIXTURE = {
     "kind": "mixture", "image_size": 8, "num_classes": 7, "num_experts": 3, "expert": NETWORK,
     "gate_network": NETWORK,
 }  # fmt: skip
-SMALL_VIT = {"kind": "vit", "patch_size": 4, "hidden_size": 8, "num_layers": 2, "num_heads": 2}
 BATCH_NORM = {"gate_norm": "batch"}
 NORMED = NETWORK | {"batch_norm": [1]}
 SPARSE = {"kind": "smoe", "num_experts": 4, "expert_hidden_size": 16}
@@ -76,7 +75,6 @@ MODELS = {
         "mixture": MIXTURE | {"top_k": 2},
         "mixture attentive with BatchNorm": MIXTURE
         | {"gate": "attentive", "expert": NORMED, "gate_network": NORMED},
-        "mixture of transformers": MIXTURE | {"gate": "attentive", "expert": SMALL_VIT},
     }.items()
 }
 # Model, processes, tensor-parallel ones, expert-parallel ones, stage.
@@ -89,7 +87,6 @@ EVERYDAY = [
     ("vit sparse attention", 4, 2, 2, 1),
     ("mixture", 2, 1, 1, 1),
     ("mixture attentive with BatchNorm", 2, 1, 1, 2),
-    ("mixture of transformers", 2, 1, 1, 1),
 ]
 
 
@@ -116,7 +113,7 @@ def case_of(name, ranks):
 @everyday(
     ("name", "processes", "tensor", "expert", "stage"),
     CASES,
-    [case for case in EVERYDAY if case[0] not in ("bert", "mixture", "mixture of transformers")],
+    [case for case in EVERYDAY if case[0] not in ("bert", "mixture")],
     ids=lambda case: "-".join(map(str, case)),
 )
 def test_n_processes_are_one(workers, whole_runs, tmp_path, name, processes, tensor, expert, stage):

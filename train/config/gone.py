@@ -4,6 +4,10 @@ GONE: dict[str, str] = {
     "expert_keys": "attentive scores of sparse experts; use `score: linear`",
     "softmax_share": "gates that begin as softmax; gate: softmax or entmax15 is for the whole run",
     **dict.fromkeys(
+        ("model.expert.kind", "model.gate_network.kind"),
+        "ViTs and Mixers as experts of a mixture; leave it out, each expert is a small network",
+    ),
+    **dict.fromkeys(
         ("allow_leak", "causal_graph"),
         "runs that see later tokens; language models are causal, and other models were never asked",
     ),
