@@ -325,7 +325,7 @@ def step_to_go_on_from(run: Path, result: Path) -> int:
         run: its folder.
         result: the output file of the quickstart's second to last step.
     """
-    from polyad.parallel.checkpoint.keeping import complete_checkpoints
+    from polyad.parallel.checkpoint.manage import complete_checkpoints
 
     found = [] if result.exists() else complete_checkpoints(run / "checkpoints")
     return int(found[-1].name.removeprefix("step-")) if found else 0

@@ -17,13 +17,16 @@ from polyad.data.text.dataset import PreparedData, check_prepared
 from polyad.data.text.manifest import Manifest
 from polyad.launch.command import UsageError
 from polyad.launch.output import align
-from polyad.parallel.checkpoint.format import CheckpointError
-from polyad.parallel.checkpoint.keeping import (
+from polyad.parallel.checkpoint.format import (
+    CheckpointError,
+    read_contents,
+    verify_contents,
+)
+from polyad.parallel.checkpoint.manage import (
     LEFT_BY_CRASHES,
     STEP_FOLDER,
     step_folders,
 )
-from polyad.parallel.checkpoint.verification import read_contents, verify_contents
 
 Row = tuple[str, ...]
 Status = Literal["complete", "verified", "damaged", "unfinished"]
@@ -172,11 +175,11 @@ def _state_of(path: Path) -> CheckpointState:
         contents = read_contents(path)
     except CheckpointError as error:
         return CheckpointState(path.name, status="damaged", reason=str(error))
-    manifest, state = contents.manifest, contents.state
+    state = contents.state
     return CheckpointState(
         name=path.name,
-        step=manifest.step,
-        bytes=manifest.total_bytes,
+        step=contents.step,
+        bytes=contents.total_bytes,
         saved_at=state.saved_at,
         processes=state.world_size,
         status="complete",

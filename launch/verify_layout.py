@@ -62,7 +62,7 @@ def verify_layout(config: Path, overrides: Sequence[str], processes: int) -> dic
 
 def _compare(small: "RunConfig", theirs: "Reference | None", place: Path) -> dict[str, Any] | None:
     from polyad.parallel import comm
-    from polyad.parallel.checkpoint.reading import Checkpoint
+    from polyad.parallel.checkpoint.load import Checkpoint
     from polyad.train.config.environment import agreed_facts
     from polyad.train.layout.trial import run_trial, save_again
     from polyad.train.layout.verify import differences, result_of

@@ -15,10 +15,15 @@ from pydantic import ValidationError
 from polyad.model.build import build_model
 from polyad.model.lora import AdaptConfig, LoRAConfig, adapters, add_lora, of_base
 from polyad.model.patterns import PatternError
-from polyad.parallel.checkpoint.box import MASTER, OF_WEIGHTS, Box
-from polyad.parallel.checkpoint.format import CheckpointError, damaged
-from polyad.parallel.checkpoint.reading import Checkpoint
-from polyad.parallel.checkpoint.verification import Contents
+from polyad.parallel.checkpoint.format import (
+    MASTER,
+    OF_WEIGHTS,
+    Box,
+    CheckpointError,
+    Contents,
+    damaged,
+)
+from polyad.parallel.checkpoint.load import Checkpoint
 from polyad.parallel.tensor_folder import differing_shapes
 
 

@@ -22,8 +22,8 @@ from polyad.model.families.registry import family_of_files
 from polyad.model.families.tensors import Piece, Shape, Slices
 from polyad.model.heads import HEAD
 from polyad.model.settings import ModelSettings
-from polyad.parallel.checkpoint.tensor_file import FileTensor
 from polyad.parallel.records import Record
+from polyad.parallel.tensor_file import FileTensor
 from polyad.parallel.tensor_folder import (
     TORCH_DTYPES,
     FolderWeights,

@@ -6,28 +6,22 @@ all ranks cover every parameter; under data parallelism without ZeRO they cover 
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from polyad.model.build import buffers_changed
-from polyad.parallel.checkpoint.box import MASTER, Box
+from polyad.parallel.checkpoint.format import MASTER, Box
 from polyad.parallel.shard import Placement, placement_of
 from polyad.parallel.source import Source
 from polyad.parallel.zero import (
     Engine,
     Fragment,
-    Partitions,
     fragments,
     own_range,
-    partitions,
     refresh,
 )
-
-REARRANGED_FROM = 32
-"""Number of ZeRO 3 ranks from which fragments are rearranged. Below, the index is small enough."""
 
 
 @torch.no_grad()
@@ -129,19 +123,12 @@ def _owners_of_frozen(engine: Engine, named: Sequence[tuple[str, nn.Parameter]])
 def shares(engine: Engine) -> Iterator[Fragment]:
     """Yields what this rank writes to a checkpoint of weights and optimizer state.
 
-    A checkpoint's index lists every box of every tensor. If each rank wrote a part of each
-    parameter, the list would grow with parameters times ranks: a third of a gigabyte for GPT-2
-    1558M on 1,024 of them. So everything that several ranks could write is laid end to end and cut
-    into one range per rank, which makes at most ranks plus parameters ranges. Where all ranks have
-    copies (in stage 0, and for parameters that tensor parallelism does not split), each writes its
-    range of them. ZeRO 3 partitions every parameter over all ranks; from `REARRANGED_FROM` ranks on
-    they exchange their parts to form such ranges, so all of them must call this.
-
-    Each element is written by exactly one rank.
+    A checkpoint's index lists every box of every tensor. Where several ranks have copies (in stage
+    0, and of parameters that tensor parallelism does not split), these are laid end to end and cut
+    into one range per rank, so that the list has few entries. Each element is written by exactly
+    one rank.
     """
     held = list(fragments(engine).values())
-    if engine.stage == 3 and engine.world.data_parallel_size >= REARRANGED_FROM:
-        held = [part for cut in partitions(engine) for part in _rearranged(engine, cut, held)]
     for (rank, copies), some in _by_copies(engine, held).items():
         total = sum(part.numel for part in some)
         first, last = total * rank // copies, total * (rank + 1) // copies
@@ -170,99 +157,3 @@ def _by_copies(engine: Engine, held: list[Fragment]) -> dict[tuple[int, int], li
             copies *= world.tensor_parallel_size
         found.setdefault((rank, copies), []).append(part)
     return found
-
-
-class _Range(NamedTuple):
-    """Elements first .. last of all parameters laid end to end, all from one parameter."""
-
-    parameter: int
-    first: int
-    last: int
-
-
-def _rearranged(engine: Engine, cut: Partitions, held: list[Fragment]) -> list[Fragment]:
-    """Exchanges fragments so that this rank has one range of a group's parameters laid end to end.
-
-    Args:
-        engine: The engine.
-        cut: The parameters of a group.
-        held: This rank's fragments, of any group.
-    """
-    rank, ranks = dist.get_rank(cut.group), dist.get_world_size(cut.group)
-    begins = [0]
-    for numel in cut.numels:
-        begins.append(begins[-1] + numel)
-    size = math.ceil(begins[-1] / ranks)
-
-    def having(other: int) -> list[_Range]:
-        """Returns the ranges of a rank before the exchange."""
-        found = []
-        for number, (numel, part) in enumerate(zip(cut.numels, cut.sizes, strict=True)):
-            first, last = min(other * part, numel), min((other + 1) * part, numel)
-            if first < last:
-                found.append(_Range(number, begins[number] + first, begins[number] + last))
-        return found
-
-    def of_range(some: list[_Range], other: int) -> list[_Range]:
-        """Selects the elements that another rank will have."""
-        low, high = other * size, (other + 1) * size
-        return [
-            _Range(number, max(first, low), min(last, high))
-            for number, first, last in some
-            if first < high and last > low
-        ]
-
-    mine = having(rank)
-    numbers = {name: number for number, name in enumerate(cut.names)}
-    places = {numbers[part.name]: part for part in held if part.name in numbers}
-    leaving = [of_range(mine, other) for other in range(ranks)]
-    arriving = [of_range(having(other), rank) for other in range(ranks)]
-    send, receive = (
-        [sum(last - first for _, first, last in some) for some in each]
-        for each in (leaving, arriving)
-    )
-    moved: dict[str, torch.Tensor] = {}
-    for field in (MASTER, *engine.state_fields):
-        pieces = [
-            places[number].values[field][
-                first - begins[number] - places[number].start : last
-                - begins[number]
-                - places[number].start
-            ]
-            for some in leaving
-            for number, first, last in some
-        ]
-        device = engine.device
-        given = torch.cat(pieces) if pieces else torch.empty(0, device=device)
-        taken = torch.empty(sum(receive), dtype=given.dtype, device=device)
-        dist.all_to_all_single(taken, given, receive, send, group=cut.group)
-        ordered, at = torch.empty_like(taken), 0
-        for some in arriving:
-            for _, first, last in some:
-                place = first - rank * size
-                ordered[place : place + last - first] = taken[at : at + last - first]
-                at += last - first
-        moved[field] = ordered
-    # With few elements a rank may have had none, and no step count for them.
-    seen = max((part.steps for part in places.values()), default=0.0)
-    step = torch.tensor(seen, device=engine.device)
-    dist.all_reduce(step, dist.ReduceOp.MAX, group=cut.group)
-    result = []
-    for number, name in enumerate(cut.names):
-        low = max(begins[number], rank * size)
-        high = min(begins[number + 1], (rank + 1) * size)
-        if low < high:
-            here = slice(low - rank * size, high - rank * size)
-            values = {field: flat[here] for field, flat in moved.items()}
-            result.append(
-                Fragment(
-                    name=name,
-                    parameter=cut.parameters[number],
-                    placement=placement_of(cut.parameters[number]),
-                    start=low - begins[number],
-                    numel=high - low,
-                    values=values,
-                    counter=step,
-                )
-            )
-    return result

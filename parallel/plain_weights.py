@@ -16,15 +16,14 @@ from torch import nn
 from polyad.model.build import ModelSizeError, build_model, read_model_config
 from polyad.model.config_yaml import load
 from polyad.model.settings import ModelSettings
-from polyad.parallel.checkpoint.tensor_file import DTYPE_NAMES
 from polyad.parallel.fragments import persistent_buffers
+from polyad.parallel.tensor_file import DTYPE_NAMES
 from polyad.parallel.tensor_folder import (
     INDEX_FILE,
     WEIGHTS_FILE,
     FolderWeights,
     TensorFolder,
     Wanted,
-    check_file,
     differing_shapes,
 )
 
@@ -111,12 +110,11 @@ class PlainWeights(FolderWeights):
 
 
 def _read_config(path: Path) -> ModelSettings:
-    if not path.is_symlink() and not path.exists():
+    if not path.exists():
         raise PlainWeightsError(
             f"{path}: there is no such file; next to {WEIGHTS_FILE} it must describe the model of "
             "the weights in its section `model`"
         )
-    check_file(path, PlainWeightsError)
     try:
         tree = load(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

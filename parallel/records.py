@@ -6,7 +6,6 @@ converted: a string is never accepted as a number, and unknown keys are errors i
 """
 
 import reprlib
-from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
@@ -90,33 +89,3 @@ def _part(part: str | int) -> str:
     text = str(part)
     text = text if text.isprintable() else repr(text)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
-
-
-def fault_of_file(folder: Path, name: str) -> str | None:
-    """Returns why a file of an untrusted folder must not be opened; None if it may be.
-
-    A symbolic link may lead to another place in the folder. In a snapshot of Hugging Face's cache
-    (`models--OWNER--NAME/snapshots/REVISION`), where every file is a link, it may lead to the
-    `blobs` of the same repository.
-
-    Args:
-        folder: the user's choice: links on the way to it are followed.
-        name: a plain name.
-    """
-    path = folder / name
-    try:
-        target, inside = path.resolve(strict=True), [folder.resolve(strict=True)]
-    except FileNotFoundError:
-        if path.is_symlink():
-            return "is a symbolic link to nothing"
-        return "is missing"
-    except (OSError, RuntimeError, ValueError) as error:
-        return f"cannot be read: {getattr(error, 'strerror', None) or error}"
-    if inside[0].parent.name == "snapshots":
-        inside.append(inside[0].parent.parent / "blobs")
-    if not any(target.is_relative_to(place) for place in inside):
-        return (
-            f"is a symbolic link that leaves the folder, to {quoted(str(target))}; put the file "
-            f"itself here"
-        )
-    return None if target.is_file() else "is not a file"

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from polyad.model.build import has_experts, initial_value
-from polyad.parallel.checkpoint.box import MASTER, OF_WEIGHTS, Box
+from polyad.parallel.checkpoint.format import MASTER, OF_WEIGHTS, Box
 
 
 class Source(ABC):

@@ -14,11 +14,11 @@ from pydantic import ConfigDict, Field
 from safetensors import SafetensorError, safe_open
 
 from polyad.data.json_reader import read_bounded
-from polyad.parallel.checkpoint.box import MASTER, Box
-from polyad.parallel.checkpoint.tensor_file import DTYPE_NAMES
+from polyad.parallel.checkpoint.format import MASTER, Box
 from polyad.parallel.mxfp4 import BLOCKS, SCALES, Quantized, fault_of_pair
-from polyad.parallel.records import FormError, PlainName, Record, fault_of_file, parsed
+from polyad.parallel.records import FormError, PlainName, Record, parsed
 from polyad.parallel.source import WeightSource
+from polyad.parallel.tensor_file import DTYPE_NAMES
 
 WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 TORCH_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -201,9 +201,8 @@ class TensorFolder:
 
     def _file(self, path: Path) -> dict[str, MappedTensor]:
         if path not in self._open:
-            if not path.is_symlink() and not path.exists():
+            if not path.exists():
                 raise self._error(f"{path}: missing, though {INDEX_FILE} lists it")
-            check_file(path, self._error)
             try:
                 self._open[path] = _map(path)
             except (SafetensorError, OSError, UnicodeError) as error:
@@ -310,16 +309,6 @@ def _copied(parts: Iterable[torch.Tensor], out: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def check_file(path: Path, error_class: type[ValueError]) -> None:
-    """Checks that a path is a file, and not a symbolic link out of its folder.
-
-    Raises:
-        ValueError: of the given type.
-    """
-    if fault := fault_of_file(path.parent, path.name):
-        raise error_class(f"{path}: {fault}")
-
-
 def read_form(path: Path, kind: Any, error_class: type[ValueError]) -> Any:
     """Reads a JSON file of a known form.
 
@@ -331,7 +320,6 @@ def read_form(path: Path, kind: Any, error_class: type[ValueError]) -> Any:
     Raises:
         ValueError: of the given type: it cannot be read, or has another form.
     """
-    check_file(path, error_class)
     try:
         return parsed(kind, read_bounded(path, error=error_class))
     except FormError as error:

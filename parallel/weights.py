@@ -11,9 +11,8 @@ from polyad.model.decoder import DecoderSettings
 from polyad.model.decoder_config import DecoderConfig
 from polyad.model.settings import ModelSettings
 from polyad.parallel.adapted import AdaptedCheckpoint, base_of, lora_of
-from polyad.parallel.checkpoint.finding import find_checkpoint, read_newest
 from polyad.parallel.checkpoint.format import CheckpointError
-from polyad.parallel.checkpoint.reading import Checkpoint
+from polyad.parallel.checkpoint.load import Checkpoint, find_checkpoint, read_newest
 from polyad.parallel.families import FamilyWeights, is_huggingface_folder
 from polyad.parallel.fragments import persistent_buffers
 from polyad.parallel.peft import PeftWeights, is_peft_folder

@@ -24,7 +24,7 @@ from torch import nn
 from polyad.data.text.indexed import indexed_dataset, quick_import, sample_index_helpers
 from polyad.model.output import ModelOutput
 from polyad.parallel import comm
-from polyad.parallel.checkpoint.box import EMA, MASTER
+from polyad.parallel.checkpoint.format import EMA, MASTER
 from polyad.parallel.config import ParallelConfig
 from polyad.parallel.gradients import Fp32Gradients, InOneOrder
 from polyad.parallel.shard import Placement, group_name, placement_of
@@ -641,37 +641,6 @@ def fragments(engine: Engine) -> dict[str, Fragment]:
             counter=state[key].get("step"),
         )
     return held
-
-
-class Partitions(NamedTuple):
-    """How ZeRO 3 partitions parameters over the ranks of a group: each into equal parts."""
-
-    group: Any
-    names: list[str]
-    parameters: list[nn.Parameter]
-    numels: list[int]
-    """Number of elements of this rank's shard of each, before ZeRO partitions it."""
-    sizes: list[int]
-    """Number of elements of a part; the last parts may have fewer, or none."""
-
-
-def partitions(engine: Engine) -> list[Partitions]:
-    """Returns how ZeRO 3 has partitioned trained parameters, for each group of ranks: experts have
-    a separate one. The same on every rank of a group."""
-    found: dict[int, Partitions] = {}
-    optimizer = engine.deepspeed.optimizer
-    named: list[tuple[str, Any]] = list(engine.module.named_parameters())
-    for name, parameter in named:
-        if not parameter.requires_grad:
-            continue
-        group = parameter.ds_process_group
-        _, _, size = optimizer.grad_position[optimizer.get_param_id(parameter)]
-        cut = found.setdefault(id(group), Partitions(group, [], [], [], []))
-        cut.names.append(name)
-        cut.parameters.append(parameter)
-        cut.numels.append(parameter.ds_numel)
-        cut.sizes.append(size)
-    return list(found.values())
 
 
 def own_range(parameter: Any) -> tuple[int, int]:

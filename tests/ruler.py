@@ -316,7 +316,7 @@ def building(folder: Path) -> Callable[[], object]:
 def saving(folder: Path) -> Callable[[], object]:
     """Parameters of a sparse GPT-2, from an engine into a checkpoint."""
     from polyad.model.config_yaml import dump
-    from polyad.parallel.checkpoint.writing import save
+    from polyad.parallel.checkpoint.save import save
 
     engine: Any = building(folder)()
     text = dump({"model": GPT2 | {"feed_forward": SPARSE}})
@@ -326,7 +326,7 @@ def saving(folder: Path) -> Callable[[], object]:
 
 def loading(folder: Path) -> Callable[[], object]:
     """Parameters of a sparse GPT-2, from a checkpoint into an engine."""
-    from polyad.parallel.checkpoint.reading import Checkpoint
+    from polyad.parallel.checkpoint.load import Checkpoint
     from polyad.parallel.fragments import fill
 
     saved: Any = saving(folder)()

@@ -18,7 +18,7 @@ from polyad.data.text.tokenizers.tokenizer import Tokenizer
 from polyad.model.bert import BertConfig
 from polyad.model.decoder import DecoderSettings
 from polyad.parallel import comm
-from polyad.parallel.checkpoint.finding import best_checkpoint, newest_of, read_newest
+from polyad.parallel.checkpoint.load import best_checkpoint, newest_of, read_newest
 from polyad.parallel.weights import Choice, Weights, open_weights
 from polyad.parallel.zero import DTYPES, Precision
 from polyad.train.errors import ConfigError

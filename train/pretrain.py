@@ -9,8 +9,8 @@ from functools import partial
 from pathlib import Path
 
 from polyad.parallel import comm
-from polyad.parallel.checkpoint.storage import reason_of
-from polyad.parallel.checkpoint.writing import SaveError
+from polyad.parallel.checkpoint.manage import reason_of
+from polyad.parallel.checkpoint.save import SaveError
 from polyad.parallel.zero import Engine, import_libraries
 from polyad.train.config.beginning import nothing_is_left, say_first_line
 from polyad.train.config.distillation import set_teacher

@@ -42,7 +42,7 @@ from polyad.data.files import (
 from polyad.model.decoder import DecoderSettings
 from polyad.model.output import ModelOutput
 from polyad.parallel import comm
-from polyad.parallel.checkpoint.reading import Checkpoint
+from polyad.parallel.checkpoint.load import Checkpoint
 from polyad.parallel.host_memory import free_memory, keep_few_products
 from polyad.parallel.records import Count, PlainName, Record
 from polyad.parallel.streamed import Streamed, bytes_of_weights, parts_of

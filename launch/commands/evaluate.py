@@ -139,7 +139,7 @@ def compare(
     asked = {"overrides": overrides, "other": other, "tokens": tokens}
 
     def measure(checkpoint: Path) -> Found:
-        from polyad.parallel.checkpoint.finding import read_newest
+        from polyad.parallel.checkpoint.load import read_newest
         from polyad.train.measures.comparison import Comparison
 
         second = asked["other"]

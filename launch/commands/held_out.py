@@ -118,7 +118,7 @@ def show_measured(
     end_with_launcher()
     prepare_environment()
     from polyad.parallel import comm
-    from polyad.parallel.checkpoint.finding import (
+    from polyad.parallel.checkpoint.load import (
         best_checkpoint,
         chosen_by_main,
         newest_of,

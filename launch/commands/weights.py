@@ -81,7 +81,7 @@ def generate(
     from polyad.launch.machine import prepare_environment
 
     prepare_environment()
-    from polyad.parallel.checkpoint.finding import best_checkpoint, newest_of, read_newest
+    from polyad.parallel.checkpoint.load import best_checkpoint, newest_of, read_newest
     from polyad.train.evaluation.generate import Sampling, generate
     from polyad.train.experts.interventions import parse_intervention
     from polyad.train.experts.steering import parse_steering
@@ -132,7 +132,7 @@ def inspect(
     from polyad.launch.machine import prepare_environment
 
     prepare_environment()
-    from polyad.parallel.checkpoint.finding import newest_of, read_newest
+    from polyad.parallel.checkpoint.load import newest_of, read_newest
     from polyad.train.exchange.inspect import inspect as inspected
 
     with results(json) as say:

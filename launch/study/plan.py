@@ -24,7 +24,7 @@ from polyad.launch.study.result import (
 )
 from polyad.launch.study.state import Results, choose, finished_runs, key, unfinished
 from polyad.model.settings import ModelSettings
-from polyad.parallel.checkpoint.keeping import complete_checkpoints
+from polyad.parallel.checkpoint.manage import complete_checkpoints
 from polyad.train.config.plan import open_plan, plan_run
 from polyad.train.config.rules import validate
 from polyad.train.config.text import below, flatten

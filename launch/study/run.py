@@ -57,7 +57,7 @@ from polyad.launch.study.state import (
     validation_score,
     write_results,
 )
-from polyad.parallel.checkpoint.finding import newest_that_opens
+from polyad.parallel.checkpoint.load import newest_that_opens
 from polyad.train.errors import RunError
 from polyad.train.records import (
     METRICS_FILE,

@@ -23,12 +23,10 @@ from polyad.launch.output import align, results
 from polyad.model.build import build_model
 from polyad.model.gpt2 import GPT2Config
 from polyad.parallel import comm
-from polyad.parallel.checkpoint.format import PIECE_BYTES
-from polyad.parallel.checkpoint.keeping import Retention, step_folder
-from polyad.parallel.checkpoint.reading import Checkpoint
-from polyad.parallel.checkpoint.saving import Saver
-from polyad.parallel.checkpoint.storage import write_file
-from polyad.parallel.checkpoint.verification import Manifest
+from polyad.parallel.checkpoint.format import PIECE_BYTES, verify_contents
+from polyad.parallel.checkpoint.load import Checkpoint
+from polyad.parallel.checkpoint.manage import Retention, step_folder, write_file
+from polyad.parallel.checkpoint.save import Saver
 from polyad.parallel.config import ParallelConfig
 from polyad.parallel.dims import Dims
 from polyad.parallel.fragments import fill
@@ -258,7 +256,7 @@ def _reading(engine: Engine, path: Path) -> Times:
     times = {}
     for name in ("verify_from_disk", "verify_from_memory"):
         started = time.perf_counter()
-        Manifest(path).verify()
+        verify_contents(path)
         times[name] = [time.perf_counter() - started]
     started = time.perf_counter()
     fill(engine, Checkpoint(path))

@@ -18,8 +18,8 @@ from polyad.launch.output import align, results
 from polyad.model.build import build_model
 from polyad.model.gpt2 import GPT2Config
 from polyad.parallel import comm
-from polyad.parallel.checkpoint.reading import Checkpoint
-from polyad.parallel.checkpoint.writing import save
+from polyad.parallel.checkpoint.load import Checkpoint
+from polyad.parallel.checkpoint.save import save
 from polyad.parallel.config import ParallelConfig
 from polyad.parallel.dims import Dims
 from polyad.parallel.fragments import fill

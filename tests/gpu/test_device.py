@@ -15,7 +15,7 @@ from polyad.model.kernels.linear_cross_entropy import (
     by_definition,
     linear_cross_entropy,
 )
-from polyad.parallel.checkpoint.saving import Copy, Task
+from polyad.parallel.checkpoint.snapshot import Copy, Task
 from polyad.parallel.comm import World
 from polyad.train.errors import RunError
 from polyad.train.guard.memory import explain_out_of_memory

@@ -1,6 +1,6 @@
 """Records the disk operations of saving, replays any part of them, and injects failures.
 
-`RecordingOs` replaces `os` in `parallel/checkpoint/storage.py`; the real operations are executed,
+`RecordingOs` replaces `os` in `parallel/checkpoint/manage.py`; the real operations are executed,
 too. `Disk` is a model of a file system that loses what was not flushed: contents by `fsync` of the
 file, names by `fsync` of the folder.
 """
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from polyad.parallel.checkpoint import storage
+from polyad.parallel.checkpoint import manage
 
 Operation = tuple[int, str, str, Any]
 """Nanoseconds, kind, path, and the content of a write or the target of a rename."""
@@ -84,7 +84,7 @@ class RecordingOs:
 def recorded(fail_at: int | None = None, error: int = errno.EIO) -> Iterator[RecordingOs]:
     """A context that records this process's storage operations, and makes one fail."""
     recorder = RecordingOs(fail_at, error)
-    with mock.patch.object(storage, "os", recorder):
+    with mock.patch.object(manage, "os", recorder):
         yield recorder
 
 

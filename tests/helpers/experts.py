@@ -15,7 +15,7 @@ from polyad.model.smoe.dispatch import Dispatcher
 from polyad.model.smoe.layer import SparseMoE
 from polyad.model.smoe.selection import Selected
 from polyad.parallel import comm, expert
-from polyad.parallel.checkpoint.box import MASTER, Box
+from polyad.parallel.checkpoint.format import MASTER, Box
 from polyad.parallel.shard import placement_of
 from polyad.parallel.source import InitialWeights
 from tests.helpers.training import Case, build_engine

@@ -12,7 +12,7 @@ from polyad.model.decoder import Decoder
 from polyad.model.gpt2 import GPT2Config
 from polyad.model.regions import same
 from polyad.parallel import comm, factors
-from polyad.parallel.checkpoint.box import MASTER, Box
+from polyad.parallel.checkpoint.format import MASTER, Box
 from polyad.parallel.factors import parallelize_factors
 from polyad.parallel.parallelize import synchronize_norms
 from polyad.parallel.shard import placement_of

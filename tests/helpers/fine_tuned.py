@@ -10,7 +10,7 @@ import torch
 import yaml
 
 from polyad.model.smoe.selection import Selected
-from polyad.parallel.checkpoint.finding import find_checkpoint
+from polyad.parallel.checkpoint.load import find_checkpoint
 from polyad.parallel.weights import load_model
 from polyad.train.config.run import load_config
 from polyad.train.tasks.sequences import SequenceTask

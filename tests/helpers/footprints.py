@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from polyad.parallel import comm
-from polyad.parallel.checkpoint.writing import save
+from polyad.parallel.checkpoint.save import save
 from polyad.parallel.plan.traffic import Amount, Exchange, Traffic
 from polyad.parallel.plan.weightless import Watched
 from polyad.parallel.source import InitialWeights

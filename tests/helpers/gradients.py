@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from polyad.parallel import comm
-from polyad.parallel.checkpoint.box import MASTER
+from polyad.parallel.checkpoint.format import MASTER
 from polyad.parallel.config import ParallelConfig
 from polyad.parallel.parallelize import _allocate
 from polyad.parallel.zero import DTYPES, Engine, deepspeed_config, fragments

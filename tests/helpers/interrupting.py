@@ -4,7 +4,7 @@ import os
 import time
 from pathlib import Path
 
-from polyad.parallel.checkpoint.saving import Saver
+from polyad.parallel.checkpoint.save import Saver
 from polyad.train.loop import loop
 
 

@@ -6,7 +6,7 @@ from unittest import mock
 import torch
 
 from polyad.parallel import comm
-from polyad.parallel.checkpoint.reading import Checkpoint
+from polyad.parallel.checkpoint.load import Checkpoint
 from polyad.parallel.zero import RATE_FACTOR
 from polyad.train.config import parts
 from polyad.train.config.run import RunConfig

@@ -13,9 +13,8 @@ import torch
 import yaml
 
 from polyad.parallel import comm
-from polyad.parallel.checkpoint.format import MANIFEST_FILE, render
-from polyad.parallel.checkpoint.reading import Checkpoint
-from polyad.parallel.checkpoint.tensor_file import record_of
+from polyad.parallel.checkpoint.format import MANIFEST_FILE, record_of, render
+from polyad.parallel.checkpoint.load import Checkpoint
 from polyad.train.evaluation.evaluate import evaluate
 from polyad.train.loop.device import memory_of_process, peak_memory_bytes
 from polyad.train.loop.metrics import Metrics

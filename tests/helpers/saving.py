@@ -1,7 +1,6 @@
 """Saves of a tiny model with its disk recorded or failing, called in worker processes."""
 
 import io
-import os
 import resource
 import shutil
 import time
@@ -12,18 +11,14 @@ from typing import Any
 from unittest import mock
 
 from polyad.parallel import comm
-from polyad.parallel import fragments as fragments_file
-from polyad.parallel.checkpoint import finding, reading
-from polyad.parallel.checkpoint.finding import newest_that_opens, newest_verified
-from polyad.parallel.checkpoint.format import CheckpointError
-from polyad.parallel.checkpoint.keeping import Retention
-from polyad.parallel.checkpoint.saving import Saver
-from polyad.parallel.checkpoint.verification import Manifest
-from polyad.parallel.checkpoint.writing import SaveError
+from polyad.parallel.checkpoint.format import CheckpointError, Contents, verify_contents
+from polyad.parallel.checkpoint.load import newest_that_opens, newest_verified
+from polyad.parallel.checkpoint.manage import Retention
+from polyad.parallel.checkpoint.save import SaveError, Saver
 from polyad.parallel.fragments import fill
 from polyad.parallel.zero import Engine, fragments
 from tests.helpers.disk import audited, read_tree, recorded
-from tests.helpers.training import Case, build_engine, model_yaml, train
+from tests.helpers.training import Case, build_engine, model_yaml
 
 Save = Callable[[int], None]
 
@@ -118,7 +113,7 @@ def _state_of(path: Path) -> str:
     if not path.exists():
         return "absent"
     try:
-        Manifest(path).verify()
+        verify_contents(path)
     except CheckpointError:
         return "broken"
     return "whole"
@@ -161,22 +156,21 @@ def bench_saves(folder: str, model: Any) -> tuple[dict[str, Any], str]:
     return result, checkpoint_bench_table(result)
 
 
-def verify_shares(folder: str) -> tuple[str, list[tuple[str, int]]]:
-    """What a run would go on from (or its error), and the blocks that this process verified of
-    the first that was tried.
+def verify_shares(folder: str) -> tuple[str, list[str]]:
+    """What a run would go on from (or its error), and the files that this process verified of the
+    first that was tried.
     """
     comm.initialize()
-    seen: list[list[tuple[str, int]]] = []
-    original = Manifest.verify
+    seen: list[list[str]] = []
+    original = Contents.verify
 
-    def verify(self: Manifest, blocks: Any = None, *others: Any, **named: Any) -> None:
-        listed = list(self.blocks() if blocks is None else blocks)
+    def verify(self: Contents, names: Any = None, *others: Any) -> None:
         if others:  # rank 0 opens small files as well
-            seen.append([(block.name, block.begin) for block in listed])
-        original(self, listed, *others, **named)
+            seen.append(list(names))
+        original(self, names, *others)
 
     newest = newest_that_opens(Path(folder)) if comm.rank() == 0 else None
-    with mock.patch.object(Manifest, "verify", verify):
+    with mock.patch.object(Contents, "verify", verify):
         try:
             chosen = newest_verified(newest, Path(folder))
         except CheckpointError as error:
@@ -185,63 +179,24 @@ def verify_shares(folder: str) -> tuple[str, list[tuple[str, int]]]:
 
 
 def files_opened(folder: str, case: Any) -> dict[str, Any]:
-    """What this process opens, lists and digests when it takes up the newest checkpoint."""
+    """What this process opens and verifies when it takes up the newest checkpoint."""
     engine, world = build_engine(case)
-    opened, digested, listed = [], [], []
-    original, scan, digest = io.open, os.scandir, reading.digest
+    opened, verified = [], []
+    original, verify = io.open, Contents.verify
 
     def note(path: Any, *others: Any, **named: Any) -> Any:
         if isinstance(path, Path | str) and str(path).startswith(folder):
             opened.append(Path(path).name)
         return original(path, *others, **named)
 
-    def note_list(path: Any) -> Any:
-        listed.append(str(path))
-        return scan(path)
+    def note_verify(self: Contents, names: Any = None, *others: Any) -> None:
+        verified.append(names)
+        verify(self, names, *others)
 
-    def note_digest(*given: Any) -> Any:
-        digested.append(len(given))
-        return digest(*given)
-
-    with (
-        mock.patch.object(io, "open", note),
-        mock.patch.object(os, "scandir", note_list),
-        mock.patch.object(reading, "digest", note_digest),
-    ):
+    with mock.patch.object(io, "open", note), mock.patch.object(Contents, "verify", note_verify):
         newest = newest_that_opens(Path(folder)) if world.is_main else None
         chosen = newest_verified(newest, Path(folder))
         assert chosen is not None
-        before = len(opened)
+        done = len(verified)
         fill(engine, chosen)
-    return {
-        "opened": opened, "listed": [path for path in listed if path.startswith(folder)],
-        "filled": len(opened) > before, "digested_again": len(digested),
-    }  # fmt: skip
-
-
-def verify_behind_a_cache(folder: str, seconds: float) -> str:
-    """What rank 0 and a node whose knowledge of the folder is some seconds old go on from."""
-    comm.initialize()
-    start, original = time.monotonic(), Path.open
-
-    def late(self: Path, *others: Any, **named: Any) -> Any:
-        if comm.rank() and time.monotonic() < start + seconds:
-            raise FileNotFoundError(2, "No such file or directory")
-        return original(self, *others, **named)
-
-    newest = newest_that_opens(Path(folder)) if comm.rank() == 0 else None
-    with (
-        mock.patch.object(Path, "open", late),
-        mock.patch.object(finding, "PATIENCE", 2.0),
-    ):
-        try:
-            chosen = newest_verified(newest, Path(folder))
-        except CheckpointError as error:
-            return str(error)
-    return chosen.folder.name if chosen else "none"
-
-
-def train_rearranging(case: Case) -> dict[str, Any]:
-    """As `train`, with parts that are rearranged before they are written, on any process."""
-    with mock.patch.object(fragments_file, "REARRANGED_FROM", 1):
-        return train(case)
+    return {"opened": opened, "again": verified[done:]}

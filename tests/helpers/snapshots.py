@@ -12,11 +12,11 @@ import torch
 
 from polyad.model.build import build_model
 from polyad.parallel import comm
-from polyad.parallel.checkpoint import saving as saving_file
-from polyad.parallel.checkpoint import writing
-from polyad.parallel.checkpoint.keeping import Retention, complete_checkpoints
-from polyad.parallel.checkpoint.saving import Saver, Task
-from polyad.parallel.checkpoint.writing import SaveError
+from polyad.parallel.checkpoint import save as save_file
+from polyad.parallel.checkpoint import snapshot
+from polyad.parallel.checkpoint.manage import Retention, complete_checkpoints
+from polyad.parallel.checkpoint.save import SaveError, Saver
+from polyad.parallel.checkpoint.snapshot import Task
 from polyad.parallel.fragments import fill, persistent_buffers
 from polyad.parallel.source import InitialWeights
 from polyad.parallel.zero import Engine, fragments
@@ -105,7 +105,7 @@ def take_step(engine: Engine, world: comm.World, case: Case, step: int) -> None:
 @contextmanager
 def copies_held() -> Iterator[None]:
     """No thread copies a tensor before somebody waits for the copies."""
-    begun, copy_tensor, wait = threading.Event(), saving_file.copy_tensor, Task.wait_for_copies
+    begun, copy_tensor, wait = threading.Event(), snapshot.copy_tensor, Task.wait_for_copies
 
     def held(place: torch.Tensor, values: torch.Tensor) -> None:
         if threading.current_thread() is not threading.main_thread():
@@ -117,7 +117,7 @@ def copies_held() -> Iterator[None]:
         wait(self)
 
     with (
-        mock.patch.object(saving_file, "copy_tensor", held),
+        mock.patch.object(snapshot, "copy_tensor", held),
         mock.patch.object(Task, "wait_for_copies", told),
     ):
         yield
@@ -128,7 +128,7 @@ def second_save_waits(case: Case, folder: str) -> list[str]:
     engine, world = build_engine(case)
     path = Path(folder)
     saver = Saver(engine, path, keep=Retention(), asynchronous=True)
-    going, write_shard = threading.Event(), saving_file.write_shard
+    going, write_shard = threading.Event(), save_file.write_shard
 
     def held_up(*given: Any, **named: Any) -> Any:
         going.wait()
@@ -136,7 +136,7 @@ def second_save_waits(case: Case, folder: str) -> list[str]:
 
     if not world.is_main:
         going.set()
-    with mock.patch.object(saving_file, "write_shard", held_up):
+    with mock.patch.object(save_file, "write_shard", held_up):
         saver.save(1, {"step": 1}, model_yaml(case), {})
         for _ in range(3):
             saver.poll()
@@ -192,11 +192,12 @@ def save_that_fails(case: Case, folder: str, what: str) -> tuple[str, str]:
 
 
 def failing_run(what: str, error: Exception) -> Callable[[Task], None]:
-    """The work of a thread in which one function of `saving.py` fails."""
+    """The work of a thread in which one function fails."""
     run = Task._run
 
     def failing(self: Task) -> None:
-        with mock.patch.object(saving_file, what, side_effect=error):
+        owner = snapshot if what == "copy_tensor" else save_file
+        with mock.patch.object(owner, what, side_effect=error):
             run(self)
 
     return failing
@@ -210,20 +211,20 @@ def close_while_writing(case: Case, folder: str) -> tuple[float, list[str]]:
     """
     engine, _ = build_engine(case)
     saver = Saver(engine, Path(folder), keep=Retention(), asynchronous=True)
-    written, all_finite = threading.Event(), writing.all_finite
+    written, all_finite = threading.Event(), save_file.all_finite
 
     def slow(piece: memoryview) -> bool:
         written.set()
         time.sleep(0.01)
         return all_finite(piece)
 
-    with mock.patch.object(writing, "all_finite", slow):
+    with mock.patch.object(save_file, "all_finite", slow):
         saver.save(1, {}, model_yaml(case), {})
         assert written.wait(10)
         started = time.monotonic()
         saver.close()
         seconds = time.monotonic() - started
-    assert not [t for t in threading.enumerate() if t.name == saving_file.THREAD_NAME]
+    assert not [t for t in threading.enumerate() if t.name == snapshot.THREAD_NAME]
     comm.barrier()
     return seconds, [path.name for path in Path(folder).glob("step-*")]
 
@@ -239,7 +240,7 @@ def close_while_copying(case: Case, folder: str) -> list[str]:
     with copies_held():
         saver.save(1, {}, model_yaml(case), {})
         saver.close()
-    assert not [t for t in threading.enumerate() if t.name == saving_file.THREAD_NAME]
+    assert not [t for t in threading.enumerate() if t.name == snapshot.THREAD_NAME]
     change(engine, 7)
     saver.finish()  # nothing is pending
     comm.barrier()
@@ -251,7 +252,7 @@ def slow_copies(folder: Path, rank: int) -> None:
 
     For the process of a run, of two blocks or so.
     """
-    run, copy_tensor = Task._run, saving_file.copy_tensor
+    run, copy_tensor = Task._run, snapshot.copy_tensor
 
     def marked(self: Task) -> None:
         mark = folder / f"copying-{rank}"
@@ -266,4 +267,4 @@ def slow_copies(folder: Path, rank: int) -> None:
         copy_tensor(place, values)
 
     Task._run = marked  # type: ignore[method-assign]
-    saving_file.copy_tensor = slow
+    snapshot.copy_tensor = slow

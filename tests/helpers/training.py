@@ -22,9 +22,9 @@ from polyad.model.lora import LoRAConfig, add_lora, of_base
 from polyad.model.output import RoutingStats
 from polyad.model.vision import ImageModelSettings
 from polyad.parallel import comm
-from polyad.parallel.checkpoint.box import Box
-from polyad.parallel.checkpoint.reading import Checkpoint
-from polyad.parallel.checkpoint.writing import save
+from polyad.parallel.checkpoint.format import Box
+from polyad.parallel.checkpoint.load import Checkpoint
+from polyad.parallel.checkpoint.save import save
 from polyad.parallel.config import ParallelConfig
 from polyad.parallel.dims import Dims
 from polyad.parallel.fragments import fill

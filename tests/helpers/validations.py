@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 
 from polyad.parallel import comm
-from polyad.parallel.checkpoint.keeping import complete_checkpoints
+from polyad.parallel.checkpoint.manage import complete_checkpoints
 from polyad.train.loop.loop import TrainLoop
 from polyad.train.pretrain import main
 

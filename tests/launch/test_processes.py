@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from polyad.launch.processes import polyad
-from polyad.parallel.checkpoint.keeping import complete_checkpoints
+from polyad.parallel.checkpoint.manage import complete_checkpoints
 from tests.helpers.started import start, steps, wait_for
 
 pytestmark = pytest.mark.distributed

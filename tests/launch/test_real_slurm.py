@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from polyad.parallel.checkpoint.keeping import complete_checkpoints
+from polyad.parallel.checkpoint.manage import complete_checkpoints
 from tests.helpers.hosts import several_hosts
 from tests.helpers.slurm import Slurm, slurm
 from tests.helpers.started import ROOT, losses, write_run

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from polyad.launch.cli import run as polyad
-from polyad.parallel.checkpoint.writing import save_weights
+from polyad.parallel.checkpoint.save import save_weights
 from tests.helpers.prepared import flip
 
 NAMES = ("step-00000002", "step-00000004", "step-00000006")

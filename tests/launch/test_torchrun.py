@@ -16,7 +16,7 @@ import yaml
 from polyad.launch.launch import torchrun
 from polyad.launch.torchrun import _stopped, forget_stop
 from polyad.parallel.addresses import STORE
-from polyad.parallel.checkpoint.keeping import complete_checkpoints
+from polyad.parallel.checkpoint.manage import complete_checkpoints
 from polyad.train.errors import STOP_FILE, tell_launcher
 from tests.helpers import started
 from tests.helpers.everyday import everyday

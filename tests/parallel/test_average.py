@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from polyad.parallel.checkpoint.box import EMA, MASTER, Box
-from polyad.parallel.checkpoint.format import CheckpointError
-from polyad.parallel.checkpoint.reading import Checkpoint
-from polyad.parallel.checkpoint.writing import save
+from polyad.parallel.checkpoint.format import EMA, MASTER, Box, CheckpointError
+from polyad.parallel.checkpoint.load import Checkpoint
+from polyad.parallel.checkpoint.save import save
 from polyad.parallel.source import WeightsOnly
 from polyad.parallel.weights import load_model, open_weights
 from polyad.parallel.zero import fragments

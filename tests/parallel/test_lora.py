@@ -8,8 +8,8 @@ import torch
 
 from polyad.model.build import build_model, num_parameters
 from polyad.model.lora import LoRAConfig
-from polyad.parallel.checkpoint.box import Box
-from polyad.parallel.checkpoint.reading import Checkpoint
+from polyad.parallel.checkpoint.format import Box
+from polyad.parallel.checkpoint.load import Checkpoint
 from polyad.parallel.source import InitialWeights
 from polyad.train.loop.optimizer import GroupConfig
 from tests.helpers.everyday import everyday

@@ -13,7 +13,7 @@ from polyad.model.bert import BertConfig
 from polyad.model.gpt2 import GPT2Config
 from polyad.model.output import RoutingStats
 from polyad.parallel import comm
-from polyad.parallel.checkpoint.writing import save
+from polyad.parallel.checkpoint.save import save
 from polyad.train.loop.device import Prefetch
 from polyad.train.loop.losses import LossConfig, routing_loss
 from polyad.train.loop.statistics import routing_record

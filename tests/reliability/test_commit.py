@@ -11,9 +11,8 @@ import os
 import pytest
 
 from polyad.model.gpt2 import GPT2Config
-from polyad.parallel.checkpoint.format import CheckpointError
-from polyad.parallel.checkpoint.keeping import complete_checkpoints, put_back, remove_leftovers
-from polyad.parallel.checkpoint.verification import Manifest
+from polyad.parallel.checkpoint.format import CheckpointError, verify_contents
+from polyad.parallel.checkpoint.manage import complete_checkpoints, put_back, remove_leftovers
 from tests.helpers.disk import Disk, write_tree
 from tests.helpers.saving import failing_save, record_saves, save_in_little_room
 from tests.helpers.training import Case
@@ -111,7 +110,7 @@ def check(folder, committed, expected):
         raise BrokenPromise(f"{committed} saves had ended, and {steps} are found")
     for path, step in zip(found, steps, strict=True):
         try:
-            Manifest(path).verify()
+            verify_contents(path)
         except CheckpointError as error:
             raise BrokenPromise(str(error)) from None
         content = {file.name: file.read_bytes() for file in path.iterdir()}
@@ -265,4 +264,4 @@ def test_a_file_that_the_kernel_finds_too_large_is_one_line(workers, tmp_path, w
     assert text.startswith("step 2 could not be saved: rank 0: ")
     assert "rank-00000.safetensors: File too large" in text
     assert {name.partition("/")[0] for name in tree} == {"latest", "step-00000001"}
-    Manifest(folder / "step-00000001").verify()
+    verify_contents(folder / "step-00000001")

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from polyad.parallel.checkpoint.format import BLOCK_BYTES, CheckpointError, DamagedCheckpoint
-from polyad.parallel.checkpoint.reading import Checkpoint
-from polyad.parallel.checkpoint.verification import Manifest
-from polyad.parallel.weights import load_model
+from polyad.parallel.checkpoint.format import (
+    CheckpointError,
+    DamagedCheckpoint,
+    verify_contents,
+)
+from polyad.parallel.checkpoint.load import Checkpoint
 
 pytestmark = pytest.mark.distributed
 
@@ -30,7 +32,7 @@ def copy(good_checkpoint, tmp_path):
 def refused(folder: Path, name: str) -> str:
     """The line that a run is given that verifies the folder, which names the file."""
     with pytest.raises(CheckpointError) as caught:
-        Manifest(folder).verify()
+        verify_contents(folder)
     line = str(caught.value)
     # What a manifest says is believed of it alone, so a damaged one is never taken for an old one.
     assert isinstance(caught.value, DamagedCheckpoint) or name == "manifest.json"
@@ -60,7 +62,7 @@ def damage_everywhere(folder: Path, name: str, count: int) -> int:
         path.write_bytes(good[:place] + b"\0" + good[place:])
         refused(folder, name)
     path.write_bytes(good)
-    Manifest(folder).verify()
+    verify_contents(folder)
     return 4 * count
 
 
@@ -91,20 +93,6 @@ def test_a_missing_file_is_named(copy, name):
     refused(copy, name)
 
 
-@pytest.mark.parametrize("kind", ["file", "folder", "link", "shard of another run"])
-def test_what_is_not_of_the_checkpoint_is_named(copy, kind):
-    name = "rank-00002.safetensors" if kind.startswith("shard") else "notes.txt"
-    if kind == "folder":
-        (copy / name).mkdir()
-    elif kind == "link":
-        (copy / name).symlink_to(copy / "state.json")
-    else:
-        (copy / name).write_bytes((copy / "rank-00001.safetensors").read_bytes())
-    assert "the manifest does not list it" in refused(copy, name)
-    with pytest.raises(CheckpointError, match=name):
-        load_model(copy)
-
-
 def test_two_files_that_changed_places_are_named(copy):
     first, second = copy / "rank-00000.safetensors", copy / "rank-00001.safetensors"
     first.rename(copy / "other")
@@ -113,7 +101,7 @@ def test_two_files_that_changed_places_are_named(copy):
     refused(copy, "rank-00000.safetensors")
 
 
-def test_reading_weights_refuses_every_chunk_that_is_damaged(copy):
+def test_reading_weights_refuses_a_file_in_which_any_chunk_is_damaged(copy):
     checkpoint = Checkpoint(copy)
     for name, fields in checkpoint.tensors.items():
         for field, about in fields.items():
@@ -124,63 +112,16 @@ def test_reading_weights_refuses_every_chunk_that_is_damaged(copy):
                     byte = file.read(1)[0]
                     file.seek(chunk.begin)
                     file.write(bytes([byte ^ 128]))
-                with pytest.raises(CheckpointError, match=f"{path.name}: damaged: the xxh3 of the"):
+                with pytest.raises(CheckpointError, match=f"{path.name}: damaged: its xxh3"):
                     Checkpoint(copy).whole(name, field)
                 with path.open("r+b") as file:
                     file.seek(chunk.begin)
                     file.write(bytes([byte]))
 
 
-def test_a_name_that_leads_out_of_the_folder_is_refused(copy):
-    # With a digest of itself that is right: who writes it may be anyone.
-    tree = json.loads((copy / "manifest.json").read_text())
-    tree["files"]["../outside"] = tree["files"]["state.json"]
-    del tree["xxh3"]
-    shutil.copy(copy / "state.json", copy.parent / "outside")
-    body = json.dumps(tree, indent=1)[:-2].encode()
-    import xxhash
-
-    ending = f',\n "xxh3": "{xxhash.xxh3_64_hexdigest(body)}"\n}}\n'.encode()
-    (copy / "manifest.json").write_bytes(body + ending)
-    assert "it is not the manifest" in refused(copy, "manifest.json")
-
-
-def test_a_file_of_several_blocks_is_verified_block_by_block(tmp_path):
-    import xxhash
-
-    from polyad.parallel.checkpoint.tensor_file import BlockDigests
-    from polyad.parallel.checkpoint.verification import share_of
-
-    size = 2 * BLOCK_BYTES + 5
-    blocks = BlockDigests()
-    for first in range(0, size, 7 * 2**20 + 1):  # pieces that cross blocks
-        blocks.update(memoryview(bytes(min(7 * 2**20 + 1, size - first))))
-    record = blocks.record()
-    whole, rest = (xxhash.xxh3_64_hexdigest(bytes(n)) for n in (BLOCK_BYTES, 5))
-    assert (record.bytes, record.xxh3) == (size, (whole, whole, rest))
-
-    class Several(Manifest):
-        def __init__(self, folder):
-            self.folder = folder
-            self._block_bytes, self.files = BLOCK_BYTES, {"file": record}
-
-    with (tmp_path / "file").open("wb") as file:
-        file.truncate(size)
-        manifest = Several(tmp_path)
-        manifest.verify()
-        file.seek(BLOCK_BYTES + 9)
-        file.write(b"!")
-    shares = [share_of(manifest.blocks(), rank, 2) for rank in range(2)]
-    assert sorted(block.begin for share in shares for block in share) == [
-        0, BLOCK_BYTES, 2 * BLOCK_BYTES,
-    ]  # fmt: skip
-    with pytest.raises(DamagedCheckpoint, match=f"bytes {BLOCK_BYTES:,} to {2 * BLOCK_BYTES:,}"):
-        manifest.verify()
-
-
 @pytest.mark.parametrize(
     ("version", "reason"),
-    [(1, "is older than 2, which this Polyad reads"), (3, "is newer than 2")],
+    [(2, "is older than 3, which this Polyad reads"), (4, "is newer than 3")],
 )
 def test_another_version_is_one_line(copy, version, reason):
     other = {"format": "polyad-checkpoint", "version": version, "step": 1, "files": {}}

@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from polyad.parallel.checkpoint.keeping import complete_checkpoints
-from polyad.parallel.checkpoint.verification import Manifest
+from polyad.parallel.checkpoint.format import verify_contents
+from polyad.parallel.checkpoint.manage import complete_checkpoints
 from tests.helpers.everyday import everyday
 from tests.helpers.forking import ForkedRun
 from tests.helpers.runs import records, write_config
@@ -158,7 +158,7 @@ def test_a_signal_in_the_middle_of_a_copy_ends_the_run_saved(forks, tmp_path, pr
     assert steps[-1] == records(tmp_path / "run")[-1]["step"]
     assert not saving(tmp_path / "run")
     for path in written:
-        Manifest(path).verify()
+        verify_contents(path)
 
 
 def wait_for(condition: Callable[[], bool], process: ForkedRun, seconds: float = 20.0) -> None:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from polyad.parallel.checkpoint.reading import Checkpoint
+from polyad.parallel.checkpoint.load import Checkpoint
 from tests.helpers.emergent import emoe_model
 from tests.helpers.everyday import everyday
 from tests.helpers.pairwise import pairwise

@@ -1,13 +1,11 @@
 """Finished runs that several files read."""
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from polyad.train.exchange.convert import convert
-from tests.helpers.resealed import Resealed
 from tests.helpers.runs import FEED_FORWARDS, run, write_config
 
 
@@ -56,14 +54,6 @@ def plain(trained, tmp_path_factory):
         return made[kind]
 
     return make
-
-
-@pytest.fixture
-def resealed(trained, prepared_path, tmp_path):
-    shutil.copytree(trained("smoe"), tmp_path / "run")
-    changes = {"model__feed_forward": FEED_FORWARDS["smoe"]}
-    config = write_config(tmp_path / "config.yaml", prepared_path, **changes)
-    return Resealed(tmp_path / "run", config)
 
 
 @pytest.fixture

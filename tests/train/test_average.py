@@ -7,7 +7,7 @@ import torch
 
 from polyad.launch.cli import run as polyad
 from polyad.model.smoe.scores import INITIAL_TEMPERATURE
-from polyad.parallel.checkpoint.reading import Checkpoint
+from polyad.parallel.checkpoint.load import Checkpoint
 from polyad.parallel.weights import load_model
 from polyad.train.exchange.convert import convert
 from tests.helpers.runs import evaluated, evaluation, newest, run, run_and_listen, write_config

@@ -13,7 +13,7 @@ from polyad.launch.cli import run as polyad
 from polyad.model.build import build_model, materialize
 from polyad.model.lora import LoRAConfig, add_lora
 from polyad.parallel.checkpoint.format import CheckpointError
-from polyad.parallel.checkpoint.reading import Checkpoint
+from polyad.parallel.checkpoint.load import Checkpoint
 from polyad.parallel.weights import load_model, open_weights
 from polyad.train.exchange.convert import convert
 from tests.helpers.runs import (

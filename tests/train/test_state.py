@@ -7,8 +7,8 @@ import time
 import pytest
 import torch
 
-from polyad.parallel.checkpoint.finding import best_checkpoint
 from polyad.parallel.checkpoint.format import CheckpointError, State, StoredBox, StoredTensor
+from polyad.parallel.checkpoint.load import best_checkpoint
 from polyad.parallel.records import FormError, parsed
 from polyad.parallel.zero import _state_fields
 from polyad.train.loop.optimizer import OptimizerConfig, build_optimizer, state_tensors

@@ -10,9 +10,8 @@ import xxhash
 from polyad.data.text.dataset import PreparedData
 from polyad.data.text.prepare import prepare
 from polyad.launch.cli import run as polyad
-from polyad.parallel.checkpoint.finding import find_checkpoint
 from polyad.parallel.checkpoint.format import CheckpointError, FileRecord, render
-from polyad.parallel.checkpoint.reading import Checkpoint
+from polyad.parallel.checkpoint.load import Checkpoint, find_checkpoint
 from polyad.train.evaluation.generate import Sampling, generate
 from polyad.train.exchange.convert import convert
 from polyad.train.tasks.vocabulary import need_tokenizer, tokenizer_of

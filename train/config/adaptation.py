@@ -10,7 +10,7 @@ from polyad.model.lora import adapters, add_lora, of_base
 from polyad.model.mxd.layer import SparseTable
 from polyad.model.settings import ModelSettings
 from polyad.model.smoe.layer import SelectingMoE
-from polyad.parallel.checkpoint.reading import Checkpoint
+from polyad.parallel.checkpoint.load import Checkpoint
 from polyad.parallel.fragments import persistent_buffers
 from polyad.parallel.frozen_experts import kept_experts
 from polyad.parallel.source import InitialWeights, Source, WeightsOnly, begun_anew, on_base

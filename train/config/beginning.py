@@ -8,7 +8,7 @@ from torch import nn
 
 from polyad.model.build import matrix_dimensions
 from polyad.model.decoder import DecoderSettings
-from polyad.parallel.checkpoint.reading import Checkpoint
+from polyad.parallel.checkpoint.load import Checkpoint
 from polyad.parallel.weights import Weights
 from polyad.train.config.adaptation import begins_anew, counts, model_of
 from polyad.train.config.plan import Plan

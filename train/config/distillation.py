@@ -15,8 +15,8 @@ from polyad.model.decoder import DecoderSettings
 from polyad.model.feedforward import FeedForward
 from polyad.model.settings import ModelSettings
 from polyad.model.vision import ImageSettings
-from polyad.parallel.checkpoint.keeping import complete_checkpoints
-from polyad.parallel.checkpoint.reading import Checkpoint
+from polyad.parallel.checkpoint.load import Checkpoint
+from polyad.parallel.checkpoint.manage import complete_checkpoints
 from polyad.parallel.families import FamilyWeights
 from polyad.parallel.weights import Weights, check_fits, fill, load_model, open_weights
 from polyad.parallel.zero import Engine, Precision

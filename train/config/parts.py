@@ -7,11 +7,10 @@ from typing import Any
 from polyad.data.files import write_whole
 from polyad.data.sampler import micro_batches
 from polyad.parallel import comm
-from polyad.parallel.checkpoint.finding import newest_that_opens, newest_verified
 from polyad.parallel.checkpoint.format import CONFIG_FILE
-from polyad.parallel.checkpoint.keeping import Retention, remove_leftovers
-from polyad.parallel.checkpoint.reading import Checkpoint
-from polyad.parallel.checkpoint.saving import Saver
+from polyad.parallel.checkpoint.load import Checkpoint, newest_that_opens, newest_verified
+from polyad.parallel.checkpoint.manage import Retention, remove_leftovers
+from polyad.parallel.checkpoint.save import Saver
 from polyad.parallel.dims import Dims
 from polyad.parallel.fragments import fill
 from polyad.parallel.parallelize import parallelize

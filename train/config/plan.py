@@ -10,10 +10,15 @@ from torch import nn
 from polyad.model.lora import of_base
 from polyad.parallel import comm
 from polyad.parallel.adapted import AdaptedCheckpoint, check_base, digest_of
-from polyad.parallel.checkpoint.finding import newest_that_opens, newest_verified, shared
 from polyad.parallel.checkpoint.format import CONFIG_FILE
-from polyad.parallel.checkpoint.keeping import complete_checkpoints
-from polyad.parallel.checkpoint.reading import Checkpoint
+from polyad.parallel.checkpoint.load import (
+    Checkpoint,
+    newest_that_opens,
+    newest_verified,
+    shared,
+    verify_together,
+)
+from polyad.parallel.checkpoint.manage import complete_checkpoints
 from polyad.parallel.dims import Dims
 from polyad.parallel.families import FamilyWeights
 from polyad.parallel.weights import Weights, check_fits, open_weights, origin_of
@@ -246,7 +251,8 @@ def find_start_together(plan: Plan, world: comm.World) -> Plan:
 
 
 def verify_start(plan: Plan) -> Plan:
-    """Verifies every byte of the checkpoint from which a run continues; all processes call this.
+    """Verifies every byte of the checkpoint from which a run continues, or from whose weights it
+    starts; all processes call this.
 
     Returns:
         The plan with the newest intact checkpoint.
@@ -254,6 +260,8 @@ def verify_start(plan: Plan) -> Plan:
     resume = newest_verified(plan.resume, plan.checkpoints)
     if resume is not None and (plan.resume is None or resume.folder != plan.resume.folder):
         check_resume(plan.config, resume)
+    if resume is None and isinstance(plan.init, Checkpoint):
+        verify_together(plan.init)
     return replace(plan, resume=resume)
 
 

@@ -17,7 +17,7 @@ import torch
 from tqdm import tqdm
 
 from polyad.data.text.tokenizers.tokenizer import Tokenizer
-from polyad.parallel.checkpoint.finding import read_newest
+from polyad.parallel.checkpoint.load import read_newest
 from polyad.parallel.weights import open_weights
 from polyad.parallel.zero import DTYPES, Precision
 from polyad.train.errors import ConfigError, one_line

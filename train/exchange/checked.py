@@ -10,7 +10,7 @@ from polyad.data.progress import Progress
 from polyad.data.text.tokenizers.tokenizer import Tokenizer
 from polyad.model.build import build_model
 from polyad.parallel.adapted import AdaptedCheckpoint
-from polyad.parallel.checkpoint.reading import Checkpoint
+from polyad.parallel.checkpoint.load import Checkpoint
 from polyad.parallel.families import Origin
 from polyad.parallel.fragments import persistent_buffers
 from polyad.parallel.tensor_folder import differing_shapes

@@ -9,7 +9,7 @@ from typing import Any
 from polyad.data.files import named, temporary_folder
 from polyad.model.build import num_parameters
 from polyad.parallel.adapted import AdaptedCheckpoint
-from polyad.parallel.checkpoint.finding import find_checkpoint, read_newest
+from polyad.parallel.checkpoint.load import find_checkpoint, read_newest
 from polyad.parallel.families import is_huggingface_folder
 from polyad.parallel.peft import PeftWeights, is_peft_folder
 from polyad.parallel.plain_weights import is_plain_folder

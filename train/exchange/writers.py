@@ -27,10 +27,10 @@ from polyad.model.gpt2 import GPT2Config
 from polyad.model.mixer import MixerConfig
 from polyad.model.settings import ModelSettings
 from polyad.model.vision import ImageSettings
-from polyad.parallel.checkpoint.tensor_file import FileTensor, write_tensors
-from polyad.parallel.checkpoint.writing import save_weights
+from polyad.parallel.checkpoint.save import save_weights
 from polyad.parallel.families import FamilyWeights, stored_entries
 from polyad.parallel.plain_weights import CONFIG_FILE as OUR_CONFIG_FILE
+from polyad.parallel.tensor_file import FileTensor, write_tensors
 from polyad.parallel.tensor_folder import WEIGHTS_FILE
 from polyad.train.config.run import RunConfig
 from polyad.train.exchange.checked import Checked

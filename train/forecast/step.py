@@ -12,7 +12,7 @@ from polyad.model.decoder import DecoderSettings
 from polyad.model.feedforward import FeedForward
 from polyad.model.kernels import switch
 from polyad.model.smoe.layer import SparseMoE
-from polyad.parallel.checkpoint.box import Box
+from polyad.parallel.checkpoint.format import Box
 from polyad.parallel.dims import Dims
 from polyad.parallel.plan.memory import Memory
 from polyad.parallel.plan.traffic import Amount, Exchanges, Traffic

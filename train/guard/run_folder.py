@@ -19,8 +19,12 @@ from polyad.data.errors import check_path
 from polyad.data.files import locked
 from polyad.model.config import Config
 from polyad.parallel import comm
-from polyad.parallel.checkpoint.keeping import complete_checkpoints, put_back, replaced_checkpoints
-from polyad.parallel.checkpoint.storage import reason_of
+from polyad.parallel.checkpoint.manage import (
+    complete_checkpoints,
+    put_back,
+    reason_of,
+    replaced_checkpoints,
+)
 from polyad.parallel.config import CheckpointConfig
 from polyad.train.console import counted, in_bytes
 from polyad.train.errors import ConfigError, RunError

@@ -19,9 +19,9 @@ from pydantic import BaseModel
 from polyad.model.config_yaml import dump
 from polyad.model.lora import of_base
 from polyad.parallel import comm
-from polyad.parallel.checkpoint.box import Box
-from polyad.parallel.checkpoint.reading import Checkpoint
-from polyad.parallel.checkpoint.writing import save
+from polyad.parallel.checkpoint.format import Box
+from polyad.parallel.checkpoint.load import Checkpoint
+from polyad.parallel.checkpoint.save import save
 from polyad.parallel.source import InitialWeights, on_base
 from polyad.parallel.zero import Engine
 from polyad.train.config.adaptation import model_of

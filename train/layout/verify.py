@@ -9,8 +9,8 @@ import torch
 
 from polyad.model.build import has_experts
 from polyad.parallel import comm
-from polyad.parallel.checkpoint.box import MASTER
-from polyad.parallel.checkpoint.reading import Checkpoint
+from polyad.parallel.checkpoint.format import MASTER
+from polyad.parallel.checkpoint.load import Checkpoint
 from polyad.parallel.config import ParallelConfig
 from polyad.train.config.adaptation import model_of
 from polyad.train.config.run import RunConfig

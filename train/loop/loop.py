@@ -9,7 +9,7 @@ from typing import Any
 
 from polyad.data.sampler import batch_of_step
 from polyad.parallel import comm
-from polyad.parallel.checkpoint.saving import Saver
+from polyad.parallel.checkpoint.save import Saver
 from polyad.parallel.config import CheckpointConfig
 from polyad.parallel.zero import Engine, StepResult
 from polyad.train.errors import RunError

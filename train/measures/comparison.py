@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import nn
 
-from polyad.parallel.checkpoint.reading import Checkpoint
+from polyad.parallel.checkpoint.load import Checkpoint
 from polyad.parallel.weights import Weights, load_model, open_weights
 from polyad.train.config.text import flatten
 from polyad.train.errors import ConfigError

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from polyad.model.smoe.config import SparseMoEConfig
 from polyad.model.smoe.layer import SparseMoE
 from polyad.parallel import comm
-from polyad.parallel.checkpoint.reading import Checkpoint
+from polyad.parallel.checkpoint.load import Checkpoint
 from polyad.parallel.families import FamilyWeights
 from polyad.parallel.plain_weights import PlainWeights
 from polyad.train.errors import ConfigError

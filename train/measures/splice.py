@@ -27,7 +27,7 @@ from polyad.model.feedforward import FeedForward
 from polyad.model.mxd.layer import SparseTable
 from polyad.model.settings import ModelSettings
 from polyad.parallel import comm
-from polyad.parallel.checkpoint.reading import Checkpoint
+from polyad.parallel.checkpoint.load import Checkpoint
 from polyad.parallel.weights import Weights
 from polyad.train.config.distillation import (
     TeacherAt,

@@ -17,10 +17,14 @@ from polyad.model.mumoe.head import MuMoEHeadConfig
 from polyad.model.mxd.config import SparseTableConfig
 from polyad.model.smoe.config import SelectingConfig, SparseMoEConfig
 from polyad.model.vision import ImageModelSettings
-from polyad.parallel.checkpoint.finding import best_checkpoint, find_checkpoint, read_newest
 from polyad.parallel.checkpoint.format import CheckpointError
-from polyad.parallel.checkpoint.keeping import BEST_FILE, STEP_FOLDER, complete_checkpoints
-from polyad.parallel.checkpoint.reading import Checkpoint
+from polyad.parallel.checkpoint.load import (
+    Checkpoint,
+    best_checkpoint,
+    find_checkpoint,
+    read_newest,
+)
+from polyad.parallel.checkpoint.manage import BEST_FILE, STEP_FOLDER, complete_checkpoints
 from polyad.parallel.weights import Weights, is_weights_folder, open_checkpoint, open_weights
 from polyad.train.config.adaptation import unused_parameters
 from polyad.train.config.run import RunConfig, load_config

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from polyad.data.config import DataConfig
 from polyad.data.images.config import ImageDataConfig
-from polyad.parallel.checkpoint.finding import best_checkpoint
+from polyad.parallel.checkpoint.load import best_checkpoint
 from polyad.train.config.run import RunConfig
 from polyad.train.config.text import apply_override, below, flatten, settle
 from polyad.train.errors import ConfigError

@@ -25,7 +25,7 @@ from polyad.data.images.config import NORMALIZATIONS, ImageDataConfig
 from polyad.model.config_yaml import load
 from polyad.model.families.family import CONFIG_FILE
 from polyad.model.families.keys import HuggingFaceError
-from polyad.parallel.checkpoint.reading import Checkpoint
+from polyad.parallel.checkpoint.load import Checkpoint
 from polyad.parallel.tensor_folder import read_json
 from polyad.parallel.weights import Weights
 

@@ -28,7 +28,7 @@ from polyad.model.output import RoutingStats
 from polyad.model.settings import ModelSettings
 from polyad.parallel import comm
 from polyad.parallel.checkpoint.format import State
-from polyad.parallel.checkpoint.reading import Checkpoint
+from polyad.parallel.checkpoint.load import Checkpoint
 from polyad.parallel.families import FamilyWeights
 from polyad.parallel.weights import Weights, open_weights
 from polyad.train.errors import ConfigError

@@ -12,11 +12,10 @@ from polyad.data.text.dataset import PreparedData
 from polyad.data.text.manifest import TOKENIZER_FILES
 from polyad.data.text.tokenizers.files import load_tokenizer
 from polyad.data.text.tokenizers.tokenizer import Tokenizer
-from polyad.data.text.tokenizers.vocabularies import ABOUT_FILE, VOCABULARY_FILE
+from polyad.data.text.tokenizers.vocabularies import VOCABULARY_FILE
 from polyad.parallel.checkpoint.format import State
-from polyad.parallel.checkpoint.reading import Checkpoint
+from polyad.parallel.checkpoint.load import Checkpoint
 from polyad.parallel.families import GENERATION_FILE, FamilyWeights, Origin
-from polyad.parallel.tensor_folder import check_file
 from polyad.parallel.weights import Weights
 from polyad.train.errors import ConfigError
 
@@ -201,9 +200,6 @@ def _folder_tokenizer(folder: Path) -> Tokenizer | None:
     one = {*TOKENIZER_FILES, VOCABULARY_FILE}
     if not names & one and not {"vocab.json", "merges.txt"} <= names:
         return None
-    for name in (*one, "vocab.json", "merges.txt", ABOUT_FILE):
-        if name in names:
-            check_file(folder / name, ConfigError)
     return load_tokenizer(folder)
 
 

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from polyad.parallel.checkpoint.reading import Checkpoint
+from polyad.parallel.checkpoint.load import Checkpoint
 from polyad.parallel.weights import load_model
 from tests.helpers.everyday import everyday
 from tests.helpers.parity import assert_equal_state

@@ -7,8 +7,8 @@ import shutil
 import pytest
 import torch
 
-from polyad.parallel.checkpoint import storage
-from polyad.parallel.checkpoint.keeping import (
+from polyad.parallel.checkpoint import manage
+from polyad.parallel.checkpoint.manage import (
     BEST_FILE,
     Retention,
     complete_checkpoints,
@@ -20,7 +20,7 @@ from polyad.parallel.checkpoint.keeping import (
     step_folder,
     step_folders,
 )
-from polyad.parallel.checkpoint.writing import commit, save_weights
+from polyad.parallel.checkpoint.save import commit, save_weights
 
 
 def make(folder, steps, damaged):
@@ -102,7 +102,7 @@ def test_what_cannot_be_removed_is_a_warning(tmp_path, monkeypatch, capfd):
     def busy(path):
         raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), str(path))
 
-    monkeypatch.setattr(storage.os, "rmdir", busy)
+    monkeypatch.setattr(manage.os, "rmdir", busy)
     prune(tmp_path, 6, Retention(1))
     assert [path.name for path in complete_checkpoints(tmp_path)] == ["step-00000006"]
     (line,) = capfd.readouterr().err.splitlines()

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from polyad.model.families.keys import HuggingFaceError
 from polyad.model.gpt2 import GPT2Config
-from polyad.parallel.checkpoint.box import MASTER, Box
+from polyad.parallel.checkpoint.format import MASTER, Box
 from polyad.parallel.families import FamilyWeights, is_huggingface_folder
 from polyad.parallel.weights import load_model
 from tests.helpers.huggingface import save_reference
@@ -99,7 +99,7 @@ def test_half_precision_becomes_exact_fp32(folder, tmp_path, dtype):
 PEAK = """
 import re, sys
 from pathlib import Path
-from polyad.parallel.checkpoint.box import MASTER, Box
+from polyad.parallel.checkpoint.format import MASTER, Box
 from polyad.parallel.families import FamilyWeights
 def peak():
     # Not getrusage: it counts what the process had before `exec`.

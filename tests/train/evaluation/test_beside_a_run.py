@@ -5,10 +5,9 @@ import shutil
 import pytest
 
 from polyad.launch.cli import run as polyad
-from polyad.parallel.checkpoint import reading
-from polyad.parallel.checkpoint.finding import read_newest
-from polyad.parallel.checkpoint.storage import discard
-from polyad.parallel.checkpoint.verification import Manifest
+from polyad.parallel.checkpoint.format import Contents
+from polyad.parallel.checkpoint.load import Checkpoint, read_newest
+from polyad.parallel.checkpoint.manage import discard
 from polyad.parallel.weights import load_model
 from tests.helpers.everyday import everyday
 from tests.helpers.runs import weights_of
@@ -36,9 +35,9 @@ def deletes_the_newest(monkeypatch, run, *, while_it_opens):
         return read
 
     if while_it_opens:
-        monkeypatch.setattr(Manifest, "content", first(Manifest.content))
+        monkeypatch.setattr(Contents, "verify", first(Contents.verify))
     else:
-        monkeypatch.setattr(reading, "patiently_opened", first(reading.patiently_opened))
+        monkeypatch.setattr(Checkpoint, "_stored", first(Checkpoint._stored))
 
 
 @everyday("while_it_opens", [True, False], keep=[False])

@@ -12,8 +12,7 @@ from polyad.data.text.tokenizers.vocabularies import SPECIAL, VOCABULARY_FILE
 from polyad.launch.cli import run as polyad
 from polyad.model.build import build_model, materialize
 from polyad.model.lora import LoRAConfig, add_lora
-from polyad.parallel.checkpoint.finding import find_checkpoint
-from polyad.parallel.checkpoint.reading import Checkpoint
+from polyad.parallel.checkpoint.load import Checkpoint, find_checkpoint
 from polyad.parallel.weights import load_model
 from polyad.train.exchange.convert import convert
 from polyad.train.exchange.experts import Splitting, Upcycling

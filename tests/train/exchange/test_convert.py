@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from polyad.data.text.dataset import PreparedData
 from polyad.launch.cli import run as polyad
-from polyad.parallel.checkpoint.box import MASTER
-from polyad.parallel.checkpoint.reading import Checkpoint
+from polyad.parallel.checkpoint.format import MASTER
+from polyad.parallel.checkpoint.load import Checkpoint
 from polyad.parallel.weights import load_model
 from polyad.train.errors import ConfigError
 from polyad.train.exchange.convert import conversion_table, convert

@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from polyad.launch.cli import run as polyad
-from polyad.parallel.checkpoint.box import MASTER
-from polyad.parallel.checkpoint.reading import Checkpoint
+from polyad.parallel.checkpoint.format import MASTER
+from polyad.parallel.checkpoint.load import Checkpoint
 from polyad.parallel.weights import load_model
 from polyad.train.evaluation.generate import Sampling, generate
 from polyad.train.exchange.convert import conversion_table, convert

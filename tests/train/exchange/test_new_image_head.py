@@ -7,7 +7,7 @@ import torch
 import yaml
 
 from polyad.data.images.prepare import prepare_images
-from polyad.parallel.checkpoint.reading import Checkpoint
+from polyad.parallel.checkpoint.load import Checkpoint
 from polyad.parallel.weights import load_model
 from polyad.train.errors import ConfigError
 from polyad.train.evaluation.evaluate import evaluate

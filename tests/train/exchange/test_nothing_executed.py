@@ -14,9 +14,8 @@ import pytest
 import torch
 
 from polyad.launch.cli import run as polyad
-from polyad.parallel.checkpoint.format import CheckpointError, render
-from polyad.parallel.checkpoint.keeping import complete_checkpoints
-from polyad.parallel.checkpoint.tensor_file import record_of
+from polyad.parallel.checkpoint.format import CheckpointError, record_of, render
+from polyad.parallel.checkpoint.manage import complete_checkpoints
 from polyad.parallel.weights import load_model
 from polyad.train.exchange.convert import convert
 from tests.helpers.runs import write_config

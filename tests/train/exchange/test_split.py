@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from polyad.launch.cli import run as polyad
 from polyad.model.emoe.splitting import normalized, objective
-from polyad.parallel.checkpoint.reading import Checkpoint
+from polyad.parallel.checkpoint.load import Checkpoint
 from polyad.parallel.weights import load_model
 from polyad.train.evaluation.generate import Sampling, generate
 from polyad.train.exchange.convert import convert

@@ -8,7 +8,7 @@ import yaml
 
 from polyad.launch.cli import run as polyad
 from polyad.model.build import build_model, initial_value
-from polyad.parallel.checkpoint.reading import Checkpoint
+from polyad.parallel.checkpoint.load import Checkpoint
 from polyad.parallel.weights import load_model
 from polyad.train.evaluation.generate import Sampling, generate
 from polyad.train.exchange.convert import conversion_table, convert

@@ -10,7 +10,7 @@ import pytest
 from polyad.data.config import DataConfig
 from polyad.data.text.samples import TrainingData
 from polyad.launch.cli import run as polyad
-from polyad.parallel.checkpoint.keeping import complete_checkpoints
+from polyad.parallel.checkpoint.manage import complete_checkpoints
 from polyad.train.guard.data_check import DataCheck
 from tests.helpers.everyday import everyday
 from tests.helpers.prepared import flip, rewrite

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from polyad.launch.machine import END_WITH_PARENT
-from polyad.parallel.checkpoint.keeping import complete_checkpoints
+from polyad.parallel.checkpoint.manage import complete_checkpoints
 from tests.helpers.everyday import everyday
 from tests.helpers.interrupting import leave_the_shell, slow_saves, slow_steps
 from tests.helpers.runs import records, write_config

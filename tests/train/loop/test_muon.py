@@ -15,7 +15,7 @@ from polyad.model.build import build_model, matrix_dimensions
 from polyad.model.gpt2 import GPT2Config
 from polyad.model.mixer import MixerConfig
 from polyad.model.vit import ViTConfig
-from polyad.parallel.checkpoint.reading import Checkpoint
+from polyad.parallel.checkpoint.load import Checkpoint
 from polyad.parallel.flat_matrices import FlatPart
 from polyad.parallel.parallelize import pad_ranks
 from polyad.parallel.zero import RATE_FACTOR, STATE_TENSORS

@@ -10,7 +10,7 @@ from PIL import Image
 
 from polyad.data.images.imagenet import ALEXNET_ERRORS, imagenet_classes
 from polyad.data.images.prepare import prepare_images
-from polyad.parallel.checkpoint.finding import find_checkpoint
+from polyad.parallel.checkpoint.load import find_checkpoint
 from polyad.parallel.weights import load_model
 from polyad.train.errors import ConfigError
 from polyad.train.measures.robustness import check_order

@@ -11,7 +11,7 @@ from sklearn.metrics import confusion_matrix, mutual_info_score, precision_recal
 from torch.nn.functional import cross_entropy
 
 from polyad.launch.cli import run as polyad
-from polyad.parallel.checkpoint.finding import best_checkpoint
+from polyad.parallel.checkpoint.load import best_checkpoint
 from polyad.train.errors import ConfigError
 from polyad.train.report.command import report
 from tests.helpers import sequences as made

@@ -12,7 +12,7 @@ from PIL import Image
 from sklearn.metrics import confusion_matrix
 
 from polyad.data.images.prepare import prepare_images
-from polyad.parallel.checkpoint.finding import find_checkpoint
+from polyad.parallel.checkpoint.load import find_checkpoint
 from polyad.parallel.weights import load_model
 from polyad.train.errors import ConfigError
 from polyad.train.experts.probing import deciding, routed_layers

@@ -20,7 +20,7 @@ from torch.nn.functional import cross_entropy
 from polyad.data.images.dataset import ImageData
 from polyad.data.images.prepare import prepare_images
 from polyad.data.text.prepare import prepare
-from polyad.parallel.checkpoint.reading import Checkpoint
+from polyad.parallel.checkpoint.load import Checkpoint
 from polyad.parallel.weights import load_model
 from polyad.train.config.run import load_config
 from polyad.train.tasks.sequences import SequenceTask

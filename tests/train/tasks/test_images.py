@@ -9,7 +9,7 @@ from torch.nn.functional import cross_entropy
 
 from polyad.data.images.augmentation import GaussianNoise, available
 from polyad.data.images.prepare import prepare_images
-from polyad.parallel.checkpoint.reading import Checkpoint
+from polyad.parallel.checkpoint.load import Checkpoint
 from polyad.parallel.weights import load_model
 from polyad.train.errors import ConfigError
 from polyad.train.exchange.convert import convert

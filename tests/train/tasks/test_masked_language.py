@@ -8,7 +8,7 @@ import torch
 from polyad.data.errors import DataError
 from polyad.data.text.dataset import PreparedData
 from polyad.data.text.masking import MaskedWindows, SpecialTokens
-from polyad.parallel.checkpoint.finding import find_checkpoint
+from polyad.parallel.checkpoint.load import find_checkpoint
 from polyad.train.config.rules import check_windows
 from polyad.train.config.run import RunConfig, load_config
 from polyad.train.errors import ConfigError

@@ -16,7 +16,7 @@ import pytest
 import torch
 import yaml
 
-from polyad.parallel.checkpoint.reading import Checkpoint
+from polyad.parallel.checkpoint.load import Checkpoint
 from tests.helpers.runs import records
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -15,8 +15,7 @@ from torch.nn.functional import cross_entropy
 from polyad.data.sequences.config import Schema
 from polyad.data.sequences.tables import read_tables
 from polyad.data.text.prepare import prepare
-from polyad.parallel.checkpoint.finding import best_checkpoint
-from polyad.parallel.checkpoint.reading import Checkpoint
+from polyad.parallel.checkpoint.load import Checkpoint, best_checkpoint
 from polyad.parallel.weights import load_model
 from polyad.train.config.run import load_config
 from polyad.train.tasks.scores import scores_of_predictions

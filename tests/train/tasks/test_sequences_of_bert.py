@@ -9,7 +9,7 @@ import yaml
 
 from polyad.data.text.tokenizers.files import load_tokenizer
 from polyad.data.text.tokenizers.vocabularies import SPECIAL, VOCABULARY_FILE
-from polyad.parallel.checkpoint.reading import Checkpoint
+from polyad.parallel.checkpoint.load import Checkpoint
 from polyad.parallel.weights import load_model
 from polyad.train.exchange.convert import convert
 from tests.helpers import sequences as made

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 import xxhash
 
-from polyad.parallel.checkpoint.format import BLOCK_BYTES, PIECE_BYTES, FileRecord
-from polyad.parallel.checkpoint.storage import write_file
+from polyad.parallel.checkpoint.format import PIECE_BYTES, FileRecord
+from polyad.parallel.checkpoint.manage import write_file
 
 DTYPE_NAMES = {
     torch.float32: "F32", torch.uint8: "U8", torch.int64: "I64", torch.bool: "BOOL",
@@ -49,40 +49,7 @@ class WrittenFile(NamedTuple):
 
     begins: list[int]
     """The first byte of each tensor, from the beginning of the file."""
-    digests: list[str]
-    """The digest of each tensor."""
     record: FileRecord
-
-
-class BlockDigests:
-    """Digests the blocks of a file from consecutive pieces."""
-
-    def __init__(self) -> None:
-        self._done: list[str] = []
-        self._current, self._room, self._bytes = xxhash.xxh3_64(), BLOCK_BYTES, 0
-
-    def update(self, piece: memoryview) -> None:
-        """Adds the next piece, of any size."""
-        self._bytes += len(piece)
-        while len(piece):
-            here, piece = piece[: self._room], piece[self._room :]
-            self._current.update(here)
-            self._room -= len(here)
-            if not self._room:
-                self._done.append(self._current.hexdigest())
-                self._current, self._room = xxhash.xxh3_64(), BLOCK_BYTES
-
-    def record(self) -> FileRecord:
-        """Returns the record of the pieces so far."""
-        last = [self._current.hexdigest()] if self._room < BLOCK_BYTES or not self._done else []
-        return FileRecord(bytes=self._bytes, xxh3=(*self._done, *last))
-
-
-def record_of(content: bytes) -> FileRecord:
-    """Returns the record of a small file."""
-    blocks = BlockDigests()
-    blocks.update(memoryview(content))
-    return blocks.record()
 
 
 def write_tensors(
@@ -101,7 +68,7 @@ def write_tensors(
         check: called with the number of a tensor and some of its bytes before they are written.
 
     Returns:
-        The position of each tensor, and digests.
+        The position of each tensor, and the file's digest.
     """
     header: dict[str, object] = {"__metadata__": metadata} if metadata else {}
     end = 0
@@ -113,28 +80,25 @@ def write_tensors(
     encoded = json.dumps(header).encode()
     encoded += b" " * (-len(encoded) % 8)
     begins: list[int] = []
-    digests: list[str] = []
-    blocks = BlockDigests()
+    digest = xxhash.xxh3_64()
 
     def pieces() -> Iterator[memoryview]:
         position = 8 + len(encoded)
         yield memoryview(struct.pack("<Q", len(encoded)) + encoded)
         for number, tensor in enumerate(tensors):
-            data, whole = tensor.data(), xxhash.xxh3_64()
+            data = tensor.data()
             for first in range(0, len(data), PIECE_BYTES):
                 piece = data[first : first + PIECE_BYTES]
                 check(number, piece)
-                whole.update(piece)
                 yield piece
             begins.append(position)
-            digests.append(whole.hexdigest())
             position += tensor.nbytes
             del data  # else it would stay in memory together with the next one
 
     def digested() -> Iterator[memoryview]:
         for piece in pieces():
-            blocks.update(piece)
+            digest.update(piece)
             yield piece
 
-    write_file(path, digested())
-    return WrittenFile(begins, digests, blocks.record())
+    total = write_file(path, digested())
+    return WrittenFile(begins, FileRecord(bytes=total, xxh3=digest.hexdigest()))

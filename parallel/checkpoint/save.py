@@ -1,11 +1,14 @@
-"""Writes checkpoints: every rank writes its own boxes, nothing is gathered.
+"""Writes checkpoints: every rank writes its own boxes, nothing is gathered; either synchronously or
+from a snapshot while training continues.
 
 `../CHECKPOINTS.md` describes the format, and the order of writes that makes it crash-safe.
 """
 
 import contextlib
 import json
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -14,45 +17,49 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from polyad.parallel import comm
-from polyad.parallel.checkpoint.box import BUFFER, MASTER, RANDOM, Box
 from polyad.parallel.checkpoint.format import (
+    BUFFER,
     CONFIG_FILE,
     INDEX_FILE,
     MANIFEST_FILE,
+    MASTER,
+    RANDOM,
     STATE_FILE,
+    Box,
     FileRecord,
     StoredBox,
+    all_finite,
+    record_of,
     render,
 )
-from polyad.parallel.checkpoint.keeping import (
+from polyad.parallel.checkpoint.manage import (
     BEST_FILE,
     LATEST_FILE,
     Retention,
-    prune,
-    remove_or_warn,
-    staging_folder,
-    step_folder,
-)
-from polyad.parallel.checkpoint.storage import (
     make_folder,
+    prune,
     reason_of,
     remove_file,
+    remove_or_warn,
     remove_tree,
     rename,
     replace_file,
     set_aside,
+    staging_folder,
+    step_folder,
     sync_folder,
     write_file,
 )
-from polyad.parallel.checkpoint.tensor_file import (
-    DTYPE_NAMES,
-    FileTensor,
-    record_of,
-    write_tensors,
+from polyad.parallel.checkpoint.snapshot import (
+    HeldBox,
+    NotFiniteError,
+    SnapshotMemory,
+    Task,
+    memory_needed,
 )
-from polyad.parallel.checkpoint.verification import all_finite
 from polyad.parallel.fragments import persistent_buffers, shares
 from polyad.parallel.shard import placement_of
+from polyad.parallel.tensor_file import DTYPE_NAMES, FileTensor, write_tensors
 from polyad.parallel.zero import Engine
 
 T = TypeVar("T")
@@ -64,25 +71,6 @@ class SaveError(RuntimeError):
     """A checkpoint that could not be written: a one-line reason, the same on every rank."""
 
     exit_status = 1
-
-
-class NotFiniteError(ValueError):
-    """Values from which no run can resume, NaN or infinite: a one-line error that names them."""
-
-    exit_status = 2
-
-
-class HeldBox(NamedTuple):
-    """A box that this rank writes."""
-
-    box: Box
-    dtype: torch.dtype
-    values: Callable[[], torch.Tensor]
-    """Returns the values; called when they are copied or written."""
-    step: float = 0.0
-    """Number of optimizer steps of the parameter."""
-    by_optimizer: bool = False
-    """Whether `Engine.about_to_change` is called before every change of the values."""
 
 
 def held(
@@ -220,18 +208,21 @@ def write_shard(
 
     path = staging / f"rank-{rank:05d}.safetensors"
     tensors = [FileTensor(held.box.key, held.dtype, held.box.size, held.values) for held in boxes]
-    begins, digests, record = write_tensors(path, tensors, check=check_piece)
+    begins, record = write_tensors(path, tensors, check=check_piece)
     stored = [
         (
             held.box,
             DTYPE_NAMES[held.dtype],
             StoredBox(
-                offset=held.box.offset, size=held.box.size, step=held.step, file=path.name,
-                begin=begin, xxh3=digest,
+                offset=held.box.offset,
+                size=held.box.size,
+                step=held.step,
+                file=path.name,
+                begin=begin,
             ),
         )
-        for held, begin, digest in zip(boxes, begins, digests, strict=True)
-    ]  # fmt: skip
+        for held, begin in zip(boxes, begins, strict=True)
+    ]
     return Shard(stored, path.name, record)
 
 
@@ -332,10 +323,7 @@ def remove_quietly(staging: Path) -> None:
 
 
 def held_boxes(engine: Engine) -> Iterator[HeldBox]:
-    """Yields the boxes that this rank writes; each element is written by exactly one rank.
-
-    All ranks call it together: under ZeRO 3 with many ranks they exchange values.
-    """
+    """Yields the boxes that this rank writes; each element is written by exactly one rank."""
     for share in shares(engine):
         stop = share.start + share.numel
         for field, flat in share.values.items():
@@ -373,3 +361,176 @@ def random_states(device: torch.device) -> dict[str, torch.Tensor]:
     if device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device)
     return states
+
+
+@dataclass
+class _Pending:
+    """A snapshot that is not yet a complete checkpoint."""
+
+    step: int
+    staging: Path
+    others: dict[str, bytes]
+    task: "Task"
+    """This process's work on it in a thread."""
+    committing: bool = False
+
+
+class Saver:
+    """Writes checkpoints one after the other; all ranks call every method together.
+
+    With asynchronous saving, training continues while a thread copies what this rank writes, and
+    then writes the copy; anything that changes weights or moments first waits for the copies. A
+    checkpoint is committed only once every rank knows that all threads are done.
+
+    Args:
+        engine: the engine to save.
+        folder: the run's `checkpoints` folder.
+        keep: the rule for keeping older checkpoints.
+        asynchronous: whether training continues during a save. From then on this needs additional
+            memory on the host of the size of this rank's part of a checkpoint.
+    """
+
+    def __init__(
+        self, engine: Engine, folder: Path, *, keep: Retention, asynchronous: bool = False
+    ) -> None:
+        self._engine, self._folder, self._keep = engine, folder, keep
+        self._pending: _Pending | None = None
+        self._memory: SnapshotMemory | None = None
+        self.seconds_waited = 0.0
+        """Total time that training waited for copies, in seconds."""
+        if asynchronous:
+            self._memory = self._new_memory(memory_needed(list(held_boxes(engine))))
+
+    def save(
+        self,
+        step: int,
+        state: dict[str, Any],
+        config_yaml: str,
+        files: Mapping[str, bytes],
+        best: int | None = None,
+        *,
+        judged: bool = True,
+    ) -> None:
+        """Starts a save after the previous one is done; a synchronous one is done on return.
+
+        In an asynchronous save, weights and moments may still be read after this returns: see
+        `Engine.before_change`.
+
+        Args:
+            step: number of completed optimizer steps.
+            state: JSON values for `state.json`, the same on every rank.
+            config_yaml: the resolved configuration.
+            files: further files by name, such as a tokenizer.
+            best: step of the best checkpoint so far, possibly this one, which is kept; None if none
+                is marked.
+            judged: whether no validation of these weights is pending.
+
+        Raises:
+            SaveError: this save or the previous one failed, on any rank.
+        """
+        self.finish()
+        self._keep = replace(self._keep, best=best, judged=judged)
+        if self._memory is None:
+            save(
+                self._engine, self._folder, step, state=state, config_yaml=config_yaml,
+                files=files, keep=self._keep,
+            )  # fmt: skip
+            return
+        boxes = list(held_boxes(self._engine))
+        if (needed := memory_needed(boxes)) > self._memory.nbytes:
+            self._memory.close()
+            self._memory = self._new_memory(needed)
+        staging = comm.from_main(staging_folder(self._folder, step))
+        copies, later = self._memory.take(boxes)
+        task = Task(partial(_write, staging, comm.rank(), copies), later, self._engine.device)
+        self._engine.before_change(self._settle)
+        others = small_files(state, config_yaml, files)
+        self._pending = _Pending(step, staging, others, task)
+
+    def _new_memory(self, nbytes: int) -> "SnapshotMemory":
+        return SnapshotMemory(nbytes, pinned=self._engine.device.type == "cuda")
+
+    def poll(self) -> None:
+        """Checks without waiting whether the save is done; called after every step.
+
+        Raises:
+            SaveError: it failed, on any rank.
+        """
+        self._advance(wait=False)
+
+    def finish(self) -> None:
+        """Waits until the last save is committed.
+
+        Raises:
+            SaveError: it failed, on any rank.
+        """
+        self._advance(wait=True)
+
+    def close(self) -> None:
+        """Frees the memory; an unfinished save is lost. Does not communicate with other ranks.
+
+        After it returns, no tensor is read, and nothing is written.
+        """
+        if self._pending is not None:
+            self._pending.task.give_up()
+            self._pending.task.join()
+            self._pending = None
+        if self._memory is not None:
+            self._memory.close()
+            self._memory = None
+
+    def _settle(self) -> None:
+        """Waits until weights and moments are copied. Does not communicate with other ranks."""
+        if self._pending is not None:
+            started = time.perf_counter()
+            self._pending.task.wait_for_copies()
+            self.seconds_waited += time.perf_counter() - started
+
+    def _advance(self, *, wait: bool) -> None:
+        pending = self._pending
+        if pending is None:
+            return
+        if not pending.committing:
+            if not self._all_done(pending, wait=wait):
+                return
+            shards = comm.gather_to_main(pending.task.result)
+            pending.committing = True
+            if shards:
+                work = partial(
+                    commit, pending.staging, pending.step, shards, pending.others, self._keep
+                )
+                pending.task = Task(lambda check: work())
+        if self._all_done(pending, wait=wait):
+            self._pending = None
+
+    def _all_done(self, pending: _Pending, *, wait: bool) -> bool:
+        """Returns whether the threads of all ranks are done.
+
+        Raises:
+            SaveError: on every rank, if one failed on any.
+        """
+        if wait:
+            pending.task.join()
+        running, reason = pending.task.running, pending.task.error
+        mine = torch.tensor(
+            [running, reason is not None], dtype=torch.float32, device=self._engine.device
+        )
+        missing, failed = comm.max_over_ranks(mine).tolist()
+        if failed:
+            self._fail(pending, reason)
+        return not missing
+
+    def _fail(self, pending: _Pending, reason: str | None) -> None:
+        try:
+            raise_together(pending.step, reason)
+        except SaveError:
+            self.close()
+            if comm.rank() == 0:
+                remove_quietly(pending.staging)
+            raise
+
+
+def _write(staging: Path, rank: int, copies: list[HeldBox], check: Callable[[], None]) -> Shard:
+    """Writes this rank's part of a checkpoint from its copies."""
+    make_folder(staging)
+    return write_shard(staging, rank, copies, check=check)

@@ -1,0 +1,569 @@
+"""Finds a checkpoint and reads it: any box of any tensor, whatever layout wrote it.
+
+A path means the newest complete checkpoint of a run; reading is retried if the run deletes it
+meanwhile. A run resumes from the newest checkpoint of which every byte is verified. Files are
+mapped, and each is verified before anything in it is used. Nothing in a checkpoint can contain
+code. `../CHECKPOINTS.md` describes the format and its guarantees.
+"""
+
+import math
+import os
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TypeAlias, TypeVar
+
+import numpy as np
+import torch
+from torch import nn
+
+from polyad.data.progress import Progress
+from polyad.model.build import build_model, read_model_config
+from polyad.model.config_yaml import ConfigYamlError, load
+from polyad.model.lora import of_base
+from polyad.model.settings import ModelSettings
+from polyad.parallel import comm
+from polyad.parallel.checkpoint.format import (
+    BUFFER,
+    CONFIG_FILE,
+    EMA,
+    INDEX_FILE,
+    MANIFEST_FILE,
+    MASTER,
+    RANDOM,
+    STATE_FILE,
+    Box,
+    CheckpointError,
+    Contents,
+    DamagedCheckpoint,
+    StoredBox,
+    StoredTensor,
+    damaged,
+    read_contents,
+)
+from polyad.parallel.checkpoint.manage import (
+    BEST_FILE,
+    STEP_FOLDER,
+    complete_checkpoints,
+    step_folders,
+)
+from polyad.parallel.families import is_huggingface_folder
+from polyad.parallel.fragments import persistent_buffers
+from polyad.parallel.meeting import told_by_first
+from polyad.parallel.plain_weights import is_plain_folder
+from polyad.parallel.source import Source
+from polyad.parallel.tensor_file import DTYPE_NAMES
+from polyad.parallel.tensor_folder import differing_shapes
+
+T = TypeVar("T")
+Choose: TypeAlias = Callable[[Path], Path]
+"""Returns the checkpoint for a path, like `newest_of` and `best_checkpoint`."""
+TORCH_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+_NEEDED_TO_RESUME = {"step", "samples", "data_fingerprint", "tokenizer_fingerprint"}
+"""Keys of `state.json` that are required to resume; every version writes them."""
+_NUMPY = {"F32": "<f4", "U8": "u1", "I64": "<i8", "BOOL": "?"}
+
+
+class Checkpoint(Source):
+    """A complete checkpoint, from which any box of any tensor can be read, in any layout.
+
+    It is the `Source` from which an engine resumes.
+
+    Args:
+        folder: `.../step-NNNNNNNN`.
+        contents: its small files, if another process has read them; None: they are read.
+
+    Raises:
+        CheckpointError: it is incomplete, truncated, of another version, or not a checkpoint.
+    """
+
+    def __init__(self, folder: Path, contents: Contents | None = None) -> None:
+        self.folder = folder
+        self.contents = contents = contents or read_contents(folder)
+        self.state, self.config_yaml = contents.state, contents.config_yaml
+        self.training_step, self.tensors = contents.step, contents.tensors
+        self.verified: set[str] = set()
+        """The files whose bytes were compared with the manifest: they are not digested again."""
+        self._chosen = MASTER
+        self.has_average = self._has_average()
+        """Whether there is a moving average of every weight; a frozen weight is its own average."""
+
+    def _has_average(self) -> bool:
+        weights = [fields for fields in self.tensors.values() if MASTER in fields]
+        averaged = [fields for fields in weights if EMA in fields]
+        rest = [fields for fields in weights if EMA not in fields]
+        return bool(averaged) and all(fields.keys() == {MASTER} for fields in rest)
+
+    def model_config(self) -> ModelSettings:
+        """Returns the configuration of its model, complete.
+
+        Raises:
+            CheckpointError: there is none.
+        """
+        path = self.folder / CONFIG_FILE
+        try:
+            return read_model_config(load(self.config_yaml)["model"])
+        except (ConfigYamlError, TypeError, KeyError, ValueError):
+            raise damaged(path, "it has no section `model` of a known model") from None
+
+    def section(self, name: str) -> object:
+        """Returns a section of its configuration as parsed YAML; None if it does not exist."""
+        try:
+            tree = load(self.config_yaml)
+        except ConfigYamlError:
+            return None
+        return tree.get(name) if isinstance(tree, dict) else None
+
+    def small_file(self, name: str) -> Path | None:
+        """Returns a file beside the weights, verified; None if it does not exist.
+
+        Raises:
+            CheckpointError: it is damaged.
+        """
+        if name not in self.contents.files:
+            return None
+        self.contents.verify([name])
+        return self.folder / name
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Returns global shapes of the weights by name."""
+        return {
+            name: fields[MASTER].shape for name, fields in self.tensors.items() if MASTER in fields
+        }
+
+    def step(self, name: str) -> float:
+        """Returns the number of optimizer steps of a parameter."""
+        return self.tensors[name][MASTER].chunks[0].step
+
+    def read(self, box: Box) -> torch.Tensor:
+        """Reads a box of a tensor from the stored boxes that overlap it.
+
+        If there is no average of a weight, the weight is returned for it.
+
+        Raises:
+            CheckpointError: the tensor is missing or has another shape, or its file is damaged.
+        """
+        name, field, shape, offset, size = box
+        if field == EMA and EMA not in self.tensors.get(name, {}):
+            field = MASTER
+        about = self.tensors.get(name, {}).get(field)
+        if about is None:
+            raise CheckpointError(f"{self.folder}: has no {field} of {name}")
+        if about.shape != tuple(shape):
+            raise CheckpointError(
+                f"{self.folder}: {name} has shape {list(about.shape)} there, "
+                f"{list(shape)} in this model"
+            )
+        values = torch.empty(size, dtype=TORCH_DTYPES[about.dtype])
+        missing = math.prod(size)
+        for stored in about.chunks:
+            low = [max(a, b) for a, b in zip(offset, stored.offset, strict=True)]
+            high = [
+                min(a + n, b + m)
+                for a, n, b, m in zip(offset, size, stored.offset, stored.size, strict=True)
+            ]
+            if all(a < b for a, b in zip(low, high, strict=True)):
+                here, there = (
+                    tuple(slice(a - o, b - o) for a, b, o in zip(low, high, origin, strict=True))
+                    for origin in (offset, stored.offset)
+                )
+                values[here] = torch.from_numpy(np.array(self._stored(about, stored)[there]))
+                missing -= values[here].numel()
+        if missing:
+            raise CheckpointError(f"{self.folder}: {missing} elements of {name} are in no chunk")
+        return values
+
+    def whole(self, name: str, field: str | None = None) -> torch.Tensor:
+        """Reads a whole tensor; without a field the weight, or the average that stands for it."""
+        field = field or (self._chosen if self._chosen in self.tensors[name] else MASTER)
+        return self.read(Box.whole(name, field, self.tensors[name][field].shape))
+
+    @property
+    def is_average(self) -> bool:
+        """Whether the moving average is used as the weights."""
+        return self._chosen == EMA
+
+    def take_average(self) -> None:
+        """Uses the moving average as the weights, wherever a whole weight is read.
+
+        Raises:
+            CheckpointError: there is none.
+        """
+        if not self.has_average:
+            raise CheckpointError(
+                f"{self.folder}: has no moving average of its weights, which only runs with "
+                "train.ema keep; use the trained weights"
+            )
+        self._chosen = EMA
+
+    def check_model(self, module: nn.Module, without: tuple[str, ...] = ()) -> None:
+        """Compares names and shapes of weights and buffers with a model's.
+
+        Frozen weights of a model with adapters are not in a checkpoint.
+
+        Args:
+            module: the model.
+            without: prefixes of names to ignore on both sides.
+
+        Raises:
+            CheckpointError: they differ; the first few differences are named.
+        """
+        base = of_base(module)
+        named = [(name, p) for name, p in module.named_parameters() if name not in base]
+        ours = {name: tuple(p.shape) for name, p in named}
+        if differing := differing_shapes(self.shapes(), ours, without):
+            raise CheckpointError(f"{self.folder}: is a different model: {differing}")
+        for name, buffer in persistent_buffers(module):
+            if name.startswith(without):
+                continue
+            stored = self.tensors.get(name, {}).get(BUFFER)
+            if stored is None or stored.shape != tuple(buffer.shape):
+                there = "missing" if stored is None else list(stored.shape)
+                raise CheckpointError(
+                    f"{self.folder}: is a different model: buffer {name} {there} there, "
+                    f"{list(buffer.shape)} here"
+                )
+
+    def check_own_model(self) -> None:
+        """Compares its weights with the model of its own configuration.
+
+        Raises:
+            CheckpointError: they differ, or the model is invalid.
+        """
+        config, path = self.model_config(), self.folder / CONFIG_FILE
+        last = config.last_parameter()  # checked before building a wrong number of layers
+        if last is not None and last not in self.shapes():
+            raise CheckpointError(
+                f"{self.folder}: is a different model: {last} missing there, although config.yaml "
+                "asks for it"
+            )
+        try:
+            model = build_model(config)
+        except ValueError as error:
+            raise damaged(path, f"section `model`: {error}") from None
+        self.check_model(model)
+
+    def check_resume(self, state_fields: Mapping[str, Collection[str]]) -> None:
+        """Checks that a run can resume from it, which needs more than weights.
+
+        Args:
+            state_fields: the optimizer state fields of each weight, by name.
+
+        Raises:
+            DamagedCheckpoint: something is missing.
+        """
+        if lacking := _NEEDED_TO_RESUME - self.state.model_fields_set:
+            raise damaged(self.folder / STATE_FILE, f"{min(lacking)}: is missing")
+        for name in self.shapes():
+            if name not in state_fields:
+                continue
+            for field in state_fields[name]:
+                if field not in self.tensors[name]:
+                    raise damaged(self.folder / INDEX_FILE, f"it has no {field} of {name}")
+            if EMA not in self.tensors[name] and any(EMA in f for f in self.tensors.values()):
+                raise damaged(self.folder / INDEX_FILE, f"it has no {EMA} of {name}")
+
+    def buffer(self, name: str) -> torch.Tensor:
+        """Returns a whole persistent buffer of the model."""
+        if BUFFER not in self.tensors.get(name, {}):
+            raise CheckpointError(f"{self.folder}: has no buffer {name}")
+        return self.whole(name, BUFFER)
+
+    def restore_random_states(self, world: comm.World) -> bool:
+        """Restores the state of this rank's random generators.
+
+        Ranks that share layers must draw the same numbers, and others different ones, so states of
+        another layout are not used.
+
+        Args:
+            world: this rank.
+
+        Returns:
+            Whether the checkpoint has them: the same on all ranks.
+
+        Raises:
+            DamagedCheckpoint: they are not valid states of torch's generators.
+        """
+        there = {
+            name for name, f in self.tensors.items() if name.endswith(".torch") and RANDOM in f
+        }
+        parallel = self.section("parallel")
+        shared = parallel.get("tensor_parallel_size", 1) if isinstance(parallel, dict) else 1
+        if there != {f"rank-{rank:05d}.torch" for rank in range(world.size)}:
+            return False
+        if shared != world.tensor_parallel_size:
+            return False
+        device, prefix = world.device, f"rank-{world.rank:05d}."
+        stored = {
+            name: self.whole(name, RANDOM)
+            for name, fields in self.tensors.items()
+            if name.startswith(prefix) and RANDOM in fields
+        }
+        try:
+            torch.set_rng_state(stored[f"{prefix}torch"])
+            if device.type == "cuda" and f"{prefix}cuda" in stored:
+                torch.cuda.set_rng_state(stored[f"{prefix}cuda"], device)
+        except (RuntimeError, TypeError) as error:
+            reason = " ".join(str(error).split())[:120]
+            raise damaged(self.folder, f"the random state of {prefix[:-1]}: {reason}") from None
+        return True
+
+    def _stored(self, about: StoredTensor, box: StoredBox) -> np.ndarray:
+        if box.file not in self.verified:
+            self.contents.verify([box.file])
+            self.verified.add(box.file)
+        path = self.folder / box.file
+        try:
+            return np.memmap(path, _NUMPY[about.dtype], "r", box.begin, box.size)
+        except (OSError, ValueError) as error:
+            raise damaged(path, f"cannot be read: {error}") from None
+
+
+def best_checkpoint(path: Path) -> Path:
+    """Returns the checkpoint of a run's best validation.
+
+    Args:
+        path: the run's folder.
+
+    Raises:
+        CheckpointError: none is marked, or it does not exist.
+    """
+    marked = path / "checkpoints" / BEST_FILE
+    if not marked.is_file():
+        raise CheckpointError(
+            f"{path}: no checkpoint is marked as the best; a run with checkpoint.keep_best: true "
+            f"and a validation split marks one"
+        )
+    name = marked.read_text(errors="replace").strip()
+    if not STEP_FOLDER.fullmatch(name) or not (marked.parent / name / MANIFEST_FILE).is_file():
+        raise CheckpointError(
+            f"{marked}: names {name!r:.60}, but there is no such checkpoint in the same folder"
+        )
+    return marked.parent / name
+
+
+def find_checkpoint(path: Path) -> Path:
+    """Returns the checkpoint for a path: the path itself, or the newest in a run folder.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    if (path / MANIFEST_FILE).is_file() and (path / INDEX_FILE).is_file():
+        return path
+    for folder in (path / "checkpoints", path):
+        if found := complete_checkpoints(folder):
+            return found[-1]
+    if not path.exists():
+        raise CheckpointError(f"{path}: there is no such folder")
+    if path.is_file():
+        raise CheckpointError(
+            f"{path}: is a file; a checkpoint is a folder step-NNNNNNNN, and a run has several. "
+            "Pickles (.pt, .bin) are not read, because they could run code"
+        )
+    if is_huggingface_folder(path) or is_plain_folder(path):
+        kind = "a Hugging Face folder" if is_huggingface_folder(path) else "a folder of weights"
+        raise CheckpointError(
+            f"{path}: is {kind}; convert it to a checkpoint with `polyad convert {path} "
+            "DESTINATION --to polyad`"
+        )
+    raise CheckpointError(f"{path}: holds no complete checkpoint (a run folder or a step-* folder)")
+
+
+def newest_of(path: Path) -> Path:
+    """Returns the newest checkpoint of a run or its `checkpoints` folder; other paths unchanged."""
+    found = complete_checkpoints(path / "checkpoints") or complete_checkpoints(path)
+    return found[-1] if found else path
+
+
+def read_newest(path: Path, read: Callable[[Path], T], choose: Choose = newest_of) -> T:
+    """Reads the checkpoint for a path; if it is deleted meanwhile, reads the one chosen then.
+
+    Args:
+        path: a run, or anything else that `read` accepts.
+        read: called with the chosen path.
+        choose: chooses the checkpoint for the path.
+
+    Raises:
+        Exception: any exception of `read` for a folder that still exists.
+    """
+    if choose is newest_of:
+        _say_if_another_is_best(path)
+    while True:
+        chosen = choose(path)
+        before = _identity(chosen)
+        try:
+            return read(chosen)
+        except (ValueError, OSError):
+            if before is None or _identity(chosen) == before or choose(path) == path:
+                raise
+            print(
+                f"polyad: {chosen} was deleted while it was being read; reading what {path} "
+                f"has now",
+                file=sys.stderr,
+                flush=True,
+            )
+
+
+def _say_if_another_is_best(run: Path) -> None:
+    if not (run / "checkpoints" / BEST_FILE).is_file():
+        return
+    with suppress(CheckpointError):
+        best, newest = best_checkpoint(run), newest_of(run)
+        if best != newest:
+            print(
+                f"polyad: reading the newest checkpoint of {run}, {newest.name}; its best "
+                f"validation was that of {best}, which --best, or this path, reads",
+                file=sys.stderr,
+                flush=True,
+            )
+
+
+def chosen_by_main(name: str, path: Path, choose: Choose) -> Path:
+    """Returns rank 0's choice for a path on all ranks, before they have met: a run may write
+    another checkpoint before the others look.
+
+    Args:
+        name: a name for the path, the same on all.
+        path: as in `read_newest`.
+        choose: chooses the checkpoint for the path.
+    """
+    chosen = f"{choose(path)}" if comm.environment_rank() == 0 else None
+    return Path(told_by_first(name, chosen))
+
+
+def _identity(folder: Path) -> int | None:
+    """Returns a value that changes if another folder takes this name; None if there is none."""
+    try:
+        return folder.stat().st_ino
+    except OSError:
+        return None
+
+
+def newest_that_opens(folder: Path) -> Checkpoint | None:
+    """Returns the newest checkpoint with a valid manifest, sizes and small files, or None.
+
+    Nothing else is read, so every process may call it separately, before there is a process group.
+    Damaged checkpoints are named in a warning.
+
+    Args:
+        folder: the run's `checkpoints` folder.
+
+    Raises:
+        CheckpointError: there are some, but none can be opened; or one has another version.
+    """
+    reasons = []
+    for path in reversed(step_folders(folder)):
+        try:
+            checkpoint = Checkpoint(path)
+        except DamagedCheckpoint as error:
+            reasons.append(str(error))
+            continue
+        _warn(reasons, path)
+        return checkpoint
+    if reasons:
+        raise DamagedCheckpoint(_none_is_good(folder, reasons))
+    return None
+
+
+def shared(checkpoint: Checkpoint | None) -> Checkpoint | None:
+    """Broadcasts the checkpoint that rank 0 has opened.
+
+    Only rank 0 reads manifest, index and state: if 1,024 processes each requested the sizes of
+    1,024 files, a server would get a million requests.
+
+    Args:
+        checkpoint: the checkpoint on rank 0; ignored on the others.
+    """
+    contents = comm.from_main(None if checkpoint is None else checkpoint.contents)
+    if contents is None or comm.rank() == 0:
+        return checkpoint if comm.rank() == 0 else None
+    return Checkpoint(contents.folder, contents)
+
+
+def newest_verified(checkpoint: Checkpoint | None, folder: Path) -> Checkpoint | None:
+    """Returns the checkpoint to resume from, with every byte verified; all ranks share the reading.
+
+    Args:
+        checkpoint: the result of `newest_that_opens` on rank 0.
+        folder: the run's `checkpoints` folder.
+
+    Returns:
+        This one, or the next older one that is good, the same on every rank; damaged ones are named
+        in a warning.
+
+    Raises:
+        CheckpointError: on every rank: there are some, but none is good.
+    """
+    newest = comm.from_main(None if checkpoint is None else checkpoint.folder)
+    if newest is None:
+        return None
+    found = step_folders(folder) if comm.rank() == 0 else []
+    older = found[: found.index(newest)][::-1] if newest in found else found[::-1]
+    reasons: list[str] = []
+    for path in comm.from_main([newest, *older]) or []:
+        opened, reason = _opened(path, checkpoint)
+        if opened is not None:
+            reason = _verify_together(opened.contents)
+            if reason is None:
+                _warn(reasons, path)
+                opened.verified.update(opened.contents.files)
+                return opened
+        reasons.append(reason or "")
+    raise DamagedCheckpoint(_none_is_good(folder, reasons))
+
+
+def verify_together(checkpoint: Checkpoint) -> None:
+    """Verifies every byte of a checkpoint that all ranks have opened, each a share of the files.
+
+    Raises:
+        DamagedCheckpoint: on every rank.
+    """
+    if reason := _verify_together(checkpoint.contents):
+        raise DamagedCheckpoint(reason)
+    checkpoint.verified.update(checkpoint.contents.files)
+
+
+def _opened(path: Path, newest: Checkpoint | None) -> tuple[Checkpoint | None, str | None]:
+    """Opens a path on rank 0, and returns on every rank the checkpoint, or why it is none."""
+    checkpoint, reason = None, None
+    if comm.rank() == 0:
+        try:
+            known = newest is not None and newest.folder == path
+            checkpoint = newest if known else Checkpoint(path)
+        except CheckpointError as error:
+            reason = str(error)
+    return shared(checkpoint), comm.from_main(reason)
+
+
+def _verify_together(contents: Contents) -> str | None:
+    """Reads every file once, each on one rank; None if all are correct, else the first reason."""
+    reason = None
+    names = contents.share(comm.rank(), comm.size())
+    progress = Progress(report=(lambda line: None) if comm.rank() else None)
+    progress.start(
+        f"verify {contents.folder.name}", sum(contents.files[name].bytes for name in names)
+    )
+    try:
+        contents.verify(names, progress.update)
+    except CheckpointError as error:
+        reason = str(error)
+    finally:
+        progress.close()
+    if not comm.any_rank(reason is not None):
+        return None
+    return next(text for text in comm.from_all(reason) if text is not None)
+
+
+def _none_is_good(folder: Path, reasons: Sequence[str]) -> str:
+    return (
+        f"{'; '.join(reasons)}; no good checkpoint is left in {folder}: move the folder away to "
+        f"begin at step 0, or put a good copy back"
+    )
+
+
+def _warn(reasons: Sequence[str], path: Path) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        for reason in reasons:
+            line = f"polyad: warning: {reason}; the run continues from {path.name}"
+            print(line, file=sys.stderr, flush=True)
