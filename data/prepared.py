@@ -1,8 +1,7 @@
 """What the preparations of text and of images share.
 
-Prepared folders are complete or absent, made by one process at a time, and described by a
-manifest. Verification reports on each of their files. Anything of a source that is left out is
-counted by reason, and reported or refused.
+Prepared folders are complete or absent, and described by a manifest. Verification reports on each
+of their files. Anything of a source that is left out is counted by reason.
 """
 
 import contextlib
@@ -10,60 +9,24 @@ import hashlib
 import shutil
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field
 
-from polyad.data.errors import DataError
-from polyad.data.files import flush_to_disk, locked, temporary_folder
+from polyad.data.files import digest_of, flush_to_disk, temporary_folder
 
 SYSTEM_FILES = frozenset({"__MACOSX", "Thumbs.db", "desktop.ini"})
 """Files that operating systems add, besides all names that begin with a dot."""
 
 
-class LeftOut:
+class LeftOut(Counter[str]):
     """Counts, by reason, what a source contains and the prepared folder does not."""
 
-    def __init__(self) -> None:
-        self.counts: Counter[str] = Counter()
-        self.doubts: list[str] = []
-        """What is taken, although probably not intended."""
-        self._mistakes: dict[str, str] = {}
-
-    def add(self, reason: str, name: str, *, mistake: bool = True) -> None:
-        """Counts something that is left out.
-
-        Args:
-            reason: The kind of thing, in the plural.
-            name: The name of this one.
-            mistake: Whether leaving it out is probably unintended.
-        """
-        reason = reason.encode("utf-8", "backslashreplace").decode()  # as it is stored
-        self.counts[reason] += 1
-        if mistake:
-            self._mistakes.setdefault(reason, name)
-
-    def mistakes(self) -> list[str]:
-        """Lists what was probably left out by mistake: the number, and the first one's name."""
-        return [f"{why}: {self.counts[why]:,} (as {name})" for why, name in self._mistakes.items()]
-
-    def check(self, place: str, more: Sequence[str] = (), *, accept: bool) -> None:
-        """Refuses likely mistakes.
-
-        Args:
-            place: The option and its value.
-            more: Further mistakes.
-            accept: Whether the user accepts all of them.
-
-        Raises:
-            DataError: There is one, and it is not accepted.
-        """
-        mistakes = [f"would leave out {', '.join(self.mistakes())}"] if self._mistakes else []
-        mistakes += [*self.doubts, *more]
-        if mistakes and not accept:
-            raise DataError(f"{place}: {'; '.join(mistakes)}; if that is intended, add --accept")
+    def add(self, reason: str) -> None:
+        """Counts something that is left out."""
+        self[reason.encode("utf-8", "backslashreplace").decode()] += 1  # as it is stored
 
 
 def in_words(counts: Mapping[str, int]) -> str:
@@ -76,55 +39,8 @@ def is_hidden(name: str) -> bool:
     return name.startswith(".") or name in SYSTEM_FILES
 
 
-LOCK_FILE = ".lock"
-"""Locked while a folder is prepared, and then removed, unless the process was killed."""
-PARTIAL_FOLDER = ".partial"
-"""Holds unfinished files where the folder is not created in one step."""
-
-
 @contextlib.contextmanager
-def alone(folder: Path, *, wait: bool = False) -> Iterator[bool]:
-    """Holds the lock of a folder within the block; the folder is created if needed.
-
-    If nothing else is in the folder when the block ends, it is removed.
-
-    Args:
-        folder: The folder.
-        wait: Whether to wait for the process that holds the lock.
-
-    Yields:
-        Whether this process has the lock; False if another process does and `wait` is off.
-
-    Raises:
-        OSError: The folder or the lock cannot be created.
-    """
-    with locked(folder / LOCK_FILE, wait=wait) as ours:
-        try:
-            yield ours
-        finally:
-            if ours:
-                with contextlib.suppress(OSError):
-                    (folder / LOCK_FILE).unlink(missing_ok=True)
-                    folder.rmdir()
-
-
-def partial_file(path: Path) -> Path:
-    """Returns where a file of a prepared folder is written before it is renamed to `path`.
-
-    Args:
-        path: Its final path.
-
-    Returns:
-        A path in a hidden folder inside the prepared one. That folder is created if needed, and
-        removed by the process that prepares the data.
-    """
-    folder = path.parent / PARTIAL_FOLDER
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder / path.name
-
-
-@contextlib.contextmanager
-def staged_folder(output: Path, *, flush: bool = True) -> Iterator[Path]:
+def staged_folder(output: Path) -> Iterator[Path]:
     """Yields a folder to write into, and moves it to `output` when the block ends without error.
 
     The folder is beside `output` under a hidden name and is deleted after an error. Folders left by
@@ -138,12 +54,13 @@ def staged_folder(output: Path, *, flush: bool = True) -> Iterator[Path]:
     """
     with temporary_folder(f".{output.name}.partial-", output.parent) as staging:
         yield staging
-        for path in [*staging.iterdir(), staging] if flush else ():
-            flush_to_disk(path)
-        _put_in_place(staging, output, flush=flush)
+        put_in_place(staging, output)
 
 
-def _put_in_place(staging: Path, output: Path, *, flush: bool) -> None:
+def put_in_place(staging: Path, output: Path) -> None:
+    """Flushes a folder to the disk and renames it, in place of one that is there."""
+    for path in [*staging.iterdir(), staging]:
+        flush_to_disk(path)
     # A rename replaces an empty folder but no other, so the old data is renamed first: between the
     # two renames there is no data, but never a mixture.
     retired = staging.with_name(staging.name.replace(".partial-", ".old-"))
@@ -155,8 +72,7 @@ def _put_in_place(staging: Path, output: Path, *, flush: bool) -> None:
         if retired.exists():
             retired.rename(output)
         raise
-    if flush:
-        flush_to_disk(output.parent)
+    flush_to_disk(output.parent)
     shutil.rmtree(retired, ignore_errors=True)
 
 
@@ -233,6 +149,12 @@ class PreparedFolder(ABC):
         for report in self.reports(read):
             if report.reason is not None:
                 yield report.name, report.reason
+
+
+def digests_of(folder: Path) -> dict[str, str]:
+    """Returns the SHA-256 of each file of a folder that is being prepared."""
+    files = sorted(path for path in folder.iterdir() if path.is_file())
+    return {path.name: digest_of(path) for path in files}
 
 
 def _size(path: Path) -> int:

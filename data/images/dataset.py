@@ -13,7 +13,7 @@ from typing_extensions import override
 from polyad.data.errors import DataError, listed, user_path
 from polyad.data.images.decoding import Pixels
 from polyad.data.images.manifest import ImageManifest
-from polyad.data.images.shards import MOST_BYTES, ROW, Reader, Rows
+from polyad.data.images.shards import ROW, Reader, Rows
 from polyad.data.json_reader import read_json
 from polyad.data.names import check_classes, check_leave_out
 from polyad.data.prepared import MANIFEST_FILE, PreparedFolder
@@ -44,14 +44,6 @@ class ImageSplit:
             )
         labels: npt.NDArray[np.integer] = np.array(self._rows["label"])
         classes = len(manifest.class_names)
-        rows, shards = self._rows, len(manifest.shards)
-        if (
-            len(self._names) <= int(self._ends[-1])
-            or not 0 <= labels.min() <= labels.max() < classes
-            or not 0 <= rows["shard"].min() <= rows["shard"].max() < shards
-            or not 0 <= rows["size"].min() <= rows["size"].max() <= MOST_BYTES
-        ):
-            raise DataError(f"{folder / name}.npy: is damaged; prepare the images again")
         if manifest.has_attributes:
             labels = _attributes(folder, name, len(labels), classes)
         self.labels = labels
@@ -200,13 +192,6 @@ class ImageData(PreparedFolder):
         folder = user_path(path)
         manifest = ImageManifest.read(folder)
         place = f"data.path: {folder}"
-        if manifest.may_be_wrong:
-            raise DataError(
-                f"{place}: was prepared by an older version, which gave the names of classes of "
-                f"one file to all, and could take wrong bytes for an image; `polyad prepare "
-                f"--images {manifest.source} --output {folder}`, with the options of then, reads "
-                f"them anew"
-            )
         made_by = "images prepared by `polyad prepare --images FOLDER --domains`"
         check_leave_out(leave_out, manifest.domain_names, place, made_by)
         data = cls(folder, manifest, leave_out or ())
@@ -226,7 +211,7 @@ class ImageData(PreparedFolder):
     @property
     def contents(self) -> str:
         """A digest of the images of all splits, from the files of the index."""
-        files = {name: record.sha256 for name, record in sorted(self.manifest.files.items())}
+        files = sorted(self.manifest.sha256.items())
         return hashlib.sha256(json.dumps([self.fingerprint, files]).encode()).hexdigest()
 
     @property
@@ -266,14 +251,14 @@ class ImageData(PreparedFolder):
     @property
     @override
     def digests(self) -> Mapping[str, str]:
-        return {name: record.sha256 for name, record in self.manifest.files.items()}
+        return self.manifest.sha256
 
     def _changed_shards(self) -> Iterator[tuple[str, str]]:
         for shard in self.manifest.shards:
             path = Path(shard.path)
             if not path.exists():
                 yield shard.path, "is not there any more"
-            elif shard.kind != "folder" and path.stat().st_size != shard.size:
+            elif shard.kind == "raw" and path.stat().st_size != shard.size:
                 yield shard.path, f"has {path.stat().st_size:,} bytes, it had {shard.size:,}"
 
 

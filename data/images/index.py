@@ -1,8 +1,5 @@
 """The index of images: assigns images to splits; writes rows, names and the manifest."""
 
-import contextlib
-import hashlib
-import io
 import json
 import os
 import re
@@ -12,26 +9,24 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from polyad.data.errors import DataError
 from polyad.data.errors import listed as quoted
-from polyad.data.files import DigestedFile, flush_to_disk, writing
-from polyad.data.images.manifest import (
-    TEST_IS_VALIDATION,
-    FileRecord,
-    ImageManifest,
-    ImageSplitInfo,
-    record_of,
-)
-from polyad.data.images.shards import PACKED_FILE, WHAT_TO_DO, Rows, Shard
+from polyad.data.images.manifest import TEST_IS_VALIDATION, ImageManifest, ImageSplitInfo
+from polyad.data.images.shards import Rows
 from polyad.data.images.sources.found import Found
-from polyad.data.prepared import MANIFEST_FILE, SPLITS, partial_file
+from polyad.data.prepared import SPLITS, digests_of
 
 HELD_OUT = 0.01
 """Share of the training images held out for validation where the data set has no validation
 split besides its test split: big_vision's train[99%:]."""
 _SEED = 0
 """Seed of the choice of held-out images, the same for every user."""
+INDEX = re.compile(
+    rf"({'|'.join(SPLITS)})\.(npy|ends\.npy|names|attributes\.npy|domains\.npy)|images\.bin"
+)
+"""Files of the index."""
 
 
 class Listed(NamedTuple):
@@ -141,61 +136,43 @@ def _held_out(
     return np.sort(np.concatenate(stay)), np.sort(np.concatenate(out))
 
 
-QUICK = ("folder", "raw")
-"""Kinds of shards that are listed anew each time: it is quick, and files may have come or gone, or
-labels be in files that are no shards."""
-INDEX = re.compile(
-    rf"({'|'.join(SPLITS)})\.(npy|ends\.npy|names|attributes\.npy|domains\.npy)|"
-    rf"{PACKED_FILE.pattern}"
-)
-"""Files of the index."""
-
-
 def write_index(
-    output: Path,
+    folder: Path,
     source: str,
     request: str,
     found: Found,
     names: list[str],
     splits: dict[str, Listed],
     said: str | None,
-    *,
-    accepted: bool,
+    output: Path,
 ) -> ImageManifest:
-    """Writes the index; an identical one is kept, since a run may be reading it.
+    """Writes the index.
 
     Args:
-        output: The prepared folder.
+        folder: The folder to write to.
         source: The source as the user wrote it.
         request: Digest of the request.
         found: The source.
         names: The names of the classes.
         splits: The images of each split.
         said: Description of what was held out; None if nothing was.
-        accepted: Whether the user accepted what looks like a mistake.
-
-    Raises:
-        DataError: The disk refuses the write.
+        output: What the folder will be renamed to.
     """
-    files = _Files(output)
-    shards = found.shards
-    if found.packed is not None:
-        shards = without_packed(found.shards)
-        if (packed := found.packed.finish()) is not None:
-            name, size, sha256 = packed
-            files.records[name] = FileRecord(bytes=size, sha256=sha256)
-            about = {"path": str(output / name), "size": size}
-            shards += [shard.model_copy(update=about) for shard in found.shards[len(shards) :]]
     for split, each in splits.items():
         encoded = [os.fsencode(name) for name in each.names]
         ends = np.cumsum([len(name) + 1 for name in encoded], dtype=np.int64) - 1
-        files.save(f"{split}.npy", each.rows)
-        files.save(f"{split}.ends.npy", ends)
-        files.write(f"{split}.names", b"".join(name + b"\n" for name in encoded))
+        np.save(folder / f"{split}.npy", each.rows)
+        np.save(folder / f"{split}.ends.npy", ends)
+        (folder / f"{split}.names").write_bytes(b"".join(name + b"\n" for name in encoded))
         if each.attributes is not None:
-            files.save(f"{split}.attributes.npy", each.attributes)
+            np.save(folder / f"{split}.attributes.npy", each.attributes)
         if each.domains is not None:
-            files.save(f"{split}.domains.npy", each.domains)
+            np.save(folder / f"{split}.domains.npy", each.domains)
+    inside = {
+        shard.path: str(output / Path(shard.path).relative_to(folder))
+        for shard in found.shards
+        if Path(shard.path).is_relative_to(folder)
+    }
     manifest = ImageManifest(
         source=source,
         class_names=names,
@@ -209,84 +186,27 @@ def write_index(
             )
             for split, each in splits.items()
         },
-        shards=shards,
-        stamp=stamp_of(found),
-        left_out=dict(found.left_out.counts),
-        accepted=accepted,
+        shards=[
+            shard.model_copy(update={"path": inside.get(shard.path, shard.path)})
+            for shard in found.shards
+        ],
+        left_out=dict(found.left_out),
         held_out=said,
         request=request,
         fingerprint=_fingerprint(splits["train"], names, found.domain_names),
-        files=dict(files.records),
+        sha256=digests_of(folder),
     )
-    files.write(MANIFEST_FILE, manifest.to_json().encode())
-    if _stands(output, manifest):
-        if ImageManifest.read(output) == manifest:
-            return manifest
-    else:
-        (output / MANIFEST_FILE).unlink(missing_ok=True)  # else it would vouch for some new files
-        for name in manifest.files:
-            partial_file(output / name).replace(output / name)
-    partial_file(output / MANIFEST_FILE).replace(output / MANIFEST_FILE)
-    for path in output.iterdir():  # left by an earlier index
-        if INDEX.fullmatch(path.name) and path.name not in manifest.files:
-            path.unlink()
+    manifest.write(folder)
     return manifest
 
 
-class _Files:
-    """The files of the index, written under temporary names, with sizes and digests."""
-
-    def __init__(self, output: Path) -> None:
-        self._output = output
-        self.records: dict[str, FileRecord] = {}
-
-    def save(self, name: str, array: npt.NDArray[np.generic] | Rows) -> None:
-        content = io.BytesIO()
-        np.save(content, array, allow_pickle=False)
-        self.write(name, content.getbuffer())
-
-    def write(self, name: str, content: bytes | memoryview) -> None:
-        path = self._output / name
-        with (
-            writing(path, WHAT_TO_DO),
-            contextlib.closing(DigestedFile(partial_file(path))) as file,
-        ):
-            file.write(content)
-            self.records[name] = FileRecord(bytes=file.size, sha256=file.finish())
-            flush_to_disk(partial_file(path))
-
-
-def _stands(output: Path, manifest: ImageManifest) -> bool:
-    """Returns whether the folder has the same manifest, and the files that it lists exist."""
-    there = ImageManifest.find(output)
-    if there is None:
-        return False
-    same = there.model_copy(update={"stamp": manifest.stamp}) == manifest
-    files = ((output / name, record) for name, record in manifest.files.items())
-    return same and all(path.is_file() and record_of(path) == record for path, record in files)
-
-
 def _fingerprint(train: Listed, names: list[str], domain_names: list[str]) -> str:
-    digest = hashlib.sha256(json.dumps(names).encode())
-    digest.update(np.ascontiguousarray(train.rows["size"]).tobytes())
+    """Digests the names and labels of the training images, and the classes."""
+    digest = xxhash.xxh3_128(json.dumps([names, domain_names]).encode())
     digest.update(np.ascontiguousarray(train.rows["label"]).tobytes())
-    if train.attributes is not None:
-        digest.update(np.ascontiguousarray(train.attributes).tobytes())
-    if train.domains is not None:
-        digest.update(json.dumps(domain_names).encode() + train.domains.tobytes())
+    for of_each in (train.attributes, train.domains):
+        if of_each is not None:
+            digest.update(np.ascontiguousarray(of_each).tobytes())
     for name in train.names:
         digest.update(os.fsencode(name) + b"\n")
     return digest.hexdigest()
-
-
-def without_packed(shards: Sequence[Shard]) -> list[Shard]:
-    """Returns the shards that are files of the source."""
-    return [shard for shard in shards if not PACKED_FILE.fullmatch(Path(shard.path).name)]
-
-
-def stamp_of(found: Found) -> str:
-    """Digests the class names, and the times at which the image files were last written."""
-    files = [s.path for s in without_packed(found.shards) if s.kind not in QUICK]
-    times = [os.stat(path).st_mtime_ns for path in files]
-    known = [times, found.class_names, found.names_of_shards]
-    return hashlib.sha256(json.dumps(known).encode()).hexdigest()

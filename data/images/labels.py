@@ -1,11 +1,9 @@
-"""Class names of a source: one list for all of its files, and checks for likely mistakes.
+"""Class names of a source: one list for all of its files.
 
 Files may number the same classes differently, as `datasets` does if each split was made alone. The
 name decides: the numbers of each file become positions among the names of the training images.
-Likely mistakes are refused unless the user accepts them.
 """
 
-import unicodedata
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,9 +11,11 @@ import numpy as np
 from polyad.data.errors import DataError
 from polyad.data.errors import listed as quoted
 from polyad.data.images.index import Listed
-from polyad.data.images.sources.classes import NO_CLASSES
-from polyad.data.images.sources.found import Found, split_in
-from polyad.data.names import SPLIT_NAMES, each_once
+from polyad.data.images.sources.found import Found
+from polyad.data.names import each_once
+
+MOST_CLASSES = 1_000_000
+"""Maximum number of classes without names; a higher number is probably an id, not a class."""
 
 
 def by_name(
@@ -43,6 +43,11 @@ def by_name(
     if names is None:
         if highest < 0:
             raise DataError(f"--images: {source}: no image has a class")
+        if highest >= MOST_CLASSES:
+            raise DataError(
+                f"--images: {source}: an image has the label {highest:,}, and without names "
+                f"{MOST_CLASSES:,} classes are allowed: are the labels ids?"
+            )
         names = [str(number) for number in range(highest + 1)]
         names_of = [names] * len(names_of)
     return names, {
@@ -106,84 +111,3 @@ def _in_common(
 
 def _like_it(count: int) -> str:
     return f" ({count:,} images like it)" if count > 1 else ""
-
-
-MOST_CLASSES = 1_000_000
-"""Maximum number of classes without names; a higher number is probably an id, not a class."""
-FEW_IMAGES = 10
-"""Number of images up to which as many classes as images do not look like ids."""
-
-
-def check_highest(source: str, found: Found, listed: dict[str, Listed]) -> None:
-    """Refuses class numbers so high that their names would fill the memory.
-
-    Raises:
-        DataError: A number is too high.
-    """
-    if found.class_names is not None or any(found.names_of_shards):
-        return
-    for split, images in listed.items():
-        if len(images.rows) and int(images.rows["label"].max()) >= MOST_CLASSES:
-            first = int(images.rows["label"].argmax())
-            raise DataError(
-                f"--images: {source}: {images.names[first]} of {split} has the label "
-                f"{int(images.rows['label'][first]):,}, and without names {MOST_CLASSES:,} classes "
-                f"are allowed: are the labels ids?"
-            )
-
-
-def check_mistakes(
-    source: str, found: Found, listed: dict[str, Listed], names: list[str], *, accept: bool
-) -> None:
-    """Refuses likely mistakes.
-
-    Raises:
-        DataError: There is one, and it is not accepted.
-    """
-    more = [] if found.has_attributes else _class_mistakes(found, listed["train"], names)
-    found.left_out.check(f"--images: {source}", more, accept=accept)
-
-
-def _class_mistakes(found: Found, train: Listed, names: list[str]) -> list[str]:
-    counts = np.bincount(train.rows["label"], minlength=len(names))
-    empty = [names[number] for number in np.flatnonzero(counts == 0)[:3]]
-    mistakes = []
-    if len(names) == 1:
-        mistakes.append(f"there is only one class, {names[0]!r}")
-    if empty:
-        many = int((counts == 0).sum())
-        which = f"{many:,} of the {len(names):,} classes have" if many > 1 else "one class has"
-        mistakes.append(f"{which} no training image: {quoted(empty)}{', ...' * (many > 3)}")
-    mistakes += _name_mistakes(names)
-    low = {name.lower() for name in names}
-    if all(low & known for known in NO_CLASSES):
-        mistakes.append(f"{quoted(names, 5)} are no classes: name the folder that has them")
-    numbered = found.class_names is None and not any(found.names_of_shards)
-    ids = numbered and len(train.rows) > FEW_IMAGES
-    if ids and 2 * int((counts > 0).sum()) > len(train.rows):
-        mistakes.append(
-            f"{len(train.rows):,} training images have {int((counts > 0).sum()):,} classes: are "
-            f"the labels ids?"
-        )
-    return mistakes
-
-
-def _name_mistakes(names: list[str]) -> list[str]:
-    """Finds likely mistakes in class names: names of splits, or one class spelled in two ways."""
-    mistakes = []
-    splits = [name for name in names if split_in(name)]
-    if len({split_in(name) for name in splits}) > 1:
-        mistakes.append(
-            f"{quoted(splits, 5)} are called as splits, and would be classes: folders of splits "
-            f"are {', '.join(SPLIT_NAMES)}, and one of them is train or training"
-        )
-    first: dict[str, str] = {}
-    for name in names:
-        # Single letters, as in handwriting, are different classes in upper and lower case.
-        alike = unicodedata.normalize("NFKC", name).casefold().strip() if len(name) > 1 else name
-        if (other := first.setdefault(alike, name)) is not name:
-            mistakes.append(
-                f"{other!a} and {name!a} would be two classes, and differ only by the "
-                f"case of letters, blanks or forms of Unicode"
-            )
-    return mistakes[:3]

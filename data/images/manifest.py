@@ -6,25 +6,22 @@ SPLIT.names         the names of the images, UTF-8, each ended by a line feed
 SPLIT.ends.npy      where each name ends in that file
 SPLIT.attributes.npy    0 or 1 for each attribute of each image, where images have attributes
 SPLIT.domains.npy   the number of each image's domain, where images have domains
-images-*.bin        images that cannot be read in place, one after the other
+images.bin          images of tables, one after the other
 """
 
 import json
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 from pydantic import Field, ValidationError
 
 from polyad.data.config import Config
 from polyad.data.errors import DataError
-from polyad.data.files import digest_of
 from polyad.data.images.shards import Shard
 from polyad.data.json_reader import read_json
-from polyad.data.prepared import MANIFEST_FILE, Count
+from polyad.data.prepared import MANIFEST_FILE, Count, Sha256
 
-FORMAT_VERSION = 2
-"""Version 1 read images of Parquet in other ways, and applied the class names of one file of a
-table to the numbers of all files."""
+FORMAT_VERSION = 3
 TEST_IS_VALIDATION = "test: the data set's validation split"
 """How `held_out` ends in that case."""
 
@@ -37,22 +34,13 @@ class ImageSplitInfo(Config):
     """Images of each class, or with each attribute."""
     per_domain: list[Count] = Field(default_factory=list)
     """Images of each domain; empty: there are none."""
-    grouped: bool = False
-    """Whether a folder of version 1 reads it by whole row groups."""
-
-
-class FileRecord(Config):
-    """A file of the folder."""
-
-    bytes: Count
-    sha256: str
 
 
 class ImageManifest(Config):
     """The whole content of `manifest.json`."""
 
     kind: Literal["images"] = "images"
-    version: Annotated[int, Field(ge=1)] = FORMAT_VERSION
+    version: int = FORMAT_VERSION
     source: str
     """What the user wrote."""
     class_names: list[str]
@@ -62,20 +50,16 @@ class ImageManifest(Config):
     """Empty: images have no domains."""
     splits: dict[str, ImageSplitInfo]
     shards: list[Shard]
-    stamp: str = ""
-    """A digest of when files of images were written last; empty: it is not known."""
     left_out: dict[str, Count] = Field(default_factory=dict)
     """What of the source is not in the index: how many, by reason."""
-    accepted: bool = False
-    """Whether its user has said that what looks like a mistake is meant."""
     held_out: str | None = None
     """What was held out of what; None: the splits are the data set's own."""
     request: str
     """A digest of the request."""
     fingerprint: str
-    """A digest of the training images' names, sizes and labels, and of the classes."""
-    files: dict[str, FileRecord]
-    """The files of the index, by name."""
+    """A digest of the training images' names and labels, and of the classes."""
+    sha256: dict[str, Sha256]
+    """SHA-256 of each other file of the folder, by name."""
 
     @property
     def own_validation(self) -> str | None:
@@ -83,14 +67,6 @@ class ImageManifest(Config):
         if self.held_out is None:
             return "validation" if "validation" in self.splits else None
         return "test" if self.held_out.endswith(TEST_IS_VALIDATION) else None
-
-    @property
-    def may_be_wrong(self) -> bool:
-        """Whether an older version may have taken wrong images, or names of another
-        file."""
-        endings = {Path(shard.path).suffix.lower() for shard in self.shards}
-        several = len(self.shards) > 1 and bool(endings & {".parquet", ".arrow"})
-        return self.version < 2 and (several or any(shard.column for shard in self.shards))
 
     @classmethod
     def read(cls, folder: Path) -> "ImageManifest":
@@ -112,12 +88,13 @@ class ImageManifest(Config):
                 f"data.path: {folder}: holds prepared text, but data.kind: images needs a folder "
                 "made by `polyad prepare --images`"
             )
-        if isinstance(tree.get("version"), int) and tree["version"] > FORMAT_VERSION:
+        if tree.get("version") != FORMAT_VERSION:
             raise DataError(
-                f"{path}: has format version {tree['version']}, which is newer than this program"
+                f"{path}: format version {tree.get('version')!r:.60}, but this Polyad reads "
+                f"version {FORMAT_VERSION}: prepare the images again"
             )
         try:
-            return cls.model_validate_json(json.dumps(tree))
+            return cls.model_validate(tree)
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(str(part) for part in first["loc"])
@@ -131,16 +108,12 @@ class ImageManifest(Config):
         except DataError:
             return None
 
-    def to_json(self) -> str:
-        """Returns the text of the file."""
-        return json.dumps(self.model_dump(mode="json"), indent=1, ensure_ascii=False) + "\n"
+    def write(self, folder: Path) -> None:
+        """Writes the manifest."""
+        text = json.dumps(self.model_dump(mode="json"), indent=1, ensure_ascii=False) + "\n"
+        (folder / MANIFEST_FILE).write_text(text, encoding="utf-8")
 
 
 def is_of_images(tree: object) -> bool:
     """Returns whether a JSON manifest describes prepared images."""
     return isinstance(tree, dict) and tree.get("kind") == "images"
-
-
-def record_of(path: Path) -> FileRecord:
-    """Returns the size and digest of a file."""
-    return FileRecord(bytes=path.stat().st_size, sha256=digest_of(path))

@@ -3,9 +3,7 @@
 import contextlib
 import hashlib
 import json
-import os
 import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,32 +11,22 @@ import numpy as np
 import numpy.typing as npt
 
 from polyad.data.errors import DataError, check_path, user_path
-from polyad.data.files import writing
-from polyad.data.images.index import (
-    INDEX,
-    QUICK,
-    Listed,
-    missing_classes,
-    split_images,
-    stamp_of,
-    without_packed,
-    write_index,
-)
-from polyad.data.images.labels import by_name, check_highest, check_mistakes
-from polyad.data.images.manifest import FORMAT_VERSION, ImageManifest
-from polyad.data.images.shards import MOST_BYTES, ROW, Entry, too_large
+from polyad.data.files import temporary_folder, writing
+from polyad.data.images.index import INDEX, Listed, missing_classes, split_images, write_index
+from polyad.data.images.labels import by_name
+from polyad.data.images.manifest import ImageManifest
+from polyad.data.images.shards import ROW, Entry
 from polyad.data.images.sources.found import Found
 from polyad.data.images.sources.opening import open_images
 from polyad.data.images.sources.published import MNIST
-from polyad.data.prepared import LOCK_FILE, MANIFEST_FILE, PARTIAL_FOLDER, SPLITS, alone, in_words
+from polyad.data.prepared import MANIFEST_FILE, SPLITS, in_words, put_in_place
 from polyad.data.progress import Progress, Report
 
 FEW = 100
 """Number of validation images below which a note says that they are few."""
 OURS = re.compile(
-    rf"{INDEX.pattern}|{re.escape(MANIFEST_FILE)}|"
-    rf"{'|'.join(re.escape(name) for names in MNIST.values() for name in names)}|"
-    rf"files|{re.escape(LOCK_FILE)}|{re.escape(PARTIAL_FOLDER)}"
+    rf"{INDEX.pattern}|{re.escape(MANIFEST_FILE)}|files|"
+    rf"{'|'.join(re.escape(name) for names in MNIST.values() for name in names)}"
 )
 """All files and folders of a prepared folder."""
 
@@ -49,13 +37,12 @@ def prepare_images(
     *,
     held_out: float | None = None,
     domains: bool = False,
-    accept: bool = False,
     overwrite: bool = False,
     report: Report | None = None,
 ) -> ImageManifest:
-    """Makes an index of images, which stay where they are.
+    """Makes an index of images, which stay where they are; images of tables are copied.
 
-    The folder appears complete or not at all. One made from the same request is kept.
+    The folder appears complete or not at all. One made from the same images is kept.
 
     Args:
         source: `digits`, `hub:OWNER/NAME`, or a file or folder; see `open_images`.
@@ -64,8 +51,6 @@ def prepare_images(
             the data set has no validation split besides its test split.
         domains: Whether the source has one folder per domain, each with one folder per class;
             images are then held out within each domain.
-        accept: Whether to prepare images despite a likely mistake, such as a class without images;
-            the same folder then accepts it in later calls.
         overwrite: Whether prepared data in `output` may be replaced.
         report: Receives each line of progress; None writes to standard error.
 
@@ -79,93 +64,42 @@ def prepare_images(
     if held_out is not None and not 0 < held_out < 1:
         raise DataError(f"--held-out: {held_out} is not allowed: above 0 and below 1")
     output = user_path(output).resolve()
-    asked = [source, held_out, *(["domains"] if domains else [])]
-    request = hashlib.sha256(json.dumps(asked).encode()).hexdigest()
+    request = hashlib.sha256(json.dumps([source, held_out, domains]).encode()).hexdigest()
     _check_output(output, request, overwrite)
-    with _alone(output), contextlib.closing(Progress(report)) as progress:
-        found = open_images(source, output, domains=domains)
-        accept = accept or _was_accepted(output, request)
-        kept = _kept(output, request, found)
-        if kept is not None:
+    with (
+        contextlib.closing(Progress(report)) as progress,
+        writing(output, "name another folder with --output"),
+        temporary_folder(f".{output.name}.partial-", output.parent) as folder,
+    ):
+        found = open_images(source, folder, output, domains=domains)
+        listed = _listed(found, progress)
+        if found.packed is not None:
+            found.packed.close()
+        names, labelled = by_name(source, found, listed)
+        for split in listed.keys() - labelled.keys():
+            found.left_out[f"{split} images without a label"] += len(listed[split].names)
+        for domain, missing in missing_classes(labelled["train"], names, found.domain_names):
+            progress.say(f"{domain}: has no image of {missing}")
+        splits, said = split_images(labelled, held_out, found.domain_names)
+        manifest = write_index(folder, source, request, found, names, splits, said, output)
+        if ImageManifest.find(output) == manifest:  # a run may be reading it
             progress.say(f"{output}: already prepared from the same images; kept as it is")
-            return kept
-        try:
-            listed = _listed(found, progress)
-            check_highest(source, found, listed)
-            names, labelled = by_name(source, found, listed)
-            for split in listed.keys() - labelled.keys():
-                for name in listed[split].names:
-                    found.left_out.add(f"{split} images without a label", name, mistake=False)
-            check_mistakes(source, found, labelled, names, accept=accept)
-            for domain, missing in missing_classes(labelled["train"], names, found.domain_names):
-                progress.say(f"{domain}: has no image of {missing}")
-            splits, said = split_images(labelled, held_out, found.domain_names)
-            return write_index(output, source, request, found, names, splits, said, accepted=accept)
-        finally:
-            if found.packed is not None:
-                found.packed.close()
-
-
-@contextlib.contextmanager
-def _alone(output: Path) -> Iterator[None]:
-    """Locks the folder within the block, and removes unfinished files.
-
-    Raises:
-        DataError: Another process is preparing it, or it cannot be created.
-    """
-    with contextlib.ExitStack() as taken:
-        ours = True
-        with writing(output, "name another folder with --output"):
-            output.mkdir(parents=True, exist_ok=True)
-            lock = output / LOCK_FILE
-            # Without write access, the caller can still learn that the folder is up to date.
-            if os.access(lock if lock.exists() else output, os.W_OK):
-                ours = taken.enter_context(alone(output))
-        if not ours:
-            raise DataError(
-                f"--output: {output}: another process is preparing it; wait until it has finished, "
-                "or name another folder"
-            )
-        try:
-            yield
-        finally:
-            shutil.rmtree(output / PARTIAL_FOLDER, ignore_errors=True)
+        else:
+            put_in_place(folder, output)
+        return manifest
 
 
 def _check_output(output: Path, request: str, overwrite: bool) -> None:
-    manifest = output / MANIFEST_FILE
-    if not manifest.exists():
-        others = [e.name for e in output.iterdir()] if output.is_dir() else []
-        foreign = [name for name in others if not OURS.fullmatch(name)]
-        if PARTIAL_FOLDER not in others and not overwrite:  # no preparation was begun here
-            foreign += [name for name in others if INDEX.fullmatch(name)]
-        if output.exists() and (not output.is_dir() or foreign):
-            what = f"holds {foreign[0]}" if foreign else "is a file"
-            raise DataError(f"--output: {output}: {what}, and is not a folder of prepared images")
+    if not output.exists():
         return
-    found = ImageManifest.find(output)
-    if (found is None or found.request != request) and not overwrite:
+    names = [entry.name for entry in output.iterdir()] if output.is_dir() else []
+    foreign = [name for name in names if not OURS.fullmatch(name)]
+    if not output.is_dir() or foreign or (names and MANIFEST_FILE not in names):
+        what = f"holds {(foreign or names)[0]}" if names else "is a file"
+        raise DataError(f"--output: {output}: {what}, and is not a folder of prepared images")
+    existing = ImageManifest.find(output)
+    if names and (existing is None or existing.request != request) and not overwrite:
         raise DataError(f"--output: {output}: holds other prepared data; --overwrite replaces it")
-
-
-def _was_accepted(output: Path, request: str) -> bool:
-    """Returns whether likely mistakes were accepted in an earlier call with the same request."""
-    manifest = ImageManifest.find(output)
-    return manifest is not None and manifest.request == request and manifest.accepted
-
-
-def _kept(output: Path, request: str, found: Found) -> ImageManifest | None:
-    """Returns the manifest of a folder that was made from the same request and files."""
-    manifest = ImageManifest.find(output)
-    if manifest is None:
-        return None
-    own, theirs = map(without_packed, (manifest.shards, found.shards))
-    if (manifest.version, manifest.request, own) != (FORMAT_VERSION, request, theirs):
-        return None
-    if manifest.stamp != stamp_of(found) or any(s.kind in QUICK for s in found.shards):
-        return None
-    complete = all((output / name).is_file() for name in manifest.files)
-    return manifest if complete else None
 
 
 def _listed(found: Found, progress: Progress) -> dict[str, Listed]:
@@ -180,7 +114,7 @@ def _listed(found: Found, progress: Progress) -> dict[str, Listed]:
         for entry in found.splits[split]():
             _check_name(entry)
             if not entry.size:
-                found.left_out.add("images of 0 bytes", entry.name)
+                found.left_out.add("images of 0 bytes")
                 continue
             rows.append(entry[:4])
             names.append(entry.name)
@@ -195,7 +129,7 @@ def _listed(found: Found, progress: Progress) -> dict[str, Listed]:
         of_domain = np.array(domains, dtype=np.int32) if domains else None
         listed[split] = Listed(np.array(rows, dtype=ROW), names, of_each, of_domain)
     if not listed.get("train") or not len(listed["train"].rows):
-        without = ", ".join(found.left_out.mistakes())
+        without = in_words(found.left_out)
         raise DataError(
             f"--images: the source has no training images{f', but {without}' * bool(without)}"
         )
@@ -205,8 +139,6 @@ def _listed(found: Found, progress: Progress) -> dict[str, Listed]:
 def _check_name(entry: Entry) -> None:
     if "\n" in entry.name:
         raise DataError(f"{entry.name!r}: the name of an image must not contain a line feed")
-    if entry.size > MOST_BYTES:
-        raise DataError(f"{entry.name}: {too_large(entry.size)}")
     if not -1 <= entry.label < 2**31:
         raise DataError(
             f"{entry.name}: has the label {entry.label}, which is not the number of a class"

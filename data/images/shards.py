@@ -1,21 +1,15 @@
-"""Where the bytes of images are: in files of a folder, or at offsets in larger files.
+"""Where the bytes of images are: in files of a folder, or at offsets in a larger file.
 
 An image is a row (shard, offset, size, label). The meaning of offset and size depends on the
 shard's kind:
 
     folder    a file of that name in the folder; its size
-    range     bytes of a tar, a zip, a table, or the prepared folder's own file, stored unchanged
-    zip       the size of a compressed member of that name
+    range     bytes of `images.bin` in the prepared folder, copied unchanged from a table
     raw       pixels without a format, of the shard's shape
-    parquet   only in folders of version 1, which cannot be read
 """
 
-import functools
 import io
 import os
-import re
-import zipfile
-import zlib
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -25,15 +19,12 @@ from pydantic import Field
 
 from polyad.data.config import Config
 from polyad.data.errors import DataError
-from polyad.data.files import DigestedFile, flush_to_disk, writing
+from polyad.data.files import writing
 from polyad.data.images.decoding import Pixels, decode
-from polyad.data.prepared import partial_file
 
-Kind = Literal["folder", "range", "zip", "parquet", "raw"]
+Kind = Literal["folder", "range", "raw"]
 ROW = np.dtype([("shard", "<i4"), ("offset", "<i8"), ("size", "<i8"), ("label", "<i4")])
 Rows = npt.NDArray[np.void]
-MOST_BYTES = 1 << 29
-"""Maximum size of one image file, in bytes."""
 
 
 class Shard(Config):
@@ -43,11 +34,11 @@ class Shard(Config):
     """Absolute."""
     kind: Kind
     size: Annotated[int, Field(ge=0)] = 0
-    """Bytes of the file; 0 for a folder."""
+    """Bytes of a raw file; 0 for the others."""
     shape: Annotated[tuple[int, int, int], Field(strict=False)] | None = None
     """Channels, height and width of raw pixels."""
-    column: str | None = None
-    """The column of images, of parquet in folders of version 1."""
+    source: str = ""
+    """The table that its images were copied from."""
 
 
 class Entry(NamedTuple):
@@ -64,11 +55,6 @@ class Entry(NamedTuple):
     """The number of its domain; None if the source has none."""
 
 
-def too_large(size: int) -> str:
-    """Returns the error message for an image file that is too large."""
-    return f"has {size:,} bytes, and {MOST_BYTES:,} are allowed for an image"
-
-
 class Reader:
     """Reads images by their rows; open files are not shared between processes.
 
@@ -78,7 +64,7 @@ class Reader:
 
     def __init__(self, shards: tuple[Shard, ...]) -> None:
         self._shards = shards
-        self._files: dict[int, int] = {}
+        self._files: dict[str, int] = {}
         self._process = os.getpid()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -117,45 +103,24 @@ class Reader:
     def place(self, row: Any, name: str) -> str:
         """Returns an image's location, for messages."""
         shard = self._shards[int(row["shard"])]
-        return str(Path(shard.path) / name) if shard.kind == "folder" else f"{shard.path}: {name}"
+        if shard.kind == "folder":
+            return str(Path(shard.path) / name)
+        return f"{shard.source or shard.path}: {name}"
 
     def _content(self, shard: Shard, row: Any, name: str) -> bytes:
         if shard.kind == "folder":
-            with (Path(shard.path) / name).open("rb") as file:
-                size = os.fstat(file.fileno()).st_size
-                if size > MOST_BYTES:
-                    raise DataError(f"{self.place(row, name)}: {too_large(size)}")
-                return file.read()
-        if shard.kind == "zip":
-            return _member(shard.path, name)
-        content = os.pread(self._file(int(row["shard"])), int(row["size"]), int(row["offset"]))
+            return (Path(shard.path) / name).read_bytes()
+        content = os.pread(self._file(shard.path), int(row["size"]), int(row["offset"]))
         if len(content) < int(row["size"]):
             raise DataError(f"{self.place(row, name)}: the file ends before the image does")
         return content
 
-    def _file(self, number: int) -> int:
+    def _file(self, path: str) -> int:
         if self._process != os.getpid():  # a forked process does not share the parent's files
             self._files, self._process = {}, os.getpid()
-        if number not in self._files:
-            self._files[number] = os.open(self._shards[number].path, os.O_RDONLY | os.O_CLOEXEC)
-        return self._files[number]
-
-
-def _member(path: str, name: str) -> bytes:
-    try:
-        with _zip(path, os.getpid()).open(name) as member:
-            content = member.read(MOST_BYTES + 1)
-            if len(content) > MOST_BYTES:
-                raise DataError(f"{path}: {name}: {too_large(len(content))}")
-            return content
-    except (zipfile.BadZipFile, zlib.error, KeyError, NotImplementedError, RuntimeError) as error:
-        raise DataError(f"{path}: {name}: cannot be unpacked: {error}") from None
-
-
-@functools.lru_cache(maxsize=8)
-def _zip(path: str, process: int) -> zipfile.ZipFile:
-    """Opens a zip file, one per process: forked processes share the file position."""
-    return zipfile.ZipFile(path)
+        if path not in self._files:
+            self._files[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        return self._files[path]
 
 
 def png(pixels: npt.NDArray[np.uint8]) -> bytes:
@@ -167,24 +132,17 @@ def png(pixels: npt.NDArray[np.uint8]) -> bytes:
     return file.getvalue()
 
 
-PACKED_FILE = re.compile(r"images(-[0-9a-f]{12})?\.bin")
-"""Its name in a prepared folder, with the first digits of its SHA-256: a run that expects other
-content does not find the file, rather than read wrong bytes."""
-WHAT_TO_DO = "make room there, and run the same command again"
-"""Advice where the disk is full."""
-
-
 class Packed:
-    """A file that images are appended to, created with the first image.
+    """The file that images of tables are copied to, created with the first one.
 
     Args:
-        folder: The prepared folder.
+        folder: The folder that is being prepared.
     """
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "images.bin"
-        """Its provisional path until it is finished."""
-        self._file: DigestedFile | None = None
+        self._file: io.BufferedWriter | None = None
+        self._size = 0
 
     def add(self, content: bytes) -> int:
         """Appends an image.
@@ -195,31 +153,19 @@ class Packed:
         Raises:
             DataError: The disk refuses the write.
         """
-        with writing(self.path, WHAT_TO_DO):
+        with writing(self.path):
             if self._file is None:
-                self._file = DigestedFile(partial_file(self.path))
+                self._file = self.path.open("wb")
             self._file.write(content)
-        return self._file.size - len(content)
+        self._size += len(content)
+        return self._size - len(content)
 
-    def finish(self) -> tuple[str, int, str] | None:
-        """Closes the file and flushes it to disk; it is still among the unfinished files.
-
-        Returns:
-            Its name, its size in bytes and its SHA-256; None if no image was added.
+    def close(self) -> None:
+        """Closes the file.
 
         Raises:
             DataError: The disk refuses the write.
         """
-        if self._file is None:
-            return None
-        with writing(self.path, WHAT_TO_DO):
-            sha256, partial = self._file.finish(), partial_file(self.path)
-            flush_to_disk(partial)
-        name = f"images-{sha256[:12]}.bin"
-        partial.rename(partial.with_name(name))
-        return name, self._file.size, sha256
-
-    def close(self) -> None:
-        """Closes the file, finished or not."""
         if self._file is not None:
-            self._file.close()
+            with writing(self.path):
+                self._file.close()

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from polyad.data.errors import DataError, nearest, user_path
-from polyad.data.prepared import LeftOut, SplitName
+from polyad.data.prepared import LeftOut, SplitName, in_words
 from polyad.data.text.folders import (
     PACKAGE,
     ending_of,
@@ -243,7 +243,7 @@ def _open_files(
     if path.is_dir():
         files = text_files(path, lambda f: _format(f, "files", file_format) is not None, left_out)
         if not files:
-            there = "; ".join(left_out.mistakes())
+            there = in_words(left_out)
             raise DataError(
                 f"{spec}: no {'' if file_format else _endings() + ' '}file in this folder"
                 f"{f', but {there}' * bool(there)}"

@@ -215,7 +215,7 @@ def open_dataset(
     left_out = LeftOut()
     for name in splits:
         if name not in SPLITS:
-            left_out.add(f"splits other than {', '.join(SPLITS)}", name, mistake=False)
+            left_out.add(f"splits other than {', '.join(SPLITS)}")
     for name in SPLITS:
         if name not in splits:
             continue

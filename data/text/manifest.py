@@ -8,7 +8,6 @@ from pydantic import Field, ValidationError
 
 from polyad.data.config import Config
 from polyad.data.errors import DataError
-from polyad.data.files import digest_of
 from polyad.data.json_reader import read_json
 from polyad.data.prepared import MANIFEST_FILE, SPLITS, Count, Sha256
 from polyad.data.prepared import SplitName as SplitName
@@ -162,8 +161,3 @@ class Manifest(Config):
         """
         path = folder / MANIFEST_FILE
         path.write_text(self.model_dump_json(indent=2) + "\n", encoding="utf-8")
-
-
-def digests_of(folder: Path) -> dict[str, str]:
-    """Returns the SHA-256 of each file of a folder that is being prepared."""
-    return {path.name: digest_of(path) for path in sorted(folder.iterdir())}

@@ -15,6 +15,7 @@ from polyad.data.prepared import (
     SPLITS,
     LeftOut,
     SplitName,
+    digests_of,
     in_words,
     staged_folder,
 )
@@ -36,7 +37,6 @@ from polyad.data.text.manifest import (
     Request,
     SplitInfo,
     TokenizerInfo,
-    digests_of,
 )
 from polyad.data.text.source import Part, Skipped, Source, Sources, documents_needed
 from polyad.data.text.tokenizers.tokenizer import Tokenizer, all_cores, special_line
@@ -86,9 +86,6 @@ class PrepareConfig:
     """What counts as a document of a text file: `files`, the whole file, or `lines`."""
     file_format: FileFormat | None = None
     """`text` reads files as text whatever their extension; None: by extension."""
-    accept: bool = False
-    """Whether to prepare text despite a likely mistake, such as files of a folder that are not
-    read."""
     part: str | None = None
     """`K/N`: only the K-th of N shares of the documents, from 1; None for all documents."""
 
@@ -248,7 +245,7 @@ def _open(config: PrepareConfig) -> _Text:
         file_format=config.file_format,
         part=config.part,
     )
-    files, left_out = _counted(config, by_split)
+    files, left_out = _counted(by_split)
     return _Text(request, by_split, fractions, loaded, notes, files, left_out)
 
 
@@ -489,21 +486,16 @@ def left_out_of(manifest: Manifest) -> str:
     return in_words(found | manifest.left_out)
 
 
-def _counted(
-    config: PrepareConfig, by_split: dict[SplitName, Source]
-) -> tuple[Mapping[str, int], Mapping[str, int]]:
-    """Counts files that are read and what is left out; refuses likely mistakes."""
+def _counted(by_split: dict[SplitName, Source]) -> tuple[Mapping[str, int], Mapping[str, int]]:
+    """Counts files that are read and what is left out."""
     files, left_out = Counter[str](), Counter[str]()
     seen: list[LeftOut] = []
-    options = {config.validation_source: "validation-source", config.test_source: "test-source"}
     for text in by_split.values():
         if isinstance(text, FileSource):
             files += text.taken()
         if isinstance(text, FileSource | DatasetSource) and text.left_out not in seen:
-            option = options.get(text.spec, "source")
-            text.left_out.check(f"--{option}: {text.spec}", accept=config.accept)
             seen.append(text.left_out)
-            left_out += text.left_out.counts
+            left_out += text.left_out
     return files, left_out
 
 

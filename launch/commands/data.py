@@ -12,15 +12,8 @@ from polyad.train.results import aligned
 
 @dataclass(frozen=True, kw_only=True)
 class TextOptions:
-    """What `polyad prepare` takes of text; `accept`, `output` and `overwrite` are of images too."""
+    """What `polyad prepare` takes of text; `output` and `overwrite` are of images too."""
 
-    accept: Annotated[
-        bool,
-        Argument(
-            "continue despite what looks like a mistake, such as skipped files, a class without "
-            "images, or only one class; it is still reported"
-        ),
-    ] = False
     source: Annotated[
         str | None,
         Argument(
@@ -112,8 +105,8 @@ def prepare(
         str | None,
         Argument(
             "prepare images instead of text; SOURCE is digits, hub:OWNER/NAME, a folder with one "
-            "subfolder per class (or a .zip or .tar of it), WebDataset .tar files, .parquet "
-            "files, a folder saved by Hugging Face datasets, or the original MNIST or CIFAR files",
+            "subfolder per class, .parquet files, a folder saved by Hugging Face datasets, or the "
+            "original MNIST, CIFAR or CelebA files",
             "SOURCE",
         ),
     ] = None,
@@ -128,8 +121,8 @@ def prepare(
     domains: Annotated[
         bool,
         Argument(
-            "with --images: SOURCE is a folder (or a .zip or .tar of it) with one subfolder per "
-            "domain, each with one subfolder per class; images are held out from every domain"
+            "with --images: SOURCE is a folder with one subfolder per domain, each with one "
+            "subfolder per class; images are held out from every domain"
         ),
     ] = False,
     join: Annotated[
@@ -148,7 +141,7 @@ def prepare(
         if join:
             raise UsageError("--join: applies to text only, and is not allowed with --images")
         why = "applies to text only, and is not allowed with --images"
-        _refuse(text, besides=("accept", "output", "overwrite"), why=why)
+        _refuse(text, besides=("output", "overwrite"), why=why)
         _prepare_images(images, text, held_out=held_out, domains=domains)
         return
     if held_out is not None:
@@ -186,7 +179,6 @@ def _prepare_images(
             options.output,
             held_out=held_out,
             domains=domains,
-            accept=options.accept,
             overwrite=options.overwrite,
         )
         rows = list(prepared_rows(manifest, Path(options.output), time.monotonic() - started))

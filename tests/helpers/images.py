@@ -2,8 +2,6 @@
 
 import io
 import json
-import tarfile
-import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -42,32 +40,6 @@ def class_folders(root: Path, each: int = 8) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
     return root
-
-
-def zipped(path: Path, each: int = 8, *, deflated: bool = False) -> Path:
-    """The same in a zip, in a folder of its split."""
-    kind = zipfile.ZIP_DEFLATED if deflated else zipfile.ZIP_STORED
-    with zipfile.ZipFile(path, "w", kind) as archive:
-        for name, _, content in listed(each):
-            archive.writestr(f"train/{name}", content)
-    return path
-
-
-def webdataset(path: Path, each: int = 8, *, as_json: bool = False) -> Path:
-    """The same as a WebDataset tar."""
-    with tarfile.open(path, "w") as archive:
-        for number, (_, label, content) in enumerate(listed(each)):
-            said = json.dumps({"label": label}) if as_json else str(label)
-            ending = "json" if as_json else "cls"
-            for name, data in (
-                (f"{number:06}.{ending}", said.encode()),
-                (f"{number:06}.jpg", content),
-            ):
-                info = tarfile.TarInfo(name)
-                info.size = len(data)
-                archive.addfile(info, io.BytesIO(data))
-    (path.parent / "classes.txt").write_text("\n".join(CLASSES))
-    return path
 
 
 def parquet(path: Path, each: int = 8, *, group: int = 5, compression: str = "none") -> Path:

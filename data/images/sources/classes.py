@@ -13,23 +13,9 @@ from polyad.data.images.sources.found import (
     Parts,
     Tree,
     is_image,
-    split_in,
 )
 from polyad.data.names import SPLIT_NAMES
 from polyad.data.prepared import LeftOut
-
-BESIDE = frozenset(
-    {
-        *(".txt", ".md", ".rst", ".csv", ".tsv", ".json", ".jsonl", ".xml", ".yaml", ".yml"),
-        *(".html", ".pdf", ".log", ".ini", ".py", ".m", ".sh", ".sha256", ".md5"),
-    }
-)
-"""Extensions of annotation files beside images: leaving these out is no mistake."""
-NO_CLASSES = (
-    frozenset({"images", "image", "imgs", "img", "pictures", "photos"}),
-    frozenset({"labels", "label", "masks", "mask", "annotations", "annotation", "segmentations"}),
-)
-"""Folders of images, and folders of annotations: where both exist, neither is a class."""
 
 
 class _Image(NamedTuple):
@@ -57,8 +43,6 @@ def by_class(tree: Tree, left_out: LeftOut) -> Found:
     around = _around(tree, 2)
     tops = _split_folders(tree, around)
     places = {split: (*around, top) for split, top in tops.items()} or {"train": around}
-    if not tops and around and (other := split_in(around[-1])):
-        left_out.doubts.append(f"the folder {around[-1]} of a {other} split would be trained on")
     split_at = {place: split for split, place in places.items()}
     images: dict[str, list[_Image]] = {split: [] for split in places}
     depth = len(around) + bool(tops)
@@ -66,11 +50,11 @@ def by_class(tree: Tree, left_out: LeftOut) -> Found:
         split = split_at.get(file.parts[:depth])
         in_class = split is not None and len(file.parts) > depth + 1
         if not is_image(file.parts[-1]):
-            _leave_out(file, left_out, in_class=in_class)
+            _leave_out(file, left_out)
         elif split is None:
-            left_out.add("images outside a split folder", "/".join(file.parts))
+            left_out.add("images outside a split folder")
         elif not in_class:
-            left_out.add("images outside a class folder", "/".join(file.parts))
+            left_out.add("images outside a class folder")
         else:
             images[split].append(_Image(file, file.parts[depth], file.parts[depth + 1 :]))
     classes = {
@@ -99,11 +83,11 @@ def by_domain(tree: Tree, left_out: LeftOut) -> Found:
     for file in sorted(tree.files):
         parts = file.parts[depth:] if file.parts[:depth] == around else ()
         if not is_image(file.parts[-1]):
-            _leave_out(file, left_out, in_class=len(parts) > 2)
+            _leave_out(file, left_out)
         elif len(parts) == 2:
             raise _no_domains(tree, f"{parts[0]} holds images, but no folders of classes")
         elif len(parts) < 2:
-            left_out.add("images outside a domain folder", "/".join(file.parts))
+            left_out.add("images outside a domain folder")
         else:
             images.append(_Image(file, parts[1], parts[2:], parts[0]))
     domains = _below(tree, around)
@@ -138,10 +122,9 @@ def _found(
     splits: dict[str, Callable[[], Iterator[Entry]]] = {}
     for shard, (split, found) in enumerate(images.items()):
         found.sort(key=lambda image: (image.domain, label[image.name], "/".join(image.rest)))
-        splits[split] = partial(_entries, found, label, domains, None if tree.shards else shard)
+        splits[split] = partial(_entries, found, label, domains, shard)
     return Found(
-        shards=tree.shards
-        or [Shard(path=str(tree.root.joinpath(*place)), kind="folder") for place in places],
+        shards=[Shard(path=str(tree.root.joinpath(*place)), kind="folder") for place in places],
         splits=splits,
         class_names=names,
         domain_names=domains,
@@ -151,17 +134,13 @@ def _found(
 
 
 def _entries(
-    images: list[_Image], label: Mapping[str, int], domains: list[str], shard: int | None
+    images: list[_Image], label: Mapping[str, int], domains: list[str], shard: int
 ) -> Iterator[Entry]:
-    """Yields the images of a split; `shard` is that of their folder, where each image is a file."""
+    """Yields the images of a split."""
     for file, name, rest, domain in images:
         number = domains.index(domain) if domains else None
-        if shard is None:
-            place, called = (file.shard, file.offset, file.size), file.name
-        else:
-            called = "/".join((*([domain] if domain else []), name, *rest))
-            place = (shard, 0, file.size)
-        yield Entry(*place, label[name], called, domain=number)
+        called = "/".join((*([domain] if domain else []), name, *rest))
+        yield Entry(shard, 0, file.size, label[name], called, domain=number)
 
 
 def _around(tree: Tree, depth: int) -> Parts:
@@ -184,10 +163,9 @@ def _below(tree: Tree, place: Parts) -> set[str]:
     return {f[depth] for f in tree.folders if len(f) == depth + 1 and f[:depth] == place}
 
 
-def _leave_out(file: File, left_out: LeftOut, *, in_class: bool) -> None:
+def _leave_out(file: File, left_out: LeftOut) -> None:
     ending = PurePosixPath(file.parts[-1]).suffix.lower()
-    why = f"files that end in {ending}" if ending else "files without an ending"
-    left_out.add(why, "/".join(file.parts), mistake=in_class and ending not in BESIDE)
+    left_out.add(f"files that end in {ending}" if ending else "files without an ending")
 
 
 def _split_folders(tree: Tree, around: Parts) -> dict[str, str]:

@@ -13,6 +13,7 @@ The lists may be in folders of their own, as in the archive (Anno/, Eval/, Img/)
 """
 
 import gzip
+import shutil
 import struct
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -23,10 +24,9 @@ import numpy as np
 import numpy.typing as npt
 
 from polyad.data.errors import DataError
-from polyad.data.files import writing
-from polyad.data.images.shards import WHAT_TO_DO, Entry, Shard
+from polyad.data.images.shards import Entry, Shard
 from polyad.data.images.sources.found import IMAGE_SUFFIXES, Found, is_image
-from polyad.data.prepared import LeftOut, is_hidden, partial_file
+from polyad.data.prepared import LeftOut, is_hidden
 
 MNIST = {
     "train": ("train-images-idx3-ubyte", "train-labels-idx1-ubyte"),
@@ -35,8 +35,6 @@ MNIST = {
 CIFAR_10 = {"train": [f"data_batch_{n}.bin" for n in range(1, 6)], "test": ["test_batch.bin"]}
 CIFAR_100 = {"train": ["train.bin"], "test": ["test.bin"]}
 CIFAR_PIXELS = 3 * 32 * 32
-MOST_UNPACKED = 1 << 32
-"""Maximum unpacked size of a `.gz`, in bytes."""
 
 
 def is_raw(root: Path) -> bool:
@@ -46,14 +44,14 @@ def is_raw(root: Path) -> bool:
     )
 
 
-def open_raw(root: Path, output: Path, left_out: LeftOut) -> Found:
+def open_raw(root: Path, folder: Path, left_out: LeftOut) -> Found:
     """Opens a folder of MNIST or CIFAR files.
 
     Raises:
         DataError: A file is damaged, or has no labels beside it.
     """
     if _mnist_file(root, MNIST["train"][0]) is not None:
-        return _open_mnist(root, output, left_out)
+        return _open_mnist(root, folder, left_out)
     cifar_10 = (root / CIFAR_10["train"][0]).is_file()
     names, labels = (CIFAR_10, 1) if cifar_10 else (CIFAR_100, 2)
     return _open_cifar(root, names, labels, left_out)
@@ -68,9 +66,9 @@ def _note_others(root: Path, used: Iterable[Path], left_out: LeftOut) -> None:
     known = {_plain(path.name) for path in used}
     for file in sorted(root.iterdir()):
         if _plain(file.name) not in known and not is_hidden(file.name) and file.is_file():
-            mistake = is_image(file.name) or file.suffix in (".bin", ".gz") or "ubyte" in file.name
-            why = f"files that end in {file.suffix}" if file.suffix else "files without an ending"
-            left_out.add(why, file.name, mistake=mistake)
+            left_out.add(
+                f"files that end in {file.suffix}" if file.suffix else "files without an ending"
+            )
 
 
 def _mnist_file(root: Path, name: str) -> Path | None:
@@ -80,7 +78,7 @@ def _mnist_file(root: Path, name: str) -> Path | None:
     return None
 
 
-def _open_mnist(root: Path, output: Path, left_out: LeftOut) -> Found:
+def _open_mnist(root: Path, folder: Path, left_out: LeftOut) -> Found:
     used: list[Path] = []
     shards: list[Shard] = []
     splits: dict[str, Callable[[], Iterator[Entry]]] = {}
@@ -91,7 +89,7 @@ def _open_mnist(root: Path, output: Path, left_out: LeftOut) -> Found:
         if len(there) == 1:
             raise DataError(f"{there[0]}: is incomplete: {' and '.join(names)} are all needed")
         used += there
-        images, labels = (_unpacked(file, output) for file in there)
+        images, labels = (_unpacked(file, folder) for file in there)
         count, height, width = _header(images, 3)
         (known,) = _header(labels, 1)
         if known != count:
@@ -111,29 +109,16 @@ def _open_mnist(root: Path, output: Path, left_out: LeftOut) -> Found:
     return Found(shards=shards, splits=splits, class_names=None, left_out=left_out)
 
 
-def _unpacked(file: Path, output: Path) -> Path:
+def _unpacked(file: Path, folder: Path) -> Path:
     if file.suffix != ".gz":
         return file.resolve()
-    target = output / file.stem
-    with writing(target, WHAT_TO_DO):
-        partial = partial_file(target)
-        with partial.open("wb") as unpacked:
-            for block in _blocks(file):
-                unpacked.write(block)
-    return partial.replace(target).resolve()
-
-
-def _blocks(file: Path) -> Iterator[bytes]:
-    left = MOST_UNPACKED
+    target = folder / file.stem
     try:
-        with gzip.open(file) as packed:
-            while block := packed.read(1 << 20):
-                left -= len(block)
-                if left < 0:
-                    raise DataError(f"{file}: unpacks to more than {MOST_UNPACKED:,} bytes")
-                yield block
-    except (OSError, EOFError, zlib.error) as error:
+        with gzip.open(file) as packed, target.open("wb") as unpacked:
+            shutil.copyfileobj(packed, unpacked, 1 << 20)
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise DataError(f"{file}: cannot be unpacked: {error}") from None
+    return target
 
 
 def _header(file: Path, dimensions: int) -> tuple[int, ...]:
@@ -209,7 +194,7 @@ def open_attributes(root: Path, attributes: Path, left_out: LeftOut) -> Found:
     folder = _folder_of(root, next(iter(values)))
     for file in sorted(folder.iterdir()):
         if is_image(file.name) and not is_hidden(file.name) and file.name not in values:
-            left_out.add(f"images that {attributes.name} does not name", file.name)
+            left_out.add(f"images that {attributes.name} does not name")
 
     def entries(split: str) -> Iterator[Entry]:
         for file, of_file in values.items():

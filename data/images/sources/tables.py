@@ -2,11 +2,9 @@
 
 A column of images holds structs {bytes, path}, as `datasets` writes them, or bytes; labels are in
 another column, or in boolean columns, which are attributes (as in flwrlabs/celeba). Images are
-decoded from the table by pyarrow alone; an image is later read in place if the file contains
-exactly its bytes, and is otherwise copied into a file of the prepared folder.
+copied into a file of the prepared folder.
 """
 
-import mmap
 import os
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -26,8 +24,6 @@ from polyad.data.prepared import LeftOut
 LABELS = ("label", "fine_label", "labels", "class")
 """Columns that may hold the class, in order of preference: CIFAR-100 has fine and coarse ones."""
 IMAGES = ("image", "img")
-NEAR, FAR = 1 << 16, 1 << 22
-"""Bytes after an image that are searched for the next one, and for the first of a row group."""
 
 
 class Columns(NamedTuple):
@@ -120,56 +116,8 @@ def _is_text(kind: Any) -> bool:
     return bool(kinds.is_string(kind) or kinds.is_large_string(kind) or kinds.is_string_view(kind))
 
 
-class Places:
-    """Locates the bytes of each image of a file.
-
-    Args:
-        file: The table.
-        number: The number of its shard.
-        packed: Receives the images that the file does not hold as they are.
-        packed_number: The number of the shard of `packed`.
-    """
-
-    def __init__(self, file: Path, number: int, packed: Packed, packed_number: int) -> None:
-        self._number, self._packed, self._packed_number = number, packed, packed_number
-        self._begin, self._near = 0, FAR
-        self._lost = False
-        with file.open("rb") as opened:
-            self._mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
-
-    def __enter__(self) -> "Places":
-        """Keeps the file mapped."""
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        """Closes the mapping."""
-        self._mapped.close()
-
-    def begin(self, at: int | None = None) -> None:
-        """Starts a run of images, which may begin at a byte offset."""
-        self._begin = self._begin if at is None else max(0, at)
-        self._near, self._lost = FAR, False
-
-    def place(self, content: bytes) -> tuple[int, int, int]:
-        """Returns shard, offset and size of the next image."""
-        at = None if self._lost else self._found(content)
-        if at is None:
-            self._lost = True  # a compressed part holds no image as it is
-            return self._packed_number, self._packed.add(content), len(content)
-        self._begin, self._near = at + len(content), NEAR
-        return self._number, at, len(content)
-
-    def _found(self, content: bytes) -> int | None:
-        # Images are adjacent; in Parquet each follows 4 bytes with its length.
-        for at in (self._begin + 4, self._begin):
-            if self._mapped[at : at + len(content)] == content:
-                return at
-        near = self._mapped[self._begin : self._begin + self._near + len(content)].find(content)
-        return None if near < 0 else self._begin + near
-
-
 def entries_of(
-    batch: Any, columns: Columns, file: Path, first: int, places: Places, left_out: LeftOut
+    batch: Any, columns: Columns, file: Path, first: int, shard: int, found: Found
 ) -> Iterator[Entry]:
     """Yields the images of a batch of rows.
 
@@ -178,8 +126,8 @@ def entries_of(
         columns: The columns of the file.
         file: The file, for errors.
         first: The number of its first row.
-        places: Locates the images.
-        left_out: Counts rows without an image.
+        shard: The number of its shard.
+        found: Receives the images, and counts rows without one.
     """
     import pyarrow.compute as compute
 
@@ -200,10 +148,11 @@ def entries_of(
         name = os.fsdecode(path or b"") or f"row {first + row}"
         if content is None:
             why = "with the path of an image but without its bytes" if path else "without an image"
-            left_out.add(f"rows {why}", f"{file.name}: row {first + row}")
+            found.left_out.add(f"rows {why}")
             continue
         bits = None if attributes is None else attributes[row]
-        yield Entry(*places.place(content), labels[row], name, bits)
+        assert found.packed is not None
+        yield Entry(shard, found.packed.add(content), len(content), labels[row], name, bits)
 
 
 def _paths(column: Any) -> list[bytes | None]:
@@ -231,9 +180,9 @@ ROWS = 64
 def _found(
     files: list[Path],
     root: Path,
-    output: Path,
+    folder: Path,
     left_out: LeftOut,
-    read: Callable[[int, Places], Iterator[Entry]],
+    read: Callable[[Path, int, Found], Iterator[Entry]],
     names: list[list[str] | None],
     attributes: list[str] | None = None,
 ) -> Found:
@@ -242,46 +191,44 @@ def _found(
     Args:
         files: At least one.
         root: The file itself, or the folder of the files.
-        output: The prepared folder, for images that are compressed in their file.
+        folder: The folder that is being prepared.
         left_out: Counts rows without an image.
-        read: Lists the images of the file with a given number.
+        read: Lists the images of a file, given its number.
         names: The class names of each file.
         attributes: Names of boolean columns; None if there is a column of labels.
     """
-    packed = Packed(output)
+    packed = Packed(folder)
 
     def entries(numbers: list[int]) -> Iterator[Entry]:
         for number in numbers:
-            with Places(files[number], number, packed, len(files) + number) as places:
-                yield from read(number, places)
+            yield from read(files[number], number, found)
 
-    shards = [Shard(path=str(f.resolve()), kind="range", size=f.stat().st_size) for f in files]
-    shards += [Shard(path=str(packed.path), kind="range") for _ in files]  # images copied from each
-    by_split = files_by_split(files, root, left_out)
-    return Found(
-        shards=shards,
-        splits={split: partial(entries, numbers) for split, numbers in by_split.items()},
+    found = Found(
+        shards=[
+            Shard(path=str(packed.path), kind="range", source=str(file.resolve())) for file in files
+        ],
+        splits={
+            split: partial(entries, numbers)
+            for split, numbers in files_by_split(files, root).items()
+        },
         class_names=attributes,
-        names_of_shards=[] if attributes else names * 2,
+        names_of_shards=[] if attributes else names,
         has_attributes=attributes is not None,
         left_out=left_out,
         packed=packed,
-        total_bytes=sum(shard.size for shard in shards),
+        total_bytes=sum(file.stat().st_size for file in files),
     )
+    return found
 
 
-def open_arrow(files: list[Path], root: Path, output: Path, left_out: LeftOut) -> Found:
+def open_arrow(files: list[Path], root: Path, folder: Path, left_out: LeftOut) -> Found:
     """Opens files of `save_to_disk`, or of the cache of `datasets`; see `_found`.
 
     Raises:
         DataError: They have no images with labels.
     """
-
-    def read(number: int, places: Places) -> Iterator[Entry]:
-        return _arrow_entries(files[number], places, left_out)
-
     names = [_class_names(file, root) for file in files]
-    return _found(files, root, output, left_out, read, names)
+    return _found(files, root, folder, left_out, _arrow_entries, names)
 
 
 def _class_names(file: Path, root: Path) -> list[str] | None:
@@ -304,7 +251,7 @@ def _class_names(file: Path, root: Path) -> list[str] | None:
     return named_classes(schema.metadata, column)
 
 
-def _arrow_entries(file: Path, places: Places, left_out: LeftOut) -> Iterator[Entry]:
+def _arrow_entries(file: Path, shard: int, found: Found) -> Iterator[Entry]:
     import pyarrow as pa
 
     row = 0
@@ -312,12 +259,10 @@ def _arrow_entries(file: Path, places: Places, left_out: LeftOut) -> Iterator[En
         with pa.memory_map(str(file)) as mapped:
             whole = mapped.read_buffer()
             for batch in _batches(whole):
-                batch.validate(full=True)  # else a forged offset would read outside of the file
                 columns = columns_of(batch.schema, file)
-                places.begin(_begin(batch.column(columns.image), columns.is_struct, whole))
                 for at in range(0, len(batch), ROWS):
                     part = batch.slice(at, ROWS)
-                    for entry in entries_of(part, columns, file, row, places, left_out):
+                    for entry in entries_of(part, columns, file, row, shard, found):
                         yield entry._replace(name=Path(entry.name).name or entry.name)
                     row += len(part)
     except DataError:
@@ -337,14 +282,7 @@ def _batches(whole: Any) -> Iterator[Any]:
     return iter(stream)
 
 
-def _begin(images: Any, is_struct: bool, whole: Any) -> int:
-    """Returns the approximate offset of the images of a batch."""
-    contents = images.field("bytes") if is_struct else images
-    last = contents.buffers()[-1]
-    return int(last.address - whole.address) if last is not None else 0
-
-
-def open_parquet(files: list[Path], root: Path, output: Path, left_out: LeftOut) -> Found:
+def open_parquet(files: list[Path], root: Path, folder: Path, left_out: LeftOut) -> Found:
     """Opens files whose splits follow from their names or those of their folders; see `_found`.
 
     Raises:
@@ -369,28 +307,22 @@ def open_parquet(files: list[Path], root: Path, output: Path, left_out: LeftOut)
                 f"{files[0]} has {', '.join(columns[0].attributes) or 'none'}"
             )
 
-    def read(number: int, places: Places) -> Iterator[Entry]:
-        return _parquet_entries(files[number], columns[number], places, left_out)
+    def read(file: Path, number: int, found: Found) -> Iterator[Entry]:
+        return _parquet_entries(file, columns[number], number, found)
 
-    return _found(files, root, output, left_out, read, names, list(columns[0].attributes) or None)
+    return _found(files, root, folder, left_out, read, names, list(columns[0].attributes) or None)
 
 
-def _parquet_entries(
-    file: Path, columns: Columns, places: Places, left_out: LeftOut
-) -> Iterator[Entry]:
+def _parquet_entries(file: Path, columns: Columns, shard: int, found: Found) -> Iterator[Entry]:
     import pyarrow.parquet
 
     row = 0
     try:
         # Without these two, pyarrow holds all compressed bytes of a row group at once.
         with pyarrow.parquet.ParquetFile(file, pre_buffer=False, buffer_size=1 << 20) as opened:
-            for group in range(opened.num_row_groups):
-                places.begin()
-                for batch in opened.iter_batches(
-                    ROWS, row_groups=[group], columns=columns.wanted, use_threads=False
-                ):
-                    yield from entries_of(batch, columns, file, row, places, left_out)
-                    row += len(batch)
+            for batch in opened.iter_batches(ROWS, columns=columns.wanted, use_threads=False):
+                yield from entries_of(batch, columns, file, row, shard, found)
+                row += len(batch)
     except DataError:
         raise
     except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:

@@ -2,8 +2,6 @@
 
 import io
 import struct
-import subprocess
-import sys
 import zlib
 
 import numpy as np
@@ -90,51 +88,6 @@ def test_grey_of_32_bits_is_refused(kind):
         decode(content, "a")
 
 
-def tiled(side, tile):
-    """A TIFF of grey whose one tile, packed, is larger than its image."""
-    packed = zlib.compress(bytes(tile * tile), 9)
-    at = 8 + 2 + 12 * 11 + 4
-    entries = (
-        (256, side), (257, side), (258, 8), (259, 8), (262, 1), (277, 1), (284, 1),
-        (322, tile), (323, tile), (324, at), (325, len(packed)),
-    )  # fmt: skip
-    rows = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in entries)
-    return struct.pack("<2sHIH", b"II", 42, 8, len(entries)) + rows + bytes(4) + packed
-
-
-def test_a_tile_may_not_take_more_memory_than_an_image():
-    assert decode(tiled(16, 32), "a").shape == (16, 16, 3)
-    with pytest.raises(DataError, match="takes more than the 1,073,741,824 bytes of memory"):
-        decode(tiled(16, 12_000), "a")
-
-
-@pytest.mark.parametrize(
-    ("mode", "kind"),
-    [("I;16", "PNG"), ("RGBA", "PNG"), ("L", "PNG"), ("RGB", "WEBP"), ("RGB", "JPEG")],
-)  # fmt: skip
-def test_the_memory_of_decoding_is_bounded(mode, kind):
-    """A file of 329 KB took 3.35 GB: bytes of a pixel, measured in a process of its own."""
-    code = (
-        "import io, resource, sys; import numpy as np; from PIL import Image\n"
-        "from polyad.data.images.decoding import decode\n"
-        "mode, kind = sys.argv[1:]; side = 2000\n"
-        "image = (Image.fromarray(np.zeros((side, side), np.uint16)) if mode == 'I;16' else "
-        "Image.new(mode, (side, side)))\n"
-        "file = io.BytesIO(); image.save(file, kind, **({'progressive': True} if kind == 'JPEG' "
-        "else {})); del image\n"
-        "from polyad.data.images import decoding\n"
-        "told = []; check = decoding._check_memory\n"
-        "decoding._check_memory = lambda h, w, each, name: told.append(h * w * each)\n"
-        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
-        "decode(file.getvalue(), 'a')\n"
-        "print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 / told[-1])"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, mode, kind], capture_output=True, text=True, check=True
-    )
-    assert float(done.stdout) < 1.1
-
-
 def bomb():
     """A PNG of a few bytes that says it has 60,000 x 60,000 pixels."""
 
@@ -155,7 +108,7 @@ JPEG = made.encoded(made.picture(0, 0, (64, 48)))
         (b"", "a: is empty"),
         (JPEG[: len(JPEG) // 2], "a: cannot be decoded"),
         (b"hello, world", "a: cannot be decoded: no image format"),
-        (bomb(), "a: takes more than the 1,073,741,824 bytes of memory"),
+        (bomb(), "a: cannot be decoded: Image size"),
         (b"\xff\xd8\xff" + bytes(30), "a: cannot be decoded"),
     ],
     ids=["empty", "truncated", "text", "bomb", "zeros"],

@@ -1,11 +1,10 @@
-"""Every source of images is indexed in place, and read as an independent reader reads it."""
+"""Every source of images is read as an independent reader reads it."""
 
 import gzip
 import io
 import json
 import os
 import struct
-import tarfile
 
 import numpy as np
 import pytest
@@ -35,10 +34,6 @@ def contents(data):
 
 SOURCES = {
     "folder": lambda path: made.class_folders(path / "all"),
-    "zip": lambda path: made.zipped(path / "all.zip"),
-    "deflated": lambda path: made.zipped(path / "all.zip", deflated=True),
-    "tar": lambda path: made.webdataset(path / "all.tar"),
-    "tar-json": lambda path: made.webdataset(path / "all.tar", as_json=True),
     "parquet": lambda path: made.parquet(path / "train-0.parquet"),
     "snappy": lambda path: made.parquet(path / "train-0.parquet", compression="snappy"),
     "arrow": lambda path: made.arrow(path / "saved"),
@@ -58,11 +53,8 @@ def test_a_source_holds_what_pillow_reads(tmp_path, kind):
         "train": 18, "validation": 6,
     }  # fmt: skip
     assert data.manifest.held_out.startswith("validation: 6 of the 24 training images")
-    # Nothing was copied that can be read where it is.
-    kinds = {shard.kind for shard in data.manifest.shards}
-    one = {"folder": {"folder"}, "zip": {"range", "zip"}, "deflated": {"range", "zip"}}
-    assert kinds == one.get(kind, {"range"})
-    assert bool(list((tmp_path / "out").glob("images*.bin"))) == (kind == "snappy")
+    assert (tmp_path / "out" / "images.bin").exists() == (kind != "folder")
+    assert not list(data.faults())
 
 
 def test_a_set_whose_validation_is_its_test_gets_another_one(tmp_path):
@@ -134,7 +126,7 @@ def test_digits_need_no_network(tmp_path):
 
 
 def test_it_is_kept_and_not_replaced_by_another(tmp_path):
-    source = made.zipped(tmp_path / "all.zip")
+    source = made.class_folders(tmp_path / "all")
     prepared(source, tmp_path / "out")
     before = (tmp_path / "out" / "train.npy").stat().st_mtime_ns
     prepared(source, tmp_path / "out")
@@ -143,23 +135,38 @@ def test_it_is_kept_and_not_replaced_by_another(tmp_path):
         prepared(source, tmp_path / "out", held_out=0.5)
     prepared(source, tmp_path / "out", held_out=0.5, overwrite=True)
     assert (tmp_path / "out" / "train.npy").stat().st_mtime_ns != before
-
-
-def test_an_index_that_says_the_same_is_not_written_again(tmp_path):
-    source = made.class_folders(tmp_path / "all")
-    first = prepared(source, tmp_path / "out", held_out=0.25)
-    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()}
-    again = prepared(source, tmp_path / "out", held_out=0.25)
-    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()} == before
-    assert again.manifest == first.manifest
-    # A file of it that is damaged, and an image that has come, are.
-    (tmp_path / "out" / "train.names").write_bytes(b"")
-    assert prepared(source, tmp_path / "out", held_out=0.25).manifest == first.manifest
-    assert (tmp_path / "out" / "train.names").read_bytes()
+    # An image that has come is taken.
     image = next(path for path in source.rglob("*") if path.is_file())
     image.with_name(f"another{image.suffix}").write_bytes(image.read_bytes())
-    more = prepared(source, tmp_path / "out", held_out=0.25)
+    more = prepared(source, tmp_path / "out", held_out=0.5)
     assert sum(each.images for each in more.manifest.splits.values()) == 25
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["all", "out"]
+
+
+def test_files_of_a_user_are_not_replaced(tmp_path):
+    source = made.class_folders(tmp_path / "all")
+    (tmp_path / "mine").mkdir()
+    for name in ("train.npy", "features.npy"):
+        (tmp_path / "mine" / name).write_bytes(b"mine")
+        with pytest.raises(DataError, match=rf"--output: .*/mine: holds {name}, and is not a"):
+            prepared(source, tmp_path / "mine", overwrite=True)
+        (tmp_path / "mine" / name).unlink()
+    assert prepared(source, tmp_path / "mine").manifest.splits["train"].images
+
+
+def test_damage_of_the_index_is_one_line(tmp_path):
+    data = prepared(made.class_folders(tmp_path / "all"), tmp_path / "out")
+    (tmp_path / "out" / "train.names").write_bytes(b"other\n")
+    assert [name for name, _ in data.faults()] == ["train.names"]
+    (tmp_path / "out" / "train.npy").write_bytes(b"")
+    with pytest.raises(DataError, match=r"train\.npy: is damaged"):
+        data.split("train")
+    (tmp_path / "out" / "validation.names").unlink()
+    with pytest.raises(DataError, match=r"validation\.names: cannot be read"):
+        data.split("validation")
+    (tmp_path / "all").rename(tmp_path / "moved")
+    with pytest.raises(DataError, match="is not there any more"):
+        ImageData.open(tmp_path / "out")
 
 
 def test_other_labels_in_files_of_the_same_size_are_read(tmp_path):
@@ -182,53 +189,6 @@ def test_other_labels_in_files_of_the_same_size_are_read(tmp_path):
     assert int(first.labels[0]) == (int(first.name_of(0).rsplit(" ", 1)[1]) + 3) % 10
 
 
-@pytest.mark.parametrize("kind", ["tar", "parquet"])
-def test_a_file_that_was_written_anew_is_listed_again(tmp_path, kind):
-    source = SOURCES[kind](tmp_path)
-    first = prepared(source, tmp_path / "out", held_out=0.25)
-    manifest = tmp_path / "out" / "manifest.json"
-    before = manifest.stat().st_mtime_ns, (tmp_path / "out" / "train.npy").stat().st_mtime_ns
-    os.utime(source, (1, 1))
-    said = []
-    prepare_images(str(source), tmp_path / "out", held_out=0.25, report=said.append)
-    assert not any("kept as it is" in line for line in said)
-    assert manifest.stat().st_mtime_ns != before[0]
-    assert (tmp_path / "out" / "train.npy").stat().st_mtime_ns == before[1]  # it says the same
-    prepare_images(str(source), tmp_path / "out", held_out=0.25, report=said.append)
-    assert "kept as it is" in said[-1]
-    assert contents(ImageData.open(tmp_path / "out")) == contents(first)
-
-
-def test_arrays_of_a_user_are_not_replaced(tmp_path):
-    source = made.zipped(tmp_path / "all.zip")
-    (tmp_path / "mine").mkdir()
-    for name in ("train.npy", "features.npy"):
-        (tmp_path / "mine" / name).write_bytes(b"mine")
-        with pytest.raises(DataError, match=rf"--output: .*/mine: holds {name}, and is not a"):
-            prepared(source, tmp_path / "mine")
-        (tmp_path / "mine" / name).unlink()
-    prepared(source, tmp_path / "mine")
-    # A crash between the old manifest and the new one leaves this, and the same command goes on.
-    (tmp_path / "mine" / ".partial").mkdir()
-    (tmp_path / "mine" / "manifest.json").rename(tmp_path / "mine" / ".partial" / "manifest.json")
-    assert prepared(source, tmp_path / "mine").manifest.splits["train"].images
-
-
-def test_a_moved_or_changed_file_is_noticed(tmp_path):
-    source = made.zipped(tmp_path / "all.zip")
-    data = prepared(source, tmp_path / "out")
-    assert list(data.faults(lambda count: None)) == []
-    (tmp_path / "out" / "train.names").write_bytes(b"other\n")
-    assert [name for name, _ in data.faults(lambda count: None)] == ["train.names"]
-    with source.open("ab") as file:
-        file.write(b"more")
-    with pytest.raises(DataError, match="bytes, it had"):
-        ImageData.open(tmp_path / "out")
-    source.unlink()
-    with pytest.raises(DataError, match="is not there any more"):
-        ImageData.open(tmp_path / "out")
-
-
 def test_what_datasets_writes_is_read_by_byte_offsets(tmp_path):
     datasets = pytest.importorskip("datasets")
     saved = made.arrow(tmp_path / "saved")
@@ -239,19 +199,11 @@ def test_what_datasets_writes_is_read_by_byte_offsets(tmp_path):
     assert len(contents(data)) == 24
 
 
-def spoil_tar_header(path):
-    content = bytearray(path.read_bytes())
-    content[10] ^= 1
-    path.write_bytes(bytes(content))
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda p: p / "nothing", "there is no such file or folder"),
-        (lambda p: made.webdataset(p / "a.tar").rename(p / "a.tar.gz"), "is a compressed tar"),
         (lambda p: (p / "a.rar").touch() or p / "a.rar", "is of an unknown kind"),
-        (lambda p: (p / "a.zip").touch() or p / "a.zip", "cannot be read as a zip"),
         (lambda p: (p / "a.parquet").touch() or p / "a.parquet", "cannot be read as parquet"),
         (lambda p: (p / "empty").mkdir() or p / "empty", "has no folders of classes"),
     ],
@@ -262,30 +214,6 @@ def test_what_cannot_be_read_is_one_line(tmp_path, make, message):
         prepared(source, tmp_path / "out")
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "out" / "manifest.json").exists()
-
-
-def test_a_damaged_header_of_a_tar_is_named(tmp_path):
-    path = made.webdataset(tmp_path / "a.tar")
-    spoil_tar_header(path)
-    with pytest.raises(DataError, match=r"a\.tar: the header at byte 0 is damaged"):
-        prepared(path, tmp_path / "out")
-
-
-def test_a_truncated_tar_is_named(tmp_path):
-    path = made.webdataset(tmp_path / "a.tar")
-    path.write_bytes(path.read_bytes()[:1700])
-    with pytest.raises(DataError, match="the file ends before this member does"):
-        prepared(path, tmp_path / "out")
-
-
-def test_images_without_a_class_are_refused(tmp_path):
-    with tarfile.open(tmp_path / "a.tar", "w") as archive:
-        content = made.encoded(made.picture(0, 0))
-        info = tarfile.TarInfo("0.jpg")
-        info.size = len(content)
-        archive.addfile(info, io.BytesIO(content))
-    with pytest.raises(DataError, match=r"0\.jpg: has no class"):
-        prepared(tmp_path / "a.tar", tmp_path / "out")
 
 
 def test_arrow_files_of_other_columns_are_one_line(tmp_path):
@@ -317,13 +245,6 @@ def test_names_of_another_column_of_labels_are_not_taken(tmp_path):
     about = prepared(tmp_path / "saved", tmp_path / "out").manifest
     assert about.class_names == ["0", "1"]
     assert not about.left_out  # what describes the file is read
-
-
-def test_labels_out_of_range_are_refused(tmp_path):
-    path = made.webdataset(tmp_path / "a.tar")
-    (tmp_path / "classes.txt").write_text("ant\nbee")
-    with pytest.raises(DataError, match="has the label 2, and classes are 0 to 1"):
-        prepared(path, tmp_path / "out")
 
 
 def test_labels_of_minus_one_are_refused_in_train_and_left_out_in_test(tmp_path):
@@ -393,26 +314,6 @@ def test_classes_are_told_by_their_names_whatever_their_numbers(tmp_path, form, 
     assert_named_right(data, 14)
 
 
-def test_tars_have_the_names_beside_them(tmp_path):
-    for split, names in (("train", RED_BLUE), ("test", BLUE_RED)):
-        folder = tmp_path / "tars" / split
-        folder.mkdir(parents=True)
-        with tarfile.open(folder / "0.tar", "w") as tar:
-            for number, word in enumerate(["red", "blue", "red", "red"]):
-                content = io.BytesIO()
-                Image.new("RGB", (4, 4), word).save(content, "PNG")
-                label = str(names.index(word)).encode()
-                for ending, part in (("png", content.getvalue()), ("cls", label)):
-                    member = tarfile.TarInfo(f"{number}.{ending}")
-                    member.size = len(part)
-                    tar.addfile(member, io.BytesIO(part))
-        (folder / "classes.txt").write_text("\n".join(names))
-    assert_named_right(prepared(tmp_path / "tars", tmp_path / "out", held_out=0.25), 8)
-    (tmp_path / "tars/test/classes.txt").unlink()
-    with pytest.raises(DataError, match=r"test/0\.tar has numbered classes without names, .*"):
-        prepared(tmp_path / "tars", tmp_path / "other", held_out=0.25)
-
-
 def test_a_class_that_no_training_file_names_is_refused(tmp_path):
     source = tmp_path / "parquet"
     named_images(source / "train.parquet", RED_BLUE, ["red", "blue"])
@@ -421,20 +322,6 @@ def test_a_class_that_no_training_file_names_is_refused(tmp_path):
         prepared(source, tmp_path / "out")
     named_images(source / "test.parquet", ["green", *BLUE_RED], ["red", "blue"])
     assert prepared(source, tmp_path / "out").manifest.class_names == RED_BLUE
-
-
-def test_names_that_an_older_version_mixed_up_are_read_anew(tmp_path):
-    source, output = tmp_path / "parquet", tmp_path / "out"
-    named_images(source / "train.parquet", RED_BLUE, ["red", "blue"] * 2)
-    named_images(source / "test.parquet", BLUE_RED, ["red", "blue"] * 2)
-    prepared(source, output)
-    manifest = json.loads((output / "manifest.json").read_text())
-    (output / "manifest.json").write_text(json.dumps(manifest | {"version": 1}))
-    with pytest.raises(
-        DataError, match=r"gave the names of classes of one file to all.*`polyad pr"
-    ):
-        ImageData.open(output)
-    assert_named_right(prepared(source, output), 8)
 
 
 def test_class_folders_that_differ_between_splits_are_refused(tmp_path):
@@ -451,34 +338,18 @@ def test_a_folder_of_text_is_said_to_be_one(prepared_path):
 
 
 def test_a_damaged_manifest_is_one_line(tmp_path):
-    prepared(made.zipped(tmp_path / "all.zip"), tmp_path / "out")
+    prepared(made.class_folders(tmp_path / "all"), tmp_path / "out")
     path = tmp_path / "out" / "manifest.json"
     tree = json.loads(path.read_text())
+    path.write_text(json.dumps(tree | {"version": 2}))
+    with pytest.raises(DataError, match="format version 2, but this Polyad reads version 3: prep"):
+        ImageData.open(tmp_path / "out")
     path.write_text(json.dumps(tree | {"class_names": 3}))
     with pytest.raises(DataError, match="is damaged: class_names"):
         ImageData.open(tmp_path / "out")
     path.write_text("{")
     with pytest.raises(DataError, match="is not JSON"):
         ImageData.open(tmp_path / "out")
-
-
-def test_files_that_are_damaged_inside_are_one_line(tmp_path):
-    deflated = made.zipped(tmp_path / "a.zip", deflated=True)
-    content = bytearray(deflated.read_bytes())
-    content[200:260] = b"\xff" * 60
-    deflated.write_bytes(bytes(content))
-    with pytest.raises(DataError, match="cannot be unpacked"):
-        contents(prepared(deflated, tmp_path / "zip"))
-    page = made.parquet(tmp_path / "train.parquet")
-    content = bytearray(page.read_bytes())
-    content[4:12] = b"\xff" * 8
-    page.write_bytes(bytes(content))
-    with pytest.raises(DataError, match=r"train\.parquet: cannot be read as parquet"):
-        prepared(page, tmp_path / "page")
-    saved = next(made.arrow(tmp_path / "saved").rglob("*.arrow"))
-    saved.write_bytes(saved.read_bytes()[:-900])
-    with pytest.raises(DataError, match="cannot be read as Arrow"):
-        prepared(tmp_path / "saved", tmp_path / "arrow")
 
 
 def test_columns_that_cannot_be_null_and_folders_of_splits_are_read(tmp_path):
@@ -499,21 +370,6 @@ def test_columns_that_cannot_be_null_and_folders_of_splits_are_read(tmp_path):
         "train": 23, "validation": 1, "test": 24,
     }  # fmt: skip
     assert len(contents(data)) == 48
-
-
-def test_a_damaged_index_is_one_line(tmp_path):
-    data = prepared(made.zipped(tmp_path / "a.zip"), tmp_path / "out")
-    rows = np.load(tmp_path / "out" / "train.npy")
-    rows["label"][0] = 77
-    np.save(tmp_path / "out" / "train.npy", rows)
-    with pytest.raises(DataError, match=r"train\.npy: is damaged"):
-        data.split("train")
-    (tmp_path / "out" / "train.npy").write_bytes(b"")
-    with pytest.raises(DataError, match=r"train\.npy: is damaged"):
-        data.split("train")
-    (tmp_path / "out" / "validation.names").unlink()
-    with pytest.raises(DataError, match=r"validation\.names: cannot be read"):
-        data.split("validation")
 
 
 def test_names_of_any_bytes_and_hidden_folders(tmp_path):
