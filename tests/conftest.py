@@ -3,7 +3,6 @@
 import argparse
 import inspect
 import json
-import os
 import pydoc_data.topics
 import signal
 import typing
@@ -25,10 +24,6 @@ pytest_plugins = ["tests.slices"]
 # that a test starts and interrupts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-
-# Kernels in Triton run on the GPU, or by Triton's interpreter, which is chosen before its import.
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # Models in tests are tiny: a second thread mostly waits, and for long where the cores are busy.
 torch.set_num_threads(1)

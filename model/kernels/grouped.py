@@ -3,13 +3,11 @@ layer.
 
 The reference computes one expert after the other. Faster are one operation over all of them on a
 CPU (`cpu/experts.py`), and grouped products on a GPU and where inner units are dropped. On GPUs
-below compute capability 9.0 torch's grouped products wait for the counts; those in Triton
-(`grouped_triton.py`) do not.
+below compute capability 9.0, and in fp32, torch's grouped products wait for the counts.
 
 Shapes: M rows, E experts, D width, F inner width.
 """
 
-import os
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
@@ -21,8 +19,6 @@ from torch.nn.functional import gelu, grouped_mm
 from polyad.model.kernels import switch
 from polyad.model.kernels.cpu.experts import experts_on_cpu
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-"""Whether Triton's programs are interpreted on a CPU."""
 Drop: TypeAlias = Callable[[Tensor], Tensor]
 """An elementwise function of inner units, such as dropout."""
 
@@ -109,7 +105,7 @@ def grouped(
         return one_by_one(*tensors, drop, activation, gate)
     takes_these = switch.on_cpu(rows_MD) or rows_MD.is_meta
     is_plain = drop is None and activation is None and gate is None
-    if takes_these and not _takes_triton(rows_MD) and is_plain:
+    if takes_these and is_plain:
         return experts_on_cpu(*tensors)
     return by_grouped_products(*tensors, drop, activation, gate)
 
@@ -172,13 +168,6 @@ def grouped_linear(
     if bias_EF is None:
         return output_MF
     return output_MF + _of_each_row(bias_EF, offsets_E, rows_MD.shape[0])
-
-
-def _takes_triton(x: Tensor) -> bool:
-    """Returns whether grouped products in Triton are selected and support this tensor: they sum in
-    fp32, and Triton's interpreter has no products in bf16."""
-    runs = x.is_cuda or (INTERPRETED and x.device.type == "cpu" and x.dtype != torch.bfloat16)
-    return switch.TRITON and runs and x.dtype != torch.float64
 
 
 def _takes_grouped(x: Tensor) -> bool:
@@ -246,10 +235,6 @@ def _grouped_mm(a: Tensor, b: Tensor, offsets_E: Tensor) -> Tensor:
     """[M, D] with [E, D, F] is [M, F]; [D, M] with [M, F] is [E, D, F]."""
     if not a.numel():
         return torch.zeros_like(_like_grouped_mm(a, b, offsets_E))
-    if _takes_triton(a):
-        from polyad.model.kernels.grouped_triton import grouped_mm as by_triton
-
-        return by_triton(a, b, offsets_E)
     if not (_takes_grouped(a) and _takes_grouped(b)):
         return _by_loop(a, b, offsets_E)
     product = grouped_mm(_aligned(a), _aligned(b), offs=offsets_E).contiguous()

@@ -1,11 +1,9 @@
 """The choice between fast kernels and definitions: `POLYAD_KERNELS`.
 
 fast        the default: the fastest that the device, the precision and the installation support
-triton      as `fast`, with grouped products in Triton on a GPU: see `grouped_triton.py`
 reference   the reference implementation of every operation, in plain PyTorch
 """
 
-import importlib.util
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +11,7 @@ from contextlib import contextmanager
 from torch import Tensor
 
 VARIABLE = "POLYAD_KERNELS"
-WAYS = ("fast", "triton", "reference")
+WAYS = ("fast", "reference")
 
 
 class KernelsError(ValueError):
@@ -32,23 +30,18 @@ def chosen_way(value: str | None) -> str:
         One of `WAYS`.
 
     Raises:
-        KernelsError: The value is unknown, or needs something that is not installed.
+        KernelsError: The value is unknown.
     """
     if not value:
         return WAYS[0]
     if value not in WAYS:
         raise KernelsError(f"{VARIABLE}: {value[:200]!r} is not allowed: {', '.join(WAYS)}")
-    if value == "triton" and importlib.util.find_spec("triton") is None:
-        raise KernelsError(f"{VARIABLE}: triton is not allowed without the package triton")
     return value
 
 
 # Read once, not in every forward pass: a process always uses one implementation.
-_WAY = chosen_way(os.environ.get(VARIABLE))
-REFERENCE = _WAY == "reference"
+REFERENCE = chosen_way(os.environ.get(VARIABLE)) == "reference"
 """Whether every operation uses its reference implementation."""
-TRITON = _WAY == "triton"
-"""Whether to use grouped products in Triton where they can run."""
 
 
 _has_numbers = True

@@ -110,8 +110,6 @@ def parts(work: Path, dry: bool) -> Iterator[Part]:
         yield Part(f"trace-{name}", 90, words)
     yield from _benches(work, dry)
     yield _tests(work, "tests-compiled", 150, *RUN, "-n", "8", "-k", "compiled and not bench_step")
-    kernels = ("tests/benchmarks/kernels", "tests/model/kernels/test_grouped_triton.py")
-    yield _tests(work, "tests-kernels", 90, *kernels, "-n", "8")
     yield _tests(work, "tests-memory", 30, RUN[0], "-k", "does_not_fit")
 
 
@@ -136,7 +134,7 @@ def _benches(work: Path, dry: bool) -> Iterator[Part]:
     yield bench("step-eager", "step", 60, *step)
     tokens, wide = ("128", ()) if dry else ("16384", ("--width", "768", "--hidden", "3072"))
     for experts in ("16", "64"):
-        for way in ("fast", "triton", "reference"):
+        for way in ("fast", "reference"):
             words = ("--tokens", tokens, "--experts", experts, "--load", "uniform", *wide, *few)
             name = f"layer-smoe-{experts}-{way}"
             yield bench(name, "layer", 30, *words, POLYAD_KERNELS=way)

@@ -97,7 +97,7 @@ def _git(*arguments: str) -> str | None:
 SAMPLED = 65536
 """Bytes of each of the three samples of a weight file in its digest."""
 VARIABLES = (
-    "POLYAD_KERNELS", "TRITON_INTERPRET", "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"
+    "POLYAD_KERNELS", "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"
 )  # fmt: skip
 """Environment variables that affect results."""
 _OF_CODE = (".py", ".c", ".h", ".txt")

@@ -36,8 +36,7 @@ def environment(folder: Path) -> dict[str, str]:
     compile_driver = ["gcc", *shared, "-Wl,-soname,libcuda.so.1", "-o", driver, HERE / "driver.c"]
     for command in (compile_devices, compile_driver):
         subprocess.run(command, check=True)
-    kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    return kept | {
+    return os.environ | {
         VARIABLE: str(folder),
         "LD_LIBRARY_PATH": str(folder),
         "LD_PRELOAD": str(devices),

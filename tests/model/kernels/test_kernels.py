@@ -429,5 +429,5 @@ def test_another_value_is_one_line_and_exit_status_2():
         check=False,
     )
     assert done.returncode == 2, done.stderr
-    line = "polyad: error: POLYAD_KERNELS: 'quick' is not allowed: fast, triton, reference\n"
+    line = "polyad: error: POLYAD_KERNELS: 'quick' is not allowed: fast, reference\n"
     assert done.stderr == line
