@@ -2,14 +2,12 @@
 
 Training depends only on the step, not on the number of processes, the total number of steps, or
 the number of loader workers. Samples of all epochs are numbered consecutively without end. Global
-batch b is samples b * B to (b + 1) * B - 1; step s takes the s-th batch that is not left out,
-which is batch s itself if none is.
+batch s, that of step s, is samples s * B to (s + 1) * B - 1.
 """
 
 import atexit
 import contextlib
 import functools
-import itertools
 import math
 import multiprocessing.resource_tracker
 import multiprocessing.util
@@ -17,7 +15,7 @@ import os
 import signal
 import sys
 import weakref
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from types import TracebackType
 from typing import Any
 
@@ -26,35 +24,6 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from polyad.data.errors import DataError, check_at_least
-
-
-def batch_of_step(step: int, left_out: Collection[int] = ()) -> int:
-    """Returns the number of the global batch of a step.
-
-    Args:
-        step: The step, from 0.
-        left_out: Global batches that are skipped.
-
-    Returns:
-        The number of the batch, from 0.
-    """
-    batch = step
-    for other in sorted(set(left_out)):
-        if other > batch:
-            break
-        batch += 1
-    return batch
-
-
-def batches_from(step: int, left_out: Collection[int] = ()) -> Iterator[int]:
-    """Lists the global batches in the order of steps, without end.
-
-    Returns:
-        Their numbers, from 0.
-    """
-    absent = frozenset(left_out)
-    return (b for b in itertools.count(batch_of_step(step, absent)) if b not in absent)
-
 
 _TRACKER_WARNS = "ignore:resource_tracker"
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -66,21 +35,19 @@ class _MicroBatches(Sampler[list[int]]):
     def __init__(
         self,
         steps: range,
-        left_out: Collection[int],
         global_batch_size: int,
         micro_batch_size: int,
         rank: int,
         ranks: int,
     ) -> None:
-        self._steps, self._left_out = steps, left_out
+        self._steps = steps
         self._global_batch_size = global_batch_size
         self._micro_batch_size = micro_batch_size
         self._stride = micro_batch_size * ranks
         self._offset = micro_batch_size * rank
 
     def __iter__(self) -> Iterator[list[int]]:
-        batches = batches_from(self._steps.start, self._left_out)
-        for batch in itertools.islice(batches, len(self._steps)):
+        for batch in self._steps:
             begin = batch * self._global_batch_size
             for start in range(begin, begin + self._global_batch_size, self._stride):
                 first = start + self._offset
@@ -101,13 +68,11 @@ def micro_batches(
     data_parallel_size: int = 1,
     num_workers: int = 0,
     pin_memory: bool = False,
-    left_out: Collection[int] = (),
 ) -> Iterator[Any]:
     """Reads the micro-batches of one data-parallel rank.
 
-    The global batch of step s is samples s * B to (s + 1) * B - 1 (see `polyad.data.sampler` where
-    some are left out), cut into B / m micro-batches; micro-batch j belongs to rank j % D. Whatever
-    D is, the global batch is the same.
+    The global batch of step s is samples s * B to (s + 1) * B - 1, cut into B / m micro-batches;
+    micro-batch j belongs to rank j % D. Whatever D is, the global batch is the same.
 
     Args:
         samples: The samples.
@@ -119,7 +84,6 @@ def micro_batches(
         data_parallel_size: D, the number of data-parallel ranks.
         num_workers: Loader processes; 0 reads in this one.
         pin_memory: Whether to copy batches to page-locked memory, for a GPU.
-        left_out: Global batches that are skipped.
 
     Returns:
         Iterator over num_steps * B / (m * D) micro-batches: m samples stacked, for example token
@@ -135,7 +99,6 @@ def micro_batches(
             samples,
             _MicroBatches(
                 range(start_step, start_step + num_steps),
-                left_out,
                 global_batch_size,
                 micro_batch_size,
                 data_parallel_rank,

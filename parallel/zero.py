@@ -340,12 +340,6 @@ class Engine:
         for callback in callbacks:
             callback()
 
-    def largest_weight(self) -> float:
-        """Returns the largest magnitude of this rank's weights; NaN if a weight is NaN."""
-        tensors = [getattr(p, "ds_tensor", p).detach() for p in self.module.parameters()]
-        norms = torch._foreach_norm([t for t in tensors if t.numel()], math.inf)
-        return torch.stack([norm.float() for norm in norms]).max().item()
-
     def backward(self, loss: torch.Tensor) -> None:
         """Runs the backward pass of one micro-batch; DeepSpeed averages over those of a step.
 

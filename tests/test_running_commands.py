@@ -80,7 +80,6 @@ SHORT = {
     "tests.benchmarks.checkpoint": (*FEW_TURNS, "--steps", "1", "--sequence-length", "16"),
     "tests.benchmarks.step": (*FEW_TURNS, "--batch-size", "1", "--sequence-length", "16"),
     "tests.benchmarks.families": ("--case", "llama"),
-    "tests.benchmarks.flips": ("--steps", "8"),
     "tests.benchmarks.layer": (*FEW_TURNS, "--tokens", "64", "--width", "128", "--hidden", "512"),
     "tests.benchmarks.routing": (
         *(*FEW_TURNS, "--tokens", "64", "--layers", "0", "--width", "32", "--heads", "2"),

@@ -5,7 +5,6 @@ YAML and overrides -> RunConfig -> the model -> its layout -> the loop -> metric
 
 import itertools
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 
 from polyad.parallel import comm
@@ -17,12 +16,10 @@ from polyad.train.config.distillation import set_teacher
 from polyad.train.config.parts import (
     batches_of,
     build_engine,
-    go_back,
     meet,
     open_run_folder,
     restore_random_numbers,
     saver_of,
-    start_state,
 )
 from polyad.train.config.plan import Plan, find_start_together, open_plan, verify_start
 from polyad.train.config.smaller import memory_of
@@ -75,7 +72,7 @@ def _run(path: Path, overrides: Sequence[str], startup: Startup, stop: StopSigna
     plan = find_start_together(plan, world)
     with RunLock(plan.folder, world):
         plan = verify_start(plan)
-        state = start_state(plan, world)
+        state = plan.start_state(plan.resume)
         if world.is_main:
             say_first_line(plan, state)
         if not nothing_is_left(plan, state):
@@ -125,14 +122,12 @@ def _train(
                 saver=saver,
                 config_yaml=config.to_yaml(),
                 files=plan.kept.files,
-                go_back=partial(go_back, plan, engine, saver),
                 fluctuation=fluctuation,
                 memory=memory,
                 stop=stop,
                 watchdog=watchdog,
                 metrics=metrics,
             )
-            del batches  # only the loop keeps them: when it rewinds, their loader ends
             signal = loop.run()
             if signal:
                 comm.barrier()  # until all processes have saved

@@ -13,8 +13,8 @@ from polyad.train.errors import ConfigError
 
 METRICS_FILE = "metrics.jsonl"
 Records: TypeAlias = Sequence[dict[str, Any]]
-EVENTS = ("spike", "rewind")
-"""Keys of spikes in loss or gradient: the only values that are dictionaries."""
+EVENT = "spike"
+"""Key of a spike in loss or gradient: the only value that is a dictionary."""
 LARGEST = 1e300
 """Upper bound of any loss, norm or time of a run."""
 LAST = 10
@@ -40,7 +40,7 @@ def record_of(line: bytes) -> dict[str, Any] | None:
 def _is_known(name: str, value: object) -> bool:
     if isinstance(value, list):
         return all(map(_is_number, value))
-    return _is_number(value) or (name in EVENTS and isinstance(value, dict))
+    return _is_number(value) or (name == EVENT and isinstance(value, dict))
 
 
 def _is_number(value: object) -> bool:

@@ -12,7 +12,7 @@ PACKAGES = ("torch", "deepspeed", "megatron-core", "tokenizers", "numpy", "pydan
 
 @dataclass
 class TrainState:
-    """Progress of a run. The data position follows from `step`, the batch size and `left_out`."""
+    """Progress of a run. The data position follows from `step` and the batch size."""
 
     step: int = 0
     """Optimizer steps done, including skipped ones, each of which has consumed its global batch."""
@@ -28,8 +28,6 @@ class TrainState:
     """Number of spikes in loss or gradient, whatever the reaction."""
     spikes_in_a_row: int = 0
     """Steps skipped for a spike since the last applied step."""
-    left_out: list[int] = field(default_factory=list)
-    """Global batches left out after a rewind to a checkpoint; see `polyad.data.sampler`."""
     unfinished: dict[str, Any] | None = None
     """The record of the last step if a signal interrupted its validation; otherwise None."""
     best_score: float | None = None

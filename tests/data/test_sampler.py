@@ -1,7 +1,6 @@
 """Micro-batches of any number of ranks and workers are the same, and so where some are left out."""
 
 import hashlib
-import itertools
 import os
 import signal
 import socket
@@ -15,7 +14,7 @@ import pytest
 import torch
 
 from polyad.data.errors import DataError
-from polyad.data.sampler import batch_of_step, batches_from, loader_of, micro_batches
+from polyad.data.sampler import loader_of, micro_batches
 from polyad.data.text.dataset import TokenStream
 from polyad.data.text.samples import Part, TrainingData, TrainingSamples
 from tests.helpers.everyday import everyday
@@ -226,43 +225,6 @@ def test_a_loader_says_nothing_when_training_ends_while_it_fetches_a_batch(capfd
     fetched._id = (address, key.item())
     os.close(fetched.detach())  # served after the one that was broken off
     assert capfd.readouterr().err == ""
-
-
-@pytest.mark.parametrize(
-    ("left_out", "expected"),
-    [
-        ([], [0, 1, 2, 3, 4, 5]),
-        ([2], [0, 1, 3, 4, 5, 6]),
-        ([3, 0, 4], [1, 2, 5, 6, 7, 8]),
-        ([2, 2, 900], [0, 1, 3, 4, 5, 6]),
-    ],
-)
-def test_steps_take_the_batches_that_are_left(left_out, expected):
-    assert [batch_of_step(step, left_out) for step in range(6)] == expected
-    for start in range(6):  # wherever a run goes on
-        assert list(itertools.islice(batches_from(start, left_out), 6 - start)) == expected[start:]
-
-
-@pytest.mark.parametrize(("ranks", "micro"), [(1, 2), (2, 2), (4, 1), (1, 8)])
-def test_every_layout_leaves_the_same_batches_out(samples, ranks, micro):
-    # Across the end of the epoch, which has some ten global batches.
-    start, steps = samples.samples_per_epoch // B - 4, 6
-    left_out = {start + 1, start + 4, 2}
-    sizes = {"global_batch_size": B, "micro_batch_size": micro, "data_parallel_size": ranks}
-    read = [
-        list(
-            micro_batches(
-                samples, start_step=start, num_steps=steps, data_parallel_rank=rank,
-                left_out=left_out, **sizes,
-            )
-        )
-        for rank in range(ranks)
-    ]  # fmt: skip
-    rows = torch.cat([batch for turn in zip(*read, strict=True) for batch in turn])
-    # Batch 2 came before: step `start` takes batch start + 1 were it there, so start + 2 on.
-    wanted = [b for b in range(start + 1, start + 20) if b not in left_out][:steps]
-    expected = torch.stack([samples[b * B + i] for b in wanted for i in range(B)])
-    assert torch.equal(rows, expected)
 
 
 @pytest.mark.parametrize("epoch", [0, 3])

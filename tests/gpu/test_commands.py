@@ -9,8 +9,7 @@ import pytest
 from polyad.launch.cli import run as command
 from tests.helpers.decoders import commands_on, hub_folder, prepared_for
 from tests.helpers.gpu import NEEDS_CUDA
-from tests.helpers.runs import evaluation, records, write_config
-from tests.helpers.spikes import run_with_bad_batches, run_without
+from tests.helpers.runs import evaluation
 
 pytest.importorskip("transformers")
 pytestmark = [*NEEDS_CUDA, pytest.mark.distributed]
@@ -46,16 +45,3 @@ def test_measures_of_an_opened_model(folder, tmp_path, capfd) -> None:
     for words in (*commands_on(folder, data, 1), compared):
         assert command([*map(str, words), "--json", told]) == 0, capfd.readouterr().err
         assert json.loads(Path(told).read_text())
-
-
-def test_a_spike_takes_the_run_back_to_a_checkpoint(on_gpu, prepared_path, tmp_path) -> None:
-    config = write_config(
-        tmp_path / "config.yaml", prepared_path, train__precision="bf16", train__steps=16,
-        checkpoint__every=5, evaluation__every=0, optimizer__learning_rate=0.003,
-        monitor__spike_warmup=8, monitor__spike_window=16, monitor__spike_action="rewind",
-    )  # fmt: skip
-    bad = (11,)
-    assert on_gpu(run_with_bad_batches, config, "loss", bad) == (16, [11])
-    assert on_gpu(run_without, config, bad, f"run.folder={tmp_path / 'other'}") == 16
-    ours, theirs = ([line["loss"] for line in records(tmp_path / n)] for n in ("run", "other"))
-    assert ours == pytest.approx(theirs, rel=2e-2)

@@ -2,24 +2,20 @@
 
 import contextlib
 import io
-import itertools
 from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
 import torch
 
-from polyad.data.sampler import batches_from
 from polyad.model.kernels import linear_cross_entropy as kernel
 from polyad.train.config.plan import plan_run
 from polyad.train.pretrain import main
 from polyad.train.tasks.losses import cross_entropy
 
 
-def run_with_bad_batches(
-    config: Path, what: str, bad: tuple[int, ...], *overrides: str
-) -> tuple[int, list[int]]:
-    """`polyad train` where some global batches are bad; gives steps done and batches left out.
+def run_with_bad_batches(config: Path, what: str, bad: tuple[int, ...], *overrides: str) -> int:
+    """`polyad train` where some global batches are bad; gives steps done.
 
     Args:
         config: of the run.
@@ -28,11 +24,10 @@ def run_with_bad_batches(
         overrides: `key=value`.
     """
     with mock.patch.object(kernel, "linear_cross_entropy", spoiling(config, what, bad)):
-        state = main(config, overrides)
-    return state.step, state.left_out
+        return main(config, overrides).step
 
 
-def console_with_bad_batches(*args: object) -> tuple[tuple[int, list[int]], str]:
+def console_with_bad_batches(*args: object) -> tuple[int, str]:
     """As `run_with_bad_batches`; what it says beside it. Workers outlive a test's capture."""
     with contextlib.redirect_stderr(io.StringIO()) as said:
         outcome = run_with_bad_batches(*args)  # type: ignore[arg-type]
@@ -46,20 +41,6 @@ def error_with_bad_batches(*args: object) -> tuple[str, str, int]:
     except Exception as error:
         return type(error).__name__, str(error), getattr(error, "exit_status", -1)
     return "none", "", 0
-
-
-def run_without(config: Path, left_out: tuple[int, ...], *overrides: str) -> int:
-    """The reference: the same run, told of the batches from its beginning."""
-
-    def others(start: int, _: object = ()) -> itertools.chain[int]:
-        taken = (b for b in itertools.count() if b not in left_out)
-        return itertools.islice(taken, start, None)  # type: ignore[return-value]
-
-    assert list(itertools.islice(others(1), 3)) == list(
-        itertools.islice(batches_from(1, left_out), 3)
-    )
-    with mock.patch("polyad.data.sampler.batches_from", others):
-        return main(config, overrides).step
 
 
 def spoiling(config: Path, what: str, bad: tuple[int, ...]) -> Callable[..., torch.Tensor]:

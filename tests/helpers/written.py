@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 BENCHMARK = "tests.benchmarks."
 """What the names of measurements begin with, as in `python -m tests.benchmarks.layer`."""
 SCRIPTS = (
-    *("checkpoint", "data", "families", "flips", "images", "layer", "plan", "routing"),
+    *("checkpoint", "data", "families", "images", "layer", "plan", "routing"),
     *("scaling", "step"),
 )
 PROGRAMS = ("polyad", "torchrun", "python", "make", "tensorboard")

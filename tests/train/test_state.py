@@ -53,7 +53,7 @@ def test_boxes_of_a_tensor_cover_it_once():
 def test_a_state_is_what_the_loop_writes():
     """Names, and values of every kind, come through; what is not known is left to newer ones."""
     state = TrainState(
-        step=7, recent_losses=[2.5], recent_grad_norms=[0.5], left_out=[3], first_loss=math.nan,
+        step=7, recent_losses=[2.5], recent_grad_norms=[0.5], first_loss=math.nan,
         versions={"torch": "2"}, end_of_text="<eos>", unfinished={
             "step": 7, "loss": math.nan, "grad_norm": math.inf, "learning_rate": 1e-3,
             "step_seconds": 0.1, "mfu": None, "skipped": False, "skipped_steps": 0,

@@ -1,6 +1,7 @@
 """Keys of configurations that earlier versions had."""
 
 GONE: dict[str, str] = {
+    "monitor.max_rewinds": "rewinding; use `monitor.spike_action: skip`",
     "expert_keys": "attentive scores of sparse experts; use `score: linear`",
     "softmax_share": "gates that begin as softmax; gate: softmax or entmax15 is for the whole run",
     **dict.fromkeys(

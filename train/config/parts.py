@@ -1,7 +1,6 @@
 """Builds the parts of a run from its plan: batches, engine, checkpoints, metrics."""
 
 from collections.abc import Iterator
-from dataclasses import fields
 from typing import Any
 
 from polyad.data.files import write_whole
@@ -12,7 +11,6 @@ from polyad.parallel.checkpoint.load import Checkpoint, newest_that_opens, newes
 from polyad.parallel.checkpoint.manage import Retention, remove_leftovers
 from polyad.parallel.checkpoint.save import Saver
 from polyad.parallel.dims import Dims
-from polyad.parallel.fragments import fill
 from polyad.parallel.parallelize import parallelize
 from polyad.parallel.source import Source
 from polyad.parallel.zero import Engine
@@ -20,7 +18,6 @@ from polyad.train.config.adaptation import begins_anew, model_of, source_of
 from polyad.train.config.environment import agreed_facts, write_environment
 from polyad.train.config.plan import Plan
 from polyad.train.config.run import RunConfig
-from polyad.train.guard.spikes import batches_left_out
 from polyad.train.loop.metrics import Metrics
 from polyad.train.loop.optimizer import OptimizerConfig, build_optimizer
 from polyad.train.loop.timing import Startup
@@ -39,17 +36,6 @@ def meet(plan: Plan) -> comm.World:
     )
 
 
-def start_state(plan: Plan, world: comm.World) -> TrainState:
-    """Returns the initial state of a run, with the batches left out since its last checkpoint.
-
-    All processes call this together.
-    """
-    state = plan.start_state(plan.resume)
-    later = comm.from_main(batches_left_out(plan.folder, state.step) if world.is_main else None)
-    state.left_out = sorted({*state.left_out, *later})
-    return state
-
-
 def batches_of(plan: Plan, world: comm.World, state: TrainState) -> Iterator[Any]:
     """This process's micro-batches from the run's state to its end."""
     config = plan.config
@@ -63,7 +49,6 @@ def batches_of(plan: Plan, world: comm.World, state: TrainState) -> Iterator[Any
         data_parallel_size=plan.dims.data_parallel_size,
         num_workers=config.data.num_workers,
         pin_memory=world.device.type == "cuda",
-        left_out=state.left_out,
     )
 
 
@@ -124,37 +109,6 @@ def restore_random_numbers(
     comm.seed_random(plan.config.seed, state.step, world)
     if checkpoint is not None:
         checkpoint.restore_random_states(world)
-
-
-def go_back(
-    plan: Plan, engine: Engine, saver: Saver, state: TrainState, batch: int
-) -> Iterator[Any] | None:
-    """Rewinds a run to its newest checkpoint, leaving out a batch from there on.
-
-    Args:
-        plan: the run's plan.
-        engine: its weights and optimizer state are restored.
-        saver: the run's saver, which may still be writing a checkpoint.
-        state: changed in place to the checkpoint's state, except for the batches left out.
-        batch: the global batch to leave out.
-
-    Returns:
-        The micro-batches that follow; None, with nothing changed, if there is no checkpoint.
-    """
-    saver.finish()
-    world = engine.world
-    newest = newest_that_opens(plan.checkpoints) if world.is_main else None
-    checkpoint = newest_verified(newest, plan.checkpoints)
-    if checkpoint is None:
-        return None
-    left_out = sorted({*state.left_out, batch})
-    fill(engine, checkpoint, frozen=False)
-    earlier = plan.start_state(checkpoint)
-    for each in fields(TrainState):
-        setattr(state, each.name, getattr(earlier, each.name))
-    state.left_out, state.unfinished = left_out, None
-    restore_random_numbers(plan, state, checkpoint, world)
-    return batches_of(plan, world, state)
 
 
 def saver_of(plan: Plan, engine: Engine) -> Saver:

@@ -12,7 +12,7 @@ import os
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, Protocol
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
@@ -20,7 +20,6 @@ from polyad.data.files import named
 from polyad.model.config import Config
 from polyad.model.output import RoutingStats
 from polyad.parallel.zero import StepResult
-from polyad.train.errors import RunError
 from polyad.train.results import json_value
 from polyad.train.state import TrainState
 
@@ -29,19 +28,15 @@ LOSS_FLOOR = 0.01
 LOG_NORM_FLOOR = 0.1
 """Lower bound of the spread of log norms."""
 SPIKES_FILE = "spikes.jsonl"
-"""File in a run's folder with every spike, one JSON object per line. Rewinds do not truncate it."""
-LARGEST_WEIGHT = 1e9
-"""Larger weights are taken as corrupt. A flip of the highest exponent bit multiplies a weight by
-2^128, and attention or a later norm may hide that from the loss."""
+"""File in a run's folder with every spike, one JSON object per line."""
 
 
 class MonitorConfig(Config):
     """What is monitored during training, and how a run reacts to problems."""
 
-    spike_action: Literal["none", "warn", "skip", "rewind"] = "warn"
+    spike_action: Literal["none", "warn", "skip"] = "warn"
     """Reaction to a spike, a loss or gradient norm far above recent ones: `warn` prints a line;
-    `skip` skips the update of that step; `rewind` goes back to the last checkpoint and continues
-    without that batch; `none` does nothing."""
+    `skip` skips the update of that step; `none` does nothing."""
     spike_threshold: Annotated[float, Field(gt=0)] = 10.0
     """How far above the median a value counts as a spike, in standard deviations (estimated from
     the median absolute deviation)."""
@@ -52,9 +47,6 @@ class MonitorConfig(Config):
     """Number of steps that must be in the window before spikes are detected."""
     max_skips: Annotated[int, Field(ge=1)] = 10
     """Maximum number of spikes in a row that are skipped; one more ends the run."""
-    max_rewinds: Annotated[int, Field(ge=1)] = 10
-    """Maximum number of rewinds over the whole run, including restarts; one more ends the run."""
-
     stall_minutes: Annotated[float, Field(ge=0, le=7 * 24 * 60)] = 15.0
     """Minutes without progress after which a process is reported as stalled, with its stack trace,
     and the run ends. Choose it longer than any pause between collectives (compilation, writing a
@@ -100,9 +92,6 @@ class StepOutcome(NamedTuple):
     result: StepResult
     routing: tuple[RoutingStats, ...]
     """Averaged over the step; empty in a dense model."""
-    sane: bool
-    """False if a weight on any process exceeded `LARGEST_WEIGHT`. Checked only if the step has
-    finite limits."""
 
 
 def limits_of(config: MonitorConfig, state: TrainState) -> Limits:
@@ -131,16 +120,6 @@ def _middle(values: Sequence[float]) -> tuple[float, float]:
     return median, 1.4826 * statistics.median([abs(value - median) for value in values])
 
 
-class StepLog(Protocol):
-    """Writer of step records, which also prints spikes."""
-
-    def go_back(self, done_steps: int) -> None:
-        """Drops the records of later steps."""
-
-    def say(self, line: str) -> None:
-        """Prints a line between those of steps."""
-
-
 class SpikeGuard:
     """Detects spikes for the loop, and records them.
 
@@ -148,7 +127,8 @@ class SpikeGuard:
         config: thresholds and bounds.
         folder: the run's folder.
         documents: returns the documents of a global batch; called only on the main process.
-        metrics: None except on the main process, which alone writes.
+        say: prints a line between those of steps; None except on the main process, which alone
+            writes.
     """
 
     def __init__(
@@ -156,31 +136,16 @@ class SpikeGuard:
         config: MonitorConfig,
         folder: Path,
         documents: Callable[[int], dict[str, list[int]]],
-        metrics: StepLog | None,
+        say: Callable[[str], None] | None,
     ) -> None:
         self._config, self._folder = config, folder
-        self._documents, self._metrics = documents, metrics
-        self._rewound: dict[str, Any] = {}
-        self.holds = config.spike_action in {"skip", "rewind"}
+        self._documents, self._say = documents, say
+        self.holds = config.spike_action == "skip"
         """Whether a step that exceeds its limits must not change the weights."""
 
     def limits(self, state: TrainState) -> Limits:
         """See `limits_of`."""
         return limits_of(self._config, state)
-
-    def check_rewinds(self, state: TrainState) -> None:
-        """Checks that the run may rewind once more.
-
-        Raises:
-            RunError: it was rewound too often.
-        """
-        if len(state.left_out) >= self._config.max_rewinds:
-            raise RunError(
-                f"step {state.step}: another loss or gradient far above earlier ones, after "
-                f"{len(state.left_out)} rewinds to a checkpoint (monitor.max_rewinds: "
-                f"{self._config.max_rewinds}); run the same command again to continue from the "
-                "last checkpoint"
-            )
 
     def stayed(self, step: int, batch: int, limits: Limits, outcome: StepOutcome) -> dict[str, Any]:
         """Records a spike after which the run continues.
@@ -194,56 +159,21 @@ class SpikeGuard:
         Returns:
             Keys to add to the step's record.
         """
-        action = "skip" if self.holds else "warn"
-        event = self._event(action, step, batch, limits, outcome)
-        if self._config.spike_action == "rewind":
-            event["no_checkpoint"] = True
-        self._tell(event)
-        return {"spike": event}
-
-    def went_back(
-        self, step: int, batch: int, limits: Limits, outcome: StepOutcome, to: int
-    ) -> None:
-        """Records a spike after which the run was rewound to the checkpoint of step `to`."""
-        self._rewound = self._event("rewind", step, batch, limits, outcome)
-        self._rewound["rewound_to"] = to
-        if self._metrics is not None:
-            self._metrics.go_back(to)
-        self._tell(self._rewound)
-
-    def rewound(self) -> dict[str, Any]:
-        """Keys to add to the first record after a rewind."""
-        event, self._rewound = self._rewound, {}
-        return {"rewind": event} if event else {}
-
-    def _event(
-        self, action: str, step: int, batch: int, limits: Limits, outcome: StepOutcome
-    ) -> dict[str, Any]:
         event: dict[str, Any] = {
-            "step": step, "batch": batch, "action": action,
+            "step": step, "batch": batch, "action": "skip" if self.holds else "warn",
             "loss": outcome.loss, "loss_limit": limits.loss,
             "grad_norm": outcome.result.grad_norm, "grad_norm_limit": limits.grad_norm,
-            "documents": self._documents(batch) if self._metrics is not None else {},
+            "documents": self._documents(batch) if self._say is not None else {},
         }  # fmt: skip
-        return event if outcome.sane else event | {"damaged_weights": True}
-
-    def _tell(self, event: dict[str, Any]) -> None:
-        if self._metrics is not None:
+        if self._say is not None:
             write_spike(self._folder, event)
-            self._metrics.say(spike_line(event))
+            self._say(spike_line(event))
+        return {"spike": event}
 
 
 def spike_line(event: dict[str, Any]) -> str:
     """Formats a spike as a console line."""
-    done = {
-        "warn": "the step was applied",
-        "skip": "the step was skipped",
-        "rewind": f"the run returns to step {event.get('rewound_to')} and leaves this batch out",
-    }[event["action"]]
-    if event.get("no_checkpoint"):
-        done += ": there is no checkpoint to return to"
-    if event.get("damaged_weights"):
-        done += "; a weight is implausibly large: the memory of a process may be corrupted"
+    done = {"warn": "the step was applied", "skip": "the step was skipped"}[event["action"]]
     return (
         f"step {event['step']}: spike: loss {event['loss']:.4f} (limit {event['loss_limit']:.4f}), "
         f"norm {event['grad_norm']:.2f} (limit {event['grad_norm_limit']:.2f}); {done}; "
@@ -268,21 +198,3 @@ def write_spike(folder: Path, event: dict[str, Any]) -> None:
         file.write(json.dumps(json_value(event)) + "\n")
         file.flush()
         os.fsync(file.fileno())
-
-
-def batches_left_out(folder: Path, step: int) -> list[int]:
-    """Returns the global batches left out by rewinds to the checkpoint of a step.
-
-    Earlier ones are in that checkpoint. Rewinds to later ones concern steps to be repeated."""
-    path = folder / SPIKES_FILE
-    if not path.exists():
-        return []
-    found = set()
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            event = json.loads(line)
-            if event["action"] == "rewind" and event["rewound_to"] == step:
-                found.add(int(event["batch"]))
-        except (ValueError, RecursionError, KeyError, TypeError):
-            continue  # a crash cut the line; the run repeats the step and writes the spike again
-    return sorted(found)

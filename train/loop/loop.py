@@ -7,7 +7,6 @@ from dataclasses import InitVar, dataclass
 from pathlib import Path
 from typing import Any
 
-from polyad.data.sampler import batch_of_step
 from polyad.parallel import comm
 from polyad.parallel.checkpoint.save import Saver
 from polyad.parallel.config import CheckpointConfig
@@ -17,10 +16,8 @@ from polyad.train.guard.memory import RunMemory
 from polyad.train.guard.run_folder import last_checkpoint
 from polyad.train.guard.spikes import (
     NO_LIMITS,
-    Limits,
     MonitorConfig,
     SpikeGuard,
-    StepOutcome,
     remember,
 )
 from polyad.train.guard.stopping import StopAsked, StopSignals
@@ -54,8 +51,6 @@ class Pending:
     step: int
     samples: int
     """Samples of the run so far, including this step."""
-    batch: int
-    """Its global batch."""
     rate: float
     seconds: float
     data_seconds: float
@@ -94,9 +89,6 @@ class TrainLoop:
     """Writes checkpoints, which contain the next two fields beside weights and state."""
     config_yaml: str
     files: Mapping[str, bytes]
-    go_back: Callable[[TrainState, int], Iterator[Any] | None]
-    """Rewinds to the newest checkpoint, given the state and the global batch to leave out: changes
-    the state, and returns the micro-batches that follow. Returns None without a checkpoint."""
     fluctuation: Callable[[], dict[str, float]] | None
     """Compares routing with that at the last checkpoint; called before a checkpoint is written.
     None without `log.fluctuation`."""
@@ -117,7 +109,8 @@ class TrainLoop:
         self._flops_per_unit = (
             training_flops(task.model, *task.sequences_of_sample()) if self._peak else 0
         )
-        self._guard = SpikeGuard(self.monitor, self.folder, self._sources, self.metrics)
+        say = self.metrics.say if self.metrics is not None else None
+        self._guard = SpikeGuard(self.monitor, self.folder, self._sources, say)
         hosts = comm.from_all(socket.gethostname())
         self._stragglers = Stragglers(self.monitor.stragglers, hosts, world)
         self._saved_at = self.state.step
@@ -185,7 +178,8 @@ class TrainLoop:
                 self._settle()
                 self._pending = issued
                 if self._waits_for(issued):
-                    self._finish(self._settle())
+                    self._pending = None
+                    self._finish(self._close(issued))
         if state.unfinished is not None:  # the last validation was not finished
             self._save()
             return self.stop.agreed()
@@ -216,7 +210,6 @@ class TrainLoop:
         state, train = self.state, self.train
         rate = learning_rate(self.schedule, self.optimizer.learning_rate, state.step, train.steps)
         warm_up(self.engine.optimizer, state.step)
-        batch = batch_of_step(state.step, state.left_out)
         limits = self._guard.limits(state) if self._guard.holds else NO_LIMITS
         look = self._stragglers
         look.look(state.step + 1)
@@ -243,26 +236,20 @@ class TrainLoop:
         return Pending(
             step=state.step,
             samples=state.samples,
-            batch=batch,
             rate=rate,
             seconds=seconds,
             data_seconds=self._batches.seconds(),
             issued=issued,
         )
 
-    def _settle(self) -> dict[str, Any] | None:
-        """Reads the pending step's numbers, if any, and writes its record unless that waits for
-        validation. Returns the record, or None if the run was rewound."""
+    def _settle(self) -> None:
+        """Reads the pending step's numbers, if any, and writes its record."""
         pending, self._pending = self._pending, None
-        if pending is None:
-            return None
-        record = self._close(pending)
-        if not self._waits_for(pending):
-            self._write(record)
-        return record
+        if pending is not None:
+            self._write(self._close(pending))
 
-    def _close(self, pending: "Pending") -> dict[str, Any] | None:
-        """The record of a step; None if the run was rewound to a checkpoint."""
+    def _close(self, pending: "Pending") -> dict[str, Any]:
+        """The record of a step."""
         state = self.state
         outcome, numbers = pending.issued.outcome(), pending.issued.exchanged.read()
         *highest, products, waits = zip(*numbers.of_each, strict=True)
@@ -270,16 +257,10 @@ class TrainLoop:
         self._told = signals
         if signals:
             self.stop.heard()
-        loss, result, routing, sane = outcome
+        loss, result, routing = outcome
         limits = self._guard.limits(state)
-        spike = limits.exceeded(loss, result.grad_norm) or not sane
+        spike = limits.exceeded(loss, result.grad_norm)
         self._advance(loss, result, spike=spike)
-        if (
-            spike
-            and self.monitor.spike_action == "rewind"
-            and self._went_back(pending.batch, limits, outcome)
-        ):
-            return None
         units = f"{self.task.unit.name}s"
         units_of_step = self.train.global_batch_size * self._units_per_sample
         units_per_second = units_of_step / pending.seconds
@@ -305,36 +286,21 @@ class TrainLoop:
             for line in lines:
                 self.metrics.say(f"polyad: warning: step {pending.step}: {line}")
         if spike:
-            record |= self._guard.stayed(pending.step, pending.batch, limits, outcome)
-        return record | self._guard.rewound()
+            record |= self._guard.stayed(pending.step, pending.step - 1, limits, outcome)
+        return record
 
-    def _write(self, record: dict[str, Any] | None) -> None:
-        if self.metrics is not None and record is not None:
+    def _write(self, record: dict[str, Any]) -> None:
+        if self.metrics is not None:
             self.metrics.write(record)
         self.saver.poll()
 
-    def _went_back(self, batch: int, limits: Limits, outcome: StepOutcome) -> bool:
-        """Rewinds to the newest checkpoint; returns False if there is none."""
-        state = self.state
-        self._guard.check_rewinds(state)
-        step, count = state.step, state.spikes
-        following = self.go_back(state, batch)
-        if following is None:
-            return False
-        self._batches, state.spikes = self._ahead(following), count
-        self._guard.went_back(step, batch, limits, outcome, state.step)
-        self._saved_at, self._bad = state.step, None
-        return True
-
-    def _finish(self, record: dict[str, Any] | None, *, saves: bool = True) -> None:
+    def _finish(self, record: dict[str, Any], *, saves: bool = True) -> None:
         """Validates if that is due, writes the step's record, and saves if that is due.
 
         Args:
-            record: the step's record; None if the run was rewound: then nothing is due.
+            record: the step's record.
             saves: whether to save if that is due.
         """
-        if record is None:
-            return
         state = self.state
         reason = self._why_to_end()
         done, better = state.step == self.train.steps, False

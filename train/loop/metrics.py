@@ -146,12 +146,6 @@ class Metrics:
         names = self._config.trackers
         self._trackers = Trackers(names, self._folder, self._about, done_steps)
 
-    def go_back(self, done_steps: int) -> None:
-        """Drops the records of later steps, which will be repeated."""
-        self._close_files()
-        self._clock = Clock(done_steps, self._total)
-        self._open(done_steps)
-
     def say(self, line: str) -> None:
         """Prints a permanent line between those of steps."""
         self.flush()

@@ -11,7 +11,7 @@ from torch import Tensor
 from polyad.model.output import RoutingStats, ask_for_statistics
 from polyad.parallel import comm
 from polyad.parallel.zero import Engine, StepResult
-from polyad.train.guard.spikes import LARGEST_WEIGHT, NO_LIMITS, Limits, StepOutcome
+from polyad.train.guard.spikes import NO_LIMITS, Limits, StepOutcome
 from polyad.train.loop.losses import (
     LossConfig,
     Reading,
@@ -34,14 +34,12 @@ class IssuedStep(NamedTuple):
     """An optimizer step over the global batch, which a GPU may not have finished yet."""
 
     result: StepResult
-    sane: bool
-    """See `StepOutcome`."""
     exchanged: Exchanged
 
     def outcome(self) -> StepOutcome:
         """Waits for the step's numbers, if they are not on the CPU yet."""
         numbers = self.exchanged.read()
-        return StepOutcome(numbers.loss, self.result, numbers.routing, self.sane)
+        return StepOutcome(numbers.loss, self.result, numbers.routing)
 
 
 def issue_step(
@@ -102,15 +100,12 @@ def issue_step(
             loss = loss + auxiliary
         engine.backward(loss)
     exchanged = statistics.exchange(own())
-    limited, sane = math.isfinite(limits.loss), True
-    if limited:
-        sane = not comm.highest(not engine.largest_weight() <= LARGEST_WEIGHT)
-    refused = limited and (exchanged.read().loss > limits.loss or not sane)
+    refused = math.isfinite(limits.loss) and exchanged.read().loss > limits.loss
     result = engine.step(learning_rate, REFUSE if refused else limits.grad_norm)
     assert result is not None
     if result.applied:
         update_routers(engine.module, exchanged.routing, progress)
-    return IssuedStep(result, sane, exchanged)
+    return IssuedStep(result, exchanged)
 
 
 def _mean_tokens(

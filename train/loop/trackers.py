@@ -127,7 +127,7 @@ class WeightsAndBiases(Tracker):
             config=dict(about),
             settings=wandb.Settings(silent=True, console="off"),
         )
-        # Steps repeated after a rewind do not replace earlier ones; both appear under their number.
+        # Steps that a restart repeats do not replace earlier ones: both have their number.
         self._run.define_metric("*", step_metric="step")
         self._histogram = wandb.Histogram
 

@@ -34,8 +34,6 @@ WITHOUT_EFFECT = (
 )  # fmt: skip
 OF_THE_BEST = ("evaluation.every", "evaluation.max_windows")
 """Keys among them that determine which checkpoint is best, or when a run ends."""
-OF_REWINDS = ("checkpoint.every",)
-"""Keys among them that determine to which checkpoint a run rewinds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -283,7 +281,6 @@ def _defining_keys(config: RunConfig) -> dict[str, Any]:
     flat = flatten(json.loads(json.dumps(config.model_dump(mode="json"))))
     judged = config.checkpoint.keep_best or config.evaluation.patience is not None
     counted: tuple[str, ...] = OF_THE_BEST if judged else ()
-    counted += OF_REWINDS if config.monitor.spike_action == "rewind" else ()
     return {k: v for k, v in flat.items() if k in counted or not below(k, WITHOUT_EFFECT)}
 
 

@@ -281,15 +281,6 @@ def test_what_a_study_asks_and_does_not_show_changes_no_result(write_study: Writ
     assert record_of(asked, "x") == record_of(plain, "x")
 
 
-def test_where_a_run_goes_back_to_changes_its_result(write_study: WriteStudy) -> None:
-    for action, matters in (("warn", False), ("rewind", True)):
-        records = []
-        for every in (100, 50):
-            common = {"monitor.spike_action": action, "checkpoint.every": every}
-            records.append(record_of(load_study(write_study(common=common)), "x"))
-        assert (records[0] != records[1]) == matters
-
-
 def test_a_damaged_record_is_refused(
     write_study: WriteStudy, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -14,7 +14,7 @@ from polyad.train.config.run import config_of
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 FILES = {"run": "polyad.schema.json", "study": "study.schema.json"}
-SHIPPED = sorted(CONFIGS.glob("*/*.yaml"))
+SHIPPED = sorted(set(CONFIGS.glob("*/*.yaml")) - set(CONFIGS.glob("launch/*")))
 SCHEMAS = {kind: Draft202012Validator(json.loads(schema_text(kind))) for kind in FILES}
 QUICKSTART = CONFIGS / "quickstart" / "gpt2-smoe.yaml"
 

@@ -1,9 +1,8 @@
-"""Spikes: what counts as one, by hand; runs that warn, skip, and go back without a bad batch."""
+"""Spikes: what counts as one, by hand; runs that warn and skip."""
 
 import itertools
 import json
 import math
-import shutil
 
 import numpy as np
 import pytest
@@ -13,19 +12,17 @@ from polyad.train.guard.spikes import (
     NO_LIMITS,
     Limits,
     MonitorConfig,
-    batches_left_out,
     limits_of,
     remember,
     spike_line,
 )
 from polyad.train.state import TrainState
 from tests.helpers.everyday import everyday
-from tests.helpers.runs import FEED_FORWARDS, records, run, write_config
+from tests.helpers.runs import records, run, write_config
 from tests.helpers.spikes import (
     console_with_bad_batches,
     error_with_bad_batches,
     run_with_bad_batches,
-    run_without,
 )
 from tests.helpers.training import tensors
 
@@ -96,26 +93,15 @@ def test_a_window_shorter_than_its_warmup_is_refused():
 
 def test_a_line_names_the_first_documents_of_each_part():
     event = {
-        "step": 7, "action": "rewind", "rewound_to": 4, "loss": 9.5, "loss_limit": 3.25,
+        "step": 7, "action": "skip", "loss": 9.5, "loss_limit": 3.25,
         "grad_norm": 1.0, "grad_norm_limit": math.inf,
         "documents": {"a": [1, 2, 3, 4, 5, 6], "b": [9]},
     }  # fmt: skip
     assert spike_line(event) == (
-        "step 7: spike: loss 9.5000 (limit 3.2500), norm 1.00 (limit inf); the run returns to "
-        "step 4 and leaves this batch out; documents of a 1, 2, 3, 4 and 2 more; of b 9 "
+        "step 7: spike: loss 9.5000 (limit 3.2500), norm 1.00 (limit inf); the step was "
+        "skipped; documents of a 1, 2, 3, 4 and 2 more; of b 9 "
         "(spikes.jsonl)"
     )
-
-
-def test_a_list_of_spikes_that_a_crash_cut_is_read_up_to_there(tmp_path):
-    assert batches_left_out(tmp_path, 4) == []
-    rewind = {"action": "rewind", "batch": 9, "rewound_to": 4}
-    lines = [rewind, {"action": "skip", "batch": 2}]
-    text = "\n".join(map(json.dumps, lines))
-    (tmp_path / "spikes.jsonl").write_text(text + '\n{"action": "rewind", "ba')
-    assert batches_left_out(tmp_path, 4) == [9]
-    # Of a later checkpoint, which is gone: its steps are done anew.
-    assert batches_left_out(tmp_path, 3) == batches_left_out(tmp_path, 0) == []
 
 
 def spikes(folder):
@@ -141,7 +127,7 @@ def config(tmp_path, prepared_path):
 @pytest.mark.distributed
 def test_a_warning_changes_nothing_and_names_documents(workers, config, tmp_path):
     results = workers(2).run(console_with_bad_batches, config, "loss", (BAD,))
-    assert [outcome for outcome, _ in results] == [(STEPS, [])] * 2
+    assert [outcome for outcome, _ in results] == [STEPS] * 2
     (event,) = spikes(tmp_path / "run")
     assert (event["step"], event["batch"], event["action"]) == (BAD + 1, BAD, "warn")
     assert event["loss"] > event["loss_limit"]
@@ -192,87 +178,13 @@ def test_a_skipped_spike_leaves_the_weights_as_they_were(
 
 
 @pytest.mark.distributed
-@everyday(
-    ("stage", "kind"),
-    [(1, "dense"), (0, "smoe"), (3, "cp"), (2, "smoe"), (2, "tr"), (0, "dense")],
-    keep=[(1, "dense")],
-)
 @pytest.mark.slow
-def test_a_run_that_goes_back_equals_one_that_never_had_the_batch(
-    workers, tmp_path, prepared_path, stage, kind
-):
-    config = write_config(
-        tmp_path / "config.yaml", prepared_path, **MONITOR, model__feed_forward=FEED_FORWARDS[kind],
-        train__steps=STEPS, train__ema=0.9, checkpoint__every=5, evaluation__every=0,
-        model__dropout=0.1, parallel__zero_stage=stage, optimizer__learning_rate=0.003,
-        checkpoint__asynchronous=stage in (0, 2),  # the one that it goes back to is on its way
-    )  # fmt: skip
-    back = "monitor.spike_action=rewind"
-    assert (
-        workers(2).run(run_with_bad_batches, config, "loss", (BAD,), back) == [(STEPS, [BAD])] * 2
-    )
-    folder = tmp_path / "run"
-    (event,) = spikes(folder)
-    assert (event["action"], event["step"], event["rewound_to"]) == ("rewind", BAD + 1, 10)
-    lines = records(folder)
-    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
-    assert [line["rewind"]["batch"] for line in lines if "rewind" in line] == [BAD]
-    other = f"run.folder={tmp_path / 'other'}"
-    assert workers(2).run(run_without, config, (BAD,), other) == [STEPS] * 2
-    assert [line["loss"] for line in lines] == [
-        line["loss"] for line in records(tmp_path / "other")
-    ]
-    last = f"checkpoints/step-{STEPS:08d}"
-    assert same(folder / last, tmp_path / "other" / last)
-
-
-@pytest.mark.distributed
-@pytest.mark.slow
-@pytest.mark.parametrize("through", ["checkpoint", "list"])
-def test_a_batch_left_out_stays_out_on_another_layout(workers, config, tmp_path, through):
-    """Two processes go back, and stop; one goes on, from a checkpoint after it or before it."""
-    options = ("monitor.spike_action=rewind", "train.steps=15")
-    workers(2).run(run_with_bad_batches, config, "loss", (BAD,), *options)
-    folder = tmp_path / "run"
-    if through == "list":
-        shutil.rmtree(folder / "checkpoints" / "step-00000015")  # killed before it was written
-    else:
-        (folder / "spikes.jsonl").unlink()
-    # Nothing would stop the batch now: it is not taken for a spike.
-    done = workers(1).run(
-        run_with_bad_batches, config, "loss", (BAD,), "monitor.spike_action=none", "train.steps=17"
-    )
-    assert done == [(17, [BAD])]
-    other = f"run.folder={tmp_path / 'other'}"
-    workers(2).run(run_without, config, (BAD,), other, "train.steps=17", "model.dropout=0.1")
-    ours, theirs = ([line["loss"] for line in records(tmp_path / n)] for n in ("run", "other"))
-    assert len(ours) == 17
-    # Dropout draws other numbers on one process; a batch too many would be six times off.
-    assert ours == pytest.approx(theirs, rel=0.02)
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-def test_without_a_checkpoint_a_spike_is_skipped(workers, config, tmp_path):
-    options = ("monitor.spike_action=rewind", "checkpoint.every=0")
-    assert workers(2).run(run_with_bad_batches, config, "loss", (BAD,), *options)[0] == (STEPS, [])
-    (event,) = spikes(tmp_path / "run")
-    assert event["action"] == "skip"
-    assert event["no_checkpoint"]
-
-
-@pytest.mark.distributed
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("action", "key"), [("skip", "monitor.max_skips"), ("rewind", "monitor.max_rewinds")]
-)
-def test_too_many_spikes_end_the_run(workers, config, tmp_path, action, key):
+def test_too_many_spikes_end_the_run(workers, config, tmp_path):
     bad = tuple(range(BAD, BAD + 4))
-    name, text, status = workers(2).run(
-        error_with_bad_batches, config, "loss", bad, f"monitor.spike_action={action}", f"{key}=2"
-    )[0]
+    options = ("monitor.spike_action=skip", "monitor.max_skips=2")
+    name, text, status = workers(2).run(error_with_bad_batches, config, "loss", bad, *options)[0]
     assert (name, status) == ("RunError", 1)
-    assert f"{key}: 2" in text
+    assert "monitor.max_skips: 2" in text
     assert [event["batch"] for event in spikes(tmp_path / "run")][:2] == [BAD, BAD + 1]
 
 
