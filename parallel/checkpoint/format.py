@@ -141,7 +141,6 @@ class State(Record):
     recent_grad_norms: tuple[float, ...] = ()
     spikes: Count = 0
     spikes_in_a_row: Count = 0
-    left_out: tuple[Count, ...] = ()
     unfinished: dict[str, Any] | None = None
     """The record of a step whose validation is pending."""
     best_score: float | None = None

@@ -7,7 +7,7 @@ from polyad.data.files import write_whole
 from polyad.data.sampler import micro_batches
 from polyad.parallel import comm
 from polyad.parallel.checkpoint.format import CONFIG_FILE
-from polyad.parallel.checkpoint.load import Checkpoint, newest_that_opens, newest_verified
+from polyad.parallel.checkpoint.load import Checkpoint
 from polyad.parallel.checkpoint.manage import Retention, remove_leftovers
 from polyad.parallel.checkpoint.save import Saver
 from polyad.parallel.dims import Dims
