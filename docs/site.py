@@ -23,7 +23,7 @@ from polyad.launch.cli import run
 from polyad.launch.commands import COMMANDS, GROUPS
 from polyad.train.config.reference import Section, sections
 from polyad.train.config.run import RunConfig
-from polyad.train.study.config import StudyConfig
+from polyad.train.study import StudyConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 REFERENCE = Path("docs/reference")

@@ -91,24 +91,19 @@ def check_json_path(path: str | None) -> None:
     _need_writable("--json", target)
 
 
-def check_result_file(option: str, path: Path, suffix: str, *, dry_run: bool) -> None:
+def check_result_file(option: str, path: Path, suffixes: Sequence[str]) -> None:
     """Checks, before any work is done, that a result file can be written.
 
     Args:
         option: the option that names it, such as `--figure`.
         path: the file.
-        suffix: its required suffix, such as `.svg`.
-        dry_run: whether there will be no result.
+        suffixes: the suffixes that it may have.
 
     Raises:
         UsageError: it cannot.
     """
-    if dry_run:
-        raise UsageError(
-            f"{option}: {path} is not allowed with --dry-run, which produces no results"
-        )
-    if path.suffix != suffix:
-        raise UsageError(f"{option}: {path}: a file that ends in {suffix} is needed")
+    if path.suffix not in suffixes:
+        raise UsageError(f"{option}: {path}: a file that ends in {' or '.join(suffixes)} is needed")
     if path.is_dir() or not path.parent.is_dir():
         wrong = "it is a folder" if path.is_dir() else f"there is no folder {path.parent}"
         raise UsageError(f"{option}: {path}: {wrong}")

@@ -105,16 +105,10 @@ def clone(tmp_path: Path) -> Path:
         if tree["tasks"]:  # their data come from the hub
             continue
         tree["seeds"] = [1]
-        of_images = tree["data"] is None
-        if not of_images:
-            tree["data"]["validation_fraction"] = 0.03  # every run scores all of it
-            if tree["data"]["source"] == "python-stdlib":
-                tree["data"]["source"] = SMALL_TEXT
+        of_images = load_config(ROOT / tree["base"]).data.kind == "images"
         tree["common"] |= {"train.steps": 12} if of_images else TINY_STUDY
         if path.stem in WIDER:
             tree["common"]["model.hidden_size"] = WIDER[path.stem]
-        if tree["leak"] is not None:
-            tree["leak"] = {"steps": [12], "tokens": 64}
         path.write_text(yaml.safe_dump(tree, sort_keys=False))
     return tmp_path
 

@@ -5,7 +5,6 @@ import json
 import math
 import statistics
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -147,25 +146,6 @@ def last_fluctuation(records: Records) -> dict[str, float] | None:
         return None
     last = {name: float(read[-1][f"fluctuation/{name}"]) for name in ("top1", "set")}
     return last | {"steps": read[-1]["step"] - read[-2]["step"]}
-
-
-def head_changes(records: Records) -> float | None:
-    """Counts how often the attention head from which a token graph is made changed in a run.
-
-    Args:
-        records: a run's records.
-
-    Returns:
-        Changes between consecutive records that name the head, averaged over layers; None if no
-        record names one.
-    """
-    heads: dict[str, list[int]] = {}
-    for record in records:
-        for key, value in record.items():
-            if key.startswith("routing/") and key.endswith("/attention_head"):
-                heads.setdefault(key, []).append(value)
-    changes = [sum(a != b for a, b in pairwise(numbers)) for numbers in heads.values()]
-    return statistics.fmean(changes) if changes else None
 
 
 def validations(records: Records, score: str, units: str) -> list[dict[str, Any]]:

@@ -88,7 +88,7 @@ def evaluate(
     if attack is not None and rate is None:
         raise UsageError(f"--attack {attack}: needs --rate, a number from 0 to 1")
     if record_routing is not None:
-        check_result_file("--record-routing", record_routing, ".safetensors", dry_run=False)
+        check_result_file("--record-routing", record_routing, (".safetensors",))
 
     def measure(checkpoint: Path) -> Found:
         from polyad.data.images.augmentation import GaussianNoise

@@ -434,7 +434,7 @@ def _trace_text(
     """Writes the page of a text."""
     from polyad.launch.machine import prepare_environment
 
-    check_result_file("--html", html, ".html", dry_run=False)
+    check_result_file("--html", html, (".html",))
     prepare_environment()
     from polyad.data.files import write_whole
     from polyad.train.experts.trace import TOP

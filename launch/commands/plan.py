@@ -15,7 +15,7 @@ from polyad.launch.command import (
     positive,
 )
 from polyad.launch.machine import end_with_launcher, prepare_environment
-from polyad.launch.output import check_json_path, results
+from polyad.launch.output import check_json_path, check_result_file, results
 from polyad.train.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -104,14 +104,13 @@ def plan(
     from polyad.launch.agent import become_processes
     from polyad.launch.plan import figure as drawn
     from polyad.launch.plan import table
-    from polyad.launch.study.figure import check_figure
     from polyad.parallel.comm import environment_world_size
     from polyad.parallel.plan.devices import DEVICES
     from polyad.train.forecast.forecast import Machines
 
     check_json_path(json)
     if figure:
-        check_figure(figure, dry_run=False)
+        check_result_file("--figure", figure, (".svg",))
     assumed = {"imbalance": imbalance, "storage": storage, "failures": failures}
     asked = {"search": search, "figure": figure}
     _check(device, nodes, check, assumed, [name for name, value in asked.items() if value])

@@ -142,7 +142,7 @@ def keys(
     from polyad.train.config.run import RunConfig
     from polyad.train.errors import ConfigError
     from polyad.train.results import aligned
-    from polyad.train.study.config import StudyConfig
+    from polyad.train.study import StudyConfig
 
     with results(json) as show:
         found = sections(StudyConfig if study else RunConfig)
@@ -184,7 +184,7 @@ def schema_text(kind: Literal["run", "study"]) -> str:
 
     from polyad.train.config.run import RunConfig
     from polyad.train.config.text import schema_of
-    from polyad.train.study.config import StudyConfig
+    from polyad.train.study import StudyConfig
 
     if kind == "run":
         found = schema_of(RunConfig, "A run of Polyad")

@@ -10,8 +10,6 @@ from polyad.data.sequences.tables import _read_jsonl as read_table
 from polyad.data.text.dataset import PreparedData
 from polyad.data.text.readers import read_jsonl
 from polyad.data.text.tokenizers.files import read_about
-from polyad.launch.study.folder import _read as read_result
-from polyad.launch.study.measures import _read as read_measure
 from polyad.parallel.tensor_folder import read_json as read_config
 from polyad.train.errors import ConfigError
 from polyad.train.measures.robustness import real_labels
@@ -49,8 +47,6 @@ READERS = {
     "what Arrow files are": beside_arrow,
     "about a tokenizer": lambda p, c: read_about(in_a_folder(p, "tokenizer_config.json", c)),
     "ReaL labels": lambda p, c: real_labels(in_a_folder(p, "real.json", c) / "real.json"),
-    "a study's result": lambda p, c: read_result(in_a_folder(p, "a.json", c) / "a.json", ("a",)),
-    "a measure": lambda p, c: read_measure(in_a_folder(p, "a.json", c) / "a.json", ["a"]),
     "another library's": lambda p, c: read_config(in_a_folder(p, "a.json", c) / "a.json",
                                                   ConfigError),
 }  # fmt: skip

@@ -11,7 +11,7 @@ import docs.site
 from docs.site import REFERENCE, commands_page, keys_page, main
 from polyad.launch.commands import COMMANDS
 from polyad.train.config.run import RunConfig
-from polyad.train.study.config import StudyConfig
+from polyad.train.study import StudyConfig
 from tests.helpers.written import SITE, pages_of
 
 NAVIGATION = list(pages_of(yaml.safe_load(SITE.read_text(encoding="utf-8"))["nav"]))

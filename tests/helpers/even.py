@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from polyad.train.experts.information import Summed
-from polyad.train.measures.measure import Measure, Result, Subject, Tree
+from polyad.train.measures.measure import Measure, Result, Subject
 from polyad.train.measures.registry import MEASURES
 from polyad.train.reading import Reading
 from polyad.train.results import aligned
@@ -56,10 +56,6 @@ class EvenExperts(Measure):
         names = [layer.name for layer in self.subject.layers]
         shares = dict(zip(names, (even_L / all_L).tolist(), strict=True))
         return EvenShare(shares, self.subject.samples.rows)
-
-    @classmethod
-    def numbers(cls, tree: Tree) -> dict[str, float]:
-        return {"even_share": sum(tree["layers"].values()) / len(tree["layers"])}
 
 
 MEASURES[EvenExperts.name] = EvenExperts

@@ -24,7 +24,7 @@ from polyad.launch.commands import COMMANDS
 from polyad.launch.quickstart import IMAGES_CONFIG, TEXT_CONFIG
 from polyad.model.decoder import DecoderSettings
 from polyad.train.config.run import load_config
-from polyad.train.study.config import StudyConfig
+from polyad.train.study import StudyConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARK = "tests.benchmarks."
@@ -285,7 +285,7 @@ class World:
             self._train(options.config, options.overrides, is_started=False)
         if name == "bench" and self._is_left_to_data(options):
             self._train(options.config, options.overrides, is_started=False)
-        if name == "study" and options.study.suffix != ".json":
+        if name == "study":
             self._study(options.study, is_started=not options.dry_run)
         if name == "prepare" and options.part is not None:
             return  # a step before the one that makes it
@@ -336,16 +336,12 @@ class World:
     def _study(self, path: Path, *, is_started: bool) -> None:
         study = StudyConfig.model_validate(yaml.safe_load((self._root / path).read_text()))
         self._read(study.base)
-        if study.data is None:
-            self._read(load_config(self._root / study.base).data.path)
-        elif study.data.source is None:
-            self._read(study.data.path)
         if is_started:
+            data = load_config(self._root / study.base).data.path
+            self._read(study.common.get("data.path", data))
             runs = [f"runs/{variant}/seed-{s}" for variant in study.variants for s in study.seeds]
             for name in ("results.json", *runs):
                 self._make(f"{study.folder}/{name}")
-            if study.data is not None:
-                self._make(study.data.path)
 
     def made(self) -> list[str]:
         """The paths that have to be there by now, checkpoints among them."""

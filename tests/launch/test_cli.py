@@ -106,8 +106,8 @@ def test_keys_are_explained(capfd: pytest.CaptureFixture[str]) -> None:
     assert "weight: " in capfd.readouterr().out
     assert run(["keys", "data.mixture"]) == 0
     assert "weight: " in capfd.readouterr().out
-    assert run(["keys", "leak", "--study"]) == 0
-    assert "tokens: integer >= 1; default 2048" in capfd.readouterr().out
+    assert run(["keys", "grid_seeds", "--study"]) == 0
+    assert "grid_seeds: integer >= 1, or null; default null" in capfd.readouterr().out
 
 
 def test_version_is_printed(capfd: pytest.CaptureFixture[str]) -> None:

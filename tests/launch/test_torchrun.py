@@ -214,7 +214,7 @@ def stopped_after(seconds: float, number: signal.Signals, words: list[str]) -> N
 def words_of(command: str, config: Path) -> list[str]:
     if command == "study":
         study = {
-            "question": "Does it stop?", "base": str(config), "folder": str(config.parent / "all"),
+            "base": str(config), "folder": str(config.parent / "all"),
             "seeds": [1], "baseline": "a", "variants": {"a": {}, "b": {"model.hidden_size": 64}},
             "common": {"train.steps": 100000},
         }  # fmt: skip

@@ -14,12 +14,11 @@ from typing import Any
 import pytest
 import yaml
 
-from polyad.launch.study.folder import check_folder
 from polyad.train.config.rules import validate
 from polyad.train.config.run import RunConfig, config_of, parse_config, read_tree, shipped_configs
 from polyad.train.config.text import flatten, keys
 from polyad.train.errors import one_line
-from polyad.train.study.reading import load_studies
+from polyad.train.study import load_study, plan_text, results_of
 from tests.helpers.everyday import everyday
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -154,8 +153,8 @@ def try_studies(path: Path, times: int, folder: Path) -> None:
 
     def check(text: str) -> None:
         file.write_text(text, encoding="utf-8", errors="surrogatepass")
-        for study in load_studies(file).values():
-            check_folder(study)
+        study = load_study(file)
+        plan_text(study, results_of(study))
 
     assert outcome(lambda: check(text), "as it is")
     valid = sum(

@@ -10,7 +10,6 @@ from polyad.launch.commands import runs
 from polyad.train.errors import ConfigError
 from polyad.train.loop.metrics import drop_records_after
 from polyad.train.records import (
-    head_changes,
     last_fluctuation,
     last_loss,
     last_routing,
@@ -104,18 +103,6 @@ def test_fluctuation_is_that_between_the_last_two_checkpoints() -> None:
     assert found == {"top1": 0.3, "set": 0.5, "steps": 20}
     assert last_fluctuation([first, *plain]) is None  # nothing before it
     assert last_fluctuation(plain) is None
-
-
-def test_changes_of_a_head_are_counted_from_record_to_record() -> None:
-    # Layer a: 0 0 2 0, which is two changes; layer b: 1 1 1, none. The first record, of a graph
-    # that is still off, names none.
-    a, b = (f"routing__blocks.{block}.feed_forward__attention_head" for block in (0, 1))
-    heads = [{}, {a: 0, b: 1}, {a: 0, b: 1}, {a: 2, b: 1}, {a: 0}]
-    records = [record(step, **each) for step, each in enumerate(heads)]
-    assert head_changes(records) == 1.0
-    assert head_changes(records[:2]) == 0.0
-    assert head_changes(records[:1]) is None
-    assert last_routing(records) == {}  # a number of a head has no mean
 
 
 def test_a_model_that_does_not_route_has_no_routing() -> None:

@@ -262,7 +262,8 @@ def _hint(kind: str, value: Any) -> str:
 def _unknown(key: str, known: set[str]) -> str:
     """The line about an unknown key."""
     name = _without_index(key.split("."))
-    if gone := GONE.get(name) or GONE.get(name.rpartition(".")[2]):
+    of_study = "variants" in known
+    if gone := GONE.get(f"study.{name}" if of_study else name) or GONE.get(name.rpartition(".")[2]):
         return f"{key}: went with {gone}; see CHANGELOG"
     if near := nearest_key(key, known):
         return f"unknown key {shortened(key)}; the nearest is {near}"

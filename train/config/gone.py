@@ -20,6 +20,15 @@ GONE: dict[str, str] = {
         ("loss.erc", "loss.erc_alpha", "loss.erc_noise", "loss.orthogonality", "loss.variance"),
         "the losses on what experts compute; use loss.load_balance, importance or router_z",
     ),
+    "study.question": "the page of a study; write a comment",
+    "study.not_shown": "the page of a study; write a comment",
+    "study.data": "preparing by a study; set data.path under common and run `polyad prepare`",
+    "study.from_runs": "its names; write FOLDER/runs/VARIANT/seed-{seed} as the variant's value",
+    "study.attack": "measures of a study; use `polyad evaluate RUN --attack`",
+    "study.leak": "measures of a study",
+    "study.knockout": "measures of a study; use `polyad experts knockout RUN`",
+    "study.specialization": "measures of a study; use `polyad experts specialize RUN`",
+    "study.measures": "measures of a study; use `polyad experts splice RUN`",
 }
 """By dotted key or its last part: what it went with, and what to use instead, as in "rewinding; use
-`skip`"."""
+`skip`". Keys of a study's file begin with `study.`"""

@@ -7,7 +7,6 @@ same classes when text is steered towards it, and what the model then predicts.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
 from typing import Any, Self
 
 from torch import nn
@@ -29,11 +28,10 @@ from polyad.train.experts.probing import (
 from polyad.train.experts.steering import SteeredReading, Steering, SteeringEffect, gate_column
 from polyad.train.experts.token_classes import ClassColumns
 from polyad.train.experts.token_labels import Labels, read_labels
-from polyad.train.measures.measure import Asked, Measure, Result, Subject, Tree
+from polyad.train.measures.measure import Measure, Result, Subject
 from polyad.train.measures.streamed_knockout import StreamedKnockOut
 from polyad.train.reading import Evaluated, Reading
 from polyad.train.results import aligned
-from polyad.train.study.config import StudyConfig
 from polyad.train.tasks.samples import TextSamples, losses
 from polyad.train.tasks.text import TextTask
 
@@ -44,9 +42,7 @@ MOST_EXPERTS = 16
 MOST_CLASSES = 3
 """Maximum number of classes named per expert."""
 NAMED = ("characters", "frequency")
-"""Labelings of predicted tokens that are displayed for steering, and compared in studies."""
-SIDES = ("read", "predicted")
-"""The tokens by whose classes a study measures harm: input tokens, where known."""
+"""Labelings of predicted tokens that are displayed for steering."""
 
 LEAD = (
     "",
@@ -318,45 +314,6 @@ class KnockOuts(Measure):
     @classmethod
     def in_report(cls, subject: Subject) -> None:
         """None: a report removes only the experts that it shows, which it knows after its pass."""
-
-    @classmethod
-    def of_study(cls, config: StudyConfig) -> Asked | None:
-        """`knockout: {tokens: N, layers: [...]}`."""
-        if (asked := config.knockout) is None:
-            return None
-        layers = ("--layers", ",".join(map(str, asked.layers))) if asked.layers else ()
-        options = ("--tokens", f"{asked.tokens}", *layers)
-        return Asked(("experts", "knockout"), options, asked.model_dump())
-
-    @classmethod
-    def kept(cls, tree: Tree) -> Tree:
-        """All except the tables, which have a number for each expert and class."""
-        layers = {
-            name: {key: layer[key] for key in ("experts", "focus")}
-            for name, layer in tree["layers"].items()
-        }
-        return {**tree, "layers": layers}
-
-    @classmethod
-    def numbers(cls, tree: Tree) -> dict[str, float]:
-        """What experts are for, as means over layers.
-
-        Returns:
-            For two labelings of tokens, by characters and by frequency: the share of experts
-            without which a class gets worse beyond noise, and for these the number of classes that
-            they are for, and their polysemanticity.
-        """
-        found: dict[str, list[float]] = {}
-        for layer in tree["layers"].values():
-            side = next(s for s in SIDES if any(by.startswith(s) for by in layer["focus"]))
-            for by in NAMED:
-                focus = layer["focus"][f"{side} {by}"]
-                share = focus["experts_that_matter"] / len(layer["experts"])
-                found.setdefault(f"experts_that_matter_{by}", []).append(share)
-                for name in ("effective_classes", "polysemanticity"):
-                    if focus[name] is not None:
-                        found.setdefault(f"{name}_{by}", []).append(focus[name])
-        return {name: fmean(values) for name, values in found.items()}
 
 
 def labels_of(text: TextSamples, path: Path | None) -> list[Labels]:

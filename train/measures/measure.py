@@ -4,7 +4,7 @@
     Measure       an examination that accumulates over one pass over samples, reading all routers
 
 A new measure is one file with a `Measure` and its `Result`, and one line in `registry.py`:
-`polyad experts NAME`, `polyad report` and studies iterate over the registry.
+`polyad experts NAME` and `polyad report` iterate over the registry.
 """
 
 import time
@@ -17,7 +17,6 @@ from typing import Any, ClassVar, NamedTuple, Self
 from torch import nn
 
 from polyad.data.text.manifest import SplitName
-from polyad.model.settings import ModelSettings
 from polyad.parallel import comm
 from polyad.parallel.streamed import seconds_before
 from polyad.parallel.weights import Choice
@@ -28,12 +27,8 @@ from polyad.train.experts.probing import RoutedLayer, routed_head, routed_layers
 from polyad.train.page.html import Figure
 from polyad.train.reading import Evaluated, Reading, open_evaluated, read
 from polyad.train.results import aligned
-from polyad.train.study.config import StudyConfig
 from polyad.train.tasks.samples import Samples, samples_of
 from polyad.train.tasks.text import TextTask
-
-Tree = Mapping[str, Any]
-"""A result as JSON values."""
 
 
 class Result(ABC):
@@ -94,21 +89,11 @@ class Subject(NamedTuple):
     batch_size: int
 
 
-class Asked(NamedTuple):
-    """How a study measures a run."""
-
-    command: tuple[str, ...]
-    """Arguments of `polyad`."""
-    options: tuple[str, ...]
-    settings: Any
-    """The study's settings for it: a result with other settings is measured again."""
-
-
 class Examination(ABC):
     """An examination of a checkpoint by one command.
 
     Attributes:
-        name: its name in errors; for a measure also the key in studies and the name in reports.
+        name: its name in errors; for a measure also the name in reports.
         doing: describes the work, for an out-of-memory error.
         reads_split: whether it reads a split of the data.
         needs_whole: why the whole model must be in memory; None: it may be read block by block,
@@ -232,41 +217,6 @@ class Measure(Examination):
     def in_report(cls, subject: Subject) -> "Measure | None":
         """Makes the measure for a report's pass over held-out data; None: not in reports."""
         return cls(subject)
-
-    @classmethod
-    def is_for(cls, model: ModelSettings, *, has_experts: bool) -> bool:
-        """Whether a study measures a variant: by default if it has experts.
-
-        Args:
-            model: the variant's model.
-            has_experts: whether any part of it is a mixture of experts.
-        """
-        return has_experts
-
-    @classmethod
-    def of_study(cls, config: StudyConfig) -> "Asked | None":
-        """Returns how a study measures it; None: it does not.
-
-        Args:
-            config: the study's configuration.
-        """
-        if cls.name not in config.measures:
-            return None
-        return Asked(("experts", cls.name), (), True)
-
-    @classmethod
-    def kept(cls, tree: Tree) -> Tree:
-        """The part of a result that a study stores."""
-        return tree
-
-    @classmethod
-    def numbers(cls, tree: Tree) -> dict[str, float]:
-        """Returns the numbers of a result that a study compares, by name.
-
-        Args:
-            tree: the result of `kept`.
-        """
-        return {}
 
 
 def needs_text(name: str, opened: Evaluated) -> None:

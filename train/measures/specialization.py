@@ -8,10 +8,8 @@ class each also the class polysemanticity of all experts, by removing each.
 Shapes: R rows of a batch, T tokens of a window, P labels: the true ones first, then shuffled ones.
 """
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from statistics import fmean
 from typing import Any
 
 import torch
@@ -31,18 +29,15 @@ from polyad.train.experts.information import GateEntropies, LevelEntropy, Summed
 from polyad.train.experts.leaving_out import LeaveOneOut, LeftOut
 from polyad.train.experts.similarity import ExpertSimilarity, LevelSimilarity
 from polyad.train.experts.token_classes import Shifts, labellings
-from polyad.train.measures.measure import Asked, Measure, Result, Subject, Tree
+from polyad.train.measures.measure import Measure, Result, Subject
 from polyad.train.page.html import Figure, Table
 from polyad.train.reading import Evaluated, Reading
 from polyad.train.results import aligned
-from polyad.train.study.config import StudyConfig
 from polyad.train.tasks.images import ImageClassification
 from polyad.train.tasks.samples import ImageSamples, Passages, TextSamples
 from polyad.train.tasks.sequences import SequenceTask
 from polyad.train.tasks.text import TextTask
 
-USED = 0.01
-"""Minimum share of all tokens at which an expert counts as used."""
 NOTE = (
     "H_s: mean entropy of a token's routing probabilities, low if routing is confident. H_u: "
     "entropy of the mean probabilities over all tokens, high if all experts are used. I(E; Y): "
@@ -327,45 +322,3 @@ class Specialization(Measure):
         """Without removing experts, which is slow; None for rows without labels."""
         has_labels = isinstance(subject.samples, TextSamples) or subject.samples.classes()
         return cls(subject, leave_out=False) if has_labels else None
-
-    @classmethod
-    def of_study(cls, config: StudyConfig) -> Asked | None:
-        """`specialization: true`."""
-        return Asked(("experts", "specialize"), (), True) if config.specialization else None
-
-    @classmethod
-    def numbers(cls, tree: Tree) -> dict[str, float]:
-        """How experts divide the work, as means over layers and their levels.
-
-        Returns:
-            Those that apply of: polysemanticity over the layers with an expert that matters; the
-            share of experts that matter to any class; `entropy_bits` H_s, `usage_entropy_bits` H_u,
-            `information_bits` I(E; Y) for classes, for text `information_bits_LABEL` for each
-            labeling of tokens; `experts_used`, the number with a share of at least `USED`;
-            `expert_cosine` and `expert_cka`, the similarity of their outputs.
-        """
-        found: dict[str, list[float]] = {}
-        for layer in tree["layers"].values():
-            if matter := layer.get("experts_that_matter"):
-                found.setdefault("polysemanticity", []).append(layer["polysemanticity"])
-            if matter is not None:
-                found.setdefault("experts_that_matter", []).append(matter / layer["experts"])
-            for level in layer.get("levels", ()):
-                for name in ("entropy_bits", "usage_entropy_bits"):
-                    found.setdefault(name, []).append(level[name]["value"])
-                for label, by_label in level["labels"].items():
-                    name = "information_bits" + ("" if label == "class" else f"_{label}")
-                    found.setdefault(name, []).append(by_label["information_bits"]["value"])
-                if level["labels"]:
-                    counts_SY = next(iter(level["labels"].values()))["counts"]
-                    found.setdefault("experts_used", []).append(_used(counts_SY))
-                for name in ("cosine", "cka") if "similarity" in level else ():
-                    if (alike := level["similarity"][name]["value"]) is not None:
-                        found.setdefault(f"expert_{name}", []).append(alike)
-        return {name: fmean(values) for name, values in found.items()}
-
-
-def _used(counts_SY: list[list[float]]) -> int:
-    """The number of experts with a share of at least `USED`."""
-    of_expert_S = [math.fsum(row) for row in counts_SY]
-    return sum(each >= USED * math.fsum(of_expert_S) for each in of_expert_S)

@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from polyad.model.decoder import DecoderSettings
 from polyad.model.feedforward import FeedForward
 from polyad.model.mxd.layer import SparseTable
-from polyad.model.settings import ModelSettings
 from polyad.parallel import comm
 from polyad.parallel.checkpoint.load import Checkpoint
 from polyad.parallel.weights import Weights
@@ -38,7 +37,7 @@ from polyad.train.config.distillation import (
 )
 from polyad.train.errors import ConfigError
 from polyad.train.experts.information import Summed
-from polyad.train.measures.measure import Measure, Result, Subject, Tree, needs_text
+from polyad.train.measures.measure import Measure, Result, Subject, needs_text
 from polyad.train.reading import Evaluated, Reading
 from polyad.train.results import aligned
 from polyad.train.tasks.samples import TextSamples, losses, through
@@ -266,22 +265,6 @@ class Splicing(Measure):
     @classmethod
     def in_report(cls, subject: Subject) -> None:
         """None: a report has only one model."""
-
-    @classmethod
-    def is_for(cls, model: ModelSettings, *, has_experts: bool) -> bool:
-        """Applies to models with replaced blocks, dense replacements included."""
-        return isinstance(model, DecoderSettings) and model.replaced is not None
-
-    @classmethod
-    def numbers(cls, tree: Tree) -> dict[str, float]:
-        """The share recovered with all blocks, and means over blocks of nMSE and L0."""
-        blocks = tree["blocks"].values()
-        active = [each["active"] for each in blocks if each["active"] is not None]
-        found = {
-            "recovered": tree["together"]["recovered"],
-            "splice_nmse": sum(each["nmse"] for each in blocks) / len(blocks),
-        }
-        return found | ({"splice_active": sum(active) / len(active)} if active else {})
 
 
 def open_original(given: Path | None, opened: Evaluated, model: DecoderSettings) -> Weights:

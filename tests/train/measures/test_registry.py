@@ -1,4 +1,4 @@
-"""A measure is one file and one line: a plugin's is taken, shown on a page and compared in a study.
+"""A measure is one file and one line: a plugin's is taken and shown on a page.
 
 `tests/helpers/even.py` is that measure; no file of Polyad names it.
 """
@@ -11,7 +11,6 @@ import torch
 
 from polyad.launch.cli import run as polyad
 from polyad.parallel.weights import load_model
-from polyad.train.errors import ConfigError
 from tests.helpers.fine_tuned import table, trainer
 from tests.helpers.runs import measured, newest, run, write_config
 
@@ -93,29 +92,3 @@ def test_a_model_without_experts_is_refused(workers, tmp_path, prepared_path):
     workers(1).run(run, write_config(tmp_path / "config.yaml", prepared_path))
     with pytest.raises(Exception, match=r"run.*: its model has no experts, in blocks or as"):
         workers(1).run(even_measured, tmp_path / "run")
-
-
-def test_a_study_compares_its_numbers(even, tmp_path, monkeypatch):
-    from polyad.launch.study.measures import measures_of, read_measures
-    from polyad.train.study.reading import load_study
-    from tests.launch.study.conftest import small_study
-
-    monkeypatch.chdir(ROOT)
-    sparse = {"kind": "smoe", "num_experts": 4, "expert_hidden_size": 32}
-    changes = {"variants": {"dense": None, "smoe": {"model.feed_forward": sparse}}}
-    tree = small_study(tmp_path, ROOT / "configs" / "quickstart" / "gpt2.yaml", tmp_path)
-    path = tmp_path / "study.json"
-    path.write_text(json.dumps(tree | changes | {"measures": ["even"]}))
-    dense, sparse_run = load_study(path).runs({})
-    assert list(measures_of(dense)) == []
-    (measure,) = measures_of(sparse_run)
-    folder = str(sparse_run.folder)
-    assert measure.arguments == ("experts", "even", folder, "--split", "validation")
-    written = tmp_path / "written.json"
-    written.write_text(json.dumps({"split": "validation", "step": 4, "layers": {"a": 0.5}}))
-    measure.keep(written)
-    assert read_measures(sparse_run).experts == {"even": {"even_share": 0.5}}
-    path.write_text(json.dumps(tree | changes | {"measures": ["odd"]}))
-    _, sparse_run = load_study(path).runs({})
-    with pytest.raises(ConfigError, match="measures: 'odd' is not allowed: splice, even are"):
-        list(measures_of(sparse_run))

@@ -2,12 +2,10 @@
 
 import pytest
 import torch
-import yaml
 from torch.nn.functional import cross_entropy
 
 from polyad.data.text.dataset import PreparedData
 from polyad.launch.cli import run as polyad
-from polyad.launch.study.measures import measures_of
 from polyad.parallel.families import FamilyWeights
 from polyad.parallel.weights import load_model
 from polyad.train.config.run import load_config
@@ -15,7 +13,6 @@ from polyad.train.config.text import flatten
 from polyad.train.errors import ConfigError
 from polyad.train.measures.splice import Splicing
 from polyad.train.reading import open_evaluated
-from polyad.train.study.reading import load_studies
 from tests.helpers.decoders import hub_folder, prepared_for, tokens, write_tokenizer
 from tests.helpers.everyday import everyday
 from tests.helpers.huggingface import save_reference
@@ -241,25 +238,3 @@ def test_without_a_teacher_the_original_is_named(workers, tmp_path, prepared_pat
     assert workers(1).run(run, config) == [1]
     with pytest.raises(ConfigError, match=r"names no distill\.teacher; use --teacher"):
         both_forms(tmp_path / "run", Splicing)
-
-
-def test_a_study_takes_it_of_dense_variants_and_of_those_alone_that_have_replaced_blocks(tmp_path):
-    """The teacher may be the run of another variant, of each seed its own."""
-    base = write_config(tmp_path / "base.yaml", tmp_path / "data")
-    replaced = {"blocks": [1], "feed_forward": DENSE}
-    variants = {"whole": {}, "spliced": {"model.replaced": replaced, "distill.blocks": "squared"}}
-    study = {
-        "base": str(base), "folder": str(tmp_path / "study"), "seeds": [1], "baseline": "whole",
-        "measures": ["splice"], "variants": variants,
-        "from_runs": {"spliced": {"distill.teacher": "whole"}},
-    }  # fmt: skip
-    (tmp_path / "study.yaml").write_text(yaml.safe_dump(study))
-    (found,) = load_studies(tmp_path / "study.yaml").values()
-    taken = {
-        run.variant.name: [each.name for each in measures_of(run)]
-        for run in found.runs(found.variants)
-    }
-    assert taken == {"whole": [], "spliced": ["splice"]}
-    tree = {"blocks": {"blocks.1.feed_forward": {"nmse": 0.25, "active": 3.0}},
-            "together": {"recovered": 0.9}}  # fmt: skip
-    assert Splicing.numbers(tree) == {"recovered": 0.9, "splice_nmse": 0.25, "splice_active": 3.0}

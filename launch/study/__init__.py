@@ -1,1 +1,0 @@
-"""`polyad study`: compares variants of a run over several seeds, in pairs."""

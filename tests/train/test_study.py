@@ -1,0 +1,455 @@
+"""Studies: what is trained, which point is compared, and the intervals of paired differences.
+
+Most runs are played by `Played`, which writes what `polyad train` and `polyad evaluate` would.
+"""
+
+import json
+import math
+import os
+import signal
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+from scipy import stats
+
+from polyad.data.files import locked
+from polyad.launch.cli import run as polyad
+from polyad.train.errors import ConfigError, RunError, Stopped
+from polyad.train.study import (
+    Study,
+    _has_diverged,
+    compare,
+    draw,
+    finish_runs,
+    interval,
+    load_study,
+    plan_text,
+    points_of,
+    progress,
+    result_text,
+    results_of,
+    to_json,
+)
+from tests.helpers.runs import write_config
+from tests.helpers.started import start, steps, wait_for
+
+LR = "optimizer.learning_rate"
+Scores = dict[tuple[Any, ...], float | None]
+
+
+class Played:
+    """Plays commands: `losses` has the loss of each run by (variant, [point,] seed), None: the run
+    diverges; a validation loss is that less `flattery` of the same key."""
+
+    def __init__(self, losses: Scores, flattery: Scores | None = None, status: int = 0) -> None:
+        self.losses, self.flattery, self.status = losses, flattery or {}, status
+        self.commands: list[tuple[str, ...]] = []
+
+    def __call__(self, *words: str) -> int:
+        self.commands.append(words)
+        folder = words[1]
+        for word in words:
+            if word.startswith("run.folder="):
+                folder = json.loads(word.partition("=")[2])
+        *_, runs, key = folder.partition("/runs/")
+        assert runs
+        names = tuple(int(n[5:]) if n.startswith("seed-") else n for n in key.split("/"))
+        loss = self.losses[names]
+        if self.status:
+            return self.status
+        if words[0] == "train":
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            record = {"step": 6, "loss": loss, "grad_norm": 1.0, "tokens": 96, "skipped": not loss}
+            record |= {"tokens_per_second": 100.0, "routing/entropy": 0.5}
+            record["validation_loss"] = loss and loss - (self.flattery.get(names) or 0.0)
+            Path(folder, "metrics.jsonl").write_text(json.dumps(record) + "\n")
+            return int(loss is None)
+        assert loss is not None
+        found = {"loss": loss, "perplexity": math.exp(loss), "bits_per_byte": loss, "step": 6}
+        Path(words[words.index("--json") + 1]).write_text(json.dumps(found | {"tokens_scored": 9}))
+        return 0
+
+    @property
+    def trained(self) -> list[str]:
+        """The runs that were trained, in order."""
+        folders = [words[-1] for words in self.commands if words[0] == "train"]
+        return [folder.partition("/runs/")[2].rstrip('"') for folder in folders]
+
+
+@pytest.fixture
+def study(tmp_path: Path, prepared_path: Path) -> Any:
+    """Writes and reads a study of `dense` and `cp`; keywords replace whole keys."""
+
+    def read(**changes: Any) -> Study:
+        base = write_config(tmp_path / "base.yaml", prepared_path)
+        tree = {
+            "base": str(base), "folder": str(tmp_path / "study"), "seeds": [1, 2, 3],
+            "baseline": "dense", "variants": {"dense": None, "cp": {LR: 0.02}},
+        } | changes  # fmt: skip
+        (tmp_path / "study.yaml").write_text(yaml.safe_dump(tree, sort_keys=False))
+        return load_study(tmp_path / "study.yaml")
+
+    return read
+
+
+def finished(study: Study, losses: Scores, flattery: Scores | None = None) -> Any:
+    """The results of a study whose runs have these losses."""
+    return finish_runs(study, Played(losses, flattery), lambda line: None)
+
+
+def row(study: Study, frame: Any, variant: str, task: str = "", measure: str = "loss") -> Any:
+    """A row of the comparison."""
+    table = compare(study, frame).set_index(["task", "measure", "variant"])
+    return table.loc[task, measure, variant]
+
+
+LOSSES: Scores = {
+    **{("dense", 1): 5.0, ("dense", 2): 5.5, ("dense", 3): 4.0},
+    **{("cp", 1): 5.1, ("cp", 2): 5.7, ("cp", 3): 4.6},
+}
+
+
+def test_an_interval_is_that_of_student_s_t() -> None:
+    # Mean 0.3; deviations -0.2, -0.1 and 0.3: s = sqrt((0.04 + 0.01 + 0.09) / 2) = sqrt(0.07).
+    # t(2) at 97.5% is 4.302653: half is 4.302653 sqrt(0.07 / 3) = 0.657242.
+    found = interval([0.1, 0.2, 0.6])
+    assert found["difference"] == pytest.approx(0.3)
+    assert found["low"] == pytest.approx(0.3 - 0.657242, abs=1e-6)
+    assert found["high"] == pytest.approx(0.3 + 0.657242, abs=1e-6)
+    assert found["pairs"] == 3
+    for values in ([1.0, 3.0], [0.3, -0.2, 0.1, 0.4, -0.5], [float(i * i) for i in range(12)]):
+        test = stats.ttest_1samp(values, 0.0).confidence_interval(0.95)
+        found = interval(values)
+        assert (found["low"], found["high"]) == (pytest.approx(test.low), pytest.approx(test.high))
+
+
+def test_one_pair_has_a_difference_and_no_interval_and_equal_pairs_one_of_no_length() -> None:
+    found = interval([0.25])
+    assert (found["difference"], found["pairs"]) == (0.25, 1)
+    assert math.isnan(found["low"])
+    assert math.isnan(interval([])["difference"])
+    assert {interval([0.5, 0.5])[name] for name in ("difference", "low", "high")} == {0.5}
+
+
+def test_variants_are_compared_in_pairs_of_one_seed(study: Any) -> None:
+    known = study()
+    frame = finished(known, LOSSES)
+    cp = row(known, frame, "cp")
+    # The differences are 0.1, 0.2 and 0.6, whatever the seeds did to both.
+    assert cp.difference == pytest.approx(0.3)
+    assert cp.high == pytest.approx(0.3 + 0.657242, abs=1e-6)
+    assert cp["mean"] == pytest.approx((5.1 + 5.7 + 4.6) / 3)
+    assert cp.deviation == pytest.approx(statistics.stdev([5.1, 5.7, 4.6]))
+    assert (cp.runs, cp.pairs) == (3, 3)
+    dense = row(known, frame, "dense")
+    assert (dense.runs, dense.pairs) == (3, 0)
+    assert math.isnan(dense.difference)
+    assert row(known, frame, "cp", measure="routing/entropy").difference == 0.0
+    text = result_text(known, frame)
+    assert "0.65724" not in text  # ends, and no halves
+    assert "a variant less dense with the same seed" in text
+    assert "diverged" not in text
+
+
+def test_pairs_are_of_the_seeds_that_both_have_finished(study: Any) -> None:
+    known = study()
+    frame = finished(known, LOSSES)
+    for run in known.runs:
+        if (run.variant, run.seed) in (("dense", 1), ("cp", 3)):
+            run.file.unlink()
+    frame = results_of(known)
+    cp = row(known, frame, "cp")
+    assert (cp.runs, cp.pairs, cp.difference) == (2, 1, pytest.approx(0.2))
+    assert cp["mean"] == pytest.approx(5.4)
+    assert progress(known, frame)[:2] == (6, 4)
+    for run in known.runs:
+        if run.variant == "dense" and run.file.exists():
+            run.file.unlink()
+    assert row(known, results_of(known), "cp").pairs == 0
+
+
+def test_tasks_are_compared_each_and_by_the_mean_of_a_seed(study: Any) -> None:
+    known = study(seeds=[1, 2], tasks={"a": {}, "b": {"train.steps": 7}})
+    losses: Scores = {}
+    for (variant, seed), loss in LOSSES.items():
+        losses[variant, seed] = loss
+    play = Played(losses)
+    frame = finish_runs(known, play, lambda line: None)
+    assert len(play.trained) == 8
+    for run in known.runs:  # task b of cp is 1 worse with seed 1, and 2 with seed 2
+        if (run.task, run.variant) == ("b", "cp"):
+            tree = json.loads(run.file.read_text())
+            run.file.write_text(json.dumps(tree | {"loss": tree["loss"] + run.seed}))
+    frame = results_of(known)
+    assert row(known, frame, "cp", "a").difference == pytest.approx(0.15)
+    assert row(known, frame, "cp", "b").difference == pytest.approx(1.65)
+    over = row(known, frame, "cp", "mean of tasks")
+    # Seed 1: (0.1 + 1.1) / 2 = 0.6, seed 2: (0.2 + 2.2) / 2 = 1.2; t(1) is 12.7062.
+    assert over.difference == pytest.approx(0.9)
+    assert over.high - over.difference == pytest.approx(12.7062 * 0.3, rel=1e-5)
+    known.runs[-1].file.unlink()  # task b, cp, seed 2
+    assert row(known, results_of(known), "cp", "mean of tasks").pairs == 1
+
+
+GRID = {LR: [0.01, 0.03]}
+A, B = "learning_rate=0.01", "learning_rate=0.03"
+
+
+def test_the_point_that_is_best_on_validation_is_scored_on_test(study: Any) -> None:
+    known = study(seeds=[1, 2], split="test", grid=GRID, variants={"dense": None, "cp": None})
+    # On the test split the second point is better, on validation the first.
+    losses: Scores = {(v, p, s): (4.0 if p == B else 4.5) for v in ("dense", "cp")
+                      for p in (A, B) for s in (1, 2)}  # fmt: skip
+    losses["cp", A, 1] = 4.3
+    play = Played(losses, {key: 1.0 for key in losses if key[1] == A})
+    frame = finish_runs(known, play, lambda line: None)
+    points = points_of(known, frame).set_index(["variant", "point"])
+    assert points.compared.to_dict() == {(v, p): p == A for v in ("dense", "cp") for p in (A, B)}
+    assert points.validation["cp", A] == pytest.approx(((4.3 - 1.0) + (4.5 - 1.0)) / 2)
+    cp = row(known, frame, "cp")
+    assert (cp["mean"], cp.difference) == (pytest.approx(4.4), pytest.approx(-0.1))
+    scored = [words for words in play.commands if words[0] == "evaluate"]
+    assert all(words[3] == "test" for words in scored)
+    assert "flatters" not in result_text(known, frame)
+
+
+@pytest.mark.parametrize(("validations", "best"), [
+    ({A: [4.0, 5.0], B: [4.4, 4.4]}, B),  # by the mean over the seeds that choose
+    ({A: [4.4, 4.4], B: [4.4, 4.4]}, A),  # the first of equal ones
+    ({A: [None, 1.0], B: [9.0, 9.0]}, B),  # one that diverged is worse than any
+])  # fmt: skip
+def test_a_grid_s_best_point_alone_is_trained_with_later_seeds(
+    study: Any, validations: dict[str, list[float | None]], best: str
+) -> None:
+    known = study(seeds=[1, 2, 3], grid_seeds=2, variants={"dense": None}, grid=GRID)
+    losses: Scores = {
+        ("dense", p, s + 1): each[s] for p, each in validations.items() for s in (0, 1)
+    }
+    play = Played(losses | {("dense", best, 3): 4.0})
+    said: list[str] = []
+    frame = finish_runs(known, play, said.append)
+    swept = [f"dense/{point}/seed-{seed}" for seed in (1, 2) for point in (A, B)]
+    assert play.trained == [*swept, f"dense/{best}/seed-3"]
+    assert progress(known, frame)[:2] == (5, 5)
+    assert row(known, frame, "dense").runs == 3
+    assert "run 5 of 5: dense at" in said[-1]
+    text = result_text(known, frame)
+    assert ("diverged: dense at learning_rate=0.01, seed 1" in text) == (None in validations[A])
+    assert "which flatters the best of several" in text
+
+
+def test_of_a_grid_that_is_not_finished_nothing_is_compared(study: Any) -> None:
+    known = study(seeds=[1], variants={"dense": None}, grid=GRID)
+    losses: Scores = {("dense", A, 1): 4.0, ("dense", B, 1): 5.0}
+    finished(known, losses)
+    known.runs[0].file.unlink()
+    frame = results_of(known)
+    assert not frame.compared.any()
+    assert compare(known, frame).empty
+    assert result_text(known, frame) == "no variant can be compared yet"
+    with pytest.raises(RunError, match="dense: no point has a finite validation score"):
+        finished(study(seeds=[1], variants={"dense": None}, grid=GRID,
+                       folder=f"{known.config.folder}-2"), dict.fromkeys(losses))  # fmt: skip
+
+
+def test_where_more_is_better_the_highest_point_is_best(study: Any, monkeypatch: Any) -> None:
+    known = study(seeds=[1], variants={"dense": None}, grid=GRID)
+    monkeypatch.setattr(known.task, "higher_is_better", True)
+    frame = finished(known, {("dense", A, 1): 4.0, ("dense", B, 1): 5.0})
+    assert frame.compared.tolist() == [False, True]
+
+
+def test_a_finished_run_is_not_started_again(study: Any) -> None:
+    known = study()
+    finished(known, LOSSES)
+    again = Played(LOSSES)
+    finish_runs(known, again, lambda line: None)
+    assert again.commands == []
+    more = study(seeds=[1, 2, 3, 4])
+    more_losses = LOSSES | {("dense", 4): 5.0, ("cp", 4): 5.1}
+    finish_runs(more, again := Played(more_losses), lambda line: None)
+    assert again.trained == ["dense/seed-4", "cp/seed-4"]
+    results = json.loads(Path(known.config.folder, "results.json").read_text())
+    assert results == json.loads(json.dumps(to_json(more, results_of(more))))
+    assert len(results["runs"]) == 8
+
+
+def test_a_run_s_seed_stands_in_its_values_and_the_best_checkpoint_is_scored(study: Any) -> None:
+    variants = {
+        "dense": {"checkpoint.keep_best": True},
+        "cp": {"checkpoint.init_from": "runs/x/runs/dense/seed-{seed}"},
+    }
+    known = study(variants=variants, seeds=[7])
+    play = Played({("dense", 7): 5.0, ("cp", 7): 4.0})
+    finish_runs(known, play, lambda line: None)
+    assert play.trained == ["dense/seed-7", "cp/seed-7"]
+    dense, of_dense, cp, of_cp = play.commands
+    assert ("--best" in of_dense, "--best" in of_cp) == (True, False)
+    assert "seed=7" in dense
+    assert 'checkpoint.init_from="runs/x/runs/dense/seed-7"' in cp
+
+
+@pytest.mark.parametrize("status", [1, 2, 137])
+def test_a_run_that_fails_ends_the_study_with_a_line(study: Any, status: int) -> None:
+    with pytest.raises(RunError, match=f"dense, seed 1: `polyad train` ended with status {status}"):
+        finish_runs(study(), Played(LOSSES, status=status), lambda line: None)
+
+
+def test_a_run_that_a_signal_stopped_stops_the_study(study: Any) -> None:
+    with pytest.raises(Stopped, match=r"dense, seed 1: run the same command") as caught:
+        finish_runs(study(), Played(LOSSES, status=143), lambda line: None)
+    assert caught.value.exit_status == 143
+    with pytest.raises(KeyboardInterrupt):
+        finish_runs(study(), Played(LOSSES, status=130), lambda line: None)
+    assert "1 to continue, 5 to start" in plan_text(study(), results_of(study()))
+
+
+def test_a_run_that_another_start_has_begun_is_left_to_it(study: Any) -> None:
+    known, play, said = study(), Played(LOSSES), list[str]()
+    folder = known.runs[0].folder
+    with locked(folder.with_name(f".{folder.name}.lock"), wait=False):
+        finish_runs(known, play, said.append)
+    assert len(play.trained) == 5
+    assert "dense, seed 1: is left to another start of this study, which has begun it" in said
+    finish_runs(known, play, said.append)
+    assert play.trained[-1] == "dense/seed-1"
+
+
+def test_what_changes_results_may_not_change(study: Any, tmp_path: Path) -> None:
+    finished(study(seeds=[1]), LOSSES)
+    results_of(study(common={"log.every": 3, "checkpoint.every": 1}))
+    for change, line in (
+        ({"variants": {"dense": None, "cp": {LR: 0.03}}}, f"cp: {LR}: 0.02 there, 0.03 here"),
+        ({"split": "test"}, "variants.dense: split: 'validation' there, 'test' here"),
+    ):
+        with pytest.raises(ConfigError, match=line):
+            results_of(study(**change))
+    known = study()
+    tree = json.loads(known.runs[0].file.read_text())
+    known.runs[0].file.write_text(json.dumps(tree | {"data": "another"}))
+    with pytest.raises(ConfigError, match="dense, seed 2: has other data than finished runs in"):
+        finished(known, LOSSES)
+    known.runs[0].file.write_text("[]")
+    with pytest.raises(ConfigError, match=r"seed-1\.json: was not written by a study"):
+        results_of(known)
+
+
+GOOD = {"loss": 1.0, "grad_norm": 1.0, "skipped": False}
+BAD = {"loss": None, "grad_norm": 1.0, "skipped": True}
+
+
+@pytest.mark.parametrize(("records", "diverged"), [
+    ([GOOD, BAD, BAD], True),
+    ([BAD, BAD, GOOD], False),
+    ([BAD], False),
+    ([GOOD, GOOD | {"validation_loss": None}], True),
+    ([GOOD | {"validation_loss": None}, GOOD], False),
+    ([GOOD, GOOD | {"validation_loss": 2.0}], False),
+])  # fmt: skip
+def test_a_run_has_diverged_by_its_last_steps_or_its_last_validation(
+    study: Any, records: list[dict[str, Any]], diverged: bool
+) -> None:
+    known = study(common={"train.max_skipped_steps": 2})
+    run = known.runs[0]
+    run.folder.mkdir(parents=True)
+    lines = [json.dumps({"step": step, **each}) for step, each in enumerate(records, start=1)]
+    (run.folder / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    assert _has_diverged(known, run) == diverged
+
+
+@pytest.mark.parametrize(("change", "line"), [
+    ({"seeds": []}, "seeds"),
+    ({"seeds": [1, 1]}, "seeds: one appears twice"),
+    ({"baseline": "d"}, "baseline: 'd' is not a variant; variants: dense, cp"),
+    ({"variants": {}}, "baseline: 'dense' is not a variant; variants: none"),
+    ({"variants": {"dense": None, "../x": None}}, "'../x' is not allowed"),
+    ({"variants": {"dense": {"train.steps": 7}, "cp": None}}, "cp: train.steps: 6 differs"),
+    ({"variants": {"dense": {"data.path": "x"}, "cp": None}}, "variants.cp: data.path"),
+    ({"variants": {"dense": {"seed": 3}}}, "variants.dense: seed: is not allowed"),
+    ({"variants": {"dense": {"model.num_heads": 5}}}, "variants.dense: "),
+    ({"variants": {"dense": {"lr": 5}}}, "variants.dense: "),
+    ({"variants": {"dense": {"a b": 5}}}, "variants.dense: 'a b' is not a dotted key"),
+    ({"common": {"run.folder": "x"}}, "common: run.folder: is not allowed"),
+    ({"common": {"optimizer.kind": "sgd?"}}, "common: "),
+    ({"tasks": {"a": {}, "b": {"data.kind": "images"}}}, "data.kind: images and text differ"),
+    ({"grid": {LR: []}}, f"grid.{LR}"),
+    ({"grid": {LR: [0.1]}}, f"variants.cp: {LR}: is not allowed, because a grid sets it too"),
+    ({"grid": {"train.ema": [0.9, 0.9]}}, "grid: ema=0.9 is given twice"),
+    ({"grids": {"d": {}}}, "grids: 'd' is not a variant"),
+    ({"grid_seeds": 4}, "grid_seeds: 4: there are 3 seeds"),
+    ({"base": "none.yaml"}, "base: none.yaml: there is no such file"),
+    ({"split": "train"}, "split"),
+    ({"from_runs": {}}, "from_runs: went with its names"),
+    ({"leak": None}, "leak: went with measures of a study"),
+])  # fmt: skip
+def test_a_study_that_is_wrong_is_one_line(
+    study: Any, tmp_path: Path, capfd: Any, change: dict[str, Any], line: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        study(**change)
+    assert line in str(caught.value)
+    assert polyad(["study", str(tmp_path / "study.yaml"), "--dry-run"]) == 2
+    (said,) = capfd.readouterr().err.splitlines()
+    assert said.startswith("polyad: error: ")
+
+
+def test_a_figure_needs_a_suffix(study: Any, tmp_path: Path, capfd: Any) -> None:
+    study()
+    assert polyad(["study", str(tmp_path / "study.yaml"), "--figure", "f.txt"]) == 2
+    assert ".pdf or .svg or .png is needed" in capfd.readouterr().err
+
+
+def test_a_figure_is_drawn_in_each_format(study: Any, tmp_path: Path) -> None:
+    known = study(tasks={"a": {}, "b": {}})
+    frame = finished(known, LOSSES)
+    for name, begins in (("f.pdf", b"%PDF"), ("f.svg", b"<?xml"), ("f.png", b"\x89PNG")):
+        draw(known, frame, tmp_path / name)
+        assert (tmp_path / name).read_bytes().startswith(begins)
+    draw(known, results_of(study(folder=str(tmp_path / "empty"))), tmp_path / "empty.svg")
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_study_that_is_stopped_goes_on_where_it_was(
+    study: Any, tmp_path: Path, number: signal.Signals
+) -> None:
+    common = {"train.steps": 40, "checkpoint.every": 0, "evaluation.every": 0}
+    known = study(common=common | {"log.trackers": []}, seeds=[1])
+    words = [sys.executable, "-m", "polyad.launch", "study", str(tmp_path / "study.yaml")]
+    first = known.runs[0].folder
+    process = start(words, start_new_session=True)
+    wait_for(lambda: steps(first), process)
+    family = psutil.Process(process.pid).children(recursive=True)
+    os.kill(process.pid, number)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (128 + number, ""), err
+    assert "Traceback" not in err
+    assert "dense, seed 1: run the same command again to continue this run" in err
+    _, alive = psutil.wait_procs(family, timeout=20)
+    assert not alive
+    stopped = steps(first)[-1]
+    assert stopped < 40
+    process = start([*words, "--json", "-", "--figure", str(tmp_path / "f.svg")])
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    assert "0 finished, 1 to continue, 1 to start" in err
+    assert f"continues from step {stopped} of 40" in err
+    assert steps(first) == list(range(1, 41))
+    found = json.loads(out)
+    assert [(each["variant"], each["step"]) for each in found["runs"]] == [
+        ("dense", 40),
+        ("cp", 40),
+    ]
+    one, other = (each["loss"] for each in found["runs"])
+    (cp,) = (e for e in found["comparison"] if (e["variant"], e["measure"]) == ("cp", "loss"))
+    assert cp["difference"] == pytest.approx(other - one)
+    assert (tmp_path / "f.svg").stat().st_size > 1000
+    # The end of training scored the same split.
+    last = json.loads((first / "metrics.jsonl").read_text().splitlines()[-1])
+    assert found["runs"][0]["validation"] == last["validation_loss"]

@@ -1,1 +1,0 @@
-"""Studies: variants of a run over several seeds, compared in pairs."""
