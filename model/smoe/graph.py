@@ -2,7 +2,7 @@
 
     p_i = sum_j S_ij r_j        S_ij = softmax_j(scale q_i . k_j)
 
-A graph defines the features q and k of S; `model/kernels/mixture.py` mixes without storing S.
+A graph defines the features q and k of S; fused attention mixes, without storing S.
 Source: Nguyen et al. 2025, "Improving routing in sparse mixture of experts with graph of tokens".
 The paper mentions no mask; in a language model S must be causal, or the experts of a token depend
 on the tokens to be predicted.
@@ -20,12 +20,11 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import normalize
+from torch.nn.functional import normalize, pad, scaled_dot_product_attention
 
 from polyad.model.attention import AttentionTrace
 from polyad.model.feedforward import NOTHING_ELSE, BlockInput, FeedForwardContext, refuse_autocast
 from polyad.model.initialization import ZEROS, Initializer, constant
-from polyad.model.kernels.mixture import matrix, mixture
 from polyad.model.output import StatisticsModule, entropy
 from polyad.model.padding import RealTokens
 from polyad.model.smoe.config import SparseMoEConfig
@@ -125,24 +124,105 @@ class MixingGraph(Graph):
             p [B, T, E], and the effective neighbours as in `Mixed`.
         """
         query_BTF, key_BSF, scale = features
+        refuse_autocast(query_BTF, "a graph of tokens")
         value_BSE = scores_BTE
         cache, real = given.cache, given.real
         if cache is not None:
             both = cache.feed_forward.append(key_BSF.unsqueeze(1), scores_BTE.unsqueeze(1))
             key_BSF, value_BSE = (x.squeeze(1) for x in both)
-        causal, entropy_BS = self.context.causal or cache is not None, None
-        if real is not None and not causal:
-            # Padding gets infinite entropy: real tokens do not see it, and it sees everything, so
-            # that no row is empty. A causal mask hides padding on the right by itself.
-            entropy_BS = torch.where(real.mask_BT, scores_BTE.new_zeros(()), torch.inf)
+        causal = self.context.causal or cache is not None
+        seen_BS = _seen(real, causal)
         mixed_BTE = mixture(
-            query_BTF, key_BSF, value_BSE, scale=scale, causal=causal, entropy_BS=entropy_BS
+            query_BTF, key_BSF, value_BSE, scale=scale, causal=causal, seen_BS=seen_BS
         )
         if cache is not None or not self.measures:
             return mixed_BTE, None
         measured = _measured_rows(query_BTF.shape[-2], query_BTF.device, real)
-        entropy_BM = _row_entropies(query_BTF, key_BSF, scale, causal, measured, entropy_BS)
+        entropy_BM = _row_entropies(query_BTF, key_BSF, scale, causal, measured, seen_BS)
         return mixed_BTE, measured.mean(entropy_BM.exp())
+
+
+def _seen(real: RealTokens | None, causal: bool) -> Tensor | None:
+    """Returns which tokens may be seen at all, [B, S]; None for all. A causal mask hides padding,
+    which comes last, by itself."""
+    return None if real is None or causal else real.mask_BT
+
+
+def mixture(
+    query_BTF: Tensor,
+    key_BSF: Tensor,
+    value_BSE: Tensor,
+    *,
+    scale: float,
+    causal: bool,
+    seen_BS: Tensor | None = None,
+) -> Tensor:
+    """Computes the mixture p = S r by fused attention, without storing S.
+
+    Args:
+        query_BTF: Queries of the last T tokens.
+        key_BSF: Keys of all tokens.
+        value_BSE: r, of the same dtype.
+        scale: The factor of the inner products.
+        causal: Whether a token only sees itself and earlier tokens.
+        seen_BS: False for tokens that no token sees, if not causal; None: there are none.
+
+    Returns:
+        p [B, T, E].
+    """
+    experts, (new, length) = value_BSE.shape[-1], (query_BTF.shape[1], key_BSF.shape[1])
+    # Fused kernels need one width for keys and values, a multiple of 8.
+    width = -(-max(query_BTF.shape[-1], experts) // 8) * 8
+    query, key, value = (
+        (x if x.shape[-1] == width else pad(x, (0, width - x.shape[-1]))).unsqueeze(1)
+        for x in (query_BTF, key_BSF, value_BSE)
+    )
+    mask = None if seen_BS is None else seen_BS[:, None, None, :]
+    if causal and 1 < new < length:  # in generation; one new token sees all others
+        mask = torch.ones(new, length, dtype=torch.bool, device=query.device).tril(length - new)
+    is_causal = causal and new == length
+    mixed = scaled_dot_product_attention(query, key, value, mask, is_causal=is_causal, scale=scale)
+    return mixed[:, 0, :, :experts]
+
+
+def matrix(
+    query_BTF: Tensor,
+    key_BSF: Tensor,
+    *,
+    scale: float,
+    causal: bool,
+    seen_BS: Tensor | None = None,
+    rows: Tensor | None = None,
+) -> Tensor:
+    """Computes the matrix S, or some of its rows. There may be any dimensions between B and T.
+
+    Args:
+        query_BTF: See `mixture`.
+        key_BSF: See `mixture`.
+        scale: See `mixture`.
+        causal: See `mixture`.
+        seen_BS: See `mixture`.
+        rows: Indices of the T rows, [M], or [B, M] for separate ones per B; None for all.
+
+    Returns:
+        [B, M, S], each row summing to 1.
+    """
+    new, length = query_BTF.shape[-2], key_BSF.shape[-2]
+    token_S = torch.arange(length, device=query_BTF.device)
+    token_M = token_S[length - new :]
+    if rows is not None:
+        token_M = token_M[rows]  # [M] or [B, M]
+        if rows.dim() == 1:
+            query_BTF = query_BTF.index_select(-2, rows)
+        else:
+            query_BTF = query_BTF.take_along_dim(rows.unsqueeze(-1), -2)
+    exponents_BMS = scale * (query_BTF @ key_BSF.mT)
+    if causal:
+        exponents_BMS = exponents_BMS.masked_fill(token_S > token_M[..., None], -torch.inf)
+    if seen_BS is not None:
+        unseen_BS = ~seen_BS.view(len(seen_BS), *(1,) * (query_BTF.dim() - 2), length)
+        exponents_BMS = exponents_BMS.masked_fill(unseen_BS, -torch.inf)
+    return exponents_BMS.softmax(-1)
 
 
 class MeasuredRows(NamedTuple):
@@ -184,13 +264,13 @@ def _row_entropies(
     scale: float,
     causal: bool,
     measured: MeasuredRows,
-    entropy_BS: Tensor | None = None,
+    seen_BS: Tensor | None = None,
 ) -> Tensor:
     """Computes entropies of rows of softmax(scale * query . key); [..., T, F] -> [..., M]."""
     rows = measured.rows
     if rows.dim() > 1 and query.dim() > 3:
         rows = rows.unsqueeze(1)  # the same rows for every head
-    return entropy(matrix(query, key, scale=scale, causal=causal, entropy_BS=entropy_BS, rows=rows))
+    return entropy(matrix(query, key, scale=scale, causal=causal, seen_BS=seen_BS, rows=rows))
 
 
 def head_entropies(
@@ -210,10 +290,8 @@ def head_entropies(
     dtype = router_dtype(query.dtype)
     scale = query.shape[-1] ** -0.5
     measured = _measured_rows(query.shape[-2], query.device, real)
-    hidden_BS = None
-    if real is not None and not causal:
-        hidden_BS = torch.where(real.mask_BT, 0.0, torch.inf)
-    entropy_BAM = _row_entropies(query.to(dtype), key.to(dtype), scale, causal, measured, hidden_BS)
+    seen_BS = _seen(real, causal)
+    entropy_BAM = _row_entropies(query.to(dtype), key.to(dtype), scale, causal, measured, seen_BS)
     if measured.weights_BM is None:
         return entropy_BAM.mean((0, 2))
     return (entropy_BAM * measured.weights_BM.to(dtype).unsqueeze(1)).sum((0, 2))
@@ -297,7 +375,6 @@ class AttentionGraph(MixingGraph):
         Returns:
             Features, F = 2 H + 1.
         """
-        refuse_autocast(attention.of_head_BT3H, "a graph of attention")
         factor, variance = self.factor, self.config.sigma**2
         dtype = router_dtype(attention.of_head_BT3H.dtype)
         q_BTH, k_BTH, v_BTH = attention.of_head_BT3H.to(dtype).unbind(2)

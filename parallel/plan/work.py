@@ -184,13 +184,6 @@ def _attention(args: Any, products: int, is_causal: bool) -> tuple[int, bool]:
     return 2 * products * prod(batch) * queries * keys * width, is_causal
 
 
-def _mixture(args: Any, of_features: int, of_scores: int, is_causal: bool) -> tuple[int, bool]:
-    """Counts products as wide as features, and as wide as scores."""
-    (*batch, queries, features), (*_, keys, scores) = args[0].shape, args[2].shape
-    width = of_features * features + of_scores * scores
-    return 2 * prod(batch) * queries * keys * width, is_causal
-
-
 def _experts_backward(args: Any) -> tuple[int, bool]:
     """Counts the products of an expert's backward pass; frozen weights need none."""
     of_rows, of_up, of_bias, of_down = args[7]
@@ -208,8 +201,6 @@ _OTHERS: dict[str, Callable[[Any], tuple[int, bool]]] = {
     "polyad::experts_on_cpu": lambda args: (4 * prod(args[0].shape) * args[1].shape[2], False),
     "polyad::experts_on_cpu_backward": _experts_backward,
     "polyad::grouped_mm": lambda args: (2 * prod(args[0].shape) * args[1].shape[-1], False),
-    "polyad::mixture": lambda args: _mixture(args, 1, 1, bool(args[4])),
-    "polyad::mixture_backward": lambda args: _mixture(args[3:], 3, 2, bool(args[7])),
 }
 """FLOPs of operations that torch does not count, and whether half of them are for tokens that
 causal attention does not see, as functions of the arguments."""

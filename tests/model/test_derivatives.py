@@ -25,7 +25,11 @@ REFUSALS = (
     "marked with @once_differentiable|no autograd formula was registered|"
     "derivative for aten::_embedding_bag_per_sample_weights_backward is not implemented"
 )
-NO_AUTOCAST = {"smoe-attention", *(name for name in FEED_FORWARDS if name.startswith("mumoe"))}
+NO_AUTOCAST = {
+    "smoe-similarity",
+    "smoe-attention",
+    *(name for name in FEED_FORWARDS if name.startswith("mumoe")),
+}
 
 
 def squared_gradient_norm(model, ids_BT):

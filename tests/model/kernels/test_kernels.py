@@ -14,10 +14,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from polyad.model.kernels import grouped, mixture, rows, switch
+from polyad.model.kernels import grouped, rows, switch
 from polyad.model.kernels.cpu import experts as cpu_experts
 from polyad.model.kernels.cpu import gelu
-from polyad.model.output import entropy
 from tests.helpers.everyday import everyday
 from tests.helpers.routing import Watch
 
@@ -32,29 +31,13 @@ CHECKS = (
     "test_faketensor",
     "test_aot_dispatch_static",
 )
-OURS = {"mixture", "mixture_backward", "experts_on_cpu", "experts_on_cpu_backward"}
+OURS = {"experts_on_cpu", "experts_on_cpu_backward"}
 OURS |= {"_embedding_bag", "_embedding_bag_forward_only"}  # of rows
 
 
 def numbers(*shapes):
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
-
-
-def mixture_inputs(experts=5):
-    query_BTF, key_BSF, logits_BSE = numbers((2, 20, 6), (2, 20, 6), (2, 20, experts))
-    return [query_BTF, key_BSF, (2 * logits_BSE).softmax(-1)]
-
-
-def mixing(compute, causal=True, restricted=False):
-    """The mixture as a function of its tensors alone."""
-
-    def call(query_BTF, key_BSF, value_BSE):
-        entropy_BS = entropy(value_BSE.detach()) if restricted else None
-        options = {"scale": 0.7, "causal": causal}
-        return compute(query_BTF, key_BSF, value_BSE, entropy_BS=entropy_BS, **options)
-
-    return call
 
 
 def experts_inputs(bias=True):
@@ -89,15 +72,6 @@ def running(compute, drop=None, counts_E=COUNTS):
 
 # Name: how to call it, its definition, and its inputs.
 OPERATIONS = {
-    **{
-        f"mixture, causal {causal}, restricted {restricted}": (
-            mixing(mixture.mixture, causal, restricted),
-            mixing(mixture.mixture_by_definition, causal, restricted),
-            mixture_inputs(),
-        )
-        for causal in (True, False)
-        for restricted in (True, False)
-    },
     "experts": (running(grouped.grouped), running(grouped.one_by_one), experts_inputs()),
     "experts without a bias": (
         running(grouped.grouped),
@@ -154,8 +128,6 @@ def assert_close(ours, exact, dtype):
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 def test_outputs_and_gradients_are_the_definitions(name, dtype, way):
     compute, definition, inputs = OPERATIONS[name]
-    if dtype == torch.bfloat16 and name.startswith("mixture"):
-        dtype = torch.float32  # routing's precision; there is no other
     inputs = [x.to(dtype).double() for x in inputs]
     exact = with_gradients(definition, inputs, torch.float64)
     with Watch() as watch:
@@ -186,9 +158,7 @@ def test_recomputation_changes_no_number(name, way):
     assert all(map(torch.equal, plain, again))
 
 
-@everyday(
-    "name", OPERATIONS, keep=["mixture, causal True, restricted True", "experts", "rows combined"]
-)
+@everyday("name", OPERATIONS, keep=["experts", "rows combined"])
 def test_a_compiler_traces_it_whole_but_the_loop(name, way):
     compute, _, inputs = OPERATIONS[name]
     # The loop over experts reads the counts, which no trace knows.
@@ -236,13 +206,7 @@ def _with_counts(counts_E):
 
 
 def test_pytorch_finds_no_fault_in_a_registration():
-    query, key, value = (x.float().requires_grad_() for x in mixture_inputs())
-    entropy_BS = entropy(value.detach())
     rows, up, bias, down = (x.float().requires_grad_() for x in experts_inputs())
-    for restriction in (None, entropy_BS):
-        torch.library.opcheck(
-            mixture._by_blocks, (query, key, value, 0.7, True, restriction), test_utils=CHECKS
-        )
     for shift in (None, bias):
         torch.library.opcheck(
             cpu_experts._forward, (rows, up, shift, down, COUNTS), test_utils=CHECKS
@@ -292,65 +256,6 @@ def test_second_derivatives_are_refused_or_right(name, power, way):
             raise
         return
     assert_close(ours, exact, torch.float64)
-
-
-# The mixture
-
-
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("experts", [5, 40])  # fewer and more than features
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_the_mixture_by_fused_attention_is_the_definition(causal, experts, dtype):
-    inputs = [x.to(dtype).double() for x in mixture_inputs(experts)]
-    options = {"scale": 0.7, "causal": causal}
-    exact, ours = (
-        with_gradients(lambda *x, c=compute: c(*x, **options), inputs, of)
-        for compute, of in (
-            (mixture.mixture_by_definition, torch.float64),
-            (mixture.mixture_by_attention, dtype),
-        )
-    )
-    assert_close(ours, exact, dtype)
-
-
-@pytest.mark.parametrize("rows", [7, 16, 128])
-@pytest.mark.parametrize("new", [1, 13, 50])
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("restricted", [True, False])
-def test_blocks_of_any_size_are_the_definition_for_the_last_tokens_alone(
-    rows, new, causal, restricted, monkeypatch
-):
-    monkeypatch.setattr(mixture, "ROWS_AT_ONCE", rows)
-    inputs = numbers((2, new, 6), (2, 50, 6), (2, 50, 5))
-    inputs[2] = inputs[2].softmax(-1)
-    ours, exact = (
-        with_gradients(mixing(compute, causal, restricted), inputs, torch.float64)
-        for compute in (mixture.mixture, mixture.mixture_by_definition)
-    )
-    assert_close(ours, exact, torch.float64)
-
-
-@pytest.mark.parametrize("causal", [True, False])
-def test_blocks_of_rows_are_the_largest_that_the_mixture_makes(causal):
-    # The operation as a whole is one to whoever watches; these are its two halves.
-    query_BTF, key_BTF = torch.randn(2, 2, 512, 8)
-    value_BTE = torch.randn(2, 512, 4).softmax(-1)
-    rest = (query_BTF, key_BTF, value_BTE, 0.5, causal, None)
-    with Watch() as watch:
-        mixed_BTE, log_sum_BT = mixture._by_blocks._init_fn(*rest)
-        mixture._by_blocks_backward._init_fn(mixed_BTE, mixed_BTE, log_sum_BT, *rest)
-    assert watch.largest == 2 * 128 * 512
-
-
-def test_sharp_rows_are_finite_and_nan_reaches_no_earlier_token():
-    query_BTF, key_BTF, value_BTE = (x.float() for x in mixture_inputs())
-    call = mixing(mixture.mixture)
-    for output in with_gradients(call, [1e3 * query_BTF, 1e3 * key_BTF, value_BTE], torch.float32):
-        assert output.isfinite().all()
-    key_BTF[:, 10] = torch.nan
-    mixed_BTE = call(query_BTF, key_BTF, value_BTE)
-    assert mixed_BTE[:, :10].isfinite().all()
-    assert mixed_BTE[:, 10:].isnan().all()
 
 
 # Grouped products

@@ -8,7 +8,14 @@ import torch
 
 from polyad.model.attention import AttentionTrace, SelfAttention
 from polyad.model.feedforward import BlockInput
-from polyad.model.smoe.graph import GRAPHS, AttentionGraph, SimilarityGraph, head_entropies
+from polyad.model.smoe.graph import (
+    GRAPHS,
+    AttentionGraph,
+    SimilarityGraph,
+    head_entropies,
+    matrix,
+    mixture,
+)
 from tests.helpers.routing import (
     Watch,
     asked_for,
@@ -169,6 +176,47 @@ def test_effective_neighbours_equal_those_of_the_matrix(causal, name, length):
     neighbours = entropy_of(s_BTT)[:, rows].exp()
     torch.testing.assert_close(mixed.effective_neighbours, neighbours.mean().detach())
     assert not mixed.effective_neighbours.requires_grad
+
+
+# The mixture by fused attention
+
+
+@both_masks
+@pytest.mark.parametrize("experts", [5, 40])  # fewer and more than features
+@pytest.mark.parametrize("new", [1, 13, 50])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_the_mixture_of_the_last_tokens_is_the_definition(causal, experts, new, dtype):
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((2, new, 6), (2, 50, 6), (2, 50, experts))
+    query, key, value = (torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes)
+    inputs = [query.requires_grad_(), key.requires_grad_(), value.softmax(-1).requires_grad_()]
+    seen_BS = None if causal else torch.arange(50) < torch.tensor([[50], [31]])
+    options = {"scale": 0.7, "causal": causal, "seen_BS": seen_BS}
+    exact = matrix(query, key, **options) @ inputs[2]
+    ours = mixture(*(x.to(dtype) for x in inputs), **options)
+    assert ours.dtype == dtype
+    weights = torch.randn(exact.shape, generator=generator, dtype=torch.float64)
+    tolerance = {"atol": 1e-12 if dtype == torch.float64 else 1e-5, "rtol": 0}
+    torch.testing.assert_close(ours.double(), exact, **tolerance)
+    for mine, theirs in zip(
+        torch.autograd.grad((ours * weights).sum(), inputs),
+        torch.autograd.grad((exact * weights).sum(), inputs),
+        strict=True,
+    ):
+        torch.testing.assert_close(mine, theirs, **tolerance)
+
+
+def test_sharp_rows_are_finite_and_nan_reaches_no_earlier_token():
+    query_BTF, key_BTF = 1e3 * torch.randn(2, 2, 20, 6).requires_grad_()
+    value_BTE = torch.randn(2, 20, 5).softmax(-1).requires_grad_()
+    mixed_BTE = mixture(query_BTF, key_BTF, value_BTE, scale=0.7, causal=True)
+    gradients = torch.autograd.grad(mixed_BTE.square().sum(), (query_BTF, key_BTF, value_BTE))
+    assert all(x.isfinite().all() for x in (mixed_BTE, *gradients))
+    key_BTF = key_BTF.detach().clone()
+    key_BTF[:, 10] = torch.nan
+    mixed_BTE = mixture(query_BTF, key_BTF, value_BTE, scale=0.7, causal=True)
+    assert mixed_BTE[:, :10].isfinite().all()
+    assert mixed_BTE[:, 10:].isnan().all()
 
 
 # Precision, kernels and memory
