@@ -7,14 +7,13 @@ generalization").
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field
 
 from polyad.data.errors import DataError, listed, nearest
-from polyad.data.json_reader import parse_json
 
 SPLIT_NAMES = {
     **dict.fromkeys(("train", "training"), "train"),
@@ -24,27 +23,24 @@ SPLIT_NAMES = {
 """Names of folders and files that hold a split, and the split that they mean."""
 
 
-def named_classes(metadata: Mapping[bytes, bytes] | None, column: str) -> list[str] | None:
-    """Returns the class names of a label column, which `datasets` stores in the schema's metadata.
+def named_classes(schema: Any, column: str) -> list[str] | None:
+    """Returns the class names of a label column, which `datasets` stores in a schema's metadata.
 
     Args:
-        metadata: The metadata of the schema of a Parquet or Arrow file.
+        schema: The schema of a Parquet or Arrow file.
         column: The column of the labels.
 
     Returns:
         A name for each number from 0; None if the file has none.
     """
+    from datasets import ClassLabel, Features
+
     try:
-        about = parse_json((metadata or {}).get(b"huggingface", b"{}"), "huggingface")
-        return names_of_feature(about["info"]["features"][column])
+        feature = Features.from_arrow_schema(schema).get(column)
     except (ValueError, KeyError, TypeError):
         return None
-
-
-def names_of_feature(feature: Any) -> list[str] | None:
-    """Returns the class names in the description of a column in `dataset_info.json`."""
-    names = feature.get("names") if isinstance(feature, dict) else None
-    return each_once(list(map(str, names))) if isinstance(names, list) and names else None
+    names = feature.names if isinstance(feature, ClassLabel) else None
+    return each_once(names) if names else None
 
 
 def schema_of(file: Path) -> Any:

@@ -6,17 +6,14 @@ batch s, that of step s, is samples s * B to (s + 1) * B - 1.
 """
 
 import atexit
-import contextlib
-import functools
 import math
-import multiprocessing.resource_tracker
-import multiprocessing.util
 import os
 import signal
-import sys
 import weakref
 from collections.abc import Iterable, Iterator
-from types import TracebackType
+from multiprocessing import popen_spawn_posix
+from multiprocessing.context import SpawnContext, SpawnProcess
+from multiprocessing.util import Finalize
 from typing import Any
 
 import torch
@@ -24,9 +21,6 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from polyad.data.errors import DataError, check_at_least
-
-_TRACKER_WARNS = "ignore:resource_tracker"
-_STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 class _MicroBatches(Sampler[list[int]]):
@@ -94,64 +88,43 @@ def micro_batches(
     """
     _check_sizes(global_batch_size, micro_batch_size, data_parallel_rank, data_parallel_size)
     check_at_least(0, start_step=start_step, num_steps=num_steps, num_workers=num_workers)
-    return iter(
-        loader_of(
-            samples,
-            _MicroBatches(
-                range(start_step, start_step + num_steps),
-                global_batch_size,
-                micro_batch_size,
-                data_parallel_rank,
-                data_parallel_size,
-            ),
-            num_workers,
-            pin_memory=pin_memory,
-        )
+    return _read(
+        samples,
+        _MicroBatches(
+            range(start_step, start_step + num_steps),
+            global_batch_size,
+            micro_batch_size,
+            data_parallel_rank,
+            data_parallel_size,
+        ),
+        num_workers,
+        pin_memory=pin_memory,
     )
 
 
-def loader_of(
+def _read(
     samples: Dataset[Any],
     batches: Iterable[list[int]],
     num_workers: int,
     *,
     pin_memory: bool = False,
-) -> Iterable[Any]:
-    """Makes a data loader that leaves this process's signals and random state unchanged.
-
-    Args:
-        samples: The samples.
-        batches: The numbers of the samples of each batch.
-        num_workers: Loader processes, which start with the first batch; 0 reads in this one.
-        pin_memory: Whether to copy batches to page-locked memory, for a GPU.
-    """
-    return _Loader(
+) -> Iterator[Any]:
+    """Reads batches, given the numbers of the samples of each."""
+    loader = DataLoader(
         samples,
         batch_sampler=batches,
         num_workers=num_workers,
         pin_memory=pin_memory,
-        worker_init_fn=functools.partial(_begin, os.getpid()) if num_workers else None,
-        # A forked worker would inherit this process's sockets and keep them open, so that peers
-        # could not detect this process's death; a spawned one inherits none.
-        multiprocessing_context="spawn" if num_workers else None,
+        worker_init_fn=_begin if num_workers else None,
+        multiprocessing_context=_Loaders() if num_workers else None,
         # Without its own generator the loader would draw from torch's global one and change its
         # state.
         generator=torch.Generator().manual_seed(0),
     )
-
-
-class _Loader(DataLoader[Any]):
-    def __iter__(self) -> Any:
-        if not self.num_workers:
-            return super().__iter__()
-        with _signals_blocked():
-            batches: Any = super().__iter__()
-        for worker in batches._workers:
-            # Torch's last resort for a worker that does not notice shutdown, which happens if the
-            # iterator and its queues are garbage-collected together; workers ignore SIGTERM.
-            worker._popen.terminate = worker._popen.kill
-        _WITH_WORKERS.add(batches)
-        return batches
+    found = iter(loader)
+    if num_workers:
+        _WITH_WORKERS.add(found)
+    return found
 
 
 _WITH_WORKERS: "weakref.WeakSet[Any]" = weakref.WeakSet()
@@ -160,9 +133,38 @@ _WITH_WORKERS: "weakref.WeakSet[Any]" = weakref.WeakSet()
 
 @atexit.register
 def _end_workers() -> None:
-    # multiprocessing would send them SIGTERM, which they ignore, and wait for them.
+    # multiprocessing would kill them, which torch reports as an error.
     for batches in list(_WITH_WORKERS):
         batches._shutdown_workers()
+
+
+def _begin(worker: int) -> None:
+    # A launcher signals every process of the job. The training process then saves a checkpoint and
+    # still needs its workers; they exit when it does.
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    # After the finalizers that wait for all batches to be sent: Python would stop the threads that
+    # send them inside torch's C++ code, which aborts the process.
+    Finalize(None, os._exit, args=(0,), exitpriority=-100)
+
+
+class _Popen(popen_spawn_posix.Popen):
+    """Ends a loader process by SIGKILL, since it ignores SIGTERM."""
+
+    terminate = popen_spawn_posix.Popen.kill
+
+
+class _Loader(SpawnProcess):
+    @staticmethod
+    def _Popen(process: Any) -> Any:
+        return _Popen(process)
+
+
+class _Loaders(SpawnContext):
+    """Spawns loader processes: a forked one would inherit this process's sockets and keep them
+    open, so that peers could not detect this process's death."""
+
+    Process = _Loader
 
 
 def _check_sizes(global_batch: int, micro_batch: int, rank: int, ranks: int) -> None:
@@ -179,58 +181,6 @@ def _check_sizes(global_batch: int, micro_batch: int, rank: int, ranks: int) -> 
             f"global_batch_size {global_batch}: not a multiple of micro_batch_size {micro_batch} x "
             f"data_parallel_size {ranks} = {unit}; {near} would fit"
         )
-
-
-def _begin(parent: int, worker: int) -> None:
-    # Torch checks whether the parent has changed since this point: a parent that died earlier would
-    # go unnoticed, and this process would never exit.
-    if os.getppid() != parent:
-        os._exit(1)
-    # A launcher signals every process of the job. The training process then saves a checkpoint and
-    # still needs its workers; they exit when it does.
-    for number in _STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-    sys.excepthook = _report
-    # Runs after the finalizers that wait for all batches to be sent, which have higher priority.
-    multiprocessing.util.Finalize(None, _exit_unless_failing, exitpriority=-100)
-
-
-def _exit_unless_failing() -> None:
-    """Exits a loader process at once when it has nothing left to do, unless it failed.
-
-    Python would stop the threads that send batches at any point; inside torch's C++ code that
-    aborts the process, which its parent takes for a failure.
-    """
-    if sys.exc_info()[0] is None:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)
-
-
-def _report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Reports an error in a loader process outside of reading, unless training has merely ended.
-
-    Batches are fetched over a socket by a thread that reports its errors here. The training process
-    may exit in the middle of a fetch, and reports the reason itself.
-    """
-    if not isinstance(error, ConnectionError | EOFError):
-        sys.__excepthook__(kind, error, trace)
-
-
-@contextlib.contextmanager
-def _signals_blocked() -> Iterator[None]:
-    """Blocks signals while workers start: workers inherit the mask, and take seconds to start."""
-    blocked = set(_STOP_SIGNALS)
-    # multiprocessing's resource tracker starts with the first worker and then unblocks two signals.
-    # It warns when it cleans up after a killed process; that warning is not useful here.
-    sys.warnoptions.append(_TRACKER_WARNS)
-    multiprocessing.resource_tracker.ensure_running()
-    sys.warnoptions.remove(_TRACKER_WARNS)
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class Numbered(Dataset[tuple[Any, int]]):
@@ -282,6 +232,6 @@ def evaluation_batches(
     firsts = [size * (ranks * number + rank) for number in range(rounds)]
     numbers = [list(range(first, first + size)) for first in firsts]
     filled = [[min(number, total - 1) for number in batch] for batch in numbers]
-    batches = loader_of(samples, filled, num_workers)
+    batches = _read(samples, filled, num_workers)
     for batch, own in zip(batches, numbers, strict=True):
         yield batch, torch.tensor([number < total for number in own])

@@ -13,7 +13,7 @@ import torch
 from pydantic import ConfigDict, Field
 from safetensors import SafetensorError, safe_open
 
-from polyad.data.json_reader import read_bounded
+from polyad.data.json_reader import read_bytes
 from polyad.parallel.checkpoint.format import MASTER, Box
 from polyad.parallel.mxfp4 import BLOCKS, SCALES, Quantized, fault_of_pair
 from polyad.parallel.records import FormError, PlainName, Record, parsed
@@ -321,7 +321,7 @@ def read_form(path: Path, kind: Any, error_class: type[ValueError]) -> Any:
         ValueError: of the given type: it cannot be read, or has another form.
     """
     try:
-        return parsed(kind, read_bounded(path, error=error_class))
+        return parsed(kind, read_bytes(path, error=error_class))
     except FormError as error:
         raise error_class(f"{path}: {error}") from None
 

@@ -32,7 +32,6 @@ class ImageSplit:
 
     def __init__(self, folder: Path, name: str, manifest: ImageManifest) -> None:
         self._about = manifest.splits[name]
-        self._path = (folder / f"{name}.npy").resolve()
         self._rows: Rows = _mapped(folder / f"{name}.npy", ROW)
         self._ends: npt.NDArray[np.int64] = _mapped(folder / f"{name}.ends.npy", np.dtype("<i8"))
         self._names = _bytes(folder / f"{name}.names")
@@ -52,12 +51,6 @@ class ImageSplit:
         """The domain number of each image; None if the data has no domains."""
         if manifest.domain_names:
             self.domains = _domains(folder, name, len(labels), len(manifest.domain_names))
-
-    @property
-    def identity(self) -> tuple[str, int, int]:
-        """Identifies the order of the images: path, size and time of the index."""
-        status = self._path.stat()
-        return str(self._path), status.st_size, status.st_mtime_ns
 
     def __len__(self) -> int:
         """Counts the images."""
@@ -106,11 +99,6 @@ class ChosenImages:
         self._number_of = np.concatenate(numbers)
         self.labels: npt.NDArray[np.integer] = np.concatenate(labels)
         self.domains: npt.NDArray[np.integer] = np.concatenate(domains)
-
-    @property
-    def identity(self) -> object:
-        """Identifies the order of the images."""
-        return [split.identity for split in self._splits]
 
     def __len__(self) -> int:
         """Counts the images."""

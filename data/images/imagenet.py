@@ -142,11 +142,6 @@ class FileSplit:
         self.labels: npt.NDArray[np.integer] = np.array([file.label for file in files])
         self.domains: npt.NDArray[np.integer] | None = None
 
-    @property
-    def identity(self) -> str:
-        """Identifies the order, which depends on the number of files only."""
-        return "files"
-
     def __len__(self) -> int:
         """Counts the images."""
         return len(self._files)

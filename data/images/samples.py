@@ -39,10 +39,6 @@ class Images(Protocol):
     def domains(self) -> npt.NDArray[np.integer] | None:
         """The domain number of each image; None if there are no domains."""
 
-    @property
-    def identity(self) -> object:
-        """Identifies the order of the images."""
-
     def __len__(self) -> int:
         """Counts the images."""
 
@@ -80,9 +76,7 @@ class ImageSamples(Dataset[ImageBatch]):
 
     def __init__(self, images: Images, settings: ImageDataConfig, size: int, seed: int) -> None:
         self._images, self._settings, self._size, self._seed = images, settings, size, seed
-        self._orders = EpochOrders(
-            self._build_order, len(images), ("images", images.identity, len(images), seed)
-        )
+        self._orders = EpochOrders(self._build_order, len(images))
         self._damaged: dict[int, str] = {}
 
     def number_of(self, sample: int) -> int:

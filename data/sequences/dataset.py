@@ -230,7 +230,6 @@ class SequenceData:
             self.encoded("train"),
             seed=seed,
             group=self.settings.group_by_length,
-            identity=self.fingerprint,
             padding=self._form.padding,
             length=self.max_length,
             to_longest=self.settings.padding == "longest",

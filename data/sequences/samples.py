@@ -302,7 +302,6 @@ class TrainingRows(PaddedRows):
         rows: The rows of the training split.
         seed: The run's seed.
         group: Number of rows of similar length that follow each other; 1 for a random order.
-        identity: What the order depends on besides these.
         padding: See `PaddedRows`.
         length: See `PaddedRows`.
         to_longest: See `PaddedRows`.
@@ -314,16 +313,13 @@ class TrainingRows(PaddedRows):
         *,
         seed: int,
         group: int,
-        identity: object,
         padding: int,
         length: int,
         to_longest: bool,
     ) -> None:
         super().__init__(rows, padding=padding, length=length, to_longest=to_longest)
         self._seed, self._group = seed, group
-        self._orders = EpochOrders(
-            self._build_order, len(rows), ("sequences", identity, len(rows), seed, group)
-        )
+        self._orders = EpochOrders(self._build_order, len(rows))
 
     def row_of(self, number: int) -> int:
         """Returns the row of a sample, by its global number."""

@@ -179,7 +179,7 @@ def _class_names(file: Path, label: str) -> list[str] | None:
     """Returns the class names in a file's metadata; None if it has none."""
     if file.suffix.lower() != ".parquet":
         return None
-    return named_classes(schema_of(file).metadata, label)
+    return named_classes(schema_of(file), label)
 
 
 def _suffix(file: Path) -> str:
@@ -389,9 +389,9 @@ def check_names(dataset: HubDataset, splits: Mapping[str, Any]) -> None:
         for file in map(Path, files.get(split, ())):
             if file.suffix not in (".parquet", ".arrow"):
                 continue
-            metadata = schema_of(file).metadata
+            schema = schema_of(file)
             for column, names in named.items():
-                theirs = named_classes(metadata, column)
+                theirs = named_classes(schema, column)
                 if theirs is not None and theirs != each_once(names):
                     raise DataError(
                         f"{dataset.spec}: {file} names the numbers in {column!r} "

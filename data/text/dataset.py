@@ -55,13 +55,6 @@ class TokenStream:
                 f"({error})"
             ) from None
 
-    @property
-    def identity(self) -> tuple[str, int, int]:
-        """Identifies the lengths of documents: path, size and time of the index."""
-        path = Path(f"{self.prefix}.idx").resolve()
-        status = path.stat()
-        return str(path), status.st_size, status.st_mtime_ns
-
     @functools.cached_property
     def document_lengths(self) -> npt.NDArray[np.int32]:
         """Tokens of each document, its end included; shape (num_documents,)."""

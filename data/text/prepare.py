@@ -320,7 +320,7 @@ def _encoded(
     with contextlib.closing(DatasetWriter(folder, tokenizer)) as writer:
         for split, document in sources.assigned(skipped):
             writer.add(split, document.text, document.name, document.is_last)
-            progress.update(document.bytes_read, writer.tokens)
+            progress.update(document.bytes_read)
         splits = writer.finish()
         progress.finish(sources.total_bytes, writer.tokens)
     if writer.forced_cuts:

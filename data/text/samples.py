@@ -63,11 +63,7 @@ class TrainingSamples(Dataset[torch.Tensor]):
         self._stream = stream
         self._sequence_length = sequence_length
         self._seed = seed
-        self._orders = EpochOrders(
-            self._build_epoch,
-            self.samples_per_epoch,
-            ("text", stream.identity, sequence_length, seed),
-        )
+        self._orders = EpochOrders(self._build_epoch, self.samples_per_epoch)
 
     def __getitem__(self, sample: int) -> torch.Tensor:
         """Reads a sample.

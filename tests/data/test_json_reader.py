@@ -13,24 +13,12 @@ from polyad.data.text.tokenizers.files import read_about
 from polyad.parallel.tensor_folder import read_json as read_config
 from polyad.train.errors import ConfigError
 from polyad.train.measures.robustness import real_labels
-from tests.data.images.test_prepare_images import prepared
-from tests.helpers import images as made
 
 BAD = {
-    "nested": b"[" * 100_000 + b"]" * 100_000,
-    "objects": b'{"a":' * 100_000,
-    "digits": b'{"text": ' + b"9" * 5000 + b"}",
     "bytes": b'{"text": "\xff"}',
     "cut": b'{"text": "a',
     "empty": b"",
 }
-
-
-def beside_arrow(path, content):
-    root = made.arrow(path / "saved", 2)
-    for file in root.rglob("dataset_info.json"):
-        file.write_bytes(content)
-    prepared(root, path / "out")
 
 
 def in_a_folder(path, name, content):
@@ -44,7 +32,6 @@ READERS = {
     "a table": lambda p, c: read_table(in_a_folder(p, "a.jsonl", c + b"\n") / "a.jsonl", ["text"]),
     "a manifest of images": lambda p, c: ImageData.open(in_a_folder(p, "manifest.json", c)),
     "a manifest of text": lambda p, c: PreparedData.open(in_a_folder(p, "manifest.json", c)),
-    "what Arrow files are": beside_arrow,
     "about a tokenizer": lambda p, c: read_about(in_a_folder(p, "tokenizer_config.json", c)),
     "ReaL labels": lambda p, c: real_labels(in_a_folder(p, "real.json", c) / "real.json"),
     "another library's": lambda p, c: read_config(in_a_folder(p, "a.json", c) / "a.json",

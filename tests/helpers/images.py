@@ -52,7 +52,8 @@ def parquet(path: Path, each: int = 8, *, group: int = 5, compression: str = "no
         [pa.array([c for _, _, c in rows], pa.binary()), pa.array([n for n, _, _ in rows])],
         ["bytes", "path"],
     )
-    names = {"info": {"features": {"label": {"names": list(CLASSES)}}}}
+    label = {"names": list(CLASSES), "_type": "ClassLabel"}
+    names = {"info": {"features": {"image": {"_type": "Image"}, "label": label}}}
     table = pa.table({"image": image, "label": pa.array([x for _, x, _ in rows], pa.int64())})
     table = table.replace_schema_metadata({"huggingface": json.dumps(names)})
     pq.write_table(

@@ -17,8 +17,7 @@ import numpy.typing as npt
 from polyad.data.errors import DataError, listed, one_line
 from polyad.data.images.shards import Entry, Packed, Shard
 from polyad.data.images.sources.found import Found, files_by_split
-from polyad.data.json_reader import read_json
-from polyad.data.names import named_classes, names_of_feature, schema_of
+from polyad.data.names import named_classes, schema_of
 from polyad.data.prepared import LeftOut
 
 LABELS = ("label", "fine_label", "labels", "class")
@@ -227,28 +226,15 @@ def open_arrow(files: list[Path], root: Path, folder: Path, left_out: LeftOut) -
     Raises:
         DataError: They have no images with labels.
     """
-    names = [_class_names(file, root) for file in files]
+    names = [_class_names(file) for file in files]
     return _found(files, root, folder, left_out, _arrow_entries, names)
 
 
-def _class_names(file: Path, root: Path) -> list[str] | None:
-    """Returns the names in the nearest `dataset_info.json`, else those in the file itself."""
+def _class_names(file: Path) -> list[str] | None:
     schema = schema_of(file)
     present = names_in(schema, file)
     column = next((name for name in LABELS if name in present), None)
-    if column is None:
-        return None
-    for folder in file.parents:
-        about = folder / "dataset_info.json"
-        if about.is_file():
-            tree = read_json(about)
-            features = tree.get("features") if isinstance(tree, dict) else None
-            known = features if isinstance(features, dict) else {}
-            if names := names_of_feature(known.get(column)):
-                return names
-        if folder == root:
-            break
-    return named_classes(schema.metadata, column)
+    return named_classes(schema, column) if column else None
 
 
 def _arrow_entries(file: Path, shard: int, found: Found) -> Iterator[Entry]:
@@ -299,7 +285,7 @@ def open_parquet(files: list[Path], root: Path, folder: Path, left_out: LeftOut)
             raise DataError(f"{file}: cannot be read as parquet: {one_line(error, 120)}") from None
         columns.append(columns_of(schema, file))
         label = columns[-1].label
-        names.append(named_classes(schema.metadata, label) if label else None)
+        names.append(named_classes(schema, label) if label else None)
     for file, each in zip(files, columns, strict=True):
         if each.attributes != columns[0].attributes:
             raise DataError(

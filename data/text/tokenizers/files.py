@@ -11,7 +11,7 @@ from typing import Any
 from tokenizers import models
 
 from polyad.data.errors import DataError, nearest, one_line, user_path
-from polyad.data.json_reader import read_bounded, read_json
+from polyad.data.json_reader import read_bytes, read_json
 from polyad.data.text.manifest import (
     SENTENCEPIECE_FILE,
     TOKENIZER_FILE,
@@ -344,7 +344,7 @@ def _from_file(file: Path, end_of_text: str | None) -> Tokenizer:
     if file.name == VOCABULARY_FILE:
         return read_vocabulary(file, end_of_text)
     if file.suffix == ".model":
-        return SentencePieceTokenizer(read_bounded(file), end_of_text)
-    content = read_bounded(file).decode("utf-8-sig")
+        return SentencePieceTokenizer(read_bytes(file), end_of_text)
+    content = read_bytes(file).decode("utf-8-sig")
     kind = WordTokenizer if is_word_vocabulary(content) else Tokenizer
     return kind(content, end_of_text)

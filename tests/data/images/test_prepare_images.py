@@ -228,10 +228,6 @@ def test_arrow_files_of_other_columns_are_one_line(tmp_path):
     datasets.Dataset.from_dict({"image": ["a"], "label": [1]}).save_to_disk(str(tmp_path / "paths"))
     with pytest.raises(DataError, match="the column image holds string, not images"):
         prepared(tmp_path / "paths", tmp_path / "out")
-    about = next((tmp_path / "paths").rglob("dataset_info.json"))
-    about.write_text("{")
-    with pytest.raises(DataError, match=r"dataset_info.json: is not JSON"):
-        prepared(tmp_path / "paths", tmp_path / "out")
 
 
 def test_names_of_another_column_of_labels_are_not_taken(tmp_path):
