@@ -260,11 +260,9 @@ class LoRAExperts(Experts):
             for weights, some in zip(super().split(sizes), of_each, strict=True)
         ]
 
-    def forward(
-        self, rows_MD: Tensor, counts_E: Tensor, weights: ExpertWeights | None = None
-    ) -> Tensor:
+    def forward(self, rows_MD: Tensor, counts_E: Tensor) -> Tensor:
         """See `Experts.forward`: updates of the first layers are added before the activation."""
-        weights = weights or self.split([len(self.up)])[0]
+        (weights,) = self.split([len(self.up)])
         up_A, up_B, down_A, down_B, *of_gate = weights.low_rank
         loop = self.config.experts == "loop"
 

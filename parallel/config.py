@@ -24,10 +24,6 @@ class ParallelConfig(Config):
     data-parallel size and the number of experts. With a larger size each process holds fewer
     experts, and more tokens are exchanged."""
 
-    expert_overlap: bool = False
-    """Whether communication overlaps with computation: half of a process's experts compute while
-    the tokens of the other half are exchanged, forward and backward. Results are unchanged."""
-
     zero_stage: int = Field(default=1, ge=0, le=3)
     """What ZeRO shards over data-parallel processes: 0 nothing, 1 the optimizer state, 2 also the
     gradients, 3 also the parameters."""

@@ -21,7 +21,6 @@ from polyad.model.smoe.dispatch import Dispatcher, DispatchRegions, Plan
 from polyad.model.smoe.experts import StackedExperts
 from polyad.model.smoe.graph import AttentionGraph, Mixed, head_entropies
 from polyad.model.smoe.layer import SelectingMoE
-from polyad.model.smoe.selection import Selected
 from polyad.parallel import comm
 from polyad.parallel.exchange import Counts, RowExchange
 from polyad.parallel.regions import Group, OwnDropout, copy, sum_parts, tensor_group
@@ -29,22 +28,19 @@ from polyad.parallel.shard import Placement, cut
 from polyad.parallel.zero import connect, expert_group, moe_class
 
 
-def parallelize_experts(layer: SelectingMoE, world: comm.World, overlap: bool = False) -> None:
+def parallelize_experts(layer: SelectingMoE, world: comm.World) -> None:
     """Distributes the experts of one layer over the ranks, in place.
 
     Args:
         layer: the layer on the meta device.
         world: this rank, with its expert-parallel and tensor-parallel ranks.
-        overlap: whether half of a rank's experts compute while the rows of the others are sent.
     """
     experts = layer.experts
     for name, inner in experts.inner_axes.items():
         if (whole := getattr(experts, name)) is not None:
             cut(experts, name, Placement.of_experts(tuple(whole.shape), world, inner))
     if world.expert_parallel_size > 1:
-        layer.dispatcher = _expert_parallel_dispatcher()(
-            experts.config.num_experts, world, lots=2 if overlap else 1
-        )
+        layer.dispatcher = _expert_parallel_dispatcher()(experts.config.num_experts, world)
     if world.tensor_parallel_size > 1:
         group = tensor_group()
         # Each rank computes a part of every output, so gradients of both inputs are summed.
@@ -80,12 +76,12 @@ def _expert_parallel_dispatcher() -> type:
     layer_class: Any = moe_class()
 
     class ExpertParallelDispatcher(Dispatcher, layer_class):
-        def __init__(self, num_experts: int, world: comm.World, lots: int) -> None:
+        def __init__(self, num_experts: int, world: comm.World) -> None:
             nn.Module.__init__(self)
             self.num_experts = num_experts
             self.num_local_experts = num_experts // world.expert_parallel_size
             self._size = world.expert_parallel_size
-            self._exchange = RowExchange(num_experts, self._size, lots)
+            self._exchange = RowExchange(num_experts, self._size)
 
         def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
             self._exchange.group = Group.of(expert_group(self._size))
@@ -100,9 +96,6 @@ def _expert_parallel_dispatcher() -> type:
             self, rows_MD: Tensor, plan: Plan, experts: StackedExperts, begun: Any
         ) -> Tensor:
             return self._exchange(rows_MD, plan, experts, begun)
-
-        def order(self, selected: Selected) -> tuple[Tensor, Tensor]:
-            return self._exchange.order(selected)
 
     return ExpertParallelDispatcher
 

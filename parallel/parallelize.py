@@ -126,7 +126,7 @@ def parallelize(
     if routed:
         forget_expert_groups(dims.tensor_parallel_size)
     for layer in routed:
-        expert.parallelize_experts(layer, world, parallel.expert_overlap)
+        expert.parallelize_experts(layer, world)
     cut_adapters(model, world)
     if tokens is not None:
         assert isinstance(model, Decoder)
@@ -191,7 +191,7 @@ def _gather_what_others_read(model: nn.Module) -> None:
     for block in model.modules():
         layer = getattr(block, "feed_forward", None)
         if isinstance(layer, SelectingMoE):
-            gather_with(layer, layer.experts)  # scores and overlapping lots read them
+            gather_with(layer, layer.experts)  # scores read them
             if isinstance(layer.router.graph, AttentionGraph):
                 gather_with(block, block.get_submodule("attention.projection"))
 

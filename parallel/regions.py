@@ -132,12 +132,6 @@ class Group(NamedTuple):
             whole.contiguous(), "sum", self.size, self.name
         )
 
-    def start_exchange(self, rows: Tensor, receive: list[int], send: list[int]) -> Tensor:
-        """Starts `exchange`."""
-        return torch.ops._c10d_functional.all_to_all_single(
-            rows.contiguous(), receive, send, self.name
-        )
-
 
 def wait(tensor: Tensor) -> Tensor:
     """Waits for an operation that `Group` has started: on a GPU's stream, or in this thread."""
@@ -181,35 +175,6 @@ def total_in_place(values: Tensor) -> Tensor:
     """Computes the elementwise sum over the tensor-parallel ranks, without gradient."""
     dist.all_reduce(values, group=tensor_parallel_group())
     return values
-
-
-class Flight:
-    """An exchange of rows that overlaps with other operations, forward and backward.
-
-    Between `depart` and `arrive` the rows must not be read. In the backward pass `arrive` starts
-    the exchange of the gradients and `depart` waits for it; in between, autograd runs the backward
-    of the operations that ran in between.
-
-    Args:
-        receive: Number of rows from each rank.
-        send: Number of rows to each rank.
-        group: The ranks.
-    """
-
-    def __init__(self, receive: list[int], send: list[int], group: Group) -> None:
-        self.receive, self.send, self.group = receive, send, group
-        self.gradient: Tensor | None = None
-        """The gradient in transit."""
-
-    def depart(self, rows_MD: Tensor) -> Tensor:
-        """Starts the exchange."""
-        away_MD: Tensor = _Departure.apply(rows_MD, self)
-        return away_MD
-
-    def arrive(self, away_MD: Tensor) -> Tensor:
-        """Waits for the exchange."""
-        arrived_MD: Tensor = _Arrival.apply(away_MD, self)
-        return arrived_MD
 
 
 @contextmanager
@@ -315,37 +280,16 @@ class _Exchange(torch.autograd.Function):
         ctx: Any, rows_MD: Tensor, receive: list[int], send: list[int], group: Group
     ) -> Tensor:
         ctx.back, ctx.group = (send, receive), group
-        return wait(group.start_exchange(rows_MD, receive, send))
+        return _exchanged(rows_MD, group, receive, send)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient_MD: Tensor) -> tuple[Tensor, None, None, None]:
-        return wait(ctx.group.start_exchange(gradient_MD, *ctx.back)), None, None, None
+        return _exchanged(gradient_MD, ctx.group, *ctx.back), None, None, None
 
 
-class _Departure(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows_MD: Tensor, flight: Flight) -> Tensor:
-        ctx.flight = flight
-        return flight.group.start_exchange(rows_MD, flight.receive, flight.send)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
-        assert ctx.flight.gradient is not None
-        return wait(ctx.flight.gradient), None
-
-
-class _Arrival(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, away_MD: Tensor, flight: Flight) -> Tensor:
-        ctx.flight = flight
-        return wait(away_MD)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient_MD: Tensor) -> tuple[Tensor, None]:
-        flight = ctx.flight
-        flight.gradient = flight.group.start_exchange(gradient_MD, flight.send, flight.receive)
-        # The gradient in transit has another shape than the tensor that autograd passes on here.
-        return gradient_MD.new_zeros(()).expand_as(gradient_MD), None
+def _exchanged(rows: Tensor, group: Group, receive: list[int], send: list[int]) -> Tensor:
+    started = torch.ops._c10d_functional.all_to_all_single(
+        rows.contiguous(), receive, send, group.name
+    )
+    return wait(started)

@@ -125,8 +125,7 @@ class Dispatcher(nn.Module):
         """
         tokens_ND = self.regions.tokens(tokens_ND)
         weights_NK = self.regions.weights(selected.weights_NK)
-        ids_NK, counts_E = self.order(selected)
-        plan = make_plan(ids_NK, counts_E, capacity_factor)
+        plan = make_plan(selected.expert_ids_NK, selected.counts_E, capacity_factor)
         begun = self.begin(plan)
         rows_MD = rows.take(tokens_ND, plan.assignment_M, plan.row_A)
         if plan.drops:
@@ -142,18 +141,6 @@ class Dispatcher(nn.Module):
         y_ND = rows.combine(rows_MD, weights_NK, plan.assignment_M, plan.row_A)
         y_ND = self.regions.output(y_ND)
         return Dispatched(y_ND, plan)
-
-    def order(self, selected: Selected) -> tuple[Tensor, Tensor]:
-        """Renumbers the experts for sorting rows; by default unchanged.
-
-        Args:
-            selected: The experts of each token.
-
-        Returns:
-            A permutation of 0..E-1, applied to the experts of each token [N, K] and to their
-            counts [E].
-        """
-        return selected.expert_ids_NK, selected.counts_E
 
     # What ranks know about one another's experts. Each rank computes values of its own experts and
     # inner units, and reads those of all.

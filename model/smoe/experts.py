@@ -109,22 +109,19 @@ class StackedExperts(nn.Module, ABC):
             for (up, down), (up_bias, gate, gate_bias) in zip(layers, optional, strict=True)
         ]
 
-    def forward(
-        self, rows_MD: Tensor, counts_E: Tensor, weights: ExpertWeights | None = None
-    ) -> Tensor:
+    def forward(self, rows_MD: Tensor, counts_E: Tensor) -> Tensor:
         """Runs every row through its expert.
 
         Args:
             rows_MD: All rows of expert 0, then all of expert 1, and so on.
             counts_E: Number of rows of each expert; may be 0. There may be further rows.
-            weights: Some of the experts, from `split`; None for all.
 
         Returns:
             [M, D], in the same order; rows after the last expert hold arbitrary values.
         """
         compute = one_by_one if self.config.experts == "loop" else grouped
         drop = self.dropout if self.training and self.dropout.p else None
-        weights = weights or self.stacked()
+        weights = self.stacked()
         gate = None
         if weights.gate is not None:
             assert self.combine is not None

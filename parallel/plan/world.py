@@ -82,16 +82,15 @@ class AssumedExchange(RowExchange):
         """Exchanges the numbers of rows, and replaces them by the assumed ones."""
         begun = super().begin(plan)
         rows = plan.assignment_M.shape[0]
-        send = _shares(round(rows * self._leave), self.lots, self.parts)
-        receive = _shares(round(rows * self._arrive), self.lots, self.parts)
+        send = _shares(round(rows * self._leave), self.parts)
+        receive = _shares(round(rows * self._arrive), self.parts)
         return begun._replace(numbers=torch.tensor([send, receive]))
 
 
-def _shares(total: int, lots: int, parts: int) -> list[list[int]]:
+def _shares(total: int, parts: int) -> list[int]:
     """Splits a total into parts that differ by at most 1."""
-    whole, places = divmod(total, lots * parts)
-    shares = [whole + (place < places) for place in range(lots * parts)]
-    return [shares[lot * parts : (lot + 1) * parts] for lot in range(lots)]
+    whole, places = divmod(total, parts)
+    return [whole + (place < places) for place in range(parts)]
 
 
 def assume_rows(model: nn.Module, imbalance: float) -> None:

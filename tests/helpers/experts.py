@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from tests.helpers.training import Case, build_engine
 
 
 def expert_parallel_model(
-    config: GPT2Config, expert_parallel_size: int, dtype: torch.dtype, overlap: bool = False
+    config: GPT2Config, expert_parallel_size: int, dtype: torch.dtype
 ) -> tuple[Decoder, comm.World]:
     """A model with distributed experts, in any precision and without an engine."""
     world = comm.initialize(expert_parallel_size=expert_parallel_size)
@@ -31,7 +31,7 @@ def expert_parallel_model(
     assert isinstance(model, Decoder)
     layers = [layer for layer in model.modules() if isinstance(layer, SparseMoE)]
     for layer in layers:
-        expert.parallelize_experts(layer, world, overlap)
+        expert.parallelize_experts(layer, world)
     if expert_parallel_size > 1:
         expert.connect_without_engine(layers)
 
@@ -172,56 +172,6 @@ def dispatch_against_one_process(
         dist.all_gather(gathered, gradient)
         theirs[name] = sum(gathered[r] for r in group)[here]
     return {name: (ours[name] - theirs[name]).abs().max().item() for name in ours}
-
-
-class Events(TorchDispatchMode):
-    """Records the order in which exchanges of rows start and end, and experts compute."""
-
-    NAMES: ClassVar = {
-        "_c10d_functional::all_to_all_single": "start",
-        "_c10d_functional::wait_tensor": "wait",
-        "polyad::experts_on_cpu": "compute",
-        "polyad::experts_on_cpu_backward": "compute",
-    }
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = self.NAMES.get(func._schema.name)
-        of_rows = name == "compute" or (name and args[0].is_floating_point())
-        if name and of_rows:
-            self.names.append(name)
-        return func(*args, **(kwargs or {}))
-
-
-def overlapping_against_in_turn(
-    config: GPT2Config, expert_parallel_size: int, capacity_factor: float | None = None
-) -> dict[str, Any]:
-    """One layer with and without overlap: whether all is bitwise equal, and the order of events."""
-    found: list[list[torch.Tensor]] = []
-    events: dict[str, list[str]] = {}
-    for overlap in (False, True):
-        model, world = expert_parallel_model(config, expert_parallel_size, torch.float32, overlap)
-        layer = model.blocks[0].feed_forward
-        generator = torch.Generator().manual_seed(world.rank)
-        scores = torch.rand(40, config.feed_forward.num_experts, generator=generator)
-        weights_NK, ids_NK = scores.topk(config.feed_forward.top_k)
-        weights_NK.requires_grad_()
-        tokens_ND = torch.randn(40, config.hidden_size, generator=generator).requires_grad_()
-        wanted_ND = torch.randn(40, config.hidden_size, generator=generator)
-        selected = Selected.of(weights_NK, ids_NK, config.feed_forward.num_experts)
-        forward, backward = Events(), Events()
-        with forward:
-            y_ND, *_ = layer.dispatcher(tokens_ND, selected, layer.experts, capacity_factor)
-        with backward:
-            (y_ND * wanted_ND).sum().backward()
-        gradients = [p.grad for p in layer.experts.parameters()]
-        found.append([y_ND.detach(), tokens_ND.grad, weights_NK.grad, *gradients])
-        events = {"forward": forward.names, "backward": backward.names}
-    equal = all(torch.equal(*pair) for pair in zip(*found, strict=True))
-    return {"equal": equal, **events}
 
 
 def _set_of(rank: int, world: comm.World) -> int:

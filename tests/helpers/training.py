@@ -83,8 +83,6 @@ class Case:
     """Expert-parallel processes."""
     sequence: bool = False
     """Whether tensor-parallel processes share the tokens between the cut layers."""
-    overlap: bool = False
-    """Whether experts compute while rows travel."""
     losses: LossConfig = field(default_factory=LossConfig)
     total_steps: int = 100
     """Steps of the whole run, for values that change over it."""
@@ -202,7 +200,6 @@ def build_engine(case: Case, source: Any = None) -> tuple[Engine, comm.World]:
         ),
         ParallelConfig(
             zero_stage=case.stage,
-            expert_overlap=case.overlap,
             sequence_parallel=case.sequence,
             timeout_minutes=case.timeout_minutes,
             bucket_size=case.bucket_size,

@@ -53,9 +53,7 @@ def test_any_layout_trains_as_one_process(workers, whole_runs, tmp_path, name, l
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "options", [{"tensor": 2, "sequence": True}, {"expert": 2, "overlap": True}]
-)
+@pytest.mark.parametrize("options", [{"tensor": 2, "sequence": True}, {"expert": 2}])
 def test_what_layouts_do_besides_changes_nothing(workers, whole_runs, options):
     case = case_of("avg_k")
     expected, _ = whole_runs(case)

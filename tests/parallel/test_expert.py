@@ -14,7 +14,6 @@ from tests.helpers.experts import (
     drops_of_experts,
     exchange_of_one_layer,
     logits_and_ids,
-    overlapping_against_in_turn,
 )
 from tests.helpers.pairwise import pairwise
 from tests.helpers.parity import assert_near_state, assert_same_course, assert_same_routing, near
@@ -186,39 +185,12 @@ def test_processes_whose_experts_get_no_row_keep_in_step(workers, tmp_path, stag
 
 
 @pytest.mark.slow
-def test_overlap_and_recomputation_at_stage_3_change_nothing(workers, whole_runs):
+def test_recomputation_at_stage_3_changes_nothing(workers, whole_runs):
     case = Case(optimizer="sgd", learning_rate=0.1, clip=0.5, model=model("cosine", "attention"))
     expected, _ = whole_runs(case)
-    for overlap, recompute in ((True, "none"), (False, "block"), (True, "block")):
-        changed = case.model.model_copy(update={"recompute": recompute})
-        case = case.but(stage=3, expert=2, overlap=overlap, model=changed)
-        assert_same_course(workers(4).run(train, case)[0], expected)
-
-
-@pytest.mark.parametrize("capacity", [None, 0.8])
-@pytest.mark.parametrize(("experts", "processes"), [(4, 2), (6, 2), (10, 2), (8, 4)])
-def test_overlap_changes_no_bit_and_computes_while_rows_travel(
-    workers, experts, processes, capacity
-):
-    config = moe_model(num_experts=experts)
-    way = ["start", "start", "wait", "compute", "start", "wait", "compute", "start", "wait", "wait"]
-    for result in workers(processes).run(overlapping_against_in_turn, config, processes, capacity):
-        assert result["equal"]
-        assert result["forward"] == result["backward"] == way
-
-
-@everyday("layout", [(2, 1, 2), (4, 2, 2)], keep=[(2, 1, 2)], ids=name)
-@pytest.mark.slow
-def test_overlap_trains_as_one_process_does(workers, whole_runs, layout):
-    case = Case(optimizer="sgd", learning_rate=0.1, clip=0.5, model=model("linear", "similarity"))
-    expected, _ = whole_runs(case)
-    processes, tensor, expert = layout
-    changed = case.but(stage=1, tensor=tensor, expert=expert, overlap=True)
-    for change in ({}, {"recompute": "block"}):
-        changed = changed.but(model=case.model.model_copy(update=change))
-        result = workers(processes).run(train, changed)[0]
-        assert near(result["losses"], expected["losses"])
-        assert near(result["norms"], expected["norms"])
+    changed = case.model.model_copy(update={"recompute": "block"})
+    case = case.but(stage=3, expert=2, model=changed)
+    assert_same_course(workers(4).run(train, case)[0], expected)
 
 
 @pytest.mark.parametrize("graph", GRAPHS)

@@ -2,6 +2,7 @@
 
 GONE: dict[str, str] = {
     "monitor.max_rewinds": "rewinding; use `monitor.spike_action: skip`",
+    "parallel.expert_overlap": "the overlap of experts with their exchange; leave it out",
     "expert_keys": "attentive scores of sparse experts; use `score: linear`",
     "softmax_share": "gates that begin as softmax; gate: softmax or entmax15 is for the whole run",
     **dict.fromkeys(

@@ -1,7 +1,6 @@
 """Validation rules between sections of a configuration, or between a run and its next start."""
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
 from polyad.data.images.config import ImageDataConfig
@@ -238,11 +237,6 @@ def check_experts(config: RunConfig, size: int) -> None:
         if isinstance(each, SelectingConfig)
     }
     if not sparse:
-        if config.parallel.expert_overlap:
-            raise ConfigError(
-                "parallel.expert_overlap: true is not allowed without sparse experts, because "
-                "only these exchange tokens"
-            )
         if size > 1:
             kinds = _kinds(config) or "no feed-forward"
             raise ConfigError(
@@ -256,30 +250,6 @@ def check_experts(config: RunConfig, size: int) -> None:
                 f"parallel.expert_parallel_size: {size} does not divide "
                 f"{key}.num_experts: {feed_forward.num_experts}"
             )
-    check_overlap(config, size, [each.num_experts for each in sparse.values()])
-
-
-def check_overlap(config: RunConfig, size: int, experts: Sequence[int]) -> None:
-    """Checks that communication of rows can overlap with the experts' computation.
-
-    Raises:
-        ConfigError: there is no communication, a process has one expert, or blocks are compiled.
-    """
-    if not config.parallel.expert_overlap:
-        return
-    key = "parallel.expert_overlap: true"
-    if size == 1:
-        raise ConfigError(f"{key} needs parallel.expert_parallel_size of 2 or more, not 1")
-    if min(experts) < 2 * size:
-        raise ConfigError(
-            f"{key} needs 2 experts per process, but {min(experts)} experts over "
-            f"parallel.expert_parallel_size: {size} give {min(experts) // size}"
-        )
-    if config.model.compile:
-        raise ConfigError(
-            f"{key} is not allowed with model.compile: true, because a compiler cannot trace "
-            "asynchronous communication; set one of them to false"
-        )
 
 
 def _kinds(config: RunConfig) -> str:

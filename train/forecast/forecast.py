@@ -175,7 +175,6 @@ def place_of(config: RunConfig, dims: Dims, machines: Machines) -> Place:
         dims=dims,
         processes_of_node=machines.processes_per_node,
         zero_stage=config.parallel.zero_stage,
-        overlap=config.parallel.expert_overlap,
     )
 
 

@@ -136,8 +136,6 @@ def _degrees(config: RunConfig, machines: Machines) -> Iterator[tuple[str, ...]]
             # Keys without effect for these degrees would be rejected.
             if tensor == 1 and config.parallel.sequence_parallel:
                 changes += ("parallel.sequence_parallel=false",)
-            if expert == 1 and config.parallel.expert_overlap:
-                changes += ("parallel.expert_overlap=false",)
             yield changes
 
 

@@ -54,8 +54,6 @@ class Place:
     dims: Dims
     processes_of_node: int
     zero_stage: int
-    overlap: bool = False
-    """Whether communication of experts' rows is overlapped with computation."""
 
     def group(self, axis: str) -> tuple[int, int]:
         """The number of processes in a group, and of those on this node."""
@@ -113,12 +111,10 @@ def beside(
 ) -> tuple[dict[str, float], float]:
     """Splits collectives into exposed ones, by axis, and the time of overlapped ones.
 
-    Gradients overlap with the backward pass from ZeRO stage 1 on, weights at stage 3, and half of
-    the experts' rows with `overlap`.
+    Gradients overlap with the backward pass from ZeRO stage 1 on, and weights at stage 3.
     """
     exposed: dict[str, float] = {}
     under = 0.0
-    hidden = 0.0
     for exchange, amount in exchanges.items():
         seconds = seconds_of(exchange, amount)
         reduces = exchange.kind in {"reduce", "reduce-scatter"}
@@ -126,14 +122,11 @@ def beside(
         if exchange.axis in {"data", "expert data"} and place.zero_stage and (reduces or gathers):
             under += seconds
             continue
-        if place.overlap and exchange.kind == "all-to-all":
-            hidden += seconds / 2
-            seconds /= 2
         exposed[exchange.axis] = exposed.get(exchange.axis, 0.0) + seconds
     seen = max(0.0, under - HIDDEN * backward)
     if seen:
         exposed["data"] = exposed.get("data", 0.0) + seen
-    return exposed, hidden + under - seen
+    return exposed, under - seen
 
 
 def operation_seconds(work: Work, device: Device, *, tf32: bool = False) -> float:

@@ -53,11 +53,11 @@ def small_config(config: RunConfig, processes: int) -> RunConfig:
     _shrink_model(model, cut)
     for name in FEED_FORWARDS:
         if name in model:
-            fewest = dims.expert_parallel_size * (2 if parallel["expert_overlap"] else 1)
+            fewest = dims.expert_parallel_size
             _shrink_experts(model[name], cut, fewest, model["num_layers"])
     if replaced := model.get("replaced"):
         replaced["blocks"] = [model["num_layers"] - 1]
-        fewest = dims.expert_parallel_size * (2 if parallel["expert_overlap"] else 1)
+        fewest = dims.expert_parallel_size
         _shrink_experts(replaced["feed_forward"], cut, fewest, model["num_layers"])
     if (model.get("head") or {}).get("kind") == "mumoe":
         _shrink_factors(model["head"], cut)

@@ -182,7 +182,6 @@ def result_of(small: RunConfig, world: comm.World, found: list[Difference]) -> d
         "tensor_parallel_size": world.tensor_parallel_size,
         "expert_parallel_size": world.expert_parallel_size,
         "sequence_parallel": small.parallel.sequence_parallel,
-        "expert_overlap": small.parallel.expert_overlap,
         "zero_stage": small.parallel.zero_stage,
         "device": world.device.type,
         "equal": not wrong,

@@ -346,23 +346,6 @@ def test_fluctuation_of_a_model_without_experts_is_refused():
             4,
             "parallel.expert_parallel_size: 4 does not divide the 2 data-parallel processes",
         ),
-        (("parallel.expert_overlap=true",), 2, "expert_overlap: true is not allowed without"),
-        (
-            (EXPERTS, "parallel.expert_overlap=true"),
-            2,
-            "parallel.expert_overlap: true needs parallel.expert_parallel_size of 2 or more, not 1",
-        ),
-        (
-            (EXPERTS, "parallel.expert_overlap=true", "parallel.expert_parallel_size=4"),
-            4,
-            "parallel.expert_overlap: true needs 2 experts per process, but 4 experts over",
-        ),
-        (
-            (EXPERTS, "parallel.expert_overlap=true", "parallel.expert_parallel_size=2",
-             "model.compile=true"),
-            2,
-            "parallel.expert_overlap: true is not allowed with model.compile: true",
-        ),
         (
             (EXPERTS, "model.feed_forward.expert_hidden_size=9", "parallel.tensor_parallel_size=2"),
             2,

@@ -44,11 +44,7 @@ LAYOUTS = [
         4,
         ("parallel.expert_parallel_size=2", "parallel.tensor_parallel_size=2"),
     ),
-    (
-        "gpt2/124m-smoe-16.yaml",
-        2,
-        ("parallel.expert_parallel_size=2", "parallel.expert_overlap=true"),
-    ),
+    ("gpt2/124m-smoe-16.yaml", 2, ("parallel.expert_parallel_size=2",)),
     *((f"gpt2/124m-mumoe-{kind}.yaml", 2, ("parallel.tensor_parallel_size=2",)) for kind in KINDS),
     ("gpt2/124m-mumoe-cp.yaml", 2, ("parallel.zero_stage=3",)),
     ("wikitext103/smoe-medium-attention.yaml", 2, ("parallel.tensor_parallel_size=2",)),

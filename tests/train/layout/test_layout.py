@@ -181,7 +181,7 @@ def test_losses_of_a_micro_batch_are_left_out_beside_gates_over_all_samples() ->
         ("gpt2/124m", ("zero_stage=3",)),
         ("bert/base", ("tensor_parallel_size=2",)),
         ("mixer/s16-mumoe-cp", ("zero_stage=2",)),
-        ("vit/vmoe-b16-attention", ("expert_parallel_size=4", "expert_overlap=true")),
+        ("vit/vmoe-b16-attention", ("expert_parallel_size=4",)),
         ("decoder/small", ("tensor_parallel_size=4", "expert_parallel_size=1")),
         ("decoder/olmoe-1b-7b", ("tensor_parallel_size=2", "expert_parallel_size=2")),
         ("decoder/granite-3.1-3b-a800m", ("zero_stage=2", "expert_parallel_size=4")),
