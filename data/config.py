@@ -86,10 +86,6 @@ class DataConfig(DataSettings):
     mixture: list[MixtureSource] | None = Field(default=None, min_length=1)
     """Several prepared folders instead of one `path`, all prepared with the same tokenizer."""
 
-    verify: bool = True
-    """Whether training also reads all of the data in the background during its first minutes, once
-    per node, and stops if a file is damaged."""
-
     @field_validator("path")
     @classmethod
     def _path_can_be(cls, path: str | None) -> str | None:

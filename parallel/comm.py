@@ -2,8 +2,6 @@
 
 import hashlib
 import ipaddress
-import json
-import math
 import os
 import socket
 import sys
@@ -29,10 +27,12 @@ TASKS_OF = {"SLURM_STEP_NUM_TASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun", "P
 """Variables with the number of tasks that a launcher has started, including this process."""
 RECORDED = 2000
 """Number of collectives that PyTorch's flight recorder keeps."""
-_DUMP, _DUMP_OF_NCCL = "_dump_fr_trace_json", "_dump_nccl_trace_json"
-_HAS_DUMP = hasattr(torch._C._distributed_c10d, _DUMP)
-_RECORDER = "TORCH_FR_BUFFER_SIZE" if _HAS_DUMP else "TORCH_NCCL_TRACE_BUFFER_SIZE"
-"""The variable that sets this number; older versions of PyTorch only know the second one."""
+RECORDER = {
+    "TORCH_FR_BUFFER_SIZE": f"{RECORDED}",
+    "TORCH_NCCL_TRACE_BUFFER_SIZE": f"{RECORDED}",  # its name before
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+}
+"""Variables with which NCCL writes the last collectives of each process when one times out."""
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,8 @@ def initialize(
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         keep_freed_memory()
     if not dist.is_initialized():
-        os.environ.setdefault(_RECORDER, f"{RECORDED}")
+        for name, value in RECORDER.items():
+            os.environ.setdefault(name, value)
         options: dict[str, Any] = {"timeout": timedelta(minutes=timeout_minutes)}
         if on_gpu:  # NCCL connects at once, and collectives know the device
             options["device_id"] = device
@@ -230,74 +231,6 @@ def limit_waiting(timeout_minutes: float) -> None:
     """
     for group in list(distributed_c10d._world.pg_map):
         distributed_c10d._set_pg_timeout(timedelta(minutes=timeout_minutes), group)
-
-
-def collectives_begun() -> dict[str, int]:
-    """Returns how many collectives this process has started in each of its groups.
-
-    All ranks of a group start the same ones: where two numbers differ, the rank with the higher one
-    waits for the other. Can be called from any thread while another waits.
-    """
-    if not dist.is_initialized():
-        return {}
-    groups: list[Any] = list(distributed_c10d._world.pg_map)
-    names = map(distributed_c10d._get_process_group_name, groups)
-    counts = (group._get_sequence_number_for_group() for group in groups)
-    return dict(zip(names, counts, strict=True))
-
-
-def collectives_recorded() -> bytes:
-    """Returns the latest collectives of this process from PyTorch's flight recorder, in JSON.
-
-    Can be called from any thread while another waits. Empty before there is a group.
-    """
-    if not dist.is_initialized():
-        return b""
-    # NCCL has its own recorder; the other one, which some versions lack, records gloo's.
-    name = _DUMP_OF_NCCL if dist.get_backend() == "nccl" else _DUMP
-    dump = getattr(torch._C._distributed_c10d, name, None)
-    return b"" if dump is None else bytes(dump())
-
-
-def collectives_waited_for(recorded: bytes) -> list[str]:
-    """Names the unfinished collectives, the first in each group.
-
-    Args:
-        recorded: the result of `collectives_recorded`.
-    """
-    try:
-        trace = json.loads(recorded or b"{}")
-        done = {
-            name: int(status["last_completed_collective"])
-            for name, status in trace.get("pg_status", {}).items()
-        }
-        first: dict[str, dict[str, Any]] = {}
-        for entry in trace.get("entries", []):
-            group = str(entry["pg_id"])
-            if entry["collective_seq_id"] > done.get(group, -1) and not entry.get("is_p2p"):
-                first.setdefault(group, entry)
-        return [_in_words(entry) for _, entry in sorted(first.items())]
-    except (ValueError, KeyError, TypeError):  # the format of another version
-        return []
-
-
-def _in_words(entry: dict[str, Any]) -> str:
-    kind = str(entry["profiling_name"]).partition(":")[2] or str(entry["profiling_name"])
-    numbers = sum(math.prod(size) for size in entry.get("input_sizes", []))
-    group = _members_of(str(next(iter(entry.get("process_group", [])), "")))
-    return f"{kind} of {numbers:,} numbers (number {entry['collective_seq_id']} {group})"
-
-
-def _members_of(name: str) -> str:
-    """Returns the ranks of a group, given torch's name for it."""
-    for group, each in list(distributed_c10d._world.pg_names.items()):
-        if each == name:
-            ranks = dist.get_process_group_ranks(group)
-            if len(ranks) == dist.get_world_size():
-                return f"among all {len(ranks)} processes"
-            more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
-            return f"among ranks {', '.join(map(str, ranks[:8]))}{more}"
-    return f"of group {name or 'unknown'}"
 
 
 @contextmanager

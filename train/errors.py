@@ -3,7 +3,7 @@
 0        done
 1        the run failed, or the program has a bug (then with a traceback)
 2        bad input: one line names the key or file, the value, and what is allowed
-75       a process of the run stalled; the line names it and its host. The same command continues
+75       a process of the run stalled, and the others have waited for it. The same command continues
          from the last checkpoint; leave that host out if it happens there again
 128 + n  stopped by signal n: 130 Ctrl-C (SIGINT), 138 SIGUSR1, 143 SIGTERM. A training run has
          saved its current step, if there was time, and the same command continues from there

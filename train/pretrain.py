@@ -3,7 +3,6 @@
 YAML and overrides -> RunConfig -> the model -> its layout -> the loop -> metrics, checkpoints
 """
 
-import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -25,14 +24,12 @@ from polyad.train.config.plan import Plan, find_start_together, open_plan, verif
 from polyad.train.config.smaller import memory_of
 from polyad.train.errors import OUTPUT_ERRORS, RunError
 from polyad.train.experts.fluctuation import FluctuationLog
-from polyad.train.guard.data_check import DataCheck
 from polyad.train.guard.memory import RunMemory
 from polyad.train.guard.run_folder import RunLock, gone, put_back_replaced
+from polyad.train.guard.stalls import explain_stall
 from polyad.train.guard.stopping import StopSignals
-from polyad.train.guard.watchdog import Watchdog
 from polyad.train.loop.device import allow_tf32
 from polyad.train.loop.loop import TrainLoop
-from polyad.train.loop.timing import Startup
 from polyad.train.state import TrainState
 from polyad.train.tasks.samples import probe_of
 
@@ -48,11 +45,9 @@ def main(path: Path, overrides: Sequence[str] = (), *, launched: bool = False) -
     Returns:
         The run's state at its end.
     """
-    startup = Startup()
-    startup.lap("imports")  # the first lap begins with the process itself
     with StopSignals(comm.environment_world_size(), launched=launched) as stop:
         try:
-            return _run(path, overrides, startup, stop)
+            return _run(path, overrides, stop)
         except (OSError, SaveError) as error:
             if isinstance(error, OSError) and error.errno not in OUTPUT_ERRORS:
                 raise
@@ -60,13 +55,11 @@ def main(path: Path, overrides: Sequence[str] = (), *, launched: bool = False) -
             raise RunError(f"{reason}; {stop.kept()}") from error
 
 
-def _run(path: Path, overrides: Sequence[str], startup: Startup, stop: StopSignals) -> TrainState:
+def _run(path: Path, overrides: Sequence[str], stop: StopSignals) -> TrainState:
     """Checks that all processes agree on the run and that no other start is active, and trains."""
     plan = open_plan(path, overrides, comm.environment_world_size())
     stop.limit(plan.config.monitor.grace_seconds, plan.what_is_kept)
-    startup.lap("data")
     import_libraries()
-    startup.lap("imports")
     world = meet(plan)
     put_back_replaced(plan.folder, world)
     plan = find_start_together(plan, world)
@@ -76,13 +69,11 @@ def _run(path: Path, overrides: Sequence[str], startup: Startup, stop: StopSigna
         if world.is_main:
             say_first_line(plan, state)
         if not nothing_is_left(plan, state):
-            _train(plan, state, world, startup, stop)
+            _train(plan, state, world, stop)
     return state
 
 
-def _train(
-    plan: Plan, state: TrainState, world: comm.World, startup: Startup, stop: StopSignals
-) -> None:
+def _train(plan: Plan, state: TrainState, world: comm.World, stop: StopSignals) -> None:
     """Builds the model in its layout and trains it, updating the state."""
     config, task = plan.config, plan.task
     allow_tf32(config.train.tf32, world.device)
@@ -93,17 +84,12 @@ def _train(
         saver = saver_of(plan, engine)
         set_teacher(plan.teacher, config, task, engine)
     restore_random_numbers(plan, state, plan.resume, world)
-    startup.lap("engine")
-    metrics = open_run_folder(plan, state, world, startup)
+    metrics = open_run_folder(plan, state, world)
     fluctuation = _fluctuation(plan, state, engine, memory)
-    startup.lap("run_folder")
     stop.wait_for_steps()
-    watchdog = Watchdog(plan.folder, world, config.monitor.stall_minutes)
-    data_check = DataCheck(task.stored(), world, stop.fail)
+    timeout = config.parallel.timeout_minutes
     try:
-        with watchdog, data_check, memory.during("train", lambda: f"in step {state.step + 1}"):
-            batches = itertools.chain(list(itertools.islice(batches, 1)), batches)
-            startup.lap("data")
+        with explain_stall(timeout), memory.during("train", lambda: f"in step {state.step + 1}"):
             loop = TrainLoop(
                 engine=engine,
                 task=task,
@@ -124,16 +110,14 @@ def _train(
                 files=plan.kept.files,
                 fluctuation=fluctuation,
                 memory=memory,
+                timeout_minutes=timeout,
                 stop=stop,
-                watchdog=watchdog,
                 metrics=metrics,
             )
             signal = loop.run()
             if signal:
                 comm.barrier()  # until all processes have saved
                 stop.stop(signal)
-            data_check.finish()
-            stop.end_if_failed()
     except (OSError, SaveError):
         if not plan.folder.exists():
             raise gone(plan.folder) from None

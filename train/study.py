@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 import pandas
-from matplotlib.figure import Figure
 from pydantic import AfterValidator, Field, ValidationError, model_validator
 from scipy import stats
 
@@ -630,6 +629,8 @@ def draw(study: Study, frame: pandas.DataFrame, file: Path) -> None:
     curves = frame[frame.compared & (frame.state == "finished")]
     rows = 2 if "validations" in curves and (curves.validations.map(len) > 1).any() else 1
     size = 1.5 + 3.5 * len(tasks), 0.3 * len(study.config.variants) + 2.5 * rows
+    from matplotlib.figure import Figure  # not at the top: it takes a second
+
     figure = Figure(size, layout="constrained")
     axes = figure.subplots(rows, len(tasks), squeeze=False)
     for place, task in enumerate(tasks):

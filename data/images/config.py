@@ -74,10 +74,6 @@ class ImageDataConfig(DataSettings):
     """Domains to hold out entirely: all of their images become the `test` split, and the other
     domains provide train and validation; null: no domain is held out."""
 
-    verify: bool = True
-    """Whether training also checks in the background that the index, and the files it was made
-    from, have not changed."""
-
     max_damaged: Annotated[int, Field(ge=0)] = 0
     """Maximum number of images per loader process that cannot be decoded, and are replaced by the
     next one; one more ends the run."""

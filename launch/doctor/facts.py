@@ -238,22 +238,3 @@ def _clock(path: Path) -> float:
     """Seconds by which the file system's clock is ahead of this host's."""
     path.write_text("x")
     return path.stat().st_mtime - time.time()
-
-
-def room_for(config: "RunConfig", processes: int) -> str | None:
-    """Why the run's next checkpoints do not fit; None if they do, or their size is unknown."""
-    from polyad.train.config.adaptation import model_of
-    from polyad.train.config.plan import checkpoint_bytes
-    from polyad.train.config.rules import validate
-    from polyad.train.guard.run_folder import check_room
-    from polyad.train.tasks.registry import open_task
-
-    try:
-        config = config.model_copy(update={"model": open_task(config.for_task()).model})
-        validate(config, processes)
-        size = checkpoint_bytes(config, model_of(config))
-        folder = Path(config.run.folder)
-        check_room(folder, config.checkpoint, step=0, steps=config.train.steps, size=size)
-    except (ValueError, OSError) as error:
-        return str(error)
-    return None

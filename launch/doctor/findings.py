@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from polyad.launch.doctor.facts import Facts, SharedFolder, facts_of, named_apart, room_for
+from polyad.launch.doctor.facts import Facts, SharedFolder, facts_of, named_apart
 from polyad.parallel.meeting import comparison
 from polyad.parallel.probe import Link, Measured
 from polyad.train.console import counted, in_bytes
@@ -66,11 +66,10 @@ def examine(config: Path | None, overrides: Sequence[str]) -> Found | None:
     world = comm.initialize(timeout_minutes=2.0)
     facts = named_apart(comm.from_all(facts_of(run, world)))
     measured = measure(world, [each["host"] for each in facts])
-    room = room_for(run, world.size) if run is not None and world.is_main else None
     comm.shutdown()
     if not world.is_main:
         return None
-    found = findings(facts, measured, room)
+    found = findings(facts, measured)
     return Found(
         processes=world.size,
         device=world.device.type,
@@ -82,20 +81,18 @@ def examine(config: Path | None, overrides: Sequence[str]) -> Found | None:
     )
 
 
-def findings(facts: Sequence[Facts], measured: Measured, room: str | None = None) -> list[Finding]:
+def findings(facts: Sequence[Facts], measured: Measured) -> list[Finding]:
     """Returns the problems, the worst first.
 
     Args:
         facts: facts of each rank.
         measured: measurements of all.
-        room: why checkpoints do not fit, if so.
     """
     found = [
         *_differing(facts),
         *_devices(facts),
         *_data(facts),
         *_folder(facts),
-        *([Finding(True, room)] if room else []),
         *_clocks(facts, measured),
         *_slow(facts, measured),
     ]

@@ -43,7 +43,7 @@ print(json.dumps({
 """
 PYTEST = ("-m", "pytest", "-p", "no:cacheprovider", "-o", "addopts=", "--import-mode=importlib")
 RUN = ("tests/gpu/test_run.py", "tests/gpu/test_commands.py")
-QUIET = ("evaluation.every=0", "evaluation.max_windows=8", "data.verify=false")
+QUIET = ("evaluation.every=0", "evaluation.max_windows=8")
 STEPS = 14
 """Steps of a traced run. The last but one is traced; medians are over those before it, from the
 fourth."""
@@ -247,11 +247,6 @@ def run_of(folder: Path) -> dict[str, Any]:
     for key in keys:
         values = [row[key] for row in late if row.get(key) is not None]
         found[key] = statistics.median(values) if values else None
-    found["starts"] = [
-        {key: value for key, value in row.items() if key.startswith("startup_")}
-        for row in rows
-        if "startup_seconds" in row
-    ]
     for trace in (folder / "profile").glob("*.json"):
         found["trace"] = trace_of(json.loads(trace.read_text())["traceEvents"])
     return found

@@ -427,10 +427,3 @@ def local_losses(case: Case, step: int) -> list[float]:
     with torch.no_grad():
         losses = engine.cross_entropy(engine(batch[:, :-1]).logits, batch[:, 1:].contiguous())
     return losses.flatten().tolist()
-
-
-def names_of_groups() -> list[str]:
-    """What errors call the group of all processes, and one that this process alone is in."""
-    made = [torch.distributed.new_group([rank]) for rank in range(comm.size())]
-    groups = (torch.distributed.group.WORLD, made[comm.rank()])
-    return [comm._members_of(group.group_name) for group in groups]

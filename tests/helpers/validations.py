@@ -3,6 +3,7 @@
 import contextlib
 import io
 import math
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 from unittest import mock
@@ -11,6 +12,7 @@ import torch
 
 from polyad.parallel import comm
 from polyad.parallel.checkpoint.manage import complete_checkpoints
+from polyad.train.errors import Stopped
 from polyad.train.loop.loop import TrainLoop
 from polyad.train.pretrain import main
 
@@ -35,7 +37,7 @@ def run_with_bad_validations(
     def validate(self: TrainLoop) -> dict[str, float]:
         number = next(count)
         if number == stop_at and comm.rank() == comm.size() - 1:
-            self.stop.fail("a signal")
+            self.stop._signal = signal.SIGTERM
         scores = real(self)
         return scores | {"validation_loss": math.nan} if number in bad else scores
 
@@ -64,7 +66,7 @@ def ended(config: Path, *overrides: str) -> tuple[str, str]:
     with contextlib.redirect_stderr(io.StringIO()) as said:
         try:
             end = f"step {main(config, overrides).step}"
-        except Exception as error:
+        except (Exception, Stopped) as error:
             end = f"{type(error).__name__} {getattr(error, 'exit_status', '-')}: {error}"
     return end, said.getvalue()
 

@@ -9,7 +9,7 @@ import pytest
 from polyad.parallel import comm
 from polyad.parallel.dims import LayoutError
 from tests.helpers.forking import ForkServer
-from tests.helpers.training import Case, names_of_groups, wait_in_vain
+from tests.helpers.training import Case, wait_in_vain
 from tests.helpers.workers import WorkerPool
 
 pytestmark = pytest.mark.distributed
@@ -103,9 +103,3 @@ def test_worlds_of_several_hosts_and_of_one_are_not(environment, monkeypatch):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert comm.environment_world_size() == 1
-
-
-def test_a_group_is_called_by_its_ranks(workers) -> None:
-    for whole, part in workers(2).run(names_of_groups):
-        assert whole == "among all 2 processes"
-        assert part in ("among ranks 0", "among ranks 1")

@@ -21,7 +21,7 @@ ELSEWHERE = (
     "model.feed_forward.expert_hidden_size", "model.feed_forward.dense_hidden_size",
     "model.feed_forward.score_width", "data.mixture",
     # A time after which the process is ended.
-    "monitor.grace_seconds", "monitor.stall_minutes", "parallel.timeout_minutes",
+    "monitor.grace_seconds", "parallel.timeout_minutes",
 )  # fmt: skip
 OUTERMOST = ("0", "1e-30", "1e-6", "1", "1e6", str(2**31 - 1), str(2**63 - 1), "1e30")
 

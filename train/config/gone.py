@@ -1,6 +1,9 @@
 """Keys of configurations that earlier versions had."""
 
 GONE: dict[str, str] = {
+    "data.verify": "the background check of data; use `polyad data verify`",
+    "monitor.stall_minutes": "the watchdog; parallel.timeout_minutes ends a run that stalls",
+    "monitor.stragglers": "the search for slow processes",
     "monitor.max_rewinds": "rewinding; use `monitor.spike_action: skip`",
     "parallel.expert_overlap": "the overlap of experts with their exchange; leave it out",
     "expert_keys": "attentive scores of sparse experts; use `score: linear`",

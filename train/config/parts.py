@@ -20,7 +20,6 @@ from polyad.train.config.plan import Plan
 from polyad.train.config.run import RunConfig
 from polyad.train.loop.metrics import Metrics
 from polyad.train.loop.optimizer import OptimizerConfig, build_optimizer
-from polyad.train.loop.timing import Startup
 from polyad.train.state import TrainState
 from polyad.train.tasks.losses import cross_entropy
 
@@ -122,9 +121,7 @@ def saver_of(plan: Plan, engine: Engine) -> Saver:
     )
 
 
-def open_run_folder(
-    plan: Plan, state: TrainState, world: comm.World, startup: Startup
-) -> Metrics | None:
+def open_run_folder(plan: Plan, state: TrainState, world: comm.World) -> Metrics | None:
     """Writes a run's configuration and environment to its folder; opens metrics on the main
     process."""
     if not world.is_main:
@@ -139,7 +136,6 @@ def open_run_folder(
         plan.config.log,
         done,
         plan.config.train.steps,
-        startup,
         unit=plan.task.unit,
         validation_score=plan.task.validation_score,
         about=plan.config.model_dump(mode="json"),

@@ -28,7 +28,7 @@ from polyad.train.config.environment import check_compiler, check_same_checkpoin
 from polyad.train.config.rules import refuse_changes, validate
 from polyad.train.config.run import RunConfig, load_config, parse_config
 from polyad.train.errors import ConfigError, RunError
-from polyad.train.guard.run_folder import LEASE_FILE, LOCK_FILE, check_place, check_room
+from polyad.train.guard.run_folder import LOCK_FILE, TOKEN_FILE, check_place
 from polyad.train.loop.muon import matrices
 from polyad.train.loop.optimizer import state_tensors
 from polyad.train.loop.trackers import check_trackers
@@ -164,12 +164,11 @@ def plan_run(path: Path, overrides: Sequence[str], world_size: int) -> Plan:
     return find_start(open_plan(path, overrides, world_size))
 
 
-def find_start(plan: Plan, patience: float = 0.0) -> Plan:
+def find_start(plan: Plan) -> Plan:
     """Finds and checks what a run starts from: a checkpoint, other weights, a teacher.
 
     Args:
         plan: the run's plan.
-        patience: seconds to wait for room on a full disk.
 
     Raises:
         ValueError: with an `exit_status` of 2: one line says what is wrong.
@@ -192,22 +191,11 @@ def find_start(plan: Plan, patience: float = 0.0) -> Plan:
         base_digest = digest_of(init, of_base(model))
         if resume is not None:
             check_base(resume.folder, resume.state.base_digest, init, base_digest)
-    check_room(
-        plan.folder,
-        config.checkpoint,
-        step=resume.training_step if resume else 0,
-        steps=config.train.steps,
-        size=checkpoint_bytes(config, model),  # a moving average may be new or removed
-        patience=patience,
-    )
     return replace(plan, resume=resume, init=init, base_digest=base_digest, teacher=teacher)
 
 
 def find_start_together(plan: Plan, world: comm.World) -> Plan:
     """Finds where a run starts like `find_start`, but only rank 0 reads the run's folder.
-
-    Processes restarted by torchrun may belong to a run whose disk became full: rank 0 waits for
-    room, for half of the time that the others wait for it.
 
     Args:
         plan: the same on all processes.
@@ -219,9 +207,7 @@ def find_start_together(plan: Plan, world: comm.World) -> Plan:
     found = plan
     if world.is_main:
         try:
-            again = comm.environment_restarts() > 0
-            patience = 30 * plan.config.parallel.timeout_minutes if again else 0.0
-            found = find_start(plan, patience)
+            found = find_start(plan)
         except Exception as error:
             kind = type(error) if isinstance(error, ValueError) else RunError
             comm.from_main((kind, str(error)))
@@ -339,7 +325,7 @@ def find_resume(config: RunConfig, task: Task[Any]) -> Checkpoint | None:
     folder = Path(config.run.folder)
     saved = folder / CONFIG_FILE
     # A start that was killed early leaves these files but no configuration.
-    early = (LOCK_FILE, LEASE_FILE, f".{CONFIG_FILE}.")
+    early = (LOCK_FILE, TOKEN_FILE, f".{CONFIG_FILE}.")
     found = check_place(folder, "run.folder")
     if all(name == LAUNCH_FOLDER or name.startswith(early) for name in found):
         return None

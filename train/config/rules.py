@@ -20,7 +20,7 @@ from polyad.train.tasks.losses import DistillConfig
 # Keys or sections that may change when a run is resumed. Changing any other makes it another run.
 MAY_CHANGE_ON_RESUME = (
     # The data is compared by its fingerprint, not by path or mixture.
-    "run", "data.path", "data.mixture", "data.num_workers", "data.verify", "data.tokenizer",
+    "run", "data.path", "data.mixture", "data.num_workers", "data.tokenizer",
     "data.padding", "data.max_damaged", "train.steps",
     "train.micro_batch_size", "train.max_skipped_steps", "train.ema", "train.cuda_graph",
     "optimizer.learning_rate", "schedule", "parallel", "checkpoint", "evaluation", "monitor", "log",

@@ -1,1 +1,1 @@
-"""Guards of a run: spikes, stalls, signals, memory, disk space and damaged data."""
+"""Guards of a run: spikes, stalls, signals, memory and the run's folder."""

@@ -1,22 +1,19 @@
 """A run's folder: checks that it is usable and has room, and the lock of a start of the run."""
 
 import contextlib
-import math
 import os
 import secrets
-import shutil
 import socket
-import sys
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
+from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 from pydantic import AfterValidator
 
 from polyad.data.errors import check_path
-from polyad.data.files import locked
+from polyad.data.files import write_whole
 from polyad.model.config import Config
 from polyad.parallel import comm
 from polyad.parallel.checkpoint.manage import (
@@ -25,15 +22,10 @@ from polyad.parallel.checkpoint.manage import (
     reason_of,
     replaced_checkpoints,
 )
-from polyad.parallel.config import CheckpointConfig
-from polyad.train.console import counted, in_bytes
 from polyad.train.errors import ConfigError, RunError
-from polyad.train.guard.lease import Lease, LeaseTaken
 
 LOCK_FILE = ".lock"
-LEASE_FILE = ".lease"
-LOOKS_FOR_ROOM = 1.0
-"""Seconds between checks whether a full disk has room again."""
+TOKEN_FILE = ".start"
 SEEN_WITHIN = 10.0
 """Seconds within which a file from one host must be visible on the others."""
 
@@ -88,72 +80,6 @@ def check_place(folder: Path, key: str) -> set[str]:
         raise ConfigError(f"{key}: {folder}: cannot be used: {error.strerror}") from None
 
 
-def check_room(
-    folder: Path,
-    checkpoint: CheckpointConfig,
-    *,
-    step: int,
-    steps: int,
-    size: int,
-    patience: float = 0.0,
-) -> None:
-    """Checks that the next checkpoints fit on the disk: as many as `checkpoint.keep_last` keeps.
-
-    Without that key only the next one has to fit; rank 0 warns if all later ones do not, or those
-    that `checkpoint.keep_every` keeps.
-
-    Args:
-        folder: the run's.
-        checkpoint: how often checkpoints are written, and how many are kept.
-        step: the step that the run continues from.
-        steps: number of steps of the whole run.
-        size: size of a checkpoint in bytes.
-        patience: seconds to wait for room on the disk.
-
-    Raises:
-        ConfigError: they do not fit.
-    """
-    every = checkpoint.every or steps
-    coming = math.ceil(steps / every) - step // every
-    if coming <= 0 or step >= steps:
-        return
-    place = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    free = shutil.disk_usage(place).free
-    keep, present = checkpoint.keep_last, len(complete_checkpoints(folder / "checkpoints"))
-    best = int(checkpoint.keep_best)  # may not be among the newest
-    # One more than are kept: a new checkpoint is written before an old one is removed.
-    needed = 1 if keep is None else min(coming + best, max(keep + best + 1 - present, 1))
-    until, waits = time.monotonic() + patience, False
-    while needed * size > free:
-        some = "the next checkpoint" if needed == 1 else f"{needed} more checkpoints"
-        advice = "" if keep in (None, 1) else "lower checkpoint.keep_last, "
-        line = (
-            f"run.folder: {folder}: {some} of {in_bytes(size)} must fit, {place} has "
-            f"{in_bytes(free)} free; {advice}make room or take another folder"
-        )
-        if time.monotonic() >= until:
-            raise ConfigError(line)
-        if not waits:
-            print(f"polyad: waiting up to {patience:g} s: {line}", file=sys.stderr, flush=True)
-        waits = True
-        time.sleep(LOOKS_FOR_ROOM)
-        free = shutil.disk_usage(place).free
-    if keep is not None and checkpoint.keep_every:  # those kept forever
-        often = math.lcm(every, checkpoint.keep_every)
-        staying = steps // often - step // often
-        advice = "a higher checkpoint.keep_every keeps fewer"
-    else:
-        staying = coming if keep is None else 0
-        advice = "checkpoint.keep_last deletes old ones"
-    if staying * size > free and os.environ.get("RANK", "0") == "0":
-        print(
-            f"polyad: warning: {counted(staying, 'checkpoint')} of {in_bytes(size)} will be kept, "
-            f"but only {in_bytes(free)} are free; {advice}",
-            file=sys.stderr,
-            flush=True,
-        )
-
-
 def last_checkpoint(checkpoints: Path) -> str:
     """Names the last checkpoint in words.
 
@@ -166,16 +92,17 @@ def last_checkpoint(checkpoints: Path) -> str:
 
 
 class RunLock:
-    """A lock that the main process holds; the kernel releases it when the process ends.
+    """A lock that the main process holds.
 
     Args:
         folder: the run's folder, which is created if need be.
         world: this process. All call this together.
 
     On a shared file system it works between hosts if the file system supports locks (NFS does, and
-    Lustre with the mount option `flock`). Otherwise a lease is taken instead. The lock file
-    contains a token of this start, which the other processes must find there: a host on which the
-    folder is a different one could not save together with the others.
+    Lustre with the mount option `flock`), and the kernel releases it when the process ends.
+    Otherwise it is a file, which a user removes after a crash. Beside it is a token of this start,
+    which the other processes must find there: a host on which the folder is a different one could
+    not save together with the others.
 
     Raises:
         ConfigError: on every process, if another start of the run is still active, the folder is
@@ -183,7 +110,8 @@ class RunLock:
     """
 
     def __init__(self, folder: Path, world: comm.World) -> None:
-        self._held = contextlib.ExitStack()
+        self._lock: BaseFileLock | None = None
+        self._token_file = folder / TOKEN_FILE
         self._token = secrets.token_hex(16)
         told = (self._take(folder), self._token, socket.gethostname()) if world.is_main else None
         reason, token, host = comm.from_main(told)
@@ -197,20 +125,19 @@ class RunLock:
 
     def _take(self, folder: Path) -> str:
         """Takes the lock; returns the reason if that fails, else an empty string."""
-        in_use = "is in use by another start of this run, which is still going"
+        file = folder / LOCK_FILE
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            file, lease = folder / LOCK_FILE, partial(Lease, folder / LEASE_FILE)
-            if not self._held.enter_context(locked(file, wait=False, without_locks=lease)):
-                self.release()
-                return in_use
-            with file.open("r+", encoding="utf-8") as written:
-                written.write(self._token)
-                written.truncate()
-                written.flush()
-                os.fsync(written.fileno())
-        except LeaseTaken as holder:
-            return f"{in_use}: {holder}"
+            try:
+                self._lock = _acquired(FileLock(file))
+            except NotImplementedError:  # this file system has no locks
+                self._lock = _acquired(SoftFileLock(f"{file}.soft"))
+            write_whole(self._token_file, self._token)
+        except Timeout as taken:
+            return (
+                f"is in use by another start of this run, which is still going: it holds "
+                f"{taken.lock_file}"
+            )
         except OSError as error:
             self.release()
             return f"cannot be locked: {error.strerror}"
@@ -224,7 +151,14 @@ class RunLock:
 
     def release(self) -> None:
         """Releases the lock."""
-        self._held.close()
+        if self._lock is not None:
+            self._token_file.unlink(missing_ok=True)
+            self._lock.release()
+
+
+def _acquired(lock: BaseFileLock) -> BaseFileLock:
+    lock.acquire(timeout=0)
+    return lock
 
 
 def _fault_of(folder: Path, token: str, first: str) -> str:
@@ -232,14 +166,14 @@ def _fault_of(folder: Path, token: str, first: str) -> str:
 
     Args:
         folder: the run's.
-        token: the token that rank 0 has written into the lock file.
+        token: the token that rank 0 has written there.
         first: name of rank 0's folder in the message.
     """
     here = f"{socket.gethostname()} (rank {comm.rank()})"
 
     def is_there() -> bool:
         with contextlib.suppress(OSError):
-            return (folder / LOCK_FILE).read_text(encoding="utf-8") == token
+            return (folder / TOKEN_FILE).read_text(encoding="utf-8") == token
         return False
 
     if not seen_in_time(is_there):

@@ -47,13 +47,6 @@ class MonitorConfig(Config):
     """Number of steps that must be in the window before spikes are detected."""
     max_skips: Annotated[int, Field(ge=1)] = 10
     """Maximum number of spikes in a row that are skipped; one more ends the run."""
-    stall_minutes: Annotated[float, Field(ge=0, le=7 * 24 * 60)] = 15.0
-    """Minutes without progress after which a process is reported as stalled, with its stack trace,
-    and the run ends. Choose it longer than any pause between collectives (compilation, writing a
-    checkpoint) and shorter than `parallel.timeout_minutes`. 0: off."""
-    stragglers: Annotated[int, Field(ge=0)] = 100
-    """Number of steps between checks for stragglers, processes that all others wait for, which are
-    reported with their host; each check synchronizes with the device once. 0: no checks."""
     grace_seconds: Annotated[float, Field(gt=0, le=86_400)] = 25.0
     """Seconds from a termination signal to the exit of the process, whether or not a checkpoint
     could be saved. Must be less than the time that the scheduler and torchrun (30 s, unless `polyad

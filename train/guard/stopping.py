@@ -23,7 +23,6 @@ from polyad.parallel import comm
 from polyad.parallel.meeting import has_met, leave_word
 from polyad.train.errors import (
     STOP_SIGNALS,
-    ConfigError,
     Stopped,
     end_at_once,
     is_under_agent,
@@ -32,11 +31,6 @@ from polyad.train.errors import (
     stopped,
     tell_launcher,
 )
-
-LAUNCHER_ENDS = 0.25
-"""Seconds within which a killed launcher is gone."""
-FAILED = 1000
-"""Result of `agreed` if `fail` was called on some process: above every signal's number."""
 
 
 class StopAsked(Exception):
@@ -51,23 +45,19 @@ class StopSignals:
             several do so until they have connected, and then have to agree first.
         launched: whether a command of Polyad, or torchrun, started this process. A launcher
             forwards signals that the process may have got already as a member of its process group,
-            so a second Ctrl-C does not end it at once. And if the launcher was killed, the process
-            exits without saving, since the run may be restarted at any moment.
+            so a second Ctrl-C does not end it at once.
     """
 
     def __init__(self, world_size: int, *, launched: bool = False) -> None:
         self._at_once = True
         self._alone = world_size == 1
         self._by_hand = world_size == 1 and not launched
-        self._launched = launched
         self._saving = False
         self._signal = 0
-        self._failure: str | None = None
         self._grace = 25.0
         self.kept: Callable[[], str] = lambda: "run the same command to start it again"
         """Returns in words where the run continues."""
         self._before: dict[int, Any] = {}
-        self._launcher = os.getppid()
 
     def __enter__(self) -> "StopSignals":
         if threading.current_thread() is not threading.main_thread():
@@ -110,18 +100,10 @@ class StopSignals:
         """From now on signals are handled after the current step, so that it can be saved."""
         self._at_once = False
 
-    def fail(self, reason: str) -> None:
-        """Makes the run end as for a signal, but with an error; may be called from any thread.
-
-        Args:
-            reason: one line that names what the user has to fix.
-        """
-        self._failure = self._failure or reason
-
     @property
     def number(self) -> int:
-        """The signal that this process got, `FAILED`, or 0."""
-        return self._signal if self._failure is None else FAILED
+        """The signal that this process got, or 0."""
+        return self._signal
 
     def heard(self) -> None:
         """Called by all processes when they know that one got a signal: from now on the run only
@@ -129,8 +111,8 @@ class StopSignals:
         self._saving = True
 
     def agreed(self) -> int:
-        """The signal that some process got, `FAILED`, or 0. All processes call this, and all get
-        the same number.
+        """The signal that some process got, or 0. All processes call this, and all get the same
+        number.
 
         After a signal the run only saves, which further signals do not interrupt.
         """
@@ -138,15 +120,6 @@ class StopSignals:
         if number:
             self.heard()
         return number
-
-    def end_if_failed(self) -> None:
-        """Called by all processes at the end of the run.
-
-        Raises:
-            ConfigError: on all of them, if `fail` was called on one.
-        """
-        if comm.any_rank(self._failure is not None):
-            self.stop(FAILED)
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
@@ -171,17 +144,11 @@ class StopSignals:
 
         Raises:
             Stopped: or KeyboardInterrupt, for Ctrl-C.
-            ConfigError: `fail` was called on some process.
         """
-        if number == FAILED:
-            reason = next(text for text in comm.from_all(self._failure) if text is not None)
-            raise ConfigError(f"{reason}; once that is fixed, {self.kept()}")
         raise stopped(number, self.kept())
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         again, self._signal = self._signal, self._signal or number
-        if number == signal.SIGTERM and not again and self._launcher_was_killed():
-            os._exit(128 + number)
         twice = bool(again) and number == signal.SIGINT and self._by_hand  # a second Ctrl-C
         at_once = self._at_once and (self._alone or not has_met())
         if self._saving or not (twice or (at_once and not again)):
@@ -189,17 +156,6 @@ class StopSignals:
         if not self._alone and not is_under_agent():  # the others may be waiting for this process
             leave_word(one_line(stop_line(number, self.kept())), 128 + number, said=True)
         end_at_once(number, self.kept())
-
-    def _launcher_was_killed(self) -> bool:
-        """Whether the signal was caused by the launcher's death. The run may be restarted at once,
-        and two starts must not write to the same folder. The kernel sends the signal while the
-        launcher is still exiting."""
-        until = time.monotonic() + LAUNCHER_ENDS
-        while self._launched and time.monotonic() < until:
-            if os.getppid() != self._launcher:
-                return True
-            time.sleep(0.01)
-        return False
 
     def _watch(self) -> None:
         """Thread body: waits for a signal, and then for the end of the grace period."""
@@ -218,8 +174,6 @@ class StopSignals:
             if asked and not number:
                 number, ends = asked[0], time.monotonic() + self._grace
                 if comm.peer_has_failed():  # torchrun ends the others; the peer printed its error
-                    os._exit(128 + number)
-                if self._launcher_was_killed():
                     os._exit(128 + number)
         if not comm.environment_rank():
             line = stopped(number, f"the step did not end within {self._grace:g} s; {self.kept()}")

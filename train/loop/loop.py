@@ -1,13 +1,11 @@
 """The training loop: trains on batches, writes records, validates and saves."""
 
 import math
-import socket
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import InitVar, dataclass
 from pathlib import Path
 from typing import Any
 
-from polyad.parallel import comm
 from polyad.parallel.checkpoint.save import Saver
 from polyad.parallel.config import CheckpointConfig
 from polyad.parallel.zero import Engine, StepResult
@@ -20,9 +18,8 @@ from polyad.train.guard.spikes import (
     SpikeGuard,
     remember,
 )
+from polyad.train.guard.stalls import expect_progress
 from polyad.train.guard.stopping import StopAsked, StopSignals
-from polyad.train.guard.stragglers import Stragglers
-from polyad.train.guard.watchdog import Watchdog
 from polyad.train.loop.device import Prefetch, memory_of_process
 from polyad.train.loop.losses import LossConfig
 from polyad.train.loop.metrics import LogConfig, Metrics, peak_flops
@@ -93,8 +90,9 @@ class TrainLoop:
     """Compares routing with that at the last checkpoint; called before a checkpoint is written.
     None without `log.fluctuation`."""
     memory: RunMemory
+    timeout_minutes: float
+    """The longest that a collective waits for a process."""
     stop: StopSignals
-    watchdog: Watchdog
     metrics: Metrics | None
     """None except on the main process."""
 
@@ -111,8 +109,7 @@ class TrainLoop:
         )
         say = self.metrics.say if self.metrics is not None else None
         self._guard = SpikeGuard(self.monitor, self.folder, self._sources, say)
-        hosts = comm.from_all(socket.gethostname())
-        self._stragglers = Stragglers(self.monitor.stragglers, hosts, world)
+        self._limit = 60 * self.timeout_minutes
         self._saved_at = self.state.step
         self._owes_save = False
         """Whether a checkpoint was due in a skipped step, and no step was applied since."""
@@ -123,8 +120,8 @@ class TrainLoop:
         self._told = 0
 
     def _ahead(self, micro_batches: Iterator[Any]) -> Prefetch[Any]:
-        """Micro-batches prefetched to the engine's device, with reports to the watchdog."""
-        return Prefetch(self.watchdog.over(micro_batches), self.engine.device)
+        """Micro-batches prefetched to the engine's device."""
+        return Prefetch(micro_batches, self.engine.device)
 
     def _sources(self, batch: int) -> dict[str, list[int]]:
         """The documents of a global batch, by the name of their data."""
@@ -172,7 +169,7 @@ class TrainLoop:
                     self._settle()
                     self._save()
                     return signal or self.stop.agreed()
-                self.watchdog.at(f"step {state.step + 1}")
+                expect_progress(self._limit)
                 issued = self._issue()
                 tick()
                 self._settle()
@@ -211,8 +208,6 @@ class TrainLoop:
         rate = learning_rate(self.schedule, self.optimizer.learning_rate, state.step, train.steps)
         warm_up(self.engine.optimizer, state.step)
         limits = self._guard.limits(state) if self._guard.holds else NO_LIMITS
-        look = self._stragglers
-        look.look(state.step + 1)
         issued = issue_step(
             self.engine,
             self.task.losses,
@@ -222,11 +217,7 @@ class TrainLoop:
             losses=self.loss,
             progress=(state.step + 1) / train.steps,
             limits=limits,
-            own=lambda: (
-                self.stop.number,
-                *memory_of_process(self._world.device),
-                *look.own(self._batches.waited),
-            ),
+            own=lambda: (self.stop.number, *memory_of_process(self._world.device)),
             record_is_due=self._is_told(state.step + 1),
         )
         seconds = self._timer.step()
@@ -252,8 +243,7 @@ class TrainLoop:
         """The record of a step."""
         state = self.state
         outcome, numbers = pending.issued.outcome(), pending.issued.exchanged.read()
-        *highest, products, waits = zip(*numbers.of_each, strict=True)
-        signals, held, reserved = map(max, highest)
+        signals, held, reserved = map(max, zip(*numbers.of_each, strict=True))
         self._told = signals
         if signals:
             self.stop.heard()
@@ -280,11 +270,6 @@ class TrainLoop:
         } | _memory_record(held, reserved)
         if self.metrics is not None:  # only the main process writes it
             record |= routing_record(routing, self._world.expert_parallel_size)
-        slow, lines = self._stragglers.judge(products, waits, pending.seconds)
-        record |= slow
-        if self.metrics is not None:
-            for line in lines:
-                self.metrics.say(f"polyad: warning: step {pending.step}: {line}")
         if spike:
             record |= self._guard.stayed(pending.step, pending.step - 1, limits, outcome)
         return record
@@ -306,7 +291,6 @@ class TrainLoop:
         done, better = state.step == self.train.steps, False
         due = reason is None and _due(state.step, self.evaluation.every, done)
         if due and self.task.has_validation:
-            self.watchdog.at(f"validation after step {state.step}")
             try:
                 with self._timer.aside():
                     scores = self._validate()
@@ -361,7 +345,7 @@ class TrainLoop:
             return
         if self.metrics is not None:
             self.metrics.flush()  # or a resumed run would lack these records
-        self.watchdog.at(f"saving step {self.state.step}")
+        expect_progress(self._limit)
         with self.stop.saving():
             self._write_checkpoint()
         self._saved_at = self.state.step
@@ -396,7 +380,7 @@ class TrainLoop:
             )
 
     def _validated(self, share: float) -> None:
-        self.watchdog.at(f"validation, {share:.0%} done")
+        expect_progress(self._limit)
         self.stop.check()
 
     def _why_to_end(self) -> str | None:

@@ -19,7 +19,7 @@ from polyad.parallel.plan.devices import PEAKS
 from polyad.train.console import Clock, Console, bar, counted, duration
 from polyad.train.guard.run_folder import gone
 from polyad.train.loop.statistics import console_summary
-from polyad.train.loop.timing import PREFIX, ProfileConfig, Startup, startup_line
+from polyad.train.loop.timing import ProfileConfig
 from polyad.train.loop.trackers import TrackerName, Trackers
 from polyad.train.records import METRICS_FILE, record_of
 from polyad.train.results import json_value
@@ -109,7 +109,6 @@ class Metrics:
         config: what to report.
         done_steps: steps of the checkpoint that the run continues from; later records are dropped.
         total_steps: steps of the whole run.
-        startup: startup times for the first record; None leaves them out.
         unit: the unit of throughput.
         validation_score: the most important key of a validation.
         about: the run's configuration, as JSON values, for trackers that show it.
@@ -122,7 +121,6 @@ class Metrics:
         config: LogConfig,
         done_steps: int,
         total_steps: int,
-        startup: Startup | None = None,
         *,
         unit: Unit,
         validation_score: str,
@@ -131,7 +129,7 @@ class Metrics:
     ) -> None:
         self._config, self._total = config, total_steps
         self._unit, self._validation_score, self._nodes = unit, validation_score, nodes
-        self._startup, self._about = startup, about
+        self._about = about
         self._clock = Clock(done_steps, total_steps)
         self._folder = folder
         self._console = Console(sys.stderr)
@@ -184,21 +182,12 @@ class Metrics:
         )
         if not due:
             record = {name: value for name, value in record.items() if not isinstance(value, list)}
-        if self._startup is not None:
-            start = self._startup.record(record["step_seconds"])
-            self._startup = None
-            record = record | start
-            line = startup_line(start)
-            self._trackers.text(step, "startup", line)
-            self._console.show(line)
-            self._console.end()
         with named(self._path):
             self._file.write(json.dumps(json_value(record)) + "\n")
             self._file.flush()
         self._check_place()
         if due:
-            # A single number per start is not a curve; it was written as text.
-            self._trackers.log(record, without=PREFIX)
+            self._trackers.log(record)
             left = self._clock.left(step)
             score = self._validation_score
             line = console_line(record, self._total, left, self._unit, score, self._nodes)

@@ -1,7 +1,5 @@
 """Timing: the start of a process, each step, and a profiler trace of a few steps."""
 
-import os
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -14,66 +12,6 @@ from pydantic import Field
 from polyad.data.files import named
 from polyad.model.config import Config
 from polyad.parallel import comm
-
-PREFIX = "startup_"
-"""Prefix of the keys that only the first record of a process has."""
-
-
-class Startup:
-    """Measures the time of each part of startup; the first part begins with the process."""
-
-    def __init__(self) -> None:
-        self._seconds: dict[str, float] = {}
-        self._since = time.monotonic() - process_seconds()
-
-    def lap(self, part: str) -> None:
-        """Ends a part; the time that follows belongs to the next one.
-
-        Args:
-            part: its name; times of equal names are summed.
-        """
-        now = time.monotonic()
-        self._seconds[part] = self._seconds.get(part, 0.0) + now - self._since
-        self._since = now
-
-    def record(self, step_seconds: float) -> dict[str, float]:
-        """Returns the keys for startup in the first record.
-
-        Args:
-            step_seconds: the time of the first step, which follows the last part.
-
-        Returns:
-            `startup_seconds`, from the start of the process to the end of that step, and the
-            seconds of each part.
-        """
-        parts = self._seconds | {"first_step": step_seconds}
-        named = {f"{PREFIX}{part}_seconds": seconds for part, seconds in parts.items()}
-        return {f"{PREFIX}seconds": sum(parts.values())} | named
-
-
-def startup_line(record: dict[str, float]) -> str:
-    """Formats the times of startup as a console line."""
-    parts = [
-        f"{key.removeprefix(PREFIX).removesuffix('_seconds').replace('_', ' ')} {seconds:.2f}"
-        for key, seconds in record.items()
-        if key != f"{PREFIX}seconds"
-    ]
-    total = record[f"{PREFIX}seconds"]
-    return f"first step done {total:.2f} s after the process started: {', '.join(parts)}"
-
-
-def process_seconds() -> float:
-    """Seconds since this process was started."""
-    if sys.platform == "linux":
-        # Field 22 is the start in clock ticks after boot. Fields are counted after the name in
-        # parentheses, which may contain spaces. psutil is less exact: it adds the boot time, which
-        # the kernel gives in whole seconds.
-        fields = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-        started = int(fields[19]) / os.sysconf("SC_CLK_TCK")
-        return time.clock_gettime(time.CLOCK_BOOTTIME) - started
-    import psutil
-
-    return max(0.0, time.time() - psutil.Process().create_time())
 
 
 class StepTimer:

@@ -52,10 +52,6 @@ class Tracker(ABC):
             lists: one number per expert, by name; all are finite.
         """
 
-    def text(self, step: int, name: str, line: str) -> None:
-        """Adds a line of text, if the tracker supports it."""
-        return
-
     @abstractmethod
     def close(self) -> None:
         """Sends what is still buffered, and closes."""
@@ -81,11 +77,6 @@ class TensorBoard(Tracker):
                 self._writer.add_scalar(name, value, step)
             for name, values in lists.items():
                 self._writer.add_histogram(name, np.asarray(values), step)
-
-    @override
-    def text(self, step: int, name: str, line: str) -> None:
-        with named(self._folder):
-            self._writer.add_text(name, line, step)
 
     @override
     def close(self) -> None:
@@ -224,17 +215,16 @@ class Trackers:
         )
         print(line, file=sys.stderr, flush=True)
 
-    def log(self, record: Mapping[str, Any], *, without: str) -> None:
+    def log(self, record: Mapping[str, Any]) -> None:
         """Adds a step's record to each.
 
         Args:
             record: JSON values by name; values other than finite numbers and lists of them are left
                 out.
-            without: prefix of names that are not curves.
         """
         step, numbers, lists = record["step"], {}, {}
         for name, value in record.items():
-            if name == "step" or name.startswith(without):
+            if name == "step":
                 continue
             if isinstance(value, list):
                 if value and all(map(math.isfinite, value)):
@@ -244,12 +234,6 @@ class Trackers:
         for name, tracker in list(self._open.items()):
             with self._kept_going(name):
                 tracker.log(step, numbers, lists)
-
-    def text(self, step: int, name: str, line: str) -> None:
-        """Adds a line of text to trackers that support it."""
-        for tracker_name, tracker in list(self._open.items()):
-            with self._kept_going(tracker_name):
-                tracker.text(step, name, line)
 
     def close(self) -> None:
         """Sends what is still buffered, and closes."""

@@ -42,7 +42,6 @@ from polyad.train.tasks.task import (
     Score,
     Sections,
     Share,
-    StoredData,
     Task,
     Unit,
     dealt_out,
@@ -385,10 +384,6 @@ class ImageClassification(LabelledTask[ImageBatch]):
     def sources(self, samples: Sequence[int]) -> dict[str, list[int]]:
         """Numbers of the images in the training split."""
         return {self.name: sorted({self.samples.number_of(sample) for sample in samples})}
-
-    def stored(self) -> Sequence[StoredData]:
-        """The prepared folder, unless `data.verify` is false."""
-        return [self.data] if self.settings.verify else []
 
 
 def with_classes(model: ImageSettings, data: ImageData, place: str) -> ImageSettings:

@@ -8,7 +8,6 @@ with a subclass of `Task`, and one line in `registry.py`.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Annotated, Any, ClassVar, Generic, NamedTuple, Protocol, Self, TypeVar
 
 from pydantic import Field
@@ -100,18 +99,6 @@ class Predictor(Protocol):
 
     def __call__(self, *inputs: Tensor, **named: Tensor) -> ModelOutput:
         """The forward pass."""
-
-
-class StoredData(Protocol):
-    """A data folder with digests to verify its files."""
-
-    path: Path
-
-    def bytes_to_verify(self) -> int:
-        """Number of bytes that verification reads."""
-
-    def faults(self, read: Callable[[int], None]) -> Iterator[tuple[str, str]]:
-        """Reads all files; yields the name of each damaged one, and what is wrong with it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -427,10 +414,6 @@ class Task(ABC, Generic[Batch]):
         """The documents that samples were cut from, to find bad data: numbers by name of the
         data."""
         return {}
-
-    def stored(self) -> Sequence[StoredData]:
-        """Data folders to verify in the background."""
-        return ()
 
 
 @dataclass(frozen=True)

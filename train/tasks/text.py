@@ -23,7 +23,7 @@ from polyad.model.output import ModelOutput
 from polyad.parallel import comm
 from polyad.parallel.weights import Weights
 from polyad.train.errors import ConfigError
-from polyad.train.tasks.task import Batch, EvaluationConfig, Kept, Sections, StoredData, Task, Unit
+from polyad.train.tasks.task import Batch, EvaluationConfig, Kept, Sections, Task, Unit
 from polyad.train.tasks.vocabulary import (
     check_tokenizer,
     data_named,
@@ -187,10 +187,6 @@ class TextTask(Task[Batch]):
     def sources(self, samples: Sequence[int]) -> dict[str, list[int]]:
         """Numbers of the documents that the samples are cut from, by name of the data."""
         return self.data.documents(self.tokens, samples)
-
-    def stored(self) -> Sequence[StoredData]:
-        """The prepared folders, unless `data.verify` is false."""
-        return [part.data for part in self.data.parts] if self.settings.verify else []
 
 
 def with_vocabulary(model: TextModel, vocab_size: int, place: str) -> TextModel:

@@ -2,17 +2,13 @@
 
 import functools
 import os
-import shutil
 import signal
 from pathlib import Path
 
 import pytest
 
 from polyad.parallel import meeting
-from polyad.parallel.config import CheckpointConfig
-from polyad.train.errors import ConfigError
 from polyad.train.guard import run_folder
-from polyad.train.guard.run_folder import check_room
 from tests.helpers.runs import write_config
 
 pytestmark = pytest.mark.distributed
@@ -92,61 +88,3 @@ def test_a_run_that_was_killed_while_it_wrote_its_configuration_starts_again(
     again = forks.start(tmp_path, ["train", str(config)])
     assert again.wait() == [0, 0], again.text()
     assert not list((tmp_path / "run").glob(".*.partial"))
-
-
-SIZE = 1_000
-
-
-@pytest.mark.parametrize(
-    ("keys", "free", "said"),
-    [
-        # 10 are to come, and all stay.
-        ({}, 10, None),
-        ({}, 9, "10 checkpoints of 1 KB will be kept, but only 9 KB are free"),
-        ({"keep_last": 1}, 2, None),
-        # Of steps 100, 200, ..., 1,000 those of 200, 400, ... stay for ever.
-        ({"keep_last": 1, "keep_every": 200}, 5, None),
-        ({"keep_last": 1, "keep_every": 200}, 4, "5 checkpoints"),
-        ({"keep_last": 1, "keep_every": 150}, 2, "3 checkpoints"),  # 300, 600, 900
-    ],
-)
-def test_what_stays_for_ever_is_counted(tmp_path, monkeypatch, capsys, keys, free, said):
-    usage = shutil.disk_usage(tmp_path)._replace(free=free * SIZE)
-    monkeypatch.setattr(shutil, "disk_usage", lambda place: usage)
-    wanted = CheckpointConfig(every=100, **keys)
-    check_room(tmp_path / "run", wanted, step=0, steps=1000, size=SIZE)
-    printed = capsys.readouterr().err
-    assert (said in printed) if said else not printed
-
-
-def test_the_next_ones_have_to_fit(tmp_path, monkeypatch):
-    usage = shutil.disk_usage(tmp_path)._replace(free=SIZE)
-    monkeypatch.setattr(shutil, "disk_usage", lambda place: usage)
-    wanted = CheckpointConfig(every=100, keep_last=1)
-    with pytest.raises(ConfigError, match="2 more checkpoints of 1 KB must fit, "):
-        check_room(tmp_path / "run", wanted, step=0, steps=1000, size=SIZE)
-
-
-def test_room_that_is_made_in_time_is_enough(tmp_path, monkeypatch, capsys):
-    """A run that goes on after its disk became full waits for who removes what filled it."""
-    filler = tmp_path / "filler"
-    filler.touch()
-    usual = shutil.disk_usage(tmp_path)
-    looked = []
-
-    def usage(place: Path) -> tuple[int, int, int]:
-        looked.append(place)
-        if len(looked) == 3:
-            filler.unlink()
-        return usual._replace(free=0 if filler.exists() else usual.free)
-
-    monkeypatch.setattr(shutil, "disk_usage", usage)
-    monkeypatch.setattr(run_folder, "LOOKS_FOR_ROOM", 0.01)
-    wanted = CheckpointConfig(every=100, keep_last=1)
-    asked = functools.partial(check_room, tmp_path / "run", wanted, step=0, steps=1000, size=SIZE)
-    asked(patience=60)
-    said = capsys.readouterr().err.splitlines()
-    assert [line.startswith("polyad: waiting up to 60 s: run.folder: ") for line in said] == [True]
-    filler.touch()
-    with pytest.raises(ConfigError, match="2 more checkpoints of 1 KB must fit, "):
-        asked(patience=0.05)

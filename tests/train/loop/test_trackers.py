@@ -21,7 +21,7 @@ from tests.helpers.everyday import everyday
 from tests.helpers.runs import records, run, write_config
 
 RECORDS = [
-    {"step": 1, "loss": 2.5, "grad_norm": math.nan, "routing/load": [0.25, 0.75], "startup_a": 1.0},
+    {"step": 1, "loss": 2.5, "grad_norm": math.nan, "routing/load": [0.25, 0.75]},
     {"step": 2, "loss": 2.0, "grad_norm": 0.5, "routing/load": [0.5, 0.5], "note": "text"},
 ]
 SCRIPT = """
@@ -30,8 +30,7 @@ from pathlib import Path
 from polyad.train.loop.trackers import Trackers
 found = Trackers([sys.argv[1]], Path(sys.argv[2]), {"seed": 7, "model": {"kind": "gpt2"}}, 0)
 for record in json.loads(sys.argv[3]):
-    found.log(record, without="startup")
-found.text(2, "startup", "a line")
+    found.log(record)
 found.close()
 """
 
@@ -158,7 +157,7 @@ def test_a_tracker_that_fails_is_left_out_and_the_others_go_on(tmp_path, monkeyp
     monkeypatch.setitem(trackers.TRACKERS, "wandb", Failing)
     found = Trackers(["wandb", "tensorboard"], tmp_path, {}, 0)
     for record in RECORDS:
-        found.log(record, without="startup")
+        found.log(record)
     found.close()
     assert in_tensorboard(tmp_path)["loss"] == {1: 2.5, 2: 2.0}
     (line,) = capsys.readouterr().err.splitlines()
