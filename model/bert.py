@@ -16,13 +16,12 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from polyad.model.block import Block, FeedForwardConfig, PostNormBlock, build_block, run_blocks
+from polyad.model.block import FeedForwardConfig, PostNormBlock, build_block, run_blocks
 from polyad.model.config import Config
 from polyad.model.feedforward import (
     Activation,
     BlockInput,
     DenseFeedForwardConfig,
-    FeedForwardContext,
 )
 from polyad.model.heads import (
     ClassificationHead,
@@ -115,18 +114,6 @@ class BertConfig(TransformerSettings):
         """See `TransformerSettings.has_bias`."""
         return True
 
-    def known_vocab_size(self) -> int:
-        """Returns the vocabulary size, which must have been filled in.
-
-        Raises:
-            ValueError: It is not known yet.
-        """
-        if self.vocab_size is None:
-            raise ValueError(
-                "model.vocab_size is not set: give a number, or take it from the data's tokenizer"
-            )
-        return self.vocab_size
-
     def units_per_sample(self) -> int:
         """Number of tokens read per sample; 1 if a whole sequence is scored."""
         return 1 if self.head.kind == "classification" else self.sequence_length
@@ -162,8 +149,11 @@ class Bert(nn.Module):
         self.segment_embedding = Embedding(config.num_segments, width)
         self.embedding_norm = LayerNorm(width, eps=config.layer_norm_epsilon)
         self.dropout = nn.Dropout(config.dropout)
+        context = config.context(config.initializer_range)
+        epsilon = config.layer_norm_epsilon
         self.blocks = nn.ModuleList(
-            _build_block(config, feed_forward) for feed_forward in config.block_feed_forwards()
+            build_block(each, context, layer_norm_epsilon=epsilon, kind=PostNormBlock)
+            for each in config.block_feed_forwards()
         )
         self.head = _build_head(config)
         self._routes = any(each.kind != "dense" for each in config.block_feed_forwards())
@@ -263,18 +253,3 @@ def _build_head(config: BertConfig) -> nn.Module:
         dropout = head.known_dropout(config.dropout)
         return ClassificationHead(width, head.known_num_classes(), dropout, std)
     return nn.ModuleDict({"pooler": Pooler(width, std)} if head.pooler else {})
-
-
-def _build_block(config: BertConfig, feed_forward: FeedForwardConfig) -> Block:
-    context = FeedForwardContext(
-        hidden_size=config.hidden_size,
-        bias=True,
-        dropout=config.dropout,
-        initializer_std=config.initializer_range,
-        residual_std=config.initializer_range,
-        num_heads=config.num_heads,
-        causal=False,
-        activation=config.activation,
-    )
-    epsilon = config.layer_norm_epsilon
-    return build_block(feed_forward, context, layer_norm_epsilon=epsilon, kind=PostNormBlock)

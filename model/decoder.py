@@ -66,8 +66,6 @@ class DecoderSettings(TransformerSettings, ABC):
 
     if TYPE_CHECKING:  # each model declares these keys, in its own order and words
         sequence_length: int
-        vocab_size: int | None
-        dropout: float
         initializer_range: float
         tied_embeddings: bool
         end_of_text_id: int | None
@@ -179,18 +177,6 @@ class DecoderSettings(TransformerSettings, ABC):
         2019, section 2.3).
         """
         return self.initializer_range / math.sqrt(2 * self.num_layers)
-
-    def known_vocab_size(self) -> int:
-        """Returns the vocabulary size, which must have been filled in.
-
-        Raises:
-            ValueError: It is not known yet.
-        """
-        if self.vocab_size is None:
-            raise ValueError(
-                "model.vocab_size is not set: give a number, or take it from the data's tokenizer"
-            )
-        return self.vocab_size
 
     def units_per_sample(self) -> int:
         """Number of predicted tokens per sample; 1 if a whole sequence is scored."""

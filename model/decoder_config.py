@@ -13,11 +13,10 @@ from polyad.model.decoder import DecoderSettings, Multipliers, ReplacedConfig
 from polyad.model.feedforward import (
     Activation,
     DenseFeedForwardConfig,
-    FeedForwardContext,
     GatedActivation,
 )
 from polyad.model.heads import ClassificationHeadConfig
-from polyad.model.norms import NormName, build_norm
+from polyad.model.layers import NormName, build_norm
 from polyad.model.rotary import RotaryConfig, Rotation, rotation
 from polyad.model.rotary_attention import AttentionSettings, LatentConfig, build_attention
 from polyad.model.settings import Count
@@ -260,16 +259,7 @@ class DecoderConfig(DecoderSettings):
 
     def build_block(self, feed_forward: FeedForwardConfig, number: int) -> Block:
         """See `DecoderSettings.build_block`."""
-        context = FeedForwardContext(
-            hidden_size=self.hidden_size,
-            bias=self.mlp_bias,
-            dropout=self.dropout,
-            initializer_std=self.initializer_range,
-            residual_std=self.residual_std(),
-            num_heads=self.num_heads,
-            causal=True,
-            activation=self.activation,
-        )
+        context = self.context(self.initializer_range, self.residual_std())
         attention = AttentionSettings(
             hidden_size=self.hidden_size,
             num_heads=self.num_heads,

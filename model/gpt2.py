@@ -12,7 +12,7 @@ from pydantic import Field
 
 from polyad.model.block import Block, FeedForwardConfig, build_block
 from polyad.model.decoder import DecoderSettings, ReplacedConfig
-from polyad.model.feedforward import DenseFeedForwardConfig, FeedForwardContext
+from polyad.model.feedforward import DenseFeedForwardConfig
 from polyad.model.heads import ClassificationHeadConfig
 from polyad.model.layers import LayerNorm
 from polyad.model.settings import Count
@@ -71,13 +71,5 @@ class GPT2Config(DecoderSettings):
 
     def build_block(self, feed_forward: FeedForwardConfig, number: int) -> Block:
         """See `DecoderSettings.build_block`."""
-        context = FeedForwardContext(
-            hidden_size=self.hidden_size,
-            bias=self.bias,
-            dropout=self.dropout,
-            initializer_std=self.initializer_range,
-            residual_std=self.residual_std(),
-            num_heads=self.num_heads,
-            causal=True,
-        )
+        context = self.context(self.initializer_range, self.residual_std())
         return build_block(feed_forward, context, layer_norm_epsilon=self.layer_norm_epsilon)

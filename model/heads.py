@@ -21,8 +21,7 @@ from polyad.model.initialization import (
     normal,
 )
 from polyad.model.kernels.linear_cross_entropy import VocabularyPart, losses, scores
-from polyad.model.layers import LayerNorm
-from polyad.model.regions import Region, same
+from polyad.model.layers import LayerNorm, Region, same
 
 HEAD = "head."
 """Name prefix of a head's parameters."""

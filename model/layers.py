@@ -1,5 +1,9 @@
-"""Layers of blocks: stochastic depth, and Embedding and LayerNorm whose gradients are summed over
-tokens in fp32, also in bf16.
+"""Layers of blocks, and regions: the places where ranks that share a layer exchange tensors.
+
+A layer that can be split names its regions. Each is a differentiable function of a tensor, by
+default the identity: model code is single-process. `parallelize` installs collectives there.
+
+Embedding and LayerNorm sum their gradients over tokens in fp32, also in bf16.
 
 PyTorch sums the gradients of embedding rows in the weights' precision (on a GPU too, for up to
 3,072 tokens), and on a CPU those of LayerNorm's scale and shift. In bf16 a sum of equal numbers
@@ -9,14 +13,22 @@ Shapes: B samples, T tokens of a sample, V rows of an embedding, D width.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding, layer_norm
 
-from polyad.model.initialization import Initializer, constant
+from polyad.model.initialization import ONES, Initializer, constant
 from polyad.model.kernels.switch import on_cpu
+
+Region: TypeAlias = Callable[[Tensor], Tensor]
+NormName: TypeAlias = Literal["rms", "rms_rounded_last", "layer"]
+
+
+def same(x: Tensor) -> Tensor:
+    """Returns its input: in one process there is nothing to exchange."""
+    return x
 
 
 class Embedding(nn.Embedding):
@@ -90,6 +102,56 @@ class LayerNorm(nn.LayerNorm):
             return super().forward(x)
         scale, shift = (None if p is None else p.float() for p in (self.weight, self.bias))
         return layer_norm(x.float(), self.normalized_shape, scale, shift, self.eps).to(x.dtype)
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + epsilon) times a learned scale; computed in fp32 at least.
+
+    Source: Zhang & Sennrich 2019, "Root mean square layer normalization".
+
+    Args:
+        size: Size of the last dimension.
+        epsilon: Epsilon added to the mean square.
+        rounded_last: Whether to round to bf16 after applying the scale, as in gpt-oss, rather than
+            before, as in Llama. The difference is below one unit in the last place.
+    """
+
+    def __init__(self, size: int, epsilon: float, *, rounded_last: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size))
+        self.epsilon, self.rounded_last = epsilon, rounded_last
+        self.mean: Region = same
+        """The mean over ranks that each have a part of the last dimension."""
+        self.shared: Region = same
+        """Applied to the scale, for which each rank has the gradient of its own heads."""
+
+    def initializers(self) -> dict[str, Initializer]:
+        """Returns the initializer of the scale: ones."""
+        return {"weight": ONES}
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalizes the last dimension."""
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        mean_square = self.mean(wide.square().mean(-1, keepdim=True))
+        normalized = wide * torch.rsqrt(mean_square + self.epsilon)
+        weight = self.shared(self.weight)
+        if self.rounded_last:
+            return (weight * normalized).to(x.dtype)
+        return weight * normalized.to(x.dtype)
+
+
+def build_norm(name: NormName, size: int, epsilon: float, bias: bool = True) -> nn.Module:
+    """Builds a norm of the last dimension, on the current default device.
+
+    Args:
+        name: The kind of norm.
+        size: Size of the last dimension.
+        epsilon: Epsilon added to the variance or the mean square.
+        bias: Whether a LayerNorm has a bias.
+    """
+    if name == "layer":
+        return LayerNorm(size, eps=epsilon, bias=bias)
+    return RMSNorm(size, epsilon, rounded_last=name == "rms_rounded_last")
 
 
 class DropPath(nn.Module):

@@ -28,9 +28,9 @@ from polyad.model.config import Config
 from polyad.model.feedforward import DenseFeedForward
 from polyad.model.initialization import ZEROS, Initializer, uniform
 from polyad.model.kernels.grouped import gelu_by_tanh, grouped_linear
+from polyad.model.layers import Region, same
 from polyad.model.mumoe.base import Factorized, contract
 from polyad.model.patterns import PatternError, kinds, matched
-from polyad.model.regions import Region, same
 from polyad.model.smoe.experts import Experts, ExpertWeights
 from polyad.model.smoe.layer import Router
 from polyad.model.smoe.scores import LinearScore, Score
@@ -74,7 +74,7 @@ class LoRAError(PatternError):
 
 
 class AdapterRegions(NamedTuple):
-    """Where ranks that share an adapter exchange tensors; see `model/regions.py`."""
+    """Where ranks that share an adapter exchange tensors; see `model/layers.py`."""
 
     A: Region = same
     B: Region = same

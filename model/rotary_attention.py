@@ -20,8 +20,7 @@ from torch.nn.functional import dropout, pad, scaled_dot_product_attention
 from polyad.model.attention import Attention, AttentionTrace, LayerCache
 from polyad.model.config import Config
 from polyad.model.initialization import ZEROS, Initializer, linear_initializers
-from polyad.model.norms import RMSNorm
-from polyad.model.regions import Region, same
+from polyad.model.layers import Region, RMSNorm, same
 from polyad.model.rotary import RotaryConfig, Rotation, logit_scale
 
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from polyad.model.block import FeedForwardConfig
 from polyad.model.config import Config, SectionError
-from polyad.model.feedforward import DenseFeedForwardConfig
+from polyad.model.feedforward import DenseFeedForwardConfig, FeedForwardContext
 
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 CutSizes: TypeAlias = list[dict[str, int]]
@@ -108,6 +108,8 @@ class TransformerSettings(ModelSettings, ABC):
         num_layers: int
         hidden_size: int
         num_heads: int
+        dropout: float
+        vocab_size: int | None
         feed_forward: FeedForwardConfig
 
     causal: ClassVar[bool] = False
@@ -135,6 +137,36 @@ class TransformerSettings(ModelSettings, ABC):
             causal=self.causal,
         )
         return self
+
+    def context(self, std: float, residual_std: float | None = None) -> FeedForwardContext:
+        """Returns what the feed-forward of a block is told of the model.
+
+        Args:
+            std: Standard deviation of initial weights.
+            residual_std: That of weights before the residual stream; None: the same.
+        """
+        return FeedForwardContext(
+            hidden_size=self.hidden_size,
+            bias=self.has_bias(),
+            dropout=self.dropout,
+            initializer_std=std,
+            residual_std=std if residual_std is None else residual_std,
+            num_heads=self.num_heads,
+            activation=getattr(self, "activation", "gelu_tanh"),
+            causal=self.causal,
+        )
+
+    def known_vocab_size(self) -> int:
+        """Returns the vocabulary size of a model of text, which must have been filled in.
+
+        Raises:
+            ValueError: It is not known yet.
+        """
+        if self.vocab_size is None:
+            raise ValueError(
+                "model.vocab_size is not set: give a number, or take it from the data's tokenizer"
+            )
+        return self.vocab_size
 
     def heads_fit(self) -> bool:
         """Whether num_heads is free; by default it must divide hidden_size."""

@@ -14,7 +14,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from polyad.model.block import Block, FeedForwardConfig, build_block, run_blocks
-from polyad.model.feedforward import DenseFeedForwardConfig, FeedForwardContext
+from polyad.model.feedforward import DenseFeedForwardConfig
 from polyad.model.initialization import (
     ZEROS,
     Initializer,
@@ -171,19 +171,9 @@ class ViT(nn.Module):
 def _build_block(config: ViTConfig, feed_forward: FeedForwardConfig, number: int) -> Block:
     width = config.hidden_size
     std = config.weight_std(width, feed_forward.inner_size(width))
-    context = FeedForwardContext(
-        hidden_size=width,
-        bias=config.bias,
-        dropout=config.dropout,
-        initializer_std=std,
-        residual_std=std,
-        num_heads=config.num_heads,
-        causal=False,
-        activation=config.activation,
-    )
     return build_block(
         feed_forward,
-        context,
+        config.context(std),
         layer_norm_epsilon=config.layer_norm_epsilon,
         attention_std=config.weight_std(width, width),
         drop_path=config.drop_path_of(number),

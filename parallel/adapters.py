@@ -7,9 +7,9 @@ matrix is, of which each rank then has a part. `LAYERS.md` has the table.
 
 from torch import nn
 
+from polyad.model.layers import Region, same
 from polyad.model.lora import AdapterRegions, FactorLowRank, LoRAExperts, LowRank
 from polyad.model.mumoe.base import Factorized
-from polyad.model.regions import Region, same
 from polyad.parallel import comm
 from polyad.parallel.regions import copy, sum_parts, tensor_group
 from polyad.parallel.sequence import Tokens

@@ -14,11 +14,11 @@ from dataclasses import replace
 
 from torch import Tensor, nn
 
+from polyad.model.layers import Region
 from polyad.model.lora import FactorLowRank
 from polyad.model.mumoe.base import Factorized, FactorRegions
 from polyad.model.mumoe.gating import GateRegions
 from polyad.model.mumoe.layer import MuMoE
-from polyad.model.regions import Region
 from polyad.parallel import comm
 from polyad.parallel.regions import Group, copy, sum_parts, tensor_group
 from polyad.parallel.shard import Axis, Placement, cut

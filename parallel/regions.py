@@ -1,7 +1,7 @@
 """Differentiable collectives between the ranks that share a layer.
 
 A layer of `model/` that can be split names the places where it may have to communicate, with the
-identity as the default (`model/regions.py`). Splitting it puts a function of this module there.
+identity as the default (`model/layers.py`). Splitting it puts a function of this module there.
 Each says what its gradient is reduced over. Random numbers for split activations are here, too.
 """
 

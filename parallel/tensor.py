@@ -16,9 +16,9 @@ from torch.nn.functional import linear
 
 from polyad.model.attention import Attention, SelfAttention
 from polyad.model.feedforward import DenseFeedForward
+from polyad.model.layers import Region
 from polyad.model.lora import AdapterRegions
 from polyad.model.mxd.layer import SparseTable
-from polyad.model.regions import Region
 from polyad.model.rotary_attention import GroupedAttention, LatentAttention, RotaryAttention
 from polyad.model.smoe.layer import SelectingMoE
 from polyad.parallel import comm

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import cross_entropy, linear
 
 from polyad.model.kernels import switch
-from polyad.model.regions import Region, same
+from polyad.model.layers import Region, same
 
 CHUNK = 2**26
 """Number of logits of a chunk: 256 MiB in fp32."""

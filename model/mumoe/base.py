@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import gelu
 
 from polyad.model.initialization import Initializer, orthogonal, uniform
-from polyad.model.regions import Region, same
+from polyad.model.layers import Region, same
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,7 @@ class Sizes:
 
 
 class FactorRegions(NamedTuple):
-    """Where ranks that share a layer exchange tensors; see `model/regions.py`."""
+    """Where ranks that share a layer exchange tensors; see `model/layers.py`."""
 
     input: Region = same
     """Applied to the tokens."""

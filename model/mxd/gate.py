@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from polyad.model.initialization import Initializer, uniform
-from polyad.model.regions import Region, same
+from polyad.model.layers import Region, same
 from polyad.model.smoe.selection import Selected, count
 
 

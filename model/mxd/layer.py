@@ -33,11 +33,11 @@ from polyad.model.feedforward import (
     FeedForwardContext,
 )
 from polyad.model.initialization import ZEROS, Initializer, uniform, unit_rows
+from polyad.model.layers import Region, same
 from polyad.model.mxd.config import MixtureOfDecodersConfig, SparseTableConfig, TranscoderConfig
 from polyad.model.mxd.gate import SparseGate
 from polyad.model.output import RoutingStats, StatisticsModule
 from polyad.model.padding import RealTokens, counted, pack, unpack
-from polyad.model.regions import Region, same
 from polyad.model.smoe.selection import Selected
 
 MULTIPLIED_WHOLE = 1024

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import dropout
 
 from polyad.model.kernels import rows
-from polyad.model.regions import Region, same
+from polyad.model.layers import Region, same
 from polyad.model.smoe.experts import StackedExperts
 from polyad.model.smoe.selection import Selected
 
@@ -89,7 +89,7 @@ class Dispatched(NamedTuple):
 class DispatchRegions(NamedTuple):
     """Where ranks that each have some inner units of every expert exchange tensors.
 
-    See `model/regions.py`.
+    See `model/layers.py`.
     """
 
     tokens: Region = same

@@ -15,7 +15,7 @@ Shapes: B batch, T tokens in a sequence, N real tokens, E experts, M maximum exp
 import torch
 from torch import Tensor, nn
 
-from polyad.model.regions import Region, same
+from polyad.model.layers import Region, same
 from polyad.model.smoe.config import SparseMoEConfig
 
 LEAST_SCORE = 1e-20

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from polyad.model.initialization import ZEROS, Initializer, constant
-from polyad.model.regions import Region, same
+from polyad.model.layers import Region, same
 from polyad.model.smoe.config import SelectingConfig, SparseMoEConfig
 
 

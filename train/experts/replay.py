@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from polyad.data.files import write_whole, writing
 from polyad.data.json_reader import parse_json
 from polyad.model.feedforward import BlockInput
-from polyad.model.regions import Region
+from polyad.model.layers import Region
 from polyad.model.smoe.layer import Router, SelectingMoE
 from polyad.parallel import comm
 from polyad.train.errors import ConfigError, RunError, one_line
