@@ -4,10 +4,10 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import IO, TextIO
+from typing import TextIO
 
 from polyad.data.files import write_whole
 from polyad.launch.command import UsageError
@@ -51,20 +51,6 @@ def results(json_path: str | None) -> Iterator[Callable[[object, str], None]]:
     check_json_path(json_path)
     with only_results_on_stdout() as stdout:
         yield partial(show, json_path=json_path, stdout=stdout)
-
-
-def pass_on(lines: IO[str], to: IO[str], prefix: str) -> None:
-    """Forwards the output of another process line by line, until its end.
-
-    Args:
-        lines: output of the process.
-        to: destination; lines are dropped once nobody reads it.
-        prefix: prefix of each line.
-    """
-    for line in lines:
-        with suppress(OSError, ValueError):
-            to.write(f"{prefix}{line}")
-            to.flush()
 
 
 def say(text: str) -> None:

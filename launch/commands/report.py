@@ -18,15 +18,6 @@ def report(
     run: Annotated[
         Path, Argument("folder of a run, finished or not, or a folder of weights", "RUN")
     ],
-    other: Annotated[
-        Path | None,
-        Argument(
-            "a second run on the same data to compare with: its curves are overlaid, and experts "
-            "that get the same tokens are shown side by side",
-            "RUN2",
-            nargs="?",
-        ),
-    ] = None,
     *,
     output: Annotated[
         Path | None,
@@ -100,7 +91,6 @@ def report(
     with results(json) as show:
         result = report(
             run,
-            other,
             output=output,
             checkpoint=checkpoint,
             best=best,

@@ -10,7 +10,7 @@ Shapes of heat maps: R rows, C columns.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import pairwise
 from typing import NamedTuple
 
 from markupsafe import Markup, escape
@@ -60,16 +60,13 @@ def ticks(low: float, high: float, wanted: int = 5) -> list[float]:
 
 
 def span(
-    values: Sequence[float],
-    low: float | None = None,
-    high: float | None = None,
-    room: float = 0.05,
+    values: Sequence[float], low: float | None = None, high: float | None = None
 ) -> tuple[float, float]:
     """The limits of an axis: the smallest and largest value with some room, unless given."""
     bottom, top = min(values) if low is None else low, max(values) if high is None else high
     if top - bottom < 1e-9 * max(1.0, abs(top)):
         bottom, top = (low, low + 1) if low is not None else (bottom - 0.5, top + 0.5)
-    beside = room * (top - bottom)
+    beside = 0.05 * (top - bottom)
     return bottom - (low is None) * beside, top + (high is None) * beside
 
 
@@ -157,7 +154,7 @@ class Dot(NamedTuple):
     x: float
     value: float
     css: str
-    """`mean`, `seed` for one of several whose mean is drawn, or `open`, a hollow dot."""
+    """`mean`, or `open`, a hollow dot."""
     title: str | None = None
     """Text of the tooltip."""
 
@@ -173,12 +170,8 @@ class Line:
     """A CSS colour."""
     with_points: bool = False
     """Whether to join values over gaps and mark each, for few values."""
-    band: Sequence[tuple[float, float] | None] = ()
-    """An interval around each value; empty: no intervals."""
     dots: Sequence[Dot] = ()
     is_dashed: bool = False
-    is_joined: bool = False
-    """Whether to join values over gaps, without marks."""
 
 
 def line_chart(
@@ -244,11 +237,7 @@ def curves(
     for line in lines:
         titled = [element("title", line.label)] if line.label else []
         shown = [value is not None and y.holds(value) for value in line.values]
-        parts.append(
-            element(
-                "g", *titled, *_bands(xs, line, to_x, to_y), *_curve(xs, line, to_x, to_y, shown)
-            )
-        )
+        parts.append(element("g", *titled, *_curve(xs, line, to_x, to_y, shown)))
     return parts
 
 
@@ -270,7 +259,7 @@ def _curve(
     path, pen, dots = [], "M", [*line.dots]
     for place, value, is_shown in zip(xs, line.values, shown, strict=True):
         if value is None or not math.isfinite(value):
-            pen = pen if line.with_points or line.is_joined else "M"
+            pen = pen if line.with_points else "M"
             continue
         path.append(f"{pen}{x(place):g} {y(value):g}")
         pen = "L"
@@ -289,23 +278,6 @@ def _dot(dot: Dot, colour: str, x: Place, y: Place) -> Markup:
     return element(
         "circle", *titled, css=dot.css, cx=at_x, cy=at_y, r=3, fill=colour, stroke=colour
     )
-
-
-def _bands(xs: Sequence[float], line: Line, x: Place, y: Place) -> list[Markup]:
-    """The intervals around a line, broken where a value has none."""
-    places = zip(xs, line.values, line.band, strict=True) if line.band else ()
-    known = [(place, interval) for place, value, interval in places if value is not None]
-    parts = []
-    for has_interval, group in groupby(known, key=lambda at: at[1] is not None):
-        if has_interval:
-            found = [(x(place), interval) for place, interval in group if interval is not None]
-            upper = [f"{px:g},{y(high):g}" for px, (_, high) in found]
-            lower = [f"{px:g},{y(low):g}" for px, (low, _) in reversed(found)]
-            points = " ".join(upper + lower)
-            parts.append(
-                element("polygon", css="band", points=points, fill=line.colour, stroke=line.colour)
-            )
-    return parts
 
 
 def _tooltips(steps: Sequence[int], lines: Sequence[Line], x: Place, area: Area) -> list[Markup]:

@@ -1,8 +1,7 @@
-"""Figures of several panels for studies and plans, as a file or a part of a page."""
+"""Figures of several panels for plans, as a file or a part of a page."""
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 from markupsafe import Markup
 
@@ -11,11 +10,8 @@ from polyad.train.page.charts import (
     Axis,
     Chart,
     Line,
-    Place,
     curves,
     element,
-    labels_below,
-    span,
     text,
 )
 from polyad.train.page.template import COLOURS, render
@@ -24,68 +20,8 @@ WIDTH, MARGIN, GAP = 520, 16, 28
 """Pixels of a panel, around all panels, and between two."""
 HEAD, FOOT = 44, 34
 """Pixels above and below a panel's drawing."""
-ROW, NAMES = 26, 140
-"""Height of a row of dots, and width for its name, in pixels."""
-ROOM = 0.06
-"""Room beside the values of an axis, as a share of their range."""
 NAMED, IN_A_ROW = 18, 3
 """Height in pixels of a row of curves' names, and number of names per row."""
-
-
-class DotRow(NamedTuple):
-    """A row of single values, with their mean and its interval."""
-
-    name: str
-    colour: str
-    values: Sequence[float]
-    mean: float
-    low: float
-    """Lower end of the interval; NaN if there is none."""
-    high: float
-
-
-def dot_panel(title: str, note: str, rows: Sequence[DotRow], *, from_zero: bool) -> Chart:
-    """A panel with a row of dots for each name.
-
-    Args:
-        title: the title.
-        note: explanation of the marks.
-        rows: rows from top to bottom.
-        from_zero: whether the axis includes 0.
-    """
-    numbers = [v for row in rows for v in (*row.values, row.mean, row.low, row.high)]
-    known = [value for value in numbers if math.isfinite(value)] + [0.0] * from_zero
-    top, bottom = HEAD, HEAD + ROW * len(rows)
-    axis = Axis(*span(known, room=ROOM))
-    x, labels = axis.between(NAMES, WIDTH - 12), {tick: f"{tick:g}" for tick in axis.ticks()}
-    parts = _heading(title, note)
-    for tick in labels:
-        css = "zero" if tick == 0 and from_zero else "grid"
-        parts.append(element("line", css=css, x1=x(tick), x2=x(tick), y1=top, y2=bottom))
-    parts += labels_below(labels, x, bottom)
-    for number_, row in enumerate(rows):
-        parts.append(_dots(row, x, top + ROW * (number_ + 0.5)))
-    return Chart(title=title, width=WIDTH, height=bottom + FOOT, parts=parts)
-
-
-def _dots(row: DotRow, x: Place, y: float) -> Markup:
-    said = ", ".join(f"{value:.4g}" for value in row.values)
-    name = element("text", row.name, x=NAMES - 8, y=y + 4, text_anchor="end")
-    parts = [element("title", f"{row.name}: mean {row.mean:.4g}; {said}"), name]
-    if math.isfinite(row.low) and math.isfinite(row.high):
-        ends = (x(row.low), x(row.high))
-        parts.append(_stroke("interval", row.colour, ends, (y, y)))
-    at = x(row.mean)
-    parts.append(_stroke("mark", row.colour, (at, at), (y - 8, y + 8)))
-    parts += [
-        element("circle", css="seed", cx=x(value), cy=y, r=4, fill=row.colour)
-        for value in row.values
-    ]
-    return element("g", *parts, css="row")
-
-
-def _stroke(css: str, colour: str, x: tuple[float, float], y: tuple[float, float]) -> Markup:
-    return element("line", css=css, x1=x[0], x2=x[1], y1=y[0], y2=y[1], stroke=colour)
 
 
 def _heading(title: str, note: str) -> list[Markup]:

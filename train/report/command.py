@@ -25,7 +25,7 @@ from polyad.parallel.checkpoint.load import (
     read_newest,
 )
 from polyad.parallel.checkpoint.manage import BEST_FILE, STEP_FOLDER, complete_checkpoints
-from polyad.parallel.weights import Weights, is_weights_folder, open_checkpoint, open_weights
+from polyad.parallel.weights import is_weights_folder, open_checkpoint, open_weights
 from polyad.train.config.adaptation import unused_parameters
 from polyad.train.config.run import RunConfig, load_config
 from polyad.train.console import Progress
@@ -33,7 +33,6 @@ from polyad.train.errors import ConfigError, RunError
 from polyad.train.experts.probing import check_experts, choose_layers, routed_head, routed_layers
 from polyad.train.reading import config_of
 from polyad.train.records import METRICS_FILE
-from polyad.train.report.beside import OtherRun
 from polyad.train.report.content import HeldOut, Report
 from polyad.train.report.history import History, no_history, read_history
 from polyad.train.report.lines import expert_lines
@@ -52,7 +51,6 @@ LONG_FILE = 20_000_000
 
 def report(
     run: Path,
-    other: Path | None = None,
     *,
     output: Path | None = None,
     checkpoint: int | None = None,
@@ -70,7 +68,6 @@ def report(
 
     Args:
         run: a run's folder, or a folder of weights, which needs `data`.
-        other: a second run to compare with; None: none.
         output: the file; None: `report.html` in that folder.
         checkpoint: step of the checkpoint that reads the data; None: the best one if the run keeps
             it, else the newest.
@@ -103,7 +100,6 @@ def report(
         found = read_report(
             run,
             chosen,
-            other=other,
             data=data,
             split=split,
             layers=layers,
@@ -129,7 +125,6 @@ def read_report(
     run: Path,
     checkpoint: Path,
     *,
-    other: Path | None = None,
     data: str | None = None,
     split: SplitName = "validation",
     layers: Sequence[str] = (),
@@ -148,7 +143,6 @@ def read_report(
     weights = open_checkpoint(checkpoint) if is_run else open_weights(checkpoint)
     config = _run_config(run) if is_run else config_of(weights)
     history = _history(run) if is_run else no_history()
-    beside = None if other is None else _opened_beside(run, weights, other, stream)
     model = build_model(weights.model_config())
     head = routed_head(model)
     routed = routed_layers(model) + ([] if head is None else [head])
@@ -183,7 +177,6 @@ def read_report(
             split=split,
             limit=limit if most is None or limit is None else min(limit, most),
             knockout=knockout,
-            other=beside,
             stream=stream,
         )
         held_out = read_held_out(weights, what, asked_for)
@@ -205,41 +198,6 @@ def read_report(
         loss_unit=f"distill.blocks: {taught}" if taught else task.loss_unit,
         routed=routed,
         read=held_out,
-        other=None if other is None or beside is None else _beside(other, beside, held_out),
-    )
-
-
-def _opened_beside(run: Path, own: Weights, other: Path, stream: Path | None) -> Checkpoint:
-    """Opens the weights of a second run, which must have been trained on the same data."""
-    if stream is not None:
-        raise ConfigError("--stream: is not allowed with two runs: both models read each batch")
-    there, known = _run_config(other), config_of(own)
-    if not isinstance(own, Checkpoint):
-        raise ConfigError(f"{other}: is not allowed together with {run}, a folder of weights")
-    weights = open_checkpoint(_checkpoint(other, None, best=False))
-    for what, theirs, ours in (
-        ("data.kind", there.data.kind, known.data.kind),
-        ("tokenizer", weights.state.tokenizer_fingerprint, own.state.tokenizer_fingerprint),
-        ("data", weights.state.data_fingerprint, own.state.data_fingerprint),
-        *(
-            (f"model.{key}", getattr(there.model, key, None), getattr(known.model, key, None))
-            for key in ("sequence_length", "image_size")
-        ),
-    ):
-        if theirs != ours:
-            raise ConfigError(
-                f"{other}: has a different {what} than {run}: {theirs or 'none'!s:.12}, not "
-                f"{ours or 'none'!s:.12}; two runs on one page need the same"
-            )
-    return weights
-
-
-def _beside(other: Path, weights: Checkpoint, held_out: HeldOut) -> OtherRun:
-    return OtherRun(
-        run=str(other),
-        checkpoint_step=weights.training_step,
-        history=_history(other),
-        pairs=held_out.pairs,
     )
 
 

@@ -1,6 +1,6 @@
 """The content of a report, for both the page and `--json`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,7 +9,6 @@ from polyad.train.experts.kept_activation import Kept
 from polyad.train.experts.probing import RoutedLayer
 from polyad.train.measures.measure import Result
 from polyad.train.measures.specialization import Specialization, Specialized
-from polyad.train.report.beside import OtherRun, Pair
 from polyad.train.report.classes import ClassPass
 from polyad.train.report.history import History, last
 from polyad.train.report.top_images import ImagePass
@@ -30,8 +29,6 @@ class HeldOut:
     read."""
     measures: Mapping[str, Result] = field(default_factory=dict)
     """Results of measures in the same pass, by name."""
-    pairs: Mapping[str, Sequence[Pair]] = field(default_factory=dict)
-    """Most similar experts of a second run, by layer name."""
     kept: Mapping[str, Kept] = field(default_factory=dict)
     """Share of the activation kept by groups of units, by layer name."""
 
@@ -103,8 +100,6 @@ class Report:
     routed: list[RoutedLayer]
     """The layers with experts, in the model's order; empty for a dense model."""
     read: HeldOut
-    other: OtherRun | None = None
-    """A second run to compare with."""
 
     def to_json(self) -> dict[str, Any]:
         """JSON values, without the curves: those are in metrics.jsonl."""
@@ -133,7 +128,6 @@ class Report:
                 if name.startswith("fluctuation/")
             },
             **self.read.to_json(),
-            "other": self.other,
         }
 
     @property

@@ -18,7 +18,6 @@ from polyad.train.page.charts import WIDE, Line, line_chart
 from polyad.train.page.html import Figure
 from polyad.train.page.matrices import heat_legend
 from polyad.train.page.template import number, page
-from polyad.train.report.beside import beside_figures
 from polyad.train.report.class_figures import (
     class_figures,
     class_note,
@@ -101,8 +100,6 @@ def render_report(report: Report) -> str:
         by_class=by_class,
         summary_of_classes=classes and summary_of_classes(by_class, classes.unit),
         measured=measured,
-        beside=report.other
-        and beside_figures(report.run, report.history, report.routed, report.other),
         over_time=over_time_figures(report),
         without_legend=len(_recorded(report)) > MANY_LINES,
         layers=shown_layers(report),

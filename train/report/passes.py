@@ -12,17 +12,16 @@ from polyad.data.errors import DataError
 from polyad.data.text.manifest import SplitName
 from polyad.parallel import comm
 from polyad.parallel.streamed import Streamed, device_of
-from polyad.parallel.weights import Weights, load_model
+from polyad.parallel.weights import Weights
 from polyad.train.config.run import RunConfig, data_overrides, parse_config
 from polyad.train.console import Progress
 from polyad.train.errors import ConfigError
 from polyad.train.experts.kept_activation import kept_activation
-from polyad.train.experts.probing import RoutedLayer, columns_of, routed_layers
+from polyad.train.experts.probing import RoutedLayer, columns_of
 from polyad.train.measures.knockout import TOKENS, KnockOuts
 from polyad.train.measures.measure import Subject
 from polyad.train.measures.registry import MEASURES
 from polyad.train.reading import check_data_named, config_of, read
-from polyad.train.report.beside import UNITS, Alike, Pair
 from polyad.train.report.classes import Predictions
 from polyad.train.report.content import HeldOut
 from polyad.train.report.top_images import TopImages
@@ -57,8 +56,6 @@ class Asked:
     """Approximate number of tokens or images to read; None: all."""
     knockout: bool
     """Whether to also measure text without each shown expert."""
-    other: Weights | None = None
-    """The second run, whose experts are compared; None: none."""
     stream: Path | None = None
     """See `polyad.train.reading.open_evaluated`."""
 
@@ -145,36 +142,8 @@ def _read(
         images=images,
         classes=classes,
         measures=results,
-        pairs={} if asked.other is None else _paired(subject, task, asked, asked.other),
         kept=kept,
     )
-
-
-def _paired(
-    subject: Subject, task: Task[Any], asked: Asked, weights: Weights
-) -> dict[str, list[Pair]]:
-    """Finds the most similar experts of a second run."""
-    other = load_model(weights, device_of(subject.model))
-    known = {layer.name: layer for layer in routed_layers(other)}
-    layers = [
-        layer
-        for layer in asked.layers
-        if layer.name in known and len(layer.levels) == len(known[layer.name].levels)
-    ]
-    if not layers:
-        return {}
-    limit = None if asked.limit is None else min(asked.limit, UNITS)
-    samples = _samples(task, replace(asked, limit=limit))
-    alike = Alike(layers, samples, other, [known[layer.name] for layer in layers])
-    read(
-        subject.model,
-        layers,
-        samples,
-        [alike],
-        batch_size=subject.batch_size,
-        told="read with both",
-    )
-    return alike.result()
 
 
 def _samples(task: Task[Any], asked: Asked) -> Samples:
