@@ -31,26 +31,23 @@ class ImageSplit:
     """
 
     def __init__(self, folder: Path, name: str, manifest: ImageManifest) -> None:
-        self._about = manifest.splits[name]
-        self._rows: Rows = _mapped(folder / f"{name}.npy", ROW)
-        self._ends: npt.NDArray[np.int64] = _mapped(folder / f"{name}.ends.npy", np.dtype("<i8"))
+        images = (manifest.splits[name].images,)
+        self._rows: Rows = _mapped(folder / f"{name}.npy", ROW, images)
+        self._ends: npt.NDArray[np.int64] = _mapped(
+            folder / f"{name}.ends.npy", np.dtype("<i8"), images
+        )
         self._names = _bytes(folder / f"{name}.names")
         self._reader = Reader(tuple(manifest.shards))
-        if not len(self._rows) == len(self._ends) == self._about.images:
-            raise DataError(
-                f"{folder / name}.npy: is damaged: it has {len(self._rows):,} images, the manifest "
-                f"says {self._about.images:,}"
-            )
         labels: npt.NDArray[np.integer] = np.array(self._rows["label"])
-        classes = len(manifest.class_names)
         if manifest.has_attributes:
-            labels = _attributes(folder, name, len(labels), classes)
+            each = (*images, len(manifest.class_names))
+            labels = _mapped(folder / f"{name}.attributes.npy", np.dtype("u1"), each)
         self.labels = labels
         """The class of each image; for images with attributes, 0 or 1 for each, [images, K]."""
         self.domains: npt.NDArray[np.integer] | None = None
         """The domain number of each image; None if the data has no domains."""
         if manifest.domain_names:
-            self.domains = _domains(folder, name, len(labels), len(manifest.domain_names))
+            self.domains = _mapped(folder / f"{name}.domains.npy", np.dtype("<i4"), images)
 
     def __len__(self) -> int:
         """Counts the images."""
@@ -123,30 +120,14 @@ def _bytes(path: Path) -> npt.NDArray[np.uint8]:
         raise DataError(f"{path}: cannot be read: {error}") from None
 
 
-def _attributes(folder: Path, name: str, images: int, classes: int) -> npt.NDArray[np.integer]:
-    path = folder / f"{name}.attributes.npy"
-    values: npt.NDArray[np.integer] = _mapped(path, np.dtype("u1"), dimensions=2)
-    if values.shape != (images, classes):
-        raise DataError(f"{path}: is damaged; prepare the images again")
-    return values
-
-
-def _domains(folder: Path, name: str, images: int, domains: int) -> npt.NDArray[np.integer]:
-    path = folder / f"{name}.domains.npy"
-    numbers: npt.NDArray[np.integer] = _mapped(path, np.dtype("<i4"))
-    if len(numbers) != images or not 0 <= numbers.min() <= numbers.max() < domains:
-        raise DataError(f"{path}: is damaged; prepare the images again")
-    return numbers
-
-
-def _mapped(path: Path, dtype: np.dtype[Any], dimensions: int = 1) -> npt.NDArray[Any]:
+def _mapped(path: Path, dtype: np.dtype[Any], shape: tuple[int, ...]) -> npt.NDArray[Any]:
     try:
         array: npt.NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror or error}") from None
     except (ValueError, EOFError):
         raise DataError(f"{path}: is damaged: it is not the index of a split") from None
-    if array.dtype != dtype or array.ndim != dimensions:
+    if array.dtype != dtype or array.shape != shape:
         raise DataError(f"{path}: is damaged: it is not the index of a split")
     return array
 

@@ -11,15 +11,13 @@ import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 from polyad.data.errors import DataError, listed, nearest
 from polyad.data.json_reader import parse_json
 
 PART_BYTES = 64 * 1024
 """Size of the parts in which a text file is read, and a longer document is yielded, in bytes."""
-JSON_LINE_BYTES = 256 * 1024 * 1024
-"""Maximum length of a line in a `.jsonl` file: a longer one is hardly one object per line."""
 PARQUET_BATCH_ROWS = 64
 
 
@@ -129,7 +127,7 @@ def read_jsonl(path: Path, text_key: str) -> Iterator[Part]:
         compressed = path.suffix.lower() == ".gz"
         file: Any = gzip.GzipFile(fileobj=raw) if compressed else raw
         try:
-            for number, line in enumerate(_lines(file, path), start=1):
+            for number, line in enumerate(file, start=1):
                 if not line.isspace():
                     try:
                         text = _text_of_line(line, text_key)
@@ -138,13 +136,6 @@ def read_jsonl(path: Path, text_key: str) -> Iterator[Part]:
                     yield Part(text, raw.tell())
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise DataError(f"{path}: not a whole gzip file: {error}") from None
-
-
-def _lines(file: BinaryIO, path: Path) -> Iterator[bytes]:
-    while line := file.readline(JSON_LINE_BYTES + 1):
-        if len(line) > JSON_LINE_BYTES:
-            raise DataError(f"{path}: a line is longer than {JSON_LINE_BYTES >> 20} MiB")
-        yield line
 
 
 def _text_of_line(line: bytes, text_key: str) -> str:

@@ -154,14 +154,3 @@ def test_a_domain_of_one_image_has_none_to_hold_out(tmp_path):
     root = made.domain_tree(tmp_path / "all", {"grey": {"ant": 1}, "plain": {"ant": 5}})
     with pytest.raises(DataError, match=r"--held-out: 0\.2 of 1 images of grey leaves none"):
         prepared(root, tmp_path / "out", held_out=0.2)
-
-
-def test_damaged_domains_are_one_line(tree, tmp_path):
-    data = prepared(tree, tmp_path / "out", held_out=0.2)
-    path = tmp_path / "out" / "train.domains.npy"
-    domains = np.load(path)
-    domains[0] = 3
-    np.save(path, domains)
-    with pytest.raises(DataError, match=r"train\.domains\.npy: is damaged"):
-        data.split("train")
-    assert [name for name, _ in data.faults(lambda count: None)] == ["train.domains.npy"]

@@ -2,9 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
@@ -257,18 +254,6 @@ def test_unknown_name_while_offline_says_what_to_do(spec):
     assert f"hf download --repo-type dataset {name}" in message
     assert "--source hub:DIR" + (":main" if spec.startswith("hub") else "") in message
     assert "HF_HUB_OFFLINE" in message
-
-
-def test_offline_command_ends_with_one_line(tmp_path):
-    command = [sys.executable, "-m", "polyad.launch", "prepare", "--source", "wikitext-103"]
-    command += ["--tokenizer", "train:300", "--output", str(tmp_path / "out")]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "home")}
-    root = Path(__file__).parents[3]
-    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert done.stderr.startswith("polyad: error: wikitext-103: Couldn't reach")
-    assert done.stderr.count("\n") == 1
-    assert not (tmp_path / "out").exists()
 
 
 def test_bad_configuration_column_and_row_are_one_line(wikitext, tmp_path):

@@ -1,8 +1,6 @@
 """A file may not encode by chance, and training ends on any text."""
 
 import json
-import subprocess
-import sys
 import time
 
 import pytest
@@ -34,17 +32,6 @@ def test_a_vocabulary_for_which_no_machine_has_memory_is_refused(spec):
     assert len(str(caught.value)) < 250
     with pytest.raises(DataError, match="at most 10,000,000"):
         train_tokenizer(iter(["a"]), 99_999_999_999)
-
-
-def test_the_command_refuses_such_a_vocabulary_with_status_2(tmp_path, texts):
-    arguments = ["--source", str(texts), "--output", str(tmp_path / "out")]
-    command = [sys.executable, "-m", "polyad.launch", "prepare", *arguments]
-    done = subprocess.run(
-        [*command, "--tokenizer", "train:99999999999"], capture_output=True, text=True
-    )
-    assert done.returncode == 2
-    assert len(done.stderr.splitlines()) == 1
-    assert "train:99999999999" in done.stderr
 
 
 def test_chance_in_a_tokenizer_is_switched_off_and_said(tmp_path):
