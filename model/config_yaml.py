@@ -1,13 +1,12 @@
-"""The YAML of configurations: the core schema of YAML 1.2, parsed strictly and with size limits.
+"""The YAML of configurations: the core schema of YAML 1.2, parsed strictly.
 
     null      ~  null, or nothing
     boolean   true  false
     number    7  -3  0x1F  0o17  .5  6e-4  1.0e-3  .inf  .nan
     string    anything else, such as 12e4b9  2001-01-01  12:30  yes  1_000, and quoted text
 
-Keys are strings, exactly as written. Not allowed are tags (`!!int`), merge keys (`<<`), several
-documents per file, and characters that control a terminal or end a path. Anchors and aliases are
-allowed as long as their expansion is small.
+Keys are strings, exactly as written, and appear once. Not allowed are tags (`!!int`), merge keys
+(`<<`), several documents per file, and characters that control a terminal or end a path.
 """
 
 import re
@@ -15,18 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import yaml
-from yaml.composer import Composer
-from yaml.events import AliasEvent, Event, ScalarEvent
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
-from yaml.parser import Parser
-from yaml.reader import Reader
-from yaml.resolver import BaseResolver
-from yaml.scanner import Scanner
 
-MAX_CHARACTERS = 200_000
-MAX_NODES = 5_000
-"""Maximum number of nodes of a document, with aliases expanded."""
-MAX_DEPTH = 50
 MAX_DIGITS = 100
 """Maximum length of a number; longer ones are strings, which no numeric key accepts."""
 
@@ -75,10 +64,9 @@ def load(text: str) -> Any:
 
 def load_written(text: str) -> Any:
     """Loads like `load`, but wraps each number and boolean in `Written`."""
-    if len(text) > MAX_CHARACTERS:
-        raise ConfigYamlError(f"has {len(text):,} characters; at most {MAX_CHARACTERS:,} are read")
     try:
-        node = _Reader(text).get_single_node()
+        node = yaml.compose(text, Loader=yaml.BaseLoader)
+        return None if node is None else _tree(node)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         reason = " ".join(part for part in (error.context, error.problem) if part)
@@ -89,11 +77,12 @@ def load_written(text: str) -> Any:
         raise ConfigYamlError(
             f"line {line}: is not YAML: character {chr(error.character)!r} is not allowed"
         ) from None
+    except RecursionError:
+        raise ConfigYamlError("is nested too deeply, or an alias refers to itself") from None
     except (ValueError, OverflowError) as error:  # an escape or directive out of range
         if isinstance(error, ConfigYamlError):
             raise
         raise ConfigYamlError(f"is not YAML: {error}") from None
-    return None if node is None else _tree(node)
 
 
 def dump(tree: Any) -> str:
@@ -113,70 +102,16 @@ class _Dumper(yaml.SafeDumper):
 _Dumper.add_implicit_resolver("tag:yaml.org,2002:float", NUMBER, list("-+.0123456789"))
 
 
-class _Reader(Reader, Scanner, Parser, Composer, BaseResolver):
-    """Composes nodes, and rejects anything that is not allowed as soon as it occurs."""
-
-    def __init__(self, text: str) -> None:
-        Reader.__init__(self, text)
-        Scanner.__init__(self)
-        Parser.__init__(self)
-        Composer.__init__(self)
-        BaseResolver.__init__(self)
-        self._depth = self._nodes = 0
-        self._extent: dict[Node, tuple[int, int]] = {}
-        """For each completed node, the number of nodes in it and its depth."""
-        self._deepest = 0
-
-    def compose_node(self, parent: Node | None, index: Any) -> Node | None:
-        event: Event = self.peek_event()  # type: ignore[no-untyped-call]
-        if isinstance(parent, MappingNode) and index is None:
-            _check_key(event)
-        if tag := getattr(event, "tag", None):
-            tag = tag.replace("tag:yaml.org,2002:", "!!")
-            raise _refused(event, f"tags such as {tag!r} are not allowed")
-        before, outer = self._nodes, self._deepest
-        self._depth += 1
-        self._deepest = self._depth
-        self._count(event, 1)
-        node: Node | None = super().compose_node(parent, index)
-        if isinstance(event, AliasEvent):
-            if node not in self._extent:
-                raise _refused(event, f"alias {event.anchor!r} refers to itself")
-            size, levels = self._extent[node]
-            self._deepest += levels
-            self._count(event, size - 1)
-        elif node is not None:
-            self._extent[node] = self._nodes - before, self._deepest - self._depth
-        self._depth -= 1
-        self._deepest = max(outer, self._deepest)
-        return node
-
-    def _count(self, event: Event, nodes: int) -> None:
-        self._nodes += nodes
-        if self._nodes > MAX_NODES:
-            raise _refused(event, f"more than {MAX_NODES:,} values, including those of aliases")
-        if self._deepest > MAX_DEPTH:
-            raise _refused(event, f"is nested too deeply: more than {MAX_DEPTH} levels")
-
-
-def _check_key(event: Event) -> None:
-    if not isinstance(event, ScalarEvent):
-        raise _refused(event, "a key must be a string, not a list, mapping or alias")
-    if event.anchor is not None:
-        raise _refused(event, f"an anchor on a key, such as {event.anchor!r}, is not allowed")
-    if event.value == "<<":
-        raise _refused(event, "merge keys (<<) are not allowed: write the keys out")
-    if not event.value:
-        raise _refused(event, "a key is empty")
-
-
 def _tree(node: Node) -> Any:
+    if not node.tag.endswith((":str", ":seq", ":map")):
+        tag = node.tag.replace("tag:yaml.org,2002:", "!!")
+        raise _refused(node, f"tags such as {tag!r} are not allowed")
     if isinstance(node, SequenceNode):
         return [_tree(inner) for inner in node.value]
     if isinstance(node, MappingNode):
         tree: dict[str, Any] = {}
         for key_node, value_node in node.value:
-            key = _text(key_node)
+            key = _key(key_node)
             if key in tree:
                 raise _refused(key_node, f"key {key!r} appears twice")
             tree[key] = _tree(value_node)
@@ -189,6 +124,16 @@ def _tree(node: Node) -> Any:
         return None if word is None else Written(node.value, word)
     if len(node.value) <= MAX_DIGITS and NUMBER.fullmatch(node.value):
         return Written(node.value, _number(node.value))
+    return _text(node)
+
+
+def _key(node: Node) -> str:
+    if not isinstance(node, ScalarNode):
+        raise _refused(node, "a key must be a string, not a list or mapping")
+    if node.value == "<<":
+        raise _refused(node, "merge keys (<<) are not allowed: write the keys out")
+    if not node.value:
+        raise _refused(node, "a key is empty")
     return _text(node)
 
 
@@ -220,6 +165,6 @@ def _values(tree: Any) -> Any:
     return tree.value if isinstance(tree, Written) else tree
 
 
-def _refused(place: Event | Node, reason: str) -> ConfigYamlError:
+def _refused(place: Node, reason: str) -> ConfigYamlError:
     line = place.start_mark.line + 1 if place.start_mark else 1
     return ConfigYamlError(f"line {line}: {reason}")

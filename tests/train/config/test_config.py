@@ -516,7 +516,8 @@ def test_configurations_that_come_with_polyad_have_names(tmp_path, monkeypatch):
 
 
 def test_a_key_that_went_is_said_to_be_gone():
-    for key, what in GONE.items():
+    of_runs = {key: what for key, what in GONE.items() if not key.startswith("study.")}
+    for key, what in of_runs.items():
         dotted = key if "." in key else f"model.feed_forward.{key}"
         mixture = ["model.kind=mixture"] if "expert.kind" in key or "network.kind" in key else []
         said = f"run.yaml: {dotted}: went with {what}; see CHANGELOG"
