@@ -154,7 +154,7 @@ class Quickstart(ABC):
         """Rows with the size of the model, and how its loss fell."""
         from polyad.train.config.rules import validate
         from polyad.train.config.run import load_config
-        from polyad.train.forecast.describe import describe, size_in_words
+        from polyad.train.describe import describe, size_in_words
 
         records = read_records(self.run)
         config = load_config(self.run / "config.yaml")

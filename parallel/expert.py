@@ -59,13 +59,14 @@ def parallelize_experts(layer: SelectingMoE, world: comm.World) -> None:
             layer.router.graph = TensorParallelAttentionGraph(graph, world)
 
 
-def connect_without_engine(layers: Iterable[SelectingMoE]) -> None:
+def connect_without_engine(layers: Iterable[SelectingMoE], tensor_parallel_size: int = 1) -> None:
     """Sets up the groups for exchanging rows, as building an engine does.
 
     Args:
         layers: layers split by `parallelize_experts`. All ranks call it.
+        tensor_parallel_size: number of ranks that share each layer.
     """
-    connect()
+    connect(tensor_parallel_size)
     for layer in layers:
         layer.dispatcher.set_deepspeed_parallelism()  # type: ignore[operator]
 

@@ -101,7 +101,6 @@ def parallelize(
         clip_grad_norm=clip_grad_norm,
         num_parameters=count_parameters(model),
     )
-    trained = {name for name, p in model.named_parameters() if p.requires_grad}
     kept = {name: some for name, p in model.named_parameters() if (some := kept_experts(p))}
     left_out = of_base(model)
     # The order matters. Layers are split on the meta device; storage exists before the optimizer
@@ -109,30 +108,9 @@ def parallelize(
     # an engine may step the optimizer (stage 0 in bf16) or round them (every bf16 stage).
     mpu = None
     dimensions = matrix_dimensions(model)
-    tokens = Tokens(world) if parallel.sequence_parallel else None
+    tokens = split_layers(model, parallel, world)
     if dims.tensor_parallel_size > 1:
-        parallelize_tensors(model, world, tokens)
-        for module in model.modules():
-            if isinstance(module, MuMoE):
-                parallelize_factors(module, world)
-            elif isinstance(module, SparseTable):
-                parallelize_table(module, world)
         mpu, cross_entropy = Mpu(), token_losses
-    else:
-        pad_vocabulary(model)
-        pad_ranks(model)
-    synchronize_norms(model, world)
-    routed = [module for module in model.modules() if isinstance(module, SelectingMoE)]
-    if routed:
-        forget_expert_groups(dims.tensor_parallel_size)
-    for layer in routed:
-        expert.parallelize_experts(layer, world)
-    cut_adapters(model, world)
-    if tokens is not None:
-        assert isinstance(model, Decoder)
-        cut_sequence(model, tokens, world)
-    for name, parameter in model.named_parameters():  # split layers have new parameters
-        parameter.requires_grad_(name in trained)
     _allocate(model, world, DTYPES[precision], config, mpu)
     if parallel.zero_stage == 3:
         _gather_what_others_read(model)
@@ -170,6 +148,39 @@ def parallelize(
     comm.limit_waiting(parallel.timeout_minutes)
     fill(engine, source)
     return engine
+
+
+def split_layers(model: nn.Module, parallel: ParallelConfig, world: comm.World) -> Tokens | None:
+    """Gives each layer of a model on the meta device this rank's part, in place.
+
+    Returns:
+        How tokens are split; None without sequence parallelism.
+    """
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    tokens = Tokens(world) if parallel.sequence_parallel else None
+    if world.tensor_parallel_size > 1:
+        parallelize_tensors(model, world, tokens)
+        for module in model.modules():
+            if isinstance(module, MuMoE):
+                parallelize_factors(module, world)
+            elif isinstance(module, SparseTable):
+                parallelize_table(module, world)
+    else:
+        pad_vocabulary(model)
+        pad_ranks(model)
+    synchronize_norms(model, world)
+    routed = [module for module in model.modules() if isinstance(module, SelectingMoE)]
+    if routed:
+        forget_expert_groups(world.tensor_parallel_size)
+    for layer in routed:
+        expert.parallelize_experts(layer, world)
+    cut_adapters(model, world)
+    if tokens is not None:
+        assert isinstance(model, Decoder)
+        cut_sequence(model, tokens, world)
+    for name, parameter in model.named_parameters():  # split layers have new parameters
+        parameter.requires_grad_(name in trained)
+    return tokens
 
 
 def synchronize_norms(model: nn.Module, world: comm.World) -> None:

@@ -27,6 +27,7 @@ from polyad.parallel import comm
 from polyad.parallel.checkpoint.format import EMA, MASTER
 from polyad.parallel.config import ParallelConfig
 from polyad.parallel.gradients import Fp32Gradients, InOneOrder
+from polyad.parallel.megatron import Mpu
 from polyad.parallel.shard import Placement, group_name, placement_of
 from polyad.parallel.step_hooks import StageZeroHook, above
 
@@ -272,7 +273,7 @@ class Engine:
         _restore_buffers(self.module, buffers)
         self._average_decay = average_decay
         averaged = () if average_decay is None else (EMA,)
-        self.state_fields = (*_state_fields(self.optimizer), *averaged)
+        self.state_fields = (*state_fields(self.optimizer), *averaged)
 
     def _average_in_fp32(self, bucket_size: int) -> None:
         """Averages gradients in fp32 in the stages where DeepSpeed would round them to bf16."""
@@ -492,7 +493,7 @@ def _some_not_finite(optimizer: Any) -> torch.Tensor:
     return largest.isfinite().all().logical_not().reshape(1)
 
 
-def _state_fields(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
+def state_fields(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
     """Returns the names of the tensors that an optimizer keeps for every weight, or for some."""
     if all(STATE_TENSORS in group for group in optimizer.param_groups):
         return tuple(sorted({field for g in optimizer.param_groups for field in g[STATE_TENSORS]}))
@@ -768,15 +769,15 @@ def split_expert_groups(optimizer: torch.optim.Optimizer) -> None:
     optimizer.param_groups = [group for group in split if group["params"]]
 
 
-def connect() -> None:
+def connect(tensor_parallel_size: int = 1) -> None:
     """Lets DeepSpeed use the process group, as building an engine does."""
     deepspeed = import_deepspeed()
     from deepspeed.utils import groups
 
-    forget_expert_groups(1)
+    forget_expert_groups(tensor_parallel_size)
     with comm.quiet():
         deepspeed.init_distributed(verbose=False)
-    groups.mpu = None
+    groups.mpu = Mpu() if tensor_parallel_size > 1 else None
 
 
 def forget_world() -> None:

@@ -10,7 +10,7 @@ from polyad.launch.commands import COMMANDS
 from polyad.train.config.adaptation import model_of
 from polyad.train.config.rules import validate
 from polyad.train.config.run import load_config, shipped_configs
-from polyad.train.forecast.describe import check_without_data
+from polyad.train.describe import check_without_data
 from tests.helpers.written import (
     BENCHMARK,
     PAGES,

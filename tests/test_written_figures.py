@@ -6,7 +6,7 @@ from pathlib import Path
 from polyad.train.config.adaptation import counts, model_of
 from polyad.train.config.rules import validate
 from polyad.train.config.run import load_config
-from polyad.train.forecast.describe import describe, size_in_words
+from polyad.train.describe import describe, size_in_words
 from tests.configs.test_shipped import EXPECTED_STUDIES
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -21,7 +21,6 @@ from polyad.train.config.parts import (
     saver_of,
 )
 from polyad.train.config.plan import Plan, find_start_together, open_plan, verify_start
-from polyad.train.config.smaller import memory_of
 from polyad.train.errors import OUTPUT_ERRORS, RunError
 from polyad.train.experts.fluctuation import FluctuationLog
 from polyad.train.guard.memory import RunMemory
@@ -78,8 +77,8 @@ def _train(plan: Plan, state: TrainState, world: comm.World, stop: StopSignals) 
     config, task = plan.config, plan.task
     allow_tf32(config.train.tf32, world.device)
     batches = batches_of(plan, world, state)  # before the engine: loader workers start meanwhile
-    memory = memory_of(config, plan.dims, world)
-    with memory.during("build", lambda: "building the engine"):
+    memory = RunMemory(world=world, checkpoints=plan.checkpoints)
+    with memory.during(lambda: "building the engine"):
         engine = build_engine(plan, world)
         saver = saver_of(plan, engine)
         set_teacher(plan.teacher, config, task, engine)
@@ -89,7 +88,7 @@ def _train(plan: Plan, state: TrainState, world: comm.World, stop: StopSignals) 
     stop.wait_for_steps()
     timeout = config.parallel.timeout_minutes
     try:
-        with explain_stall(timeout), memory.during("train", lambda: f"in step {state.step + 1}"):
+        with explain_stall(timeout), memory.during(lambda: f"in step {state.step + 1}"):
             loop = TrainLoop(
                 engine=engine,
                 task=task,

@@ -28,7 +28,6 @@ from polyad.parallel.streamed import Streamed, device_of
 from polyad.parallel.weights import Choice, Weights, open_weights
 from polyad.train.config.environment import agreed_facts, folder_digest
 from polyad.train.config.run import RunConfig, data_overrides, load_config, parse_config
-from polyad.train.config.smaller import to_evaluate
 from polyad.train.config.text import flatten
 from polyad.train.console import Progress
 from polyad.train.errors import ConfigError
@@ -113,7 +112,7 @@ class Evaluated(NamedTuple):
             needs_whole = needs_whole or "with --intervene nothing is kept of a reading"
         allow_tf32(self.config.train.tf32, world.device)
         with (
-            explain_out_of_memory(lambda: doing, world, lambda: to_evaluate(self.config)),
+            explain_out_of_memory(lambda: doing, world),
             nullcontext(model)
             if model is not None
             else opened_model(
@@ -247,7 +246,7 @@ def config_of(weights: Weights) -> RunConfig:
 
 
 def config_at(path: Path, overrides: Sequence[str], processes: int) -> RunConfig:
-    """Returns the configuration of a run to forecast or to try on a layout.
+    """Returns the configuration of a run to plan or to try on a layout.
 
     Args:
         path: a configuration; a checkpoint or run, which contain theirs; or a folder of weights,

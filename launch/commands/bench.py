@@ -118,9 +118,9 @@ def _measured(
     from polyad.launch.machine import processor_name
     from polyad.model.build import build_model, count_parameters
     from polyad.parallel import comm
+    from polyad.train.bench import BEFORE, time_steps
     from polyad.train.config.environment import agreed_facts
     from polyad.train.config.rules import validate
-    from polyad.train.forecast.measured import BEFORE, time_steps
     from polyad.train.tasks.registry import task_class
 
     degrees, train = config.parallel, config.train

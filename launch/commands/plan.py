@@ -1,10 +1,9 @@
-"""`polyad plan`: what a run would take and cost, before any of it is paid for."""
+"""`polyad plan`: what a run takes on every layout, before any of it is paid for."""
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from polyad.data.files import write_whole
 from polyad.launch.command import (
     Argument,
     ConfigOrFolder,
@@ -14,33 +13,31 @@ from polyad.launch.command import (
     command,
     positive,
 )
-from polyad.launch.machine import end_with_launcher, prepare_environment
-from polyad.launch.output import check_json_path, check_result_file, results
+from polyad.launch.machine import prepare_environment
+from polyad.launch.output import check_json_path, results
 from polyad.train.errors import ConfigError
 
 if TYPE_CHECKING:
     from polyad.train.config.run import RunConfig
-    from polyad.train.forecast.forecast import Machines
+    from polyad.train.plan import Footprint
 
-HERE = "cpu-here"
-IMBALANCE, STORAGE, FAILURES = 1.0, 2.0, 50_000.0
-"""What is assumed unless it is told."""
-RANGES = {
-    "imbalance": (IMBALANCE, 1.0, 100.0),
-    "storage": (STORAGE, 1e-3, 1e6),
-    "failures": (FAILURES, 1.0, 1e9),
+LAYOUT = {
+    "tp": "tensor_parallel_size",
+    "ep": "expert_parallel_size",
+    "sp": "sequence_parallel",
+    "zero": "zero_stage",
 }
-"""What numbers usually are, at least and at most."""
+"""Names in `--layout`, and their keys of `parallel`."""
+PEAK_TFLOPS = 989.0
 
 
 @command(
     "plan",
-    "polyad plan configs/gpt2/124m.yaml --processes-per-node 8 --device h100 "
+    "polyad plan configs/gpt2/124m-smoe-64.yaml --processes-per-node 8 model.vocab_size=50257",
+    "polyad plan configs/gpt2/124m-smoe-64.yaml --nodes 2 --layout tp=2,ep=4,zero=2 "
     "model.vocab_size=50257",
-    "polyad plan configs/gpt2/124m-smoe-64.yaml --nodes 2 --search model.vocab_size=50257 "
-    "model.num_layers=4",
-    "polyad plan configs/quickstart/gpt2-smoe.yaml --device cpu-here --processes-per-node 2 "
-    "--check 3 data.path=runs/stdlib",
+    "polyad plan configs/gpt2/124m.yaml --layout zero=1 --mfu 0.4 --peak-tflops 312 "
+    "model.vocab_size=50257",
 )
 def plan(
     config: ConfigOrFolder,
@@ -50,158 +47,106 @@ def plan(
     processes_per_node: Annotated[
         int, Argument("processes per host, one for each GPU; default 8", "P", positive)
     ] = 8,
-    device: Annotated[
-        str,
+    layout: Annotated[
+        str | None,
         Argument(
-            "a100-80gb, h100, h200 or b200, in the vendor's standard nodes; or cpu-here, which "
-            "times every operation on this machine; default a100-80gb",
-            "NAME",
-        ),
-    ] = "a100-80gb",
-    imbalance: Annotated[
-        float,
-        Argument(
-            "expert load imbalance: rows on the busiest process, divided by the mean over "
-            "processes; default 1",
-            "X",
-        ),
-    ] = IMBALANCE,
-    storage: Annotated[
-        float,
-        Argument(
-            "storage bandwidth of a node in GB/s, for writing checkpoints and reading weights; "
-            "default 2",
-            "GB",
-        ),
-    ] = STORAGE,
-    failures: Annotated[
-        float,
-        Argument(
-            "mean time between failures of one GPU, including its share of the node, in hours; "
-            "default 50,000",
-            "HOURS",
-        ),
-    ] = FAILURES,
-    search: Annotated[
-        bool, Argument("also search for the fastest layouts on the same number of GPUs")
-    ] = False,
-    figure: Annotated[
-        Path | None,
-        Argument("also predict the scaling up to 1,024 GPUs, and plot it in FILE (.svg)", "FILE"),
-    ] = None,
-    check: Annotated[
-        int | None,
-        Argument(
-            "with --device cpu-here: also run this many steps, and report the error of the "
-            "prediction",
-            "STEPS",
-            positive,
+            "one layout in detail, as tp=2,ep=4,sp=1,zero=2: tensor and expert parallel size, "
+            "sequence parallel, ZeRO stage; what is left out is as in the configuration",
+            "LAYOUT",
         ),
     ] = None,
+    mfu: Annotated[
+        float | None,
+        Argument(
+            "also divide the FLOPs by this share of the peak rate (model FLOPs utilization)", "X"
+        ),
+    ] = None,
+    peak_tflops: Annotated[
+        float, Argument("peak rate of a GPU for --mfu; default 989, an H100 in bf16", "TFLOPS")
+    ] = PEAK_TFLOPS,
     json: Json = None,
 ) -> None:
-    """Predicts memory, communication and time of a run on GPUs; searches for fast layouts."""
-    from polyad.launch.agent import become_processes
-    from polyad.launch.plan import figure as drawn
-    from polyad.launch.plan import table
-    from polyad.parallel.comm import environment_world_size
-    from polyad.parallel.plan.devices import DEVICES
-    from polyad.train.forecast.forecast import Machines
+    """Lists what a run takes on every layout: memory, traffic, FLOPs. Needs no GPU.
+
+    A line has the parameters of a process, its memory by part, what it sends in a step to each
+    group, and its FLOPs. Parameters, gradients and optimizer states are exact. No time is
+    predicted; --mfu divides the FLOPs by a rate that you name.
+    """
+    from polyad.train.config.rules import validate
+    from polyad.train.plan import flops_per_step, footprint, layouts
 
     check_json_path(json)
-    if figure:
-        check_result_file("--figure", figure, (".svg",))
-    assumed = {"imbalance": imbalance, "storage": storage, "failures": failures}
-    asked = {"search": search, "figure": figure}
-    _check(device, nodes, check, assumed, [name for name, value in asked.items() if value])
+    if mfu is not None and not 0 < mfu <= 1:
+        raise UsageError(f"--mfu: {mfu:g} is not allowed; it must be above 0 and at most 1")
+    if not 0 < peak_tflops < 1e9:
+        raise UsageError(f"--peak-tflops: {peak_tflops:g} is not allowed; it must be above 0")
     processes = nodes * processes_per_node
-    known = configuration(config, overrides, processes)
-    if device == HERE:
-        if processes > 1 and environment_world_size() == 1:
-            words = ["plan", str(config), "--device", HERE]
-            words += ["--processes-per-node", str(processes)]
-            words += ["--json", json] if json else []
-            words += ["--check", str(check)] if check else []
-            become_processes([*words, *overrides], processes)
-        end_with_launcher()
-        prepare_environment()
-        from polyad.train.forecast.measured import forecast_here
-
-        with results(json) as show:
-            here = forecast_here(known, processes, check_steps=check or 0)
-            if here is not None:
-                _add_reading(here, known, config, None)
-                show(here, table(here))
-        return
-    machines = Machines(
-        device=DEVICES[device],
-        nodes=nodes,
-        processes_per_node=processes_per_node,
-        storage=1e9 * storage,
-        hours_of_one=failures,
-    )
+    words = [] if layout is None else [f"parallel.{key}" for key in _keys(layout)]
+    known = configuration(config, [*overrides, *words], processes, check=layout is not None)
+    prepare_environment()
     with results(json) as show:
-        scale = figure is not None
-        result = _on_gpus(known, machines, imbalance=imbalance, search=search, scale=scale)
-        _add_reading(result, known, config, machines)
-        if figure:
-            write_whole(figure, drawn(result))
-        show(result, table(result))
-        _check_memory(result)
+        if layout is not None:
+            found = [(known, footprint(known, validate(known, processes)))]
+        else:
+            found = [(each, takes) for each, _, takes in layouts(known, processes)]
+        if not found:
+            raise ConfigError(
+                f"train.global_batch_size: {known.train.global_batch_size} in micro-batches of "
+                f"{known.train.micro_batch_size} fits no layout of {processes} processes"
+            )
+        flops = flops_per_step(known)
+        rows = [_row(each, takes, processes) for each, takes in found]
+        result: dict[str, Any] = {
+            "processes": processes,
+            "micro_batch_size": known.train.micro_batch_size,
+            "global_batch_size": known.train.global_batch_size,
+            "flops_per_step": flops,
+            "layouts": rows,
+        }
+        if mfu is not None:
+            result["seconds_per_step"] = flops / (processes * mfu * peak_tflops * 1e12)
+        show(result, _table(result, mfu, peak_tflops, in_detail=layout is not None))
 
 
-def _check(
-    device: str, nodes: int, steps: int | None, assumed: dict[str, float], given: list[str]
-) -> None:
-    """Checks options before any work is done.
-
-    Args:
-        device: `--device`.
-        nodes: `--nodes`.
-        steps: `--check`.
-        assumed: what is assumed of machines, by option.
-        given: options that were given and are of GPUs alone.
+def _keys(layout: str) -> list[str]:
+    """Overrides of `parallel` of a layout.
 
     Raises:
-        UsageError: some are out of range, or do not go together.
+        UsageError: it is not one.
     """
-    from polyad.parallel.plan.devices import DEVICES
-
-    names = [*DEVICES, HERE]
-    if device not in names:
-        raise UsageError(f"--device: {device} is not allowed: {', '.join(names)}")
-    for name, value in assumed.items():
-        _, least, most = RANGES[name]
-        if not least <= value <= most:  # NaN is not, either
+    keys = []
+    for part in layout.split(","):
+        name, _, value = part.partition("=")
+        if name not in LAYOUT or not value.isdecimal():
             raise UsageError(
-                f"--{name}: {value:g} is not allowed; it must be from {least:g} to {most:g}"
+                f"--layout: {part} is not allowed; a layout is like tp=2,ep=4,sp=1,zero=2"
             )
-    if device != HERE:
-        if steps:
-            raise UsageError(f"--check: is not allowed with --device {device}; allowed: {HERE}")
-        return
-    if nodes != 1:
-        raise UsageError(f"--nodes: {nodes} is not allowed with --device {HERE}, this machine: 1")
-    if given:
-        raise UsageError(f"--{given[0]}: is not allowed with --device {HERE}, which is one layout")
-    for name, value in assumed.items():
-        if value != RANGES[name][0]:
-            raise UsageError(f"--{name}: {value:g} is not allowed with --device {HERE}")
+        keys.append(f"{LAYOUT[name]}={bool(int(value)) if name == 'sp' else int(value)}")
+    return keys
 
 
-def configuration(path: Path, overrides: Sequence[str], processes: int) -> "RunConfig":
+def configuration(
+    path: Path, overrides: Sequence[str], processes: int, *, check: bool = True
+) -> "RunConfig":
     """The configuration with what its data decides; no data is needed if it says all itself.
+
+    Args:
+        path: a configuration, or a folder of weights.
+        overrides: `key=value`.
+        processes: number of processes.
+        check: whether its own layout must fit the processes.
 
     Raises:
         ValueError: with an `exit_status` of 2: one line says what is wrong.
     """
     from polyad.train.config.plan import open_plan
     from polyad.train.config.rules import validate
-    from polyad.train.forecast.describe import check_without_data
+    from polyad.train.describe import check_without_data
     from polyad.train.reading import config_at
 
     config = config_at(path, overrides, processes)
-    validate(config, processes)
+    if check:
+        validate(config, processes)
     if not config.model.left_to_data():
         return config
     try:
@@ -214,69 +159,66 @@ def configuration(path: Path, overrides: Sequence[str], processes: int) -> "RunC
         raise
 
 
-def _on_gpus(
-    config: "RunConfig",
-    machines: "Machines",
-    *,
-    imbalance: float,
-    search: bool,
-    scale: bool,
-) -> dict[str, Any]:
-    """Predicts a run; whether to look for layouts and other numbers of GPUs, too, is asked for."""
-    from polyad.train.config.rules import validate
-    from polyad.train.console import Progress
-    from polyad.train.forecast.forecast import by_recomputation, forecast
-    from polyad.train.forecast.layouts import fastest_layouts, layout_rows, scaling, what_would_fit
-
-    prepare_environment()
-    dims = validate(config, machines.processes)
-    result = forecast(config, dims, machines, imbalance=imbalance)
-    result["recompute"] = by_recomputation(config, dims, machines, imbalance=imbalance)
-    if not result["fits"]:
-        found = what_would_fit(config, machines, imbalance=imbalance)
-        result["would_fit"] = [{"change": c, "memory_bytes": size} for c, size in found]
-    if search:
-        told = Progress("layouts", 100, "%")
-        layouts = fastest_layouts(config, machines, imbalance=imbalance, told=told)
-        result["layouts"] = layout_rows(layouts, config)
-    if scale:
-        told = Progress("numbers of GPUs", 100, "%")
-        result["scaling"] = scaling(config, machines, imbalance=imbalance, told=told)
-    return result
+def _row(config: "RunConfig", found: "Footprint", processes: int) -> dict[str, Any]:
+    """JSON values of one layout."""
+    parallel = config.parallel
+    return {
+        "data_parallel_size": processes // parallel.tensor_parallel_size,
+        **{key: getattr(parallel, key) for key in LAYOUT.values()},
+        "parameters": found.parameters,
+        "memory_bytes": found.memory | {"total": found.total},
+        "held_bytes": found.states,
+        "sent_bytes": found.sent,
+    }
 
 
-def _add_reading(
-    result: dict[str, Any], config: "RunConfig", path: Path, machines: "Machines | None"
-) -> None:
-    """Adds to the plan of a folder what evaluating and measuring take with it."""
-    if not path.is_dir():
-        return
-    from polyad.train.console import Progress
-    from polyad.train.forecast.reading import reading
+def _table(
+    result: dict[str, Any], mfu: float | None, peak_tflops: float, *, in_detail: bool
+) -> str:
+    """The result for a person."""
+    from polyad.train.console import counted, in_bytes
+    from polyad.train.results import aligned
 
-    told = Progress("operations of a reading", 100, "%") if machines is None else lambda share: None
-    if (found := reading(config, path, machines, told)) is not None:
-        result["reading"] = found
-
-
-def _check_memory(result: dict[str, Any]) -> None:
-    """Ends the command with status 2 if the run does not fit the memory.
-
-    Raises:
-        ConfigError: it does not; the line says what would.
-    """
-    if result["fits"]:
-        return
-    from polyad.train.console import in_bytes
-
-    memory, name = result["memory_bytes"], result["layout"]["device"]
-    ways = [f"{each['change']} ({in_bytes(each['memory_bytes'])})" for each in result["would_fit"]]
-    raise ConfigError(
-        f"memory: {in_bytes(memory['total'])} per process does not fit into the "
-        f"{in_bytes(memory['device'])} of {name}; "
-        + (
-            f"what would fit: {', '.join(ways)}"
-            if ways
-            else "no single change makes it fit: use --search"
+    parts = list(result["layouts"][0]["memory_bytes"])
+    sent = [key for key in result["layouts"][0]["sent_bytes"]]
+    rows = [
+        ("layout", "parameters", *parts, *(f"sent, {key}" for key in sent)),
+        *(
+            (
+                _name(each),
+                f"{each['parameters']:,}",
+                *(in_bytes(each["memory_bytes"][part]) for part in parts),
+                *(in_bytes(each["sent_bytes"][key]) for key in sent),
+            )
+            for each in result["layouts"]
+        ),
+    ]
+    if in_detail:
+        rows = [(name, value) for name, value in zip(rows[0], rows[1], strict=True)]
+    processes, flops = result["processes"], result["flops_per_step"]
+    lines = [
+        *aligned(rows),
+        "",
+        f"{counted(processes, 'process')}, micro-batches of {result['micro_batch_size']}, "
+        f"{result['global_batch_size']} samples and {flops:.3g} FLOPs per step, "
+        f"{flops / processes:.3g} of each process",
+        "memory and traffic are of one process and one step; CUDA and its allocator take about "
+        "2 GB and 5% more",
+    ]
+    if mfu is None:
+        lines.append("no time is predicted: --mfu 0.4 divides the FLOPs by 40% of a GPU's peak")
+    else:
+        lines.append(
+            f"at {mfu:.0%} of {peak_tflops:g} TFLOP/s a step would take "
+            f"{result['seconds_per_step']:.3g} s: assumed, not predicted"
         )
-    )
+    return "\n".join(lines)
+
+
+def _name(layout: dict[str, Any]) -> str:
+    """As `dp=4 tp=2 ep=2 zero=1`."""
+    words = [f"dp={layout['data_parallel_size']}", f"tp={layout['tensor_parallel_size']}"]
+    words.append(f"ep={layout['expert_parallel_size']}")
+    if layout["sequence_parallel"]:
+        words.append("sp=1")
+    return " ".join([*words, f"zero={layout['zero_stage']}"])

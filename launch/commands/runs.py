@@ -112,7 +112,7 @@ def validate(
 ) -> None:
     """Checks a configuration without training, and prints what the run will do and cost."""
     from polyad.parallel.comm import environment_world_size
-    from polyad.train.forecast.describe import describe_run, description_table
+    from polyad.train.describe import describe_run, description_table
 
     with results(json) as show:
         number = processes or environment_world_size()

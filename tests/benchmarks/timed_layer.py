@@ -21,7 +21,7 @@ from polyad.model.kernels.cpu.experts import has_bf16_products
 from polyad.model.kernels.cpu.gelu import has_native_gelu
 from polyad.parallel import comm
 from polyad.parallel.host_memory import give_back_freed_memory
-from polyad.parallel.plan.work import forward_flops
+from polyad.parallel.shapes import forward_flops
 from tests.benchmarks.turns import Run, Times, now, part_medians, span, summary, take_turns
 
 TOLERANCES = {"fp32": 1e-4, "bf16": 0.03}

@@ -16,8 +16,8 @@ import psutil
 import torch
 
 from polyad.parallel.host_memory import keep_freed_memory
+from polyad.train.bench import interval
 from polyad.train.errors import ConfigError
-from polyad.train.forecast.measured import interval
 
 Run = Callable[[], tuple[float, ...]]
 """Does the work once; returns the seconds of its parts."""

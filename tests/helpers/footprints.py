@@ -7,8 +7,7 @@ import torch
 
 from polyad.parallel import comm
 from polyad.parallel.checkpoint.save import save
-from polyad.parallel.plan.traffic import Amount, Exchange, Traffic
-from polyad.parallel.plan.weightless import Watched
+from polyad.parallel.shapes import Observed, Traffic
 from polyad.parallel.source import InitialWeights
 from polyad.parallel.zero import Engine
 from polyad.train.config.adaptation import model_of
@@ -16,14 +15,13 @@ from polyad.train.config.distillation import teacher_here
 from polyad.train.config.parts import engine_of
 from polyad.train.config.rules import validate
 from polyad.train.config.run import RunConfig
-from polyad.train.forecast.step import OWN_NUMBERS
 from polyad.train.layout.trial import micro_batches
 from polyad.train.loop.step import issue_step
 from polyad.train.tasks.random_input import losses_for
 
 
-def second_step(config: RunConfig) -> tuple[dict[Exchange, Amount], dict[str, int]]:
-    """This process's communication in the second step of a run, and its memory after it."""
+def second_step(config: RunConfig) -> tuple[dict[str, int], dict[str, int]]:
+    """Bytes that this process sends in the second step of a run, and what it holds after it."""
     degrees = config.parallel
     world = comm.initialize(
         tensor_parallel_size=degrees.tensor_parallel_size,
@@ -35,7 +33,7 @@ def second_step(config: RunConfig) -> tuple[dict[Exchange, Amount], dict[str, in
     for step in range(2):
         traffic = Traffic(dims, world.rank)
         batches = list(micro_batches(config, world, step))
-        with Watched([traffic]):
+        with Observed(traffic):
             issue_step(
                 engine,
                 losses_for(config.model),
@@ -44,23 +42,27 @@ def second_step(config: RunConfig) -> tuple[dict[Exchange, Amount], dict[str, in
                 1e-3,
                 losses=config.loss,
                 progress=0.5,
-                own=lambda: (0,) * OWN_NUMBERS,
             )
-    return traffic.exchanges, bytes_held(engine)
+    sent: dict[str, int] = {}
+    for axis, size in traffic.sent.items():
+        group = axis if axis in {"tensor", "expert"} else "data"
+        sent[group] = sent.get(group, 0) + size
+    return sent, bytes_held(engine)
 
 
 def bytes_held(engine: Engine) -> dict[str, int]:
-    """Bytes of weights and buffers, and of what the optimizer keeps."""
+    """Bytes of weights and buffers, of what the optimizer keeps, and of gradients that stay."""
     tensors = engine.tensors()
     found: dict[str, Any] = {}
     for kind, held in (
         ("weights", [*tensors["weights"], *engine.module.buffers()]),
         ("optimizer", tensors["optimizer"]),
+        ("gradients", tensors["gradients"]),
     ):
         for tensor in held:
             storage = tensor.untyped_storage()
             found.setdefault(storage.data_ptr(), (kind, storage.nbytes()))
-    sizes = {"weights": 0, "optimizer": 0}
+    sizes = {"weights": 0, "gradients": 0, "optimizer": 0}
     for kind, size in found.values():
         sizes[kind] += size
     return sizes

@@ -10,7 +10,7 @@ import pytest
 
 from polyad.train.config.run import load_config
 from polyad.train.config.text import flatten
-from polyad.train.forecast.describe import describe_run
+from polyad.train.describe import describe_run
 from tests.helpers.runs import train_each, write_config
 
 ELSEWHERE = (

@@ -12,7 +12,7 @@ from polyad.model.feedforward import DenseFeedForward
 from polyad.model.gpt2 import GPT2Config
 from polyad.parallel.weights import load_model
 from polyad.train.config.run import load_config
-from polyad.train.forecast.describe import describe_run
+from polyad.train.describe import describe_run
 from polyad.train.layout.small import small_config
 from polyad.train.tasks.block_teacher import BlockTeacher, feed_forward_losses
 from tests.helpers.everyday import everyday

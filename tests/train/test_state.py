@@ -9,7 +9,7 @@ import torch
 from polyad.parallel.checkpoint.format import CheckpointError, State
 from polyad.parallel.checkpoint.load import best_checkpoint
 from polyad.parallel.records import parsed
-from polyad.parallel.zero import _state_fields
+from polyad.parallel.zero import state_fields
 from polyad.train.loop.optimizer import OptimizerConfig, build_optimizer, state_tensors
 from polyad.train.state import TrainState
 
@@ -40,7 +40,7 @@ def test_what_an_optimizer_keeps_is_known_without_it():
     ):  # fmt: skip
         parameter = torch.nn.Parameter(torch.ones(2))
         optimizer = build_optimizer(config, [("weight", parameter, 1)])
-        assert state_tensors(config) == _state_fields(optimizer)
+        assert state_tensors(config) == state_fields(optimizer)
 
 
 @pytest.mark.parametrize(

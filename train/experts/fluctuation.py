@@ -198,7 +198,7 @@ class FluctuationLog:
             `fluctuation/seconds`, and from the second call on `fluctuation/LAYER/MEASURE` for each
             layer and `fluctuation/MEASURE`, the mean over layers.
         """
-        with self._memory.during("validate", lambda: "comparing routing"):
+        with self._memory.during(lambda: "comparing routing"):
             return self._compare()
 
     def _compare(self) -> dict[str, float]:

@@ -1,12 +1,11 @@
-"""Out of memory: one line with the size requested, the memory in use, and the keys to lower."""
+"""Out of memory: one line with the size requested, the memory in use, and what to change."""
 
 import re
 import resource
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import torch
 
@@ -21,29 +20,29 @@ MESSAGES = ("out of memory", "can't allocate memory", "ALLOC_FAILED", "Cannot al
 """Parts of a RuntimeError's message that mean out of memory: torch on a CPU, CUDA, cuBLAS."""
 
 
-Work = Literal["build", "train", "validate"]
-"""What memory is needed for: weights and optimizer, a step, held-out data."""
+SMALLER = (
+    "lower train.micro_batch_size or evaluation.batch_size, set model.recompute=block, or start "
+    "more processes: `polyad plan` shows the memory of every layout"
+)
+"""What to change."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunMemory:
-    """Turns out-of-memory errors into advice for this run; see `explain_out_of_memory`."""
+    """Explains out-of-memory errors of a run; see `explain_out_of_memory`."""
 
     world: comm.World
     checkpoints: Path
-    smaller: Mapping[Work, Callable[[], Sequence[str]]]
-    """Keys to lower for each kind of work, the most useful one first."""
 
-    def during(self, work: Work, doing: Callable[[], str]) -> AbstractContextManager[None]:
-        """A context for this kind of work; see `explain_out_of_memory`."""
-        return explain_out_of_memory(doing, self.world, self.smaller[work], self.checkpoints)
+    def during(self, doing: Callable[[], str]) -> AbstractContextManager[None]:
+        """A context; see `explain_out_of_memory`."""
+        return explain_out_of_memory(doing, self.world, self.checkpoints)
 
 
 @contextmanager
 def explain_out_of_memory(
     doing: Callable[[], str],
     world: comm.World,
-    keys: Callable[[], Sequence[str]],
     checkpoints: Path | None = None,
 ) -> Iterator[None]:
     """Turns an out-of-memory error into one line; other errors pass unchanged.
@@ -53,7 +52,6 @@ def explain_out_of_memory(
     Args:
         doing: returns when it happened, such as "in step 3".
         world: this process.
-        keys: returns the keys to lower, the most useful one first; see `train/config/smaller.py`.
         checkpoints: the run's folder of checkpoints.
 
     Raises:
@@ -66,7 +64,7 @@ def explain_out_of_memory(
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        line = _explanation(error, doing(), world, keys(), checkpoints)
+        line = _explanation(error, doing(), world, checkpoints)
         raise RunError(line) from None
 
 
@@ -82,22 +80,16 @@ def is_out_of_memory(error: BaseException) -> bool:
     return True
 
 
-def _explanation(
-    error: Exception, doing: str, world: comm.World, keys: Sequence[str], checkpoints: Path | None
-) -> str:
+def _explanation(error: Exception, doing: str, world: comm.World, checkpoints: Path | None) -> str:
     match = ASKED.search(str(error))
     asked = ""
     if match:
         units = {name.lower(): size for name, size in UNITS.items()}
         size = float(match["size"]) * units[match["unit"].lower()]
         asked = f"{_size(size)} more were asked for; "
-    advice = ", then ".join(keys) or (
-        "no key of this layout: start more processes, or take a smaller model (model.num_layers, "
-        "model.hidden_size)"
-    )
     line = (
         f"out of memory {doing}, on rank {world.rank} of {world.size}: {asked}"
-        f"{_in_use(world.device)}; change {advice}"
+        f"{_in_use(world.device)}; {SMALLER}"
     )
     if checkpoints is None:
         return line

@@ -354,7 +354,7 @@ class TrainLoop:
         """Writes or starts to write a checkpoint: `poll` checks its progress, `finish` waits for
         it."""
         state = self.state
-        with self.memory.during("build", lambda: f"saving step {state.step}"):
+        with self.memory.during(lambda: f"saving step {state.step}"):
             self.saver.save(
                 state.step,
                 state.to_json() | self.task.counted(state.samples),
@@ -371,7 +371,7 @@ class TrainLoop:
             StopAsked: a signal came.
         """
         self.engine.train(False)
-        with self.memory.during("validate", lambda: "in validation"):
+        with self.memory.during(lambda: "in validation"):
             return self.task.validate(
                 self.engine,
                 batch_size=self.evaluation.batch_size or self.train.micro_batch_size,

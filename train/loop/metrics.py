@@ -15,7 +15,6 @@ from pydantic import Field, field_validator, model_validator
 
 from polyad.data.files import named, write_whole
 from polyad.model.config import Config
-from polyad.parallel.plan.devices import PEAKS
 from polyad.train.console import Clock, Console, bar, counted, duration
 from polyad.train.guard.run_folder import gone
 from polyad.train.loop.statistics import console_summary
@@ -26,6 +25,15 @@ from polyad.train.results import json_value
 from polyad.train.tasks.task import Unit
 
 NOTHING: Mapping[str, Any] = {}
+PEAKS: dict[str, tuple[float, float, float]] = {
+    "v100": (125.0, 15.7, 15.7),
+    "a100": (312.0, 19.5, 156.0),
+    "h100": (989.0, 67.0, 494.0),
+    "h200": (989.0, 67.0, 494.0),
+    "b200": (2250.0, 80.0, 1125.0),
+}
+"""Dense peak rates in TFLOP/s from NVIDIA's data sheets for SXM modules: (bf16, fp32, TF32). A V100
+has no TF32, and reaches the 125 tensor-core TFLOP/s in its data sheet only in fp16."""
 
 
 class LogConfig(Config):

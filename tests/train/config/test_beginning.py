@@ -9,7 +9,7 @@ from polyad.train.config.beginning import change_of_rate, schedule_line, schedul
 from polyad.train.guard.run_folder import LOCK_FILE
 from tests.helpers.everyday import everyday
 from tests.helpers.runs import records, run_and_listen, write_config
-from tests.train.forecast.test_describe import small
+from tests.train.test_describe import small
 
 pytestmark = pytest.mark.distributed
 

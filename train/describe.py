@@ -10,18 +10,15 @@ from polyad.model.build import count_parameters
 from polyad.model.emoe.config import EmergentMoEConfig
 from polyad.model.smoe.config import SelectingConfig, SparseMoEConfig
 from polyad.parallel.dims import Dims
-from polyad.parallel.plan.devices import DEFAULT_DEVICE, DEVICES
 from polyad.train.config.adaptation import counts, model_of, unused_parameters
 from polyad.train.config.beginning import data_notes, schedule_line, schedule_notes
-from polyad.train.config.comparison import comparison_rows, experts_compared
 from polyad.train.config.environment import check_compiler
 from polyad.train.config.plan import checkpoint_bytes, plan_run
 from polyad.train.config.rules import validate
 from polyad.train.config.run import RunConfig, load_config
 from polyad.train.console import counted, in_bytes
 from polyad.train.errors import ConfigError
-from polyad.train.forecast.forecast import degrees_of, memory_by_kind
-from polyad.train.forecast.step import footprint
+from polyad.train.plan import footprint
 from polyad.train.results import aligned
 from polyad.train.tasks.random_input import flops_of_unit
 from polyad.train.tasks.registry import task_class
@@ -118,7 +115,6 @@ def describe(
             "parameters": parameters,
             "active_parameters": parameters - unused_parameters(model),
             "experts": _experts(config),
-            "factorized_experts": experts_compared(config.model),
             "adapted": adapted if adapted.frozen else None,
             "embedding_parameters": _count(model, *config.model.embeddings),
             "block_parameters": [count_parameters(block) for block in _blocks(model)],
@@ -137,6 +133,22 @@ def describe(
         "warnings": schedule_notes(config),
         "layout": degrees_of(config, dims),
         "checkpoint_bytes": checkpoint_bytes(config, model),
+    }
+
+
+def degrees_of(config: RunConfig, dims: Dims) -> dict[str, int]:
+    """The layout of a run, for a result."""
+    train = config.train
+    return {
+        "processes": dims.world_size,
+        "data_parallel_size": dims.data_parallel_size,
+        "tensor_parallel_size": dims.tensor_parallel_size,
+        "expert_parallel_size": dims.expert_parallel_size,
+        "zero_stage": config.parallel.zero_stage,
+        "micro_batch_size": train.micro_batch_size,
+        "accumulation_steps": dims.accumulation_steps(
+            train.global_batch_size, train.micro_batch_size
+        ),
     }
 
 
@@ -173,13 +185,14 @@ def _experts(config: RunConfig) -> dict[str, Any] | None:
 
 
 def memory_per_process(config: RunConfig, dims: Dims) -> dict[str, int]:
-    """Predicts the peak memory of a process on GPUs, as in `polyad plan`.
+    """Returns the peak memory of a process on GPUs, as in `polyad plan`.
 
     Returns:
         Bytes by name, and their `total`; also `snapshot`, the CPU memory of asynchronous
         checkpoints.
     """
-    memory = memory_by_kind(footprint(config, dims, on_gpu=True), DEVICES[DEFAULT_DEVICE])
+    found = footprint(config, dims)
+    memory = found.memory | {"total": found.total}
     if config.checkpoint.asynchronous:
         trained = counts(model_of(config)).trained
         numbers = 1 + config.tensors_per_weight()
@@ -220,7 +233,6 @@ def _model_rows(model: dict[str, Any], unit: str) -> list[tuple[str, str]]:
     if blocks:
         low, high = min(blocks), max(blocks)
         block = f", {low:,} per block" if low == high else f", {low:,} to {high:,} per block"
-    factorized = model["factorized_experts"]
     return [
         ("model", model["kind"] + (f", {counted(len(blocks), 'block')}" if blocks else "")),
         (
@@ -229,7 +241,6 @@ def _model_rows(model: dict[str, Any], unit: str) -> list[tuple[str, str]]:
         ),
         *([("adapted", model["adapted"].in_words())] if model["adapted"] else []),
         *_expert_rows(model),
-        *(comparison_rows(factorized) if factorized else []),
         (f"FLOPs/{unit}", f"{model[f'flops_per_{unit}']:.3g}  (forward and backward)"),
     ]
 

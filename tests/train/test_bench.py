@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from polyad.parallel import comm
+from polyad.train.bench import CONFIDENCE, RandomTraining, interval
 from polyad.train.config.run import load_config
-from polyad.train.forecast.measured import CONFIDENCE, RandomTraining, interval
 from polyad.train.loop.statistics import routing_record
 from tests.helpers.runs import write_config
 

@@ -1,10 +1,7 @@
-"""Measurements of a configuration on this machine: real steps on random samples (`polyad bench`),
-or the single operations and collectives of a step, for a plan.
-"""
+"""Times real steps of a configuration on random samples (`polyad bench`)."""
 
 import gc
 import math
-import os
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -12,27 +9,20 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from polyad.parallel import comm
-from polyad.parallel.plan.devices import Device
-from polyad.parallel.plan.replay import exchanged_here, host_seconds, replayed
 from polyad.parallel.source import InitialWeights
 from polyad.train.config.adaptation import model_of
 from polyad.train.config.distillation import teacher_here
-from polyad.train.config.environment import agreed_facts
 from polyad.train.config.parts import engine_of
 from polyad.train.config.rules import validate
 from polyad.train.config.run import RunConfig
 from polyad.train.console import Progress
 from polyad.train.errors import RunError
 from polyad.train.experts.replay import force_equal_loads
-from polyad.train.forecast.forecast import Machines, describe_forecast
-from polyad.train.forecast.step import OWN_NUMBERS, footprint
-from polyad.train.forecast.times import StepTime
-from polyad.train.guard.memory import is_out_of_memory
+from polyad.train.guard.memory import SMALLER, is_out_of_memory
 from polyad.train.layout.trial import micro_batches
 from polyad.train.loop.device import Prefetch, allow_tf32, peak_memory_bytes
 from polyad.train.loop.metrics import peak_flops
@@ -120,7 +110,6 @@ class RandomTraining:
             LEARNING_RATE,
             losses=self._config.loss,
             progress=0.5,
-            own=lambda: (0,) * OWN_NUMBERS,
         )
 
 
@@ -173,10 +162,7 @@ def time_steps(
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        raise RunError(
-            f"out of memory; lower train.micro_batch_size (now {config.train.micro_batch_size}), "
-            f"or set model.recompute=block (now {getattr(config.model, 'recompute', 'none')})"
-        ) from None
+        raise RunError(f"out of memory; {SMALLER}") from None
     memory = comm.max_over_ranks(
         torch.tensor(peak_memory_bytes(world.device), device=world.device)
     ).item()
@@ -244,76 +230,3 @@ def interval(values: Sequence[float]) -> tuple[float, float] | None:
         k += 1
     ordered = sorted(values)
     return (ordered[k - 1], ordered[-k]) if k else None
-
-
-LIBRARIES = 400_000_000
-"""Bytes of memory for Python and its libraries per process."""
-
-
-def forecast_here(
-    config: RunConfig, processes: int, *, check_steps: int = 0
-) -> dict[str, Any] | None:
-    """Predicts a run on processes of this machine, all of which call this.
-
-    Args:
-        config: Resolved configuration.
-        processes: Number of processes, started by torchrun if there are several.
-        check_steps: Number of real steps to measure afterwards.
-
-    Returns:
-        JSON values, with `measured` if steps were run; None except on one process.
-    """
-    dims = validate(config, processes)
-    found = footprint(config, dims)
-    degrees = config.parallel
-    world = comm.initialize(
-        degrees.timeout_minutes,
-        degrees.tensor_parallel_size,
-        degrees.expert_parallel_size,
-        agreed_facts(config, None),
-    )
-    progress = Progress("operations", len(found.work), "op") if world.is_main else _silent
-    spent = replayed(found.work, progress)
-    between = host_seconds() * sum(times for _, times in found.work)
-    kinds = {"products": 0.0, "attention": 0.0, "memory": 0.0}
-    products = {each.name for each, _ in found.work if each.flops}
-    for (_, name), seconds in spent.items():
-        kind = "attention" if "attention" in name else "memory"
-        kinds["products" if kind == "memory" and name in products else kind] += seconds
-    exposed = exchanged_here(dims, found.exchanges)  # a CPU does not compute while sending
-    total = StepTime(**kinds, idle=between, exposed=exposed, hidden=0.0)
-    measured = _measured(config, world, check_steps) if check_steps else None
-    comm.shutdown()
-    if not world.is_main:
-        return None
-    memory = found.memory | {"libraries": LIBRARIES}
-    machines = Machines(device=_this_machine(processes), nodes=1, processes_per_node=processes)
-    result = describe_forecast(config, dims, machines, found, total, memory, peak=None)
-    if measured is not None:
-        off = total.total / measured - 1
-        result["measured"] = {"step_seconds": measured, "prediction_off_by": off}
-    return result
-
-
-def _silent(share: float) -> None:
-    """Ignores progress; only one process reports it."""
-
-
-def _this_machine(processes: int) -> Device:
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // processes
-    return Device(
-        name="cpu-here",
-        peaks=(0.0, 0.0, 0.0),
-        memory=memory,
-        bandwidth=0.0,
-        node_link=0.0,
-        network_link=0.0,
-        processors=0,
-    )
-
-
-def _measured(config: RunConfig, world: comm.World, steps: int) -> float:
-    """The median time of real steps, after one warm-up step."""
-    ends = RandomTraining(config, world).ends(1 + steps)
-    times = sorted(b - a for a, b in pairwise(ends))
-    return times[(len(times) - 1) // 2]

@@ -1,1 +1,0 @@
-"""Plans a step without GPUs: memory, communication and computation on simulated ranks."""

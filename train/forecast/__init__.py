@@ -1,1 +1,0 @@
-"""Predictions of the memory, time and cost of a run, without its machines."""

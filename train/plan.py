@@ -1,0 +1,267 @@
+"""What a run takes on each layout: memory, traffic and FLOPs, without its machines.
+
+Model states are exact. A micro-batch is run on shapes alone for the memory of what it computes, and
+for what layers exchange.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from math import inf
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from polyad.model.build import build_model, count_parameters, matrix_dimensions
+from polyad.model.decoder import DecoderSettings
+from polyad.model.feedforward import FeedForward
+from polyad.model.output import ModelOutput
+from polyad.model.smoe.config import SelectingConfig
+from polyad.model.smoe.layer import SelectingMoE
+from polyad.parallel.dims import Dims, LayoutError, divisors
+from polyad.parallel.expert import connect_without_engine
+from polyad.parallel.parallelize import split_layers
+from polyad.parallel.plan import (
+    buffer_bytes,
+    flat_groups,
+    model_states,
+    peak_memory,
+    zero_traffic,
+)
+from polyad.parallel.sequence import sum_gradients
+from polyad.parallel.shapes import (
+    Held,
+    Traffic,
+    allocate,
+    assume_even_rows,
+    pretended_world,
+    shapes_only,
+)
+from polyad.parallel.vocabulary import token_losses
+from polyad.parallel.zero import DTYPES, StepResult
+from polyad.train.config.adaptation import model_of
+from polyad.train.config.distillation import teacher_model
+from polyad.train.config.rules import validate
+from polyad.train.config.run import RunConfig
+from polyad.train.errors import ConfigError
+from polyad.train.loop.optimizer import build_optimizer
+from polyad.train.loop.step import issue_step
+from polyad.train.tasks.block_teacher import BlockTeacher
+from polyad.train.tasks.losses import Teacher, cross_entropy
+from polyad.train.tasks.random_input import flops_of_unit, losses_for, random_batch
+
+GROUPS = {"tensor": "tensor", "expert": "expert"}
+"""Groups of ranks that exchange activations; all others exchange gradients, weights and sums."""
+LAST = 1 - 1e-6
+"""Share of a run's steps done when it takes most."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Footprint:
+    """What one process takes in a step."""
+
+    states: dict[str, int]
+    """Bytes between steps: `weights`, `gradients` and `optimizer`."""
+    memory: dict[str, int]
+    """Bytes at the peak by part, with `activations` (and logits), `buffers` and maybe `teacher`."""
+    sent: dict[str, int]
+    """Bytes sent in a step to `tensor`-, `expert`- and `data`-parallel ranks."""
+    parameters: int
+    """Weights on this process, before ZeRO divides them, with padding."""
+
+    @property
+    def total(self) -> int:
+        """Bytes at the peak."""
+        return sum(self.memory.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Computed:
+    """What a micro-batch takes, whatever the ZeRO stage."""
+
+    gradients: list[tuple[int, int]]
+    sent: dict[str, int]
+    teacher: int
+
+
+class _ShapeEngine:
+    """Stands in for `Engine` in a step on shapes: gradients vanish as soon as they are complete."""
+
+    def __init__(self, module: nn.Module, tensor_parallel: bool, held: Held) -> None:
+        self.module, self.device = module, torch.device("cpu")
+        self.cross_entropy = token_losses if tensor_parallel else cross_entropy
+        self.gradients: list[tuple[int, int]] = []
+        self._held = held
+        for parameter in module.parameters():
+            if parameter.requires_grad:
+                hook: Any = parameter.register_post_accumulate_grad_hook
+                hook(self._arrived)
+
+    def _arrived(self, parameter: Tensor) -> None:
+        parameter.grad = None
+        self.gradients.append((self._held.restart(), parameter.numel()))
+
+    def __call__(self, *inputs: Tensor, **named: Tensor) -> ModelOutput:
+        output: ModelOutput = self.module(*inputs, **named)
+        return output
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def step(self, learning_rate: float, refuse_above: float = inf) -> StepResult:
+        return StepResult(True, 0.0)
+
+
+def footprint(config: RunConfig, dims: Dims, *, on_gpu: bool = True) -> Footprint:
+    """Returns what a process takes in one of a run's last steps.
+
+    Args:
+        config: Resolved configuration that fits the layout.
+        dims: The layout.
+        on_gpu: Whether to use the operations of a GPU.
+    """
+    return next(footprints(config, dims, [config.parallel.zero_stage], on_gpu=on_gpu))
+
+
+def footprints(
+    config: RunConfig, dims: Dims, stages: list[int], *, on_gpu: bool = True
+) -> Iterator[Footprint]:
+    """Yields what a process takes with each ZeRO stage; see `footprint`."""
+    train, averaged = config.train, config.train.ema is not None
+    micro_batches = dims.accumulation_steps(train.global_batch_size, train.micro_batch_size)
+    with pretended_world(dims) as world:
+        model = model_of(config)
+        num_parameters = count_parameters(model)
+        dimensions = matrix_dimensions(model)
+        split_layers(model, config.parallel, world)
+        optimizer = build_optimizer(
+            config.optimizer, [(n, p, dimensions[n]) for n, p in model.named_parameters()]
+        )
+        flat = flat_groups(model, optimizer, dims, averaged=averaged)
+        computed = _micro_batch(config, dims, model, on_gpu=on_gpu)
+    sent = {key: micro_batches * size for key, size in computed.sent.items()}
+    for stage in stages:
+        parallel = config.parallel.model_copy(update={"zero_stage": stage})
+        states = model_states(flat, parallel, train.precision, buffer_bytes(model))
+        memory = peak_memory(
+            flat,
+            parallel,
+            train.precision,
+            states=states,
+            computed=computed.gradients,
+            num_parameters=num_parameters,
+            accumulates=micro_batches > 1,
+            temporaries=0 if on_gpu and isinstance(optimizer, torch.optim.AdamW) else 2,
+        )
+        if computed.teacher:
+            memory["teacher"] = computed.teacher
+        others = {"data": zero_traffic(flat, stage, train.precision, micro_batches)}
+        yield Footprint(
+            states=states,
+            memory=memory,
+            sent={key: sent.get(key, 0) for key in GROUPS} | others,
+            parameters=sum(each.total for each in flat),
+        )
+
+
+def _micro_batch(config: RunConfig, dims: Dims, model: nn.Module, *, on_gpu: bool) -> _Computed:
+    """Runs a micro-batch of a split model; its parameters are allocated."""
+    train, held, traffic = config.train, Held(), Traffic(dims)
+    connect_without_engine(
+        (
+            layer
+            for layer in model.modules()
+            if isinstance(layer, SelectingMoE) and dims.expert_parallel_size > 1
+        ),
+        dims.tensor_parallel_size,
+    )
+    assume_even_rows(model)
+    batch = random_batch(config.model, range(train.micro_batch_size), config.data)
+    with shapes_only(held, traffic, on_gpu=on_gpu):
+        allocate(model, DTYPES[train.precision])
+        if config.parallel.sequence_parallel:
+            sum_gradients(model)
+        before = held.now
+        teacher = _teacher(config)
+        taught = held.now - before
+        if isinstance(teacher, BlockTeacher):
+            teacher.teach(model)
+        engine: Any = _ShapeEngine(model.train(), dims.tensor_parallel_size > 1, held)
+        grows = getattr(config.model.known_feed_forward(), "final_top_k", None) is not None
+        for _ in range(2 if grows else 1):
+            traffic.sent.clear()
+            engine.gradients.clear()
+            held.restart()
+            base = held.now
+            issue_step(
+                engine,
+                losses_for(config.model, teacher),
+                iter([tree_map(torch.empty_like, batch)]),
+                1,
+                1e-3,
+                losses=config.loss,
+                progress=LAST,
+            )
+            engine.gradients.append((held.restart(), 0))
+    gradients = [(most - base, elements) for most, elements in engine.gradients]
+    return _Computed(gradients=gradients, sent=dict(traffic.sent), teacher=taught)
+
+
+def _teacher(config: RunConfig) -> Teacher | BlockTeacher | None:
+    """The run's teacher, or teaching feed-forwards, whole on each process, without values."""
+    dtype, loss = DTYPES[config.train.precision], config.distill.blocks
+    if loss is None:
+        settings = teacher_model(config)
+        if settings is None:
+            return None
+        model = build_model(settings).requires_grad_(False).eval()
+        allocate(model, dtype)
+        return Teacher(model, config.distill)
+    assert isinstance(config.model, DecoderSettings)
+    model = build_model(config.model.original()).requires_grad_(False).eval()
+    layers = {}
+    for block in config.model.replaced_blocks():
+        layer = model.get_submodule(f"blocks.{block}.feed_forward")
+        assert isinstance(layer, FeedForward)
+        allocate(layer, dtype)
+        layers[block] = layer
+    return BlockTeacher(layers, loss)
+
+
+def layouts(config: RunConfig, processes: int) -> Iterator[tuple[RunConfig, Dims, Footprint]]:
+    """Yields every valid layout of a run on a number of processes, and what it takes.
+
+    The global batch, the micro-batch and the other keys are those of the configuration.
+    """
+    sparse = isinstance(config.model.known_feed_forward(), SelectingConfig)
+    for tensor in divisors(processes):
+        shares = divisors(processes // tensor) if sparse else [1]
+        for expert, sequence in product(shares, (False, True) if tensor > 1 else (False,)):
+            degrees: dict[str, Any] = {
+                "tensor_parallel_size": tensor,
+                "expert_parallel_size": expert,
+                "sequence_parallel": sequence,
+            }
+            stages, valid = [], {}
+            for stage in (1, 2, 3) if processes > 1 else (1,):
+                changed = degrees | {"zero_stage": stage}
+                parallel = config.parallel.model_copy(update=changed)
+                other = config.model_copy(update={"parallel": parallel})
+                try:
+                    dims = validate(other, processes)
+                except (ConfigError, LayoutError):
+                    continue
+                stages.append(stage)
+                valid[stage] = other
+            if stages:
+                found = footprints(valid[stages[0]], dims, stages)
+                for stage, each in zip(stages, found, strict=True):
+                    yield valid[stage], dims, each
+
+
+def flops_per_step(config: RunConfig) -> int:
+    """Model FLOPs of a step of all processes; recomputation does not count."""
+    units = config.train.global_batch_size * config.model.units_per_sample()
+    return flops_of_unit(config.model, config.data) * units
