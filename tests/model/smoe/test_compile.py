@@ -45,7 +45,7 @@ def assert_compiles(small_model, random_ids, options, recompute="none", backend=
 
 @everyday(
     ("graph", "recompute"),
-    [("similarity", "none"), ("attention", "block"), ("attention, lower entropy", "none")],
+    [("similarity", "none"), ("attention", "block"), ("one head's own values", "none")],
     keep=[("attention", "block")],
 )
 def test_graphs_are_traced_whole(small_model, random_ids, graph, recompute):
