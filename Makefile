@@ -26,10 +26,10 @@ setup-eval: setup  ## lm-eval too
 	@$(RUN) pip install --disable-pip-version-check -q -c constraints.txt -e '.[eval]'
 
 quickstart: setup  ## text to perplexity in two processes: minutes
-	@$(RUN) polyad.launch quickstart
+	@PATH="$(CURDIR)/$(BIN):$$PATH" sh configs/quickstart/run.sh
 
 quickstart-images: setup  ## images to accuracy in two processes: minutes; SOURCE=hub:uoft-cs/cifar10
-	@$(RUN) polyad.launch quickstart --images $(SOURCE)
+	@PATH="$(CURDIR)/$(BIN):$$PATH" sh configs/quickstart/run-images.sh $(SOURCE)
 
 test: setup  ## the everyday suite and one slice of the slow tests
 	@$(RUN) pytest -q --slice due $(IN_THREE) --durations=10

@@ -8,7 +8,7 @@ from typing import NoReturn
 
 from polyad.launch.processes import end_at_signals, unblock_signals
 
-TRAINING = frozenset({"train", "launch", "study", "quickstart"})
+TRAINING = frozenset({"train", "launch", "study"})
 """Commands that end cleanly at a signal: progress is saved, and a line says so."""
 
 

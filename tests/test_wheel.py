@@ -89,7 +89,7 @@ def test_a_wheel_holds_all_that_is_read_and_takes_one_name(wheel: Path) -> None:
         ["git", "ls-files", "model", "parallel", "train", "data", "launch", "configs"],
         cwd=ROOT, capture_output=True, text=True, check=True,
     ).stdout.split()  # fmt: skip
-    wanted = (".py", ".txt", ".yaml", ".json", ".html", ".css")
+    wanted = (".py", ".txt", ".yaml", ".json", ".html", ".css", ".sh")
     for name in tracked:
         if name.endswith(wanted) and "studies/results" not in name and (ROOT / name).exists():
             assert f"polyad/{name}" in names

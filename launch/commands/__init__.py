@@ -13,13 +13,11 @@ from polyad.launch.commands import (
     predict,
     report,
     runs,
-    start,
     study,
     weights,
 )
 
 GROUPS: dict[str, tuple[Command, ...]] = {
-    "start": (start.quickstart,),
     "data": (data.prepare,),
     "before a run": (
         runs.keys,

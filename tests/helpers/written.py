@@ -21,7 +21,6 @@ from polyad.data.sequences.config import BENCHMARKS
 from polyad.launch.cli import run
 from polyad.launch.command import Command, Parser
 from polyad.launch.commands import COMMANDS
-from polyad.launch.quickstart import IMAGES_CONFIG, TEXT_CONFIG
 from polyad.model.decoder import DecoderSettings
 from polyad.train.config.run import load_config
 from polyad.train.study import StudyConfig
@@ -161,10 +160,8 @@ def commands_of_config(path: Path) -> list[Written]:
 def by_hand(words: Sequence[str]) -> list[Written] | None:
     """What a quickstart does; None of another command."""
     made = {
-        "make quickstart": TEXT_CONFIG,
-        "make quickstart-images": IMAGES_CONFIG,
-        "polyad quickstart": TEXT_CONFIG,
-        "polyad quickstart --images digits": IMAGES_CONFIG,
+        "make quickstart": "configs/quickstart/gpt2-smoe.yaml",
+        "make quickstart-images": "configs/quickstart/vmoe.yaml",
     }
     config = made.get(" ".join(words))
     return None if config is None else commands_of_config(ROOT / config)[1:]
@@ -172,7 +169,8 @@ def by_hand(words: Sequence[str]) -> list[Written] | None:
 
 def help_commands() -> dict[str, list[Written]]:
     """The examples of `polyad --help`; those of all commands, and of measurements."""
-    each = [command for name in COMMANDS for command in _examples(*name.split())]
+    each = [Written("Makefile", f"make quickstart{kind}") for kind in ("", "-images")]
+    each += [command for name in COMMANDS for command in _examples(*name.split())]
     measured = [command for name in SCRIPTS for command in _examples_of_script(name)]
     return {"polyad --help": _examples(), "polyad COMMAND --help": each + measured}
 

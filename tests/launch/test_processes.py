@@ -1,4 +1,4 @@
-"""Commands in processes of their own, as the quickstart and studies start them."""
+"""Commands in processes of their own, as studies start them."""
 
 import os
 import signal

@@ -1,65 +1,66 @@
-"""The parts of `make quickstart`; the whole of it takes minutes and is run by hand and by CI."""
+"""The quickstarts: what the scripts type is valid, and a small one goes from text to a table."""
 
+import os
+import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from polyad.launch.quickstart import (
-    TEXT_CONFIG,
-    TextQuickstart,
-    remove_previous_run,
-    step_to_go_on_from,
+from tests.helpers.started import ROOT
+from tests.helpers.written import parsed
+
+SCRIPTS = sorted((ROOT / "configs" / "quickstart").glob("*.sh"))
+SMALL = (
+    "model.hidden_size=32 model.num_heads=2 model.num_layers=2 model.sequence_length=32 "
+    "train.global_batch_size=4 train.micro_batch_size=2 evaluation.every=0 schedule.warmup_steps=1"
 )
-from polyad.train.errors import ConfigError
 
 
-def test_a_previous_run_is_deleted_and_nothing_else(tmp_path: Path) -> None:
-    remove_previous_run(tmp_path / "none")
-    run = tmp_path / "run"
-    run.mkdir()
-    (run / "config.yaml").write_text("")
-    (run / "checkpoints").mkdir()
-    (run / "notes.txt").write_text("mine")
-    with pytest.raises(ConfigError, match=r"notes\.txt"):
-        remove_previous_run(run)
-    (run / "notes.txt").unlink()
-    remove_previous_run(run)
-    assert not run.exists()
-    run.mkdir()
-    with pytest.raises(ConfigError, match=r"no config\.yaml"):
-        remove_previous_run(run)
-
-
-def test_a_run_that_was_stopped_goes_on_and_one_that_came_to_its_end_does_not(
-    tmp_path: Path,
-) -> None:
-    run, result = tmp_path / "run", tmp_path / "validation.json"
-    assert step_to_go_on_from(run, result) == 0
-    for step in (4, 94):
-        checkpoint = run / "checkpoints" / f"step-{step:08d}"
-        checkpoint.mkdir(parents=True)
-        (checkpoint / "manifest.json").write_text("{}")
-    assert step_to_go_on_from(run, result) == 94
-    result.touch()
-    assert step_to_go_on_from(run, result) == 0
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
+def test_each_line_is_a_command_that_can_be_typed(path: Path) -> None:
+    text = path.read_text().replace("\\\n", " ")
+    values = dict(re.findall(r"^(\w+)=(\S+)", text, re.MULTILINE)) | {"larger": "", "images": "x"}
+    found = re.findall(r"^ *(polyad .*)|  (polyad .*)", text, re.MULTILINE)
+    commands = [re.sub(r"\"?\$(\w+)\"?", lambda m: values[m[1]], a or b) for a, b in found]
+    assert len(commands) >= 7
+    for command in commands:
+        parsed(command.replace("'", "").split()[1:])
 
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_the_table_names_what_was_reached(
-    finished_run: tuple[Path, subprocess.CompletedProcess[str]], data: Path
-) -> None:
-    folder, done = finished_run
-    assert done.returncode == 0, done.stderr
-    result = {
-        **{"perplexity": 12.25, "tokens_scored": 1234},
-        **{"word_perplexity": 99.5, "bits_per_byte": 1.5},
-    }
-    quickstart = TextQuickstart(TEXT_CONFIG, folder.parent)
-    quickstart.run, quickstart.data = folder, data
-    rows = dict(quickstart.finish(result, half=2))
-    assert rows["perplexity"].startswith("12.2")
-    assert "step-00000002" in rows["continued"]
-    assert "tensorboard" in rows["curves"]
-    assert float(rows["unigram baseline"].split()[0]) > 1
+def test_a_small_quickstart_ends_with_its_table_and_again(tmp_path: Path) -> None:
+    text = (ROOT / "configs" / "quickstart" / "run.sh").read_text()
+    for old, new in (
+        (
+            "--source python-stdlib --tokenizer train:8192",
+            f"--source {tmp_path / 'text'} --tokenizer train:300",
+        ),
+        (
+            "train.steps=100 schedule.decay_steps=200",
+            f"train.steps=2 schedule.decay_steps=4 {SMALL}",
+        ),
+        ("--processes-per-node 2\n", f"--processes-per-node 2 train.steps=4 {SMALL}\n"),
+        ("step-00000100", "step-00000002"),
+    ):
+        assert old in text
+        text = text.replace(old, new)
+    (tmp_path / "text").mkdir()
+    for number in range(100):
+        words = "".join(f"line {n} of file {number}\n" for n in range(40))
+        (tmp_path / "text" / f"{number}.txt").write_text(words)
+    script = tmp_path / "run.sh"
+    script.write_text(text)
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = os.environ | {"PATH": path, "PYTHONPATH": str(ROOT / "src")}
+    for _ in range(2):
+        done = subprocess.run(
+            ["sh", str(script)], cwd=tmp_path, env=environment, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        table = dict(re.findall(r"^(\w[\w ]*?)  +(.*)", done.stdout, re.MULTILINE))
+        assert float(table["unigram baseline"].split()[0]) > 1
+        assert table["continued"].endswith("checkpoints/step-00000002")
+        assert re.fullmatch(r"[\d,]+ tokens/s in training on 2 processes", table["speed"])

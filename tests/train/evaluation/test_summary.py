@@ -7,7 +7,7 @@ import pytest
 
 from polyad.data.images.dataset import ImageData
 from polyad.data.images.prepare import prepare_images
-from polyad.train.evaluation.baselines import nearest_neighbour_accuracy, unigram_perplexity
+from polyad.train.evaluation.summary import nearest_neighbour_accuracy, unigram_perplexity
 from polyad.train.experts import token_classes
 
 
