@@ -24,9 +24,9 @@ class ParallelConfig(Config):
     data-parallel size and the number of experts. With a larger size each process holds fewer
     experts, and more tokens are exchanged."""
 
-    zero_stage: int = Field(default=1, ge=0, le=3)
-    """What ZeRO shards over data-parallel processes: 0 nothing, 1 the optimizer state, 2 also the
-    gradients, 3 also the parameters."""
+    zero_stage: int = Field(default=1, ge=1, le=3)
+    """What ZeRO shards over data-parallel processes: 1 the optimizer state, 2 also the gradients, 3
+    also the parameters."""
 
     bucket_size: int = Field(default=50_000_000, ge=1, le=10**12)
     """Number of gradient elements reduced in one call; one buffer of this size is allocated."""

@@ -1,7 +1,7 @@
 """Fills this rank's part of a model, and determines which part of it the rank writes.
 
 A fragment (`zero.py`) is a row-major range of one parameter's elements. Together the fragments of
-all ranks cover every parameter; under data parallelism without ZeRO they cover it once per rank.
+all ranks cover every parameter.
 """
 
 import math
@@ -123,37 +123,21 @@ def _owners_of_frozen(engine: Engine, named: Sequence[tuple[str, nn.Parameter]])
 def shares(engine: Engine) -> Iterator[Fragment]:
     """Yields what this rank writes to a checkpoint of weights and optimizer state.
 
-    A checkpoint's index lists every box of every tensor. Where several ranks have copies (in stage
-    0, and of parameters that tensor parallelism does not split), these are laid end to end and cut
-    into one range per rank, so that the list has few entries. Each element is written by exactly
-    one rank.
+    ZeRO leaves one copy of the optimizer's state in each tensor-parallel rank. Parameters that
+    tensor parallelism does not split are on every such rank: these are laid end to end and cut into
+    one range per rank, so that the index of a checkpoint, which lists every box, has few entries.
+    Each element is written by exactly one rank.
     """
+    world = engine.world
     held = list(fragments(engine).values())
-    for (rank, copies), some in _by_copies(engine, held).items():
-        total = sum(part.numel for part in some)
-        first, last = total * rank // copies, total * (rank + 1) // copies
-        at = 0
-        for part in some:
-            start, stop = max(first - at, 0), min(last - at, part.numel)
-            at += part.numel
-            if start < stop:
-                yield part.cut(start, stop)
-
-
-def _by_copies(engine: Engine, held: list[Fragment]) -> dict[tuple[int, int], list[Fragment]]:
-    """Groups fragments by the index of this rank's copy, and the number of copies.
-
-    ZeRO leaves one copy of the optimizer's state in each tensor-parallel rank; parameters that
-    tensor parallelism does not split are on every such rank.
-    """
-    world, found = engine.world, dict[tuple[int, int], list[Fragment]]()
-    for part in held:
-        parts = part.placement.expert_parallel_size
-        rank, copies = world.data_parallel_rank // parts, world.data_parallel_size // parts
-        if engine.stage:
-            rank, copies = 0, 1
-        if part.placement.replicated:
-            rank = rank * world.tensor_parallel_size + world.tensor_parallel_rank
-            copies *= world.tensor_parallel_size
-        found.setdefault((rank, copies), []).append(part)
-    return found
+    yield from (part for part in held if not part.placement.replicated)
+    some = [part for part in held if part.placement.replicated]
+    total = sum(part.numel for part in some)
+    rank, copies = world.tensor_parallel_rank, world.tensor_parallel_size
+    first, last = total * rank // copies, total * (rank + 1) // copies
+    at = 0
+    for part in some:
+        start, stop = max(first - at, 0), min(last - at, part.numel)
+        at += part.numel
+        if start < stop:
+            yield part.cut(start, stop)

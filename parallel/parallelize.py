@@ -31,7 +31,6 @@ from polyad.parallel.frozen_experts import drop_gradients, kept_experts
 from polyad.parallel.megatron import Mpu
 from polyad.parallel.regions import data_group
 from polyad.parallel.sequence import Tokens, cut_sequence, sum_gradients
-from polyad.parallel.shard import placement_of
 from polyad.parallel.source import Source
 from polyad.parallel.tables import parallelize_table
 from polyad.parallel.tensor import parallelize_tensors
@@ -105,7 +104,7 @@ def parallelize(
     left_out = of_base(model)
     # The order matters. Layers are split on the meta device; storage exists before the optimizer
     # sees it; blocks are compiled before the engine hooks them; values come last, because building
-    # an engine may step the optimizer (stage 0 in bf16) or round them (every bf16 stage).
+    # a bf16 engine rounds them.
     mpu = None
     dimensions = matrix_dimensions(model)
     tokens = split_layers(model, parallel, world)
@@ -120,7 +119,7 @@ def parallelize(
         drop_gradients(model.get_parameter(name), experts)
     if compiled:
         # DeepSpeed later concatenates them into one flat tensor.
-        flat = [p for p in model.parameters() if p.requires_grad and parallel.zero_stage in (1, 2)]
+        flat = [p for p in model.parameters() if p.requires_grad and parallel.zero_stage < 3]
         compile_model(model, placed_anywhere=any(p.numel() * p.element_size() % 16 for p in flat))
     if cuda_graph and world.device.type == "cuda":
         blocks = model.get_submodule("blocks")
@@ -130,20 +129,17 @@ def parallelize(
     if dims.expert_parallel_size > 1:
         split_expert_groups(optimizer)
     groups = [list(group["params"]) for group in optimizer.param_groups]
-    parameters = [p for group in groups for p in group]
     engine = Engine(
         model,
         optimizer,
         config,
-        clip_grad_norm,
         world=world,
         cross_entropy=cross_entropy,
-        copies=[_copies(p, world) for p in parameters],
         mpu=mpu,
         average_decay=average_decay,
         left_out=left_out,
     )
-    if parallel.zero_stage in (1, 2):
+    if parallel.zero_stage < 3:
         name_parts(engine, groups)
     comm.limit_waiting(parallel.timeout_minutes)
     fill(engine, source)
@@ -205,13 +201,6 @@ def _gather_what_others_read(model: nn.Module) -> None:
             gather_with(layer, layer.experts)  # scores read them
             if isinstance(layer.router.graph, AttentionGraph):
                 gather_with(block, block.get_submodule("attention.projection"))
-
-
-def _copies(parameter: nn.Parameter, world: comm.World) -> int:
-    """Returns how many ranks hold the same part of a parameter, before ZeRO shards it."""
-    placement = placement_of(parameter)
-    alike = world.data_parallel_size // placement.expert_parallel_size
-    return alike * world.tensor_parallel_size if placement.replicated else alike
 
 
 def _allocate(

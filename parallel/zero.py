@@ -9,7 +9,6 @@ is pinned.
 import logging
 import math
 import os
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -26,10 +25,9 @@ from polyad.model.output import ModelOutput
 from polyad.parallel import comm
 from polyad.parallel.checkpoint.format import EMA, MASTER
 from polyad.parallel.config import ParallelConfig
-from polyad.parallel.gradients import Fp32Gradients, InOneOrder
+from polyad.parallel.gradients import InOneOrder
 from polyad.parallel.megatron import Mpu
 from polyad.parallel.shard import Placement, group_name, placement_of
-from polyad.parallel.step_hooks import StageZeroHook, above
 
 Precision = Literal["fp32", "bf16"]
 CrossEntropy = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -107,10 +105,7 @@ def deepspeed_config(
 ) -> dict[str, Any]:
     """Builds DeepSpeed's configuration of a run.
 
-    In bf16 gradients accumulate in fp32, and are summed over ranks in fp32: by DeepSpeed in stages
-    1 to 3, by `Fp32Gradients` in stage 0, where DeepSpeed has no such mode. Stage 0 clips in
-    `StageZeroHook`, because DeepSpeed's own norm there ignores experts and tensor-parallel shards
-    and is not reported.
+    In bf16 gradients accumulate in fp32, and are summed over ranks in fp32.
     """
     stage = parallel.zero_stage
     bucket = min(parallel.bucket_size, max(num_parameters, 1))
@@ -118,7 +113,7 @@ def deepspeed_config(
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": micro_batch_size,
         "gradient_accumulation_steps": accumulation_steps,
-        "gradient_clipping": clip_grad_norm if stage else 0.0,
+        "gradient_clipping": clip_grad_norm,
         "zero_allow_untested_optimizer": True,
         "steps_per_print": None,
         "bf16": {"enabled": precision == "bf16"},
@@ -144,7 +139,7 @@ def deepspeed_config(
             # Smaller parameters are replicated on every rank; none in a small model.
             "stage3_param_persistence_threshold": min(100_000, num_parameters // 10_000),
         }
-    if precision == "bf16" and stage:
+    if precision == "bf16":
         config["data_types"] = {"grad_accum_dtype": "fp32"}
     return config
 
@@ -204,11 +199,8 @@ class Engine:
         module: the model, with its parameters allocated (and partitioned in stage 3).
         optimizer: the optimizer of these parameters.
         config: the result of `deepspeed_config`.
-        clip_grad_norm: maximum gradient norm, 0 for no clipping; used in stage 0.
         world: this rank.
         cross_entropy: the loss for logits as the module returns them, possibly split by vocabulary.
-        copies: for each parameter, in the optimizer's order, how many ranks hold the same part of
-            it.
         mpu: describes tensor parallelism to DeepSpeed; None without it.
         average_decay: decay per step of the moving average of the weights; None for no average.
         left_out: names of frozen weights that checkpoints leave out, because they are read again
@@ -220,11 +212,9 @@ class Engine:
         module: nn.Module,
         optimizer: torch.optim.Optimizer,
         config: dict[str, Any],
-        clip_grad_norm: float,
         *,
         world: comm.World,
         cross_entropy: CrossEntropy,
-        copies: list[int],
         mpu: Any = None,
         average_decay: float | None = None,
         left_out: frozenset[str] = frozenset(),
@@ -237,12 +227,14 @@ class Engine:
         self.cross_entropy = cross_entropy
         self.stage: int = config["zero_optimization"]["stage"]
         self._before_change: list[Callable[[], None]] = []
-        if self.stage == 0:
-            hook = StageZeroHook(clip_grad_norm, copies, world)
-            optimizer.register_step_pre_hook(hook)
-        # In every stage DeepSpeed lets this optimizer update masters and moments, and then updates
-        # the weights of the forward pass. The norm has been checked before that.
-        optimizer.register_step_pre_hook(lambda *_: self.about_to_change())
+        self._refuse_above = math.inf
+        self._refused: bool | None = False
+        """Whether the step is refused; None until its norm is known."""
+        self._replicas = 1
+        """Divisor of DeepSpeed's gradients: 1 if they are means, else the number of summands."""
+        # In every stage DeepSpeed computes the norm, lets this optimizer update masters and moments
+        # group by group, and then updates the weights of the forward pass.
+        optimizer.register_step_pre_hook(self._before_update)
         with comm.quiet(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             deepspeed.utils.groups.mpu = None  # forgets that of an earlier engine in this process
@@ -256,8 +248,6 @@ class Engine:
                     model=module, optimizer=optimizer, config=config, mpu=mpu
                 )
         assert self.deepspeed.basic_optimizer is optimizer
-        self._hook = hook if self.stage == 0 else ZeroHook(self.deepspeed.optimizer)
-        self._order: InOneOrder | None = None
         if self.stage == 3:
             # Experts are split over tensor-parallel ranks, too: their norms are summed like those
             # of all split parameters.
@@ -265,30 +255,17 @@ class Engine:
         if self.stage in (1, 2):
             zero = self.deepspeed.optimizer
             zero.has_overflow_partitioned_grads_serial = lambda: _some_not_finite(zero)
-        if self.stage:
-            trained = [p for p in self.module.parameters() if p.requires_grad]
-            self._order = _in_one_order(self.deepspeed.optimizer, trained)
-        if config["bf16"]["enabled"]:
-            self._average_in_fp32(config["zero_optimization"]["reduce_bucket_size"])
+        trained = [p for p in self.module.parameters() if p.requires_grad]
+        self._order = _in_one_order(self.deepspeed.optimizer, trained)
+        if config["bf16"]["enabled"] and self.stage in (1, 2):
+            # DeepSpeed would divide by the number of ranks in bf16 before it sums in fp32, which
+            # rounds unless the number is a power of two.
+            self.deepspeed.optimizer.gradient_average = False
+            self._replicas = world.data_parallel_size
         _restore_buffers(self.module, buffers)
         self._average_decay = average_decay
         averaged = () if average_decay is None else (EMA,)
         self.state_fields = (*state_fields(self.optimizer), *averaged)
-
-    def _average_in_fp32(self, bucket_size: int) -> None:
-        """Averages gradients in fp32 in the stages where DeepSpeed would round them to bf16."""
-        if isinstance(self._hook, StageZeroHook):
-            zero = self.deepspeed.optimizer
-            working = [p for group in zero.fp16_groups for p in group]
-            masters = [p for group in zero.fp32_groups for p in group]
-            pairs = list(zip(working, masters, strict=True))
-            self._hook.gradients = Fp32Gradients(pairs, replica_group, bucket_size, self.world)
-            self.deepspeed.enable_backward_allreduce = False
-        elif self.stage in (1, 2):
-            # DeepSpeed would divide by the number of ranks in bf16 before it sums in fp32, which
-            # rounds unless the number is a power of two.
-            self.deepspeed.optimizer.gradient_average = False
-            self._hook.replicas = self.world.data_parallel_size
 
     def fields_by_weight(self) -> dict[int, tuple[str, ...]]:
         """Maps the `id` of each weight to its state fields, for groups that list theirs."""
@@ -347,8 +324,7 @@ class Engine:
         The loss is multiplied by 1, or by NaN if it is not finite: then the gradients are NaN too,
         and every rank skips the step, whichever micro-batch it was.
         """
-        if self._order is not None:
-            self._order.begin()
+        self._order.begin()
         self.deepspeed.backward(loss * (1 + 0 * loss.detach()))
 
     def step(self, learning_rate: float, refuse_above: float = math.inf) -> StepResult | None:
@@ -368,10 +344,12 @@ class Engine:
             return None
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate * group.get(RATE_FACTOR, 1.0)
-        self._hook.grad_norm, self._hook.refuse_above = None, refuse_above
-        self._hook.refused = False
+        if self._replicas > 1:
+            for sums in self.deepspeed.optimizer.averaged_gradients.values():
+                torch._foreach_div_(list(sums), self._replicas)
+        self._refuse_above, self._refused = refuse_above, None
         self.deepspeed.step()
-        applied = self.deepspeed.was_step_applied() and not self._hook.refused
+        applied = self.deepspeed.was_step_applied() and not self._refused
         if applied and self._average_decay is not None:
             self._average(1 - self._average_decay)
         return StepResult(applied, self._grad_norm())
@@ -406,11 +384,33 @@ class Engine:
         averages, masters = zip(*pairs, strict=True)
         torch._foreach_lerp_(averages, masters, share)
 
+    def _before_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Called before the optimizer updates a group; takes its gradients if the step is refused:
+        then it changes nothing."""
+        if self._refused is None:  # in the first group of a step
+            norm = self._grad_norm()
+            self._refused = not math.isfinite(norm) or _above(norm, self._refuse_above)
+        if self._refused:
+            for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+                parameter.grad = None
+        self.about_to_change()
+
     def _grad_norm(self) -> float:
-        norm = self._hook.grad_norm
-        if norm is None and self.stage:
-            norm = self.deepspeed.get_global_grad_norm()
-        return float("nan") if norm is None else float(norm)
+        norm = float(self.deepspeed.optimizer._global_grad_norm)
+        return norm if norm >= 0 else math.nan  # DeepSpeed's -1: a part of it is not finite
+
+
+def _above(norm: float, limit: float) -> bool:
+    """Returns whether a norm is above a limit on any rank; the result is the same on all.
+
+    The norm is the same on all as well, unless a rank computes something different: without this
+    exchange one rank might skip a step that the others apply.
+
+    Args:
+        norm: the gradient norm.
+        limit: the same on all ranks; if it is infinite, nothing is exchanged.
+    """
+    return math.isfinite(limit) and comm.any_rank(not norm <= limit)
 
 
 @contextmanager
@@ -516,54 +516,6 @@ def _in_one_order(optimizer: Any, parameters: Sequence[nn.Parameter]) -> InOneOr
     return order
 
 
-class ZeroHook:
-    """Refuses steps in stages 1 to 3, where DeepSpeed's optimizers offer no hook.
-
-    Each of its optimizers computes the norm, calls `is_invalid_grad_norm` of its module with it,
-    and skips the step if that returns True. During a step this class replaces that function, and
-    reads the norm from the device only once: the optimizers call it again for each parameter group.
-
-    Args:
-        optimizer: DeepSpeed's optimizer, which wraps ours.
-    """
-
-    def __init__(self, optimizer: Any) -> None:
-        self.refuse_above = math.inf
-        self.refused = False
-        """Always False: DeepSpeed itself knows whether the last step was refused."""
-        self.grad_norm: float | None = None
-        """The norm of the last step; None if it was not computed because gradients overflowed."""
-        self.replicas = 1
-        """Divisor of DeepSpeed's gradients: 1 if they are means, else the number of summands."""
-        module: Any = sys.modules[type(optimizer).__module__]
-        is_invalid, step = module.is_invalid_grad_norm, optimizer.step
-
-        answer: list[bool] = []
-
-        def judge(norm: Any) -> bool:
-            if not answer:
-                value = float(norm)
-                # DeepSpeed's -1 means that a part of the norm is not finite.
-                valid = math.isfinite(value) and value >= 0
-                self.grad_norm = value if valid else None
-                judged = value if valid else math.nan
-                answer.append(above(judged, self.refuse_above) or not valid)
-            return answer[0]
-
-        def watched_step(*args: Any, **kwargs: Any) -> Any:
-            answer.clear()
-            if self.replicas > 1:
-                for sums in optimizer.averaged_gradients.values():
-                    torch._foreach_div_(list(sums), self.replicas)
-            module.is_invalid_grad_norm = judge
-            try:
-                return step(*args, **kwargs)
-            finally:
-                module.is_invalid_grad_norm = is_invalid
-
-        optimizer.step = watched_step
-
-
 def replica_group(parameter: Any) -> Any:
     """Returns the ranks that hold the same parameter and see other samples."""
     from deepspeed.moe.utils import is_moe_param
@@ -608,8 +560,7 @@ def fragments(engine: Engine) -> dict[str, Fragment]:
     Optimizer state that does not exist yet (before the first step) is created, as zeros.
     """
     held: dict[str, Fragment] = {}
-    locate = {0: _locate_replicated, 1: _locate_flat, 2: _locate_flat, 3: _locate_partitioned}
-    find = locate[engine.stage](engine)
+    find = _locate_partitioned(engine) if engine.stage == 3 else _locate_flat(engine)
     state = engine.optimizer.state
     fields_by_weight = engine.fields_by_weight()
     for name, parameter in engine.module.named_parameters():
@@ -650,10 +601,7 @@ def refresh(
 ) -> None:
     """Copies the master weights, and in stage 3 the frozen ones, to the forward pass's weights."""
     optimizer = engine.deepspeed.optimizer
-    if engine.stage == 0:
-        for fragment in held.values():
-            fragment.parameter.copy_(fragment.values[MASTER].view_as(fragment.parameter))
-    elif engine.stage == 3:
+    if engine.stage == 3:
         optimizer.checkpoint_event_prologue()  # drops the gathered copies of small parameters
         for fragment in held.values():
             partition: torch.Tensor = fragment.parameter.ds_tensor  # type: ignore[attr-defined]
@@ -674,16 +622,6 @@ def _step_device(engine: Engine, key: torch.Tensor) -> torch.device:
 
 
 # Each of these returns a function: parameter -> (key, position, start, numel), or None.
-
-
-def _locate_replicated(engine: Engine) -> Any:
-    """Stage 0: the whole parameter on every rank; in bf16 with DeepSpeed's fp32 master."""
-    working, masters = (
-        [p for group in getattr(engine.deepspeed.optimizer, groups, []) for p in group]
-        for groups in ("fp16_groups", "fp32_groups")
-    )
-    master_of = {id(p): master for p, master in zip(working, masters, strict=True)}
-    return lambda p: (master_of.get(id(p), p), 0, 0, p.numel())
 
 
 def _locate_flat(engine: Engine) -> Any:

@@ -53,10 +53,8 @@ def mean_gradient(stage: int, gradients: list[list[float]]) -> tuple[list[float]
         module,
         torch.optim.SGD(module.parameters(), lr=1.0),
         config,
-        0.0,
         world=world,
         cross_entropy=lambda logits, targets: logits,
-        copies=[world.size],
     )
     for of_ranks in gradients:
         x_S = torch.full((SIZE,), of_ranks[world.rank], dtype=torch.bfloat16)

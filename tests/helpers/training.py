@@ -67,7 +67,7 @@ def table_model(**feed_forward: Any) -> GPT2Config:
 class Case:
     """What is trained, and how."""
 
-    stage: int = 0
+    stage: int = 1
     precision: str = "fp32"
     optimizer: str = "adamw"
     learning_rate: float = 1e-2

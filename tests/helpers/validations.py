@@ -12,6 +12,7 @@ import torch
 
 from polyad.parallel import comm
 from polyad.parallel.checkpoint.manage import complete_checkpoints
+from polyad.parallel.zero import fragments
 from polyad.train.errors import Stopped
 from polyad.train.loop.loop import TrainLoop
 from polyad.train.pretrain import main
@@ -50,11 +51,12 @@ def run_with_bad_weights(config: Path, name: str, step: int, *overrides: str) ->
     save = TrainLoop._write_checkpoint
 
     def spoiled(self: TrainLoop) -> None:
-        module = self.engine.module
-        value = dict([*module.named_parameters(), *module.named_buffers()])[name]
-        if self.state.step == step:
+        values = dict(self.engine.module.named_buffers())
+        masters = fragments(self.engine)  # of this process
+        values |= {each: fragment.values["master"] for each, fragment in masters.items()}
+        if self.state.step == step and name in values:
             with torch.no_grad():
-                value.data.view(-1)[-1] = math.nan
+                values[name].view(-1)[-1] = math.nan
         save(self)
 
     with mock.patch.object(TrainLoop, "_write_checkpoint", spoiled):

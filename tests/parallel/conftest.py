@@ -7,11 +7,11 @@ from tests.helpers.training import train
 
 @pytest.fixture(scope="session")
 def whole_runs(workers, tmp_path_factory):
-    """A case in one process at stage 0, once: its result and its checkpoint."""
+    """A case in one process at stage 1, once: its result and its checkpoint."""
     made = {}
 
     def whole_run(case):
-        case = case.but(stage=0)
+        case = case.but(stage=1)
         if (key := repr(case)) not in made:
             folder = tmp_path_factory.mktemp("reference")
             result = workers(1).run(train, case.but(save_to=str(folder)))[0]

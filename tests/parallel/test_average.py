@@ -73,8 +73,8 @@ pytestmark = pytest.mark.distributed
 # Processes and what is trained: every stage, both precisions, experts and tensors that are cut.
 ONE = Case(average=0.7, last_step=5)
 CASES = {
-    "stage 0": (1, ONE),
-    "stage 0 in bf16 on two processes": (2, ONE.but(precision="bf16")),
+    "stage 1": (1, ONE),
+    "stage 1 in bf16 on two processes": (2, ONE.but(precision="bf16")),
     "stage 1, a skipped step": (2, ONE.but(stage=1, poison="loss", poison_step=2)),
     "stage 2 in bf16, experts": (2, ONE.but(stage=2, precision="bf16", expert=2,
                                             model=moe_model())),
@@ -87,7 +87,7 @@ CASES = {
 @everyday(
     ("processes", "case"),
     CASES.values(),
-    keep=["stage 0", "stage 2 in bf16, experts", "stage 3, a skipped step"],
+    keep=["stage 1", "stage 2 in bf16, experts", "stage 3, a skipped step"],
     ids=CASES,
 )
 def test_the_average_is_that_of_the_masters_after_each_applied_step(workers, processes, case):

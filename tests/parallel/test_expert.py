@@ -28,11 +28,11 @@ GRAPHS = ["none", "similarity", "attention"]
 EVERYDAY = [
     ((4, 2, 2), 2, "random", "similarity", 0.5),
     ((4, 2, 2), 1, "linear", "attention", 0.5),
-    ((4, 1, 4), 0, "cosine", "attention", 0.5),
+    ((4, 1, 4), 1, "cosine", "attention", 0.5),
     ((2, 1, 2), 1, "linear", "none", 0.5),
     ((4, 2, 2), 3, "cosine", "attention", 0.5),
 ]
-CASES = pairwise(itertools.product(LAYOUTS, [0, 1, 2, 3], SCORES, GRAPHS, [0.5, 0.0]), EVERYDAY)
+CASES = pairwise(itertools.product(LAYOUTS, [1, 2, 3], SCORES, GRAPHS, [0.5, 0.0]), EVERYDAY)
 LOSSES = LossConfig(load_balance=0.01, router_z=0.001)
 
 
@@ -106,8 +106,8 @@ def test_every_option_gives_equal_results(workers, whole_runs, section):
 
 @everyday(
     ("layout", "stage"),
-    itertools.product(LAYOUTS[1:], [0, 1, 2, 3]),
-    keep=[((4, 2, 2), 0), ((4, 1, 4), 2)],
+    itertools.product(LAYOUTS[1:], [1, 2, 3]),
+    keep=[((4, 2, 2), 1), ((4, 1, 4), 2)],
     ids=lambda case: f"{name(case[0])}-{case[1]}",
 )
 def test_adamw_gives_equal_losses(workers, whole_runs, layout, stage):
@@ -118,7 +118,7 @@ def test_adamw_gives_equal_losses(workers, whole_runs, layout, stage):
     assert near(workers(processes).run(train, case)[0]["losses"], expected["losses"])
 
 
-@everyday("stage", [0, 1, 2, 3], keep=[2])
+@everyday("stage", [1, 2, 3], keep=[2])
 @everyday("layout", [(2, 1, 2), (4, 2, 2)], keep=[(4, 2, 2)], ids=name)
 def test_bf16_stays_near_fp32(workers, whole_runs, layout, stage):
     # Widths that are multiples of 8, which the grouped product takes in bf16.

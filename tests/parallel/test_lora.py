@@ -55,14 +55,14 @@ CASES = {
 }
 # Kind, processes, tensor-parallel ones, expert-parallel ones, ZeRO stage, sequence parallelism.
 EVERYDAY = [
-    ("dense", 2, 2, 1, 0, True),
+    ("dense", 2, 2, 1, 1, True),
     ("experts", 4, 2, 2, 1, False),
     ("cp", 2, 2, 1, 3, False),
     ("experts", 4, 2, 2, 3, False),
     ("one head of keys", 2, 2, 1, 1, True),
     ("norm over heads", 2, 1, 2, 1, False),
     ("latent", 4, 2, 2, 1, True),
-    ("sinks", 2, 2, 1, 0, False),
+    ("sinks", 2, 2, 1, 1, False),
     ("multipliers", 4, 2, 2, 2, True),
 ]
 
@@ -78,7 +78,7 @@ def allowed(kind, processes, tensor, expert, stage, sequence):
     )
 
 
-EVERY = itertools.product(CASES, (2, 4), (1, 2), (1, 2), range(4), (False, True))
+EVERY = itertools.product(CASES, (2, 4), (1, 2), (1, 2), (1, 2, 3), (False, True))
 ROWS = pairwise((row for row in EVERY if allowed(*row)), EVERYDAY)
 
 
@@ -262,7 +262,7 @@ def test_frozen_experts_change_no_step_of_the_others(workers, tmp_path):
         assert torch.equal(some[key][1], value[1]) != is_stack, key
 
 
-@everyday("stage", [0, 1, 3], keep=[1])
+@everyday("stage", [1, 3], keep=[1])
 def test_a_group_moves_by_its_factor_of_the_step(workers, tmp_path, stage):
     case = SGD.but(clip=0.0, learning_rate=0.1, last_step=1)
     workers(1).run(train, case.but(save_to=str(tmp_path / "plain")))

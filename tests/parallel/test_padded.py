@@ -111,12 +111,12 @@ SECTIONS = {
 }
 # Processes, tensor-parallel ones, expert-parallel ones, ZeRO stage, samples of a micro-batch.
 LAYOUTS = [
-    *((1, 1, 1, 0, size) for size in (1, 2, 4)),
-    *((2, 1, 1, stage, size) for stage, size in itertools.product((0, 1, 2), (1, 4))),
-    *((2, 1, 2, stage, size) for stage, size in ((0, 1), (2, 2))),
+    *((1, 1, 1, 1, size) for size in (1, 2, 4)),
+    *((2, 1, 1, stage, size) for stage, size in itertools.product((1, 2), (1, 4))),
+    *((2, 1, 2, stage, size) for stage, size in ((1, 1), (2, 2))),
     (2, 2, 1, 1, 1),
     (4, 2, 2, 1, 2),
-    (4, 1, 4, 0, 1),
+    (4, 1, 4, 1, 1),
 ]
 
 
@@ -164,12 +164,12 @@ def whole(workers, tmp_path_factory):
         if (kind, section) not in (("bert", "pools"), ("gpt2", "pools of whole samples"))
     ],
     keep=[
-        ("gpt2", "smoe", (1, 1, 1, 0, 1)),
+        ("gpt2", "smoe", (1, 1, 1, 1, 1)),
         ("bert", "similarity", (2, 1, 1, 2, 4)),
         ("gpt2", "attention", (2, 1, 1, 1, 1)),
         ("bert", "smoe", (4, 2, 2, 1, 2)),
-        ("gpt2", "emoe", (1, 1, 1, 0, 2)),
-        ("bert", "pools of whole samples", (2, 1, 2, 0, 1)),
+        ("gpt2", "emoe", (1, 1, 1, 1, 2)),
+        ("bert", "pools of whole samples", (2, 1, 2, 1, 1)),
     ],
 )
 def test_any_micro_batches_give_one_gradient(workers, whole, tmp_path, kind, section, layout):

@@ -126,7 +126,7 @@ def test_losses_and_norms_are_those_of_one_process(
 @everyday(
     "change",
     [
-        {"stage": 0},
+        {"stage": 1},
         {"stage": 3},
         {"model": MODEL.model_copy(update={"recompute": "block"})},
         # 15 tokens have no equal halves, and 3 of them no quarters.
@@ -134,7 +134,7 @@ def test_losses_and_norms_are_those_of_one_process(
         {"model": MODEL.model_copy(update={"sequence_length": 3}), "micro_batch": 1, "tensor": 4},
     ],
     keep=["15 tokens"],
-    ids=["stage 0", "stage 3", "recomputed", "15 tokens", "3 tokens"],
+    ids=["stage 1", "stage 3", "recomputed", "15 tokens", "3 tokens"],
 )
 def test_every_stage_and_any_number_of_tokens(workers, whole_runs, change):
     case = SGD.but(**{"stage": 1, "tensor": 2} | change)

@@ -17,7 +17,7 @@ MODELS = {
     "gated": table_model(activation="swiglu", hidden_size=24),
     "transcoder": table_model(kind="transcoder"),
 }
-LAYOUTS = [(2, 1, 3), (2, 2, 0), (2, 2, 3), (4, 2, 2), (4, 4, 1)]
+LAYOUTS = [(2, 1, 3), (2, 2, 1), (2, 2, 3), (4, 2, 2), (4, 4, 1)]
 
 
 @everyday(

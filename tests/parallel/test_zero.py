@@ -32,18 +32,14 @@ def test_an_odd_bucket_is_one_that_deepspeed_takes():
     assert made(1, bucket_size=8)["zero_optimization"]["allgather_bucket_size"] == 8
 
 
-def test_stage_0_clips_in_our_hook_and_the_others_in_deepspeed():
-    assert [made(stage)["gradient_clipping"] for stage in range(4)] == [0.0, 0.7, 0.7, 0.7]
-
-
-def test_bf16_accumulates_in_fp32_where_deepspeed_can():
-    kinds = [made(stage, "bf16").get("data_types") for stage in range(4)]
-    assert kinds == [None] + [{"grad_accum_dtype": "fp32"}] * 3
+def test_bf16_accumulates_in_fp32():
+    kinds = [made(stage, "bf16").get("data_types") for stage in (1, 2, 3)]
+    assert kinds == [{"grad_accum_dtype": "fp32"}] * 3
 
 
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize(("stage", "path"), [(3, ""), (0, os.environ["PATH"])])
+@pytest.mark.parametrize(("stage", "path"), [(3, ""), (1, os.environ["PATH"])])
 def test_no_compiler_is_needed_or_used(tmp_path, stage, path):
     # Neither found on an empty PATH, nor called where there is one.
     code = (
@@ -63,7 +59,7 @@ def test_no_compiler_is_needed_or_used(tmp_path, stage, path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize(
     ("num_experts", "precision", "odd"), [(8, "bf16", False), (4, "bf16", True), (4, "fp32", False)]
 )
@@ -71,5 +67,4 @@ def test_a_compiler_is_told_where_weights_may_begin(workers, stage, num_experts,
     """The bias of a router of 4 experts has 8 bytes, and what follows begins in between."""
     model = moe_model(num_experts=num_experts).model_copy(update={"hidden_size": 32})
     case = Case(stage=stage, precision=precision, model=model)
-    odd = odd and stage > 0
     assert workers(1).run(places_of_weights, case) == [(odd, odd)]

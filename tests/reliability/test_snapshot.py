@@ -24,11 +24,11 @@ MODELS = {
 """The sparse one has state in buffers."""
 # Kind, processes, tensor-parallel ones, expert-parallel ones, ZeRO stage.
 LAYOUTS = [
-    *(("dense", 2, 1, 1, stage) for stage in range(4)),
-    *(("dense", 2, 2, 1, stage) for stage in (0, 1, 3)),
+    *(("dense", 2, 1, 1, stage) for stage in (1, 2, 3)),
+    *(("dense", 2, 2, 1, stage) for stage in (1, 3)),
     ("mumoe", 2, 2, 1, 1),
     ("mumoe", 2, 1, 1, 3),
-    *(("smoe", 2, 1, 2, stage) for stage in range(3)),
+    *(("smoe", 2, 1, 2, stage) for stage in (1, 2)),
     ("smoe", 4, 2, 2, 1),
 ]
 
@@ -43,7 +43,7 @@ def assert_same(folder, files):
     ("kind", "processes", "tensor", "expert", "stage", "precision"),
     [(*layout, precision) for layout in LAYOUTS for precision in ("fp32", "bf16")],
     keep=[
-        ("dense", 2, 1, 1, 0, "fp32"),
+        ("dense", 2, 1, 1, 1, "fp32"),
         ("dense", 2, 1, 1, 3, "bf16"),
         ("smoe", 2, 1, 2, 1, "fp32"),
     ],
@@ -60,15 +60,13 @@ def test_a_snapshot_is_the_checkpoint_of_its_moment_to_the_last_byte(
     assert_same(tmp_path, processes + 6)
 
 
-@pytest.mark.parametrize(
-    ("stage", "precision"), [(0, "fp32"), (0, "bf16"), (1, "bf16"), (3, "fp32")]
-)
+@pytest.mark.parametrize(("stage", "precision"), [(1, "fp32"), (1, "bf16"), (3, "fp32")])
 def test_the_engine_tells_once_before_anything_changes(workers, stage, precision):
     case = Case(stage=stage, precision=precision, average=0.9)
     assert workers(1).run(changes_told, case) == [[True]]
 
 
-@everyday("stage", [0, 1, 2, 3], keep=[1])
+@everyday("stage", [1, 2, 3], keep=[1])
 def test_without_the_wait_it_would_be_another_one(workers, tmp_path, stage):
     case = Case(stage=stage, precision="bf16")
     assert workers(1).run(save_both_ways, case, str(tmp_path), waits=False) == [False]

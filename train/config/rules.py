@@ -90,7 +90,7 @@ def validate(config: RunConfig, world_size: int) -> Dims:
     if config.model.compile and config.parallel.zero_stage == 3:
         raise ConfigError(
             "model.compile: true is not allowed with parallel.zero_stage: 3: DeepSpeed's "
-            "hooks on every module send the compiler back to eager code; use stage 0, 1 or 2"
+            "hooks on every module send the compiler back to eager code; use stage 1 or 2"
         )
     check_cuda_graph(config, dims)
     return dims
@@ -132,7 +132,7 @@ def check_cuda_graph(config: RunConfig, dims: Dims) -> None:
         ),
         (
             config.parallel.zero_stage < 3,
-            "parallel.zero_stage of 0, 1 or 2: stage 3 moves weights",
+            "parallel.zero_stage of 1 or 2: stage 3 moves weights",
         ),
         (
             dims.tensor_parallel_size == 1 and not (mixes and dims.data_parallel_size > 1),
@@ -352,7 +352,7 @@ def check_muon(config: RunConfig) -> None:
     """
     if config.optimizer.kind != "muon":
         return
-    for key, allowed in (("zero_stage", (0, 1, 2)), ("tensor_parallel_size", (1,))):
+    for key, allowed in (("zero_stage", (1, 2)), ("tensor_parallel_size", (1,))):
         if (value := getattr(config.parallel, key)) not in allowed:
             said = f"allowed: {', '.join(map(str, allowed))}"
             raise ConfigError(

@@ -141,7 +141,7 @@ NAMED = 10
 
 def alone(config: RunConfig, data_parallel_size: int) -> RunConfig:
     """The same small configuration for one process, without sharding."""
-    simple = ParallelConfig(zero_stage=0, timeout_minutes=config.parallel.timeout_minutes)
+    simple = ParallelConfig(timeout_minutes=config.parallel.timeout_minutes)
     train = config.train
     if norms_over_batch(config.model):
         # Its means are over the samples of all processes, so one process takes as many at once.

@@ -15,17 +15,17 @@ pytestmark = pytest.mark.distributed
 
 # (processes, tensor-parallel ones, expert-parallel ones, ZeRO stage)
 SHAPES = [(1, 1, 1), (2, 1, 2), (4, 1, 2), (4, 1, 4), (4, 2, 2), (2, 1, 1), (2, 2, 1)]
-LAYOUTS = [(*shape, stage) for shape in SHAPES for stage in (0, 1, 2)]
+LAYOUTS = [(*shape, stage) for shape in SHAPES for stage in (1, 2)]
 # State of every kind: a balancing bias, head entropies, a frozen score, a K that grows.
 MODEL = moe_model(score="random", graph="attention", balancing_rate=0.01, final_top_k=4)
 PAIRS = [
     ((*origin, a), (*target, b))
     for (origin, target), (a, b) in zip(
-        itertools.product(SHAPES, SHAPES), itertools.cycle(itertools.product((0, 1, 2), repeat=2))
+        itertools.product(SHAPES, SHAPES), itertools.cycle(itertools.product((1, 2), repeat=2))
     )
 ] + [
-    ((4, 1, 2, 3), (4, 2, 2, 1)), ((4, 2, 2, 3), (2, 1, 1, 0)), ((2, 1, 2, 1), (4, 1, 4, 3)),
-    ((4, 1, 2, 0), (4, 2, 2, 3)),
+    ((4, 1, 2, 3), (4, 2, 2, 1)), ((4, 2, 2, 3), (2, 1, 1, 1)), ((2, 1, 2, 1), (4, 1, 4, 3)),
+    ((4, 1, 2, 1), (4, 2, 2, 3)),
 ]  # fmt: skip
 
 
@@ -58,10 +58,10 @@ def saved(workers, tmp_path_factory):
     ("origin", "target"),
     PAIRS,
     keep=[
-        ((4, 2, 2, 1), (4, 1, 2, 0)),
-        ((4, 1, 4, 2), (4, 2, 2, 1)),
-        ((4, 1, 2, 0), (2, 2, 1, 2)),
-        ((2, 1, 2, 1), (2, 1, 1, 0)),
+        ((4, 2, 2, 2), (4, 1, 2, 1)),
+        ((4, 1, 4, 1), (4, 2, 2, 2)),
+        ((4, 1, 2, 1), (2, 2, 1, 1)),
+        ((2, 1, 2, 1), (2, 1, 1, 1)),
     ],
     ids=lambda pair: f"{name(pair[0])} to {name(pair[1])}",
 )
@@ -73,7 +73,7 @@ def test_a_layout_saves_again_what_another_wrote(workers, saved, tmp_path, origi
 
 
 def test_a_checkpoint_holds_every_expert_once_and_all_state(saved):
-    for layout in [(4, 1, 2, 0), (4, 2, 2, 1), (4, 1, 4, 2)]:
+    for layout in [(4, 1, 2, 1), (4, 2, 2, 1), (4, 1, 4, 2)]:
         checkpoint = Checkpoint(saved(layout))
         for fields in checkpoint.tensors.values():
             for field, about in fields.items():
@@ -94,7 +94,7 @@ def test_a_checkpoint_holds_every_expert_once_and_all_state(saved):
 
 
 RESUMED = [
-    *((1, 1, 1, 0), (2, 1, 2, 1), (4, 1, 2, 2), (4, 2, 2, 1), (4, 1, 4, 0), (4, 1, 2, 3)),
+    *((1, 1, 1, 1), (2, 1, 2, 1), (4, 1, 2, 2), (4, 2, 2, 1), (4, 1, 4, 1), (4, 1, 2, 3)),
     (4, 2, 2, 3),
 ]
 
@@ -126,7 +126,7 @@ def test_twelve_steps_equal_six_and_six_in_new_processes(workers, tmp_path, layo
     assert not torch.equal(entropy, entropy.bfloat16().float())
 
 
-@everyday("target", LAYOUTS[1::3], keep=[(4, 2, 2, 1)], ids=name)
+@everyday("target", LAYOUTS[::2], keep=[(4, 2, 2, 1)], ids=name)
 def test_training_goes_on_alike_after_a_change_of_layout(workers, saved, tmp_path, target):
     path = saved((2, 1, 2, 1))
     results = []

@@ -386,7 +386,7 @@ train: {steps: 10, global_batch_size: 8, micro_batch_size: 2}
             "needs adapt.lora: null: frozen embeddings",
         ),
         (("model.recompute=block",), "needs model.recompute: none: graphs compute nothing again"),
-        (("parallel.zero_stage=3",), "needs parallel.zero_stage of 0, 1 or 2"),
+        (("parallel.zero_stage=3",), "needs parallel.zero_stage of 1 or 2"),
         (("parallel.tensor_parallel_size=2",), "needs blocks in which no processes talk"),
         (
             ("model={kind: decoder, hidden_size: 32, num_heads: 4, num_layers: 2}",),

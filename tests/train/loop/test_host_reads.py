@@ -35,7 +35,7 @@ MODELS = {
 }  # fmt: skip
 ONE = [
     *((name, Case(stage=stage, precision=precision))
-      for name in ("dense", "sparse") for stage in (0, 1, 2, 3) for precision in ("fp32", "bf16")),
+      for name in ("dense", "sparse") for stage in (1, 2, 3) for precision in ("fp32", "bf16")),
     *((name, Case(stage=1, precision="bf16")) for name in list(MODELS)[2:]),
 ]  # fmt: skip
 TWO = [
@@ -54,6 +54,12 @@ def name_of(value):
     return str(value)
 
 
+def reads_without_norms(places):
+    """All reads but those in which DeepSpeed looks at the norm: one for each parameter group, when
+    the device has computed it."""
+    return sum(n for place, n in places.items() if "deepspeed/runtime/utils.py" not in place)
+
+
 @everyday(
     ("model", "processes", "case"),
     CASES,
@@ -68,7 +74,7 @@ def test_the_host_reads_at_most_four_times_in_a_step(workers, model, processes, 
     losses = LOSSES if model in ("sparse", "similarity", "attention") else LossConfig()
     found = workers(processes).run(reads_of_a_step, case.but(model=MODELS[model], losses=losses))
     for places in found:
-        assert 0 < sum(places.values()) <= 4, places
+        assert 0 < reads_without_norms(places) <= 4, places
 
 
 @everyday("model", ["sparse", "similarity", "attention"], keep=["attention"])
@@ -77,7 +83,7 @@ def test_exchanging_experts_read_once_for_each_layer_and_micro_batch(workers, mo
     for places in workers(2).run(reads_of_a_step, case):
         ours = {place: n for place, n in places.items() if "parallel/exchange.py" in place}
         assert list(ours.values()) == [4]  # 2 layers, 2 micro-batches
-        assert sum(places.values()) - 4 <= 4, places
+        assert reads_without_norms(places) - 4 <= 4, places
 
 
 def test_how_many_rows_a_capacity_drops_is_not_read(workers):
@@ -85,7 +91,7 @@ def test_how_many_rows_a_capacity_drops_is_not_read(workers):
     vit["feed_forward"] |= {"capacity_factor": 1.0}
     case = Case(stage=1, precision="bf16", model=read_model_config(vit))
     (places,) = workers(1).run(reads_of_a_step, case)
-    assert 0 < sum(places.values()) <= 4, places
+    assert 0 < reads_without_norms(places) <= 4, places
 
 
 def test_what_would_wait_is_counted():

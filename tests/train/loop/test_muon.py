@@ -338,7 +338,7 @@ model: {kind: gpt2, num_layers: 2, hidden_size: 32, num_heads: 4, sequence_lengt
 data: {path: data/x}
 train: {steps: 10, global_batch_size: 8, micro_batch_size: 2}
 optimizer: {kind: muon}
-parallel: {zero_stage: 0}
+parallel: {zero_stage: 1}
 """
 
 
@@ -413,7 +413,7 @@ def test_a_run_goes_on_with_what_its_checkpoint_has(workers, texts, tmp_path):
     experts = {"kind": "mumoe", "num_experts": [5], "rank": 7}
     config = write_config(
         tmp_path / "config.yaml", tmp_path / "data", model__feed_forward=experts,
-        optimizer__kind="muon", parallel__zero_stage=0, evaluation__max_windows=2,
+        optimizer__kind="muon", parallel__zero_stage=1, evaluation__max_windows=2,
     )  # fmt: skip
     assert workers(1).run(run, config, "train.steps=3") == [3]
     step, said = workers(1).run(run_and_listen, config)[0]
@@ -481,7 +481,7 @@ def test_moments_go_from_zero_2_to_one_process(workers, tmp_path):
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    ("model", "experts", "stage"), [("mumoe tr", 1, 0), ("smoe", 2, 0), ("latent", 2, 1)]
+    ("model", "experts", "stage"), [("mumoe tr", 1, 1), ("smoe", 2, 1), ("latent", 2, 1)]
 )
 @pytest.mark.slow
 def test_bf16_stays_near_fp32(workers, model, experts, stage):
