@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._pytree import tree_map
 
 from polyad.model.build import build_model, count_parameters, matrix_dimensions
@@ -216,11 +217,13 @@ def _teacher(config: RunConfig) -> Teacher | BlockTeacher | None:
         settings = teacher_model(config)
         if settings is None:
             return None
-        model = build_model(settings).requires_grad_(False).eval()
+        with unset_fake_temporarily():
+            model = build_model(settings).requires_grad_(False).eval()
         allocate(model, dtype)
         return Teacher(model, config.distill)
     assert isinstance(config.model, DecoderSettings)
-    model = build_model(config.model.original()).requires_grad_(False).eval()
+    with unset_fake_temporarily():
+        model = build_model(config.model.original()).requires_grad_(False).eval()
     layers = {}
     for block in config.model.replaced_blocks():
         layer = model.get_submodule(f"blocks.{block}.feed_forward")
