@@ -176,8 +176,8 @@ def process_id() -> int:
     return os.getpid()
 
 
-def memory_of_each(rank: int, size: int) -> tuple[list[list[int]], int]:
-    """What a step tells of each process's memory while one holds much; this one's own peak."""
+def highest_memory(rank: int, size: int) -> tuple[list[int], int]:
+    """What a step tells of the processes' memory while one holds much; this one's own peak."""
     world = comm.initialize()
     ballast = torch.ones(size // 4) if world.rank == rank else None
     peak = peak_memory_bytes(world.device)
@@ -185,7 +185,7 @@ def memory_of_each(rank: int, size: int) -> tuple[list[list[int]], int]:
     step.add(torch.zeros(()), ())
     numbers = step.exchange(memory_of_process(world.device)).read()
     del ballast
-    return numbers.of_each, peak
+    return numbers.highest, peak
 
 
 FEED_FORWARDS: dict[str, dict[str, Any]] = {

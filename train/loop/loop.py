@@ -243,7 +243,7 @@ class TrainLoop:
         """The record of a step."""
         state = self.state
         outcome, numbers = pending.issued.outcome(), pending.issued.exchanged.read()
-        signals, held, reserved = map(max, zip(*numbers.of_each, strict=True))
+        signals, held, reserved = numbers.highest
         self._told = signals
         if signals:
             self.stop.heard()

@@ -1,11 +1,11 @@
 """The statistics of a step: exchanged, recorded, and used to update the routers.
 
-Ranks exchange one vector in one all-reduce, which is copied to the CPU once:
+Ranks exchange two vectors:
 
     loss, routing statistics            means over the micro-batches of the step and all processes
-    numbers of process 0, 1, ...        each process's own: its memory, a signal it got
+    signal, memory                      integers, of which the highest of all processes counts
 
-Routers are updated from the vector on the device. The copy to the CPU is asynchronous, and read
+Routers are updated from the first one on the device. Copies to the CPU are asynchronous, and read
 after the next step is issued, so that a GPU never waits for the CPU.
 """
 
@@ -23,9 +23,6 @@ from polyad.model.output import RoutingStats, entropy
 from polyad.parallel import comm
 
 Routing = tuple[RoutingStats, ...]
-PART = 20
-"""Bits of a number's lower half: fp32 represents integers up to 24 bits exactly, and their sums
-with zeros."""
 OF_MICRO_BATCHES = frozenset({"tokens", "similarity_loss", "sequence_loss"})
 """Fields of statistics that are not means over tokens."""
 LARGEST_OF_LAYERS = frozenset({"load_max", "rank_load_max"})
@@ -42,34 +39,35 @@ ROUNDING = 1e-5
 
 
 class StepNumbers(NamedTuple):
-    """The vector on the CPU."""
+    """The vectors on the CPU."""
 
     loss: float
     routing: Routing
     """On the CPU."""
-    of_each: list[list[int]]
-    """Each process's own numbers."""
+    highest: list[int]
+    """The maximum over processes of each of their own numbers."""
 
 
 class Exchanged:
-    """The vector after its exchange, the same on every process.
+    """The vectors after their exchange, the same on every process.
 
     Args:
-        vector: The vector, on the device.
+        vector: Loss and statistics, on the device.
         routing: A micro-batch's statistics, which have the same shapes as the step's.
-        own: How many numbers each process added.
+        highest: The processes' own numbers, on the device.
     """
 
-    def __init__(self, vector: Tensor, routing: Routing, own: int) -> None:
-        self._shapes, self._own = routing, own
+    def __init__(self, vector: Tensor, routing: Routing, highest: Tensor) -> None:
+        self._shapes = routing
         self._read: StepNumbers | None = None
         self.routing = _cut(vector, routing)
         """Averaged over the step, on the device."""
         self._ready: torch.cuda.Event | None = None
-        self._host = vector
+        self._cpu = [vector, highest]
         if vector.is_cuda:
-            self._host = torch.empty_like(vector, device="cpu", pin_memory=True)
-            self._host.copy_(vector, non_blocking=True)
+            self._cpu = [torch.empty_like(x, device="cpu", pin_memory=True) for x in self._cpu]
+            self._cpu[0].copy_(vector, non_blocking=True)
+            self._cpu[1].copy_(highest, non_blocking=True)
             self._ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._ready.record()
 
@@ -79,16 +77,13 @@ class Exchanged:
         return self._ready is None or bool(self._ready.query())  # type: ignore[no-untyped-call]
 
     def read(self) -> StepNumbers:
-        """Waits for the copy, and returns the numbers."""
+        """Waits for the copies, and returns the numbers."""
         if self._read is None:
             if self._ready is not None:
                 self._ready.synchronize()
-            routing = _cut(self._host, self._shapes)
-            parts = self._host[len(self._host) - 2 * self._own * comm.size() :].tolist()
-            pairs = zip(parts[::2], parts[1::2], strict=True)
-            whole = [(int(high) << PART) + int(low) for high, low in pairs]
-            each = [whole[i : i + self._own] for i in range(0, len(whole), self._own or 1)]
-            self._read = StepNumbers(self._host[0].item(), routing, each)
+            vector, highest = self._cpu
+            routing = _cut(vector, self._shapes)
+            self._read = StepNumbers(vector[0].item(), routing, highest.tolist())
         return self._read
 
 
@@ -114,16 +109,14 @@ class StepStatistics:
         """Averages over micro-batches and processes; every process calls it.
 
         Args:
-            own: This process's numbers, from 0 to below 2^44; equally many on each process.
+            own: Integers of this process; equally many on each.
         """
-        size, first = comm.size(), 2 * len(own) * comm.rank()
-        halves = torch.zeros(2 * len(own) * size, pin_memory=self._sum.is_cuda)
-        for place, number in enumerate(own):
-            halves[first + 2 * place] = number >> PART
-            halves[first + 2 * place + 1] = number & ((1 << PART) - 1)
-        mean = self._sum / (self._count * size)
-        vector = torch.cat([mean, halves.to(mean.device, non_blocking=True)])
-        return Exchanged(comm.sum_over_ranks(vector), self._last, len(own))
+        mean = self._sum / (self._count * comm.size())
+        numbers = torch.tensor(own, dtype=torch.int64, pin_memory=mean.is_cuda)
+        highest = numbers.to(mean.device, non_blocking=True)
+        if own:
+            highest = comm.max_over_ranks(highest)
+        return Exchanged(comm.sum_over_ranks(mean), self._last, highest)
 
 
 def _weighted(stats: RoutingStats) -> Iterator[Tensor]:
