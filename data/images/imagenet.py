@@ -1,5 +1,5 @@
 """ImageNet-1k's classes, the published layouts of the robustness test sets, whose files are read
-without an index, and functions that need scikit-learn.
+without an index, and scikit-learn's digits.
 
 A class number is the rank of its WordNet id among the 1,000 in alphabetical order, which is also
 the label number on the Hugging Face hub.
@@ -19,8 +19,6 @@ from polyad.data.images.decoding import Pixels, decode
 from polyad.data.images.sources.found import is_image
 from polyad.data.prepared import is_hidden
 
-ROBUSTNESS_SETS = ("c", "a", "r", "o", "v2", "sketch", "real")
-"""ImageNet-C, -A, -R, -O, -V2 and -Sketch, and the ReaL labels of the validation split."""
 CLASSES_FILE = Path(__file__).with_name("imagenet_classes.txt")
 
 ALEXNET_ERRORS = {
@@ -63,23 +61,28 @@ def by_wordnet_id(folder: Path) -> list[LabelledFile]:
     """Lists the images of a tree with one folder per class, named by its WordNet id.
 
     Args:
-        folder: The folder of ImageNet-A, -R, -O or -Sketch, or of one severity of ImageNet-C.
+        folder: The folder of ImageNet-A, -R or -O, or of one severity of ImageNet-C.
 
     Raises:
         DataError: A folder has another name, or there are no images.
     """
     numbers = {wordnet_id: number for number, wordnet_id in enumerate(imagenet_classes())}
-    return _labelled(folder, numbers, "WordNet ids of ImageNet-1k, as n01440764")
-
-
-def by_number(folder: Path) -> list[LabelledFile]:
-    """Lists the images of a tree with one folder per class, named by its number: ImageNet-V2.
-
-    Raises:
-        DataError: A folder has another name, or there are no images.
-    """
-    numbers = {str(number): number for number in range(len(imagenet_classes()))}
-    return _labelled(folder, numbers, "numbers from 0 to 999")
+    allowed = "WordNet ids of ImageNet-1k, as n01440764"
+    if not folder.is_dir():
+        raise DataError(f"{folder}: there is no such folder")
+    classes = sorted(e for e in folder.iterdir() if e.is_dir() and not is_hidden(e.name))
+    for entry in classes:
+        if entry.name not in numbers:
+            raise DataError(f"{entry}: is not the folder of a class; allowed: {allowed}")
+    found = []
+    for entry in classes:
+        for path in sorted(path for path in entry.iterdir() if not is_hidden(path.name)):
+            if not is_image(path.name):
+                raise DataError(f"{path}: is not an image, but is in a folder of images")
+            found.append(LabelledFile(path=path, label=numbers[entry.name]))
+    if not found:
+        raise DataError(f"{folder}: has no image in folders of classes; allowed: {allowed}")
+    return found
 
 
 def corruptions(folder: Path) -> Iterator[tuple[str, int, list[LabelledFile]]]:
@@ -105,24 +108,6 @@ def corruptions(folder: Path) -> Iterator[tuple[str, int, list[LabelledFile]]]:
     for name in ALEXNET_ERRORS:
         for severity in SEVERITIES:
             yield name, severity, by_wordnet_id(folder / name / str(severity))
-
-
-def _labelled(folder: Path, numbers: dict[str, int], allowed: str) -> list[LabelledFile]:
-    if not folder.is_dir():
-        raise DataError(f"{folder}: there is no such folder")
-    classes = sorted(e for e in folder.iterdir() if e.is_dir() and not is_hidden(e.name))
-    for entry in classes:
-        if entry.name not in numbers:
-            raise DataError(f"{entry}: is not the folder of a class; allowed: {allowed}")
-    found = []
-    for entry in classes:
-        for path in sorted(path for path in entry.iterdir() if not is_hidden(path.name)):
-            if not is_image(path.name):
-                raise DataError(f"{path}: is not an image, but is in a folder of images")
-            found.append(LabelledFile(path=path, label=numbers[entry.name]))
-    if not found:
-        raise DataError(f"{folder}: has no image in folders of classes; allowed: {allowed}")
-    return found
 
 
 def classes_of(files: Sequence[LabelledFile]) -> list[int]:
@@ -159,27 +144,9 @@ class FileSplit:
         return str(self._files[number].path)
 
 
-def _sklearn(module: str, what: str) -> Any:
-    import importlib
-
-    try:
-        return importlib.import_module(f"sklearn.{module}")
-    except ImportError:
-        raise DataError(f"{what}: needs scikit-learn, which cannot be imported") from None
-
-
-def average_precision(is_positive: Sequence[int], scores: Sequence[float]) -> float:
-    """Computes the area under the precision-recall curve.
-
-    Args:
-        is_positive: 1 or 0 for each sample.
-        scores: Score of each sample; higher means more likely positive.
-    """
-    metrics = _sklearn("metrics", "the area under a precision-recall curve")
-    return float(metrics.average_precision_score(list(is_positive), list(scores)))
-
-
 def digits() -> tuple[Any, Any]:
     """Loads scikit-learn's handwritten digits: images [N, 8, 8] from 0 to 16, and labels [N]."""
-    found = _sklearn("datasets", "--images digits").load_digits()
+    from sklearn.datasets import load_digits
+
+    found = load_digits()
     return found.images, found.target

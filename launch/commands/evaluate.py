@@ -153,18 +153,15 @@ def compare(
     show_measured("compare", path, held, asked, measure)
 
 
-@command("robustness", "polyad robustness runs/quickstart/run --set v2 --images imagenetv2")
+@command("robustness", "polyad robustness runs/quickstart/run --set a --images imagenet-a")
 def robustness(
     path: CheckpointOrRun,
     overrides: Overrides,
     *,
     kind: Annotated[
-        Literal["c", "a", "r", "o", "v2", "sketch", "real"],
-        Argument("ImageNet-C, -A, -R, -O, -V2 or -Sketch, or the ReaL labels", flag="--set"),
+        Literal["c", "a", "r", "o"], Argument("ImageNet-C, -A, -R or -O", flag="--set")
     ],
-    images: Annotated[
-        str, Argument("the benchmark's folder; for real, its file real.json", "IMAGES")
-    ],
+    images: Annotated[str, Argument("the benchmark's folder", "IMAGES")],
     data: Data = None,
     best: Best = False,
     json: Json = None,

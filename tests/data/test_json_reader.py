@@ -12,7 +12,6 @@ from polyad.data.text.readers import read_jsonl
 from polyad.data.text.tokenizers.files import read_about
 from polyad.parallel.tensor_folder import read_json as read_config
 from polyad.train.errors import ConfigError
-from polyad.train.measures.robustness import real_labels
 
 BAD = {
     "bytes": b'{"text": "\xff"}',
@@ -33,7 +32,6 @@ READERS = {
     "a manifest of images": lambda p, c: ImageData.open(in_a_folder(p, "manifest.json", c)),
     "a manifest of text": lambda p, c: PreparedData.open(in_a_folder(p, "manifest.json", c)),
     "about a tokenizer": lambda p, c: read_about(in_a_folder(p, "tokenizer_config.json", c)),
-    "ReaL labels": lambda p, c: real_labels(in_a_folder(p, "real.json", c) / "real.json"),
     "another library's": lambda p, c: read_config(in_a_folder(p, "a.json", c) / "a.json",
                                                   ConfigError),
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""`polyad robustness`: ImageNet models on the published sets of shifted images.
+"""`polyad robustness`: ImageNet models on ImageNet-C, -A, -R and -O.
 
 Shapes: B images of a batch, N images of a set, K classes of the model, S classes of a set.
 """
@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -16,14 +17,12 @@ from polyad.data.images.imagenet import (
     ALEXNET_ERRORS,
     FileSplit,
     LabelledFile,
-    by_number,
     by_wordnet_id,
     classes_of,
     corruptions,
     imagenet_classes,
 )
 from polyad.data.images.samples import EvaluationImages
-from polyad.data.json_reader import read_json
 from polyad.parallel import comm
 from polyad.train.errors import ConfigError
 from polyad.train.measures.measure import Examination, Result
@@ -31,33 +30,8 @@ from polyad.train.reading import Evaluated, Reading, read
 from polyad.train.tasks.images import ImageClassification
 from polyad.train.tasks.samples import ImageSamples
 
-_NUMBER = re.compile(r"val_(\d{8})")
 _WORDNET_ID = re.compile(r"n\d{8}")
-
-
-class Corruption(NamedTuple):
-    """A model's error under one kind of corruption."""
-
-    error: float
-    """Mean error over severities."""
-    ce: float
-    """The same divided by AlexNet's."""
-    severities: list[float]
-    """Error at each severity."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Shifted:
-    """The scores of one set; None for those that do not apply."""
-
-    top1: float | None = None
-    mce: float | None = None
-    corruptions: Mapping[str, Corruption] | None = None
-    aupr: float | None = None
-    images_scored: int | None = None
-    images_without_label: int | None = None
-    images_inside: int | None = None
-    classes: int | None = None
+_TITLES = {"top1": "top-1", "mce": "mCE", "aupr": "AUPR"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,32 +41,31 @@ class Robust(Result):
     first: ClassVar[tuple[str, ...]] = ("checkpoint", "step")
 
     name: str
-    """The name of the image set."""
-    place: str
-    """Its folder or file."""
-    scores: Shifted
+    """The letter of the set, as in ImageNet-C."""
+    folder: str
+    scores: Mapping[str, Any]
     image_size: int
 
     def to_json(self) -> dict[str, Any]:
         """The result as JSON values."""
-        scores = {name: each for name, each in vars(self.scores).items() if each is not None}
-        return {"set": self.name, "folder": self.place, **scores, "image_size": self.image_size}
+        about = {"set": self.name, "folder": self.folder}
+        return about | dict(self.scores) | {"image_size": self.image_size}
 
     def source(self, data: str) -> list[tuple[str, str]]:
         """The set that was read in place of a split."""
-        return [("set", f"{_TITLES[self.name]}, {self.place}")]
+        return [("set", f"ImageNet-{self.name.upper()}, {self.folder}")]
 
     def facts(self) -> list[tuple[str, str]]:
         """The scores."""
         scores = self.scores
-        known = (("top-1", scores.top1), ("mCE", scores.mce), ("AUPR", scores.aupr))
-        rows = [(title, f"{score:.4f}") for title, score in known if score is not None]
-        for name, each in (scores.corruptions or {}).items():
-            said = f"error {each.error:.4f}, relative to AlexNet {each.ce:.4f}"
-            rows.append((name.replace("_", " "), said))
-        if scores.images_scored is not None:
-            classes = "" if scores.classes is None else f", {scores.classes} classes"
-            rows.append(("scored", f"{scores.images_scored:,} images{classes}"))
+        rows = [(title, f"{scores[key]:.4f}") for key, title in _TITLES.items() if key in scores]
+        for name, each in scores.get("corruptions", {}).items():
+            error = f"error {each['error']:.4f}, relative to AlexNet {each['ce']:.4f}"
+            rows.append((name.replace("_", " "), error))
+        if "images_scored" in scores:
+            rows.append(
+                ("scored", f"{scores['images_scored']:,} images, {scores['classes']} classes")
+            )
         return rows
 
 
@@ -105,8 +78,7 @@ class Robustness(Examination):
 
     @classmethod
     def checked(cls, opened: Evaluated, split: str, **options: Any) -> tuple[str, Path]:
-        """Takes from the options the `set`, a name in `_SETS`, and its unpacked `folder`, or for
-        ReaL the file `real.json`."""
+        """Takes from the options the `set`, a name in `_SETS`, and its unpacked `folder`."""
         task = opened.images(cls.name)
         classes = len(imagenet_classes())
         if task.model.num_classes != classes:
@@ -130,7 +102,7 @@ class Robustness(Examination):
         (name, folder), task = asked, opened.images(cls.name)
         scores = _SETS[name](Scorer(task, model, opened.batch_size, world), folder)
         size = task.model.image_size
-        return Robust(name=name, place=str(folder), scores=scores, image_size=size)
+        return Robust(name=name, folder=str(folder), scores=scores, image_size=size)
 
 
 def check_order(names: list[str], place: str) -> None:
@@ -203,137 +175,71 @@ class Scorer(NamedTuple):
         images = EvaluationImages(FileSplit(files), settings, self.task.model.image_size)
         return self.logits(images, told)
 
-    def own_validation(self) -> str:
-        """The split that is ImageNet's own validation split."""
-        manifest = self.task.data.manifest
-        if manifest.own_validation is None:
-            raise ConfigError(
-                f"robustness: {self.task.place} lacks ImageNet's own validation images, which this "
-                f"set is compared with: {manifest.held_out}; prepare it without --held-out"
-            )
-        return manifest.own_validation
 
-
-def _corrupted(scorer: Scorer, folder: Path) -> Shifted:
+def _corrupted(scorer: Scorer, folder: Path) -> dict[str, Any]:
     """Top-1 error of each corruption over its severities, and relative to AlexNet's (mCE)."""
     errors: dict[str, list[float]] = {name: [] for name in ALEXNET_ERRORS}
     for name, severity, files in corruptions(folder):
         logits_NK, labels_N = scorer.files(files, f"{name} {severity}", 1.0)
-        errors[name].append(1 - _accuracy(logits_NK, labels_N))
-    means = {name: sum(each) / len(each) for name, each in errors.items()}
+        errors[name].append(float((logits_NK.argmax(-1) != labels_N).double().mean()))
+    means = {name: fmean(each) for name, each in errors.items()}
     relative = {name: mean / ALEXNET_ERRORS[name] for name, mean in means.items()}
-    return Shifted(
-        top1=1 - sum(means.values()) / len(means),
-        mce=sum(relative.values()) / len(relative),
-        corruptions={name: Corruption(means[name], relative[name], errors[name]) for name in means},
-    )
+    return {
+        "top1": 1 - fmean(means.values()),
+        "mce": fmean(relative.values()),
+        "corruptions": {
+            name: {"error": means[name], "ce": relative[name], "severities": errors[name]}
+            for name in means
+        },
+    }
 
 
-def _subset(scorer: Scorer, folder: Path) -> Shifted:
+def _subset(scorer: Scorer, folder: Path) -> dict[str, Any]:
     """Top-1 accuracy among the set's classes only: ImageNet-A and -R have 200."""
     files = by_wordnet_id(folder)
     classes_S = torch.tensor(classes_of(files))
     logits_NK, labels_N = scorer.files(files, folder.name)
     predicted_N = classes_S[logits_NK[:, classes_S].argmax(-1)]
     right = float((predicted_N == labels_N).double().mean())
-    return Shifted(top1=right, images_scored=len(files), classes=len(classes_S))
+    return {"top1": right, "images_scored": len(files), "classes": len(classes_S)}
 
 
-def _whole(read_files: Callable[[Path], list[LabelledFile]]) -> Callable[[Scorer, Path], Shifted]:
-    """Top-1 accuracy among all classes."""
-
-    def score(scorer: Scorer, folder: Path) -> Shifted:
-        files = read_files(folder)
-        top1 = _accuracy(*scorer.files(files, folder.name))
-        return Shifted(top1=top1, images_scored=len(files))
-
-    return score
-
-
-def _outliers(scorer: Scorer, folder: Path) -> Shifted:
+def _outliers(scorer: Scorer, folder: Path) -> dict[str, Any]:
     """Area under the precision-recall curve of detecting ImageNet-O's images among ImageNet's.
 
     The score of an outlier is -max softmax over the set's classes; the inliers are those images of
     ImageNet's own validation split that have one of these classes (Hendrycks et al. 2021).
     """
-    from polyad.data.images.imagenet import average_precision
+    from sklearn.metrics import average_precision_score
 
-    split, files = scorer.own_validation(), by_wordnet_id(folder)
+    data, files = scorer.task.data, by_wordnet_id(folder)
+    split = data.manifest.own_validation
+    if split is None:
+        raise ConfigError(
+            f"robustness: {scorer.task.place} lacks ImageNet's own validation images, which this "
+            f"set is compared with: {data.manifest.held_out}; prepare it without --held-out"
+        )
     classes_S = torch.tensor(classes_of(files))
     outside_NK, _ = scorer.files(files, folder.name)
-    labels = torch.as_tensor(scorer.task.data.split(split).labels)
+    labels = torch.as_tensor(data.split(split).labels)
     numbers = torch.isin(labels, classes_S).nonzero().flatten().tolist()
     if not numbers:
         raise ConfigError(f"{scorer.task.place}: its {split} split has none of these classes")
     inside_NK, _ = scorer.logits(scorer.task.held_out(split).subset(numbers), split)
-    confidences = [
-        logits_NK[:, classes_S].softmax(-1).amax(-1) for logits_NK in (outside_NK, inside_NK)
-    ]
-    is_outside = [1] * len(files) + [0] * len(numbers)
-    return Shifted(
-        aupr=average_precision(is_outside, (-torch.cat(confidences)).tolist()),
-        images_scored=len(files),
-        images_inside=len(numbers),
-        classes=len(classes_S),
-    )
+    logits_NS = torch.cat([outside_NK, inside_NK])[:, classes_S]
+    is_outside = [True] * len(files) + [False] * len(numbers)
+    area = average_precision_score(is_outside, -logits_NS.softmax(-1).amax(-1).numpy())
+    return {
+        "aupr": float(area),
+        "images_scored": len(files),
+        "images_inside": len(numbers),
+        "classes": len(classes_S),
+    }
 
 
-def _real(scorer: Scorer, file: Path) -> Shifted:
-    """Share of validation images whose top class is one of the ReaL labels.
-
-    Images without a label do not count (Beyer et al. 2020). `real.json` has a list of labels for
-    each image, in the order of the file names.
-    """
-    labels, name = real_labels(file), scorer.own_validation()
-    split, images = scorer.task.data.split(name), scorer.task.held_out(name)
-    logits_NK, _ = scorer.logits(images, name)
-    right, count = 0, 0
-    for number, predicted in enumerate(logits_NK.argmax(-1).tolist()):
-        found = _NUMBER.search(split.name_of(number))
-        if found is None or not 1 <= int(found[1]) <= len(labels):
-            raise ConfigError(
-                f"{split.name_of(number)}: is not the name of a validation image, such as "
-                f"ILSVRC2012_val_00000001.JPEG; {file} has {len(labels):,} of these"
-            )
-        allowed = labels[int(found[1]) - 1]
-        if allowed:
-            count, right = count + 1, right + (predicted in allowed)
-    if not count:
-        raise ConfigError(f"{file}: has no label of any image of the validation split")
-    return Shifted(
-        top1=right / count,
-        images_scored=count,
-        images_without_label=len(images) - count,
-    )
-
-
-def real_labels(file: Path) -> list[list[int]]:
-    """Reads the labels of ReaL's real.json."""
-    labels = read_json(file, error=ConfigError)
-    if not isinstance(labels, list) or not all(isinstance(each, list) for each in labels):
-        raise ConfigError(f"{file}: is not a list of lists of class numbers, as ReaL's real.json")
-    return labels
-
-
-def _accuracy(logits_NK: Tensor, labels_N: Tensor) -> float:
-    return float((logits_NK.argmax(-1) == labels_N).double().mean())
-
-
-_SETS: dict[str, Callable[[Scorer, Path], Shifted]] = {
+_SETS: dict[str, Callable[[Scorer, Path], dict[str, Any]]] = {
     "c": _corrupted,
     "a": _subset,
     "r": _subset,
     "o": _outliers,
-    "v2": _whole(by_number),
-    "sketch": _whole(by_wordnet_id),
-    "real": _real,
-}
-_TITLES = {
-    "c": "ImageNet-C",
-    "a": "ImageNet-A",
-    "r": "ImageNet-R",
-    "o": "ImageNet-O",
-    "v2": "ImageNet-V2",
-    "sketch": "ImageNet-Sketch",
-    "real": "ReaL labels",
 }

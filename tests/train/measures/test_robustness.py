@@ -1,7 +1,5 @@
 """The published sets of shifted images, in small copies of their layouts made here."""
 
-import json
-
 import numpy as np
 import pytest
 import torch
@@ -107,18 +105,6 @@ def test_a_and_r_choose_among_their_own_classes(workers, trained, tmp_path):
         assert (result["top1"], result["classes"]) == (pytest.approx(expected), 3)
 
 
-def test_v2_and_sketch_choose_among_all_classes(workers, trained, tmp_path):
-    labels = [0, 11, 999]
-    for label in labels:
-        write(tmp_path / "v2" / str(label) / "0.png", label, 1)
-        write(tmp_path / "sketch" / IDS[label] / "0.png", label, 1)
-    files = [tmp_path / "v2" / str(label) / "0.png" for label in labels]
-    hits = logits_of(trained, files, 1.0).argmax(-1) == torch.tensor(labels)
-    for name in ("v2", "sketch"):
-        result = workers(1).run(scored_set, trained, name, tmp_path / name, overrides=EXACT)[0]
-        assert result["top1"] == pytest.approx(float(hits.float().mean()))
-
-
 @pytest.mark.slow
 def test_o_ranks_its_images_among_those_that_belong(workers, trained, tmp_path):
     metrics = pytest.importorskip("sklearn.metrics")
@@ -139,18 +125,6 @@ def test_o_ranks_its_images_among_those_that_belong(workers, trained, tmp_path):
     assert (result["images_scored"], result["images_inside"]) == (15, 3)
 
 
-def test_real_labels_allow_several_classes_and_leave_images_out(workers, trained, tmp_path):
-    files = [next((trained.parent / "all" / "val" / name).iterdir()) for name in IDS]
-    predicted = logits_of(trained, files, 1.0).argmax(-1).tolist()
-    labels = [[p, 0] if n % 3 == 0 else [] if n % 3 == 1 else [(p + 1) % 1000]
-              for n, p in enumerate(predicted)]  # fmt: skip
-    (tmp_path / "real.json").write_text(json.dumps(labels))
-    result = workers(1).run(scored_set, trained, "real", tmp_path / "real.json", overrides=EXACT)[0]
-    assert result["images_scored"] == 667
-    assert result["images_without_label"] == 333
-    assert result["top1"] == pytest.approx(334 / 667)
-
-
 def test_classes_in_another_order_are_refused():
     words = [f"word {number}" for number in range(1000)]
     for known in (list(IDS), words):  # the hub's are words, in an order of their own
@@ -169,15 +143,8 @@ def test_classes_in_another_order_are_refused():
             lambda p: (p / "dog").mkdir() or p,
             "dog: is not the folder of a class; allowed: WordNet ids",
         ),
-        (
-            "v2",
-            lambda p: (p / "1000").mkdir() or p,
-            "1000: is not the folder of a class; allowed: numbers",
-        ),
         ("r", lambda p: p, "has no image in folders of classes"),
-        ("sketch", lambda p: p / "nothing", "nothing: there is no such folder"),
-        ("real", lambda p: (p / "real.json").write_text("{") and p / "real.json", "is not JSON"),
-        ("real", lambda p: p / "real.json", "real.json: cannot be read"),
+        ("o", lambda p: p / "nothing", "nothing: there is no such folder"),
     ],
 )
 def test_what_is_no_such_set_is_one_line(workers, trained, tmp_path, name, make, message):
