@@ -326,11 +326,6 @@ def share(text: str) -> float:
     return number
 
 
-def shares(text: str) -> list[float]:
-    """Parses a comma-separated list of shares."""
-    return [share(word) for word in text.split(",")]
-
-
 def names(text: str) -> list[str]:
     """Parses a comma-separated list of words."""
     words = [word.strip() for word in text.split(",")]

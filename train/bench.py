@@ -21,7 +21,7 @@ from polyad.train.config.rules import validate
 from polyad.train.config.run import RunConfig
 from polyad.train.console import Progress
 from polyad.train.errors import RunError
-from polyad.train.experts.replay import force_equal_loads
+from polyad.train.experts.equal_loads import force_equal_loads
 from polyad.train.guard.memory import SMALLER, is_out_of_memory
 from polyad.train.layout.trial import micro_batches
 from polyad.train.loop.device import Prefetch, allow_tf32, peak_memory_bytes

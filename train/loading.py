@@ -5,6 +5,7 @@ token.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -25,12 +26,13 @@ from polyad.train.errors import ConfigError
 from polyad.train.evaluation.evaluate import evaluate_opened
 from polyad.train.evaluation.generate import Sampling, check_text, continue_text
 from polyad.train.evaluation.predict import Prediction, Predictor
-from polyad.train.experts.interventions import Intervention, parse_intervention
+from polyad.train.experts.interventions import Intervention, intervened, parse_intervention
 from polyad.train.experts.probing import deciding, routed_layers
 from polyad.train.experts.trace import TEXT_EXTRA, TOP, Form, text_columns
 from polyad.train.experts.trace import LayerExperts as LayerExperts
 from polyad.train.experts.trace import experts_of as experts_of_layer
 from polyad.train.experts.view import TextView, view_text
+from polyad.train.measures.held_out import HeldOut
 from polyad.train.reading import Evaluated, open_data_for
 from polyad.train.results import aligned, json_value
 from polyad.train.streaming import whole_model
@@ -297,6 +299,45 @@ class Run:
         with comm.left_again():
             found: dict[str, Any] = json_value(evaluate_opened(opened, split, model=self.model))
             return found
+
+    def read(
+        self,
+        data: str | Path | None = None,
+        split: SplitName = "validation",
+        *,
+        tokens: int = 65_536,
+        batch_size: int | None = None,
+    ) -> HeldOut:
+        """Reads held-out data for tables of experts, losses and hidden units.
+
+        Args:
+            data: prepared data; None: the run's.
+            split: `validation`, `test` or `train`.
+            tokens: approximate number of tokens or images to read, spread evenly over the split.
+            batch_size: samples per forward pass; None: as in the run's configuration.
+
+        Returns:
+            The samples: `trace()`, `statistics()`, `losses()`, `classes()`, `without(rows)` and
+            `hidden(rows)` read them. The recipes in docs/recipes use each.
+
+        Raises:
+            ValueError: one line says what is wrong.
+        """
+        return HeldOut(self.open_data(data, batch_size), self.model, split, tokens)
+
+    def intervened(self, *interventions: str | Intervention) -> AbstractContextManager[None]:
+        """A context in which experts are changed at every token, for all that the run does in it.
+
+        Args:
+            interventions: as in `--intervene`: `layer=1,expert=3,how=prune`. All apply at once.
+
+        Raises:
+            ConfigError: an intervention is not possible.
+        """
+        parsed = [
+            parse_intervention(each) if isinstance(each, str) else each for each in interventions
+        ]
+        return intervened(self.model, parsed)
 
     def open_data(self, data: str | Path | None, batch_size: int | None = None) -> Evaluated:
         """Opens held-out data that fits the model; see `evaluate`."""

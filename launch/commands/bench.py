@@ -93,7 +93,7 @@ def _check_experts(config: "RunConfig") -> None:
     """
     from polyad.model.build import build_model
     from polyad.train.errors import ConfigError
-    from polyad.train.experts.replay import force_equal_loads
+    from polyad.train.experts.equal_loads import force_equal_loads
 
     try:
         force_equal_loads(build_model(config.model))

@@ -3,7 +3,6 @@
 Each runs in one process, or in each process that torchrun has started; rank 0 shows the result.
 """
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -11,9 +10,7 @@ from polyad.launch.command import (
     Argument,
     Overrides,
     command,
-    positive,
     share,
-    shares,
 )
 from polyad.launch.commands.held_out import (
     Found,
@@ -83,62 +80,6 @@ def prune(
         return examined(checkpoint, Removal, held, overrides, **asked)
 
     show_measured("experts prune", path, held, {"overrides": overrides} | asked, measure)
-
-
-@command(
-    "experts subset",
-    "polyad experts subset runs/quickstart/run --keep 0.5,0.25",
-    "polyad prepare --source configs --format text --tokenizer runs/stdlib --output runs/domain",
-    "polyad experts subset runs/quickstart/run --data runs/domain --keep 0.5 --examples 1024",
-)
-def subset(
-    path: CheckpointOrRun,
-    overrides: Overrides,
-    *,
-    keep: Annotated[
-        Sequence[float],
-        Argument("fractions of the experts of every layer to keep, each below 1", "S,...", shares),
-    ],
-    by: Annotated[
-        Ranking,
-        Argument(
-            "how to choose the experts that stay, as in experts prune; default probability: the "
-            "mean routing probability over the tokens of the examples"
-        ),
-    ] = "probability",
-    calibrate: Annotated[
-        str | None,
-        Argument(
-            "prepared data whose train split is used to choose the experts; default: the data "
-            "that is scored",
-            "DIR",
-        ),
-    ] = None,
-    examples: Annotated[
-        int | None,
-        Argument(
-            "approximate number of tokens to read for the choice; default 4,096", "N", positive
-        ),
-    ] = None,
-    tokens: Tokens = None,
-    seed: Seed = 0,
-    held: Stored,
-) -> None:
-    """Measures what is lost when only the experts relevant to one domain are kept.
-
-    Reports the loss on the domain's held-out text (--data) at each fraction, next to the whole
-    model and to random experts.
-    """
-    asked: dict[str, Any] = {"keep": keep, "by": by, "calibrate": calibrate, "seed": seed}
-    asked |= {} if examples is None else {"examples": examples}
-    asked |= {} if tokens is None else {"tokens": tokens}
-
-    def measure(checkpoint: Path) -> Found:
-        from polyad.train.measures.subset import Subsetting
-
-        return examined(checkpoint, Subsetting, held, overrides, **asked)
-
-    show_measured("experts subset", path, held, {"overrides": overrides} | asked, measure)
 
 
 @command(

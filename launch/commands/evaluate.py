@@ -30,7 +30,6 @@ from polyad.launch.commands.options import (
     Data,
     Weights,
 )
-from polyad.launch.output import check_result_file
 
 
 @command(
@@ -68,18 +67,6 @@ def evaluate(
             non_negative,
         ),
     ] = None,
-    record_routing: Annotated[
-        Path | None,
-        Argument("write the experts of every token to FILE (.safetensors)", "FILE"),
-    ] = None,
-    replay_routing: Annotated[
-        Path | None,
-        Argument(
-            "send every token to the experts recorded in FILE, instead of those that the router "
-            "would choose",
-            "FILE",
-        ),
-    ] = None,
 ) -> None:
     """Scores a checkpoint on held-out data: perplexity, accuracy or other metrics of its task."""
     for option, value in (("--rate", rate), ("--seed", seed)):
@@ -87,13 +74,11 @@ def evaluate(
             raise UsageError(f"{option}: {value} means nothing without --attack")
     if attack is not None and rate is None:
         raise UsageError(f"--attack {attack}: needs --rate, a number from 0 to 1")
-    if record_routing is not None:
-        check_result_file("--record-routing", record_routing, (".safetensors",))
 
     def measure(checkpoint: Path) -> Found:
         from polyad.data.images.augmentation import GaussianNoise
         from polyad.data.text.attack import WordSwap
-        from polyad.train.evaluation.evaluate import Routing, evaluate
+        from polyad.train.evaluation.evaluate import evaluate
 
         attacked: WordSwap | GaussianNoise | None = None
         if attack is not None and rate is not None:
@@ -102,13 +87,11 @@ def evaluate(
         result = evaluate(
             checkpoint,
             attack=attacked,
-            routing=Routing(record=record_routing, replay=replay_routing),
             **held.keywords(overrides),
         )
         return result, result.text()
 
     asked: dict[str, Any] = {"overrides": overrides, "attack": attack, "rate": rate, "seed": seed}
-    asked |= {"record_routing": record_routing, "replay_routing": replay_routing}
     show_measured("evaluate", path, held, asked, measure)
 
 

@@ -14,12 +14,10 @@ from polyad.launch.command import (
     UsageError,
     command,
     names,
-    non_negative,
     positive,
 )
 from polyad.launch.commands.held_out import (
     Found,
-    Seed,
     Stored,
     Tokens,
     examined,
@@ -67,16 +65,6 @@ Experts = Annotated[
 ]
 
 
-Labels = Annotated[
-    Path | None,
-    Argument(
-        "token classes of your own: a .parquet or .csv file with the columns document and offset, "
-        "as written by experts trace, and further columns whose values are the classes",
-        "FILE",
-    ),
-]
-
-
 @command("experts knockout", "polyad experts knockout runs/quickstart/run --layers 0,3")
 def knockout(
     path: CheckpointOrRun,
@@ -85,7 +73,6 @@ def knockout(
     layers: Layers = (),
     experts: Experts = (),
     tokens: Tokens = None,
-    labels: Labels = None,
     held: Stored,
 ) -> None:
     """Shows what each expert of a language model is for, by removing it.
@@ -94,7 +81,7 @@ def knockout(
     frequency.
     """
     asked = {"overrides": overrides, "layers": layers, "experts": experts, "tokens": tokens}
-    _knock_out("experts knockout", path, held, asked | {"labels": labels})
+    _knock_out("experts knockout", path, held, asked)
 
 
 @command(
@@ -124,7 +111,6 @@ def atlas(
         Argument("list the N tokens that each expert's mean output promotes most", "N", positive),
     ] = None,
     tokens: Tokens = None,
-    labels: Labels = None,
     held: Stored,
 ) -> None:
     """Measures how much each expert matters, and which cheap statistics predict it.
@@ -134,7 +120,7 @@ def atlas(
     removed, chosen by each of these or at random.
     """
     asked: dict[str, Any] = {"layers": layers, "experts": experts, "how": how}
-    asked |= {"labels": labels, "unembed": unembed}
+    asked |= {"unembed": unembed}
     asked |= {} if tokens is None else {"tokens": tokens}
 
     def measure(checkpoint: Path) -> Found:
@@ -143,103 +129,6 @@ def atlas(
         return examined(checkpoint, Atlas, held, overrides, **asked)
 
     show_measured("experts atlas", path, held, {"overrides": overrides} | asked, measure)
-
-
-@command(
-    "experts audit",
-    "polyad experts audit runs/quickstart/run",
-    "polyad experts audit runs/quickstart/run --positions 1000 --how route-around",
-)
-def audit(
-    path: CheckpointOrRun,
-    overrides: Overrides,
-    *,
-    how: Annotated[
-        Literal["contribution", "route-around"],
-        Argument(
-            "how an expert is removed: contribution: its output becomes 0; route-around: as well, "
-            "and the others take over its weight; default contribution"
-        ),
-    ] = "contribution",
-    positions: Annotated[
-        int | None, Argument("number of tokens to audit in each layer; default 200", "N", positive)
-    ] = None,
-    layers: Annotated[Sequence[str], numbers("blocks to audit; default: all")] = ("all",),
-    tokens: Tokens = None,
-    seed: Seed = 0,
-    held: Stored,
-) -> None:
-    """Tests which statistics predict the experts that matter to a single token.
-
-    Ranks each token's experts by use, norms, REAP, MoNE, the token's own routing weight, and at
-    random; compares the loss without the highest-ranked expert to the loss without the
-    lowest-ranked one.
-    """
-    asked: dict[str, Any] = {"how": how, "layers": layers, "seed": seed}
-    asked |= {} if tokens is None else {"tokens": tokens}
-    asked |= {} if positions is None else {"positions": positions}
-
-    def measure(checkpoint: Path) -> Found:
-        from polyad.train.measures.audit import Audited
-
-        return examined(checkpoint, Audited, held, overrides, **asked)
-
-    show_measured("experts audit", path, held, {"overrides": overrides} | asked, measure)
-
-
-@command(
-    "experts probe",
-    "polyad experts probe runs/quickstart/run",
-    "polyad experts probe runs/quickstart/run --layers all --units 1,4,16 --candidates 16",
-)
-def probe(
-    path: CheckpointOrRun,
-    overrides: Overrides,
-    *,
-    layers: Annotated[
-        Sequence[str],
-        numbers(
-            "blocks to probe, or all; default: the first, middle and last whose feed-forward is "
-            "dense or selects experts"
-        ),
-    ] = (),
-    units: Annotated[
-        Sequence[str], numbers("numbers of hidden units that a probe reads; default 1,8")
-    ] = (
-        "1",
-        "8",
-    ),
-    samples: Annotated[
-        int,
-        Argument(
-            "tokens per probe, half of them in the class; a multiple of 8; default 400",
-            "N",
-            positive,
-        ),
-    ] = 400,
-    candidates: Annotated[
-        int, Argument("number of experts to probe in each layer; default 8", "N", positive)
-    ] = 8,
-    tokens: Tokens = None,
-    seed: Seed = 0,
-    held: Stored,
-) -> None:
-    """Tests which token classes can be read from a few hidden units of an expert.
-
-    Trains k-sparse probes, all on the same number of tokens, and reports the best of the probed
-    experts in each layer. The best is chosen on other tokens than those it is scored on; probes
-    with shuffled labels are the control.
-    """
-    asked: dict[str, Any] = {"layers": layers, "units": units, "samples": samples}
-    asked |= {"candidates": candidates, "seed": seed}
-    asked |= {} if tokens is None else {"tokens": tokens}
-
-    def measure(checkpoint: Path) -> Found:
-        from polyad.train.measures.ksparse import KSparse
-
-        return examined(checkpoint, KSparse, held, overrides, **asked)
-
-    show_measured("experts probe", path, held, {"overrides": overrides} | asked, measure)
 
 
 @command(
@@ -275,67 +164,12 @@ def steer(
 def _knock_out(name: str, path: Path, held: Stored, asked: dict[str, Any]) -> None:
     from polyad.train.experts.steering import parse_steering
 
-    given = {name: asked.get(name) for name in ("layers", "experts", "labels")}
+    given = {name: asked.get(name) for name in ("layers", "experts")}
     given["steerings"] = [parse_steering(text) for text in asked.get("steer", ())]
     if asked["tokens"] is not None:
         given["tokens"] = asked["tokens"]
     show_measured(
         name, path, held, asked, measure_named("knockout", held, asked["overrides"], **given)
-    )
-
-
-@command(
-    "experts contrast",
-    "polyad prepare --source configs --format text --tokenizer runs/stdlib --output runs/yaml",
-    "polyad experts contrast runs/quickstart/run --with runs/yaml --force 5 --avoid 2",
-)
-def contrast(
-    path: CheckpointOrRun,
-    overrides: Overrides,
-    *,
-    other: Annotated[str, Argument("prepared data with the second text", "DIR", flag="--with")],
-    force: Annotated[
-        int,
-        Argument(
-            "how many of the experts that the first text uses more to force; default 5",
-            "N",
-            non_negative,
-        ),
-    ] = 5,
-    avoid: Annotated[
-        int,
-        Argument(
-            "how many of the experts that the second text uses more to avoid; default 0",
-            "N",
-            non_negative,
-        ),
-    ] = 0,
-    strength: Annotated[
-        float | None,
-        Argument(
-            "also steer with X times the gate columns of the same experts, for comparison (see "
-            "experts steer)",
-            "X",
-        ),
-    ] = None,
-    tokens: Tokens = None,
-    seed: Seed = 0,
-    held: Stored,
-) -> None:
-    """Shows which experts one text uses more than another, and what forcing them does.
-
-    Reports the loss on both texts, next to the loss with the same number of random experts.
-    """
-    asked: dict[str, Any] = {"force": force, "avoid": avoid, "strength": strength, "seed": seed}
-    asked |= {} if tokens is None else {"tokens": tokens}
-
-    def measure(checkpoint: Path) -> Found:
-        from polyad.train.measures.contrast import Contrasting
-
-        return examined(checkpoint, Contrasting, held, overrides, other=other, **asked)
-
-    show_measured(
-        "experts contrast", path, held, {"overrides": overrides, "with": other} | asked, measure
     )
 
 

@@ -36,9 +36,7 @@ PATHS = frozenset({"DIR", "FILE", "FOLDER", "PATH", "RUN", "CHECKPOINT", "CHECKP
 SITE = ROOT / "docs/mkdocs.yml"
 MADE = ("docs/reference/", "docs/notebooks/")
 """Folders of pages that docs/site.py makes: they are in the navigation alone."""
-MAKES = frozenset(
-    {"output", "json", "figure", "page", "destination", "record_routing", "trace", "html"}
-)
+MAKES = frozenset({"output", "json", "figure", "page", "destination", "trace", "html"})
 """Arguments that name what a command makes; it reads every other path."""
 USED_UP = "stream"
 """The argument that names what is there between two calls of a command alone."""

@@ -3,7 +3,7 @@
 import math
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,14 +22,6 @@ from polyad.parallel.weights import Choice
 from polyad.train.console import Progress
 from polyad.train.errors import ConfigError, RunError
 from polyad.train.experts.interventions import Intervention
-from polyad.train.experts.replay import (
-    Choices,
-    first_rows,
-    read_choices,
-    recording,
-    replaying,
-    write_choices,
-)
 from polyad.train.reading import Evaluated, open_evaluated
 from polyad.train.results import aligned
 from polyad.train.streaming import predicting
@@ -63,80 +55,6 @@ class Attacked:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Routing:
-    """Files to which the experts of all tokens are written, or from which they are read."""
-
-    record: Path | None = None
-    """The file to write."""
-    replay: Path | None = None
-    """The file to read."""
-
-    @contextmanager
-    def around(
-        self, model: nn.Module, task: Task[Any], about: Mapping[str, str], world: comm.World
-    ) -> Iterator[dict[str, str] | None]:
-        """A context that records or replays the routing of the scoring inside it.
-
-        Args:
-            model: the model that is scored, whole on each process.
-            task: the task whose split is scored, after an attack.
-            about: metadata of a file: the checkpoint, its step, a digest of the data, the split.
-            world: this process.
-
-        Yields:
-            Entries for the result; None if nothing is recorded or replayed.
-
-        Raises:
-            ConfigError: the model does not have such routing, or the file belongs to other data.
-        """
-        if self == OWN_ROUTING:
-            yield None
-            return
-        rows = task.rows_of(about["split"])
-        if rows is None:
-            option = "--replay-routing" if self.record is None else "--record-routing"
-            raise ConfigError(f"{option}: is not possible with {task.place}")
-        said: dict[str, str] = {}
-        recorder = None
-        with ExitStack() as stack:
-            if self.replay is not None:
-                choices, theirs = read_choices(self.replay)
-                _check_data(self.replay, theirs, about, choices, rows)
-                rank, ranks = world.data_parallel_rank, world.data_parallel_size
-                stack.enter_context(replaying(model, choices, rank=rank, ranks=ranks, fills=True))
-                said |= {"replayed": str(self.replay), "of": theirs.get("checkpoint", "unknown")}
-            if self.record is not None:
-                recorder = stack.enter_context(recording(model))
-                said |= {"recorded": str(self.record)}
-            yield said
-        found = None if recorder is None else recorder.of_all(world)
-        if found is not None and self.record is not None:
-            write_choices(self.record, first_rows(found, rows), about)
-
-
-OWN_ROUTING = Routing()
-"""The model's own routing, not recorded."""
-
-
-def _check_data(
-    path: Path, about: Mapping[str, str], facts: Mapping[str, str], choices: Choices, rows: int
-) -> None:
-    """Checks that a file of choices belongs to the data that is scored."""
-    for name in ("data", "split"):
-        if about.get(name) != facts[name]:
-            raise ConfigError(
-                f"--replay-routing: {path}: was recorded with {name} {about.get(name)}, but "
-                f"{facts[name]} is scored"
-            )
-    recorded = len(next(iter(choices.values())).tokens_R)
-    if recorded != rows:
-        raise ConfigError(
-            f"--replay-routing: {path}: has {recorded:,} sequences or images, but {rows:,} are "
-            "scored"
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
 class Evaluation:
     """Scores of a checkpoint on held-out data, and how they were measured."""
 
@@ -147,9 +65,6 @@ class Evaluation:
     data: str
     split: str
     attack: Attacked | None
-    routing: dict[str, str] | None
-    """The file to which routing was recorded, the file from which it was replayed, and the
-    checkpoint of the latter; None: the model's own routing, not recorded."""
     interventions: Sequence[Intervention]
     """Changes to experts."""
     scores: Scores
@@ -182,22 +97,11 @@ class Evaluation:
             ("split", f"{self.split} of {self.data}"),
             *self.scores.rows(task_class(self.data_kind)),
             *([] if self.attack is None else [("attack", str(self.attack))]),
-            *self._routing(),
             *(("intervention", str(each)) for each in self.interventions),
             ("speed", f"{speed:,.0f} {units}/s"),
             ("processes", f"{self.processes}"),
         ]
         return "\n".join(aligned(rows, "<"))
-
-    def _routing(self) -> Iterator[tuple[str, str]]:
-        found = self.routing or {}
-        if "replayed" in found:
-            yield (
-                "routing",
-                f"replayed from {found['of']} ({found['replayed']}), not the model's own",
-            )
-        if "recorded" in found:
-            yield "routing recorded", found["recorded"]
 
 
 def evaluate(
@@ -207,7 +111,6 @@ def evaluate(
     split: SplitName = "validation",
     overrides: tuple[str, ...] = (),
     attack: WordSwap | GaussianNoise | None = None,
-    routing: Routing = OWN_ROUTING,
     weights: Choice = "trained",
     base: Path | None = None,
     stream: Path | None = None,
@@ -221,7 +124,6 @@ def evaluate(
         split: `validation`, `test` or `train`.
         overrides: `key=value` for keys that evaluation reads.
         attack: perturbation of the text or images before they are read.
-        routing: where routing is recorded, or replayed from.
         weights: which of the checkpoint's weights.
         base: see `open_weights`.
         stream: see `open_evaluated`.
@@ -231,7 +133,7 @@ def evaluate(
         The same on every process.
     """
     opened = open_evaluated(path, data, overrides, weights, base, stream, interventions)
-    return evaluate_opened(opened, split, attack=attack, routing=routing)
+    return evaluate_opened(opened, split, attack=attack)
 
 
 def evaluate_opened(
@@ -240,7 +142,6 @@ def evaluate_opened(
     *,
     model: nn.Module | None = None,
     attack: WordSwap | GaussianNoise | None = None,
-    routing: Routing = OWN_ROUTING,
 ) -> Evaluation:
     """Evaluates opened weights; see `evaluate`.
 
@@ -249,16 +150,10 @@ def evaluate_opened(
         split: `validation`, `test` or `train`.
         model: the model on this process's device, in evaluation mode; None: it is loaded.
         attack: see `evaluate`.
-        routing: see `evaluate`.
     """
     opened.task.check_split(split)
-    needs_whole = None
-    if routing != OWN_ROUTING:
-        needs_whole = "routing is recorded and replayed in a whole model"
-    about = {name: str(value) for name, value in opened.about().items()}
-    about |= {"data": opened.task.contents(split), "split": split}
     with (
-        opened.loaded(f"evaluating {split}", split, model, needs_whole=needs_whole) as (
+        opened.loaded(f"evaluating {split}", split, model, needs_whole=None) as (
             model,
             world,
         ),
@@ -267,15 +162,14 @@ def evaluate_opened(
         count = task.units_of(split)
         report = Progress(f"evaluate {split}", count, task.unit.short) if world.is_main else None
         started = time.monotonic()
-        with routing.around(model, task, about, world) as routed:
-            scores = predicting(
-                model,
-                lambda predictor, told: task.score(
-                    predictor, split, batch_size=opened.batch_size, world=world, report=told
-                ),
-                f"evaluate {split}",
-                report,
-            )
+        scores = predicting(
+            model,
+            lambda predictor, told: task.score(
+                predictor, split, batch_size=opened.batch_size, world=world, report=told
+            ),
+            f"evaluate {split}",
+            report,
+        )
         loss = scores.to_json()["loss"]
         if not math.isfinite(loss):
             raise RunError(
@@ -290,7 +184,6 @@ def evaluate_opened(
         data=task.name,
         split=split,
         attack=attacked,
-        routing=routed,
         interventions=opened.interventions,
         scores=scores,
         precision=opened.config.train.precision,

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from polyad.data.text.dataset import TokenStream
 from polyad.data.text.tokenizers.tokenizer import Tokenizer
-from polyad.train.experts.token_labels import Labels
 from polyad.train.tasks.samples import Passages, TextSamples
 
 BINS = 8
@@ -180,10 +179,9 @@ class ClassColumns:
 
     Args:
         text: the text to read.
-        labels: further labelings, of text that is read from left to right.
     """
 
-    def __init__(self, text: TextSamples, labels: Sequence[Labels] = ()) -> None:
+    def __init__(self, text: TextSamples) -> None:
         by_name = {each.name: each for each in labellings(text.tokenizer, text.stream, text.length)}
         self._of: dict[str, tuple[str, Labelling]] = {}
         for side in ("predicted",) if text.predicts_both_ways else ("predicted", "read"):
@@ -191,13 +189,9 @@ class ClassColumns:
                 self._of[f"{side} {name}"] = side, by_name[name]
         self._of["position"] = "read", by_name["position"]
         self._text = text
-        self._labels = {
-            f"{side} {each.name}": each for side in ("predicted", "read") for each in labels
-        }
         self.classes: dict[str, list[str]] = {"all": ["all"]}
         """The classes of each labeling; the first has all tokens in one class."""
         self.classes |= {name: list(each.classes) for name, (_, each) in self._of.items()}
-        self.classes |= {name: list(each.classes) for name, each in self._labels.items()}
 
     def __call__(self, passages: Passages) -> Tensor:
         """Returns the column of each predicted token in each labeling [J, B, P]; -1: not counted.
@@ -214,10 +208,6 @@ class ClassColumns:
             else:
                 class_BP = labelling.of(ids_BT).gather(1, places_BP)
             columns.append(slices[name].start + class_BP)
-        position_BT = self._text.places(passages)[1].cpu()
-        for name, labels in self._labels.items():
-            class_BT = labels.of(position_BT + name.startswith("predicted "))
-            columns.append((slices[name].start + class_BT).where(class_BT >= 0, -1))
         return torch.stack(columns).where(scored_BP, -1).to(passages.ids_BT.device)
 
 

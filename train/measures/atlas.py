@@ -33,7 +33,6 @@ from polyad.train.measures.knockout import (
     KnockOuts,
     Options,
     chosen_experts,
-    labels_of,
     layer_rows,
 )
 from polyad.train.measures.measure import Examination, Result, Subject
@@ -299,7 +298,6 @@ class Atlas(Examination):
             *(subject, columns),
             actions=actions,
             sets=[each.all for each in sets],
-            labels=labels_of(text, asked.labels),
         )
         measure.read(world)
         found = measure.result(summed)

@@ -6,7 +6,6 @@ same classes when text is steered towards it, and what the model then predicts.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Self
 
 from torch import nn
@@ -27,7 +26,6 @@ from polyad.train.experts.probing import (
 )
 from polyad.train.experts.steering import SteeredReading, Steering, SteeringEffect, gate_column
 from polyad.train.experts.token_classes import ClassColumns
-from polyad.train.experts.token_labels import Labels, read_labels
 from polyad.train.measures.measure import Measure, Result, Subject
 from polyad.train.measures.streamed_knockout import StreamedKnockOut
 from polyad.train.reading import Evaluated, Reading
@@ -182,8 +180,6 @@ class Options:
     experts: Sequence[str] = ()
     """Experts to remove in each of these; empty: all, or with steerings and without layers those
     steered towards."""
-    labels: Path | None = None
-    """A file of labels of tokens; see `read_labels`."""
     steerings: Sequence[Steering] = ()
     """Steerings whose joint effect is measured on the same tokens."""
 
@@ -197,7 +193,6 @@ class KnockOuts(Measure):
         steerings: applied all at once; empty: steering is not measured.
         actions: what to do to the experts of each layer; empty: remove them.
         sets: further sets of experts of each layer to treat together.
-        labels: further labelings of tokens.
     """
 
     name = "knockout"
@@ -213,12 +208,11 @@ class KnockOuts(Measure):
         steerings: Sequence[Steering] = (),
         actions: Sequence[Action] = (),
         sets: Sequence[Sequence[Sequence[int]]] = (),
-        labels: Sequence[Labels] = (),
     ) -> None:
         super().__init__(subject)
         model, layers, text, _ = subject
         assert isinstance(text, TextSamples)
-        self._model, self._text, self._columns = model, text, ClassColumns(text, labels)
+        self._model, self._text, self._columns = model, text, ClassColumns(text)
 
         def taken(each: Sequence[Sequence[Sequence[int]]]) -> list[KnockOut]:
             return [
@@ -273,8 +267,7 @@ class KnockOuts(Measure):
         assert isinstance(opened.task, TextTask)
         text = TextSamples(opened.task, split, asked.tokens, hidden=True)
         subject = Subject(model, [layer for layer, _ in chosen], text, opened.batch_size)
-        labels = labels_of(text, asked.labels)
-        return cls(subject, [columns for _, columns in chosen], asked.steerings, labels=labels)
+        return cls(subject, [columns for _, columns in chosen], asked.steerings)
 
     def read(self, world: comm.World | None = None) -> None:
         """Reads the text; block by block if the model is larger than memory."""
@@ -314,19 +307,6 @@ class KnockOuts(Measure):
     @classmethod
     def in_report(cls, subject: Subject) -> None:
         """None: a report removes only the experts that it shows, which it knows after its pass."""
-
-
-def labels_of(text: TextSamples, path: Path | None) -> list[Labels]:
-    """Reads a file of labels for the tokens of a text.
-
-    Raises:
-        ConfigError: the file is malformed, or positions in the text are unknown.
-    """
-    if path is None:
-        return []
-    if text.predicts_both_ways:
-        raise ConfigError(f"--labels {path}: is not allowed with masked text")
-    return read_labels(path, text.stream)
 
 
 def chosen_experts(

@@ -334,7 +334,7 @@ def text_of(opened: Evaluated, split: str, tokens: int) -> TextSamples:
     return TextSamples(opened.task, split, tokens, hidden=True)
 
 
-class _Probabilities:
+class Probabilities:
     """Accumulates the scores of experts, normalized for each token."""
 
     blocks: Sequence[int] = ()
@@ -345,8 +345,8 @@ class _Probabilities:
     def add(self, reading: Reading) -> None:
         """Adds a batch."""
         for name, decision in reading.decisions.items():
-            [p_ME] = decision.probabilities()
-            self.sums[name] += p_ME.sum(0).cpu()
+            p_MS = torch.cat(decision.probabilities(), dim=-1)
+            self.sums[name] += p_MS.sum(0).cpu()
 
 
 def scored(
@@ -373,7 +373,7 @@ def scored(
     calibration.task.check_split("train")
     text = text_of(calibration, "train", tokens)
     subject = Subject(model, layers, text, calibration.batch_size)
-    reader, probabilities = MomentsReader(layers), _Probabilities(layers)
+    reader, probabilities = MomentsReader(layers), Probabilities(layers)
     read(
         *(model, layers, subject.samples, (reader, probabilities)),
         batch_size=subject.batch_size,

@@ -3,7 +3,7 @@
 Shapes: B windows, R rows of a batch, T tokens of a row, N tokens that a layer gets.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -118,7 +118,7 @@ class Trace(Examination):
         model: the model that reads them.
         form: form of the rows.
         top: see `Options`.
-        file: receives this process's rows.
+        write: receives this process's rows, as `Form.rows` returns them.
     """
 
     name = "trace"
@@ -127,10 +127,15 @@ class Trace(Examination):
     blocks: Sequence[int] = ()
 
     def __init__(
-        self, samples: Samples, model: nn.Module, form: Form, top: int, file: TraceFile
+        self,
+        samples: Samples,
+        model: nn.Module,
+        form: Form,
+        top: int,
+        write: Callable[[Any], None],
     ) -> None:
         self._samples, self._model, self._form = samples, model, form
-        self._top, self._file, self.tokens = top, file, 0
+        self._top, self._write, self.tokens = top, write, 0
         if isinstance(samples, ImageSamples):
             self._split = samples.task.data.split(samples.split)
 
@@ -160,7 +165,7 @@ class Trace(Examination):
         with whole_output(asked.output, rank, ranks) as path:
             file = TraceFile(path, form.schema(about))
             try:
-                trace = cls(samples, model, form, asked.top or TOP, file)
+                trace = cls(samples, model, form, asked.top or TOP, file.add)
                 size = opened.batch_size
                 read(model, layers, samples, [trace], batch_size=size, world=world, told="trace")
             finally:
@@ -186,7 +191,7 @@ class Trace(Examination):
             found = experts_of(layer, decision, self._top)
             tokens, row_M = of_batch or self._of_images(reading, layer, len(found.experts))
             norm_NK = norms(decision, found, row_M) if "norm" in self._form.extra else None
-            self._file.add(self._form.rows(found, tokens, row_M, norm_NK))
+            self._write(self._form.rows(found, tokens, row_M, norm_NK))
             most = max(most, len(row_M))
         if reading.is_first:
             self.tokens += most

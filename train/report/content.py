@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from polyad.train.experts.by_class import LevelByClass
-from polyad.train.experts.kept_activation import Kept
 from polyad.train.experts.probing import RoutedLayer
 from polyad.train.measures.measure import Result
 from polyad.train.measures.specialization import Specialization, Specialized
@@ -29,8 +28,6 @@ class HeldOut:
     read."""
     measures: Mapping[str, Result] = field(default_factory=dict)
     """Results of measures in the same pass, by name."""
-    kept: Mapping[str, Kept] = field(default_factory=dict)
-    """Share of the activation kept by groups of units, by layer name."""
 
     @property
     def division(self) -> Specialized:
@@ -71,7 +68,7 @@ class HeldOut:
             }
         others = {name: each for name, each in self.measures.items() if name != Specialization.name}
         found = {"text": text, "images": self.images, "classes": classes}
-        return {"kept_activation": self.kept} | found | others
+        return found | others
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,6 @@ from polyad.parallel.weights import Weights
 from polyad.train.config.run import RunConfig, data_overrides, parse_config
 from polyad.train.console import Progress
 from polyad.train.errors import ConfigError
-from polyad.train.experts.kept_activation import kept_activation
 from polyad.train.experts.probing import RoutedLayer, columns_of
 from polyad.train.measures.knockout import TOKENS, KnockOuts
 from polyad.train.measures.measure import Subject
@@ -73,11 +72,8 @@ def read_held_out(weights: Weights, what: str, asked: Asked) -> HeldOut:
     """
     config, task = _open(weights, asked, what)
     batch_size = config.evaluation.batch_size or config.train.micro_batch_size
-    needs_whole = None
-    if any(each.kind == "emoe" for each in config.model.feed_forwards().values()):
-        needs_whole = "what its groups keep of activations is not kept"
     with opened_model(
-        weights, comm.initialize(), "fp32", folder=asked.stream, needs_whole=needs_whole
+        weights, comm.initialize(), "fp32", folder=asked.stream, needs_whole=None
     ) as model:
         return _read(weights, task, asked, model, batch_size)
 
@@ -108,41 +104,38 @@ def _read(
     if isinstance(samples, ImageSamples | SequenceSamples) and samples.classes() is not None:
         predictions = Predictions(samples)
     readers = [each for each in (top_text, top_images, predictions) if each is not None]
-    with kept_activation(model) as sums:
-        read(
-            model,
-            layers,
-            samples,
-            [*readers, *measures.values()],
-            batch_size=batch_size,
-            told=f"read {asked.split}",
+    read(
+        model,
+        layers,
+        samples,
+        [*readers, *measures.values()],
+        batch_size=batch_size,
+        told=f"read {asked.split}",
+    )
+    text = images = None
+    if top_text is not None:
+        shown = top_text.result(model, asked.experts, batch_size, str(weights.folder))
+    classes = None if predictions is None else predictions.result(asked.top)
+    results = {name: measure.result() for name, measure in measures.items()}
+    if top_text is not None:
+        text = TextPass(
+            data=task.name,
+            split=asked.split,
+            tokens=top_text.tokens,
+            of_tokens=task.units_of(asked.split),
+            perplexity=_perplexity(subject, task, asked),
+            layers=shown,
         )
-        text = images = None
-        if top_text is not None:
-            shown = top_text.result(model, asked.experts, batch_size, str(weights.folder))
-        classes = None if predictions is None else predictions.result(asked.top)
-        results = {name: measure.result() for name, measure in measures.items()}
-        if top_text is not None:
-            text = TextPass(
-                data=task.name,
-                split=asked.split,
-                tokens=top_text.tokens,
-                of_tokens=task.units_of(asked.split),
-                perplexity=_perplexity(subject, task, asked),
-                layers=shown,
-            )
-        if top_images is not None:
-            largest = [] if classes is None else [each.number for each in classes.examples]
-            images = top_images.result(model, asked.experts, largest)
+    if top_images is not None:
+        largest = [] if classes is None else [each.number for each in classes.examples]
+        images = top_images.result(model, asked.experts, largest)
     if asked.knockout and text is not None:
         text = _with_knockout(subject, task, text, asked)
-    kept = {name: found for name, each in sums.items() if (found := each.result()) is not None}
     return HeldOut(
         text=text,
         images=images,
         classes=classes,
         measures=results,
-        kept=kept,
     )
 
 

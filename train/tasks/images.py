@@ -299,10 +299,6 @@ class ImageClassification(LabelledTask[ImageBatch]):
 
         return in_words
 
-    def rows_of(self, split: str) -> int:
-        """See `Task.rows_of`."""
-        return len(self.held_out(split))
-
     def held_out(self, split: str) -> EvaluationImages:
         """The images of a split without augmentation, in their order."""
         images, size = self.data.split(split), self.model.image_size

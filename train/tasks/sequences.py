@@ -245,10 +245,6 @@ class SequenceTask(LabelledTask[SequenceBatch]):
         mean = float(self.data.encoded("train").pieces.lengths_R.mean())
         return self.data.choices, max(1, round(mean))
 
-    def rows_of(self, split: str) -> int:
-        """See `Task.rows_of`: a sequence for each choice."""
-        return len(self.data.held_out(split)) * self.data.choices
-
     def losses(
         self, model: Predictor, batch: SequenceBatch
     ) -> tuple[Tensor, tuple[RoutingStats, ...]]:

@@ -311,17 +311,6 @@ class Task(ABC, Generic[Batch]):
     def units_of(self, split: str) -> int:
         """The number of units in a split."""
 
-    def rows_of(self, split: str) -> int | None:
-        """The number of sequences or images that a model reads to score a split.
-
-        Args:
-            split: an existing split.
-
-        Returns:
-            None if the task does not know it.
-        """
-        return None
-
     def check_split(self, split: str) -> None:
         """Checks that a split is not empty.
 

@@ -121,10 +121,6 @@ class TextTask(Task[Batch]):
     def windows(self, stream: TokenStream, most: int | None = None) -> Any:
         """The windows in which a token stream is scored, at most `most` of them."""
 
-    def rows_of(self, split: str) -> int:
-        """The number of windows; see `Task.rows_of`."""
-        return len(self.windows(self.split(split)[0]))
-
     def validate_sources(
         self, names: Sequence[str], score: Callable[[TokenStream], Mapping[str, float]]
     ) -> dict[str, float]:

@@ -6,8 +6,6 @@ import torch
 from polyad.train.errors import ConfigError
 from polyad.train.experts.actions import Action, intervening
 from polyad.train.experts.probing import deciding, routed_layers
-from polyad.train.measures.ksparse import KSparse
-from tests.helpers.runs import both_forms
 from tests.train.experts.test_interventions import IDS_BT, by_use, logits, make_model
 
 KINDS = {
@@ -59,16 +57,3 @@ def test_what_only_selecting_layers_know_is_refused():
         intervening(model, routed_layers(model)[0], Action(how="prune")),
     ):
         pass
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("kind", [pytest.param("mxd", marks=pytest.mark.slow), "transcoder"])
-def test_probes_read_the_weights_of_experts(workers, trained, kind):
-    options = {"samples": 64, "candidates": 2, "units": ["1", "8"], "tokens": 32 * 100}
-    result, text = workers(1).run(both_forms, trained(kind), KSparse, **options)[0]
-    assert list(result["layers"]) == ["block 0", "block 1"]
-    experts = {"mxd": 64, "transcoder": 96}[kind]
-    for classes in result["layers"].values():
-        for found in classes["characters: letters"].values():
-            assert all(0 <= unit < experts for unit in found["units"])
-    assert "block 1" in text

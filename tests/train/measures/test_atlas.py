@@ -2,25 +2,20 @@
 
 import copy
 
-import numpy as np
-import pyarrow as pa
 import pytest
 import torch
-from pyarrow import csv, parquet
 from scipy.stats import spearmanr
 
 from polyad.data.text.dataset import PreparedData
 from polyad.launch.cli import run as polyad
-from polyad.train.errors import ConfigError
 from polyad.train.experts.actions import Action, intervening
 from polyad.train.experts.interventions import Intervention, intervened
 from polyad.train.experts.knockout import Paired
 from polyad.train.experts.moments import STATISTICS
 from polyad.train.experts.probing import deciding, routed_layers
-from polyad.train.experts.token_labels import read_labels
 from polyad.train.measures.atlas import Atlas
 from tests.helpers.runs import both_forms, evaluation, run, write_config
-from tests.train.measures.test_knockout import LAYER, WINDOWS, kind_of, losses_of, token_by_token
+from tests.train.measures.test_knockout import LAYER, WINDOWS, losses_of, token_by_token
 
 pytestmark = pytest.mark.distributed
 TOKENS = 32 * WINDOWS
@@ -260,59 +255,3 @@ def test_what_is_not_allowed_is_said(capfd, finished):
         status = polyad(["experts", "atlas", str(finished), *words])
         assert status == 2
         assert said in capfd.readouterr().err
-
-
-def kinds_of_tokens(prepared_path):
-    """What stands in a file: places of all tokens of the split, and the kinds of their text."""
-    data = PreparedData.open(prepared_path)
-    stream, tokenizer = data.split("validation"), data.tokenizer()
-    places = range(stream.num_tokens)
-    documents, offsets = stream.locate(np.array(places))
-    kinds = [kind_of(tokenizer, token) for token in stream.read(0, stream.num_tokens).tolist()]
-    return {"document": documents, "offset": offsets, "kind": kinds}
-
-
-@pytest.mark.parametrize("suffix", [".parquet", ".csv"])
-def test_labels_of_ones_own_sort_tokens(suffix, workers, finished, prepared_path, tmp_path):
-    """Those that stand in a file are the kinds of characters, which are known in another way."""
-    table = pa.table(kinds_of_tokens(prepared_path))
-    path = tmp_path / f"labels{suffix}"
-    write = parquet.write_table if suffix == ".parquet" else csv.write_csv
-    write(table, path)
-    options = {"tokens": TOKENS, "overrides": SMALL, "experts": ["5"], "labels": path}
-    by = workers(1).run(atlas, finished, **options)[0][0]["layers"][LAYER]["by"]
-    for side in ("predicted", "read"):
-        ours, theirs = by[f"{side} kind"], by[f"{side} characters"]
-        for name in ours["classes"]:
-            one, two = ours["classes"].index(name), theirs["classes"].index(name)
-            # The end of text before the first token has no place in the split.
-            assert theirs["tokens"][two] - ours["tokens"][one] == (
-                1 if (side, name) == ("read", "other") else 0
-            )
-            if (side, name) != ("read", "other"):
-                change = ours["change"]["value"][0][one]
-                assert change == pytest.approx(theirs["change"]["value"][0][two])
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"document": [0, 10**6]}, "row 1: document 1000000, offset 1 is not in the split"),
-        ({"offset": [0, 10**6]}, "row 1: document 0, offset 1000000 is not in the split"),
-        ({"document": ["a", "b"]}, "column 'document': whole numbers are needed"),
-        ({"document": [0, 0], "offset": [0, 0]}, "'kind': the token of row 0 has another label"),
-        ({"kind": [None, None]}, "column 'kind' has 0 different values; 1 to 64 are allowed"),
-        ({"kind": None}, "has no column with labels beside document and offset"),
-        ({"offset": None}, "has no column 'offset'"),
-    ],
-)
-def test_wrong_labels_are_said_in_one_line(changes, said, prepared_path, tmp_path):
-    columns = {"document": [0, 0], "offset": [0, 1], "kind": ["a", "b"]} | changes
-    table = pa.table({name: each for name, each in columns.items() if each is not None})
-    parquet.write_table(table, tmp_path / "labels.parquet")
-    with pytest.raises(ConfigError) as caught:
-        read_labels(
-            tmp_path / "labels.parquet", PreparedData.open(prepared_path).split("validation")
-        )
-    assert said in str(caught.value)
-    assert "\n" not in str(caught.value)

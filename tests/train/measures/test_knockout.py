@@ -256,28 +256,14 @@ def test_a_report_without_text_to_leave_experts_out_of_is_refused(
         ("smoe", ["--steer", "layer=1,expert=4,strength=1"], "expert 4: layer 1 has 0 to 3"),
         ("smoe", ["--steer", "layer=0,expert=1,strength=1"], "layer 0 is dense"),
         ("smoe", ["--steer", "layer=1,expert=1"], "strength is missing"),
-        ("smoe", ["--specialization"], "--knockout: is not allowed with --specialization"),
     ],
 )
 def test_what_cannot_be_left_out_is_one_line(trained, capfd, kind, options, words):
-    assert polyad(["evaluate", str(trained(kind)), "--knockout", *options]) == 2
+    name = "steer" if "--steer" in options else "knockout"
+    assert polyad(["experts", name, str(trained(kind)), *options]) == 2
     captured = capfd.readouterr()
     assert captured.out == ""
     assert words in captured.err.splitlines()[-1]
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["--layers", "1,2"], "--layers: 1,2 means nothing without --knockout"),
-        (["--experts", "1"], "--experts: 1 means nothing without --knockout"),
-        (["--steer", STEER], f"--steer: {STEER} means nothing without --knockout"),
-        (["--probe-tokens", "9"], "--probe-tokens: 9 means nothing without --compare or --knock"),
-    ],
-)
-def test_options_need_it(capfd, options, words):
-    assert polyad(["evaluate", "nowhere", *options]) == 2
-    assert words in capfd.readouterr().err
 
 
 SPARSE = {"kind": "smoe", "num_experts": 4, "expert_hidden_size": 32}

@@ -261,7 +261,7 @@ def test_what_is_not_allowed_is_one_line(hub, tmp_path, capfd):
     (tmp_path / "there").write_text("")
     new = ["--output", tmp_path / "t.parquet"]
     for words, said in (
-        ([], "the following arguments are required: --output"),
+        ([], "--output, or --text and --html are needed"),
         (["--output", tmp_path / "there"], "--output: .*there: already exists"),
         (["--output", tmp_path / "no" / "t"], "--output: .*: there is no folder .*no"),
         (
