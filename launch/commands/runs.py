@@ -208,7 +208,7 @@ def doctor(
     json: Json = None,
 ) -> int | None:
     """Checks hosts for problems that would break a run or slow it down."""
-    from polyad.launch.doctor.findings import check, examine, table
+    from polyad.launch.doctor import check, examine, table
     from polyad.launch.launch import Launch
     from polyad.launch.machine import end_with_launcher, prepare_environment
 

@@ -1,0 +1,333 @@
+"""`polyad doctor`: whether hosts are equal, share a folder, and reach each other fast enough."""
+
+import contextlib
+import errno
+import fcntl
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, NotRequired, TypedDict
+
+from polyad.data.files import temporary_folder
+from polyad.parallel.meeting import comparison
+from polyad.parallel.probe import Link, measure
+from polyad.train.console import in_bytes
+from polyad.train.errors import RunError, one_line
+from polyad.train.results import aligned
+
+if TYPE_CHECKING:
+    from polyad.parallel.comm import World
+    from polyad.train.config.run import RunConfig
+
+SLOW_LINK = 0.5
+"""Links below this share of the usual speed are reported."""
+
+
+class SharedFolder(TypedDict, total=False):
+    """Behavior of the run's file system between hosts."""
+
+    error: str
+    """Why rank 0 cannot write there; nothing else is tested then."""
+    seen: bool
+    """Whether this process can read what rank 0 has written."""
+    seconds: float | None
+    """Seconds until it could."""
+    renamed: bool
+    lock: str
+    """Result of taking a lock that rank 0 holds: `held`, `taken`, or the name of an error."""
+
+
+class Facts(TypedDict):
+    """Facts about one process; should be equal on all hosts, except names and numbers."""
+
+    host: str
+    node: int
+    local_rank: int
+    device: str
+    agreed: dict[str, str]
+    """Facts that must be the same everywhere."""
+    data_error: str | None
+    """Why data cannot be read."""
+    folder: NotRequired[SharedFolder]
+    """The run's folder, if given."""
+
+
+class Finding(NamedTuple):
+    """Something to know before a run."""
+
+    breaks: bool
+    """Whether it would make a run fail, or change its results."""
+    text: str
+
+
+@dataclass(frozen=True)
+class Found:
+    """Facts about all hosts, and the findings."""
+
+    processes: int
+    seconds: float
+    ranks: list[Facts]
+    links: list[Link]
+    """Between the first processes of hosts, or on one host between its processes."""
+    errors: list[str]
+    warnings: list[str]
+
+
+def examine(config: Path | None, overrides: Sequence[str]) -> Found | None:
+    """Examines all hosts of this group of processes; all call this.
+
+    Args:
+        config: a run's configuration; None: only the machines.
+        overrides: `key=value`.
+
+    Returns:
+        The result on rank 0; None on other ranks.
+
+    Raises:
+        ValueError: with an `exit_status` of 2: the configuration is wrong.
+    """
+    from polyad.parallel import comm
+    from polyad.train.config.run import load_config
+
+    begun = time.monotonic()
+    run = None if config is None else load_config(config, overrides)
+    world = comm.initialize(timeout_minutes=2.0)
+    facts = _named_apart(comm.from_all(_facts_of(run, world)))
+    links = measure(world, [each["host"] for each in facts])
+    comm.shutdown()
+    if not world.is_main:
+        return None
+    found = list(findings(facts, links))
+    return Found(
+        processes=world.size,
+        seconds=time.monotonic() - begun,
+        ranks=facts,
+        links=links,
+        errors=[each.text for each in found if each.breaks],
+        warnings=[each.text for each in found if not each.breaks],
+    )
+
+
+def _facts_of(config: "RunConfig | None", world: "World") -> Facts:
+    import torch
+
+    agreed, data_error = _agreed(config)
+    device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu"
+    found: Facts = {
+        "host": socket.gethostname(),
+        "node": int(os.environ.get("GROUP_RANK", "0")),
+        "local_rank": world.local_rank,
+        "device": device,
+        "agreed": agreed,
+        "data_error": data_error,
+    }
+    if config is not None:
+        found["folder"] = _folder(config, world)
+    return found
+
+
+def _named_apart(facts: Sequence[Facts]) -> list[Facts]:
+    """Adds node numbers to the names of hosts with equal names."""
+    nodes: dict[str, set[int]] = {}
+    for each in facts:
+        nodes.setdefault(each["host"], set()).add(each["node"])
+    return [
+        {**each, "host": f"{each['host']} (node {each['node']})"}
+        if len(nodes[each["host"]]) > 1
+        else each
+        for each in facts
+    ]
+
+
+def _agreed(config: "RunConfig | None") -> tuple[dict[str, str], str | None]:
+    """Facts that must be the same everywhere, and why data cannot be read, if so."""
+    from polyad.train.config.environment import agreed_facts
+    from polyad.train.tasks.registry import open_task
+
+    if config is None:
+        return agreed_facts(None, None), None
+    try:
+        return agreed_facts(config, open_task(config.for_task())), None
+    except (ValueError, OSError) as error:
+        return agreed_facts(config, None), one_line(error)
+
+
+def _folder(config: "RunConfig", world: "World") -> SharedFolder:
+    from polyad.parallel import comm
+
+    with contextlib.ExitStack() as stack:
+        place, reason = "", ""
+        if world.is_main:
+            parent = Path(config.run.folder).absolute().parent
+            try:
+                made = stack.enter_context(temporary_folder(".polyad-doctor-", parent))
+                place = str(made)
+            except OSError as error:
+                reason = f"{error.filename or config.run.folder}: {error.strerror}"
+        place, reason = comm.from_main((place, reason))
+        if reason:
+            return {"error": f"run.folder: {config.run.folder}: cannot be written to: {reason}"}
+        return _shared_folder(Path(place), world)
+
+
+def _shared_folder(folder: Path, world: "World") -> SharedFolder:
+    """Tests files in a folder created by rank 0 between hosts; all processes call this."""
+    from polyad.parallel import comm
+    from polyad.train.guard.run_folder import seen_in_time
+
+    lock = folder / "lock"
+    found: SharedFolder = {}
+    holder = None
+    if world.is_main:
+        (folder / "before").write_text("x")
+        (folder / "before").rename(folder / "after")
+        (folder / "seen").write_text("x")
+        holder, found["lock"] = _try_lock(lock)
+    comm.barrier()
+    begun = time.monotonic()
+    found["seen"] = seen_in_time(lambda: (folder / "seen").exists())
+    found["seconds"] = time.monotonic() - begun if found["seen"] else None
+    if found["seen"]:
+        found["renamed"] = seen_in_time(lambda: (folder / "after").exists())
+        if not world.is_main and world.local_rank == 0:
+            mine, found["lock"] = _try_lock(lock)
+            _close(mine)
+    comm.barrier()
+    _close(holder)
+    return found
+
+
+def _try_lock(path: Path) -> tuple[int | None, str]:
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return descriptor, "held"
+    except OSError as error:
+        return descriptor, errno.errorcode.get(error.errno or 0, "error")
+    return descriptor, "taken"
+
+
+def _close(descriptor: int | None) -> None:
+    if descriptor is not None:
+        os.close(descriptor)
+
+
+def findings(facts: Sequence[Facts], links: Sequence[Link]) -> Iterator[Finding]:
+    """Yields the problems.
+
+    Args:
+        facts: facts of each rank.
+        links: see `Found`.
+    """
+    # If data cannot be read, which is a separate finding, its contents are unknown.
+    good: dict[str, str] = next((each["agreed"] for each in facts if not each["data_error"]), {})
+    told = [
+        (each["host"], {**(good if each["data_error"] else {}), **each["agreed"]}) for each in facts
+    ]
+    yield from (Finding(True, line) for line in comparison(told))
+    kinds = [(each["host"], {"the device": each["device"]}) for each in facts]
+    yield from (Finding(False, line) for line in comparison(kinds))
+    for each in facts:
+        if each["local_rank"] == 0 and each["data_error"]:
+            yield Finding(True, f"{each['host']}: {each['data_error']}")
+    yield from _of_folder(facts)
+    yield from _slow_links(facts, links)
+
+
+def _hosts(ranks: Sequence[int], facts: Sequence[Facts]) -> str:
+    """Names the distinct hosts of ranks, at most five."""
+    names = list(dict.fromkeys(facts[rank]["host"] for rank in ranks))
+    rest = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(names[:5]) + rest
+
+
+def _of_folder(facts: Sequence[Facts]) -> list[Finding]:
+    folders = [each["folder"] for each in facts if "folder" in each]
+
+    def ranks(wrong: Callable[[SharedFolder], bool]) -> list[int]:
+        return [rank for rank, each in enumerate(folders) if wrong(each)]
+
+    if len(folders) < len(facts):  # no run was given
+        return []
+    if error := folders[0].get("error"):
+        return [Finding(True, error)]
+    found = []
+    if blind := ranks(lambda seen: not seen["seen"]):
+        found.append(
+            Finding(
+                True,
+                f"run.folder: {_hosts(blind, facts)} cannot see what {facts[0]['host']} writes "
+                f"next to it: all hosts need a shared file system",
+            )
+        )
+    if late := ranks(lambda seen: seen["seen"] and not seen["renamed"]):
+        text = f"run.folder: a renamed file is not visible on {_hosts(late, facts)}"
+        found.append(Finding(True, text))
+    if unlocked := ranks(lambda seen: seen.get("lock") == "taken")[1:]:
+        text = (
+            f"run.folder: a lock of {facts[0]['host']} has no effect on {_hosts(unlocked, facts)}: "
+            f"two starts of a run at the same time go unnoticed (Lustre: mount it with flock)"
+        )
+        found.append(Finding(False, text))
+    return found
+
+
+def _slow_links(facts: Sequence[Facts], links: Sequence[Link]) -> list[Finding]:
+    speeds = sorted(link.bytes_per_second for link in links)
+    # Not the median, since one bad host of three makes two of three links slow.
+    usual = speeds[round(0.75 * (len(speeds) - 1))] if speeds else 0.0
+    slow = [link for link in links if link.bytes_per_second < SLOW_LINK * usual]
+    ends = [rank for link in links for rank in link[:2]]
+    bad = [rank for link in slow for rank in link[:2]]
+    # A host with a bad adapter gets one line, not one for each other host.
+    culprits = [rank for rank in sorted({*bad}) if 1 < ends.count(rank) == bad.count(rank)]
+    found = []
+    for rank in culprits:
+        own = [link.bytes_per_second for link in slow if rank in link[:2]]
+        found.append(f"every link of {_place(facts, rank)} is slow: {in_bytes(max(own))}/s")
+    for link in slow:
+        if not set(link[:2]) & set(culprits):
+            both = " and ".join(_place(facts, rank) for rank in link[:2])
+            found.append(f"the link between {both} is slow: {in_bytes(link.bytes_per_second)}/s")
+    return [Finding(False, f"{text}, others {in_bytes(usual)}/s") for text in found]
+
+
+def _place(facts: Sequence[Facts], rank: int) -> str:
+    one_host = len({each["host"] for each in facts}) == 1
+    host = facts[rank]["host"]
+    return f"process {facts[rank]['local_rank']} of {host}" if one_host else host
+
+
+def table(result: Found) -> str:
+    """Formats the result."""
+    by_host: dict[str, list[Facts]] = {}
+    for each in result.ranks:
+        by_host.setdefault(each["host"], []).append(each)
+    rows = [("host", "processes", "device")]
+    rows += [(host, f"{len(of)}", of[0]["device"]) for host, of in by_host.items()]
+    lines = aligned(rows)
+    if speeds := [link.bytes_per_second for link in result.links]:
+        what = "hosts" if len(by_host) > 1 else "processes"
+        span = f"{in_bytes(min(speeds))}/s to {in_bytes(max(speeds))}/s"
+        lines.append(f"{len(speeds)} links between {what}: {span}")
+    lines += [f"error: {text}" for text in result.errors]
+    lines += [f"warning: {text}" for text in result.warnings]
+    if not result.errors:
+        lines.append(f"no problems found ({result.seconds:.0f} s)")
+    return "\n".join(lines)
+
+
+def check(result: Found) -> None:
+    """Ends the command with status 1 if something would break a run.
+
+    Raises:
+        RunError: with the number of problems.
+    """
+    if result.errors:
+        others = len(result.errors) - 1
+        more = f", and {others} more" if others else ""
+        raise RunError(f"a run would fail or be slow here: {result.errors[0]}{more}")
