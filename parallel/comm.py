@@ -141,11 +141,6 @@ def environment_rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
-def environment_restarts() -> int:
-    """How often torchrun has restarted its processes; reads only the environment."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-
-
 def initialize(
     timeout_minutes: float = 30.0,
     tensor_parallel_size: int = 1,

@@ -130,11 +130,6 @@ class Factorized(nn.Module, ABC):
 
     @classmethod
     @abstractmethod
-    def expert_matrix_rank(cls, sizes: Sizes) -> int:
-        """Returns the highest possible rank of one expert's I x O matrix."""
-
-    @classmethod
-    @abstractmethod
     def output_fan(cls, sizes: Sizes) -> int:
         """Returns the number of products that an output sums in the output factor."""
 

@@ -167,14 +167,6 @@ class MuMoEConfig(FactorizedExperts, FeedForwardSettings):
         layers = sum(self.factorized.num_parameters(each) for each in sizes)
         return sum(self.num_experts) * width + layers
 
-    def expert_matrix_rank(self, width: int) -> int:
-        """Returns the highest possible rank of one expert's matrix, the same in each layer.
-
-        Args:
-            width: D.
-        """
-        return self.factorized.expert_matrix_rank(self.layer_sizes(width)["up"])
-
     @property
     def factorized(self) -> type[Factorized]:
         """The class of the factorized layers."""

@@ -40,11 +40,6 @@ class CP(Factorized):
         return experts | {"input_factor": 1, "output_factor": 0}
 
     @classmethod
-    def expert_matrix_rank(cls, sizes: Sizes) -> int:
-        """See `Factorized`."""
-        return min(sizes.inputs, sizes.outputs, sizes.rank)
-
-    @classmethod
     def output_fan(cls, sizes: Sizes) -> int:
         """See `Factorized`."""
         return sizes.rank

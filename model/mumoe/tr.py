@@ -53,12 +53,6 @@ class TensorRing(Factorized):
         }
 
     @classmethod
-    def expert_matrix_rank(cls, sizes: Sizes) -> int:
-        """min(R3 min(R1, R2), I, O)."""
-        narrowest = min(cls.first_rank(sizes), sizes.expert_rank)
-        return min(sizes.inputs, sizes.outputs, sizes.rank * narrowest)
-
-    @classmethod
     def output_fan(cls, sizes: Sizes) -> int:
         """R3 R1."""
         return sizes.rank * cls.first_rank(sizes)

@@ -45,11 +45,6 @@ class Tucker(Factorized):
         return {"input_factor": 1, "core": 0, "output_factor": 0}
 
     @classmethod
-    def expert_matrix_rank(cls, sizes: Sizes) -> int:
-        """min(R_I, R_O, I, O)."""
-        return min(sizes.inputs, sizes.outputs, sizes.rank)
-
-    @classmethod
     def output_fan(cls, sizes: Sizes) -> int:
         """R_O."""
         return sizes.rank

@@ -138,11 +138,6 @@ class Chart:
             aria_label=self.title,
         )
 
-    def at(self, x: float, y: float, scale: float = 1.0) -> Markup:
-        """The drawing without tooltips, placed in another one."""
-        scaled = f"translate({x:g},{y:g})" + (f" scale({scale:.4f})" if scale != 1 else "")
-        return element("g", *self.below(in_file=True), *self.parts, transform=scaled)
-
     def below(self, *, in_file: bool) -> Sequence[Markup]:
         """Elements below the parts; not every viewer of SVG files shows embedded images."""
         return ()

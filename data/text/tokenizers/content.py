@@ -3,7 +3,6 @@
 import hashlib
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from polyad.data.errors import DataError
@@ -130,21 +129,6 @@ def fingerprint(content: str, end_of_text: str) -> str:
         A SHA-256, hexadecimal.
     """
     return hashlib.sha256(f"{canonical(content)}\0{end_of_text}".encode()).hexdigest()
-
-
-def file_fingerprint(path: Path, end_of_text: str) -> str:
-    """Digests a tokenizer file; equal to the `fingerprint` of the loaded tokenizer.
-
-    Returns:
-        A SHA-256, hexadecimal.
-
-    Raises:
-        OSError: The file cannot be read.
-        ValueError: It is not a `tokenizer.json`.
-    """
-    if path.suffix == ".model":
-        return bytes_fingerprint(path.read_bytes(), end_of_text)
-    return fingerprint(path.read_text(encoding="utf-8"), end_of_text)
 
 
 def bytes_fingerprint(model: bytes, end_of_text: str) -> str:
