@@ -60,6 +60,8 @@ def parse_json(
         raise error(f"{before}has the key {fault.args[0]!r} twice") from None
     except UnicodeDecodeError as fault:
         raise error(f"{before}is not UTF-8: {fault.reason} at byte {fault.start:,}") from None
+    except RecursionError:
+        raise error(f"{before}its JSON is nested too deeply") from None
     except json.JSONDecodeError as fault:
         several = "\n" in fault.doc.rstrip()
         line = f"line {fault.lineno}, column {fault.colno}"

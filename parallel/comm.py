@@ -27,11 +27,10 @@ TASKS_OF = {"SLURM_STEP_NUM_TASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun", "P
 """Variables with the number of tasks that a launcher has started, including this process."""
 RECORDED = 2000
 """Number of collectives that PyTorch's flight recorder keeps."""
-RECORDER = {
-    "TORCH_FR_BUFFER_SIZE": f"{RECORDED}",
-    "TORCH_NCCL_TRACE_BUFFER_SIZE": f"{RECORDED}",  # its name before
-    "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
-}
+_BUFFER = "TORCH_FR_BUFFER_SIZE"
+if not hasattr(torch._C._distributed_c10d, "_dump_fr_trace_json"):
+    _BUFFER = "TORCH_NCCL_TRACE_BUFFER_SIZE"  # older versions of PyTorch know this name alone
+RECORDER = {_BUFFER: f"{RECORDED}", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
 """Variables with which NCCL writes the last collectives of each process when one times out."""
 
 

@@ -65,7 +65,7 @@ def bench_images(
 def _compared(
     folder: Path, place: Path, images: int, repeats: int, randaugment: bool
 ) -> dict[str, Any]:
-    prepare_images(str(folder), place / "index", accept=True, report=lambda line: None)
+    prepare_images(str(folder), place / "index", report=lambda line: None)
     data = ImageData.open(place / "index")
     split = data.split("train")
     files = [Path(split.name_of(number)) for number in range(len(split))]

@@ -5,13 +5,11 @@ from polyad.data.config import DataConfig
 
 
 def test_defaults_need_nothing():
-    defaults = {"kind": "text", "path": None, "mixture": None, "num_workers": 0, "verify": True}
+    defaults = {"kind": "text", "path": None, "mixture": None, "num_workers": 0}
     assert DataConfig().model_dump() == defaults
 
 
-@pytest.mark.parametrize(
-    "values", [{"num_workers": -1}, {"num_workers": "2"}, {"verify": 1}, {"pth": "x"}]
-)
+@pytest.mark.parametrize("values", [{"num_workers": -1}, {"num_workers": "2"}, {"pth": "x"}])
 def test_bad_value_is_refused(values):
     with pytest.raises(ValidationError):
         DataConfig(**values)

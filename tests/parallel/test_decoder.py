@@ -11,9 +11,9 @@ from tests.helpers.training import Case, relative, tensors, train
 pytestmark = pytest.mark.distributed
 
 # (processes, tensor-parallel, expert-parallel, ZeRO stage, sequence parallelism)
-DENSE_LAYOUTS = [(2, 2, 1, 0, False), (4, 4, 1, 1, False), (4, 2, 1, 1, True), (2, 1, 1, 3, False)]
+DENSE_LAYOUTS = [(2, 2, 1, 1, False), (4, 4, 1, 1, False), (4, 2, 1, 1, True), (2, 1, 1, 3, False)]
 ROUTED_LAYOUTS = [
-    (2, 2, 1, 0, False), (2, 1, 2, 1, False), (4, 2, 2, 2, False), (4, 2, 2, 0, True),
+    (2, 2, 1, 1, False), (2, 1, 2, 1, False), (4, 2, 2, 2, False), (4, 2, 2, 1, True),
     (4, 1, 2, 3, False), (2, 2, 1, 3, True),
 ]  # fmt: skip
 ROUTED = {

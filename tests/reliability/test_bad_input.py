@@ -4,7 +4,6 @@ import io
 import json
 import pickle
 import shutil
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,8 +15,6 @@ from polyad.parallel.checkpoint.format import CheckpointError, record_of, render
 from polyad.parallel.checkpoint.load import Checkpoint, newest_that_opens
 from polyad.parallel.checkpoint.save import save_weights
 from polyad.parallel.weights import load_model
-from polyad.train.guard import run_folder
-from tests.helpers.runs import write_config
 from tests.helpers.training import MODEL
 
 
@@ -102,39 +99,3 @@ def test_a_newer_version_is_refused_and_no_older_checkpoint_is_taken_instead(tmp
         newest_that_opens(tmp_path)
     shutil.rmtree(newer)
     assert newest_that_opens(tmp_path).folder.name == "step-00000001"
-
-
-@pytest.fixture
-def disk(monkeypatch):
-    """Sets how many bytes are free."""
-
-    def free(nbytes):
-        usage = SimpleNamespace(total=10**12, used=0, free=nbytes)
-        monkeypatch.setattr(run_folder.shutil, "disk_usage", lambda path: usage)
-
-    return free
-
-
-# A checkpoint of this model: 4 bytes of 400 x 32 + 32 x 32 + 2 blocks + the last norm, three times.
-SIZE = 12 * (400 * 32 + 32 * 32 + 2 * (12 * 32 * 32 + 13 * 32) + 2 * 32)
-
-
-@pytest.mark.parametrize(
-    ("keep", "checkpoints"),
-    [("null", 1), ("1", 2), ("2", 3), ("9", 6)],  # six are written in all
-)
-def test_too_little_room_is_said_before_training(
-    tmp_path, prepared_path, capfd, disk, keep, checkpoints
-):
-    config = write_config(tmp_path / "config.yaml", prepared_path)
-    keys = ("checkpoint.every=1", f"checkpoint.keep_last={keep}")
-    disk(checkpoints * SIZE - 1)
-    line = error_of(capfd, "validate", config, *keys)
-    assert f"run.folder: {tmp_path / 'run'}: " in line
-    many = "the next checkpoint" if checkpoints == 1 else f"{checkpoints} more checkpoints"
-    assert f"{many} of {SIZE / 1e3:.0f} KB must fit, {tmp_path} has" in line
-    assert ("lower checkpoint.keep_last" in line) == (keep in "29")
-    disk(checkpoints * SIZE)
-    assert polyad(["validate", str(config), *keys]) == 0
-    warned = "6 checkpoints of" in capfd.readouterr().err
-    assert warned == (keep == "null")

@@ -63,7 +63,7 @@ def reference(workers, tmp_path_factory):
     def make(kind):
         if kind not in made:
             folder = tmp_path_factory.mktemp("reference")
-            pool, case = workers(1), on(kind, "1", 0)
+            pool, case = workers(1), on(kind, "1", 1)
             pool.run(train, case.but(first_step=0, last_step=3, save_to=str(folder)))
             path = folder / "step-00000003"
             losses = pool.run(train, case.but(resume=str(path), last_step=6))[0]["losses"]
@@ -110,10 +110,10 @@ def test_what_is_loaded_is_saved_again_bitwise(workers, reference, tmp_path, kin
 )
 def test_processes_that_share_layers_drop_the_same_on_any_layout(workers, tmp_path, before, after):
     wanted = {"dropout": 0.2, "report_randomness": True}
-    case = on("dense", before, 0).but(first_step=0, last_step=2, save_to=str(tmp_path), **wanted)
+    case = on("dense", before, 1).but(first_step=0, last_step=2, save_to=str(tmp_path), **wanted)
     saved = workers(SHAPES[before][0]).run(train, case)
     path = str(tmp_path / "step-00000002")
-    case = on("dense", after, 0).but(first_step=2, last_step=5, resume=path, **wanted)
+    case = on("dense", after, 1).but(first_step=2, last_step=5, resume=path, **wanted)
     found = workers(SHAPES[after][0]).run(train, case)
     assert len({each["norm_weight"].numpy().tobytes() for each in found}) == 1
     draws = {each["rank"]: each["next_draw"] for each in found}

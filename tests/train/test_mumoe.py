@@ -5,7 +5,6 @@ import yaml
 from scipy.stats import entropy
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from polyad.launch.cli import run as polyad
 from polyad.parallel.weights import load_model
 from tests.helpers.runs import records, run, write_config
 
@@ -84,16 +83,3 @@ def test_the_run_keeps_the_rank_that_was_solved_for(finished):
     assert tree["model"]["feed_forward"]["rank"] == RANK
     block = load_model(finished / "run").blocks[1].feed_forward
     assert block.up.output_factor.shape == (4, RANK, 128)
-
-
-def test_validate_shows_what_experts_cost_beside_others(prepared_path, tmp_path, capfd):
-    changes = {"model__feed_forward": SECTION}
-    config = write_config(tmp_path / "config.yaml", prepared_path, **changes)
-    assert polyad(["validate", str(config)]) == 0
-    rows = [line.split(maxsplit=1) for line in capfd.readouterr().out.splitlines()]
-    experts = dict(row for row in rows if len(row) == 2)["experts"]
-    assert experts == f"16 x 2 in each block, tr of rank {RANK}, expert rank 4; entmax15 gate"
-    ours, dense, *_ = (row[1].split()[-5:] for row in rows if row[0] in ("this", "dense"))
-    # Two blocks; matrices of at most rank 4 x 6.
-    assert (ours[0], ours[3:]) == (f"{2 * (576 + 576 + 1288 * RANK):,}", ["32", "24"])
-    assert (dense[0], dense[3:]) == (f"{2 * 8352:,}", ["1", "32"])

@@ -186,15 +186,6 @@ def test_the_command_writes_json_and_leaves_nothing(runs, capfd, tmp_path, monke
         (("--attack", "word-swap", "--rate", "0", "--seed", "x"), "--seed: 'x' is not a whole"),
         (("--rate", "0.1"), "--rate: 0.1 means nothing without --attack"),
         (("--seed", "0"), "--seed: 0 means nothing without --attack"),
-        (("--probe-tokens", "9"), "--probe-tokens: 9 means nothing without --compare"),
-        (
-            ("--compare", ".", "--attack", "word-swap", "--rate", "0"),
-            "is not allowed with --compare",
-        ),
-        (
-            ("--robustness", "a", ".", "--split", "test"),
-            "--split: test is not allowed with --robustness",
-        ),
     ],
 )
 def test_bad_options_are_one_line(runs, capfd, options, expected):
