@@ -216,7 +216,7 @@ def _table(
 
 
 def _name(layout: dict[str, Any]) -> str:
-    """As `dp=4 tp=2 ep=2 zero=1`."""
+    """Names a layout, as in `dp=4 tp=2 ep=2 zero=1`."""
     words = [f"dp={layout['data_parallel_size']}", f"tp={layout['tensor_parallel_size']}"]
     words.append(f"ep={layout['expert_parallel_size']}")
     if layout["sequence_parallel"]:

@@ -13,7 +13,7 @@ from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 from pydantic import AfterValidator
 
 from polyad.data.errors import check_path
-from polyad.data.files import write_whole
+from polyad.data.files import NO_LOCKS, write_whole
 from polyad.model.config import Config
 from polyad.parallel import comm
 from polyad.parallel.checkpoint.manage import (
@@ -125,13 +125,9 @@ class RunLock:
 
     def _take(self, folder: Path) -> str:
         """Takes the lock; returns the reason if that fails, else an empty string."""
-        file = folder / LOCK_FILE
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            try:
-                self._lock = _acquired(FileLock(file))
-            except NotImplementedError:  # this file system has no locks
-                self._lock = _acquired(SoftFileLock(f"{file}.soft"))
+            self._lock = lock_of(folder)
             write_whole(self._token_file, self._token)
         except Timeout as taken:
             return (
@@ -156,8 +152,21 @@ class RunLock:
             self._lock.release()
 
 
-def _acquired(lock: BaseFileLock) -> BaseFileLock:
-    lock.acquire(timeout=0)
+def lock_of(folder: Path) -> BaseFileLock:
+    """Takes the lock of a run's folder; where the file system has no locks, it is a file.
+
+    Raises:
+        Timeout: another process holds it.
+        OSError: it cannot be taken.
+    """
+    lock: BaseFileLock = FileLock(folder / LOCK_FILE, timeout=0, fallback_to_soft=False)
+    try:
+        lock.acquire()
+    except OSError as error:
+        if error.errno not in NO_LOCKS:  # None if another process holds it
+            raise
+        lock = SoftFileLock(folder / f"{LOCK_FILE}.soft", timeout=0)
+        lock.acquire()
     return lock
 
 

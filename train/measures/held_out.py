@@ -248,12 +248,12 @@ class _Rows(NamedTuple):
     """The experts, counted over all levels."""
 
     def where(self, chosen_n: Tensor) -> "_Rows":
-        """Those that are chosen."""
+        """Returns the rows that are chosen."""
         others = (each[chosen_n] for each in self[2:])
         return _Rows(self.module_n[chosen_n.cpu().numpy()], self.passages, *others)
 
     def of(self, layer: RoutedLayer) -> "_Rows":
-        """Those of a layer."""
+        """Returns the rows of a layer."""
         chosen_n = torch.from_numpy(self.module_n == layer.name)
         return self.where(chosen_n.to(self.row_n.device))
 

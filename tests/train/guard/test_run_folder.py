@@ -1,14 +1,18 @@
-"""A run's folder: two real runs in one; whether the disk has room for the checkpoints to come."""
+"""A run's folder: two real runs in one, and its lock."""
 
+import errno
+import fcntl
 import functools
 import os
 import signal
 from pathlib import Path
 
 import pytest
+from filelock import Timeout
 
 from polyad.parallel import meeting
 from polyad.train.guard import run_folder
+from polyad.train.guard.run_folder import lock_of
 from tests.helpers.runs import write_config
 
 pytestmark = pytest.mark.distributed
@@ -88,3 +92,28 @@ def test_a_run_that_was_killed_while_it_wrote_its_configuration_starts_again(
     again = forks.start(tmp_path, ["train", str(config)])
     assert again.wait() == [0, 0], again.text()
     assert not list((tmp_path / "run").glob(".*.partial"))
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])
+def test_without_locks_a_file_keeps_a_second_start_out(tmp_path, monkeypatch, number):
+    """As on Lustre that is mounted without `flock`; no such file system is here."""
+
+    def flock(descriptor, operation):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    held = lock_of(tmp_path)
+    assert (tmp_path / ".lock.soft").exists()
+    with pytest.raises(Timeout):
+        lock_of(tmp_path)
+    held.release()
+    lock_of(tmp_path).release()
+
+
+def test_a_lock_keeps_a_second_start_out_until_it_is_released(tmp_path):
+    held = lock_of(tmp_path)
+    with pytest.raises(Timeout):
+        lock_of(tmp_path)
+    held.release()
+    lock_of(tmp_path).release()
+    assert [path.name for path in tmp_path.iterdir()] == [".lock"]
