@@ -6,12 +6,14 @@ batch s, that of step s, is samples s * B to (s + 1) * B - 1.
 """
 
 import atexit
+import functools
 import math
 import os
 import signal
+import sys
 import weakref
 from collections.abc import Iterable, Iterator
-from multiprocessing import popen_spawn_posix
+from multiprocessing import popen_spawn_posix, resource_tracker
 from multiprocessing.context import SpawnContext, SpawnProcess
 from multiprocessing.util import Finalize
 from typing import Any
@@ -115,18 +117,30 @@ def _read(
         batch_sampler=batches,
         num_workers=num_workers,
         pin_memory=pin_memory,
-        worker_init_fn=_begin if num_workers else None,
+        worker_init_fn=functools.partial(_begin, os.getpid()) if num_workers else None,
         multiprocessing_context=_Loaders() if num_workers else None,
         # Without its own generator the loader would draw from torch's global one and change its
         # state.
         generator=torch.Generator().manual_seed(0),
     )
-    found = iter(loader)
-    if num_workers:
-        _WITH_WORKERS.add(found)
+    if not num_workers:
+        return iter(loader)
+    # Workers take seconds to start, and inherit what is blocked. The tracker, which starts with the
+    # first of them, would unblock two signals, and warns where it cleans up after a killed process.
+    sys.warnoptions.append(_TRACKER_WARNS)
+    resource_tracker.ensure_running()
+    sys.warnoptions.remove(_TRACKER_WARNS)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
+    try:
+        found = iter(loader)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    _WITH_WORKERS.add(found)
     return found
 
 
+_TRACKER_WARNS = "ignore:resource_tracker"
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 _WITH_WORKERS: "weakref.WeakSet[Any]" = weakref.WeakSet()
 """Iterators that have not been shut down yet."""
 
@@ -138,10 +152,14 @@ def _end_workers() -> None:
         batches._shutdown_workers()
 
 
-def _begin(worker: int) -> None:
+def _begin(parent: int, worker: int) -> None:
+    # Torch looks from here on whether the parent has changed: one that had died before would go
+    # unnoticed, and this process would never end.
+    if os.getppid() != parent:
+        os._exit(1)
     # A launcher signals every process of the job. The training process then saves a checkpoint and
     # still needs its workers; they exit when it does.
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+    for number in _STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     # After the finalizers that wait for all batches to be sent: Python would stop the threads that
     # send them inside torch's C++ code, which aborts the process.

@@ -285,13 +285,12 @@ def test_a_lost_worker_means_a_restart_that_goes_on_by_itself(config: Path, kind
 
 
 @pytest.mark.slow
-def test_workers_whose_agent_is_killed_end_at_once(config: Path) -> None:
-    """Whoever starts the run again is not to find the old ones writing."""
+def test_workers_whose_agent_is_killed_save_a_checkpoint_and_end(config: Path) -> None:
     run = config.parent / "run"
     agent = start(config, "train.steps=100000", "checkpoint.every=0")
     wait_for(lambda: len(steps(run)) >= 2, agent)
     workers = workers_of(agent)
     agent.kill()
-    _, alive = psutil.wait_procs(workers, timeout=5)
+    _, alive = psutil.wait_procs(workers, timeout=30)
     assert not alive
-    assert not complete_checkpoints(run / "checkpoints")
+    assert len(complete_checkpoints(run / "checkpoints")) == 1
