@@ -2,7 +2,7 @@
 
     p_i = sum_j S_ij r_j        S_ij = softmax_j(scale q_i . k_j)
 
-A graph defines the features q and k of S; fused attention mixes, without storing S.
+A graph defines the features q and k of S. For many tokens fused attention mixes, without storing S.
 Source: Nguyen et al. 2025, "Improving routing in sparse mixture of experts with graph of tokens".
 The paper mentions no mask; in a language model S must be causal, or the experts of a token depend
 on the tokens to be predicted.
@@ -157,7 +157,7 @@ def mixture(
     causal: bool,
     seen_BS: Tensor | None = None,
 ) -> Tensor:
-    """Computes the mixture p = S r by fused attention, without storing S.
+    """Computes the mixture p = S r, for many tokens by fused attention, without storing S.
 
     Args:
         query_BTF: Queries of the last T tokens.
@@ -173,6 +173,9 @@ def mixture(
     experts, (new, length) = value_BSE.shape[-1], (query_BTF.shape[1], key_BSF.shape[1])
     # Fused kernels need one width for keys and values, a multiple of 8.
     width = -(-max(query_BTF.shape[-1], experts) // 8) * 8
+    if length <= 2 * width:  # S is no larger than the padded scores and mixture
+        S_BTS = matrix(query_BTF, key_BSF, scale=scale, causal=causal, seen_BS=seen_BS)
+        return S_BTS @ value_BSE
     query, key, value = (
         (x if x.shape[-1] == width else pad(x, (0, width - x.shape[-1]))).unsqueeze(1)
         for x in (query_BTF, key_BSF, value_BSE)

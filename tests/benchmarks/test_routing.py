@@ -101,7 +101,7 @@ def test_what_graphs_keep_for_backward_is_the_same_for_each_token_unlike_the_mat
     short, long = (one["variants"] for one in result["precisions"]["fp32"]["block"])
     for name in GRAPHS:
         kept = [rows[name]["graph_saved_bytes_per_token"] for rows in (short, long)]
-        assert kept[1] <= 1.1 * kept[0]
+        assert kept[1] <= 1.2 * kept[0]  # the short one stores S, which is smaller there
         matrix = [rows[f"T x T {name}"]["graph_saved_bytes_per_token"] for rows in (short, long)]
         assert matrix[1] > 3 * matrix[0]
     # Of similarity: scores and mixture of 4 experts, padded to u's 16, and one sum of each row; the
