@@ -106,7 +106,7 @@ def test_what_graphs_keep_for_backward_is_the_same_for_each_token_unlike_the_mat
         assert matrix[1] > 3 * matrix[0]
     # Of similarity: scores and mixture of 4 experts, padded to u's 16, and one sum of each row; the
     # score keeps u already.
-    assert short["similarity"]["graph_saved_bytes_per_token"] == 4 * (16 + 16 + 1)
+    assert long["similarity"]["graph_saved_bytes_per_token"] == 4 * (16 + 16 + 1)
 
 
 def test_flops_equal_those_worked_out_by_hand():
