@@ -152,7 +152,7 @@ def peak_memory(
         backward = max(backward, most + held + buffers)
         done += elements
     activations = max(0, backward - gradients - buffers)
-    update = _update(trained, stage, temporaries + (precision == "fp32"))
+    update = _update(trained, stage, temporaries + 1)
     if update > gradients + buffers + activations:
         activations, buffers = 0, max(0, update - gradients)
     return {

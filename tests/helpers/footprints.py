@@ -7,7 +7,7 @@ import torch
 
 from polyad.parallel import comm
 from polyad.parallel.checkpoint.save import save
-from polyad.parallel.shapes import Observed, Traffic
+from polyad.parallel.shapes import Observed, Traffic, tensors_in
 from polyad.parallel.source import InitialWeights
 from polyad.parallel.zero import Engine
 from polyad.train.config.adaptation import model_of
@@ -77,7 +77,7 @@ def save_start(config: RunConfig, folder: Path) -> None:
 
 
 def measured_rise(config: RunConfig) -> int:
-    """How many bytes more than before a step its peak takes, as torch's allocator has them."""
+    """Bytes that a step at its peak takes beside the states, and a micro-batch, as measured."""
     world = comm.initialize()
     start = InitialWeights(model_of(config), config.seed)
     engine = engine_of(config, validate(config, world.size), world, start)
@@ -104,4 +104,4 @@ def measured_rise(config: RunConfig) -> int:
     for _, change in sorted(changes, key=lambda each: each[0]):
         held += change
         peak = max(peak, held)
-    return peak
+    return peak + sum(tensor.nbytes for tensor in tensors_in(batches[0]))

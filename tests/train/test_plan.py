@@ -146,7 +146,7 @@ def test_the_peak_of_a_step_is_the_measured_one(workers, file, size, precision):
     planned = footprint(config, validate(config, 1), on_gpu=False)
     rise = planned.total - sum(planned.states.values())
     (measured,) = workers(1).run(measured_rise, config)
-    assert rise == pytest.approx(measured, rel=0.2)  # of most models within 10%
+    assert rise == pytest.approx(measured, rel=0.1)
 
 
 DECODER = (
