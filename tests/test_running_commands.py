@@ -75,20 +75,12 @@ SMALL_TEXT = "python:pydantic"
 FEW_TOKENS = ("--tokens", "8192")
 FEW_TURNS = ("--repeats", "1")
 SHORT = {
-    "tests.benchmarks.data": (*FEW_TURNS, "--megabytes", "0.2", "--consumption", "1000"),
-    "tests.benchmarks.images": FEW_TURNS,
     "tests.benchmarks.checkpoint": (*FEW_TURNS, "--steps", "1", "--sequence-length", "16"),
     "tests.benchmarks.step": (*FEW_TURNS, "--batch-size", "1", "--sequence-length", "16"),
-    "tests.benchmarks.families": ("--case", "llama"),
     "tests.benchmarks.layer": (*FEW_TURNS, "--tokens", "64", "--width", "128", "--hidden", "512"),
     "tests.benchmarks.routing": (
         *(*FEW_TURNS, "--tokens", "64", "--layers", "0", "--width", "32", "--heads", "2"),
         *("--hidden", "32", "--experts", "4"),
-    ),
-    "tests.benchmarks.scaling": (
-        *(*FEW_TURNS, "--processes", "2", "model.num_layers=2", "model.hidden_size=32"),
-        *("model.num_heads=2", "model.sequence_length=32", "model.vocab_size=61"),
-        *("train.global_batch_size=4", "train.micro_batch_size=2"),
     ),
 }
 """Later options replace earlier ones."""

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from polyad.launch.output import align
-from polyad.parallel import comm
 from polyad.parallel.zero import DTYPES, import_deepspeed
 from polyad.train.errors import ConfigError, RunError
 from tests.benchmarks.smoe_peers import (
@@ -54,7 +53,6 @@ def bench_smoe(
     repeats: int = 7,
     threads: int | None = None,
     device: str = "cpu",
-    world: comm.World | None = None,
 ) -> dict[str, Any]:
     """Times one layer.
 
@@ -69,8 +67,6 @@ def bench_smoe(
         repeats: how often each is timed; once more goes before.
         threads: of each; None: as many as PyTorch takes.
         device: `cpu` or `cuda`.
-        world: this process among those that share the experts, each with N tokens of its own, all
-            of which call it; None: it is alone.
 
     Returns:
         JSON values: for each precision and load the rows of each expert, and for each variant the
@@ -92,7 +88,7 @@ def bench_smoe(
     with threads_of(threads):
         results = {
             precision: {
-                load: _compare(shape, precision, load, repeats, torch.device(device), world)
+                load: _compare(shape, precision, load, repeats, torch.device(device))
                 for load in loads
             }
             for precision in precisions
@@ -100,7 +96,6 @@ def bench_smoe(
         return {
             "kind": "smoe",
             **shape,
-            "expert_parallel": 1 if world is None else world.expert_parallel_size,
             **surroundings(device, repeats),
             "deepspeed": import_deepspeed().__version__,
             "precisions": results,
@@ -132,20 +127,19 @@ def _compare(
     load: str,
     repeats: int,
     device: torch.device,
-    world: comm.World | None,
 ) -> dict[str, Any]:
     dtype = DTYPES[precision]
     router_ED = orthogonal_router(shape["experts"], shape["width"])
-    tokens_ND = make_tokens(shape["tokens"], router_ED, load, world.rank if world else 0)
+    tokens_ND = make_tokens(shape["tokens"], router_ED, load)
     tokens_ND = tokens_ND.to(device, dtype).requires_grad_()
-    layers = make_layers(shape, router_ED, tokens_ND, world)
+    layers = make_layers(shape, router_ED, tokens_ND)
     differences = _check(layers, tokens_ND, precision)
     say(f"{precision}, {load}")
-    rows = measure(layers, tokens_ND, repeats, together=world is not None)
+    rows = measure(layers, tokens_ND, repeats)
     for name, row in rows.items():
         row["difference"] = differences.get(name)
     result: dict[str, Any] = {
-        "rows_of_experts": rows_of_experts(layers, tokens_ND, world),
+        "rows_of_experts": rows_of_experts(layers, tokens_ND),
         "variants": rows,
     }
     if precision == "bf16" and shape == GOAL_SHAPE:
@@ -175,10 +169,8 @@ def _check(layers: dict[str, TimedLayer], tokens_ND: Tensor, precision: str) -> 
 
 def smoe_table(result: dict[str, Any]) -> str:
     """The result for a person."""
-    processes = result["expert_parallel"]
-    each = f" on each of {processes} processes that share" if processes > 1 else ","
     lines = [
-        f"{result['tokens']} tokens{each} {result['experts']} experts of which {result['top_k']}, "
+        f"{result['tokens']} tokens, {result['experts']} experts of which {result['top_k']}, "
         f"{result['width']}-{result['hidden']}; {setting(result)}, deepspeed {result['deepspeed']}"
     ]
     for precision, loads in result["precisions"].items():

@@ -6,13 +6,10 @@ Shapes: N tokens, D width, E experts, K experts of a token, F inner width of one
 import torch
 from torch import Tensor, nn
 
-from polyad.model.feedforward import DenseFeedForward, DenseFeedForwardConfig, FeedForwardContext
+from polyad.model.feedforward import DenseFeedForward, DenseFeedForwardConfig
 from polyad.model.smoe.config import SparseMoEConfig
 from polyad.model.smoe.layer import SparseMoE
 from polyad.model.smoe.scores import LinearScore
-from polyad.parallel import comm
-from polyad.parallel.expert import connect_without_engine, parallelize_experts
-from polyad.parallel.shard import placement_of
 from polyad.parallel.zero import import_deepspeed
 from tests.benchmarks.timed_layer import TimedLayer, context_of, of_ours, start
 
@@ -28,9 +25,9 @@ def orthogonal_router(num_experts: int, width: int) -> Tensor:
         return nn.init.orthogonal_(torch.empty(num_experts, width))
 
 
-def make_tokens(num_tokens: int, router_ED: Tensor, load: str, rank: int = 0) -> Tensor:
+def make_tokens(num_tokens: int, router_ED: Tensor, load: str) -> Tensor:
     """Tokens [N, D] in fp32; skewed, expert 0 is the first choice of every second one alone."""
-    generator = torch.Generator().manual_seed(1 + rank)
+    generator = torch.Generator().manual_seed(1)
     tokens_ND = torch.randn(num_tokens, router_ED.shape[1], generator=generator)
     if load == "skewed":
         tokens_ND[0::2] += SKEW * router_ED[0]
@@ -39,21 +36,14 @@ def make_tokens(num_tokens: int, router_ED: Tensor, load: str, rank: int = 0) ->
 
 
 def make_layers(
-    shape: dict[str, int],
-    router_ED: Tensor,
-    tokens_ND: Tensor,
-    world: comm.World | None = None,
+    shape: dict[str, int], router_ED: Tensor, tokens_ND: Tensor
 ) -> dict[str, TimedLayer]:
     """The variants by name, on the tokens' device and of their dtype; the sparse ones are one.
-
-    Ours and DeepSpeed's share their experts with the other processes, if there are any; then
-    `every expert here` is ours without that.
 
     Args:
         shape: experts, top_k, width, hidden.
         router_ED: The router's weight.
         tokens_ND: What they are going to see.
-        world: This process among those that share experts; None: it is alone.
     """
     context = context_of(shape["width"])
     dense = DenseFeedForwardConfig(hidden_size=shape["top_k"] * shape["hidden"])
@@ -66,42 +56,23 @@ def make_layers(
     with torch.no_grad():
         _linear_score(ours).weight.copy_(router_ED)
         _linear_score(loop).weight.copy_(router_ED)
-    shared = {} if world is None else {"every expert here": of_ours(ours)}
     return {
         "dense": of_ours(start(DenseFeedForward, dense, context, tokens_ND)),
-        "polyad": of_ours(ours if world is None else _cut(ours, context, world)),
-        **shared,
+        "polyad": of_ours(ours),
         REFERENCE: of_ours(loop),
-        "deepspeed 1.25": _of_deepspeed(loop, 1.25, world),
-        "deepspeed no drop": _of_deepspeed(loop, None, world),
+        "deepspeed 1.25": _of_deepspeed(loop, 1.25),
+        "deepspeed no drop": _of_deepspeed(loop, None),
     }
 
 
-def _cut(whole: SparseMoE, context: FeedForwardContext, world: comm.World) -> SparseMoE:
-    """A copy of the layer with this process's part of the experts."""
-    with torch.device("meta"):
-        layer = SparseMoE(whole.config, context)
-    parallelize_experts(layer, world)
-    values = dict(whole.state_dict())
-    for name, parameter in layer.named_parameters():
-        values[name] = placement_of(parameter).of_whole(values[name])
-    layer.load_state_dict(values, assign=True)
-    layer.requires_grad_()
-    connect_without_engine([layer])
-    return layer
-
-
-def rows_of_experts(
-    layers: dict[str, TimedLayer], tokens_ND: Tensor, world: comm.World | None = None
-) -> list[int]:
-    """How many tokens use each expert, those of all processes together."""
+def rows_of_experts(layers: dict[str, TimedLayer], tokens_ND: Tensor) -> list[int]:
+    """How many tokens use each expert."""
     module = layers["polyad"].module
     assert isinstance(module, SparseMoE)
     with torch.no_grad():
         ids_NK = module.router(tokens_ND.unsqueeze(0)).selected.expert_ids_NK
     rows_E = ids_NK.flatten().bincount(minlength=module.config.num_experts)
-    total_E = rows_E if world is None else comm.sum_over_ranks(rows_E)
-    return [int(rows) for rows in total_E]
+    return [int(rows) for rows in rows_E]
 
 
 def _linear_score(layer: SparseMoE) -> LinearScore:
@@ -109,10 +80,8 @@ def _linear_score(layer: SparseMoE) -> LinearScore:
     return layer.router.score
 
 
-def _of_deepspeed(
-    reference: SparseMoE, capacity_factor: float | None, world: comm.World | None
-) -> TimedLayer:
-    """DeepSpeed's layer with the reference's weights, or this process's part of its experts."""
+def _of_deepspeed(reference: SparseMoE, capacity_factor: float | None) -> TimedLayer:
+    """DeepSpeed's layer with the reference's weights."""
     up_EDF, down_EFD = reference.experts.up, reference.experts.down
     num_experts, width, hidden = up_EDF.shape
     expert = nn.Sequential(
@@ -126,18 +95,14 @@ def _of_deepspeed(
         capacity_factor=capacity_factor or 1.0,
         drop_tokens=capacity_factor is not None,
         top2_2nd_expert_sampling=False,  # the second choice is the second highest score, as ours
-        ep_size=1 if world is None else world.expert_parallel_size,
     )
-    if world is not None:
-        layer.set_deepspeed_parallelism()
     layer.to(up_EDF.device, up_EDF.dtype)
     assert reference.experts.up_bias is not None
     assert reference.output_bias is not None
     with torch.no_grad():
         layer.deepspeed_moe.gate.wg.weight.copy_(_linear_score(reference).weight)
         local = layer.deepspeed_moe.experts.deepspeed_experts
-        first = 0 if world is None else world.expert_parallel_rank * len(local)
-        for number, theirs in enumerate(local, start=first):
+        for number, theirs in enumerate(local):
             theirs[0].weight.copy_(up_EDF[number].t())
             theirs[0].bias.copy_(reference.experts.up_bias[number])
             theirs[2].weight.copy_(down_EFD[number].t())

@@ -19,7 +19,6 @@ from polyad.model.build import materialize
 from polyad.model.feedforward import FeedForward, FeedForwardContext
 from polyad.model.kernels.cpu.experts import has_bf16_products
 from polyad.model.kernels.cpu.gelu import has_native_gelu
-from polyad.parallel import comm
 from polyad.parallel.host_memory import give_back_freed_memory
 from polyad.parallel.shapes import forward_flops
 from tests.benchmarks.turns import Run, Times, now, part_medians, span, summary, take_turns
@@ -136,7 +135,6 @@ def measure(
     repeats: int,
     *,
     compiled: bool = False,
-    together: bool = False,
 ) -> dict[str, Any]:
     """Times every variant, one of which is called dense, and counts what it keeps.
 
@@ -145,8 +143,6 @@ def measure(
         tokens_ND: What all of them see.
         repeats: How often each is timed; once more goes before.
         compiled: Whether each runs through torch.compile.
-        together: Whether all processes call it: they begin each run at once, and a run takes as
-            long as the process that takes longest.
 
     Returns:
         For each its seconds and the bytes kept for backward, and both as a multiple of the dense
@@ -161,10 +157,7 @@ def measure(
     ).to(tokens_ND)
     # All variants are instances of one class: dynamo counts them as recompilations of its forward.
     with torch._dynamo.config.patch(recompile_limit=8 * len(layers)):
-        runs = {
-            name: passes(layer, tokens_ND, gradient_ND, together=together)
-            for name, layer in layers.items()
-        }
+        runs = {name: passes(layer, tokens_ND, gradient_ND) for name, layer in layers.items()}
         rows = pass_rows(take_turns(runs, repeats, base="dense"), "dense")
         for name, layer in layers.items():
             rows[name]["saved_bytes"] = saved_bytes(layer, tokens_ND)
@@ -204,22 +197,16 @@ def _compile(layer: nn.Module) -> nn.Module:
     return layer
 
 
-def passes(
-    layer: nn.Module, inputs: Tensor, gradient: Tensor | None, *, together: bool = False
-) -> Run:
+def passes(layer: nn.Module, inputs: Tensor, gradient: Tensor | None) -> Run:
     """A run of a forward and a backward pass, its two parts.
 
     Args:
         layer: Any variant.
         inputs: What it sees.
         gradient: Of its output; None: the output is one number.
-        together: Whether all processes call it: they begin at once, and each part takes as long as
-            in the process where it takes longest.
     """
 
     def run() -> tuple[float, ...]:
-        if together:
-            comm.barrier()
         started = now(inputs.device)
         output = layer(inputs)
         half = now(inputs.device)
@@ -227,9 +214,7 @@ def passes(
         ended = now(inputs.device)
         layer.zero_grad(set_to_none=True)
         inputs.grad = None
-        seconds = [half - started, ended - half]
-        taken = torch.tensor(seconds, dtype=torch.float64, device=inputs.device)
-        return tuple((comm.max_over_ranks(taken) if together else taken).tolist())
+        return half - started, ended - half
 
     return run
 

@@ -145,17 +145,6 @@ def save_in_little_room(case: Case, folder: str, size: int, way: str) -> tuple[s
     return text, read_tree(Path(folder))
 
 
-def bench_saves(folder: str, model: Any) -> tuple[dict[str, Any], str]:
-    """`checkpoint.py` of a tiny model."""
-    from tests.benchmarks.checkpoint import bench_checkpoint, checkpoint_bench_table
-
-    result = bench_checkpoint(
-        Path(folder), repeats=2, steps=1, rest=0.0, sequence_length=model.sequence_length,
-        model=model,
-    )  # fmt: skip
-    return result, checkpoint_bench_table(result)
-
-
 def verify_shares(folder: str) -> tuple[str, list[str]]:
     """What a run would go on from (or its error), and the files that this process verified of the
     first that was tried.
