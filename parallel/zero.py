@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from polyad.data.text.indexed import indexed_dataset, quick_import, sample_index_helpers
 from polyad.model.output import ModelOutput
 from polyad.parallel import comm
 from polyad.parallel.checkpoint.format import EMA, MASTER
@@ -73,20 +72,33 @@ def import_deepspeed() -> Any:
     return deepspeed
 
 
-def import_libraries() -> None:
-    """Imports libraries that reading data, building an engine and the first step need.
+@contextmanager
+def quick_import() -> Iterator[None]:
+    """Suppresses warnings of imported libraries, and keeps torch's compiler from being imported.
 
-    Doing it at one point makes the time measurable.
+    Parts of DeepSpeed decorate functions, none of which is called here, with `torch.compile`. The
+    first such decorator imports all of torch's compiler, which takes more than a second; within the
+    block the decorators do nothing. Earlier imports are not affected.
     """
-    import_engine()
-    indexed_dataset()
-    sample_index_helpers()
+
+    def as_it_is(function: Any = None, **_: Any) -> Any:
+        return (lambda decorated: decorated) if function is None else function
+
+    compiler = torch.compile
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.compile = as_it_is  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            torch.compile = compiler
 
 
 def import_engine() -> None:
     """Imports libraries that building an engine and its first step need.
 
-    DeepSpeed's Muon, which is not used here, would import torch's compiler; see `quick_import`.
+    Doing it at one point makes the time measurable. DeepSpeed's Muon, which is not used here, would
+    import torch's compiler; see `quick_import`.
     """
     with quick_import():
         import_deepspeed()

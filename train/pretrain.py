@@ -9,7 +9,7 @@ from pathlib import Path
 from polyad.parallel import comm
 from polyad.parallel.checkpoint.manage import reason_of
 from polyad.parallel.checkpoint.save import SaveError
-from polyad.parallel.zero import Engine, import_libraries
+from polyad.parallel.zero import Engine, import_engine
 from polyad.train.config.beginning import nothing_is_left, say_first_line
 from polyad.train.config.distillation import set_teacher
 from polyad.train.config.parts import (
@@ -58,7 +58,7 @@ def _run(path: Path, overrides: Sequence[str], stop: StopSignals) -> TrainState:
     """Checks that all processes agree on the run and that no other start is active, and trains."""
     plan = open_plan(path, overrides, comm.environment_world_size())
     stop.limit(plan.config.monitor.grace_seconds, plan.what_is_kept)
-    import_libraries()
+    import_engine()
     world = meet(plan)
     put_back_replaced(plan.folder, world)
     plan = find_start_together(plan, world)

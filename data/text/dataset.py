@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from polyad.data.errors import DataError, nearest, user_path
 from polyad.data.prepared import MANIFEST_FILE, SPLITS, PreparedFolder, SplitName
-from polyad.data.text.indexed import index_bytes, indexed_dataset
+from polyad.data.text.indexed import index_bytes, read_lengths, token_dtype
 from polyad.data.text.manifest import FILES, Manifest
 from polyad.data.text.tokenizers.files import load_tokenizer
 from polyad.data.text.tokenizers.tokenizer import Tokenizer
@@ -28,7 +28,7 @@ class TokenStream:
         prefix: The files' common path, without `.bin` and `.idx`.
         num_tokens: Total number of tokens, including the ends of documents.
         num_documents: Number of documents.
-        vocab_size: Bound on token ids, checked on each read; None checks nothing.
+        vocab_size: Bound on token ids, checked on each read.
 
     Attributes:
         prefix: As given.
@@ -37,31 +37,23 @@ class TokenStream:
         vocab_size: As given.
     """
 
-    def __init__(
-        self, prefix: Path, num_tokens: int, num_documents: int, vocab_size: int | None = None
-    ) -> None:
+    def __init__(self, prefix: Path, num_tokens: int, num_documents: int, vocab_size: int) -> None:
         self.prefix = prefix
         self.vocab_size = vocab_size
         self.num_tokens = num_tokens
         self.num_documents = num_documents
 
     @functools.cached_property
-    def _files(self) -> Any:
-        try:
-            return indexed_dataset().IndexedDataset(str(self.prefix))
-        except (AssertionError, ValueError, OSError) as error:
-            raise DataError(
-                f"{self.prefix}.idx: damaged, or of another data set; prepare the data again "
-                f"({error})"
-            ) from None
+    def _tokens(self) -> npt.NDArray[np.integer]:
+        dtype = token_dtype(self.vocab_size)
+        return np.memmap(self.prefix.with_suffix(".bin"), dtype, "r", shape=(self.num_tokens,))
 
     @functools.cached_property
     def document_lengths(self) -> npt.NDArray[np.int32]:
         """Tokens of each document, its end included; shape (num_documents,)."""
-        if self.num_documents == 0:  # an empty file cannot be mapped
-            return np.zeros(0, dtype=np.int32)
-        lengths_D = np.array(self._files.sequence_lengths, dtype=np.int32)
-        if int(lengths_D.min()) < 1 or int(lengths_D.sum(dtype=np.int64)) != self.num_tokens:
+        lengths_D = read_lengths(self.prefix.with_suffix(".idx"), self.num_documents)
+        whole = int(lengths_D.sum(dtype=np.int64)) == self.num_tokens
+        if not whole or (lengths_D < 1).any():
             raise DataError(
                 f"{self.prefix}.idx: damaged: the lengths of its documents do not add up to "
                 f"{self.num_tokens:,} tokens; prepare the data again"
@@ -84,16 +76,15 @@ class TokenStream:
         """
         if not 0 <= start <= stop <= self.num_tokens:
             raise IndexError(f"tokens {start}:{stop} of a stream of {self.num_tokens}")
-        if start == stop:
+        if start == stop:  # an empty file cannot be mapped
             return np.zeros(0, dtype=np.int64)
-        index = self._files.index
-        tokens = self._files.bin_reader.read(index.dtype, stop - start, start * index.dtype_size)
-        if self.vocab_size is not None and int(tokens.max()) >= self.vocab_size:
+        tokens = np.asarray(self._tokens[start:stop], dtype=np.int64)
+        if int(tokens.max()) >= self.vocab_size:
             raise DataError(
                 f"{self.prefix}.bin: damaged: token {int(tokens.max()):,} is not in the vocabulary "
                 f"of {self.vocab_size:,}; prepare the data again"
             )
-        return np.asarray(tokens, dtype=np.int64)
+        return tokens
 
     def locate(
         self, positions_N: npt.NDArray[np.int64]
@@ -132,26 +123,16 @@ class TokenStream:
         """
         if not 0 <= document < self.num_documents:
             raise IndexError(f"document {document} of {self.num_documents}")
-        index = self._files.index
-        rest = int(index.sequence_lengths[document]) - offset
+        rest = int(self.document_lengths[document]) - offset
         length = rest if length is None else length
         if offset < 0 or not 0 <= length <= rest:
             raise IndexError(f"{length} tokens at {offset} of document {document}")
-        begin = int(index.sequence_pointers[document]) // index.dtype_size
-        if not 0 <= begin <= self.num_tokens - rest - offset:
-            raise DataError(
-                f"{self.prefix}.idx: damaged: document {document:,} is not inside the "
-                f"{self.num_tokens:,} tokens; prepare the data again"
-            )
-        return self.read(begin + offset, begin + offset + length)
+        first = int(self._ends[document]) - rest
+        return self.read(first, first + length)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {
-            "prefix": self.prefix,
-            "num_tokens": self.num_tokens,
-            "num_documents": self.num_documents,
-            "vocab_size": self.vocab_size,
-        }
+        names = ("prefix", "num_tokens", "num_documents", "vocab_size")
+        return {name: getattr(self, name) for name in names}
 
 
 class PreparedData(PreparedFolder):

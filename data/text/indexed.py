@@ -4,18 +4,12 @@
 of the token type, sequences, bounds), then for D documents of one sequence each the lengths in
 tokens (4 bytes each), the offsets in bytes (8 each), and the numbers 0 to D (8 each), which are the
 bounds of documents in sequences.
-
-Only this module imports `megatron.core.datasets`, and only when needed: the import takes half a
-second and repeatedly warns about kernels that are not used here.
 """
 
-import contextlib
-import functools
 import shutil
 import struct
-import warnings
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,80 +18,6 @@ import numpy.typing as npt
 
 from polyad.data.text.manifest import SplitInfo
 from polyad.data.text.tokenizers.tokenizer import Tokenizer
-
-
-@functools.cache
-def indexed_dataset() -> Any:
-    """Imports megatron-core's on-disk token format.
-
-    Returns:
-        The module `megatron.core.datasets.indexed_dataset`.
-    """
-    with quick_import():
-        from megatron.core.datasets import indexed_dataset as module
-    return module
-
-
-@functools.cache
-def sample_index_helpers() -> Any:
-    """Imports megatron-core's C++ code that cuts documents into samples.
-
-    Returns:
-        The module `megatron.core.datasets.helpers`.
-    """
-    with quick_import():
-        from megatron.core.datasets import helpers as module
-    return module
-
-
-@contextlib.contextmanager
-def quick_import() -> Iterator[None]:
-    """Suppresses warnings of imported libraries, and keeps torch's compiler from being imported.
-
-    megatron-core and parts of DeepSpeed decorate functions, none of which is called here, with
-    `torch.compile`. The first such decorator imports all of torch's compiler, which takes more than
-    a second; within the block the decorators do nothing. Earlier imports are not affected.
-    """
-    import torch
-
-    def as_it_is(function: Any = None, **_: Any) -> Any:
-        return (lambda decorated: decorated) if function is None else function
-
-    compiler = torch.compile
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.compile = as_it_is  # type: ignore[assignment]
-        try:
-            yield
-        finally:
-            torch.compile = compiler
-
-
-def build_sample_index(
-    lengths_D: npt.NDArray[np.int32],
-    order_D: npt.NDArray[np.int32],
-    sequence_length: int,
-) -> npt.NDArray[np.int64 | np.int32]:
-    """Cuts documents, laid end to end, into samples of `sequence_length` + 1 tokens.
-
-    The last token of a sample is the first of the next: every token except the very first is a
-    target exactly once. Tokens at the end that do not fill a sample are left out.
-
-    Returns:
-        Shape (samples + 1, 2): where each sample begins, as a position in `order_D` and an offset
-        in that document, in tokens.
-    """
-    index: npt.NDArray[np.int64 | np.int32] = sample_index_helpers().build_sample_idx(
-        lengths_D,
-        order_D,
-        sequence_length,
-        num_epochs=1,
-        tokens_per_epoch=int(lengths_D.sum(dtype=np.int64)),
-        drop_last_partial_sequence=True,
-        add_extra_token_to_sequence=True,
-    )
-    return index
-
 
 HEADER_BYTES = 34
 _HEADER = struct.Struct("<9sQBQQ")

@@ -1,8 +1,8 @@
 """The training samples of text, from one prepared folder or several mixed by weight.
 
-Their order depends only on the seed. The samples of epoch e of a folder are its documents in a
-random order seeded by (seed, e), laid end to end and cut, then shuffled themselves. Samples of all
-epochs are numbered consecutively without end.
+Their order depends only on the seed. A folder's documents, end to end in the order of its file, are
+cut into samples; epoch e reads these in a random order seeded by (seed, e). Samples of all epochs
+are numbered consecutively without end.
 """
 
 import functools
@@ -18,19 +18,17 @@ from torch.utils.data import Dataset
 
 from polyad.data.config import DataConfig
 from polyad.data.errors import DataError, check_at_least
-from polyad.data.order import Arrays, EpochOrders
+from polyad.data.order import shuffled
 from polyad.data.text.dataset import PreparedData, TokenStream
-from polyad.data.text.indexed import build_sample_index
 from polyad.data.text.manifest import TokenizerInfo
-
-# The last word of a random stream's seed: the two permutations of an epoch must differ.
-_DOCUMENTS, _SAMPLES = 0, 1
-MOST_DOCUMENTS = 2**31 - 1
-"""Document numbers in an order are stored in 32 bits."""
 
 
 class TrainingSamples(Dataset[torch.Tensor]):
     """An infinite sequence of samples: sample g is number g % n of epoch g // n.
+
+    The last token of a sample is the first of the next in the file: every token except the very
+    first is a target exactly once in an epoch. Tokens at the end that do not fill a sample are left
+    out.
 
     Args:
         stream: The tokens of a split.
@@ -41,7 +39,7 @@ class TrainingSamples(Dataset[torch.Tensor]):
         samples_per_epoch: n, the same in every epoch: (tokens - 1) // T.
 
     Raises:
-        DataError: The split is shorter than one sample, or has too many documents.
+        DataError: The split is shorter than one sample.
     """
 
     def __init__(self, stream: TokenStream, sequence_length: int, seed: int) -> None:
@@ -53,17 +51,10 @@ class TrainingSamples(Dataset[torch.Tensor]):
                 f"length {sequence_length:,} needs {sequence_length + 1:,}; prepare more text or "
                 "shorten the sequence"
             )
-        if stream.num_documents > MOST_DOCUMENTS:
-            raise DataError(
-                f"{stream.prefix}.idx: {stream.num_documents:,} documents, but the order of an "
-                f"epoch has room for {MOST_DOCUMENTS:,}; prepare the text as several folders and "
-                "name them in data.mixture"
-            )
         self.samples_per_epoch = (stream.num_tokens - 1) // sequence_length
         self._stream = stream
         self._sequence_length = sequence_length
         self._seed = seed
-        self._orders = EpochOrders(self._build_epoch, self.samples_per_epoch)
 
     def __getitem__(self, sample: int) -> torch.Tensor:
         """Reads a sample.
@@ -75,16 +66,8 @@ class TrainingSamples(Dataset[torch.Tensor]):
             T + 1 token ids, int64, shape (T + 1,): the inputs are all but the last, the targets
             all but the first.
         """
-        if sample < 0:
-            raise IndexError(f"sample {sample}")
-        documents, (first, offset), (last, end) = self._bounds(sample)
-        parts = []
-        for place in range(first, last + 1):
-            length = end + 1 - offset if place == last else None
-            document = int(documents[place])
-            parts.append(self._stream.read_document(document, offset, length))
-            offset = 0
-        return torch.from_numpy(np.concatenate(parts))
+        start, stop = self._bounds(sample)
+        return torch.from_numpy(self._stream.read(start, stop))
 
     def documents(self, sample: int) -> list[int]:
         """Lists the documents that a sample has tokens of.
@@ -93,36 +76,26 @@ class TrainingSamples(Dataset[torch.Tensor]):
             sample: Its global number, from 0.
 
         Returns:
-            Their numbers in the split, from 0, in the sample's order. The last one may contribute
-            only the last target.
+            Their numbers in the split, from 0, ascending. The last one may contribute only the last
+            target.
         """
-        documents, (first, _), (last, _) = self._bounds(sample)
-        return [int(document) for document in documents[first : last + 1]]
+        start, stop = self._bounds(sample)
+        (first, last), _ = self._stream.locate(np.array([start, stop - 1]))
+        return list(range(int(first), int(last) + 1))
 
-    def _bounds(self, sample: int) -> tuple[npt.NDArray[np.integer], list[int], list[int]]:
-        """Returns the order of documents, and position and offset of both ends of a sample."""
-        epoch, position = self._orders(sample)
-        row = epoch["samples"][position]
-        starts_S2 = epoch["starts"]
-        return epoch["documents"], starts_S2[row].tolist(), starts_S2[row + 1].tolist()
-
-    def _build_epoch(self, number: int) -> Arrays:
-        """Returns the order of D documents, the starts of S samples, and the order of samples."""
-        lengths_D = self._stream.document_lengths
-        documents = np.arange(len(lengths_D), dtype=np.int32)
-        order_D = self._generator(number, _DOCUMENTS).permutation(documents)
-        starts_S2 = build_sample_index(lengths_D, order_D, self._sequence_length)
-        assert len(starts_S2) == self.samples_per_epoch + 1  # one row more than samples
-        order_S = self._generator(number, _SAMPLES).permutation(self.samples_per_epoch)
-        return {"documents": order_D, "starts": starts_S2, "samples": order_S}
-
-    def _generator(self, epoch: int, purpose: int) -> np.random.Generator:
-        return np.random.Generator(np.random.PCG64((self._seed, epoch, purpose)))
+    def _bounds(self, sample: int) -> tuple[int, int]:
+        """Returns the positions in the stream of a sample's first token and of its end."""
+        if sample < 0:
+            raise IndexError(f"sample {sample}")
+        epoch, position = divmod(sample, self.samples_per_epoch)
+        number = shuffled(position, self.samples_per_epoch, f"{self._seed}/{epoch}")
+        start = number * self._sequence_length
+        return start, start + self._sequence_length + 1
 
 
 BLOCK = 2**17
 """Number of samples after which the order of sources repeats; shares are exact to 1 / BLOCK."""
-_SOURCES = 2  # the last word of a random stream's seed, beside those of `polyad.data.sampler`
+_SOURCES = 2  # the last word of the random stream's seed
 
 
 class Part(NamedTuple):

@@ -1,21 +1,27 @@
 """Micro-batches of any number of ranks and workers are the same, and so where some are left out."""
 
 import hashlib
+import itertools
 import os
 import signal
 import subprocess
 import sys
+import time
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from scipy.stats import chisquare
 
 from polyad.data.errors import DataError
+from polyad.data.order import shuffled
 from polyad.data.sampler import micro_batches
 from polyad.data.text.dataset import TokenStream
 from polyad.data.text.samples import Part, TrainingData, TrainingSamples
 from tests.helpers.everyday import everyday
+from tests.helpers.order import permutation
 
 ROOT = Path(__file__).resolve().parents[2]
 T, SEED, B = 64, 1234, 8
@@ -27,15 +33,11 @@ def samples(prepared):
 
 
 def naive_epoch(stream, epoch, seed=SEED):
-    """Lays the documents end to end and cuts, without the helper."""
-    generator = np.random.Generator(np.random.PCG64((seed, epoch, 0)))
-    bounds = np.concatenate([[0], np.cumsum(stream.document_lengths)])
-    tokens = stream.read(0, stream.num_tokens)
-    order = generator.permutation(stream.num_documents)
-    laid = np.concatenate([tokens[bounds[d] : bounds[d + 1]] for d in order])
-    count = (len(laid) - 1) // T
-    rows = np.stack([laid[i * T : (i + 1) * T + 1] for i in range(count)])
-    return rows[np.random.Generator(np.random.PCG64((seed, epoch, 1))).permutation(count)]
+    """Cuts the file's tokens and shuffles the pieces."""
+    tokens = np.fromfile(stream.prefix.with_suffix(".bin"), np.uint16)
+    count = (len(tokens) - 1) // T
+    rows = np.stack([tokens[i * T : (i + 1) * T + 1] for i in range(count)])
+    return rows[permutation(count, f"{seed}/{epoch}")]
 
 
 def global_batch(samples, step, ranks=1, micro=2, start=None, steps=1, workers=0):
@@ -103,9 +105,48 @@ def test_global_batch_does_not_depend_on_the_number_of_steps(samples):
     assert global_batch(samples, 7, start=5, steps=9, ranks=2) == alone
 
 
-def test_order_is_the_one_of_earlier_versions(samples):
-    # Frozen: a checkpoint resumes in the order in which its run began.
-    assert samples._generator(3, 0).permutation(10).tolist() == [9, 4, 6, 8, 7, 3, 1, 5, 2, 0]
+FROZEN = [3, 9, 0, 1, 8, 2, 5, 7, 4, 6]
+LARGE = [1386331530, 9829880427, 6188764190]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7, 63, 64, 65, 1000, 4097])
+def test_an_order_has_each_number_once(count):
+    order = [shuffled(number, count, "5/2") for number in range(count)]
+    assert order == permutation(count, "5/2")
+    assert sorted(order) == list(range(count))
+
+
+def test_the_order_is_frozen():
+    # A checkpoint resumes in the order in which its run began.
+    assert [shuffled(number, 10, "1234/3") for number in range(10)] == FROZEN
+    assert [shuffled(number, 10**10, "1234/3") for number in range(3)] == LARGE
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 5, 7, 16, 40])
+def test_orders_are_uniform(count):
+    """The numbers of the first two places, by Pearson's test over 4,000 keys."""
+    keys = [f"{seed}/0" for seed in range(4000)]
+    pairs = [(shuffled(0, count, key), shuffled(1, count, key)) for key in keys]
+    every = list(itertools.permutations(range(count), 2))
+    drawn = Counter(pairs)
+    assert chisquare([drawn[pair] for pair in every]).pvalue > 1e-3
+    for place in (0, 1):
+        drawn = Counter(pair[place] for pair in pairs)
+        assert chisquare([drawn[number] for number in range(count)]).pvalue > 1e-3
+
+
+def test_any_step_of_a_large_folder_is_read_at_once(tmp_path):
+    """9 billion tokens, of which none but the sample's are read, and nothing is written."""
+    total = 9_000_000_001
+    with (tmp_path / "train.bin").open("wb") as file:
+        file.truncate(2 * total)  # of zeros, without room on the disk
+    samples = TrainingSamples(TokenStream(tmp_path / "train", total, 1, 300), 1024, SEED)
+    begun = time.perf_counter()
+    last = samples[10**12]
+    seconds = time.perf_counter() - begun
+    assert last.tolist() == [0] * 1025
+    assert seconds < 0.01
+    assert [path.name for path in tmp_path.iterdir()] == ["train.bin"]
 
 
 @pytest.mark.slow
@@ -137,13 +178,6 @@ def test_split_shorter_than_a_sample_is_refused(prepared):
     assert f"needs {stream.num_tokens + 1:,}" in str(caught.value)
 
 
-def test_more_documents_than_an_order_has_room_for_are_refused(tmp_path):
-    (tmp_path / "train.idx").touch()
-    TrainingSamples(TokenStream(tmp_path / "train", 2**40, 2**31 - 1), 1024, 0)
-    with pytest.raises(DataError, match=r"train\.idx: 2,147,483,648 documents, .*data\.mixture"):
-        TrainingSamples(TokenStream(tmp_path / "train", 2**40, 2**31), 1024, 0)
-
-
 @pytest.mark.parametrize(
     ("sizes", "expected"),
     [
@@ -158,13 +192,6 @@ def test_sizes_that_do_not_divide_are_refused(samples, sizes, expected):
     names = ("global_batch_size", "micro_batch_size", "data_parallel_rank", "data_parallel_size")
     with pytest.raises(DataError, match=expected):
         micro_batches(samples, start_step=0, num_steps=1, **dict(zip(names, sizes, strict=True)))
-
-
-def test_memory_keeps_two_epochs(samples):
-    for epoch in range(5):
-        samples[epoch * samples.samples_per_epoch]
-    assert sorted(samples._orders._epochs) == [3, 4]
-    assert samples[0].shape == (T + 1,)
 
 
 @everyday("end", ["del cycle; gc.collect()", "pass"], keep=[])
@@ -203,12 +230,9 @@ if __name__ == "__main__":
 @pytest.mark.parametrize("epoch", [0, 3])
 def test_documents_of_a_sample_are_those_whose_tokens_it_has(samples, prepared, epoch):
     lengths = prepared.split("train").document_lengths
-    order = np.random.Generator(np.random.PCG64((SEED, epoch, 0))).permutation(len(lengths))
-    owner = np.concatenate([np.full(lengths[d], d) for d in order])
+    owner = np.repeat(np.arange(len(lengths)), lengths)
     n = samples.samples_per_epoch
-    shuffled = np.random.Generator(np.random.PCG64((SEED, epoch, 1))).permutation(n)
-    for position in range(n):
-        row = int(shuffled[position])
+    for position, row in enumerate(permutation(n, f"{SEED}/{epoch}")):
         tokens = owner[row * T : (row + 1) * T + 1]
         assert samples.documents(epoch * n + position) == list(dict.fromkeys(tokens.tolist()))
 

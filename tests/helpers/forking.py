@@ -158,10 +158,10 @@ def _serve(pipe: Connection) -> None:
     import polyad.launch.cli
     import polyad.train.pretrain  # noqa: F401
     from polyad.launch.machine import prepare_environment
-    from polyad.parallel.zero import import_libraries
+    from polyad.parallel.zero import import_engine
 
     prepare_environment()
-    import_libraries()
+    import_engine()
     while True:
         try:
             what, *arguments = pipe.recv()

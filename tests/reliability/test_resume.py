@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from polyad.data.text.dataset import PreparedData
 from polyad.data.text.prepare import prepare
 from tests.helpers.consumed import digest, global_batches, run_and_note
 from tests.helpers.everyday import everyday
+from tests.helpers.order import permutation
 from tests.helpers.runs import FEED_FORWARDS, records, run, write_config
 from tests.helpers.training import tensors
 
@@ -37,21 +37,12 @@ def small_data(tmp_path_factory, texts):
 
 
 def naive_samples(data, epochs):
-    """Digests of all samples in their order, by laying documents end to end and cutting."""
-    stream = PreparedData.open(data).split("train")
-    bounds = np.concatenate([[0], np.cumsum(stream.document_lengths)])
-    tokens, found = stream.read(0, stream.num_tokens), []
-    for epoch in range(epochs):
-        order, shuffle = (
-            np.random.Generator(np.random.PCG64((SEED, epoch, purpose))) for purpose in (0, 1)
-        )
-        laid = np.concatenate(
-            [tokens[bounds[d] : bounds[d + 1]] for d in order.permutation(stream.num_documents)]
-        )
-        count = (len(laid) - 1) // T
-        rows = torch.from_numpy(np.stack([laid[i * T : (i + 1) * T + 1] for i in range(count)]))
-        found += [digest(rows[i]) for i in shuffle.permutation(count)]
-    return found, count
+    """Digests of all samples in their order, by cutting the file and shuffling."""
+    tokens = np.fromfile(data / "train.bin", np.uint16).astype(np.int64)
+    count = (len(tokens) - 1) // T
+    rows = torch.from_numpy(np.stack([tokens[i * T : (i + 1) * T + 1] for i in range(count)]))
+    orders = [permutation(count, f"{SEED}/{epoch}") for epoch in range(epochs)]
+    return [digest(rows[i]) for order in orders for i in order], count
 
 
 def test_the_data_is_as_small_as_these_tests_need_it(small_data):

@@ -20,7 +20,7 @@ def naive_windows(tokens, length, stride, end):
 @pytest.mark.parametrize(("length", "stride"), [(64, 64), (64, 32), (64, 1), (50, 37), (7, 3)])
 def test_windows_equal_a_naive_computation(prepared, length, stride):
     stream = prepared.split("validation")
-    stream = TokenStream(stream.prefix, 500, stream.num_documents)
+    stream = TokenStream(stream.prefix, 500, stream.num_documents, stream.vocab_size)
     end = prepared.manifest.tokenizer.end_of_text_id
     windows = EvaluationWindows(stream, length, stride, end)
     expected = naive_windows(stream.read(0, 500).tolist(), length, stride, end)
@@ -38,7 +38,7 @@ def test_windows_equal_a_naive_computation(prepared, length, stride):
 @pytest.mark.parametrize("length", [1, 10, 1_000_000])
 def test_every_token_is_scored_once(prepared, length):
     stream = prepared.split("validation")
-    stream = TokenStream(stream.prefix, 300, stream.num_documents)
+    stream = TokenStream(stream.prefix, 300, stream.num_documents, stream.vocab_size)
     windows = EvaluationWindows(stream, length, max(1, length // 2), 0)
     scored = torch.cat([windows[i].target_T[windows[i].scored_T] for i in range(len(windows))])
     assert scored.tolist() == stream.read(0, 300).tolist()
@@ -68,7 +68,7 @@ def test_bad_arguments_are_refused(prepared):
         with pytest.raises(DataError, match=f"stride {stride}: at least 1 and at most"):
             EvaluationWindows(stream, 8, stride, 0)
     with pytest.raises(DataError, match="no tokens to evaluate on"):
-        EvaluationWindows(TokenStream(stream.prefix, 0, 0), 8, 8, 0)
+        EvaluationWindows(TokenStream(stream.prefix, 0, 0, 256), 8, 8, 0)
     windows = EvaluationWindows(stream, 8, 8, 0)
     with pytest.raises(DataError, match="rank 2"):
         window_batches(windows, 1, 2, 2)
