@@ -19,6 +19,7 @@ from scipy import stats
 
 from polyad.data.files import locked
 from polyad.launch.cli import run as polyad
+from polyad.train.config.gone import GONE
 from polyad.train.errors import ConfigError, RunError, Stopped
 from polyad.train.study import (
     Study,
@@ -362,6 +363,11 @@ def test_a_run_has_diverged_by_its_last_steps_or_its_last_validation(
     assert _has_diverged(known, run) == diverged
 
 
+GONE_FROM_STUDIES = {
+    key.removeprefix("study."): what for key, what in GONE.items() if key.startswith("study.")
+}
+
+
 @pytest.mark.parametrize(("change", "line"), [
     ({"seeds": []}, "seeds"),
     ({"seeds": [1, 1]}, "seeds: one appears twice"),
@@ -384,8 +390,7 @@ def test_a_run_has_diverged_by_its_last_steps_or_its_last_validation(
     ({"grid_seeds": 4}, "grid_seeds: 4: there are 3 seeds"),
     ({"base": "none.yaml"}, "base: none.yaml: there is no such file"),
     ({"split": "train"}, "split"),
-    ({"from_runs": {}}, "from_runs: went with its names"),
-    ({"leak": None}, "leak: went with measures of a study"),
+    *(({key: None}, f"{key}: went with {what}") for key, what in GONE_FROM_STUDIES.items()),
 ])  # fmt: skip
 def test_a_study_that_is_wrong_is_one_line(
     study: Any, tmp_path: Path, capfd: Any, change: dict[str, Any], line: str
