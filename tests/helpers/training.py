@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -236,6 +237,16 @@ def has_record(case: Case, step: int) -> bool:
     none, as in most steps of a run. With CUDA graphs none has, since a step that measures runs
     without them."""
     return not case.cuda_graph and step in (case.first_step, case.last_step - 1)
+
+
+def assert_equal_routing(ours: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
+    """Compares what both have of each step: parts of a run have records where the whole has none,
+    and a record takes means over ranks in another order."""
+    for mine, other in zip(ours, wanted, strict=True):
+        both = mine.keys() & other.keys()
+        assert "routing/load_max" in both
+        for name in both:
+            assert mine[name] == pytest.approx(other[name], rel=1e-6), name
 
 
 class OneExpert(InitialWeights):

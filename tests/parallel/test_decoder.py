@@ -6,7 +6,7 @@ import torch
 from polyad.train.loop.losses import LossConfig
 from tests.helpers.everyday import everyday
 from tests.helpers.small_decoders import DECODERS, small_decoder
-from tests.helpers.training import Case, relative, tensors, train
+from tests.helpers.training import Case, assert_equal_routing, relative, tensors, train
 
 pytestmark = pytest.mark.distributed
 
@@ -113,11 +113,7 @@ def test_a_run_in_two_pieces_is_bitwise_the_run_in_one(workers, tmp_path, number
     second = pool.run(train, rest)[0]
     for key in ("losses", "norms"):
         assert first[key] + second[key] == whole[key], key
-    for ours, theirs in zip(first["routing"] + second["routing"], whole["routing"], strict=True):
-        both = ours.keys() & theirs.keys()  # the first and last step of a part have records,
-        assert "routing/load_max" in both  # whose means over ranks are taken in another order
-        for name in both:
-            assert ours[name] == pytest.approx(theirs[name], rel=1e-6), name
+    assert_equal_routing(first["routing"] + second["routing"], whole["routing"])
     wanted, found = (tensors(tmp_path / each / "step-00000007") for each in ("whole", "rest"))
     assert found.keys() == wanted.keys()
     assert [key for key, value in wanted.items() if not torch.equal(found[key], value)] == []

@@ -86,7 +86,7 @@ def kill_at_a_moment(
         (3, 1, 1, ("copying",)),
         *[
             (50, stage, 100 + stage, moments)
-            for stage, moments in enumerate((ASYNCHRONOUS, SYNCHRONOUS, ASYNCHRONOUS, SYNCHRONOUS))
+            for stage, moments in enumerate((ASYNCHRONOUS, SYNCHRONOUS, ASYNCHRONOUS), start=1)
         ],
     ],
     keep=[(4, 1, 0, SYNCHRONOUS)],

@@ -120,7 +120,7 @@ STARTS = [
     ("smoe", "safetensors", 1, 1),
     ("cp", "safetensors", 2, 3),
     ("cp", "run", 1, 1),
-    ("tr", "safetensors", 1, 0),
+    ("tr", "safetensors", 1, 1),
     ("tr", "run", 2, 2),
 ]  # fmt: skip
 
