@@ -216,7 +216,7 @@ BY_NUMBER = (
     [
         (optimizer, *layout)
         for optimizer in ("adamw", "sgd", "muon")
-        for layout in ((1, 1, 0, "fp32"), (2, 2, 1, "bf16"), (2, 1, 2, "fp32"), (4, 2, 2, "fp32"))
+        for layout in ((1, 1, 1, "fp32"), (2, 2, 1, "bf16"), (2, 1, 2, "fp32"), (4, 2, 2, "fp32"))
     ]
     + [(optimizer, 4, 2, 3, "bf16") for optimizer in ("adamw", "sgd")],
     keep=[("adamw", 2, 2, 1, "bf16"), ("muon", 2, 1, 2, "fp32")],
