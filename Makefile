@@ -15,7 +15,7 @@ RUN := $(BIN)/python -m
 # Three processes, which take a file each: on two cores, one of them waits for its own processes.
 IN_THREE := -n 3 --dist loadfile
 
-.PHONY: help setup setup-eval quickstart quickstart-images test test-slice test-all check gpu-check fake-gpu docs configs clean
+.PHONY: help setup setup-eval quickstart quickstart-images test test-slice test-all check gpu-check fake-gpu picture docs configs clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-18s %s\n", $$1, $$2}' Makefile
@@ -59,6 +59,11 @@ fake-gpu: setup  ## steps of every configuration on a GPU that is not there; ins
 	@$(BIN)/python -c 'import site; print(f"import site; site.addsitedir({site.getsitepackages()[0]!r})")' \
 	  > "$$(echo .fake-gpu/lib/python3.*/site-packages)/of-the-project.pth"
 	@.fake-gpu/bin/python -m pytest -q -n 2 -m slow --slice all tests/gpu/fake
+
+picture: setup  ## docs/experts.png, the page of the quickstart's experts; needs chromium and runs/quickstart
+	@$(BIN)/polyad report runs/quickstart/run --knockout --tokens 16384 --output runs/quickstart/report.html
+	@chromium --headless --no-sandbox --disable-gpu --hide-scrollbars --window-size=1150,760 \
+	  --screenshot=docs/experts.png file://$(CURDIR)/runs/quickstart/report.html
 
 docs: setup  ## the documentation as a site in site/, to open site/index.html; a broken link fails
 	@$(RUN) docs.site site

@@ -51,14 +51,14 @@ def report(
     experts: Annotated[
         Sequence[str],
         numbers(
-            "experts to show in each block, written LEVEL.N in a hierarchy; default: six, chosen "
-            "by how often they are used and by load"
+            "experts to show in each block, written LEVEL.N in a hierarchy; default: eight, spread "
+            "evenly over the order by share"
         ),
     ] = (),
     top: Annotated[
         int,
         Argument(
-            "number of tokens to show per expert, and of samples with the largest loss; default 8",
+            "number of tokens or images to show per expert; default 8",
             "K",
             positive,
         ),
@@ -82,7 +82,7 @@ def report(
     stream: Stream = None,
     json: Json = None,
 ) -> None:
-    """Writes an HTML page about a run: loss curves, expert load, top tokens of each expert."""
+    """Writes an HTML page about a run: what each expert does, expert load, loss curves."""
     from polyad.launch.machine import prepare_environment
 
     prepare_environment()
@@ -97,7 +97,7 @@ def report(
             data=data,
             split=split,
             layers=layers,
-            experts=experts,
+            experts=tuple(dict.fromkeys(experts)),
             top=top,
             tokens=tokens,
             knockout=knockout,

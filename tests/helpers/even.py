@@ -33,13 +33,9 @@ class EvenShare(Result):
     def rows(self) -> list[str]:
         return ["", *aligned([("", "even"), *((n, f"{s:.4f}") for n, s in self.share.items())])]
 
-    def section(self, titles: Mapping[str, str]) -> list[str]:
-        return [f"{titles[name]}: {share:.4f}" for name, share in self.share.items()]
-
 
 class EvenExperts(Measure):
     name = "even"
-    title = "Even experts"
 
     def __init__(self, subject: Subject) -> None:
         super().__init__(subject)

@@ -18,7 +18,7 @@ from polyad.train.records import (
     read_records,
     validations,
 )
-from polyad.train.report.history import read_history
+from polyad.train.report.page import read_training
 
 GOOD = [
     {"step": step, "loss": 1.0 / step, "routing/load": [0.5, None], "spike": {"a": "b"}}
@@ -58,9 +58,8 @@ def test_a_line_that_is_no_record_is_left_out_by_every_reader(tmp_path, capfd, o
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b"\n".join(lines) + (b"" if last else b"\n"))
     assert read_records(tmp_path) == GOOD
-    history = read_history(tmp_path)
-    assert history.scalars["loss"] == [1.0, 0.5, 1 / 3]
-    assert history.unreadable == bool(other)
+    training = read_training(tmp_path, "validation_loss")
+    assert training.losses == [(1, 1.0), (2, 0.5), (3, 1 / 3)]
     assert runs.last_loss(path) == "last loss 0.3333; "
     drop_records_after(path, 2)
     assert [json.loads(line) for line in path.read_text().splitlines()] == GOOD[:2]

@@ -11,7 +11,7 @@ samples.
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,34 +31,10 @@ from polyad.train.experts.information import (
 )
 from polyad.train.experts.probing import Decision, RoutedLayer
 
-FEW_CLASSES = 20
-"""Maximum number of classes for which a table of all is drawn."""
 SHUFFLES = 8
 """Number of shuffles of the labels that estimate the chance level."""
-MOST_LEANING = 10
-"""Number of experts named as leaning most to a class."""
 LEAST_EXPECTED = 5.0
 """Minimum expected number of tokens of a class for an expert's lift to be meaningful."""
-
-
-class Lean(NamedTuple):
-    """An expert that gets a larger share of a class than of all tokens."""
-
-    expert: str
-    group: str
-    """The class."""
-    tokens: float
-    """Tokens of the class that the expert gets; of a muMoE the sum of their coefficients."""
-    share: float
-    """The expert's share of the class."""
-    share_of_all: float
-    """The expert's share of all classes."""
-    lift: float
-    """share / share_of_all."""
-
-    def to_json(self) -> dict[str, Any]:
-        """JSON values."""
-        return {"class" if key == "group" else key: v for key, v in self._asdict().items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,41 +100,6 @@ class LevelByClass:
         share_S: Matrix = self.counts_SY.sum(1) / max(self.counts_SY.sum(), 1e-30)
         return share_S
 
-    @property
-    def share_SY(self) -> Matrix:
-        """Each expert's share of a class; NaN for a class without tokens."""
-        with np.errstate(invalid="ignore"):
-            share_SY: Matrix = self.counts_SY / self.counts_SY.sum(0)
-        return share_SY
-
-    def leaning(self, most: int) -> list[Lean]:
-        """The experts that lean most to a class, the highest lift first.
-
-        Args:
-            most: maximum number; only pairs with `LEAST_EXPECTED` expected tokens count.
-        """
-        share_S, share_SY = self.share_S, self.share_SY
-        expected_SY = share_S[:, None] * self.counts_SY.sum(0)
-        found = [
-            Lean(
-                expert=self.experts[s],
-                group=self.groups[y],
-                tokens=float(self.counts_SY[s, y]),
-                share=float(share_SY[s, y]),
-                share_of_all=float(share_S[s]),
-                lift=float(share_SY[s, y] / share_S[s]),
-            )
-            for s, y in zip(*np.nonzero(expected_SY >= LEAST_EXPECTED), strict=True)
-        ]
-        return sorted(found, key=lambda lean: -lean.lift)[:most]
-
-    def of_each_group(self) -> list[Lean]:
-        """The expert that leans most to each class, the highest lift first."""
-        found: dict[str, Lean] = {}
-        for lean in self.leaning(self.counts_SY.size):
-            found.setdefault(lean.group, lean)
-        return list(found.values())
-
     def highest_lifts(self) -> tuple[list[int], list[list[float]]]:
         """The class with the highest lift for each expert.
 
@@ -184,20 +125,6 @@ class LevelByClass:
         lift_3S = intervals(_lift, sums_G4S, self.samples)
         lift_3S[:, lift_SY[experts, best_S] < 0] = np.nan
         return best_S.tolist(), lift_3S.T.tolist()
-
-    def to_json(self) -> dict[str, Any]:
-        """JSON values."""
-        return {
-            "information_bits": self.information,
-            "information_bits_by_chance": self.by_chance,
-            "measures": {name: each.to_json() for name, each in self.measures.items()},
-            **self.of_highest_to_json(),
-            "experts": self.experts,
-            "share": self.share_S.tolist(),
-            "counts": self.counts_SY.tolist(),
-            "leaning": [lean.to_json() for lean in self.leaning(MOST_LEANING)],
-            "of_each_class": [lean.to_json() for lean in self.of_each_group()],
-        }
 
 
 class ExpertCounts:

@@ -196,7 +196,6 @@ class KnockOuts(Measure):
     """
 
     name = "knockout"
-    title = "What each expert is for"
     doing = "removing experts"
     needs_whole = None
     told = "leave out experts"
@@ -303,10 +302,6 @@ class KnockOuts(Measure):
             together=[each.result(summed) for each in self._together],
             steering=steering,
         )
-
-    @classmethod
-    def in_report(cls, subject: Subject) -> None:
-        """None: a report removes only the experts that it shows, which it knows after its pass."""
 
 
 def chosen_experts(

@@ -4,12 +4,12 @@
     Measure       an examination that accumulates over one pass over samples, reading all routers
 
 A new measure is one file with a `Measure` and its `Result`, and one line in `registry.py`:
-`polyad experts NAME` and `polyad report` iterate over the registry.
+`polyad experts NAME` and studies read the registry.
 """
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self
@@ -24,7 +24,6 @@ from polyad.train.errors import ConfigError
 from polyad.train.experts.information import Summed
 from polyad.train.experts.interventions import Intervention
 from polyad.train.experts.probing import RoutedLayer, routed_head, routed_layers
-from polyad.train.page.html import Figure
 from polyad.train.reading import Evaluated, Reading, open_evaluated, read
 from polyad.train.results import aligned
 from polyad.train.tasks.samples import Samples, samples_of
@@ -70,14 +69,6 @@ class Result(ABC):
         """Aligned lines to display after names and values."""
         return []
 
-    def section(self, titles: Mapping[str, str]) -> Iterable[str | Figure]:
-        """Its section on a report's page, as texts and figures; empty if it has none.
-
-        Args:
-            titles: the title of each layer, by name.
-        """
-        return ()
-
 
 class Subject(NamedTuple):
     """The subject of a measure: a model, its layers and samples."""
@@ -93,7 +84,7 @@ class Examination(ABC):
     """An examination of a checkpoint by one command.
 
     Attributes:
-        name: its name in errors; for a measure also the name in reports.
+        name: its name in errors.
         doing: describes the work, for an out-of-memory error.
         reads_split: whether it reads a split of the data.
         needs_whole: why the whole model must be in memory; None: it may be read block by block,
@@ -145,14 +136,10 @@ class Measure(Examination):
     """A measure that accumulates over a model's pass over held-out samples.
 
     Attributes:
-        title: the heading of its section.
-        anchor: anchor of its section; empty: its name.
         told: label of its progress.
         blocks: the blocks whose inputs it needs.
     """
 
-    title: ClassVar[str]
-    anchor: ClassVar[str] = ""
     told: ClassVar[str] = "measure experts"
     blocks: Sequence[int] = ()
 
@@ -212,11 +199,6 @@ class Measure(Examination):
         Raises:
             ConfigError: numbers are not finite.
         """
-
-    @classmethod
-    def in_report(cls, subject: Subject) -> "Measure | None":
-        """Makes the measure for a report's pass over held-out data; None: not in reports."""
-        return cls(subject)
 
 
 def needs_text(name: str, opened: Evaluated) -> None:

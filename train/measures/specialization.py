@@ -24,13 +24,11 @@ from polyad.train.experts.by_class import (
     LevelByClass,
     given,
 )
-from polyad.train.experts.class_matrix import level_matrix
 from polyad.train.experts.information import GateEntropies, LevelEntropy, Summed
 from polyad.train.experts.leaving_out import LeaveOneOut, LeftOut
 from polyad.train.experts.similarity import ExpertSimilarity, LevelSimilarity
 from polyad.train.experts.token_classes import Shifts, labellings
 from polyad.train.measures.measure import Measure, Result, Subject
-from polyad.train.page.html import Figure, Table
 from polyad.train.reading import Evaluated, Reading
 from polyad.train.results import aligned
 from polyad.train.tasks.images import ImageClassification
@@ -151,38 +149,6 @@ class Specialized(Result):
             for number, level in enumerate(levels):
                 yield (title + (f", level {number}" if len(levels) > 1 else "")), level
 
-    def section(self, titles: Mapping[str, str]) -> Iterator[str | Figure]:
-        """Tables of all layers, and for text figures of how tokens are divided."""
-        if not self.layers:
-            return
-        entropies, information, pictures = [], [], []
-        for title, level in self._titled(titles):
-            both = (level.entropy.of_token, level.entropy.of_usage)
-            same = (level.similarity.cosine, level.similarity.cka)
-            cells = [f"{level.entropy.highest:.2f}", *(each.shown("–") for each in same)]
-            entropies.append([title, *(each.shown("–") for each in both), *cells])
-            for label, each in level.labels.items():
-                information.append([title, label, *_told(each, "–", "–")])
-                if label != "class":  # those are in the section of experts by class
-                    heading = f"{title}: experts by {label}"
-                    pictures.append(level_matrix(each, heading, by_expert=label == "characters"))
-        yield NOTE
-        heads = ["layer", "H_s, bits", "H_u, bits", "maximum", "cosine", "CKA"]
-        yield Figure(
-            heading="Routing entropies, and similarity of experts",
-            body=Table(heads=heads, rows=entropies),
-            wide=True,
-        )
-        if information:
-            heads = ["layer", "label", "I(E; Y), bits", "by chance", "normalized", "purity",
-                     "with the highest share", "by chance"]  # fmt: skip
-            yield Figure(
-                heading="How much an expert reveals about the token",
-                body=Table(heads=heads, rows=information, names=2),
-                wide=True,
-            )
-        yield from filter(None, pictures)
-
 
 def _told(level: LevelByClass, unknown: str, missing: str) -> list[str]:
     """How much an expert reveals about a label, in the order of the tables."""
@@ -202,8 +168,6 @@ class Specialization(Measure):
     """
 
     name = "specialization"
-    title = "How experts divide the work"
-    anchor = "division"
     told = "measure routing"
     needs_whole = None
 
@@ -316,9 +280,3 @@ class Specialization(Measure):
             },
             has_one_class=bool(counts),
         )
-
-    @classmethod
-    def in_report(cls, subject: Subject) -> "Specialization | None":
-        """Without removing experts, which is slow; None for rows without labels."""
-        has_labels = isinstance(subject.samples, TextSamples) or subject.samples.classes()
-        return cls(subject, leave_out=False) if has_labels else None

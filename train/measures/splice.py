@@ -127,7 +127,6 @@ class Splicing(Measure):
     """
 
     name = "splice"
-    title = "Replaced feed-forwards"
     doing = "splicing feed-forwards"
     told = "splice feed-forwards"
 
@@ -261,10 +260,6 @@ class Splicing(Measure):
             blocks=blocks,
             together=found[-1],
         )
-
-    @classmethod
-    def in_report(cls, subject: Subject) -> None:
-        """None: a report has only one model."""
 
 
 def open_original(given: Path | None, opened: Evaluated, model: DecoderSettings) -> Weights:

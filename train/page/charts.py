@@ -1,29 +1,25 @@
-"""Charts as SVG: lines, heat maps, matrices, and dots with intervals.
+"""Charts as SVG: intervals on an axis, curves, and a matrix of loads.
 
-Used by reports, studies, plans and the README's figure. Colors are the CSS variables of
-`template.COLOURS`. Numbers have few digits, so that pages with many charts stay small, and output
-is deterministic: the same input gives the same bytes.
-
-Shapes of heat maps: R rows, C columns.
+Colors are the CSS variables of `report.css`. Numbers have few digits, so that pages with many
+charts stay small, and output is deterministic: the same input gives the same bytes.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import NamedTuple
 
 from markupsafe import Markup, escape
 
-from polyad.train.page.template import number
-
-NARROW, WIDE, HEIGHT = 640, 1060, 220
-"""Width in pixels of a chart beside another, and of a full-width one; text is equally large."""
-LEFT, RIGHT, TOP, BOTTOM = 62, 20, 10, 26
+WIDTH, HEIGHT = 520, 190
+"""Size in pixels of a chart."""
+LEFT, RIGHT, TOP, BOTTOM = 56, 12, 8, 24
 """Margins in pixels around a chart's drawing, with numbers on the left and below."""
+ROW, MOST_CELLS, MOST_NUMBERS = 20, 64, 12
+"""Height in pixels of a layer's loads; maximum number of its cells, and of cells with a number."""
+BAR = 200
+"""Width in pixels of an interval's axis."""
 
-Place = Callable[[float], float]
-"""Maps values to pixels."""
+Points = Sequence[tuple[float, float]]
 
 
 def element(name: str, *inside: object, css: str | None = None, **attributes: object) -> Markup:
@@ -35,273 +31,136 @@ def element(name: str, *inside: object, css: str | None = None, **attributes: ob
         css: its classes.
         attributes: `_` in names is written as `-`; None values are omitted.
     """
-    given = {"class": css} | {key.replace("_", "-"): each for key, each in attributes.items()}
-    said = "".join(f' {k}="{_short(each)}"' for k, each in given.items() if each is not None)
-    content = "".join(map(escape, inside))
-    return Markup(f"<{name}{said}>{content}</{name}>" if content else f"<{name}{said}/>")
+    values = {"class": css} | {key.replace("_", "-"): each for key, each in attributes.items()}
+    written = "".join(f' {k}="{_short(each)}"' for k, each in values.items() if each is not None)
+    return Markup(f"<{name}{written}>{Markup().join(map(escape, inside))}</{name}>")
 
 
 def _short(value: object) -> str:
-    return f"{round(value, 2):g}" if isinstance(value, int | float) else escape(value)
+    return f"{round(value, 1):g}" if isinstance(value, int | float) else escape(value)
 
 
-def text(x: float, y: float, content: str, anchor: str | None = None, css: str = "tick") -> Markup:
-    """Text at a position; `anchor` is the part of it at that position: start, middle or end."""
-    return element("text", content, css=css, x=x, y=y, text_anchor=anchor)
+def _drawing(title: str, width: float, height: float, parts: Sequence[Markup]) -> Markup:
+    box = f"0 0 {width:g} {height:g}"
+    return element("svg", element("title", title), *parts, viewBox=box, role="img")
 
 
-def ticks(low: float, high: float, wanted: int = 5) -> list[float]:
-    """Round numbers from low to high, approximately `wanted` of them."""
-    raw = max(high - low, 1e-12) / wanted
-    power = 10.0 ** math.floor(math.log10(raw))
-    step = next(power * m for m in (1, 2, 5, 10) if power * m >= raw * 0.999)
-    first = math.ceil(low / step - 1e-9)
-    return [round(i * step, 12) + 0.0 for i in range(first, math.floor(high / step + 1e-9) + 1)]
-
-
-def span(
-    values: Sequence[float], low: float | None = None, high: float | None = None
-) -> tuple[float, float]:
-    """The limits of an axis: the smallest and largest value with some room, unless given."""
-    bottom, top = min(values) if low is None else low, max(values) if high is None else high
-    if top - bottom < 1e-9 * max(1.0, abs(top)):
-        bottom, top = (low, low + 1) if low is not None else (bottom - 0.5, top + 0.5)
-    beside = 0.05 * (top - bottom)
-    return bottom - (low is None) * beside, top + (high is None) * beside
+def _text(x: float, y: float, content: str, anchor: str = "middle") -> Markup:
+    return element("text", content, x=x, y=y, text_anchor=anchor)
 
 
 @dataclass(frozen=True)
 class Axis:
-    """An axis of a chart; values beyond its limits are drawn at the limits."""
+    """Maps values to pixels, with `low` at the first and `high` at the last."""
 
     low: float
     high: float
-    logarithmic: bool = False
+    first: float
+    last: float
+    of_ratios: bool = False
     """Whether the axis is logarithmic."""
 
-    def between(self, first: float, last: float) -> Place:
-        """Maps values to pixels, with `low` at the first and `high` at the last."""
-        form = math.log if self.logarithmic else float
+    def __call__(self, value: float) -> float:
+        """The place of a value; values beyond the limits are at the limits."""
+        form = math.log if self.of_ratios else float
         low, high = form(self.low), form(self.high)
-        scale = (last - first) / ((high - low) or 1.0)
+        share = (form(min(max(value, self.low), self.high)) - low) / ((high - low) or 1.0)
+        return self.first + share * (self.last - self.first)
 
-        def place(value: float) -> float:
-            inside = min(max(value, self.low), self.high)
-            return round(first + (form(inside) - low) * scale, 1)
-
-        return place
-
-    def holds(self, value: float) -> bool:
-        """Whether a value is between the limits."""
-        return self.low <= value <= self.high
-
-    def ticks(self, wanted: int = 5) -> list[float]:
-        """Round numbers on the axis."""
-        if not self.logarithmic:
-            return ticks(self.low, self.high, wanted)
-        powers = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
-        factors = (1, 2, 5) if self.high < 300 * self.low else (1,)
-        places = [float(factor * 10**power) for power in powers for factor in factors]
-        return [place for place in places if self.holds(place)]
+    def ticks(self, count: int = 4) -> list[float]:
+        """Round numbers on the axis, approximately `count` of them; of ratios powers of two."""
+        if self.of_ratios:
+            powers = range(math.ceil(math.log2(self.low)), math.floor(math.log2(self.high)) + 1)
+            return [2.0**power for power in powers[:: max(1, len(powers) // count)]]
+        raw = max(self.high - self.low, 1e-12) / count
+        power = 10.0 ** math.floor(math.log10(raw))
+        step = next(power * m for m in (1, 2, 5, 10) if power * m >= raw * 0.999)
+        numbers = range(math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9) + 1)
+        return [round(n * step, 12) + 0.0 for n in numbers]
 
 
-class Area(NamedTuple):
-    """The drawing area of a chart in pixels."""
-
-    left: float
-    top: float
-    right: float
-    bottom: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Chart:
-    """A drawing, used as an SVG element in a page or as a panel in a figure."""
-
-    title: str
-    """Description for screen readers."""
-    width: float
-    height: float
-    parts: Sequence[Markup]
-    tooltips: Sequence[Markup] = ()
-    """Tooltips, which lie above the parts."""
-
-    def __html__(self) -> str:
-        """The element in a page."""
-        return element(
-            "svg",
-            element("title", self.title),
-            *(*self.below(in_file=False), *self.parts, *self.tooltips),
-            css="wide" if self.width == WIDE else None,
-            viewBox=f"0 0 {self.width:g} {self.height:g}",
-            role="img",
-            aria_label=self.title,
-        )
-
-    def below(self, *, in_file: bool) -> Sequence[Markup]:
-        """Elements below the parts; not every viewer of SVG files shows embedded images."""
-        return ()
-
-
-class Dot(NamedTuple):
-    """A single value."""
-
-    x: float
-    value: float
-    css: str
-    """`mean`, or `open`, a hollow dot."""
-    title: str | None = None
-    """Text of the tooltip."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Line:
-    """A curve."""
-
-    label: str
-    values: Sequence[float | None]
-    """None leaves a gap."""
-    colour: str
-    """A CSS colour."""
-    with_points: bool = False
-    """Whether to join values over gaps and mark each, for few values."""
-    dots: Sequence[Dot] = ()
-    is_dashed: bool = False
-
-
-def line_chart(
-    steps: Sequence[int],
-    lines: Sequence[Line],
-    *,
-    title: str,
-    low: float | None = None,
-    high: float | None = None,
-    width: int = NARROW,
-) -> Chart:
-    """Draws curves over steps, with a tooltip for each span of steps.
+def interval_axis(values: Sequence[float], *, of_ratios: bool) -> Axis:
+    """The axis that all intervals of a table share.
 
     Args:
-        steps: the step of every value.
-        lines: lines with equally many values.
+        values: the values, and the ends of their intervals.
+        of_ratios: whether they are ratios, around 1; else changes, around 0.
+    """
+    known = [value for value in values if math.isfinite(value) and (value > 0 or not of_ratios)]
+    low, high = min([*known, float(of_ratios)]), max([*known, float(of_ratios)])
+    return Axis(low, high if high > low else low + 1, 12, BAR - 12, of_ratios)
+
+
+def axis_labels(axis: Axis) -> Markup:
+    """The axis with its numbers, for the head of the column of intervals."""
+    parts = [_text(axis(tick), 12, f"{tick:g}") for tick in axis.ticks()]
+    parts += [element("line", x1=axis(t), x2=axis(t), y1=15, y2=18) for t in axis.ticks()]
+    return _drawing("axis", BAR, 18, parts)
+
+
+def interval(axis: Axis, value: float, low: float, high: float) -> Markup:
+    """Draws a value as a dot and its interval as a bar; without known ends only the dot."""
+    at_none, parts = axis(float(axis.of_ratios)), []
+    parts.append(element("line", css="zero", x1=at_none, x2=at_none, y1=0, y2=16))
+    if math.isfinite(low) and math.isfinite(high):
+        width = max(axis(high) - axis(low), 1.0)
+        parts.append(element("rect", css="bar", x=axis(low), y=5, width=width, height=6))
+    parts.append(element("circle", css="value", cx=axis(value), cy=8, r=3.5))
+    return _drawing(f"{value:+.4f} [{low:+.4f}, {high:+.4f}]", BAR, 16, parts)
+
+
+def line_chart(title: str, lines: Mapping[str, Points]) -> Markup:
+    """Draws curves, each with a name at the upper right.
+
+    Args:
         title: description for screen readers.
-        low: lower limit of the axis; None: the lowest value.
-        high: upper limit; None: the highest value.
-        width: width of the drawing in pixels.
+        lines: points of each curve, by its name; at least one has points.
     """
-    known = [v for line in lines for v in line.values if v is not None and math.isfinite(v)]
-    if not known:
-        nothing = text(LEFT, 20, "No numbers.")
-        return Chart(title=title, width=width, height=30, parts=[nothing])
-    area = Area(LEFT, TOP, width - RIGHT, HEIGHT - BOTTOM)
-    x, y = Axis(steps[0], steps[-1]), Axis(*span(known, low, high))
-    y_labels = {tick: f"{tick:,.0f}" if abs(tick) >= 1000 else f"{tick:g}" for tick in y.ticks()}
-    parts = curves(steps, lines, x, y, area, step_labels(steps), y_labels)
-    tooltips = _tooltips(steps, lines, x.between(area.left, area.right), area)
-    return Chart(title=title, width=width, height=HEIGHT, parts=parts, tooltips=tooltips)
+    every = [point for points in lines.values() for point in points]
+    xs, ys = zip(*every, strict=True)
+    room = 0.05 * (max(ys) - min(ys)) or 0.5
+    x = Axis(min(xs), max(xs), LEFT, WIDTH - RIGHT)
+    y = Axis(min(ys) - room, max(ys) + room, HEIGHT - BOTTOM, TOP)
+    parts = []
+    for tick in y.ticks():
+        parts.append(element("line", x1=LEFT, x2=WIDTH - RIGHT, y1=y(tick), y2=y(tick)))
+        parts.append(_text(LEFT - 6, y(tick) + 4, f"{tick:,g}", "end"))
+    parts += [_text(x(t), HEIGHT - 6, f"{t:,.0f}") for t in x.ticks() if t == int(t)]
+    for number, (name, points) in enumerate(lines.items()):
+        path = " ".join(f"{x(a):.1f},{y(b):.1f}" for a, b in points)
+        css = f"curve-{number}"
+        parts.append(element("polyline", css=css, points=path))
+        if len(points) == 1:
+            parts.append(element("circle", css=css, cx=x(points[0][0]), cy=y(points[0][1]), r=3))
+        label = _text(WIDTH - RIGHT - 4, TOP + 14 * (number + 1), name, "end")
+        parts.append(element("g", label, css=css))
+    return _drawing(title, WIDTH, HEIGHT, parts)
 
 
-def curves(
-    xs: Sequence[float],
-    lines: Sequence[Line],
-    x: Axis,
-    y: Axis,
-    area: Area,
-    x_labels: Mapping[float, str],
-    y_labels: Mapping[float, str],
-) -> list[Markup]:
-    """Draws the parts of a line chart: a grid with numbers, and the curves.
+def load_matrix(title: str, rows: Mapping[str, Sequence[float]]) -> Markup:
+    """Draws the loads of layers, a row for each; many experts are sorted and share cells.
 
     Args:
-        xs: horizontal positions of all lines' values.
-        lines: lines with equally many values.
-        x: the horizontal axis.
-        y: the vertical axis.
-        area: the drawing area.
-        x_labels: labels below the chart, by position.
-        y_labels: labels beside it, by position.
+        title: description for screen readers.
+        rows: loads of a layer's experts as multiples of their mean, by the layer's name.
     """
-    to_x, to_y = x.between(area.left, area.right), y.between(area.bottom, area.top)
     parts = []
-    for tick, label in y_labels.items():
-        at, css = to_y(tick), "zero" if tick == 0 and y.low < 0 < y.high else "grid"
-        parts += [
-            element("line", css=css, x1=area.left, x2=area.right, y1=at, y2=at),
-            text(area.left - 6, at + 4, label, "end"),
-        ]
-    parts += labels_below(x_labels, to_x, area.bottom)
-    for line in lines:
-        titled = [element("title", line.label)] if line.label else []
-        shown = [value is not None and y.holds(value) for value in line.values]
-        parts.append(element("g", *titled, *_curve(xs, line, to_x, to_y, shown)))
-    return parts
-
-
-def labels_below(labels: Mapping[float, str], x: Place, bottom: float) -> list[Markup]:
-    """Labels below the bottom of a chart."""
-    return [text(x(place), bottom + 17, label, "middle") for place, label in labels.items()]
-
-
-def step_labels(steps: Sequence[int]) -> dict[float, str]:
-    """Round numbers of steps, with their labels."""
-    places = ticks(steps[0], steps[-1], 6) if len(steps) > 1 else [float(steps[0])]
-    return {place: f"{place:,.0f}" for place in places if place == int(place)}
-
-
-def _curve(
-    xs: Sequence[float], line: Line, x: Place, y: Place, shown: Sequence[bool]
-) -> list[Markup]:
-    """A line's curve and its dots, except for values that are not `shown`."""
-    path, pen, dots = [], "M", [*line.dots]
-    for place, value, is_shown in zip(xs, line.values, shown, strict=True):
-        if value is None or not math.isfinite(value):
-            pen = pen if line.with_points else "M"
-            continue
-        path.append(f"{pen}{x(place):g} {y(value):g}")
-        pen = "L"
-        if (line.with_points or len(xs) == 1) and is_shown:
-            dots.append(Dot(place, value, "mean"))
-    dashes = "5 4" if line.is_dashed else None
-    curve = element(
-        "path", css="curve", stroke=line.colour, stroke_dasharray=dashes, d="".join(path)
-    )
-    return [curve, *(_dot(dot, line.colour, x, y) for dot in dots)]
-
-
-def _dot(dot: Dot, colour: str, x: Place, y: Place) -> Markup:
-    titled = [element("title", dot.title)] if dot.title else []
-    at_x, at_y = x(dot.x), y(dot.value)
-    return element(
-        "circle", *titled, css=dot.css, cx=at_x, cy=at_y, r=3, fill=colour, stroke=colour
-    )
-
-
-def _tooltips(steps: Sequence[int], lines: Sequence[Line], x: Place, area: Area) -> list[Markup]:
-    """A strip for each step with a tooltip of its values."""
-    edges = [x(step) for step in steps]
-    between = [(a + b) / 2 for a, b in pairwise(edges)]
-    bounds = [area.left, *between, area.right]
-    parts = []
-    for i, step in enumerate(steps):
-        said = [
-            f"{line.label} {number(value)}"
-            for line in lines
-            if (value := line.values[i]) is not None
-        ]
-        width = max(bounds[i + 1] - bounds[i], 0.1)
-        strip = Area(bounds[i], area.top, bounds[i] + width, area.bottom)
-        parts.append(box(strip, "hit", f"step {step:,}: {', '.join(said)}"))
-    return parts
-
-
-def box(area: Area, css: str, title: str | None = None) -> Markup:
-    """A rectangle; with the class `hit` it is invisible and has a tooltip."""
-    titled = [element("title", title)] if title else []
-    return element(
-        "rect",
-        *titled,
-        css=css,
-        x=area.left,
-        y=area.top,
-        width=area.right - area.left,
-        height=area.bottom - area.top,
-    )
+    for number, (name, loads) in enumerate(rows.items()):
+        y, few = TOP + number * ROW, len(loads) <= MOST_CELLS
+        parts.append(_text(LEFT + 30, y + 14, name, "end"))
+        cells = list(loads) if few else sorted(loads, reverse=True)
+        count = min(len(cells), MOST_CELLS)
+        width = (WIDTH - RIGHT - LEFT - 36) / count
+        for place in range(count):
+            first, stop = (each * len(cells) // count for each in (place, place + 1))
+            load = sum(cells[first:stop]) / (stop - first)
+            strength = min(1.0, abs(math.log2(load)) / 3) if load > 0 else 1.0
+            rect = element(
+                "rect", css="more" if load >= 1 else "less", x=LEFT + 36 + place * width, y=y,
+                width=max(width - 1, 1), height=ROW - 3, fill_opacity=f"{strength:.2f}",
+            )  # fmt: skip
+            which = f"expert {place}" if few else f"experts {first} to {stop - 1} by load"
+            told = element("title", f"{name}, {which}: {load:.2f} times the mean load")
+            shown = [_text(LEFT + 36 + (place + 0.5) * width, y + 13, f"{load:.2f}")]
+            parts.append(element("g", told, rect, *(shown if count <= MOST_NUMBERS else ())))
+    return _drawing(title, WIDTH, TOP + len(rows) * ROW + 4, parts)

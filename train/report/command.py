@@ -1,21 +1,18 @@
 """`polyad report`: an HTML page about a run's training and its experts."""
 
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from polyad.data.files import write_whole
-from polyad.data.images.config import ImageDataConfig
-from polyad.data.sequences.config import SequenceDataConfig
-from polyad.data.text.manifest import SplitName
 from polyad.model.build import build_model, count_parameters
 from polyad.model.emoe.config import EmergentMoEConfig
 from polyad.model.mumoe.config import MuMoEConfig
 from polyad.model.mumoe.head import MuMoEHeadConfig
 from polyad.model.mxd.config import SparseTableConfig
-from polyad.model.smoe.config import SelectingConfig, SparseMoEConfig
+from polyad.model.smoe.config import SparseMoEConfig
 from polyad.model.vision import ImageModelSettings
 from polyad.parallel.checkpoint.format import CheckpointError
 from polyad.parallel.checkpoint.load import (
@@ -28,25 +25,16 @@ from polyad.parallel.checkpoint.manage import BEST_FILE, STEP_FOLDER, complete_c
 from polyad.parallel.weights import is_weights_folder, open_checkpoint, open_weights
 from polyad.train.config.adaptation import unused_parameters
 from polyad.train.config.run import RunConfig, load_config
-from polyad.train.console import Progress
 from polyad.train.errors import ConfigError, RunError
 from polyad.train.experts.probing import check_experts, choose_layers, routed_head, routed_layers
 from polyad.train.reading import config_of
-from polyad.train.records import METRICS_FILE
-from polyad.train.report.content import HeldOut, Report
-from polyad.train.report.history import History, no_history, read_history
-from polyad.train.report.lines import expert_lines
-from polyad.train.report.page import render_report
-from polyad.train.report.passes import Asked, read_held_out
-from polyad.train.report.top_images import MOST_IMAGES
+from polyad.train.report.held_out import Options, read_held_out
+from polyad.train.report.page import Report, Training, read_training, render_report
 from polyad.train.results import json_value
 from polyad.train.tasks.registry import task_class
+from polyad.train.tasks.text import TextTask
 
-TOKENS = 250_000
-"""Default for the approximate number of tokens to read."""
 OUTPUT_FILE = "report.html"
-LONG_FILE = 20_000_000
-"""Size of metrics.jsonl in bytes above which reading it takes seconds."""
 
 
 def report(
@@ -55,14 +43,7 @@ def report(
     output: Path | None = None,
     checkpoint: int | None = None,
     best: bool = False,
-    data: str | None = None,
-    split: SplitName = "validation",
-    layers: Sequence[str] = (),
-    experts: Sequence[str] = (),
-    top: int = 8,
-    tokens: int | None = None,
-    knockout: bool = False,
-    stream: Path | None = None,
+    **options: Any,
 ) -> dict[str, Any]:
     """Writes the page.
 
@@ -72,15 +53,7 @@ def report(
         checkpoint: step of the checkpoint that reads the data; None: the best one if the run keeps
             it, else the newest.
         best: whether it must be the best one.
-        data: prepared data, or labelled sequences; None: the run's.
-        split: `validation`, `test` or `train`.
-        layers: blocks whose experts are shown, by number; empty: first, middle and last.
-        experts: experts to show in each of these; empty: see `choose_experts`.
-        top: number of tokens or images per expert, and of samples with the largest loss.
-        tokens: approximate number to read, spread evenly over the split (at most 20,000 images); 0
-            reads nothing; None: `TOKENS` for text, all for sequences.
-        knockout: whether to also measure text without each shown expert.
-        stream: see `polyad.train.reading.open_evaluated`.
+        options: fields of `Options`.
 
     Returns:
         The result as JSON values, with `output`.
@@ -97,23 +70,11 @@ def report(
 
     def written(chosen: Path) -> dict[str, Any]:
         _check_output(target)
-        found = read_report(
-            run,
-            chosen,
-            data=data,
-            split=split,
-            layers=layers,
-            experts=experts,
-            top=top,
-            tokens=tokens,
-            knockout=knockout,
-            stream=stream,
-        )
-        page = render_report(found)
+        content = read_report(run, chosen, Options(**options))
+        text = render_report(content)
         with _writing(target, RunError):
-            write_whole(target, page)
-        lines = json_value(expert_lines(found))
-        return {"output": str(target), **json_value(found), "experts": lines}
+            write_whole(target, text)
+        return {"output": str(target), **json_value(content)}
 
     def choose(run: Path) -> Path:
         return run if is_weights_folder(run) else _checkpoint(run, checkpoint, best=best)
@@ -121,20 +82,8 @@ def report(
     return read_newest(run, written, choose)
 
 
-def read_report(
-    run: Path,
-    checkpoint: Path,
-    *,
-    data: str | None = None,
-    split: SplitName = "validation",
-    layers: Sequence[str] = (),
-    experts: Sequence[str] = (),
-    top: int = 8,
-    tokens: int | None = None,
-    knockout: bool = False,
-    stream: Path | None = None,
-) -> Report:
-    """Returns the content of a page for the chosen checkpoint; for options see `report`.
+def read_report(run: Path, checkpoint: Path, options: Options) -> Report:
+    """Returns the content of a page for the chosen checkpoint; with `Options`.
 
     Raises:
         ValueError: with an `exit_status` of 2: one line says what is wrong.
@@ -142,50 +91,31 @@ def read_report(
     is_run = not is_weights_folder(run)
     weights = open_checkpoint(checkpoint) if is_run else open_weights(checkpoint)
     config = _run_config(run) if is_run else config_of(weights)
-    history = _history(run) if is_run else no_history()
     model = build_model(weights.model_config())
     head = routed_head(model)
     routed = routed_layers(model) + ([] if head is None else [head])
-    chosen = choose_layers(routed, layers)
-    check_experts(chosen, experts)
-    if knockout and not (chosen and config.data.kind == "text"):
-        lacking = f"has data.kind: {config.data.kind}; text has it" if chosen else "has no experts"
+    layers = choose_layers(routed, options.layers)
+    check_experts(layers, options.experts)
+    task, blocks = task_class(config.data.kind), config.distill.blocks
+    if options.knockout and not (layers and issubclass(task, TextTask)):
+        lacking = f"has data.kind: {config.data.kind}" if layers else "has no experts"
         raise ConfigError(f"--knockout: is not allowed: {run} {lacking}")
-    if knockout and tokens == 0:
-        raise ConfigError("--knockout: is not allowed with --tokens 0, which reads nothing")
-    if stream is not None and tokens == 0:
-        raise ConfigError("--stream: is not allowed with --tokens 0, which reads nothing")
-    what = _what_is_read(config, has_experts=bool(chosen))
-    if what is None:
-        other_split = None if split == "validation" else split
-        asked = {"--data": data, "--split": other_split, "--experts": " ".join(experts)}
-        asked["--stream"] = None if stream is None else str(stream)
-        _check_unread(run, config, asked)
-    held_out = HeldOut()
-    if what is not None and tokens != 0:
-        # Labelled sequences are read completely, text and images are not.
-        default, most = {"text": (TOKENS, None), "images": (MOST_IMAGES, MOST_IMAGES)}.get(
-            what, (None, None)
-        )
-        limit = tokens or default
-        asked_for = Asked(
-            layers=chosen,
-            every_layer=chosen if layers else routed,
-            experts=tuple(dict.fromkeys(experts)),
-            top=top,
-            data=data,
-            split=split,
-            limit=limit if most is None or limit is None else min(limit, most),
-            knockout=knockout,
-            stream=stream,
-        )
-        held_out = read_held_out(weights, what, asked_for)
+    for option, value in (
+        ("--knockout", options.knockout),
+        ("--stream", options.stream),
+        ("--data", options.data),
+    ):
+        if value and (options.tokens == 0 or not layers):
+            why = "--tokens 0, which reads nothing" if layers else f"{run}, which has no experts"
+            raise ConfigError(f"{option}: is not allowed with {why}")
+    training = read_training(run, task.validation_score) if is_run else Training()
+    read = None
+    if layers and options.tokens != 0:
+        read = read_held_out(weights, layers, options)
     parameters = count_parameters(model)
-    task, taught = task_class(config.data.kind), config.distill.blocks
     return Report(
         run=run.resolve().name if run.name in ("", ".", "..") else str(run),
         kind=_in_words(config),
-        is_sparse=isinstance(config.model.known_feed_forward(), SelectingConfig),
         parameters=parameters,
         active_parameters=parameters - unused_parameters(model),
         checkpoint=str(weights.folder),
@@ -193,34 +123,13 @@ def read_report(
         is_best=_best(run) == weights.folder,
         total_steps=config.train.steps,
         most_validated=config.evaluation.max_windows,
-        history=history,
+        training=training,
         task=task,
-        loss_unit=f"distill.blocks: {taught}" if taught else task.loss_unit,
+        loss_unit=f"distill.blocks: {blocks}" if blocks else task.loss_unit,
         routed=routed,
-        read=held_out,
+        layers=layers,
+        read=read,
     )
-
-
-def _what_is_read(
-    config: RunConfig, *, has_experts: bool
-) -> Literal["sequences", "images", "text"] | None:
-    """The kind of held-out data that a page covers; None: the page uses only `metrics.jsonl`."""
-    if isinstance(config.data, SequenceDataConfig):
-        return "sequences"
-    if isinstance(config.data, ImageDataConfig):
-        return "images" if has_experts or config.data.kind == "images" else None
-    return "text" if has_experts and config.data.kind == "text" else None
-
-
-def _check_unread(run: Path, config: RunConfig, asked: Mapping[str, object]) -> None:
-    """Rejects options for reading data if none is read."""
-    masked = config.data.kind == "masked_text"
-    why = f"has data.kind: {config.data.kind}" if masked else "has no experts"
-    for option, value in asked.items():
-        if value:
-            raise ConfigError(
-                f"{option}: {value} is not allowed: {run} {why}, so its report reads no data"
-            )
 
 
 def _run_config(run: Path) -> RunConfig:
@@ -259,14 +168,6 @@ def _checkpoint(run: Path, step: int | None, *, best: bool) -> Path:
         there = ", ".join(str(number) for number in found) or "none"
         raise ConfigError(f"--checkpoint: {step} is not allowed: {run} has {there}")
     return found[step]
-
-
-def _history(run: Path) -> History:
-    path = run / METRICS_FILE
-    size = path.stat().st_size if path.is_file() else 0
-    if size < LONG_FILE:
-        return read_history(run)
-    return read_history(run, progress=Progress(f"read {METRICS_FILE}", size / 1e6, "MB"))
 
 
 def _check_output(target: Path) -> None:

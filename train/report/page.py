@@ -1,69 +1,154 @@
-"""A report as one self-contained HTML page, without external fonts or network access.
+"""A report as one self-contained HTML page, without scripts, external fonts or network access.
 
-The page is complete without scripts; a short one sorts and searches the list of experts. The page
-is the template `report.html`; here are its facts, and the charts over all of training.
+The page is the template `report.html`; here are the content of the page and of `--json`, and the
+charts of training.
 """
 
-import base64
-import hashlib
-from collections.abc import Sequence
+import math
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from markupsafe import Markup
+import numpy as np
 
+from polyad.train.errors import ConfigError
 from polyad.train.experts.probing import RoutedLayer
-from polyad.train.measures.knockout import MOST_CLASSES
-from polyad.train.measures.registry import MEASURES
-from polyad.train.page.charts import WIDE, Line, line_chart
-from polyad.train.page.html import Figure
-from polyad.train.page.matrices import heat_legend
-from polyad.train.page.template import number, page
-from polyad.train.report.class_figures import (
-    class_figures,
-    class_note,
-    levels_by_class,
-    summary_of_classes,
+from polyad.train.page.charts import (
+    Points,
+    axis_labels,
+    interval,
+    interval_axis,
+    line_chart,
+    load_matrix,
 )
-from polyad.train.report.content import Report
-from polyad.train.report.history import Series
-from polyad.train.report.layers import Pictures, maximum_entropy, shown_layers
-from polyad.train.report.lines import MOST_WORDS, expert_lines
-from polyad.train.report.top_tokens import STRETCH
+from polyad.train.page.template import number, page
+from polyad.train.records import LAST, METRICS_FILE, last_loss, records_of
+from polyad.train.report.experts import ExpertRow, expert_rows
+from polyad.train.report.held_out import HeldOut
+from polyad.train.tasks.task import Task
 
-MANY_LINES = 16
-"""Maximum number of lines of a chart of layers with a legend."""
-"""Note on a training loss that is not a prediction loss."""
-OVER_TIME = (
-    ("entropy", "Evenness of each token's mixture (1 = all experts alike)",
-     "Entropy of the {word} of a token, divided by its maximum; 0: a single expert gets the whole "
-     "token.", 0.0, 1.0),
-    ("usage_entropy", "Evenness of expert use (1 = all equal)",
-     "Entropy of the mean {word}, divided by its maximum; 0: all tokens go to one expert.",
-     0.0, 1.0),
-    ("effective_experts", "Effective experts per token",
-     "Mean of exp(entropy), the effective number of experts that share a token.", None, None),
-    ("active", "Active experts per token",
-     "Mean number of experts with a weight above 0.", 0.0, None),
-    ("load_max", "Load of the busiest expert",
-     "As a multiple of the mean load; 1 means even load.", None, None),
-    ("unused", "Share of unused experts",
-     "Share of experts that get no token in a whole step.", 0.0, None),
-    ("dominated", "Tokens with a dominant expert",
-     "Share of the tokens for which one expert has a coefficient of at least 0.5.", 0.0, None),
-    ("dropped", "Dropped assignments",
-     "Share of the assignments that exceed the experts' capacity.", 0.0, None),
-)  # fmt: skip
-"""Routing statistics of a step, with headings, captions, and axis limits."""
-FLUCTUATION = (
-    ("top1", "Tokens whose first expert changed",
-     "Share of the probe tokens, since the previous checkpoint.", 0.0),
-    ("set", "Tokens whose experts changed",
-     "Share of the probe tokens that use a different set of experts than at the previous "
-     "checkpoint.", 0.0),
-    ("entropy_ratio", "Routing entropy, relative to the previous checkpoint",
-     "Below 1: routing has become more confident.", None),
-)  # fmt: skip
-"""Measures of `polyad.train.experts.fluctuation`, with headings, captions, and lower axis limit."""
+MAX_POINTS = 240
+"""Maximum number of points of a curve."""
+ROWS_SHOWN = 48
+"""Number of experts listed; the others are in a fold."""
+
+
+@dataclass(kw_only=True)
+class Training:
+    """A run's records."""
+
+    losses: list[tuple[int, float]] = field(default_factory=list)
+    """Training loss by step."""
+    validations: list[tuple[int, float]] = field(default_factory=list)
+    """Validation score by step."""
+    newest: dict[str, Any] = field(default_factory=dict)
+    """The newest value of each key; empty for weights without a run."""
+    final_loss: float = math.nan
+    """Mean training loss of the last steps."""
+
+    def routing(self) -> dict[str, dict[str, Any]]:
+        """The newest routing statistics by layer and measure; see
+        `polyad.train.loop.statistics.measures`."""
+        found: dict[str, dict[str, Any]] = {}
+        for key, value in self.newest.items():
+            section, _, name = key.partition("/")
+            layer, _, measure = name.rpartition("/")
+            if section == "routing" and layer:
+                found.setdefault(layer, {})[measure] = value
+        return found
+
+
+def read_training(run: Path, score: str) -> Training:
+    """Reads a run's records.
+
+    Args:
+        run: the run's folder.
+        score: the key of the validation score.
+
+    Raises:
+        ConfigError: there is no record.
+    """
+    training, recent = Training(), deque[dict[str, Any]](maxlen=LAST)
+    if not (run / METRICS_FILE).is_file():
+        raise ConfigError(f"{run}: has no {METRICS_FILE}, which `polyad train` writes")
+    for record in records_of(run / METRICS_FILE):
+        recent.append(record)
+        training.newest |= {key: each for key, each in record.items() if each is not None}
+        for key, points in (("loss", training.losses), (score, training.validations)):
+            if record.get(key) is not None:
+                points.append((record["step"], record[key]))
+    if not recent:
+        raise ConfigError(f"{run / METRICS_FILE}: contains no record of a step yet")
+    training.final_loss = last_loss(list(recent))
+    return training
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """The whole content of a report."""
+
+    run: str
+    kind: str
+    """The model in words."""
+    parameters: int
+    active_parameters: int
+    checkpoint: str
+    checkpoint_step: int
+    is_best: bool
+    """Whether it is the checkpoint with the best validation, if the run keeps that."""
+    total_steps: int
+    most_validated: int | None
+    """Maximum number of samples that a validation during training reads; None: the whole split."""
+    training: Training
+    task: type[Task[Any]]
+    """The training task."""
+    loss_unit: str
+    """The unit of the training loss; empty: no unit."""
+    routed: list[RoutedLayer]
+    """The layers with experts, in the model's order; empty for a dense model."""
+    layers: list[RoutedLayer]
+    """Those whose experts are listed."""
+    read: HeldOut | None
+    """None if no data was read."""
+
+    def rows(self) -> list[ExpertRow]:
+        """The experts, as the page lists them."""
+        return [] if self.read is None else expert_rows(self.layers, self.read)
+
+    @property
+    def validation(self) -> float | None:
+        """The newest validation score of training."""
+        return self.training.newest.get(self.task.validation_score)
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON values, without the curves: those are in metrics.jsonl."""
+        newest, units, read = self.training.newest, f"{self.task.unit.name}s", self.read
+        return {
+            "run": self.run,
+            "model": self.kind,
+            "parameters": self.parameters,
+            "active_parameters": self.active_parameters,
+            "checkpoint": self.checkpoint,
+            "checkpoint_step": self.checkpoint_step,
+            "checkpoint_is_best": self.is_best,
+            "step": newest.get("step", 0),
+            "total_steps": self.total_steps,
+            units: newest.get(units),
+            "loss": self.training.final_loss,
+            self.task.validation_score: self.validation,
+            "validation_max_windows": self.most_validated,
+            "routing": self.training.routing(),
+            "data": read and read.data,
+            "split": read and read.split,
+            "units_read": read and read.units,
+            "units_in_split": read and read.of_units,
+            "specialization": read and read.specialization,
+            "knockout": read and read.knockout,
+            "maps": read and read.images and read.images.maps,
+            "experts": self.rows(),
+        }
 
 
 def render_report(report: Report) -> str:
@@ -75,223 +160,81 @@ def render_report(report: Report) -> str:
     Returns:
         HTML.
     """
-    titles = {layer.name: layer.title.capitalize() for layer in report.routed}
-    measured = [
-        (MEASURES[name].anchor or name, MEASURES[name].title, parts)
-        for name, result in report.read.measures.items()
-        if (parts := [*result.section(titles)])
-    ]
-    script = Path(__file__).with_name("report.js").read_text(encoding="utf-8")
-    lines = expert_lines(report)
-    in_order = [x.anchor(x.expert_name(n)) for x in report.routed for n in range(x.num_experts)]
-    classes, images, by_class = report.read.classes, report.read.images, levels_by_class(report)
+    rows, read = report.rows(), report.read
+    changes = [row.effect.value for row in rows if row.effect]
+    is_knockout = read is not None and read.knockout is not None
+    axis = interval_axis([each for change in changes for each in change], of_ratios=not is_knockout)
+    loads = _loads(report)
+    curves = _curves(report)
     return page(
         "train/report/report.html",
         report=report,
+        read=read,
+        rows=rows,
+        rows_shown=ROWS_SHOWN,
+        is_knockout=is_knockout,
+        is_sparse=not any(layer.shares for layer in report.layers),
+        axis_labels=axis_labels(axis),
+        bar=lambda change: interval(axis, *change),
+        loads=loads and load_matrix("Load of each layer", loads),
+        curves=curves and line_chart("Loss over steps", curves),
         facts=facts(report),
-        lines=lines,
-        most_words=MOST_WORDS,
-        places={anchor: place for place, anchor in enumerate(in_order)},
-        script=Markup(script),
-        script_digest=_digest(script),
-        training=training_figures(report),
-        class_note=classes and class_note(classes),
-        classes=classes and class_figures(classes, images),
-        by_class=by_class,
-        summary_of_classes=classes and summary_of_classes(by_class, classes.unit),
-        measured=measured,
-        over_time=over_time_figures(report),
-        without_legend=len(_recorded(report)) > MANY_LINES,
-        layers=shown_layers(report),
-        heat_legend=heat_legend(),
-        pictures=images and Pictures(images),
-        has_dominant=any(
-            expert.dominant > 0
-            for read in (report.read.text, images)
-            if read is not None
-            for experts in read.layers.values()
-            for expert in experts
-        ),
-        stretch=STRETCH,
-        most_classes=MOST_CLASSES,
     )
 
 
-def _digest(script: str) -> str:
-    """Hash of the only script that the page's content security policy allows."""
-    digest = hashlib.sha256(script.encode()).digest()
-    return f"sha256-{base64.b64encode(digest).decode()}"
-
-
 def facts(report: Report) -> list[tuple[str, str, str]]:
-    """Facts in the head of the page: names, values, and descriptions."""
-    history, task = report.history, report.task
+    """Facts of the run: names, values, and descriptions."""
+    training, task = report.training, report.task
     unit, in_unit = task.unit.name, f"{report.loss_unit}, " if report.loss_unit else ""
-    units, active = history.last_record.get(f"{unit}s"), report.active_parameters
+    units, active = training.newest.get(f"{unit}s"), report.active_parameters
     used = f"{active:,} active per token"
     if active == report.parameters:
         used = "all active for every token"
     size = ("Parameters", f"{report.parameters:,}", used)
-    if not history.steps:  # weights without a run
-        known = [each for each in _validation(report) if each[1] is not None]
-        return [size, *((name, _or_none(value), small) for name, value, small in known)]
+    if not training.newest:  # weights without a run
+        return [size]
     return [
-        ("Steps", f"{history.last_record['step']:,}", f"of {report.total_steps:,}"),
+        ("Steps", f"{training.newest['step']:,}", f"of {report.total_steps:,}"),
         (f"{unit.title()}s", f"{units:,}" if units else "unknown", "seen in training"),
         size,
-        (
-            "Training loss",
-            _or_none(history.final_loss),
-            f"{in_unit}last 10 steps",
+        ("Training loss", _or_none(training.final_loss), f"{in_unit}last {LAST} steps"),
+        *(
+            (name, _or_none(math.nan if value is None else value), about)
+            for name, value, about in task.validation_facts(
+                report.validation, report.most_validated
+            )
         ),
-        *((name, _or_none(value), small) for name, value, small in _validation(report)),
     ]
 
 
-def _validation(report: Report) -> list[tuple[str, float | None, str]]:
-    found = report.task.validation_facts(report.validation, report.most_validated)
-    text = report.read.text
-    if text is not None and text.perplexity is not None:
-        what = f"{report.of_weights}, on the whole {text.split} split"
-        return [
-            (name, text.perplexity, what) if name == "Perplexity" else (name, value, small)
-            for name, value, small in found
-        ]
-    if report.validation is None or report.most_validated is None:
-        return found
-    *others, (name, value, small) = found
-    more = Markup("{}; <code>polyad evaluate</code> scores the whole split").format(small)
-    return [*others, (name, value, more)]
+def _or_none(value: float) -> str:
+    return "not yet" if math.isnan(value) else number(value, 5)
 
 
-def _or_none(value: float | None) -> str:
-    return "not yet" if value is None else number(value, 5)
+def _curves(report: Report) -> Mapping[str, Points]:
+    """The training loss, and the validation score where it is a loss of the same unit."""
+    training, task = report.training, report.task
+    curves = {"training loss": _means(training.losses)}
+    if not task.higher_is_better and report.loss_unit == task.loss_unit:
+        curves["validation loss"] = training.validations
+    return {name: points for name, points in curves.items() if points}
 
 
-def training_figures(report: Report) -> list[Figure]:
-    """Figures of losses, scores, the learning rate and gradient norms over steps."""
-    history = report.history
-    scalars, steps = history.scalars, history.steps
-    if not steps:
-        return []
-    lines = []
-    if "loss" in scalars:  # missing if no loss was finite
-        lines.append(Line(label="training", values=scalars["loss"], colour="var(--accent)"))
-    validated = []
-    if any(value is not None for value in scalars.get("validation_loss", [])):
-        validated = [_marked("validation", scalars["validation_loss"], "var(--second)")]
-    is_other = report.loss_unit != report.task.loss_unit  # differs from that of the training loss
-    if not is_other:
-        lines += validated
-    each = "each step" if history.width == 1 else f"averaged over {history.width:,} steps"
-    note = f"{report.loss_unit}; {each}." if report.loss_unit else f"{each}."
-    note = note if is_other else note.capitalize()
-    if skipped := history.last_record.get("skipped_steps"):
-        note += f" {skipped:,} steps were skipped because a loss or gradient was not finite."
-    if history.unreadable:
-        note += f" {history.unreadable:,} incomplete lines of metrics.jsonl were ignored."
-    chart = line_chart(steps, lines, title="Loss over steps", width=WIDE)
-    figures = [Figure(heading="Loss", body=chart, caption=note, legend=lines, wide=True)]
-    if is_other and validated:
-        chart = line_chart(steps, validated, title="Validation loss over steps")
-        unit = report.task.loss_unit
-        figures.append(
-            Figure(heading="Validation loss", body=chart, caption=f"{unit}.".capitalize())
-        )
-    figures += _validation_scores(report)
-    for name, heading in (("learning_rate", "Learning rate"), ("grad_norm", "Gradient norm")):
-        if name in scalars:
-            line = Line(label=heading.lower(), values=scalars[name], colour="var(--accent)")
-            chart = line_chart(steps, [line], title=f"{heading} over steps", low=0.0)
-            figures.append(Figure(heading=heading, body=chart))
-    return figures
+def _means(points: Points) -> Points:
+    """Averages points over at most `MAX_POINTS` spans; a mean is at the last step of its span."""
+    spans = np.array_split(np.array(points), min(len(points), MAX_POINTS)) if points else []
+    return [(float(span[-1, 0]), float(span[:, 1].mean())) for span in spans]
 
 
-def _validation_scores(report: Report) -> list[Figure]:
-    """Figures of validation scores over steps, for tasks with scores other than a loss."""
-    task, scalars = report.task, report.history.scalars
-    if not task.higher_is_better or task.validation_score not in scalars:
-        return []
-    kept: dict[str, Series] = {task.validation_score: scalars[task.validation_score]}
-    for name, values in scalars.items():
-        known = name == "validation_loss" or "/" in name or values in kept.values()
-        if name.startswith("validation_") and not known:
-            kept[name] = values
-    lines = [
-        _marked(
-            name.removeprefix("validation_").replace("_", " "),
-            values,
-            _depth(len(kept) - 1 - index, len(kept)) if index else "var(--second)",
-        )
-        for index, (name, values) in enumerate(kept.items())
-    ]
-    chart = line_chart(report.history.steps, lines, title="Validation score over steps")
-    legend = lines if len(lines) > 1 else ()
-    return [Figure(heading="Validation score", body=chart, legend=legend)]
-
-
-def _recorded(report: Report) -> list[RoutedLayer]:
-    """The layers with statistics in the records."""
-    return [layer for layer in report.routed if layer.name in report.history.layers]
-
-
-def over_time_figures(report: Report) -> list[Figure]:
-    """Figures of the routing of all layers over steps."""
-    layers, known = report.history.layers, _recorded(report)
-    if not known:
-        return []
-    word = "router's scores" if report.is_sparse else "coefficients"
-    figures = []
-    for measure, heading, caption, low, high in OVER_TIME:
-        lines = []
-        for index, layer in enumerate(known):
-            values = layers[layer.name].scalars.get(measure)
-            if values is None:
-                continue
-            if measure in ("entropy", "usage_entropy"):
-                values = _scaled(values, 1 / maximum_entropy(layer))
-            colour = _depth(index, len(known))
-            few = None in values  # few steps have routing records
-            lines.append(Line(label=layer.title, values=values, colour=colour, with_points=few))
-        if measure == "dropped" and not any(any(line.values) for line in lines):
-            continue
-        if lines:
-            chart = line_chart(report.history.steps, lines, title=heading, low=low, high=high)
-            legend = lines if len(lines) <= MANY_LINES else ()
-            caption = caption.format(word=word)
-            figures.append(Figure(heading=heading, body=chart, caption=caption, legend=legend))
-    return figures + _fluctuation_figures(report)
-
-
-def _fluctuation_figures(report: Report) -> list[Figure]:
-    """Figures of routing changes between checkpoints; empty if the run did not log them."""
-    figures, scalars = [], report.history.scalars
-    for measure, heading, caption, low in FLUCTUATION:
-        named = [(x.title, f"fluctuation/{x.name}/{measure}") for x in report.routed]
-        found = [(label, scalars[key]) for label, key in named if key in scalars]
-        lines = [
-            _marked(label, values, _depth(index, len(found)))
-            for index, (label, values) in enumerate(found)
-        ]
-        if len(found) > 1:
-            mean = scalars.get(f"fluctuation/{measure}", [])
-            lines.append(_marked("mean", mean, "var(--second)"))
-        if lines:
-            chart = line_chart(report.history.steps, lines, title=heading, low=low)
-            legend = lines if len(lines) <= MANY_LINES + 1 else ()
-            figures.append(Figure(heading=heading, body=chart, caption=caption, legend=legend))
-    return figures
-
-
-def _marked(label: str, values: Sequence[float | None], colour: str) -> Line:
-    return Line(label=label, values=values, colour=colour, with_points=True)
-
-
-def _scaled(values: Series, factor: float) -> Series:
-    return [None if value is None else min(1.0, value * factor) for value in values]
-
-
-def _depth(index: int, count: int) -> str:
-    """A color between those of the first and the last layer."""
-    share = round(100 * index / max(1, count - 1))
-    return f"color-mix(in oklab, var(--deep) {share}%, var(--shallow))"
+def _loads(report: Report) -> dict[str, list[float]]:
+    """The newest loads of the layers in training, as multiples of the mean, by level."""
+    loads = {}
+    routing = report.training.routing()
+    for layer in report.routed:
+        values = [0.0 if v is None else v for v in routing.get(layer.name, {}).get("load", ())]
+        first = 0
+        for level, size in enumerate(layer.levels if len(values) == layer.num_experts else ()):
+            name = layer.title + (f".{level}" if len(layer.levels) > 1 else "")
+            loads[name] = [size * value for value in values[first : first + size]]
+            first += size
+    return loads

@@ -1,108 +1,64 @@
-"""Tokens with an expert's highest coefficients, found in one pass with bounded memory.
+"""Tokens with an expert's highest weights, found in one pass with bounded memory.
 
 Shapes: B windows, T tokens of a window, G stretches of a window, S experts, K tokens kept.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from polyad.model.mumoe.layer import DOMINANT
 from polyad.train.errors import ConfigError
-from polyad.train.experts.knockout import ExpertWithout
 from polyad.train.experts.probing import RoutedLayer
 
 STRETCH = 32
 """Only the highest of this many consecutive tokens counts, so that contexts are distinct."""
 LEAST_LOAD = 0.05
 """Share of the mean load below which experts are shown only if named."""
-SHOWN = 6
+SHOWN = 8
 """Number of experts picked in a layer, unless they are named."""
 
 
-Top = TypeVar("Top")
-
-
 @dataclass(frozen=True, kw_only=True)
-class ShownExpert(Generic[Top]):
-    """One expert's coefficients over the tokens read."""
+class ShownExpert:
+    """One expert and what it weights most."""
 
     name: str
-    load: float
-    """Its mean coefficient divided by its level's mean."""
-    active: float
-    """Share of the tokens with a coefficient above 0."""
-    dominant: float
-    """Share of the tokens with a coefficient of at least 0.5."""
-    top: list[Top]
-    """Its top tokens or images, the highest coefficient first."""
-    without: ExpertWithout | None = None
-    """The loss without it; None if not requested."""
-
-
-class Totals(NamedTuple):
-    """Means of the experts' coefficients over all tokens of the pass."""
-
-    tokens: int
-    load_S: Tensor
-    """Mean coefficient."""
-    active_S: Tensor
-    """Share of the tokens with a coefficient above 0."""
-    dominant_S: Tensor
-    """Share of the tokens with a coefficient of at least 0.5."""
-
-    def times_mean(self, levels: tuple[int, ...]) -> Tensor:
-        """The load of each expert, as a multiple of its level's mean [S], since a token's
-        coefficients do not sum to 1 in all kinds of experts."""
-        of_levels = torch.split(self.load_S, list(levels))
-        tiny = torch.finfo(self.load_S.dtype).tiny
-        return torch.cat([load / load.mean().clamp_min(tiny) for load in of_levels])
-
-    def shown(self, layer: RoutedLayer, column: int, top: list[Top]) -> ShownExpert[Top]:
-        """Returns one expert with its top tokens.
-
-        Args:
-            layer: the expert's layer.
-            column: the expert's column.
-            top: its tokens.
-        """
-        return ShownExpert(
-            name=layer.expert_name(column),
-            load=float(self.times_mean(layer.levels)[column]),
-            active=float(self.active_S[column]),
-            dominant=float(self.dominant_S[column]),
-            top=top,
-        )
+    """See `RoutedLayer.expert_name`."""
+    share: float
+    """Its share of the assignments, or of the coefficients, of its level."""
+    top: list[Any]
+    """Its `Context`s or `TopImage`s, the highest weight first."""
 
 
 class TopTokens:
-    """The K highest coefficients of every expert of a layer, and their positions.
+    """The K highest weights of every expert of a layer, and their positions.
 
     Ties, such as many coefficients of 1.0 with entmax, are broken by a hash of the position, since
     otherwise the first in the data would be shown. It is too small to reorder different values in
     fp32.
 
     Args:
-        num_experts: S.
+        layer: the layer.
         top: K.
-        device: the coefficients' device.
+        device: the weights' device.
         stretch: only the highest of this many consecutive tokens counts.
     """
 
     def __init__(
         self,
-        num_experts: int,
+        layer: RoutedLayer,
         top: int,
         device: torch.device | str = "cpu",
         stretch: int = STRETCH,
     ) -> None:
-        self._top, self._stretch = top, stretch
-        self._key_KS = torch.zeros(top, num_experts, dtype=torch.float64, device=device)
-        self._position_KS = torch.full((top, num_experts), -1, device=device)
-        self._sums_3S = torch.zeros(3, num_experts, dtype=torch.float64, device=device)
+        self.layer, self._top, self._stretch = layer, top, stretch
+        experts = layer.num_experts
+        self._key_KS = torch.zeros(top, experts, dtype=torch.float64, device=device)
+        self._position_KS = torch.full((top, experts), -1, device=device)
+        self._given_S = torch.zeros(experts, dtype=torch.float64, device=device)
         self._tokens = torch.zeros(1, dtype=torch.int64)
 
     def sums(self) -> dict[str, Tensor]:
@@ -110,7 +66,7 @@ class TopTokens:
         return {
             "keys": self._key_KS,
             "positions": self._position_KS,
-            "sums": self._sums_3S,
+            "given": self._given_S,
             "tokens": self._tokens,
         }
 
@@ -118,13 +74,14 @@ class TopTokens:
         """Adds a batch.
 
         Args:
-            a_BTS: coefficients, fp32.
+            a_BTS: weights, fp32.
             position_BT: each token's position in the data; negative: not counted.
         """
         valid_BT = position_BT >= 0
         a_BTS = a_BTS.where(valid_BT.unsqueeze(-1), 0.0)
-        counts = [(a_BTS > 0).sum((0, 1)), (a_BTS >= DOMINANT).sum((0, 1))]
-        self._sums_3S += torch.stack([a_BTS.sum((0, 1)), *counts]).double()
+        # A coefficient counts as it is, an assignment of a sparse expert as 1.
+        given_BTS = a_BTS if self.layer.shares else (a_BTS != 0) + 0 * a_BTS  # NaN stays
+        self._given_S += given_BTS.sum((0, 1)).double()
         self._tokens += valid_BT.sum().cpu()
         for first in range(0, a_BTS.shape[1], self._stretch):
             stretch = slice(first, first + self._stretch)
@@ -138,16 +95,47 @@ class TopTokens:
             self._position_KS.copy_(positions.gather(0, rows_KS))
 
     def highest(self, expert: int) -> list[tuple[float, int]]:
-        """Coefficients above 0 and positions of one expert, the highest first."""
+        """Weights above 0 and positions of one expert, the highest first."""
         keys, positions = self._key_KS[:, expert].float(), self._position_KS[:, expert]
         pairs = zip(keys.tolist(), positions.tolist(), strict=True)
         return [(key, position) for key, position in pairs if key > 0]
 
-    def totals(self) -> Totals:
-        """Means over all tokens so far."""
-        tokens = int(self._tokens)
-        means_3S = self._sums_3S.cpu() / max(1, tokens)
-        return Totals(tokens, *means_3S)
+    @property
+    def tokens(self) -> int:
+        """Number of tokens so far."""
+        return int(self._tokens)
+
+    def shares(self) -> list[Tensor]:
+        """Each expert's share of all that its level gives so far, by level."""
+        of_levels = torch.split(self._given_S.cpu(), list(self.layer.levels))
+        return [given / given.sum().clamp_min(1e-300) for given in of_levels]
+
+    def columns(self, experts: Sequence[str]) -> list[int]:
+        """Returns the columns of the experts to show.
+
+        Args:
+            experts: their names; empty: `SHOWN` are picked; see `choose_experts`.
+
+        Raises:
+            ConfigError: weights are not finite.
+        """
+        if not self._given_S.isfinite().all():
+            raise ConfigError(
+                f"the coefficients of {self.layer.name} are not finite: the weights hold NaN or "
+                "inf, or are too large"
+            )
+        names = {self.layer.expert_name(column): column for column in range(self.layer.num_experts)}
+        return [names[expert] for expert in experts] or choose_experts(self.shares(), SHOWN)
+
+    def shown(self, column: int, top: list[Any]) -> ShownExpert:
+        """Returns one expert.
+
+        Args:
+            column: its column.
+            top: what it weights most.
+        """
+        share = float(torch.cat(self.shares())[column])
+        return ShownExpert(name=self.layer.expert_name(column), share=share, top=top)
 
 
 def _drawn(position: Tensor) -> Tensor:
@@ -155,50 +143,24 @@ def _drawn(position: Tensor) -> Tensor:
     return (position * 2654435761 % 2**32).double() / 2**32
 
 
-def shown_experts(
-    layer: RoutedLayer, totals: Totals, experts: Sequence[str], place: str = ""
-) -> list[int]:
-    """Returns the columns of the experts to show.
-
-    Raises:
-        ConfigError: coefficients are not finite.
-    """
-    if not totals.load_S.isfinite().all():
-        raise ConfigError(
-            f"{place}the coefficients of {layer.name} are not finite: its weights hold NaN or "
-            f"inf, or are too large"
-        )
-    names = {layer.expert_name(column): column for column in range(layer.num_experts)}
-    chosen = [names[expert] for expert in experts]
-    return chosen or choose_experts(totals, layer.levels, SHOWN)
-
-
-def choose_experts(totals: Totals, levels: tuple[int, ...], count: int) -> list[int]:
-    """Picks experts to show, in the same way for every level.
-
-    Half of them are those that most often have at least half of a token (load at a >= 0.5); the
-    others are evenly spaced in the order of load, from the busiest to the last with at least a
-    twentieth of the mean load, since less is mostly rounding.
+def choose_experts(shares: Sequence[Tensor], count: int) -> list[int]:
+    """Picks experts to show: in every level evenly spaced in the order of their shares, from the
+    busiest to the last with at least a twentieth of the mean, since less is mostly rounding.
 
     Args:
-        totals: totals of a layer.
-        levels: number of experts per level.
+        shares: the shares of each level's experts.
         count: number of experts to pick, over all levels.
 
     Returns:
         Their columns, in order.
     """
     chosen: list[int] = []
-    first, each = 0, max(1, count // len(levels))
-    times_S = totals.times_mean(levels)
-    for size in levels:
-        used = [s for s in range(first, first + size) if times_S[s] >= LEAST_LOAD]
-        often = sorted(used, key=lambda s: (-float(totals.dominant_S[s]), s))
-        picked = [s for s in often[: each // 2] if totals.dominant_S[s] > 0]
-        rest = [s for s in used if s not in picked]
-        rest.sort(key=lambda s: (-float(totals.load_S[s]), s))
-        wanted = min(each - len(picked), len(rest))
-        spread = [round(i * (len(rest) - 1) / max(1, wanted - 1)) for i in range(wanted)]
-        chosen += picked + [rest[place] for place in spread]
-        first += size
+    first, each = 0, max(1, count // len(shares))
+    for share_N in shares:
+        used = [s for s in range(len(share_N)) if share_N[s] * len(share_N) >= LEAST_LOAD]
+        used.sort(key=lambda s: (-float(share_N[s]), s))
+        wanted = min(each, len(used))
+        places = [round(i * (len(used) - 1) / max(1, wanted - 1)) for i in range(wanted)]
+        chosen += [first + used[place] for place in places]
+        first += len(share_N)
     return sorted(chosen)

@@ -1,14 +1,11 @@
 """What an expert tells about the class: numbers by hand, and what chance gives."""
 
-import re
-
 import numpy as np
 import pytest
 import torch
 
 from polyad.model.smoe.selection import Selected
-from polyad.train.experts.by_class import ExpertsByClass, LevelByClass
-from polyad.train.experts.class_matrix import level_matrix
+from polyad.train.experts.by_class import ExpertsByClass
 from polyad.train.experts.information import information_bits
 from polyad.train.experts.probing import Decision, RoutedLayer
 
@@ -46,12 +43,8 @@ def test_chance_is_that_of_whole_sequences():
         assert low <= level.information <= high
         # Of 640 tokens that were each on its own it would be 1 / (2 ln 2 640) = 0.0011 bits.
         assert 0.003 < level.by_chance < 0.05
-    (most, *_) = level.leaning(4)
-    assert most.lift == pytest.approx(1 / most.share_of_all)
-    assert (most.share, most.tokens) == (
-        1.0,
-        level.counts_SY.max(0)[level.groups.index(most.group)],
-    )
+    _, lifts = level.highest_lifts()
+    assert [lift for lift, *_ in lifts] == pytest.approx((1 / level.share_S).tolist())
 
 
 def test_shares_tell_less_than_which_is_the_highest():
@@ -71,25 +64,3 @@ def test_shares_tell_less_than_which_is_the_highest():
     assert said["information_bits_of_highest"]["value"] == pytest.approx(1.0)
     assert 0 < said["information_bits_of_highest_by_chance"] < 0.1
     assert level.counts_SY.sum() == pytest.approx(64)
-
-
-@pytest.mark.parametrize(
-    ("by_expert", "expected"), [(True, "all c d a b none"), (False, "all a b c none d")]
-)
-def test_classes_stand_beside_the_expert_that_gets_most_of_them(by_expert, expected):
-    counts_SY = np.array([[1.0, 2.0, 9.0, 0.0, 8.0], [9.0, 8.0, 1.0, 0.0, 2.0]])
-    level = LevelByClass(
-        experts=["0", "1"],
-        groups=["a", "b", "c", "none", "d"],
-        counts_SY=counts_SY,
-        counts_GSY=counts_SY[None],
-        samples=40,
-        by_chance=0.0,
-    )
-    html = level_matrix(level, by_expert=by_expert).__html__()
-    names = [name for name in re.findall(r"<title>([^<:]+)</title></text>", html)]
-    order = [name for name in names if not name.startswith("expert")]
-    if by_expert:  # a class of which no expert gets anything is anywhere
-        order.remove("none")
-        expected = expected.replace(" none", "")
-    assert " ".join(order) == expected

@@ -17,8 +17,6 @@ from polyad.launch.cli import run as polyad
 from polyad.parallel.weights import load_model
 from polyad.train.errors import ConfigError
 from polyad.train.measures.comparison import Comparison
-from polyad.train.page.charts import number
-from polyad.train.report.command import report
 from tests.helpers.everyday import everyday
 from tests.helpers.runs import (
     both_forms,
@@ -138,25 +136,6 @@ def test_the_table_is_aligned(workers, runs):
     block = lines[lines.index("") + 1 :]
     assert len({len(line) for line in block}) == 1
     assert [line.split()[0] for line in block[1:]] == [*result["layers"], "mean"]
-
-
-def test_the_report_draws_what_the_loop_logged(runs, tmp_path):
-    heading = "Tokens whose first expert changed"
-    for kind in ("smoe", "mumoe"):
-        result = report(runs[kind], output=tmp_path / "page.html", tokens=0)
-        record = records(runs[kind])[-1]
-        assert result["fluctuation"]["top1"] == record["fluctuation/top1"]
-        names = {"block 0": "blocks.0.feed_forward/top1", "block 1": "blocks.1.feed_forward/top1"}
-        said = ", ".join(
-            f"{label} {number(record[f'fluctuation/{key}'])}"
-            for label, key in (names | {"mean": "top1"}).items()
-        )
-        page = (tmp_path / "page.html").read_text()
-        assert f"<title>step 6: {said}</title>" in page
-        assert heading in page
-        assert "Routing entropy, relative to the previous checkpoint" in page
-    report(runs["dense"], output=tmp_path / "page.html", tokens=0)
-    assert heading not in (tmp_path / "page.html").read_text()
 
 
 @pytest.mark.slow

@@ -16,11 +16,9 @@ from polyad.train.experts.steering import parse_steering, steered
 from polyad.train.experts.token_classes import CHARACTERS, character_class
 from polyad.train.measures.atlas import Atlas
 from polyad.train.reading import open_evaluated
-from polyad.train.report.command import report
 from polyad.train.tasks.samples import TextSamples
 from tests.helpers.bert import prepare_pieces
 from tests.helpers.images import class_folders
-from tests.helpers.pages import Page
 from tests.helpers.runs import both_forms, evaluation, knockout, newest, run, write_config
 
 pytestmark = pytest.mark.distributed
@@ -205,45 +203,6 @@ def test_the_command_says_it_for_people(trained, tmp_path, capfd):
     assert sum(line.startswith("next characters") for line in lines) == 1
     assert polyad(["experts", "knockout", *words]) == 0
     assert "--steer" not in capfd.readouterr().out
-
-
-def test_the_report_says_the_same_beside_top_tokens(workers, trained, tmp_path):
-    page, size = tmp_path / "page.html", 32 * WINDOWS
-    told = report(trained("smoe"), output=page, tokens=size, experts=["3", "1"], knockout=True)
-    found = workers(1).run(knockout, trained("smoe"), tokens=size, experts=["1", "3"])[0]
-    layer, text = found["layers"][LAYER], page.read_text()
-    Page(text)
-    assert told["text"]["tokens_without_experts"] == found["tokens_scored"]
-    shown = {expert["expert"]: expert["without"] for expert in told["text"]["layers"][LAYER]}
-    assert list(shown) == ["3", "1"]
-    for row, name in enumerate(layer["experts"]):
-        for kind in ("change", "own_change"):
-            table = layer["by"]["all"][kind]
-            ours = {end: table[end][row][0] for end in ("value", "low", "high")}
-            assert shown[name][kind] == pytest.approx(ours, abs=2e-6)
-        change = shown[name]["change"]
-        low, high = change["low"], change["high"]
-        assert f"Without it: {change['value']:+.4f} [{low:+.4f}, {high:+.4f}]" in text
-        harmed = [[one["class"] for one in each["predicted"]] for each in
-                  (shown[name]["harmed"], layer["harmed"][row])]  # fmt: skip
-        assert harmed[0] == harmed[1]
-
-
-@pytest.mark.parametrize(
-    ("kind", "options", "words"),
-    [
-        ("dense", [], "--knockout: is not allowed: "),
-        ("smoe", ["--tokens", "0"], "--knockout: is not allowed with --tokens 0"),
-    ],
-)
-def test_a_report_without_text_to_leave_experts_out_of_is_refused(
-    trained, tmp_path, capfd, kind, options, words
-):
-    page = tmp_path / "page.html"
-    command = ["report", str(trained(kind)), "--output", str(page), "--knockout"]
-    assert polyad([*command, *options]) == 2
-    assert words in capfd.readouterr().err.splitlines()[-1]
-    assert not page.exists()
 
 
 @pytest.mark.parametrize(

@@ -74,16 +74,6 @@ def test_commands_know_it_by_its_name(even, trained, tmp_path, capfd):
     found = json.loads(file.read_text())
     share = found["layers"][LAYER]
     assert f"{LAYER}  {share:.4f}" in capfd.readouterr().out
-    page, file = tmp_path / "page.html", tmp_path / "b.json"
-    report = ["report", str(trained("smoe")), "--output", str(page), "--json", str(file)]
-    assert polyad(report) == 0
-    told = json.loads(file.read_text())["even"]
-    assert told["rows_read"] == found["rows_read"]
-    assert told["layers"][LAYER] == pytest.approx(share, rel=0.01)  # but for the first token
-    text = page.read_text()
-    assert '<a href="#even">Even experts</a>' in text
-    assert f">Block 1: {told['layers'][LAYER]:.4f}</p>" in text
-    capfd.readouterr()
     assert polyad(["experts", "odd"]) == 2
     assert "not 'odd'" in capfd.readouterr().err
 

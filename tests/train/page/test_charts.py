@@ -1,67 +1,48 @@
 """Charts and texts of pages."""
 
+import math
 import re
-import struct
-import zlib
 
-import numpy as np
-
-from polyad.train.page.charts import LEFT, Line, line_chart, ticks
-from polyad.train.page.html import Figure, Table
-from polyad.train.page.matrices import _indices, _png, heat_map
-from polyad.train.page.template import number, visible
-
-
-def test_the_steps_below_a_heat_map_stand_under_their_columns():
-    # Columns of 1, 2, 3, 4 and 100, each a fifth of the plot: 100 stands in the last one's middle.
-    svg = heat_map([1, 2, 3, 4, 100], np.ones((1, 5)), ["expert 0: x"], title="t").__html__()
-    places = dict(re.findall(r'x="([\d.]+)" y="[\d.]+" text-anchor="middle">([\d,]+)<', svg))
-    assert {step: float(x) for x, step in places.items()}["100"] == LEFT + 978 * 0.9
+from polyad.train.page.charts import Axis, interval, interval_axis, line_chart, load_matrix
+from polyad.train.page.template import number, signs
 
 
 def test_text_cannot_become_markup():
-    assert visible("<script>&\"'") == "&lt;script&gt;&amp;&#34;&#39;"
-    assert visible("\x00\x1b") == "\u2400\u241b"
+    chart = line_chart("t<i>", {"<script>": [(1, 1.0), (2, 3.0)]})
+    assert "t&lt;i&gt;" in chart
+    assert "&lt;script&gt;" in chart
+    assert "<script" not in load_matrix("<script>", {"<script>": [1.0, 1.0]})
+    assert signs("\x00\x1b\r\n") == "\u2400\u241b⏎\n"
 
 
 def test_numbers_and_ticks_are_round():
     assert [number(x) for x in (0, 0.5, 12345.6, 1e-5)] == ["0", "0.5", "12,346", "1.00e-05"]
-    assert ticks(0, 1) == [0, 0.2, 0.4, 0.6, 0.8, 1.0]
-    assert ticks(-3, 47) == [0, 10, 20, 30, 40]
+    assert Axis(0, 1, 0, 100).ticks(5) == [0, 0.2, 0.4, 0.6, 0.8, 1.0]
+    assert Axis(-3, 47, 0, 100).ticks(5) == [0, 10, 20, 30, 40]
+    assert Axis(0.6, 9, 0, 100, of_ratios=True).ticks() == [1, 2, 4, 8]
 
 
-def test_a_chart_has_gaps_where_nothing_is_known_and_needs_no_two_points():
-    line = Line(label="a", values=[1.0, None, 3.0], colour="red")
-    svg = line_chart([1, 2, 3], [line], title="t<i>").__html__()
-    assert svg.count("M") == 2
-    assert "t&lt;i&gt;" in svg
-    one = Line(label="a", values=[2.0], colour="red")
-    assert "circle" in line_chart([5], [one], title="t").__html__()
-    none = Line(label="a", values=[None], colour="red")
-    assert "No numbers" in line_chart([5], [none], title="t").__html__()
+def test_intervals_stand_on_one_axis():
+    axis = interval_axis([0.5, -0.25, 1.0, math.nan], of_ratios=False)
+    assert (axis.low, axis.high) == (-0.25, 1.0)
+    svg = interval(axis, 0.5, 0.0, 1.0)
+    # 1.25 nats over 176 pixels, from pixel 12 on.
+    x, width = map(
+        float, re.search(r'class="bar" x="([\d.]+)" y="5" width="([\d.]+)"', svg).groups()
+    )
+    assert (x, width) == (round(12 + 0.25 * 140.8, 1), 140.8)
+    assert f'cx="{12 + 0.75 * 140.8:.1f}"' in svg
+    assert "rect" not in interval(axis, 0.5, math.nan, math.nan)
+    ratios = interval_axis([2.0, 4.0], of_ratios=True)
+    assert (ratios(1.0), ratios(2.0), ratios(4.0)) == (12, 100, 188)
 
 
-def test_a_heat_map_is_an_image_whose_unused_cells_are_transparent():
-    relative = np.array([[0.0, 1.0, 16.0], [1 / 16, 1e-9, 99.0]])
-    indices = _indices(relative)
-    # 255 colours over 8 octaves: even load is the middle one.
-    assert indices.tolist() == [[0, 128, 255], [1, 1, 255]]
-    image = _png(indices)
-    assert image.startswith(b"\x89PNG\r\n\x1a\n")
-    assert struct.unpack(">II", image[16:24]) == (3, 2)
-    at = image.index(b"IDAT")
-    (size,) = struct.unpack(">I", image[at - 4 : at])
-    assert zlib.decompress(image[at + 4 : at + 4 + size]) == b"\0\x00\x80\xff\0\x01\x01\xff"
+def test_a_curve_of_one_point_is_a_dot():
+    assert "circle" in line_chart("t", {"a": [(5, 2.0)]})
 
 
-def test_what_a_table_holds_is_escaped_and_of_many_classes_some_are_shown():
-    rows = [(f"<b>{n}", f"{n}") for n in range(23)]
-    table = Table(heads=("class & more", "n"), rows=rows, by_class=True)
-    html = Figure(heading="a < b", body=table, caption="'", wide=True).__html__()
-    assert html.startswith('<figure class="wide table">')
-    assert "<h3>a &lt; b</h3>" in html
-    assert "class &amp; more" in html
-    assert "<b>" not in html
-    shown, _, others = html.partition("the other 3 classes")
-    assert shown.count("<td") == 2 * 20
-    assert others.count("<td") == 2 * 3
+def test_many_loads_are_sorted_and_share_cells():
+    svg = load_matrix("t", {"block 0": [0.0, 2.0], "block 1": [float(n) for n in range(128)]})
+    assert "block 0, expert 1: 2.00 times" in svg
+    assert svg.count("<rect") == 2 + 64
+    assert "block 1, experts 0 to 1 by load: 126.50 times" in svg

@@ -110,9 +110,10 @@ def test_routing_of_text_is_probed_in_whole_windows(workers, tmp_path, pieces):
     config = config_of(tmp_path, pieces, **changes)
     assert workers(2).run(run, config) == [6, 6]
     assert any("fluctuation" in key for record in records(tmp_path / "run") for key in record)
-    assert report(tmp_path / "run")["text"] is None
-    with pytest.raises(ConfigError, match=r"--data: .* has data.kind: masked_text, so its report"):
-        report(tmp_path / "run", data=str(pieces))
+    for knockout in (False, True):
+        result = report(tmp_path / "run", tokens=300, knockout=knockout)
+        assert all(row["top"] for row in result["experts"] if row["share"] > 0)
+        assert (result["knockout"] is not None) == knockout
 
 
 def loaded(folder: Path, data: Path, *overrides: str, **changes) -> RunConfig:

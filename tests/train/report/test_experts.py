@@ -1,4 +1,4 @@
-"""The first section of a page: a line for each expert, whose numbers are those of the measures."""
+"""The rows of a page: one for each expert, whose numbers are those of the measures."""
 
 import json
 import re
@@ -13,7 +13,7 @@ from polyad.train.experts.class_changes import Change
 from polyad.train.experts.knockout import ExpertWithout, Harmed
 from polyad.train.experts.probing import RoutedLayer
 from polyad.train.report.command import report
-from polyad.train.report.lines import most_harmed
+from polyad.train.report.experts import harm
 from tests.helpers.pages import Page
 from tests.helpers.runs import knockout, run, write_config
 
@@ -29,55 +29,58 @@ def trained(workers, tmp_path_factory, prepared_path):
     return folder / "run"
 
 
-class Lines(HTMLParser):
-    """The lines of a page: by anchor what they say, in their order."""
+class Rows(HTMLParser):
+    """The text of each cell of a page's experts, by anchor and label, in their order."""
 
     def __init__(self, text):
         super().__init__()
-        self.said, self.data, self._inside = {}, {}, ""
+        self.rows, self._row, self._label = {}, None, None
         self.feed(text)
 
     def handle_starttag(self, tag, attributes):
         given = dict(attributes)
-        if tag == "li" and "data-place" in given:
-            self._inside = given["id"]
-            self.said[self._inside], self.data[self._inside] = "", given
-
-    def handle_endtag(self, tag):
-        self._inside = "" if tag == "li" else self._inside
+        if tag == "tr":
+            self._row = self.rows.setdefault(given["id"], {}) if "id" in given else None
+        if tag in ("td", "th"):
+            self._label = given.get("data-label", given.get("class", tag))
 
     def handle_data(self, data):
-        if self._inside:
-            self.said[self._inside] += data
+        if self._row is not None:
+            self._row[self._label] = (self._row.get(self._label, "") + data).strip()
+
+
+def cells(folder):
+    return Rows((folder / "page.html").read_text()).rows
+
+
+def shown(value, low, high, form):
+    return f"{value:{form}} [{low:{form}}, {high:{form}}]"
 
 
 @pytest.mark.distributed
-def test_lines_have_the_numbers_of_the_knock_out_and_the_largest_come_first(
+def test_rows_have_the_numbers_of_the_knockout_and_the_largest_come_first(
     trained, workers, tmp_path
 ):
     asked = {"layers": ["0", "1"], "experts": ["0", "2", "3"]}
     result = report(trained, output=tmp_path / "page.html", tokens=TOKENS, knockout=True, **asked)
     # What `polyad experts knockout` says of the same tokens.
     (found,) = workers(1).run(knockout, trained, split="validation", tokens=TOKENS, **asked)
-    lines = Lines((tmp_path / "page.html").read_text())
-    assert len(lines.said) == 8
-    by_anchor = {each["anchor"]: each for each in result["experts"]}
-    changes = []
+    assert result["knockout"]["layers"] == found["layers"]
+    page = cells(tmp_path)
+    rows = {each["anchor"]: each for each in result["experts"]}
+    assert list(page) == list(rows)
+    assert len(rows) == 6
+    values = []
     for name, layer in found["layers"].items():
-        block = name.split(".")[1]
         for row, expert in enumerate(layer["experts"]):
-            anchor = f"b{block}e{expert}"
-            said, line = lines.said[anchor], by_anchor[anchor]
+            anchor = f"b{name.split('.')[1]}e{expert}"
             every = layer["by"]["all"]
             change, whole = every["change"]["value"][row][0], every["tokens"][0]
-            changes.append((-abs(change), anchor))
-            assert line["change"]["value"] == change
-            assert f"{change:+.4f}" in said
             candidates = []
             for by, table in layer["by"].items():
                 for column, class_ in enumerate(table["classes"]):
-                    tokens, (value, low) = table["tokens"][column], (
-                        table["change"][key][row][column] for key in ("value", "low")
+                    tokens, (value, low, high) = table["tokens"][column], (
+                        table["change"][key][row][column] for key in ("value", "low", "high")
                     )  # fmt: skip
                     if not by.startswith(("predicted ", "read ")) or tokens < 50:
                         continue
@@ -86,87 +89,84 @@ def test_lines_have_the_numbers_of_the_knock_out_and_the_largest_come_first(
                     # One in 40 of 26 classes in all may lie above by chance.
                     wider = norm.ppf(1 - 0.025 / 26) / norm.ppf(0.975)
                     if value - wider * (value - low) > max(0, elsewhere):
-                        candidates.append((value, by, class_, elsewhere))
+                        candidates.append((value, low, high, by, class_, elsewhere))
+            line = rows[anchor]
             if not candidates:
-                assert line["most_harmed"] is None
-                assert "No class stands out" in said
+                assert (line["class"], line["elsewhere"]) == ("", None)
+                assert page[anchor]["Class of tokens"] == "no class stands out"
+                ends = (every["change"][key][row][0] for key in ("low", "high"))
+                assert shown(change, *ends, "+.2f") in page[anchor]["Change of loss without it"]
+                values.append(change)
                 continue
-            value, by, class_, elsewhere = max(candidates)
-            assert (line["most_harmed"]["by"], line["most_harmed"]["class"]) == (by, class_)
-            assert line["change_elsewhere"] == pytest.approx(elsewhere)
-            assert f"without it {value:+.4f} [" in said
-            assert f"nats there, elsewhere {elsewhere:+.4f}" in said
-    assert [anchor for _, anchor in sorted(changes)] == list(lines.said)[:6]
-    assert set(list(lines.said)[6:]) == {"b0e1", "b1e1"}  # not left out
-    assert {"b0e1-top", "b1e1-top"}.isdisjoint(Page((tmp_path / "page.html").read_text()).ids)
+            value, low, high, by, class_, elsewhere = max(candidates)
+            values.append(value)
+            assert (line["by"], line["class"]) == (by, class_)
+            assert (line["value"], line["low"], line["high"]) == (value, low, high)
+            assert line["elsewhere"] == pytest.approx(elsewhere)
+            assert shown(value, low, high, "+.2f") in page[anchor]["Change of loss without it"]
+            assert page[anchor]["Elsewhere"] == f"{elsewhere:+.2f}"
+    assert [row["value"] for row in rows.values()] == sorted(values, reverse=True)
 
 
 @pytest.mark.distributed
-def test_without_a_knock_out_lines_claim_no_purpose_and_the_largest_share_comes_first(
-    trained, tmp_path
-):
+def test_without_a_knockout_rows_have_the_numbers_of_the_specialization(trained, tmp_path):
     result = report(trained, output=tmp_path / "page.html", tokens=TOKENS)
-    text = (tmp_path / "page.html").read_text()
-    lines = Lines(text)
-    assert "ithout it" not in "".join(lines.said.values())
-    division = result["text"]["division"]
-    for name, levels in division.items():
-        counts = np.array(levels[0]["labels"]["characters"]["counts"])
-        shares = counts.sum(1) / counts.sum()
-        for expert, share in enumerate(shares):
-            said = lines.said[f"b{name.split('.')[1]}e{expert}"]
-            assert f"{100 * share:.1f}% of assignments" in said
-            if match := re.search(r"Its share of (.+) is ([\d.]+) \[([\d.]+), ", said):
-                named, times, low = match[1], float(match[2]), float(match[3])
-                assert low >= 1
-                lifts = [
-                    (np.array(each["counts"]) / np.array(each["counts"]).sum(0))[expert]
-                    / share
-                    for each in levels[0]["labels"].values()
-                ]  # fmt: skip
-                classes = [c for each in levels[0]["labels"].values() for c in each["classes"]]
-                by_class = dict(zip(classes, np.concatenate(lifts), strict=True))
-                class_ = named.removeprefix("positions ").removesuffix(" by frequency")
-                assert times == pytest.approx(by_class[class_], abs=0.0051)
-            else:
-                assert ("No class stands out" if share else "Not used by any") in said
-    order = [float(each["data-share"]) for each in lines.data.values()]
-    assert order == sorted(order, reverse=True)
-    places = {anchor: int(each["data-place"]) for anchor, each in lines.data.items()}
-    assert sorted(places, key=places.get) == [f"b{b}e{e}" for b in range(2) for e in range(4)]
+    assert result["knockout"] is None
+    page, rows = cells(tmp_path), result["experts"]
+    assert list(page) == [row["anchor"] for row in rows]
+    assert sorted(page) == [f"b{b}e{e}" for b in range(2) for e in range(4)]
+    named = 0
+    for row in rows:
+        (level,) = result["specialization"]["layers"][row["layer"]]["levels"]
+        expert = level["labels"]["characters"]["experts"].index(row["expert"])
+        counts_SY = np.array(level["labels"]["characters"]["counts"])
+        share = (counts_SY.sum(1) / counts_SY.sum())[expert]
+        assert row["share"] == share
+        told = page[row["anchor"]]
+        assert told["Share of assignments"] == f"{100 * share:.2f}%"
+        if not row["class"]:
+            assert told["Gets most of"] in ("no class stands out", "not used by what was read")
+            continue
+        named += 1
+        counts_SY = np.array(level["labels"][row["by"]]["counts"])
+        column = level["labels"][row["by"]]["classes"].index(row["class"])
+        lift_Y = counts_SY[expert] / counts_SY.sum(0) / share
+        others_S = np.delete(counts_SY, column, axis=1).sum(1)
+        assert row["low"] >= 1
+        assert row["value"] == pytest.approx(lift_Y[column])
+        assert row["elsewhere"] == pytest.approx(others_S[expert] / others_S.sum() / share)
+        assert shown(row["value"], row["low"], row["high"], ".2f") in told["Times its share"]
+        assert told["Elsewhere"] == f"{row['elsewhere']:.2f}"
+    assert named
 
 
 @pytest.mark.distributed
-def test_anchors_are_unique_and_links_lead_to_them_and_sections_stand_in_order(trained, tmp_path):
+def test_anchors_are_unique_and_sections_stand_in_order(trained, tmp_path):
     report(trained, output=tmp_path / "page.html", tokens=TOKENS, layers=["1"])
     text = (tmp_path / "page.html").read_text()
     page = Page(text)
     assert len(set(page.ids)) == len(page.ids)
-    inside = [link for link in page.links if link.startswith("#")]
-    assert set(inside) <= {f"#{one}" for one in page.ids}
+    assert set(page.links) <= {f"#{one}" for one in page.ids}
     assert {f"b1e{expert}" for expert in range(4)} <= set(page.ids)
     assert "b0e0" not in page.ids  # its block was not read
     sections = re.findall(r'<section id="([\w-]+)"', text)
-    assert sections == ["experts", "layers", "division", "loss", "time", "loads"]
-    # Without the script the list is as it is: only what needs it is hidden.
-    hidden = re.findall(r"<(\w+)[^>]* hidden", text)
-    assert hidden == ["form"]
+    assert sections == ["experts", "training", "facts"]
 
 
 @pytest.mark.distributed
-def test_top_tokens_stand_in_the_file_and_line_that_is_named(trained, prepared_path, tmp_path):
+def test_top_tokens_stand_in_the_file_that_is_named(trained, prepared_path, tmp_path):
     result = report(trained, output=tmp_path / "page.html", tokens=TOKENS)
     text = (tmp_path / "page.html").read_text()
-    experts = [expert for layer in result["text"]["layers"].values() for expert in layer]
-    tops = [top for expert in experts for top in expert["top_words"]]
+    tops = [top for row in result["experts"] for top in row["top"]]
     assert len({top["file"] for top in tops}) > 1
     for top in tops:
-        assert f"{top['file']}, line {top['line']:,}, token {top['offset']:,}" in text
+        assert f"{top['file']}, token {top['offset']:,}" in text
         name, _, number = top["file"].partition("#")
         assert name == "validation.jsonl"
         lines = (prepared_path.parent / name).read_text().splitlines()
         document = json.loads(lines[int(number)])["text"]
-        assert top["token"].strip() in document.split("\n")[top["line"] - 1]
+        if top["token"] != "<end of text>":
+            assert top["before"] + top["token"] + top["after"].partition("<|end")[0] in document
 
 
 def test_anchors_of_levels_of_a_mixer_and_of_a_head():
@@ -188,8 +188,11 @@ def test_the_class_that_is_named_loses_more_than_all_others():
         without = ExpertWithout(
             Change(change, 0, 1), Change(0, 0, 0), None, {"predicted": [*classes]}
         )
-        found = most_harmed(without, 100)
-        return found and (found.harmed.name, pytest.approx(found.elsewhere))
+        effect = harm(without, 100)
+        if not effect.name:
+            assert effect.value == without.change
+            return None
+        return effect.name, pytest.approx(effect.elsewhere)
 
     # 0.3 over 20 of 100 tokens, 0.1 over all: (10 - 6) / 80 elsewhere.
     assert named(harmed("digits", 20, 0.3, 0.2), change=0.1) == ("digits", 0.05)

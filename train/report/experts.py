@@ -1,0 +1,177 @@
+"""The rows of a page: one for each expert, with measured numbers.
+
+With a knockout, a row has the change of the loss on the class of tokens that is harmed most without
+the expert; otherwise the class of which it gets more than its share. No class is named unless one
+stands out beyond noise.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import NormalDist
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from polyad.train.experts.by_class import LevelByClass
+from polyad.train.experts.class_changes import Change
+from polyad.train.experts.knockout import ExpertWithout, class_title
+from polyad.train.experts.probing import RoutedLayer
+from polyad.train.experts.token_classes import BINS, CHARACTERS
+from polyad.train.report.held_out import HeldOut
+
+
+class Effect(NamedTuple):
+    """An expert's measured effect on a class, and on all other tokens."""
+
+    by: str
+    """The labeling: characters, position or frequency of tokens, or class; empty: all tokens."""
+    name: str
+    """The class; empty: none stands out."""
+    value: Change
+    """Change of the loss on the class without the expert, in nats per token. Without a knockout the
+    lift: the expert's share of the class divided by its share of all. With their intervals."""
+    elsewhere: float | None
+    """The same over all other tokens; None if no class stands out."""
+
+    @property
+    def title(self) -> str:
+        """The title of the class."""
+        if not self.name:
+            return "no class stands out"
+        side, _, by = self.by.rpartition(" ")
+        if by in ("position", "class"):
+            return f"{'positions' if by == 'position' else by} {self.name}"
+        if by == "frequency":
+            the = "" if self.name.startswith("eighth") else "the "
+            return f"{side} tokens of {the}{class_title(self.name)}".strip()
+        return f"{side} {class_title(self.name)}".strip()
+
+
+class ExpertRow(NamedTuple):
+    """One expert."""
+
+    layer: RoutedLayer
+    name: str
+    """The expert's name; see `RoutedLayer.expert_name`."""
+    share: float
+    """Its share of the assignments, or of the coefficients, of its level."""
+    effect: Effect | None
+    """None if nothing was measured, or no class stands out without a knockout."""
+    top: Sequence[Any] = ()
+    """Its contexts or images."""
+
+    @property
+    def anchor(self) -> str:
+        """Its anchor."""
+        return self.layer.anchor(self.name)
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON values."""
+        effect = self.effect
+        return {
+            "anchor": self.anchor,
+            "layer": self.layer.name,
+            "expert": self.name,
+            "by": effect and effect.by,
+            "class": effect and effect.name,
+            **(effect.value._asdict() if effect else dict.fromkeys(Change._fields)),
+            "elsewhere": effect and effect.elsewhere,
+            "share": self.share,
+            "top": [each._asdict() for each in self.top],
+        }
+
+
+def expert_rows(layers: Sequence[RoutedLayer], read: HeldOut) -> list[ExpertRow]:
+    """Returns the rows of all experts, largest effect first; those without one by their shares.
+
+    Args:
+        layers: the layers that were read.
+        read: results on held-out data. With a knockout only the experts that it removed have rows.
+    """
+    rows = [row for layer in layers for row in _of_layer(layer, read)]
+    return sorted(
+        rows,
+        key=lambda row: (row.effect.value.value if row.effect else -math.inf, row.share),
+        reverse=True,
+    )
+
+
+def _of_layer(layer: RoutedLayer, read: HeldOut) -> Iterator[ExpertRow]:
+    shown = {each.name: each for each in read.shown.get(layer.name, ())}
+    if read.specialization is None:  # rows without labels
+        for name, expert in shown.items():
+            yield ExpertRow(layer, name, expert.share, None, expert.top)
+        return
+    knockout: dict[str, ExpertWithout] = {}
+    if read.knockout is not None:
+        named = {each.layer.name: each.experts() for each in read.knockout.layers}
+        knockout = named.get(layer.name, {})
+    for level in read.specialization.layers[layer.name]:
+        names = next(iter(level.labels.values())).experts
+        shares = next(iter(level.labels.values())).share_S.tolist()
+        lifts = _lifts(level.labels)
+        for name, share, lift in zip(names, shares, lifts, strict=True):
+            top = shown[name].top if name in shown else ()
+            if read.knockout is None:
+                yield ExpertRow(layer, name, share, lift, top)
+            elif name in knockout:
+                effect = harm(knockout[name], read.knockout.tokens)
+                yield ExpertRow(layer, name, share, effect, top)
+
+
+def is_beyond(change: Change, other: float, classes: int) -> bool:
+    """Whether the highest of several changes exceeds a number beyond noise.
+
+    The 95% interval of a single change is widened for multiple tests (Bonferroni, one-sided 2.5%),
+    assuming normal errors.
+
+    Args:
+        change: the highest change.
+        other: the number.
+        classes: the number of changes of which it is the highest.
+    """
+    normal = NormalDist()
+    wider = normal.inv_cdf(1 - 0.025 / classes) / normal.inv_cdf(0.975)
+    return change.value - wider * (change.value - change.low) > other
+
+
+def harm(without: ExpertWithout, tokens: int) -> Effect:
+    """Finds the class of tokens that is harmed most without an expert, if any stands out.
+
+    Args:
+        without: the changes without the expert.
+        tokens: number of tokens read, over all classes.
+
+    Returns:
+        The class with the largest change among those above the change of all other tokens; without
+        one the change over all tokens.
+    """
+    classes = len(without.harmed) * (len(CHARACTERS) + BINS)
+    effects = [Effect("", "", without.change, None)]
+    for harmed in (one for each in without.harmed.values() for one in each):
+        if (others := tokens - harmed.tokens) > 0:
+            of_others = tokens * without.change.value - harmed.tokens * harmed.change.value
+            elsewhere = of_others / others
+            if is_beyond(harmed.change, max(0.0, elsewhere), classes):
+                effects.append(Effect(harmed.by, harmed.name, harmed.change, elsewhere))
+    return max(effects[1:] or effects, key=lambda each: each.value.value)
+
+
+def _lifts(labels: Mapping[str, LevelByClass]) -> list[Effect | None]:
+    """For each expert the class with the highest lift, if that exceeds 1 beyond noise."""
+    classes = sum(len(level.groups) for level in labels.values())
+    best: list[Effect | None] = [None] * len(next(iter(labels.values())).experts)
+    for by, level in labels.items():
+        of_class_Y, whole = level.counts_SY.sum(0), level.counts_SY.sum()
+        for row, (class_, lift) in enumerate(zip(*level.highest_lifts(), strict=True)):
+            change, counts_Y = Change(*lift), level.counts_SY[row]
+            before = best[row]
+            if not is_beyond(change, 1.0, classes) or (
+                before is not None and before.value.value >= change.value
+            ):
+                continue
+            with np.errstate(divide="ignore", invalid="ignore"):
+                share_elsewhere = (counts_Y.sum() - counts_Y[class_]) / (whole - of_class_Y[class_])
+            elsewhere = float(share_elsewhere / level.share_S[row])
+            best[row] = Effect(by, level.groups[class_], change, elsewhere)
+    return best

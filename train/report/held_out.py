@@ -1,0 +1,179 @@
+"""A report's pass over held-out data: text, images or labelled sequences, on one device."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from polyad.data.config import DataConfig
+from polyad.data.errors import DataError
+from polyad.data.text.manifest import SplitName
+from polyad.parallel import comm
+from polyad.parallel.streamed import device_of
+from polyad.parallel.weights import Weights
+from polyad.train.config.run import data_overrides, parse_config
+from polyad.train.errors import ConfigError
+from polyad.train.experts.probing import RoutedLayer, columns_of
+from polyad.train.measures.knockout import TOKENS as KNOCKOUT_TOKENS
+from polyad.train.measures.knockout import KnockedOut, KnockOuts
+from polyad.train.measures.measure import Subject
+from polyad.train.measures.specialization import Specialization, Specialized
+from polyad.train.reading import check_data_named, config_of, read
+from polyad.train.report.top_images import MOST_IMAGES, ImagePass, TopImages
+from polyad.train.report.top_text import TopText
+from polyad.train.report.top_tokens import ShownExpert
+from polyad.train.streaming import opened_model
+from polyad.train.tasks.images import ImageClassification
+from polyad.train.tasks.registry import task_class
+from polyad.train.tasks.samples import ImageSamples, Samples, TextSamples, samples_of
+from polyad.train.tasks.task import Task
+from polyad.train.tasks.text import TextTask
+
+TOKENS = 250_000
+"""Default for the approximate number of tokens of text to read."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Which held-out data a report reads, and of which experts."""
+
+    layers: Sequence[str] = ()
+    """Blocks whose experts are listed, by number, or `all`; empty: first, middle and last."""
+    experts: Sequence[str] = ()
+    """Names of experts, in each of these layers; empty: some are picked."""
+    top: int = 8
+    """Number of contexts or images per expert."""
+    data: str | None = None
+    """Prepared data, or labelled sequences; None: the run's."""
+    split: SplitName = "validation"
+    tokens: int | None = None
+    """Approximate number of tokens to read, spread evenly over the split (at most 20,000 images); 0
+    reads nothing; None: `TOKENS` of text, all images and sequences."""
+    knockout: bool = False
+    """Whether to also measure text without each expert."""
+    stream: Path | None = None
+    """See `polyad.train.reading.open_evaluated`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldOut:
+    """Results on held-out data."""
+
+    data: str
+    split: str
+    unit: str
+    """What is counted: token, image or sequence."""
+    units: int
+    """How many were read."""
+    of_units: int
+    """How many the whole split has."""
+    specialization: Specialized | None
+    """None for rows without labels."""
+    knockout: KnockedOut | None
+    shown: Mapping[str, list[ShownExpert]] = field(default_factory=dict)
+    """Experts with what they weight most, by layer name; empty for sequences."""
+    images: ImagePass | None = None
+
+
+def read_held_out(weights: Weights, layers: Sequence[RoutedLayer], options: Options) -> HeldOut:
+    """Reads held-out data.
+
+    Args:
+        weights: weights of a run, or a folder of weights.
+        layers: the layers of `options.layers`; at least one.
+        options: what to read.
+
+    Raises:
+        ConfigError: the data does not fit, or weights of experts or losses are not finite.
+    """
+    config = config_of(weights)
+    if options.data is not None:
+        origin = str(weights.folder / "config.yaml")
+        config = parse_config(config.to_yaml(), data_overrides(config, options.data), origin=origin)
+    else:
+        check_data_named(weights, config)
+    if isinstance(config.data, DataConfig) and config.data.mixture is not None:
+        folders = ", ".join(source.path for source in config.data.mixture)
+        raise ConfigError(f"data.mixture: choose one folder to read with --data, out of {folders}")
+    try:
+        task = task_class(config.data.kind).open_held_out(config.for_task(), weights)
+        task.check_split(options.split)
+    except (ConfigError, DataError) as error:
+        raise ConfigError(
+            f"{error}; name another folder with --data, or use --tokens 0 to read no data"
+        ) from None
+    batch_size = config.evaluation.batch_size or config.train.micro_batch_size
+    world = comm.initialize()
+    with opened_model(weights, world, "fp32", folder=options.stream, needs_whole=None) as model:
+        return _read(model, task, layers, options, batch_size)
+
+
+def _read(
+    model: nn.Module,
+    task: Task[Any],
+    layers: Sequence[RoutedLayer],
+    options: Options,
+    batch_size: int,
+) -> HeldOut:
+    samples, device = _samples(task, options), str(device_of(model))
+    subject = Subject(model, layers, samples, batch_size)
+    readers: list[Any] = []
+    specialization = top_text = top_images = knockout = None
+    if isinstance(samples, TextSamples) or samples.classes() is not None:
+        specialization = Specialization(subject, leave_out=False)
+        readers.append(specialization)
+    if isinstance(samples, TextSamples):
+        top_text = TopText(layers, samples, options.top, device)
+        readers.append(top_text)
+    elif isinstance(samples, ImageSamples):
+        top_images = TopImages(layers, samples, options.top, device)
+        readers.append(top_images)
+    read(model, layers, samples, readers, batch_size=batch_size, told=f"read {options.split}")
+    shown: dict[str, list[ShownExpert]] = {}
+    images, units = None, samples.amount
+    if top_text is not None:
+        shown, units = top_text.result(options.experts), top_text.tokens
+    elif top_images is not None:
+        shown, images = top_images.result(model, options.experts)
+    if options.knockout:
+        knockout = _without_experts(subject, task, shown, options)
+    return HeldOut(
+        data=task.name,
+        split=options.split,
+        unit=task.unit.name,
+        units=units,
+        of_units=task.units_of(options.split),
+        specialization=None if specialization is None else specialization.result(),
+        knockout=knockout,
+        shown=shown,
+        images=images,
+    )
+
+
+def _samples(task: Task[Any], options: Options) -> Samples:
+    if isinstance(task, TextTask):
+        return TextSamples(task, options.split, options.tokens or TOKENS, with_first=False)
+    if isinstance(task, ImageClassification):
+        return ImageSamples(task, options.split, min(options.tokens or MOST_IMAGES, MOST_IMAGES))
+    return samples_of(task, options.split, options.tokens)
+
+
+def _without_experts(
+    subject: Subject,
+    task: Task[Any],
+    shown: Mapping[str, list[ShownExpert]],
+    options: Options,
+) -> KnockedOut | None:
+    """Measures the loss without each shown expert; None if no expert is used."""
+    layers = [layer for layer in subject.layers if shown[layer.name]]
+    if not layers:
+        return None
+    assert isinstance(task, TextTask)
+    most = min(options.tokens or TOKENS, KNOCKOUT_TOKENS)
+    samples = TextSamples(task, options.split, most, hidden=True)
+    columns = [columns_of(layer, [e.name for e in shown[layer.name]]) for layer in layers]
+    measure = KnockOuts(subject._replace(layers=layers, samples=samples), columns)
+    measure.read()
+    return measure.result()
