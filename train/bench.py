@@ -16,14 +16,13 @@ from polyad.parallel import comm
 from polyad.parallel.source import InitialWeights
 from polyad.train.config.adaptation import model_of
 from polyad.train.config.distillation import teacher_here
-from polyad.train.config.parts import engine_of
+from polyad.train.config.parts import engine_of, random_micro_batches
 from polyad.train.config.rules import validate
 from polyad.train.config.run import RunConfig
 from polyad.train.console import Progress
 from polyad.train.errors import RunError
 from polyad.train.experts.equal_loads import force_equal_loads
 from polyad.train.guard.memory import SMALLER, is_out_of_memory
-from polyad.train.layout.trial import micro_batches
 from polyad.train.loop.device import Prefetch, allow_tf32, peak_memory_bytes
 from polyad.train.loop.metrics import peak_flops
 from polyad.train.loop.step import IssuedStep, issue_step
@@ -75,7 +74,7 @@ class RandomTraining:
         on_gpu = world.device.type == "cuda"
         self._batches = [
             type(batch)(*(part.pin_memory() for part in batch)) if on_gpu else batch
-            for batch in micro_batches(config, world, 0)
+            for batch in random_micro_batches(config, world, 0)
         ]
 
     def steps(self, number: int) -> Iterator[IssuedStep]:

@@ -287,24 +287,32 @@ def verify_layout(
     ] = None,
     json: Json = None,
 ) -> None:
-    """Checks that a parallel layout gives the losses, gradients and checkpoint of one process."""
+    """Checks that a parallel layout gives the losses, gradients and weights of one process."""
     from polyad.launch.agent import become_processes
-    from polyad.launch.verify_layout import check, check_processes, table, verify_layout
-    from polyad.parallel.comm import environment_world_size
+    from polyad.launch.machine import end_with_launcher, prepare_environment
+
+    end_with_launcher()
+    prepare_environment()
+    from polyad.parallel.comm import environment_world_size, shutdown
+    from polyad.train.errors import ConfigError
+    from polyad.train.reading import config_at
+    from polyad.train.verify_layout import check, small_config, table, verify
 
     check_json_path(json)
-    found = environment_world_size()
-    number = check_processes(processes, found)
-    if found == 1:
-        from polyad.train.layout.small import small_config
-        from polyad.train.reading import config_at
-
-        small_config(config_at(config, overrides, number), number)
+    started = environment_world_size()
+    number = processes or started
+    if number < 2 or started not in (1, number):
+        least = "it must be at least 2" if started == 1 else f"{started} processes were started"
+        raise ConfigError(f"--processes: {number} is not allowed; {least}")
+    given = config_at(config, overrides, number)
+    small = small_config(given, number)
+    if started == 1:
         words = [str(config), "--processes", str(number)]
         words += ["--json", json] if json else []
         become_processes(["verify-layout", *words, *overrides], number)
     with results(json) as show:
-        result = verify_layout(config, overrides, number)
+        result = verify(small, Path(given.run.folder))
+        shutdown()
         if result is not None:
             show(result, table(result))
             check(result)

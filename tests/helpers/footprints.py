@@ -12,10 +12,9 @@ from polyad.parallel.source import InitialWeights
 from polyad.parallel.zero import Engine
 from polyad.train.config.adaptation import model_of
 from polyad.train.config.distillation import teacher_here
-from polyad.train.config.parts import engine_of
+from polyad.train.config.parts import engine_of, random_micro_batches
 from polyad.train.config.rules import validate
 from polyad.train.config.run import RunConfig
-from polyad.train.layout.trial import micro_batches
 from polyad.train.loop.step import issue_step
 from polyad.train.tasks.random_input import losses_for
 
@@ -32,7 +31,7 @@ def second_step(config: RunConfig) -> tuple[dict[str, int], dict[str, int]]:
     engine = engine_of(config, validate(config, world.size), world, start)
     for step in range(2):
         traffic = Traffic(dims, world.rank)
-        batches = list(micro_batches(config, world, step))
+        batches = list(random_micro_batches(config, world, step))
         with Observed(traffic):
             issue_step(
                 engine,
@@ -82,7 +81,7 @@ def measured_rise(config: RunConfig) -> int:
     start = InitialWeights(model_of(config), config.seed)
     engine = engine_of(config, validate(config, world.size), world, start)
     losses_of = losses_for(config.model, teacher_here(config, world.device))
-    batches = list(micro_batches(config, world, 0))
+    batches = list(random_micro_batches(config, world, 0))
 
     def step() -> None:
         issue_step(

@@ -6,18 +6,16 @@ from unittest import mock
 import torch
 
 from polyad.parallel import comm
-from polyad.parallel.checkpoint.load import Checkpoint
 from polyad.parallel.zero import RATE_FACTOR
 from polyad.train.config import parts
 from polyad.train.config.run import RunConfig
-from polyad.train.layout.trial import run_trial, save_again
-from polyad.train.layout.verify import Difference, Reference, differences
 from polyad.train.loop.optimizer import WARMUP
+from polyad.train.verify_layout import Difference, Trial, differences, run_trial
 
 
 def compared(
     config: RunConfig,
-    theirs: Reference,
+    theirs: tuple[Trial, Trial],
     folder: Path,
     spoiled: str | None = None,
     factor: float = 1.0,
@@ -28,7 +26,7 @@ def compared(
 
     Args:
         config: a small one.
-        theirs: of one process.
+        theirs: of one process; see `trials_alone`.
         folder: for checkpoints.
         spoiled: a part of the names of parameters whose gradient is wrong on rank 1.
         factor: what it is multiplied by there.
@@ -63,7 +61,6 @@ def compared(
     other = wrongly if spoiled else moving_others if still else parallelize
     with mock.patch.object(parts, "parallelize", other):
         ours = run_trial(config, world, folder)
-        again = save_again(config, world, theirs.trial.trained, folder)
-    found = list(differences(config, ours, *theirs, Checkpoint(again))) if world.is_main else []
+    found = list(differences(config, ours, *theirs)) if world.is_main else []
     torch.distributed.barrier()
     return found

@@ -7,9 +7,9 @@ import pytest
 from polyad.train.config.adaptation import model_of
 from polyad.train.config.rules import validate
 from polyad.train.config.run import load_config
-from polyad.train.layout.small import small_config
 from polyad.train.plan import footprint, layouts
 from polyad.train.tasks.random_input import flops_of_unit, random_batch, training_flops
+from polyad.train.verify_layout import small_config
 from tests.helpers.everyday import everyday
 from tests.helpers.footprints import measured_rise, save_start, second_step
 

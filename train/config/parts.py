@@ -22,6 +22,7 @@ from polyad.train.loop.metrics import Metrics
 from polyad.train.loop.optimizer import OptimizerConfig, build_optimizer
 from polyad.train.state import TrainState
 from polyad.train.tasks.losses import cross_entropy
+from polyad.train.tasks.random_input import RandomBatch, random_batch
 
 
 def meet(plan: Plan) -> comm.World:
@@ -49,6 +50,21 @@ def batches_of(plan: Plan, world: comm.World, state: TrainState) -> Iterator[Any
         num_workers=config.data.num_workers,
         pin_memory=world.device.type == "cuda",
     )
+
+
+def random_micro_batches(config: RunConfig, world: comm.World, step: int) -> Iterator[RandomBatch]:
+    """Yields this process's random micro-batches of a step; all together are equal on any layout.
+
+    Args:
+        config: resolved configuration.
+        world: this process.
+        step: the step's number, which is the seed.
+    """
+    size = config.train.micro_batch_size
+    for number in range(config.train.global_batch_size // size):
+        if number % world.data_parallel_size == world.data_parallel_rank:
+            first = 1_000_000 * step + number * size
+            yield random_batch(config.model, range(first, first + size), config.data)
 
 
 def build_engine(plan: Plan, world: comm.World) -> Engine:

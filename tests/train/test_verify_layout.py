@@ -13,14 +13,13 @@ from polyad.model.decoder_config import DecoderConfig
 from polyad.model.smoe.config import SparseMoEConfig
 from polyad.train.config.adaptation import model_of
 from polyad.train.config.run import RunConfig, load_config
-from polyad.train.layout.small import small_config
-from polyad.train.layout.verify import KINDS, alone, run_alone, worst
 from polyad.train.reading import config_at
+from polyad.train.verify_layout import KINDS, small_config, trials_alone
 from tests.helpers.decoders import theirs
 from tests.helpers.everyday import everyday
 from tests.helpers.layouts import compared
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("bert", "decoder", "gpt2", "mixer", "vit")
 CONFIGS = sorted(path for folder in FOLDERS for path in (ROOT / "configs" / folder).glob("*.yaml"))
 CUT_IN_ALL_WAYS = ("tensor_parallel_size=2", "expert_parallel_size=2", "sequence_parallel=true")
@@ -132,36 +131,11 @@ def test_a_small_decoder_has_groups_of_experts_and_a_block_without_a_window() ->
 
 
 def test_patterns_that_name_a_block_suit_fewer_blocks(tmp_path: Path) -> None:
-    kept = "attention.qkv.weight"
-    groups = f"[{{match: blocks.11.*, freeze: true}}, {{match: {kept}, learning_rate: 2.0}}]"
-    config = small(ROOT / "configs/gpt2/124m.yaml", 2, f"optimizer.groups={groups}")
-    assert [group.match for group in config.optimizer.groups] == [kept]
     lora = "adapt.lora={rank: 16, targets: [blocks.11.feed_forward.up.input_factor]}"
     start = f"checkpoint.init_from={tmp_path}"
     config = small(ROOT / "configs/gpt2/124m-mumoe-tr.yaml", 2, lora, start)
     adapted = [name for name, _ in model_of(config).named_parameters() if name.endswith("lora.A")]
     assert len(adapted) == 2
-
-
-def test_experts_by_number_are_there_in_a_small_model() -> None:
-    groups = (
-        "[{match: blocks.11.feed_forward.experts.*, experts: [3, 9, 14], weight_decay: 0}, "
-        "{match: '*', freeze: true}]"
-    )
-    config = small(ROOT / "configs/decoder/qwen3-30b-a3b.yaml", 4, f"optimizer.groups={groups}",
-                   "parallel.expert_parallel_size=2")  # fmt: skip
-    experts = config.model.known_feed_forward()
-    assert isinstance(experts, SparseMoEConfig)
-    first, rest = config.optimizer.groups
-    assert first.match == "blocks.*.feed_forward.experts.*"
-    assert first.experts == tuple(sorted({n % experts.num_experts for n in (3, 9, 14)}))
-    assert rest.match == "*"
-    trained = {name for name, p in model_of(config).named_parameters() if p.requires_grad}
-    assert trained == {
-        f"blocks.{block}.feed_forward.experts.{name}"
-        for block in range(config.model.num_layers)
-        for name in ("gate", "up", "down")
-    }
 
 
 def test_losses_of_a_micro_batch_are_left_out_beside_gates_over_all_samples() -> None:
@@ -197,11 +171,11 @@ def test_layouts_that_are_right_are_equal(workers, tmp_path, name, degrees):
     keys += ["train.global_batch_size=512", "train.micro_batch_size=4", "model.compile=false"]
     config = small(ROOT / "configs" / f"{name}.yaml", 4, *keys)
     ranks = 4 // config.parallel.tensor_parallel_size
-    theirs = workers(1).run(run_alone, alone(config, ranks), tmp_path / "one")[0]
+    theirs = workers(1).run(trials_alone, config, ranks, tmp_path / "one")[0]
     found = workers(4).run(compared, config, theirs, tmp_path / "four")[0]
     assert {each.kind for each in found} == set(KINDS)
     assert not [each for each in found if each.is_wrong]
-    assert worst(found, "gradient").relative < 1e-5
+    assert max(each.relative for each in found if each.kind == "gradient") < 1e-5
     names = {each.name for each in found if each.kind == "gradient"}
     assert names == {name for name, _ in build_model(config.model).named_parameters()}
 
@@ -215,14 +189,14 @@ def test_layouts_that_are_right_are_equal(workers, tmp_path, name, degrees):
 def test_a_gradient_that_is_wrong_on_one_process_is_named(workers, tmp_path, part, factor):
     keys = ["parallel.expert_parallel_size=2", "train.micro_batch_size=4", "model.compile=false"]
     config = small(SPARSE, 2, *keys, "train.global_batch_size=64")
-    theirs = workers(1).run(run_alone, alone(config, 2), tmp_path / "one")[0]
+    theirs = workers(1).run(trials_alone, config, 2, tmp_path / "one")[0]
     found = workers(2).run(compared, config, theirs, tmp_path / "two", part, factor)[0]
     wrong = [each for each in found if each.is_wrong and each.kind == "gradient"]
     assert wrong
     assert all(part in each.name for each in wrong), wrong
     assert abs(factor - 1) / 4 < wrong[0].relative < abs(factor - 1) * 1.1
     if part == "experts.up":  # rank 1 has the second half of the experts
-        assert int(wrong[0].place.split(",")[0].removeprefix("expert ")) >= 2
+        assert all(each.expert is not None and each.expert >= 2 for each in wrong)
     # The loss of the first step is right: it alone would not have told.
     first = next(each for each in found if each.kind == "loss")
     assert not first.is_wrong
@@ -238,14 +212,12 @@ def test_weights_that_an_optimizer_does_not_move_are_named(workers, tmp_path, pa
     keys = ["parallel.expert_parallel_size=2", "train.micro_batch_size=4", "model.compile=false"]
     keys += [f"optimizer.weight_decay={decay}", "train.global_batch_size=64"]
     config = small(SPARSE, 2, *keys)
-    theirs = workers(1).run(run_alone, alone(config, 2), tmp_path / "one")[0]
+    theirs = workers(1).run(trials_alone, config, 2, tmp_path / "one")[0]
     found = workers(2).run(compared, config, theirs, tmp_path / "two", still=part)[0]
     wrong = [each for each in found if each.is_wrong and each.kind == "weight"]
     still = {each.name for each in wrong if each.relative == pytest.approx(1, abs=1e-3)}
-    for optimizer in ("sgd", "adamw"):  # nothing of the movement is left
-        named = {name for name in still if name.endswith(f"({optimizer})")}
-        assert named
-        assert all(part in name for name in named), named
+    assert still  # nothing of the movement is left
+    assert all(part in name for name in still), still
     assert not [each for each in found if each.is_wrong and each.kind == "gradient"]
 
 
@@ -263,7 +235,7 @@ def test_the_command_compares_and_writes_json(tmp_path: Path) -> None:
     assert result["equal"] is True
     assert result["expert_parallel_size"] == 2
     assert result["differences"]["gradient"]["compared"] > 10
-    assert result["differences"]["checkpoint"]["largest_difference"] == 0
+    assert result["differences"]["weight"]["largest_difference"] < 1e-3
     assert not (tmp_path / "run").exists()
 
 

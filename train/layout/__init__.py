@@ -1,1 +1,0 @@
-"""Verification that a layout computes the same as one process."""
