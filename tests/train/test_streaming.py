@@ -467,19 +467,12 @@ def test_seven_billion_parameters_are_read_in_three_gigabytes(tmp_path, capsys):
         blocks = [each[1:] for each in taken["seconds"] if each[0].startswith("blocks.")]
         assert len(blocks) == 16
         weights, computing = (sum(each) / 16 for each in zip(*blocks, strict=True))
-        asked = ["plan", folder, "--device", "h200", "parallel.expert_parallel_size=8",
-                 "model.sequence_length=512", "--json", tmp_path / "plan.json"]  # fmt: skip
-        assert command(list(map(str, asked))) == 0
-        plan = json.loads((tmp_path / "plan.json").read_text())["reading"]
-        assert plan["weights_bytes"] == pytest.approx(size, rel=1e-3)
-        predicted = plan["streamed_bytes"] - 2_000_000_000  # libraries, which were there before
-        # Libraries that a command imports later, and products that oneDNN compiles, take the rest.
-        assert predicted < taken["most"] < 2.5e9
+        assert taken["most"] < 2.5e9  # beside the libraries
         with capsys.disabled():
             print(
                 f"\n{size / 1e9:.1f} GB of weights: {weights:.2f} s a block to read them, "
                 f"{computing:.2f} s to compute {json.loads(out)['tokens_scored']} tokens, "
-                f"{taken['most'] / 1e9:.2f} GB of memory at most, planned {predicted / 1e9:.2f}"
+                f"{taken['most'] / 1e9:.2f} GB of memory at most"
             )
     finally:
         shutil.rmtree(folder, ignore_errors=True)
