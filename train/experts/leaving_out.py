@@ -17,7 +17,7 @@ experts of a token.
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -50,22 +50,6 @@ def without_capacity(model: nn.Module) -> Iterator[None]:
 
 BINS = 20
 """Bins of the histogram of polysemanticity."""
-
-
-class ImageModel(Protocol):
-    """An image model that can be run from a block, or from its head, on."""
-
-    blocks: nn.ModuleList
-    head: nn.Module
-
-    def embed(self, images_BCHW: Tensor) -> Tensor:
-        """The input of the first block [B, T, D]."""
-
-    def tail(self, x_BTD: Tensor, first_block: int) -> Tensor:
-        """Logits [B, K] from a block's input."""
-
-    def pool(self, x_BTD: Tensor) -> Tensor:
-        """The head's input [B, D], from the last block's output."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,19 +5,21 @@ with their rank correlation: a causal audit found that none of them does (2606.1
 joint effect of experts does not follow from single ones, the lowest quarter and half of a layer by
 each statistic are removed, too, and compared with random sets of equal size.
 
-Shapes: E experts of a layer.
+Shapes: E experts of a layer, S of all levels side by side, D width, V vocabulary.
 """
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from polyad.model.decoder import Decoder
+from polyad.model.heads import UntiedHead
 from polyad.parallel import comm
 from polyad.parallel.streamed import Streamed, parts_of
 from polyad.train.errors import ConfigError
@@ -26,7 +28,6 @@ from polyad.train.experts.information import Summed
 from polyad.train.experts.knockout import LayerWithout
 from polyad.train.experts.moments import STATISTICS, Moments
 from polyad.train.experts.probing import EVERY, RoutedLayer
-from polyad.train.experts.unembedding import Raised, raised_tokens
 from polyad.train.measures.knockout import (
     LEAD,
     KnockedOut,
@@ -50,6 +51,15 @@ SIGNIFICANCE = 0.05
 FEWEST_EXPERTS = 4
 """Minimum number of experts for a rank correlation."""
 TARGETS = ("change", "own_change")
+
+
+class Raised(NamedTuple):
+    """A token that an expert promotes."""
+
+    token: int
+    text: str
+    effect: float
+    """Effect on its logit, in standard deviations above the mean over the vocabulary."""
 
 
 class Correlation(NamedTuple):
@@ -389,3 +399,45 @@ def _sets(model: nn.Module, layer: RoutedLayer, moments: Moments, asked: AtlasOp
     known = {each for of_size in lowest.values() for each in of_size.values()}
     known |= {each for of_size in at_random.values() for each in of_size}
     return _Sets(all=sorted(known), lowest=lowest, at_random=at_random)
+
+
+@torch.inference_mode()
+def raised_tokens(
+    model: Decoder, mean_SD: Tensor, count: int, text_of: Callable[[int], str]
+) -> list[list[Raised]]:
+    """Returns the tokens whose logits each expert's mean output raises most.
+
+    Direct logit attribution. With v the mean output, gamma the final norm's scale and W the rows of
+    the head:
+
+        direct effect on logits = W (gamma * (v - mean v)) / s    (RMSNorm: v for v - mean v)
+
+    s, the deviation of the residual stream, differs between tokens but multiplies all logits alike,
+    so effects are given in standard deviations over the vocabulary, which do not depend on s.
+    Effects through later blocks are ignored, so results are most reliable in the last blocks.
+
+    Args:
+        model: a language model, whole on this process.
+        mean_SD: mean outputs; 0 for unused experts.
+        count: number of tokens.
+        text_of: the text of a token.
+
+    Returns:
+        Tokens for each expert, the highest first; none for unused experts.
+    """
+    norm, head = model.final_norm, model.head
+    weight_VD = head.weight if isinstance(head, UntiedHead) else model.token_embedding.weight
+    direction_SD = mean_SD.to(weight_VD.device, torch.float32)
+    if isinstance(norm, nn.LayerNorm):
+        direction_SD = direction_SD - direction_SD.mean(-1, keepdim=True)
+    assert isinstance(norm.weight, Tensor)
+    effect_SV = (direction_SD * norm.weight.float()) @ weight_VD.float().T
+    spread_S1 = effect_SV.std(-1, keepdim=True)
+    effect_SV = (effect_SV - effect_SV.mean(-1, keepdim=True)) / spread_S1
+    found = []
+    for used, effect_V in zip((spread_S1[:, 0] > 0).tolist(), effect_SV, strict=True):
+        best, tokens = effect_V.topk(min(count, len(effect_V)))
+        pairs = zip(tokens.tolist(), best.tolist(), strict=True)
+        raised = [Raised(token, text_of(token), effect) for token, effect in pairs]
+        found.append(raised if used else [])
+    return found

@@ -109,6 +109,15 @@ def coefficients_of_split(path, data, block):
     return torch.cat(rows)[1:], ids[1:], prepared
 
 
+def highest_of_stretches(a_M):
+    """The token with the highest weight of each stretch, a window of 32 tokens of which the first
+    has one less, the highest first."""
+    starts = [0, *range(31, len(a_M), 32)]
+    stretches = zip(starts, [*starts[1:], len(a_M)], strict=True)
+    best = [max(range(*stretch), key=lambda at: a_M[at].item()) for stretch in stretches]
+    return sorted(best, key=lambda at: -a_M[at].item())
+
+
 @everyday(
     ("kind", "block", "experts"),
     [("mumoe", 0, ["0.2", "1.1"]), ("smoe", 1, ["0", "3"])],
@@ -130,20 +139,22 @@ def test_top_tokens_are_the_highest_of_the_split(
     stream = prepared.split("validation")
     for name, expert in shown.items():
         a_M = a_MS[:, column[name]]
-        # Windows of 32 tokens are one stretch each, the first a token shorter.
-        starts = [0, *range(31, len(a_M), 32)]
-        best = [
-            max(range(first, stop), key=lambda at: a_M[at].item())
-            for first, stop in zip(starts, [*starts[1:], len(a_M)], strict=True)
-        ]
-        expected, of_document = [], Counter()
-        for at in sorted(best, key=lambda at: -a_M[at].item())[:16]:
-            document = int(stream.locate(np.array([at]))[0][0])
-            of_document[document] += 1
-            if of_document[document] <= 2:
-                expected.append(a_M[at].item())
+        stretches = highest_of_stretches(a_M)
         ours = [top["weight"] for top in expert["top"]]
-        assert ours == pytest.approx(expected[:4], rel=1e-4)
+        assert max(Counter(top["document"] for top in expert["top"]).values()) <= 2
+        best = [a_M[at].item() for at in stretches[:16]]  # candidates
+        # Of equal ones, as entmax has many, any may be shown.
+        assert ours == pytest.approx(sorted(ours, reverse=True))
+        assert best[0] == pytest.approx(ours[0], rel=1e-4)
+        assert min(ours) >= best[-1] * (1 - 1e-4)
+        if len(set(best)) == len(best):
+            expected, of_document = [], Counter()
+            for at in stretches[:16]:
+                document = int(stream.locate(np.array([at]))[0][0])
+                of_document[document] += 1
+                if of_document[document] <= 2:
+                    expected.append(a_M[at].item())
+            assert ours == pytest.approx(expected[:4], rel=1e-4)
         for top in expert["top"]:
             position = top["position"]
             assert a_M[position].item() == pytest.approx(top["weight"], rel=1e-4)
