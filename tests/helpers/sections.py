@@ -1,9 +1,6 @@
 """Configurations of a feed-forward, and what is said of a bad one."""
 
-import pytest
-
 from polyad.train.config.run import RunConfig, parse_config
-from polyad.train.errors import ConfigError
 
 KEY = "model.feed_forward."
 
@@ -23,12 +20,3 @@ def run_of(kind: str, *overrides: str) -> RunConfig:
 def section_of(kind: str, *overrides: str) -> RunConfig:
     """The same with keys of its feed-forward."""
     return run_of(kind, *(f"{KEY}{override}" for override in overrides))
-
-
-def assert_refused(kind: str, overrides: list[str], expected: str) -> None:
-    """Checks that keys are refused in one line that names them once."""
-    with pytest.raises(ConfigError) as caught:
-        section_of(kind, *overrides)
-    (line,) = str(caught.value).splitlines()
-    assert line.startswith(f"run.yaml: {KEY}{expected}")
-    assert line.count(KEY + expected.split(":")[0]) == 1

@@ -176,40 +176,18 @@ def test_a_wrong_command_line_is_one_line(
     [
         ("model.num_layer=3", ["model.num_layer", "model.num_layers"]),
         ("trian.steps=3", ["trian", "train"]),
-        ("train.steps=many", ["train.steps", "'many'", "integer"]),
         ("train.steps", ["'train.steps'", "key=value"]),
         ("model.num_heads=5", ["model.hidden_size", "32", "model.num_heads", "5", "30"]),
         ("train.global_batch_size=5", ["train.global_batch_size", "5", "2 x 1"]),
         ("parallel.tensor_parallel_size=2", ["parallel.tensor_parallel_size", "2 does not divide"]),
-        ("parallel.expert_parallel_size=2", ["parallel.expert_parallel_size", "2 does not divide"]),
-        ("model.feed_forward.kind=moe", ["model.feed_forward.kind", "'moe'", "dense", "smoe"]),
-        (
-            "model.feed_forward={kind: smoe, num_experts: 4, top_k: 5}",
-            ["model.feed_forward.top_k", "5", "model.feed_forward.num_experts: 4"],
-        ),
-        ("model.feed_forward={kind: smoe, graph: ring}", ["graph", "'ring'", "'similarity'"]),
-        ("model.feed_forward={kind: smoe, score: best}", ["score", "'best'", "'cosine'"]),
-        (
-            "model.feed_forward={kind: smoe, capacity_factor: 1.25}",
-            ["capacity_factor", "1.25", "language model", "null"],
-        ),
-        ("parallel.zero_stage=4", ["parallel.zero_stage", "4", "less than or equal to 3"]),
-        ("train.precision=fp16", ["train.precision", "'fp16'", "'fp32' or 'bf16'"]),
         ("data.path=/no/such/data", ["/no/such/data", "polyad prepare"]),
         ("data.path=null", ["data.path"]),
         ("model.vocab_size=10", ["model.vocab_size", "10", "400"]),
         ("model.sequence_length=1000000", ["one sample", "1,000,00"]),
         ("checkpoint.init_from=/no/such/run", ["/no/such/run"]),
         ("run.folder=/dev/null/run", ["run.folder", "/dev/null is a file"]),
-        (f"run.folder={'x' * 300}", ["run.folder", "300 bytes is too long, at most 255"]),
-        ('run.folder="a\\0b"', ["control character", r"'\x00'"]),
         ('data.path="a\\e[31mb"', ["control character", r"'\x1b'"]),
         ("train.steps=\x1b[31m", ["train.steps", r"'\x1b' is not allowed"]),
-        (
-            "optimizer.learning_rate=1e308",
-            ["optimizer.learning_rate: 1e+308", "less than or equal to 1000000"],
-        ),
-        ("train.lr=1e-3", ["train.lr; the nearest is optimizer.learning_rate"]),
     ],
 )
 def test_a_wrong_key_is_one_line_before_anything_starts(
@@ -385,6 +363,7 @@ def test_a_json_file_that_cannot_be_written_is_found_before_the_work(
     assert capfd.readouterr().err.startswith("polyad: error: --json: ")
 
 
+@pytest.mark.slow
 def test_a_json_file_that_does_not_fit_leaves_the_earlier_one(tmp_path: Path) -> None:
     target = tmp_path / "keys.json"
     target.write_text("earlier")

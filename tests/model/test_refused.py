@@ -1,0 +1,85 @@
+"""What a feed-forward's section refuses: in one line that names the key and its value."""
+
+import pytest
+
+from polyad.train.config.rules import validate
+from polyad.train.errors import ConfigError
+from tests.helpers.sections import KEY, run_of
+
+# The key that is named, with its value; behind & other changes.
+REFUSED = {
+    "smoe": [
+        "top_k=17", "final_top_k=17", "final_top_k=2 & top_k=3", "top_k=0", "num_experts=1",
+        "score=liner", "graph=atention", "tau=0", "expert_dropout=1", "kind=dence",
+        "attention_head=0", "attention_head=4 & graph=attention",
+        *(f"attention_head={head} & graph=attention" for head in ("-1", "1.0", "low")),
+        "head_mean=false & graph=similarity", "capacity_factor=1.25", "capacity_factor=0",
+        "evaluation_capacity_factor=4.0", "pool=documents", "pool=document", "pool_least=4",
+        "pool_most=4", "pool_least=1 & pool=prefix", "pool_least=3 & pool=prefix & final_top_k=4",
+        "pool_most=17 & pool=prefix", "pool_least=8 & pool=prefix & pool_most=4",
+        *(f"pool=prefix & {other}=4" for other in ("num_groups", "router_noise")),
+        "pool=prefix & score_function=sigmoid", "placement=0", "placement=all",
+        "placement=[1, -1]", "placement=5", "placement=[]", "placement=[1, 4]", "placement=[1, 1]",
+    ],
+    "mumoe": [
+        "rank=0", "rank=-3", "rank=2.5", "rank=match_dense", "num_experts=[0]",
+        "num_experts=[8, -1]", "num_experts=[]", "num_experts=8", "num_experts=[8.0]",
+        "expert_rank=0", "factorization=cpd", "gate=sparsemax", "gate_norm=batch",
+        "expert_dropout=-0.1", "factor_scale=0",
+        # Gate 32 x 300 = 9,600, rank 1: 2 x 300 + 322 = 922; together more than the dense block.
+        "rank=match-dense & num_experts=[300]",
+    ],
+    "emoe": [
+        "num_experts=1", "top_k=17", "num_experts=24", "num_experts=300",
+        "num_experts=16 & hidden_size=2147483647", "blocks=[1, 4]", "blocks=[1, 1]", "blocks=5",
+        "blocks=[]", "blocks=last", "score=random", "top_k=16 & select=not_top_k",
+        "router_noise=1 & select=bottom_k", "capacity_factor=1.5",
+        "evaluation_capacity_factor=2.0", "experts=dense",
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "change"), [(kind, change) for kind, rows in REFUSED.items() for change in rows]
+)
+def test_a_bad_value_is_one_line_with_its_key(kind, change):
+    with pytest.raises(ConfigError) as caught:
+        run_of(kind, *(f"{KEY}{each}" for each in change.split(" & ")))
+    (line,) = str(caught.value).splitlines()
+    key, _, value = change.split(" & ")[0].partition("=")
+    assert line.startswith(f"run.yaml: {KEY}{key}: ")
+    assert value in line.replace("'", "")
+    assert line.count(f"{KEY}{key}") == 1
+
+
+# Kind, processes, the key that is named with its value, and other changes.
+MISFITS = [
+    ("smoe", 1, "loss.load=0.005"),
+    ("mumoe", 2, "parallel.expert_parallel_size=2"),
+    *(
+        ("mumoe", 2, f"parallel.tensor_parallel_size=2 & {KEY}rank=7{more}")
+        for more in ("", f" & {KEY}factorization=tucker", f" & {KEY}factorization=tt")
+    ),
+    ("mumoe", 2, f"parallel.tensor_parallel_size=2 & {KEY}rank=8 & {KEY}hidden_size=9"),
+    (
+        *("mumoe", 2),
+        f"parallel.tensor_parallel_size=2 & {KEY}factorization=tr & {KEY}rank=7 & "
+        f"{KEY}expert_rank=3",
+    ),
+    ("emoe", 3, "parallel.expert_parallel_size=3"),
+    ("emoe", 4, f"parallel.tensor_parallel_size=4 & {KEY}hidden_size=32 & {KEY}num_experts=16"),
+    ("emoe", 1, "loss.load=0.1"),
+]
+
+
+@pytest.mark.parametrize(("kind", "processes", "change"), MISFITS)
+def test_a_layout_or_a_loss_that_it_does_not_fit_is_one_line(kind, processes, change):
+    changes = change.split(" & ")
+    with pytest.raises(ConfigError) as caught:
+        validate(run_of(kind, "train.global_batch_size=12", *changes), processes)
+    assert str(caught.value).startswith(changes[0].replace("=", ": "))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_router_with_noise_has_a_load_loss():
+    validate(run_of("smoe", "loss.load=0.005", f"{KEY}router_noise=1.0"), 1)
