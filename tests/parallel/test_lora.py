@@ -1,6 +1,5 @@
-"""LoRA and frozen weights over processes: what one process computes, and what is saved."""
+"""LoRA and frozen weights over processes: what is saved, and what stays to the last bit."""
 
-import itertools
 from pathlib import Path
 
 import pytest
@@ -13,16 +12,13 @@ from polyad.parallel.checkpoint.load import Checkpoint
 from polyad.parallel.source import InitialWeights
 from polyad.train.loop.optimizer import GroupConfig
 from tests.helpers.everyday import everyday
-from tests.helpers.pairwise import pairwise
-from tests.helpers.parity import assert_equal_state, assert_near_state, assert_same_course
+from tests.helpers.parity import assert_equal_state
 from tests.helpers.small_decoders import small_decoder
 from tests.helpers.training import (
     MODEL,
     Case,
     go_back,
-    moe_model,
     moved_though_frozen,
-    mumoe_model,
     optimizer_of,
     resave,
     tensors,
@@ -35,73 +31,12 @@ SGD = Case(optimizer="sgd", learning_rate=0.5, clip=0.5)
 LINEAR = LoRAConfig(
     rank=3, alpha=6.0, targets=("attention.*", "feed_forward.*"), trained=("final_norm.*",)
 )
-FACTORS = LoRAConfig(rank=3, alpha=6.0, targets=("feed_forward.*_factor",))
-EXPERTS = LoRAConfig(rank=4, alpha=6.0, experts=True)
-ATTENTION = LoRAConfig(rank=3, alpha=6.0)
-DECODER = LoRAConfig(rank=3, alpha=6.0, targets=("attention.*", "feed_forward.*"))
-MIXTURE = DECODER.model_copy(update={"experts": True})
-MIXTURES = ("norm over heads", "latent", "sinks", "multipliers")
-CASES = {
-    "dense": SGD.but(lora=LINEAR),
-    "experts": SGD.but(lora=EXPERTS, model=moe_model()),
-    "graph": SGD.but(lora=ATTENTION, model=moe_model(graph="attention")),
-    "padded": SGD.but(lora=FACTORS, model=mumoe_model()),
-    **{
-        kind: SGD.but(lora=FACTORS, model=mumoe_model(factorization=kind, rank=8, expert_rank=ring))
-        for kind, ring in (("cp", 4), ("tr", 4), ("tt", 4), ("tucker", 3))
-    },
-    "one head of keys": SGD.but(lora=DECODER, model=small_decoder("one head of keys")),
-    **{kind: SGD.but(lora=MIXTURE, model=small_decoder(kind)) for kind in MIXTURES},
-}
-# Kind, processes, tensor-parallel ones, expert-parallel ones, ZeRO stage, sequence parallelism.
-EVERYDAY = [
-    ("dense", 2, 2, 1, 1, True),
-    ("experts", 4, 2, 2, 1, False),
-    ("cp", 2, 2, 1, 3, False),
-    ("experts", 4, 2, 2, 3, False),
-    ("one head of keys", 2, 2, 1, 1, True),
-    ("norm over heads", 2, 1, 2, 1, False),
-    ("latent", 4, 2, 2, 1, True),
-    ("sinks", 2, 2, 1, 1, False),
-    ("multipliers", 4, 2, 2, 2, True),
-]
-
-
-def allowed(kind, processes, tensor, expert, stage, sequence):
-    """Whole experts alone are spread; ranks are cut into equal parts."""
-    is_sparse = kind in ("experts", "graph", *MIXTURES)
-    return (
-        tensor * expert <= processes
-        and (expert == 1 or is_sparse)
-        and (tensor == 1 or kind != "padded")
-        and (tensor > 1 or not sequence)
-    )
-
-
-EVERY = itertools.product(CASES, (2, 4), (1, 2), (1, 2), (1, 2, 3), (False, True))
-ROWS = pairwise((row for row in EVERY if allowed(*row)), EVERYDAY)
-
-
-@everyday(
-    ("kind", "processes", "tensor", "expert", "stage", "sequence"),
-    ROWS,
-    keep=[row for row in EVERYDAY if row[0] not in ("one head of keys", "sinks", "multipliers")],
-)
-def test_sgd_gives_equal_losses_norms_and_adapters(
-    workers, whole_runs, tmp_path, kind, processes, tensor, expert, stage, sequence
-):
-    expected, checkpoint = whole_runs(CASES[kind])
-    case = CASES[kind].but(
-        stage=stage, tensor=tensor, expert=expert, sequence=sequence, save_to=str(tmp_path)
-    )
-    results = workers(processes).run(train, case)
-    assert all(result == results[0] for result in results)
-    assert_same_course(results[0], expected)
-    assert_near_state(tmp_path / "step-00000004", checkpoint)
+MIXTURE = LINEAR.model_copy(update={"trained": (), "experts": True})
+ADAPTED = SGD.but(lora=LINEAR)
 
 
 def test_a_checkpoint_has_adapters_and_what_is_trained_and_nothing_else(whole_runs):
-    result, checkpoint = whole_runs(CASES["dense"])
+    result, checkpoint = whole_runs(ADAPTED)
     assert result["losses"][-1] < result["losses"][0]
     names = {name for name, field in tensors(checkpoint) if field == "master"}
     layers = ("attention.qkv", "attention.projection", "feed_forward.up", "feed_forward.down")
@@ -116,27 +51,10 @@ def test_a_checkpoint_has_adapters_and_what_is_trained_and_nothing_else(whole_ru
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "change"),
-    [
-        *itertools.product(("dense", "experts", "cp"), ({"recompute": "block"}, {"compile": True})),
-        ("latent", {"recompute": "block"}),
-    ],
-    ids=str,
-)
-def test_recomputation_and_compilation_change_nothing(workers, whole_runs, kind, change):
-    expected, _ = whole_runs(CASES[kind])
-    case = CASES[kind]
-    case = case.but(tensor=2, stage=1, model=case.model.model_copy(update=change))
-    result = workers(2).run(train, case)[0]
-    assert_same_course(result, expected)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(("stage", "tensor"), [(3, 1), (1, 2)])
 def test_going_back_leaves_frozen_weights_alone(workers, whole_runs, stage, tensor):
-    _, checkpoint = whole_runs(CASES["dense"])
-    case = CASES["dense"].but(stage=stage, tensor=tensor, resume=str(checkpoint))
+    _, checkpoint = whole_runs(ADAPTED)
+    case = ADAPTED.but(stage=stage, tensor=tensor, resume=str(checkpoint))
     for after, expected in workers(2).run(go_back, case):
         assert after == expected
 
@@ -157,7 +75,7 @@ def test_moments_of_adapters_go_through_other_layouts_bitwise(workers, tmp_path,
 
 @everyday(
     ("stage", "precision"),
-    [(0, "bf16"), (1, "fp32"), (2, "bf16"), (3, "bf16"), (3, "fp32")],
+    [(1, "bf16"), (1, "fp32"), (2, "bf16"), (3, "bf16"), (3, "fp32")],
     keep=[(3, "bf16")],
 )
 def test_frozen_groups_stay_to_the_last_bit_and_have_no_moments(
@@ -284,7 +202,7 @@ def test_a_group_moves_by_its_factor_of_the_step(workers, tmp_path, stage):
 
 
 def test_the_files_of_adapters_are_small(whole_runs, workers, tmp_path):
-    _, checkpoint = whole_runs(CASES["dense"])
+    _, checkpoint = whole_runs(ADAPTED)
     workers(1).run(train, SGD.but(save_to=str(tmp_path)))
 
     def size(folder: Path) -> int:

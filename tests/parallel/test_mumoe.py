@@ -1,7 +1,4 @@
-"""Factorized experts over processes: n of them compute what one computes, and exchange little where
-factors are cut."""
-
-import itertools
+"""Factorized experts over processes: blocks, what they exchange, shares, ranks rounded up."""
 
 import pytest
 import torch
@@ -18,18 +15,13 @@ from tests.helpers.factors import (
     train_as_it_is,
 )
 from tests.helpers.parity import (
-    assert_equal_state,
-    assert_near_state,
     assert_same_course,
-    assert_same_routing,
-    near,
 )
 from tests.helpers.training import (
     MODEL,
     Case,
     inspect_shards,
     mumoe_model,
-    resave,
     tensors,
     train,
 )
@@ -54,13 +46,6 @@ CUT = {
     "cp, gated": mumoe_model(rank=8, activation="swiglu"),
     "tr, gated": mumoe_model(factorization="tr", num_experts=[4, 3], activation="geglu"),
 }
-DROPPING = {
-    "cp": mumoe_model(rank=8, expert_dropout=0.3),
-    "tr": mumoe_model(factorization="tr", num_experts=[4, 3], expert_dropout=0.3),
-}
-# (processes, tensor-parallel ones, stage)
-LAYOUTS = [*((n, 2, stage) for n in (2, 4) for stage in (1, 2, 3)), (4, 4, 1)]
-ON_LAYOUTS = [(name, *layout) for name in ("cp", "tr") for layout in LAYOUTS]
 # Ranks that nothing divides.
 ODD = {
     "cp": mumoe_model(factorization="cp"),
@@ -69,56 +54,6 @@ ODD = {
     "tucker": mumoe_model(factorization="tucker", rank=5),
     "gated": mumoe_model(activation="swiglu"),
 }
-WHOLE = [(f"odd {name}", 2, 1, stage) for name, stage in itertools.product(ODD, (1, 2, 3))]
-MODELS = CUT | {f"odd {name}": model for name, model in ODD.items()}
-
-
-@everyday(
-    ("name", "processes", "tensor", "stage"),
-    [*WHOLE, *ON_LAYOUTS],
-    keep=[
-        *(("odd tr", 2, 1, 3), ("odd tucker", 2, 1, 2)),
-        *(("cp", 2, 2, 3), ("tr", 4, 2, 2)),
-    ],
-)
-def test_sgd_gives_equal_losses_norms_weights_and_statistics(
-    workers, whole_runs, tmp_path, name, processes, tensor, stage
-):
-    case = SGD.but(model=MODELS[name])
-    expected, saved = whole_runs(case)
-    assert all(norm > 0.5 for norm in expected["norms"])  # so that the clip is active
-    case = case.but(tensor=tensor, stage=stage, save_to=str(tmp_path))
-    results = workers(processes).run(train, case)
-    assert all(result["losses"] == results[0]["losses"] for result in results)
-    assert_same_course(results[0], expected)
-    assert_same_routing(results[0], expected)
-    assert_near_state(tmp_path / "step-00000004", saved)
-    gate = "blocks.0.feed_forward.gate.weight", "master"
-    assert tensors(saved)[gate].abs().max() > 1e-3  # it has left its zero
-    last = set(expected["routing"][-1])
-    measured = {"load_max", "unused", "entropy", "effective_experts", "dominated"}
-    assert {f"routing/{name}" for name in measured} <= last
-    assert {f"routing/blocks.1.feed_forward/{name}" for name in ("load", "dominant")} <= last
-
-
-@everyday(
-    ("name", "processes", "tensor", "stage"),
-    [("odd tr", 2, 1, 1), ("odd tr", 2, 1, 3), *ON_LAYOUTS],
-    keep=[("odd tr", 2, 1, 3), ("cp", 4, 2, 1), ("tr", 2, 2, 3)],
-)
-def test_a_checkpoint_goes_into_another_layout_and_back_unchanged(
-    workers, whole_runs, tmp_path, name, processes, tensor, stage
-):
-    model = MODELS[name]
-    _, folder = whole_runs(Case(learning_rate=1e-3, model=model))
-    there, back = tmp_path / "there", tmp_path / "back"
-    case = Case(model=model, first_step=4)
-    cut = case.but(tensor=tensor, stage=stage, resume=str(folder), save_to=str(there))
-    workers(processes).run(resave, cut)
-    path = there / "step-00000004"
-    workers(1).run(resave, case.but(resume=str(path), save_to=str(back)))
-    assert_equal_state(path, folder)
-    assert_equal_state(back / "step-00000004", folder)
 
 
 @everyday("parts", [2, 4], keep=[4])
@@ -126,62 +61,6 @@ def test_a_checkpoint_goes_into_another_layout_and_back_unchanged(
 def test_a_cut_block_has_the_output_and_the_gradients_of_the_whole(workers, model, parts):
     results = workers(parts).run(block_against_the_whole, model, parts, 9)
     assert all(max(result.values()) < 1e-10 for result in results)
-
-
-@everyday("name", ["cp", "tr"], keep=["cp"])
-@everyday(("processes", "stage"), [(2, 1), (4, 2)], keep=[(4, 2)])
-def test_adamw_gives_equal_losses(workers, whole_runs, name, processes, stage):
-    case = Case(learning_rate=1e-3, model=MODELS[name])
-    expected, _ = whole_runs(case)
-    result = workers(processes).run(train, case.but(stage=stage, tensor=2))[0]
-    assert near(result["losses"], expected["losses"])
-
-
-@everyday(
-    ("name", "tensor", "stage"),
-    [("odd cp", 1, 1), ("odd cp", 1, 3), ("cp", 2, 1), ("tr", 2, 1)],
-    keep=[("odd cp", 1, 3)],
-)
-def test_bf16_stays_near_fp32(workers, whole_runs, name, tensor, stage):
-    case = Case(learning_rate=1e-3, model=MODELS[name])
-    expected, _ = whole_runs(case)
-    case = case.but(stage=stage, tensor=tensor, precision="bf16")
-    assert near(workers(2).run(train, case)[0]["losses"], expected["losses"], 2e-3)
-
-
-@everyday("name", DROPPING, keep=["cp"])
-def test_tensor_parallel_processes_drop_the_experts_of_one_process(workers, whole_runs, name):
-    case = SGD.but(model=DROPPING[name])
-    expected, _ = whole_runs(case)
-    assert expected["losses"] != whole_runs(SGD.but(model={"cp": CP, "tr": TR}[name]))[0]["losses"]
-    recomputing = DROPPING[name].model_copy(update={"recompute": "block"})
-    for model in (DROPPING[name], recomputing):
-        results = workers(2).run(train, case.but(model=model, tensor=2, stage=1))
-        assert results[0]["losses"] == results[1]["losses"]
-        assert_same_course(results[0], expected)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "tensor", "stage", "change"),
-    [
-        ("odd cp", 1, 3, {"recompute": "block"}),
-        *(
-            (name, 2, 1, change)
-            for name in ("cp", "tr")
-            for change in ({"recompute": "block"}, {"compile": True})
-        ),
-    ],
-)
-def test_recomputation_and_compilation_change_nothing(
-    workers, whole_runs, name, tensor, stage, change
-):
-    case = SGD.but(model=MODELS[name])
-    expected, _ = whole_runs(case)
-    model = MODELS[name].model_copy(update=change)
-    result = workers(2).run(train, case.but(stage=stage, tensor=tensor, model=model))[0]
-    assert_same_course(result, expected)
-    assert_same_routing(result, expected)  # counted once, though every block ran twice
 
 
 @pytest.mark.parametrize("experts", [[16], [16, 4]])
@@ -209,7 +88,7 @@ def test_a_block_exchanges_its_rank_and_its_width(workers, name, parts):
     # Backward: coefficients of experts, or the matrices of a ring's two levels.
     numbers = {"cp": [experts], "tr": [ring * ring] * 2}[name]
     small = [("allreduce", 2 * tokens * number * away // parts) for number in numbers]
-    for forward, backward in workers(parts).run(traffic_of_a_block, MODELS[name], parts, tokens):
+    for forward, backward in workers(parts).run(traffic_of_a_block, CUT[name], parts, tokens):
         assert forward == [gate, *cut, wide]
         assert sorted(backward) == sorted([*cut, *small, wide])
 

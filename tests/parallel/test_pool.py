@@ -32,43 +32,6 @@ def assert_same(result, expected, folder, saved):
     assert_near_state(folder / "step-00000004", saved)
 
 
-LAYOUTS = {
-    "TP 2": (2, {"tensor": 2}),
-    "TP 2, tokens shared": (2, {"tensor": 2, "sequence": True}),
-    "EP 2": (2, {"expert": 2, "stage": 1}),
-    "ZeRO 3": (2, {"stage": 3}),
-    "TP 2, EP 2, ZeRO 2": (4, {"tensor": 2, "expert": 2, "stage": 2}),
-}
-
-
-@everyday("layout", LAYOUTS, keep=["TP 2", "EP 2", "ZeRO 3"])
-def test_pools_of_one_size_are_those_of_one_process(workers, whole_runs, tmp_path, layout):
-    case = sgd(pooled(balancing_rate=0.01))
-    expected, saved = whole_runs(case)
-    free, _ = whole_runs(case.but(model=pooled("none", None, balancing_rate=0.01)))
-    assert abs(expected["losses"][-1] - free["losses"][-1]) > 1e-4
-    processes, changes = LAYOUTS[layout]
-    results = workers(processes).run(train, case.but(save_to=str(tmp_path), **changes))
-    assert all(result == results[0] for result in results)
-    assert_same(results[0], expected, tmp_path, saved)
-
-
-@pytest.mark.slow
-def test_tensor_parallel_processes_draw_the_same_sizes(workers, whole_runs, tmp_path):
-    # Of one data-parallel process the numbers are drawn as without others.
-    model = pooled("prefix").model_copy(
-        update={"feed_forward": pooled("prefix").feed_forward.model_copy(
-            update={"pool_least": 2, "pool_most": 8})}
-    )  # fmt: skip
-    case = sgd(model)
-    expected, saved = whole_runs(case)
-    changes = {"tensor": 2, "save_to": str(tmp_path)}
-    recomputed = model.model_copy(update={"recompute": "block"})
-    for changed in (case, case.but(model=recomputed)):
-        result = workers(2).run(train, changed.but(**changes))[0]
-        assert_same(result, expected, tmp_path, saved)
-
-
 COUNTED = {
     "2 processes": (2, 4, {}),
     "EP 2": (2, 4, {"expert": 2, "stage": 1}),

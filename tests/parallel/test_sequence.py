@@ -8,18 +8,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from polyad.parallel import comm
 from polyad.parallel.sequence import Tokens
-from tests.helpers.everyday import everyday
-from tests.helpers.parity import assert_equal_state, assert_same_course, near
+from tests.helpers.parity import near
 from tests.helpers.training import (
     MODEL,
     Case,
     build_engine,
     local_batches,
     local_losses,
-    moe_model,
-    mumoe_model,
-    resave,
-    table_model,
     train,
 )
 
@@ -89,82 +84,7 @@ def gathered_linear_backward(parts: int) -> dict[str, Any]:
 
 pytestmark = pytest.mark.distributed
 
-MODELS = {
-    "dense": MODEL,
-    "without biases": MODEL.model_copy(update={"bias": False, "tied_embeddings": False}),
-    "cp": mumoe_model(rank=8),
-    "ring": mumoe_model(factorization="tr", expert_rank=2, rank=4, num_experts=[6]),
-    "residual gate": mumoe_model(rank=8, gate_input="residual"),
-    "table": table_model(),
-    "sparse": moe_model(balancing_rate=0.01),
-    "similarity": moe_model(graph="similarity"),
-    "attention": moe_model(graph="attention"),
-    "mixed": moe_model(placement=[1], dense_hidden_size=16),
-}
 SGD = Case(optimizer="sgd", learning_rate=0.1, clip=0.5, sequence=True)
-
-
-def whole_case(name):
-    """What one process computes."""
-    return SGD.but(model=MODELS[name], sequence=False)
-
-
-@everyday(
-    ("name", "processes", "tensor", "stage"),
-    [(name, *layout) for layout in ((2, 2, 1), (4, 2, 2)) for name in MODELS],
-    keep=[("ring", 2, 2, 1), ("attention", 2, 2, 1), ("mixed", 4, 2, 2)],
-)
-def test_losses_and_norms_are_those_of_one_process(
-    workers, whole_runs, name, processes, tensor, stage
-):
-    expected, _ = whole_runs(whole_case(name))
-    case = SGD.but(model=MODELS[name], tensor=tensor, stage=stage)
-    for result in workers(processes).run(train, case):
-        assert_same_course(result, expected, norms_rtol=1e-4)
-
-
-@everyday(
-    "change",
-    [
-        {"stage": 1},
-        {"stage": 3},
-        {"model": MODEL.model_copy(update={"recompute": "block"})},
-        # 15 tokens have no equal halves, and 3 of them no quarters.
-        {"model": MODEL.model_copy(update={"sequence_length": 15}), "micro_batch": 1},
-        {"model": MODEL.model_copy(update={"sequence_length": 3}), "micro_batch": 1, "tensor": 4},
-    ],
-    keep=["15 tokens"],
-    ids=["stage 1", "stage 3", "recomputed", "15 tokens", "3 tokens"],
-)
-def test_every_stage_and_any_number_of_tokens(workers, whole_runs, change):
-    case = SGD.but(**{"stage": 1, "tensor": 2} | change)
-    expected, _ = whole_runs(case.but(tensor=1, sequence=False))
-    for result in workers(4).run(train, case):
-        assert_same_course(result, expected, norms_rtol=1e-4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["dense", "attention"])
-def test_bf16_stays_near_fp32(workers, whole_runs, name):
-    case = SGD.but(model=MODELS[name], tensor=2, stage=1, precision="bf16")
-    result = workers(2).run(train, case)[0]
-    assert near(result["losses"], whole_runs(whole_case(name))[0]["losses"], rtol=3e-3)
-
-
-@everyday("name", ["dense", "cp", "similarity"], keep=["dense"])
-def test_a_checkpoint_is_that_of_any_layout(workers, tmp_path, name):
-    case = Case(model=MODELS[name], stage=1)
-    cut = case.but(tensor=2, sequence=True)
-    workers(4).run(train, cut.but(last_step=2, save_to=str(tmp_path / "cut")))
-    (saved,) = (tmp_path / "cut").glob("step-*")
-    again = case.but(resume=str(saved), first_step=2, save_to=str(tmp_path / "whole"))
-    workers(1).run(resave, again)
-    (resaved,) = (tmp_path / "whole").glob("step-*")
-    assert_equal_state(resaved, saved)
-    whole = workers(1).run(train, case)[0]["losses"]
-    rest = case.but(resume=str(saved), first_step=2)
-    for layout, processes in ((rest, 1), (rest.but(tensor=2, sequence=True), 2)):
-        assert near(workers(processes).run(train, layout)[0]["losses"], whole[2:], rtol=1e-4)
 
 
 def test_losses_of_tokens_are_those_of_whole_logits(workers):

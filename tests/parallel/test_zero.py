@@ -6,9 +6,11 @@ import sys
 
 import pytest
 
+from polyad.model.vit import ViTConfig
 from polyad.parallel.config import ParallelConfig
 from polyad.parallel.zero import deepspeed_config
 from tests.helpers.breaks import places_of_weights
+from tests.helpers.gradients import rates_of_blocks
 from tests.helpers.training import Case, moe_model
 
 
@@ -68,3 +70,15 @@ def test_a_compiler_is_told_where_weights_may_begin(workers, stage, num_experts,
     model = moe_model(num_experts=num_experts).model_copy(update={"hidden_size": 32})
     case = Case(stage=stage, precision=precision, model=model)
     assert workers(1).run(places_of_weights, case) == [(odd, odd)]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_rates_of_blocks_are_exact_whatever_the_precision_of_weights(workers, precision):
+    sizes = {"image_size": 16, "patch_size": 4, "hidden_size": 24, "num_heads": 4}
+    vit = ViTConfig(**sizes, num_classes=7, num_layers=4, drop_path=0.1)
+    case = Case(stage=1, model=vit, precision=precision)
+    for found in workers(2).run(rates_of_blocks, case):
+        dtypes, shares = zip(*found, strict=True)
+        assert set(dtypes) == {"torch.float32"}
+        assert shares == pytest.approx([1 - 0.1 * n / 3 for n in range(4)], abs=1e-7)
