@@ -24,6 +24,7 @@ WORDS = "model.vocab_size=64"
 """Makes data unnecessary."""
 
 
+@pytest.mark.slow
 def test_a_step_is_timed_without_data(polyad: Polyad, tmp_path: Path) -> None:
     path = tmp_path / "bench.json"
     asked = ("--steps", 5, "log.peak_tflops=0.5", "--json", path)

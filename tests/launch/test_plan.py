@@ -40,6 +40,7 @@ def test_a_plan_needs_no_data_and_no_gpu(capfd: pytest.CaptureFixture[str]) -> N
     assert "seconds_per_step" not in result
 
 
+@pytest.mark.slow
 def test_one_layout_in_detail_is_that_of_the_table(capfd: pytest.CaptureFixture[str]) -> None:
     two = ("--processes-per-node", "4", *SMALL)
     listed = planned(SMOE, *two, capfd=capfd)["layouts"]

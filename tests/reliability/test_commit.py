@@ -34,7 +34,7 @@ class BrokenPromise(AssertionError):
     """A moment at which there was no complete checkpoint, or half of one."""
 
 
-@pytest.fixture(params=WAYS)
+@pytest.fixture(params=[pytest.param("synchronous", marks=pytest.mark.slow), "snapshot"])
 def way(request):
     return request.param
 
@@ -61,7 +61,9 @@ def recorded(workers, tmp_path_factory):
     return record
 
 
-@pytest.fixture(params=list(STEPS))
+@pytest.fixture(
+    params=["the next", *(pytest.param(each, marks=pytest.mark.slow) for each in [*STEPS][1:])]
+)
 def recording(recorded, way, request):
     return recorded(way, request.param)
 
@@ -182,6 +184,7 @@ def test_the_proof_notices_a_checkpoint_that_is_removed_file_by_file(recorded, t
         replay(recording, operations, tmp_path, every_write=False)
 
 
+@pytest.mark.slow
 def test_the_proof_notices_a_replaced_checkpoint_that_is_not_put_back(
     recorded, tmp_path, monkeypatch
 ):

@@ -13,6 +13,7 @@ from polyad.parallel.checkpoint.format import (
     verify_contents,
 )
 from polyad.parallel.checkpoint.load import Checkpoint
+from tests.helpers.everyday import everyday
 
 pytestmark = pytest.mark.distributed
 
@@ -66,7 +67,7 @@ def damage_everywhere(folder: Path, name: str, count: int) -> int:
     return 4 * count
 
 
-@pytest.mark.parametrize("name", FILES)
+@everyday("name", FILES, keep=["manifest.json", "rank-00001.safetensors"])
 def test_a_flipped_zeroed_cut_or_longer_file_is_named(copy, name):
     assert damage_everywhere(copy, name, 40)
 

@@ -76,6 +76,7 @@ def test_the_notebook_of_a_token_shows_what_a_pruned_expert_changes(beside_a_run
     assert "how=prune</code>" in shown[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_the_notebook_of_the_atlas_takes_away_the_expert_that_it_ranks_first(beside_a_run, capsys):
     names, _ = executed("atlas.ipynb")

@@ -258,7 +258,7 @@ def test_a_head_of_classes_is_named_where_it_cannot_be_written(tmp_path):
         family_of_model(read_model_config(section))
 
 
-@pytest.mark.parametrize(
+@everyday(
     ("in_config", "in_generation", "ends_after"),
     [
         (3, None, 3),
@@ -269,6 +269,7 @@ def test_a_head_of_classes_is_named_where_it_cannot_be_written(tmp_path):
         (None, {"eos_token_id": [6, 3]}, 3),
         (None, None, None),
     ],
+    keep=[([6, 3], None, 3), (3, {"eos_token_id": 6}, 6)],
 )
 def test_a_text_ends_where_transformers_ends_it(in_config, in_generation, ends_after, tmp_path):
     from transformers import AutoModelForCausalLM

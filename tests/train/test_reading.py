@@ -31,7 +31,10 @@ def remainder(tokens):
     return min((length for length in range(24, 61) if tokens % length), key=tokens.__mod__)
 
 
-@pytest.fixture(scope="module", params=["", "begin", "three"])
+@pytest.fixture(
+    scope="module",
+    params=["begin", *(pytest.param(each, marks=pytest.mark.slow) for each in ("", "three"))],
+)
 def folder(request, tmp_path_factory):
     """Weights, and text whose last window is mostly padding; with "three", it has three tokens."""
     root = tmp_path_factory.mktemp("padded")
@@ -181,7 +184,7 @@ def images_run(workers, root):
     return root / "run"
 
 
-@everyday("kind", ["pairs", "choices", "masked text", "images"], keep=["pairs", "images"])
+@everyday("kind", ["pairs", "choices", "masked text", "images"], keep=["pairs"])
 def test_readers_of_other_tasks_count_the_tokens_of_a_trace(
     kind, workers, tmp_path_factory, tmp_path, texts
 ):

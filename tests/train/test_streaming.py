@@ -161,6 +161,7 @@ def test_an_evaluation_goes_on_where_it_was_stopped(begins, tmp_path, monkeypatc
     assert not kept.exists()
 
 
+@pytest.mark.slow
 def test_a_measure_goes_on_with_what_it_had_added_up(tmp_path, monkeypatch):
     folder, data = folder_and_data("olmoe", tmp_path)
     asked = {"data": data, "overrides": WINDOWS}
@@ -271,7 +272,7 @@ def close(one, two):
         for case in ("olmoe", "deepseek_v3", "gpt_oss", "granitemoe")
         for how in ("contribution", "route-around", "mean", "prune")
     ],
-    keep=[("olmoe", "route-around")],
+    keep=[],
 )
 def test_the_atlas_is_that_of_the_whole_model(case, how, tmp_path, monkeypatch):
     """Also where windows without experts of one block alone are held at a time."""

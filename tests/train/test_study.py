@@ -201,6 +201,7 @@ GRID = {LR: [0.01, 0.03]}
 A, B = "learning_rate=0.01", "learning_rate=0.03"
 
 
+@pytest.mark.slow
 def test_the_point_that_is_best_on_validation_is_scored_on_test(study: Any) -> None:
     known = study(seeds=[1, 2], split="test", grid=GRID, variants={"dense": None, "cp": None})
     # On the test split the second point is better, on validation the first.
@@ -409,6 +410,7 @@ def test_a_figure_needs_a_suffix(study: Any, tmp_path: Path, capfd: Any) -> None
     assert ".pdf or .svg or .png is needed" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_figure_is_drawn_in_each_format(study: Any, tmp_path: Path) -> None:
     known = study(tasks={"a": {}, "b": {}})
     frame = finished(known, LOSSES)

@@ -11,6 +11,7 @@ from polyad.model.kernels import grouped as kernels
 from polyad.model.kernels.cpu.experts import experts_on_cpu
 from polyad.model.kernels.grouped import by_grouped_products
 from polyad.model.smoe.experts import Experts
+from tests.helpers.everyday import everyday
 from tests.helpers.routing import make, make_config, make_context
 
 COUNTS = {
@@ -83,8 +84,10 @@ def test_grouped_equals_loop(counts, bias, dtype, tolerance, kind):
         assert (grouped[name] - value).abs().le(tolerance * scale).all(), name
 
 
-@pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 0.02)], ids=str
+@everyday(
+    ("dtype", "tolerance"),
+    [(torch.float32, 1e-6), (torch.bfloat16, 0.02)],
+    keep=[(torch.bfloat16, 0.02)],
 )
 def test_grouped_products_of_a_device_are_traced_whole(dtype, tolerance):
     # In bf16 PyTorch's own grouped product is called, in fp32 one that says what comes out.

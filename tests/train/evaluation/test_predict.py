@@ -65,6 +65,7 @@ def assert_classes(predictions, texts, probabilities_NK):
         assert list(each["probabilities"].values()) == pytest.approx(p_K[best].tolist(), abs=1e-5)
 
 
+@pytest.mark.slow
 def test_labels_are_those_of_one_text_at_a_time(classifier, tmp_path, capfd):
     texts = [row["text"] for row in table(40, 7)]  # more than a batch, of any length
     logits_NK, _ = one_by_one(classifier, texts)

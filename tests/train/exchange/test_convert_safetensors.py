@@ -26,7 +26,7 @@ from tests.helpers.training import tensors
 pytestmark = pytest.mark.distributed
 
 
-@everyday("kind", FEED_FORWARDS, keep=["smoe", "tr"])
+@everyday("kind", FEED_FORWARDS, keep=["smoe"])
 def test_polyad_to_safetensors_to_polyad_to_safetensors_is_bitwise(trained, plain, tmp_path, kind):
     original = Checkpoint(newest(trained(kind)))
     stored = load_file(plain(kind) / "model.safetensors")
@@ -146,6 +146,7 @@ def test_a_start_from_safetensors_of_another_model_is_refused(
     assert expected in refusal(workers(1), config)
 
 
+@pytest.mark.slow
 def test_a_folder_of_safetensors_is_evaluated_as_its_run(workers, trained, plain, prepared_path):
     with pytest.raises(
         ValueError, match=r"is a folder of weights, which names no data; use --data"

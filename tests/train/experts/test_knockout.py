@@ -226,7 +226,7 @@ ROUTERS = {
 HOWS_OF_ATLAS = ("contribution", "route-around", "mean", "prune")
 
 
-@pytest.mark.parametrize("router", ROUTERS)
+@everyday("router", ROUTERS, keep=["attention graph", "sigmoid, normalized"])
 def test_each_action_changes_what_the_same_intervention_changes(router):
     """In windows of which most do without most experts, so that it matters which are read again."""
     model = make_model("linear top-2", num_experts=16, **ROUTERS[router])

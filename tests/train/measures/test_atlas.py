@@ -66,6 +66,7 @@ def mean_loss(model, windows):
     return float(torch.cat([nats for nats, _ in losses_of(model, windows)]).mean())
 
 
+@pytest.mark.slow
 def test_changes_are_those_of_one_intervention_after_the_other(found, by_hand):
     model, layer, windows, _, _ = by_hand
     values = found[0][0]["layers"][LAYER]["by"]["all"]["change"]["value"]

@@ -54,6 +54,7 @@ def test_a_trace_is_that_of_the_command(trained, trace, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_losses_are_those_that_are_evaluated(run):
     table = run.read(tokens=10**9).losses()
     scores = run.evaluate()

@@ -65,6 +65,7 @@ def one(workers, trained):
     return found
 
 
+@pytest.mark.slow
 def test_focus_is_made_of_the_tables_without_rare_classes(one):
     for layer in one[0]["layers"].values():
         assert sorted(layer["focus"]) == [

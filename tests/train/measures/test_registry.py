@@ -67,6 +67,7 @@ def test_sequences_are_read_too(workers, tmp_path_factory):
     assert found[1]["layers"] == pytest.approx(found[0]["layers"])
 
 
+@pytest.mark.slow
 def test_commands_know_it_by_its_name(even, trained, tmp_path, capfd):
     words = ["experts", "even", str(trained("smoe"))]
     file = tmp_path / "a.json"

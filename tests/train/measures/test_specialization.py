@@ -81,6 +81,7 @@ def kind_of(text):
     return "punctuation" if category[0] in "PS" and category != "So" else "other"
 
 
+@pytest.mark.slow
 def test_text_is_as_counted_token_by_token(workers, runs, prepared_path):
     found = workers(1).run(specialization, runs["smoe"])[0]
     tokens, tokenizer, _ = token_by_token(runs["smoe"], prepared_path)

@@ -204,6 +204,7 @@ def test_a_block_of_an_opened_mixture_becomes_another(workers, tmp_path, feed_fo
     }
 
 
+@pytest.mark.slow
 def test_a_copy_of_the_original_recovers_everything(workers, tmp_path, prepared_path):
     """A replaced dense block as wide as the teacher's, with its weights."""
     config = write_config(tmp_path / "teacher.yaml", prepared_path, train__steps=2)

@@ -152,6 +152,7 @@ def test_f1_says_which_class_it_is_of(workers, config, tmp_path):
     assert re.search(f"^F1 of good +{result['f1']:.4f}$", text, re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_two_processes_are_one(workers, config, tmp_path):
     """Loss, gradient norm, every routing statistic, weights and scores; 21 rows are validated."""
     for processes in (1, 2):
