@@ -75,6 +75,7 @@ SMALL_TEXT = "python:pydantic"
 FEW_TOKENS = ("--tokens", "8192")
 FEW_TURNS = ("--repeats", "1")
 SHORT = {
+    "tests.benchmarks.images": FEW_TURNS,
     "tests.benchmarks.checkpoint": (*FEW_TURNS, "--steps", "1", "--sequence-length", "16"),
     "tests.benchmarks.step": (*FEW_TURNS, "--batch-size", "1", "--sequence-length", "16"),
     "tests.benchmarks.layer": (*FEW_TURNS, "--tokens", "64", "--width", "128", "--hidden", "512"),

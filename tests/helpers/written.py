@@ -28,7 +28,7 @@ from polyad.train.study import StudyConfig
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARK = "tests.benchmarks."
 """What the names of measurements begin with, as in `python -m tests.benchmarks.layer`."""
-SCRIPTS = ("checkpoint", "layer", "routing", "step")
+SCRIPTS = ("checkpoint", "images", "layer", "routing", "step")
 PROGRAMS = ("polyad", "torchrun", "python", "make", "tensorboard")
 """First words that make a block of text one of commands. Every line of it is one then."""
 PATHS = frozenset({"DIR", "FILE", "FOLDER", "PATH", "RUN", "CHECKPOINT", "CHECKPOINT_OR_RUN"})
