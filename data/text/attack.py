@@ -3,16 +3,14 @@
 import random
 import re
 from collections.abc import Callable, Iterator
-from itertools import chain, islice
 from pathlib import Path
 from typing import NamedTuple
 
 from polyad.data.errors import DataError, check_attack
 from polyad.data.text.dataset import TokenStream
-from polyad.data.text.indexed import SplitWriter
 from polyad.data.text.manifest import SplitInfo
 from polyad.data.text.tokenizers.tokenizer import Tokenizer, UnknownWordError
-from polyad.data.text.writer import BATCH_CHARACTERS, cut_between_words
+from polyad.data.text.writer import BATCH_CHARACTERS, SplitWriter, encode_documents
 
 REPLACEMENT = "AAA"
 """The word of TextAttack's word swap, which the papers use."""
@@ -104,7 +102,9 @@ def write_attacked(
             swapped = [attack(text, first + row) for row, text in enumerate(texts)]
             words += sum(each.words for each in swapped)
             replaced += sum(each.replaced for each in swapped)
-            _write(writer, tokenizer, [each.text for each in swapped])
+            changed = [each.text for each in swapped]
+            for ids, text in zip(encode_documents(tokenizer, changed), changed, strict=True):
+                writer.add(ids, text)
         info = writer.finish()
     except UnknownWordError as error:
         raise DataError(f"{stream.prefix}.bin: cannot be attacked: {error}") from None
@@ -139,12 +139,3 @@ def _batches(texts: Iterator[str]) -> Iterator[tuple[int, list[str]]]:
             first, batch, characters = first + len(batch), [], 0
     if batch:
         yield first, batch
-
-
-def _write(writer: SplitWriter, tokenizer: Tokenizer, texts: list[str]) -> None:
-    """Encodes long documents in the same pieces as `polyad prepare`."""
-    cuts = tokenizer.encodes_in_pieces()
-    pieces = [list(cut_between_words(text)) if cuts else [text] for text in texts]
-    encoded = iter(tokenizer.encode_batch(list(chain.from_iterable(pieces))))
-    for text, parts in zip(texts, pieces, strict=True):
-        writer.add(list(chain.from_iterable(islice(encoded, len(parts)))), text)

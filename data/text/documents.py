@@ -8,7 +8,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Literal
 
-from polyad.data.errors import DataError, nearest, user_path
+from polyad.data.errors import DataError, nearest, one_line, user_path
 from polyad.data.prepared import LeftOut, SplitName, in_words
 from polyad.data.text.folders import (
     PACKAGE,
@@ -27,7 +27,7 @@ DocumentKind = Literal["files", "lines"]
 """What counts as a document of a text file: the whole file, or a line."""
 FileFormat = Literal["text"]
 """A file format that is used whatever the file extension."""
-TABLES = (".csv", ".tsv")
+TABLES = (".tsv",)
 """Extensions of tables, which are not sources of text."""
 TEXT_KEY = "text"
 """The default key or column of the text."""
@@ -89,8 +89,7 @@ class FileSource:
             return False
         if all(file.format is TEXT for file in self.files):
             return sum(file.size > 0 for file in self.files) < count
-        ends = (document for document in self.documents() if document.is_last)
-        return sum(1 for _ in islice(ends, count)) < count
+        return sum(1 for _ in islice(self.documents(), count)) < count
 
     @property
     def total_bytes(self) -> int:
@@ -120,8 +119,7 @@ class FileSource:
             skipped: Counters that are increased for empty documents and unreadable files.
 
         Yields:
-            The documents that are not empty, in order; memory holds one at a time, or one piece of
-            a long text file.
+            The documents that are not empty, in order; memory holds one at a time.
 
         Raises:
             DataError: A file cannot be read, or has invalid content for its kind.
@@ -130,24 +128,18 @@ class FileSource:
         return self.part.of(self._documents(counted or Skipped()))
 
     def _documents(self, skipped: Skipped) -> Iterator[Document]:
-        before = 0
         for file in self.files:
-            parts = file.format.read(file.path, self.text_key)
             try:
-                number, begun = 0, False
-                for text, position, is_last in parts:
-                    if text or begun:
-                        yield Document(f"{file.name}#{number}", text, before + position, is_last)
+                for number, text in enumerate(file.format.read(file.path, self.text_key)):
+                    if text:
+                        yield Document(f"{file.name}#{number}", text)
                     else:
                         skipped.empty += 1
-                    begun = not is_last
-                    number += is_last
             except (OSError, UnicodeDecodeError) as error:
                 if not self.skip_unreadable:
-                    reason = getattr(error, "strerror", None) or error
+                    reason = getattr(error, "strerror", None) or one_line(error)
                     raise DataError(f"{file.path}: cannot be read: {reason}") from None
                 skipped.unreadable += 1
-            before += file.size
 
 
 _NAME_BYTES = {"encoding": "utf-8", "errors": "surrogateescape"}  # file names may be any bytes
@@ -202,9 +194,10 @@ def open_source(
     """Opens a source given by name or path, without reading its text.
 
     Args:
-        spec: `python-stdlib`, or `python:` and a package; a `.txt`, `.jsonl`, `.jsonl.gz` or
-            `.parquet` file; a folder, searched for such files (hidden ones left out) and read in
-            the order of their paths; or a Hugging Face data set, see `data.text.hub.find_dataset`.
+        spec: `python-stdlib`, or `python:` and a package; a `.txt`, `.jsonl`, `.jsonl.gz`,
+            `.jsonl.zst`, `.csv` or `.parquet` file; a folder, searched for such files (hidden ones
+            left out) and read in the order of their paths; or a Hugging Face data set, see
+            `data.text.hub.find_dataset`.
         text_key: Key or column of the text in `.jsonl` and `.parquet` files and data sets.
         streaming: Whether data sets of the Hugging Face hub are read without a copy on the disk.
         split: The split of a data set that has several; train if it does not have this one.

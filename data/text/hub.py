@@ -142,11 +142,9 @@ class DatasetSource:
 
     def _documents(self, skipped: Skipped) -> Iterator[Document]:
         texts = join_articles(self._texts()) if self.by_article else self._texts()
-        position = 0
         for number, text in enumerate(texts):
-            position += len(text.encode("utf-8"))
             if text:
-                yield Document(f"{self.spec} {self.split}#{number}", text, position)
+                yield Document(f"{self.spec} {self.split}#{number}", text)
             else:
                 skipped.empty += 1
 

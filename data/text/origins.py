@@ -75,7 +75,7 @@ def _names(
     found: dict[int, str] = {}
     number, last = 0, max(documents)
     for of, document in Sources({first: source}, dealt, "documents").assigned(Skipped()):
-        if of == split and document.is_last:
+        if of == split:
             if number in documents:
                 found[number] = whole.get(document.name, document.name)
             number += 1

@@ -30,7 +30,7 @@ from polyad.data.text.documents import (
     open_splits,
 )
 from polyad.data.text.hub import DatasetSource
-from polyad.data.text.indexed import SplitWriter, token_dtype
+from polyad.data.text.indexed import token_dtype
 from polyad.data.text.manifest import (
     FORMAT_VERSION,
     Manifest,
@@ -41,10 +41,12 @@ from polyad.data.text.manifest import (
 from polyad.data.text.source import Part, Skipped, Source, Sources, documents_needed
 from polyad.data.text.tokenizers.tokenizer import Tokenizer, all_cores, special_line
 from polyad.data.text.tokenizers.training import resolve_tokenizer, training_wanted
-from polyad.data.text.writer import DatasetWriter, PieceCutter
+from polyad.data.text.writer import DatasetWriter, SplitWriter, cut_between_words
 
 HELD_OUT = 0.05
 """Default share of the text held out for each split that has no source of its own."""
+WINDOW = 256
+"""Tokens of a short window; a split of no more is of no use."""
 _PART = re.compile(r"([1-9]\d{0,5})/([1-9]\d{0,5})")
 
 
@@ -77,7 +79,7 @@ class PrepareConfig:
     test_source: str | None = None
     """Text to use as the test split instead."""
     text_key: str = TEXT_KEY
-    """Key or column of the text in `.jsonl` and `.parquet` files and data sets."""
+    """Key or column of the text in `.jsonl`, `.csv` and `.parquet` files and data sets."""
     end_of_text: str | None = None
     """The token that ends each document; None for a well-known one."""
     streaming: bool = False
@@ -295,15 +297,12 @@ def _trained(request: Request, sources: Sources, progress: Progress) -> Tokenize
     def texts() -> Iterator[str]:
         nonlocal done
         train_only = sources._replace(by_split={"train": sources.by_split["train"]})
-        cutter = PieceCutter()
         progress.start("training the tokenizer", train_only.total_bytes)
         for split, document in train_only.assigned(Skipped()):
-            done = document.bytes_read
+            done += document.size
             progress.update(done)
             if split == "train":
-                yield from cutter.add(document.text, is_last=document.is_last)
-                if document.is_last:
-                    yield cutter.take_rest()
+                yield from cut_between_words(document.text)
 
     trained = resolve_tokenizer(
         request.tokenizer, end_of_text=request.end_of_text, training_texts=texts
@@ -318,16 +317,13 @@ def _encoded(
     """Writes the tokens of all splits into a folder."""
     progress.start("encoding", sources.total_bytes)
     with contextlib.closing(DatasetWriter(folder, tokenizer)) as writer:
+        done = 0
         for split, document in sources.assigned(skipped):
-            writer.add(split, document.text, document.name, document.is_last)
-            progress.update(document.bytes_read)
+            writer.add(split, document.text, document.name)
+            done += document.size
+            progress.update(done)
         splits = writer.finish()
-        progress.finish(sources.total_bytes, writer.tokens)
-    if writer.forced_cuts:
-        progress.say(
-            f"{writer.forced_cuts:,} cuts inside long documents, at line ends: tokens next to a "
-            "cut may differ"
-        )
+        progress.finish(done, writer.tokens)
     if line := special_line(writer.special):
         progress.say(line)
     return splits
@@ -355,12 +351,25 @@ def _existing(output: Path, text: _Text, *, overwrite: bool) -> Manifest | None:
 def _report(output: Path, manifest: Manifest, progress: Progress) -> None:
     """Reports what the folder contains, and what was left out."""
     request = manifest.request
+    total = max(1, sum(split.bytes for split in manifest.splits.values()))
     fractions = {"validation": request.validation_fraction, "test": request.test_fraction}
     for name in SPLITS:
         split = manifest.splits[name]
-        progress.say(f"{name}: {split.documents:,} documents, {split.tokens:,} tokens")
-        if fractions.get(name, 1) and split.documents == 0:
-            progress.say(f"warning: too few documents in {request.source} for a {name} split")
+        share, wanted = split.bytes / total, fractions.get(name, 1)
+        progress.say(
+            f"{name}: {split.documents:,} documents, {split.tokens:,} tokens, {share:.1%} of the "
+            "bytes"
+        )
+        if (wanted or split.tokens) and split.tokens <= WINDOW:
+            progress.say(
+                f"warning: the {name} split is too small to use: {split.tokens:,} tokens "
+                f"({split.bytes:,} bytes) are not one window of {WINDOW}"
+            )
+        if wanted and share > 2 * wanted:
+            progress.say(
+                f"warning: the {name} split has {share:.1%} of the bytes where {wanted:.1%} are "
+                "to be held out: a document is too large for that"
+            )
     if left := left_out_of(manifest):
         progress.say(f"left out: {left}")
     progress.say(
@@ -521,8 +530,8 @@ def _check_used(
             )
         if config.text_key != TEXT_KEY and not any(each.has_keys for each in files):
             raise DataError(
-                f"--text-key: {config.text_key!r} applies only to .jsonl and .parquet files and "
-                f"data sets, and {config.source} has none"
+                f"--text-key: {config.text_key!r} applies only to .jsonl, .csv and .parquet files "
+                f"and data sets, and {config.source} has none"
             )
 
 

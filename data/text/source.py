@@ -5,7 +5,7 @@ Documents are assigned to splits one by one, or by position if there are few.
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Literal, NamedTuple, Protocol
@@ -14,19 +14,20 @@ from polyad.data.prepared import SplitName
 
 
 class Document(NamedTuple):
-    """One document of a source, or a part of a document that is too long for memory.
+    """One document of a source.
 
     Attributes:
         name: Its origin: the file, relative to the source, and its number there.
-        text: The text, not empty. For a document in parts, the next part; the last may be empty.
-        bytes_read: Position of its end in the source, in bytes of the files on disk.
-        is_last: Whether the document ends here. Otherwise its next part follows immediately.
+        text: The text, not empty.
     """
 
     name: str
     text: str
-    bytes_read: int
-    is_last: bool = True
+
+    @property
+    def size(self) -> int:
+        """Bytes of the text in UTF-8."""
+        return len(self.text.encode())
 
 
 class Part(NamedTuple):
@@ -37,11 +38,7 @@ class Part(NamedTuple):
 
     def of(self, documents: Iterator[Document]) -> Iterator[Document]:
         """Takes every document whose number modulo `parts` is `number`."""
-        number = 0
-        for document in documents:
-            if number % self.parts == self.number:
-                yield document
-            number += document.is_last
+        return islice(documents, self.number, None, self.parts)
 
 
 WHOLE = Part(0, 1)
@@ -64,7 +61,7 @@ class Source(Protocol):
 
     @property
     def total_bytes(self) -> int:
-        """Total amount to read, in the unit of `Document.bytes_read`; 0 if unknown."""
+        """Bytes of the source, about those of its documents; 0 if unknown."""
 
     def listing_digest(self) -> str:
         """Returns a SHA-256 that shows whether the source has changed, without reading it."""
@@ -77,7 +74,7 @@ class Source(Protocol):
         """
 
     def documents(self, skipped: Skipped | None = None) -> Iterator[Document]:
-        """Reads the source from its beginning; only a small part of it is in memory.
+        """Reads the source from its beginning; memory holds one document at a time.
 
         Args:
             skipped: Counters that are increased for what is left out.
@@ -118,23 +115,20 @@ class Sources(NamedTuple):
         fractions = self.fractions if name == "train" and self.split_by == "documents" else {}
         needed = documents_needed(fractions)
         if needed > 1:
-            ends = (each for each in self.by_split[name].documents() if each.is_last)
-            if sum(1 for _ in islice(ends, needed)) < needed:
+            documents = self.by_split[name].documents()
+            if sum(1 for _ in islice(documents, needed)) < needed:
                 return CountShares(name, fractions)
         return ByteShares(name, fractions)
 
     def assigned(self, skipped: Skipped) -> Iterator[tuple[SplitName, Document]]:
-        """Reads all sources, each document with its split; `bytes_read` counts over all."""
-        before = 0
+        """Reads all sources, each document with its split."""
         for name, source in self.by_split.items():
             documents = source.documents(skipped)
             if name == "train" and self.split_by == "position":
-                found = split_by_position(documents, source.total_bytes, self.fractions)
+                yield from split_by_position(list(documents), self.fractions)
             else:
-                found = _dealt(documents, name, self.shares(name))
-            for split, document in found:
-                yield split, document._replace(bytes_read=before + document.bytes_read)
-            before += source.total_bytes
+                shares = self.shares(name)
+                yield from ((shares.split_of(each.size), each) for each in documents)
 
     @property
     def total_bytes(self) -> int:
@@ -181,9 +175,6 @@ class Shares(Protocol):
             size: Its size, in bytes of UTF-8.
         """
 
-    def is_too_large(self, size: int) -> bool:
-        """Returns whether it goes to the first split if it has `size` bytes or more."""
-
 
 class CountShares:
     """Shares of the number of documents; see `split_of_documents`."""
@@ -194,10 +185,6 @@ class CountShares:
     def split_of(self, size: int) -> SplitName:
         """Returns the split of the next document, whatever its size."""
         return next(self._splits)
-
-    def is_too_large(self, size: int) -> bool:
-        """Returns False: sizes do not count."""
-        return False
 
 
 class ByteShares:
@@ -233,14 +220,6 @@ class ByteShares:
         # The second: |held + size - goal| < |held - goal|.
         return (is_usual and held < goal) or held + size / 2 < goal
 
-    def is_too_large(self, size: int) -> bool:
-        """Returns whether the next document goes to `first` if it has `size` bytes or more."""
-        is_large = size * (self._number + 1) > 2 * (self._total + size)
-        return all(
-            fraction < 0.5 and is_large and not self._takes(name, size)
-            for name, fraction in self._fractions.items()
-        )
-
 
 def documents_needed(fractions: dict[SplitName, float]) -> int:
     """Returns the number of documents needed to assign them one by one.
@@ -252,31 +231,10 @@ def documents_needed(fractions: dict[SplitName, float]) -> int:
     return math.ceil(1 / min(held_out) - 1e-6) if held_out else 1
 
 
-def _dealt(
-    documents: Iterator[Document], first: SplitName, shares: Shares
-) -> Iterator[tuple[SplitName, Document]]:
-    split: SplitName | None = None
-    size, waiting = 0, list[Document]()
-    for document in documents:
-        size += len(document.text.encode())
-        waiting.append(document)
-        if document.is_last:
-            split = shares.split_of(size)
-        elif shares.is_too_large(size):  # the rest need not be in memory to know
-            split = first
-        if split is not None:
-            yield from ((split, each) for each in waiting)
-            waiting.clear()
-        if document.is_last:
-            split, size = None, 0
-
-
 def split_by_position(
-    documents: Iterator[Document],
-    total_bytes: int,
-    fractions: dict[SplitName, float],
+    documents: Sequence[Document], fractions: dict[SplitName, float]
 ) -> Iterator[tuple[SplitName, Document]]:
-    """Lays documents end to end and holds the last parts out.
+    """Lays a few documents end to end and holds the last parts out.
 
     A border is after the first line end at or behind its nominal place, else before white space,
     both within a tenth of the smallest share and `MOST_SLACK` characters; else at the nominal
@@ -286,28 +244,27 @@ def split_by_position(
         Each document or part of one, and its split.
     """
     held_out = {name: share for name, share in fractions.items() if share > 0}
+    total = sum(document.size for document in documents)
     borders: list[tuple[float, SplitName]] = []
     before = 1 - sum(held_out.values())
     for name, share in held_out.items():
-        borders.append((before * total_bytes, name))
+        borders.append((before * total, name))
         before += share
-    slack = min(MOST_SLACK, int(min(held_out.values(), default=0) * total_bytes / 10))
+    slack = min(MOST_SLACK, int(min(held_out.values(), default=0) * total / 10))
     split: SplitName = "train"
-    start, begun = 0, False
+    start = 0
     for document in documents:
-        text = document.text
-        while borders and document.bytes_read > borders[0][0]:
+        text, stop = document.text, start + document.size
+        while borders and stop > borders[0][0]:
             border, following = borders.pop(0)
             place = _border(text, max(0, math.ceil(border) - start), slack)
-            head, text = text[:place], text[place:]
+            if head := text[:place]:
+                yield split, document._replace(text=head)
             start += len(head.encode())
-            if head or begun:
-                yield split, document._replace(text=head, bytes_read=start, is_last=True)
-            split, begun = following, False
-        start = document.bytes_read
-        if text or begun:
+            text, split = text[place:], following
+        if text:
             yield split, document._replace(text=text)
-            begun = not document.is_last
+        start = stop
 
 
 def _border(text: str, offset: int, slack: int) -> int:

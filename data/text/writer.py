@@ -1,122 +1,120 @@
-"""Writes documents to the files of their splits: encodes them in batches, with bounded memory.
-
-A long text is cut into pieces that have the same tokens as the whole.
-"""
+"""Writes documents to the files of their splits: encodes them in batches, with bounded memory."""
 
 import re
+import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import chain, islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from polyad.data.errors import DataError
 from polyad.data.prepared import SPLITS, SplitName
-from polyad.data.text.indexed import SplitWriter
+from polyad.data.text.indexed import token_dtype
 from polyad.data.text.manifest import SplitInfo
 from polyad.data.text.tokenizers.tokenizer import Tokenizer, UnknownWordError
 
 PIECE_CHARACTERS = 128 * 1024
-"""A document longer than this is encoded in pieces of about this many characters."""
-HELD_CHARACTERS = 4 * 1024 * 1024
-"""Maximum number of characters held while looking for a place to cut."""
+"""A document longer than this is encoded in pieces of about this many characters, on all cores."""
+BATCH_CHARACTERS = 512 * 1024
+"""Characters encoded per batch; document lengths differ too much to count documents."""
 
 # After a single line feed, or before a single space and a letter: pre-tokenizers like GPT-2's begin
 # a token there whatever comes before. This does not hold for runs of white space.
 _TOKEN_BOUNDARY = re.compile(r"(?<=\S)(?:\n(?=\S)|(?= [^\W\d_]))")
-_BOUNDARY_CHARACTERS = 3
-"""Number of adjacent characters needed to recognize a boundary."""
-
-
-class PieceCutter:
-    """Cuts a document that arrives in parts exactly as if it had arrived whole.
-
-    Memory holds the text since the last cut. If that reaches `HELD_CHARACTERS` before the document
-    ends, it is cut after the last line feed in it, else before the last word, else at its end.
-
-    Args:
-        size: Minimum length of a piece except the last; None cuts only to bound memory.
-        most: Maximum number of characters held.
-
-    Attributes:
-        held: Text since the last cut.
-        forced: Number of cuts made to bound memory, which may change the tokens.
-    """
-
-    def __init__(self, size: int | None = PIECE_CHARACTERS, most: int = HELD_CHARACTERS) -> None:
-        self._size, self._most = size, most
-        self.held = ""
-        self.forced = 0
-
-    @classmethod
-    def of(cls, tokenizer: Tokenizer) -> "PieceCutter":
-        """Makes a cutter for a tokenizer.
-
-        Args:
-            tokenizer: The tokenizer that encodes the pieces.
-        """
-        size = PIECE_CHARACTERS if tokenizer.encodes_in_pieces() else None
-        return cls(size)
-
-    def add(self, text: str, *, is_last: bool) -> Iterator[str]:
-        """Adds the next part of a document.
-
-        Args:
-            text: Any text.
-            is_last: Whether the document ends with it; `take_rest` then gives the last piece.
-
-        Yields:
-            The complete pieces so far.
-        """
-        # A boundary at the end of the held text is recognized only with the text that follows.
-        searched = len(self.held) - _BOUNDARY_CHARACTERS
-        whole, start = self.held + text, 0
-        while self._size is not None and len(whole) - start > self._size:
-            match = _TOKEN_BOUNDARY.search(whole, max(start + self._size - 1, searched))
-            if match is None:
-                break
-            yield whole[start : match.end()]
-            start = match.end()
-        self.held = whole[start:]
-        if len(self.held) > self._most and not is_last:
-            cut = _last_place(self.held)
-            piece, self.held = self.held[:cut], self.held[cut:]
-            self.forced += 1
-            yield piece
-
-    def take_rest(self) -> str:
-        """Ends the document.
-
-        Returns:
-            Its last piece.
-        """
-        rest, self.held = self.held, ""
-        return rest
 
 
 def cut_between_words(text: str, size: int = PIECE_CHARACTERS) -> Iterator[str]:
     """Cuts a text only where no token of a GPT-2-like tokenizer spans the cut.
+
+    Args:
+        text: Any text.
+        size: Minimum length of a piece except the last, in characters.
 
     Yields:
         Pieces whose concatenation is the text, each cut after a single line feed, or before a
         single space and a letter, between characters that are not white space; a text without such
         a place is one piece.
     """
-    cutter = PieceCutter(size)
-    yield from cutter.add(text, is_last=True)
-    yield cutter.take_rest()
+    start = 0
+    while match := _TOKEN_BOUNDARY.search(text, start + size - 1):
+        yield text[start : match.end()]
+        start = match.end()
+    yield text[start:]
 
 
-def _last_place(text: str) -> int:
-    """Finds the last acceptable place to cut a text that has no better one."""
-    if line_end := text.rfind("\n", 1) + 1:
-        return line_end
-    words = text.rsplit(maxsplit=1)
-    return max(1, text.rfind(words[1]) - 1) if len(words) == 2 else len(text)
+class SplitWriter:
+    """Writes a split's `.bin` and `.idx` with megatron-core's builder, and counts them.
+
+    Args:
+        prefix: The files' common path, without `.bin` and `.idx`.
+        tokenizer: The tokenizer, which determines the token type and the ends of documents.
+    """
+
+    def __init__(self, prefix: Path, tokenizer: Tokenizer) -> None:
+        self._dtype = token_dtype(tokenizer.vocab_size)
+        self._before, self._end = tokenizer.before, tokenizer.end_of_text_id
+        self._prefix = prefix
+        self._builder = _builder(prefix.with_suffix(".bin"), self._dtype)
+        self._length = 0  # of the document that is being written
+        self._documents = self._words = self._bytes = 0
+        self.tokens = 0
+        """Tokens written so far."""
+
+    def add(self, ids: Sequence[int], text: str, *, is_last: bool = True) -> None:
+        """Appends a document, or the next piece of one.
+
+        Args:
+            ids: The tokens of its text.
+            text: Its text.
+            is_last: Whether the document ends here.
+        """
+        before = [] if self._length else self._before
+        tokens = np.array([*before, *ids, *([self._end] if is_last else [])], dtype=self._dtype)
+        self._length += len(tokens)
+        self.tokens += len(tokens)
+        self._words += len(text.split())
+        self._bytes += len(text.encode("utf-8"))
+        if is_last:
+            self._builder.add_document(tokens, [self._length])
+            self._documents, self._length = self._documents + 1, 0
+        else:
+            self._builder.data_file.write(tokens.tobytes())
+
+    def copy(self, prefix: Path, split: SplitInfo) -> None:
+        """Appends all documents of another split.
+
+        Args:
+            prefix: The path of its files.
+            split: Its counts.
+        """
+        if split.documents:
+            self._builder.add_index(str(prefix))
+        self._documents += split.documents
+        self.tokens += split.tokens
+        self._words += split.words
+        self._bytes += split.bytes
+
+    def finish(self) -> SplitInfo:
+        """Writes the index; returns the counts of the split."""
+        self._builder.finalize(str(self._prefix.with_suffix(".idx")))
+        return SplitInfo(
+            documents=self._documents, tokens=self.tokens, words=self._words, bytes=self._bytes
+        )
+
+    def close(self) -> None:
+        """Closes the file, finished or not."""
+        self._builder.data_file.close()
 
 
-BATCH_CHARACTERS = 512 * 1024
-"""Characters encoded per batch; document lengths differ too much to count documents."""
+def _builder(path: Path, dtype: type[np.uint16] | type[np.int32]) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it warns of kernels that are not used here
+        from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+    return IndexedDatasetBuilder(str(path), dtype)
 
 
 class DatasetWriter:
@@ -136,7 +134,7 @@ class DatasetWriter:
     def __init__(self, folder: Path, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self.special: Counter[str] = Counter()
-        self._cutter = PieceCutter.of(tokenizer)
+        self._in_pieces = tokenizer.encodes_in_pieces()
         self._pending: list[_Piece] = []
         self._pending_characters = 0
         self._running: tuple[list[_Piece], Future[list[list[int]]]] | None = None
@@ -148,24 +146,20 @@ class DatasetWriter:
         """Tokens written so far, in all splits."""
         return sum(writer.tokens for writer in self._splits.values())
 
-    @property
-    def forced_cuts(self) -> int:
-        """Number of cuts at which the tokens may differ from those of the whole text."""
-        return self._cutter.forced
-
-    def add(self, split: SplitName, text: str, name: str, is_last: bool = True) -> None:
-        """Appends a document, or the next part of one.
+    def add(self, split: SplitName, text: str, name: str) -> None:
+        """Appends a document.
 
         Args:
             split: The split that it belongs to.
             text: Its text.
             name: Its name, for error messages.
-            is_last: Whether the document ends here.
         """
-        for piece in self._cutter.add(text, is_last=is_last):
-            self._add_piece(_Piece(split, piece, False, name))
-        if is_last:
-            self._add_piece(_Piece(split, self._cutter.take_rest(), True, name))
+        pieces = cut_between_words(text) if self._in_pieces else iter([text])
+        held = next(pieces)
+        for piece in pieces:
+            self._add_piece(_Piece(split, held, False, name))
+            held = piece
+        self._add_piece(_Piece(split, held, True, name))
 
     def finish(self) -> dict[SplitName, SplitInfo]:
         """Encodes what is pending and finishes all files.
@@ -174,7 +168,7 @@ class DatasetWriter:
             The counts of each split.
         """
         self._encode_pending()
-        self._write_encoded()
+        self._encode_pending()
         return {name: writer.finish() for name, writer in self._splits.items()}
 
     def close(self) -> None:
@@ -195,21 +189,15 @@ class DatasetWriter:
         before = self._running
         texts = [piece.text for piece in pieces]
         self._running = (pieces, self._thread.submit(self._encode, texts))
-        self._write(before)
+        if before is not None:
+            self._write(*before)
 
     def _encode(self, texts: list[str]) -> list[list[int]]:
         batch = self._tokenizer.encode_batch(texts)
         self.special += self._tokenizer.special_in(texts, batch)
         return batch
 
-    def _write_encoded(self) -> None:
-        running, self._running = self._running, None
-        self._write(running)
-
-    def _write(self, encoded: "tuple[list[_Piece], Future[list[list[int]]]] | None") -> None:
-        if encoded is None:
-            return
-        pieces, future = encoded
+    def _write(self, pieces: "list[_Piece]", future: "Future[list[list[int]]]") -> None:
         try:
             batch = future.result()
         except UnknownWordError as error:
@@ -223,3 +211,20 @@ class _Piece(NamedTuple):
     text: str
     is_last: bool
     name: str
+
+
+def encode_documents(tokenizer: Tokenizer, texts: Sequence[str]) -> Iterator[list[int]]:
+    """Encodes whole documents as `DatasetWriter` does, long ones in pieces.
+
+    Args:
+        tokenizer: The tokenizer.
+        texts: Any texts.
+
+    Yields:
+        The ids of each text.
+    """
+    cuts = tokenizer.encodes_in_pieces()
+    pieces = [list(cut_between_words(text)) if cuts else [text] for text in texts]
+    encoded = iter(tokenizer.encode_batch(list(chain.from_iterable(pieces))))
+    for parts in pieces:
+        yield list(chain.from_iterable(islice(encoded, len(parts))))

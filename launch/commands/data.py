@@ -19,7 +19,7 @@ class TextOptions:
         Argument(
             "text to prepare: python-stdlib, python:PACKAGE, openwebtext, wikitext-103, "
             "hub:OWNER/NAME[:CONFIG], hub:FOLDER[:CONFIG] (a local copy), arrow:FOLDER (saved "
-            "with save_to_disk), or a .txt, .jsonl or .parquet file, or a folder of them"
+            "with save_to_disk), or a .txt, .jsonl, .csv or .parquet file, or a folder of them"
         ),
     ] = None
     tokenizer: Annotated[
@@ -58,7 +58,8 @@ class TextOptions:
     text_key: Annotated[
         str,
         Argument(
-            "key or column that holds the text in .jsonl and .parquet files; default text", "KEY"
+            "key or column that holds the text in .jsonl, .csv and .parquet files; default text",
+            "KEY",
         ),
     ] = "text"
     documents: Annotated[

@@ -96,7 +96,7 @@ def cut_small(monkeypatch):
         counts.append(len(parts))
         return parts
 
-    monkeypatch.setattr("polyad.data.text.attack.cut_between_words", cut)
+    monkeypatch.setattr("polyad.data.text.writer.cut_between_words", cut)
     return counts
 
 

@@ -15,7 +15,7 @@ from polyad.data.errors import DataError
 from polyad.data.text import folders
 from polyad.data.text.documents import PYTHON_STDLIB, Skipped, open_source
 from polyad.data.text.folders import module_files, standard_library
-from polyad.data.text.readers import PART_BYTES
+from polyad.data.text.source import Document
 
 
 def read(path: Path, **options: str) -> list[str]:
@@ -36,50 +36,19 @@ def write_parquet(path: Path, **columns: list[object]) -> Path:
 
 
 @pytest.mark.parametrize("ending", ["\n", "\r\n", "\r"])
-def test_a_text_file_is_one_document_in_parts(tmp_path, library_text, ending):
-    content = ("漢" + library_text.replace("\n", ending) * 3).encode()
+def test_a_text_file_is_one_document_whatever_it_holds(tmp_path, library_text, ending):
+    content = "\ufeff漢\0\n\n" + library_text.replace("\n", ending)
+    (tmp_path / "a.txt").write_bytes(content.encode())
+    assert list(open_source(str(tmp_path)).documents()) == [Document("a.txt#0", content)]
+
+
+def test_a_line_is_one_document_where_that_is_asked_for(tmp_path):
     path = tmp_path / "a.txt"
-    path.write_bytes(content)
-    parts = list(open_source(str(path)).documents())
-    assert "".join(part.text for part in parts).encode() == content
-    assert len(parts) == -(-len(content) // PART_BYTES)
-    assert all(len(part.text.encode()) <= PART_BYTES + 3 for part in parts)
-    assert [part.is_last for part in parts] == [False] * (len(parts) - 1) + [True]
-    assert {part.name for part in parts} == {"a.txt#0"}
-
-
-def test_a_small_text_file_is_one_document_whatever_it_holds(tmp_path):
-    path = tmp_path / "a.txt"
-    path.write_text("x\n\n" * 40_000)
-    parts = list(open_source(str(path)).documents())
-    assert "".join(part.text for part in parts) == path.read_text()
-    assert sum(part.is_last for part in parts) == 1
-
-
-@pytest.mark.parametrize("part_bytes", [PART_BYTES, 7])
-def test_a_line_is_one_document_where_that_is_asked_for(tmp_path, monkeypatch, part_bytes):
-    monkeypatch.setattr("polyad.data.text.readers.PART_BYTES", part_bytes)
-    path = tmp_path / "a.txt"
-    path.write_bytes("one\r\n\n \t\n  two words, 漢字 \nx\ry\r\n\nlast".encode())
-    documents = [""]
-    positions = []
-    for part in open_source(str(path), documents="lines").documents():
-        documents[-1] += part.text
-        positions.append(part.bytes_read)
-        if part.is_last:
-            documents.append("")
-    assert documents == ["one", "  two words, 漢字 ", "x\ry", "last", ""]
-    assert positions == sorted(positions)
-    assert positions[-1] == path.stat().st_size
-
-
-def test_a_line_without_end_comes_in_parts(tmp_path):
-    path = tmp_path / "a.txt"
-    path.write_text("x" * (3 * PART_BYTES) + "\nshort\n")
-    parts = list(open_source(str(path), documents="lines").documents())
-    assert "".join(part.text for part in parts) == "x" * (3 * PART_BYTES) + "short"
-    assert [part.name for part in parts if part.is_last] == ["a.txt#0", "a.txt#1"]
-    assert all(len(part.text) <= 2 * PART_BYTES for part in parts)
+    path.write_bytes("one\r\n\n \t\n  two words, 漢字 \nx\ry\r\n\nu\u2028v\x0c\nlast".encode())
+    lines = ["one", "  two words, 漢字 ", "x\ry", "u\u2028v\x0c", "last"]
+    assert read(path, documents="lines") == lines
+    path.write_bytes(b"fine\n\xff\n")
+    assert "a.txt, line 2: is not UTF-8" in error_of(path, documents="lines")
 
 
 def test_format_text_reads_files_of_any_name(tmp_path):
@@ -93,15 +62,6 @@ def test_format_text_reads_files_of_any_name(tmp_path):
     assert "--format text" in error_of(tmp_path / "b.py")
     (tmp_path / "image.png").write_bytes(b"\x89PNG")
     assert "image.png: byte 0 (line 1) is not UTF-8" in error_of(tmp_path, file_format="text")
-
-
-def test_txt_positions_end_at_the_size(tmp_path, library_text):
-    (tmp_path / "a.txt").write_text(library_text)
-    (tmp_path / "b.txt").write_text("last")
-    source = open_source(str(tmp_path))
-    positions = [document.bytes_read for document in source.documents()]
-    assert positions == sorted(positions)
-    assert positions[-1] == source.total_bytes
 
 
 def test_invalid_utf8_names_byte_and_line(tmp_path):
@@ -154,23 +114,42 @@ def test_bad_json_line_names_file_and_line(tmp_path, line, expected):
     assert expected in message
 
 
+def test_lines_are_read_from_compressed_files_of_several_frames(tmp_path):
+    lines = [json.dumps({"text": f"{number} {'x' * 99}"}).encode() + b"\n" for number in range(9)]
+    for name, codec in (("a.jsonl.gz", "gzip"), ("b.jsonl.zst", "zstd")):
+        frames = [pyarrow.compress(line, codec, asbytes=True) for line in lines]
+        (tmp_path / name).write_bytes(b"".join(frames))
+    assert read(tmp_path) == [json.loads(line)["text"] for line in lines] * 2
+
+
+def test_texts_of_a_csv_are_strings_whatever_they_look_like(tmp_path):
+    rows = '"two\nlines, ""quoted""",1\nNA,2\n007,3\nnull,4\n,5\n'
+    (tmp_path / "a.csv").write_text("text,label\n" + rows)
+    assert read(tmp_path) == ['two\nlines, "quoted"', "NA", "007", "null"]
+    assert "did you mean 'text'?" in error_of(tmp_path, text_key="txt")
+
+
 def test_damaged_gzip_names_the_file(tmp_path):
     path = tmp_path / "a.jsonl.gz"
     whole = gzip.compress(json.dumps({"text": "a" * 1000}).encode())
     path.write_bytes(whole[:-10])
     assert str(path) in error_of(path)
     path.write_bytes(b"not gzip")
-    assert "not a whole gzip file" in error_of(path)
+    assert str(path) in error_of(path)
+    path = tmp_path / "a.jsonl.zst"
+    whole = pyarrow.compress(json.dumps({"text": "ab" * 1000}).encode(), "zstd", asbytes=True)
+    path.write_bytes(whole[:-5])
+    assert str(path) in error_of(path)
 
 
 def test_parquet_errors_name_the_columns(tmp_path):
     path = write_parquet(tmp_path / "a.parquet", txt=["a"], id=[1])
     message = error_of(path)
     assert "columns present: 'txt', 'id' (did you mean 'txt'?)" in message
-    assert "'id' is of int64, not of strings" in error_of(path, text_key="id")
+    assert "row 1: 'id' is 1, not a string" in error_of(path, text_key="id")
     assert "row 2" in error_of(write_parquet(tmp_path / "b.parquet", text=["a", None]))
     (tmp_path / "c.parquet").write_bytes(path.read_bytes()[:-20])
-    assert "cannot be read as Parquet" in error_of(tmp_path / "c.parquet")
+    assert "c.parquet: cannot be read" in error_of(tmp_path / "c.parquet")
 
 
 def test_strings_of_every_kind_are_read_from_parquet(tmp_path):
@@ -180,7 +159,7 @@ def test_strings_of_every_kind_are_read_from_parquet(tmp_path):
     names = ["text", "text"]
     table = pyarrow.Table.from_arrays([pyarrow.array(["a"]), pyarrow.array(["b"])], names=names)
     pyarrow.parquet.write_table(table, tmp_path / "b.parquet")
-    assert error_of(tmp_path / "b.parquet").endswith("has 2 columns called 'text'")
+    assert "b.parquet: cannot be read" in error_of(tmp_path / "b.parquet")
 
 
 def test_missing_source_suggests_a_sibling_or_a_known_one(tmp_path):
@@ -190,9 +169,9 @@ def test_missing_source_suggests_a_sibling_or_a_known_one(tmp_path):
 
 
 def test_folder_and_file_of_no_known_kind_are_refused(tmp_path):
-    (tmp_path / "a.csv").write_text("a")
+    (tmp_path / "a.tsv").write_text("a")
     assert ".jsonl" in error_of(tmp_path)
-    said = error_of(tmp_path / "a.csv")
+    said = error_of(tmp_path / "a.tsv")
     assert "is a table" in said
     assert "data.kind: sequences" in said
     (tmp_path / "a.xyz").write_text("a")

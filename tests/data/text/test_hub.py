@@ -95,7 +95,6 @@ def test_wikitext_has_its_own_splits_and_one_document_an_article(wikitext, strea
         assert [d.text for d in documents] == texts(source)  # read twice
         assert len(documents) == len(ARTICLES[name])
         assert "".join(d.text for d in documents) == "".join(LINES[name])
-        assert documents[-1].bytes_read == len("".join(LINES[name]).encode())
         for number, document in enumerate(documents):
             assert f"#{number}" in document.name
             assert document.text.count("\n = = Plot = = \n") == 1

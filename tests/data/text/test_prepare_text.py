@@ -5,7 +5,6 @@ from itertools import islice
 
 import pytest
 
-import polyad.data.text.indexed
 from polyad.data.errors import DataError
 from polyad.data.prepared import SPLITS
 from polyad.data.text.dataset import PreparedData
@@ -107,20 +106,6 @@ def test_other_sources_are_split_and_named_as_before(tmp_path, prepared_path):
         source = str(path) if "documents" in given else "python-stdlib"
         with pytest.raises(DataError, match=named):
             silent(source, str(prepared_path), tmp_path / "other", **given)
-
-
-@pytest.mark.slow
-def test_a_document_longer_than_the_index_can_say_goes_on_in_another(
-    tmp_path, play, prepared_path, monkeypatch
-):
-    whole = silent(str(play), str(prepared_path), tmp_path / "whole").splits["train"]
-    monkeypatch.setattr(polyad.data.text.indexed, "MOST_TOKENS", whole.tokens // 2)
-    manifest = silent(str(play), str(prepared_path), tmp_path / "out")
-    split = manifest.splits["train"]
-    assert (split.documents, split.tokens, split.bytes) == (3, whole.tokens + 2, whole.bytes)
-    before, after = (documents(tmp_path / name, "train") for name in ("whole", "out"))
-    joined = [token for document in after for token in document[:-1]]
-    assert joined == before[0][:-1]
 
 
 def test_the_split_of_few_lines_reads_no_more_lines_than_it_needs(tmp_path, monkeypatch):

@@ -14,44 +14,26 @@ from polyad.data.text.source import (
 SHARES = {"validation": 0.1, "test": 0.2}
 
 
-def parts_of(*documents, size=1000):
-    """Documents in parts of so many characters, as a text file is read."""
-    position = 0
-    for number, text in enumerate(documents):
-        for start in range(0, len(text), size):
-            part = text[start : start + size]
-            position += len(part.encode())
-            yield Document(f"#{number}", part, position, start + size >= len(text))
-
-
-def splits(*documents, shares=SHARES, size=1000):
+def splits(*texts, shares=SHARES):
     """Documents of each split."""
-    total = sum(len(text.encode()) for text in documents)
-    found = {name: [""] for name in ("train", *shares)}
-    last = None
-    for name, document in split_by_position(parts_of(*documents, size=size), total, shares):
-        assert last in (None, name)
-        found[name][-1] += document.text
-        last = name
-        if document.is_last:
-            found[name].append("")
-            last = None
-    assert all(texts.pop() == "" for texts in found.values())
+    documents = [Document(f"#{number}", text) for number, text in enumerate(texts)]
+    found = {name: [] for name in ("train", *shares)}
+    for name, document in split_by_position(documents, shares):
+        found[name].append(document.text)
     assert all(all(texts) for texts in found.values())
     return found
 
 
-@pytest.mark.parametrize("size", [5000, 100_000])
-def test_the_last_parts_of_one_document_are_held_out(size):
+def test_the_last_parts_of_one_document_are_held_out():
     lines = [f"{number:04} 漢字\n" for number in range(1000)]
-    found = splits("".join(lines), size=size)
+    found = splits("".join(lines))
     assert [len(texts) for texts in found.values()] == [1, 1, 1]
     assert found["train"][0] + found["validation"][0] + found["test"][0] == "".join(lines)
     assert [texts[0].count("\n") for texts in found.values()] == [700, 100, 200]
 
 
 def test_a_text_without_lines_is_cut_before_a_word_or_anywhere():
-    found = splits("abc " * 1000, size=4000)
+    found = splits("abc " * 1000)
     assert found["validation"][0].startswith(" abc")
     found = splits("x" * 1000)
     assert [len(texts[0]) for texts in found.values()] == [700, 100, 200]
