@@ -3,14 +3,16 @@
 import random
 import re
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from polyad.data.errors import DataError, check_attack
 from polyad.data.text.dataset import TokenStream
 from polyad.data.text.manifest import SplitInfo
 from polyad.data.text.tokenizers.tokenizer import Tokenizer, UnknownWordError
-from polyad.data.text.writer import BATCH_CHARACTERS, SplitWriter, encode_documents
+from polyad.data.text.writer import BATCH_CHARACTERS, encode_documents
 
 REPLACEMENT = "AAA"
 """The word of TextAttack's word swap, which the papers use."""
@@ -74,44 +76,44 @@ class AttackedSplit(NamedTuple):
     """How many of its words were replaced."""
 
 
-def write_attacked(
+def attacked_split(
     stream: TokenStream,
     tokenizer: Tokenizer,
     attack: WordSwap,
-    prefix: Path,
     report: Callable[[float], None] | None = None,
 ) -> AttackedSplit:
-    """Decodes the documents of a split, attacks each, and writes them encoded again.
-
-    Memory holds some documents at a time, however many there are.
+    """Decodes the documents of a split, attacks each, and encodes them again, in memory.
 
     Args:
         stream: The split.
         tokenizer: The tokenizer that made it.
         attack: The attack on each text.
-        prefix: Path prefix of the files to write, without `.bin` and `.idx`.
         report: Called with the fraction done.
 
     Raises:
         DataError: The tokenizer has no token for a word that the attack inserts.
     """
-    writer = SplitWriter(prefix, tokenizer)
-    words = replaced = 0
+    words = replaced = of_text = size = 0
+    documents: list[npt.NDArray[np.int64]] = []
     try:
         for first, texts in _batches(_documents(stream, tokenizer, report)):
             swapped = [attack(text, first + row) for row, text in enumerate(texts)]
             words += sum(each.words for each in swapped)
             replaced += sum(each.replaced for each in swapped)
             changed = [each.text for each in swapped]
-            for ids, text in zip(encode_documents(tokenizer, changed), changed, strict=True):
-                writer.add(ids, text)
-        info = writer.finish()
+            of_text += sum(len(text.split()) for text in changed)
+            size += sum(len(text.encode()) for text in changed)
+            documents += [
+                np.array([*tokenizer.before, *ids, tokenizer.end_of_text_id])
+                for ids in encode_documents(tokenizer, changed)
+            ]
     except UnknownWordError as error:
         raise DataError(f"{stream.prefix}.bin: cannot be attacked: {error}") from None
-    finally:
-        writer.close()
-    written = TokenStream(prefix, info.tokens, info.documents, tokenizer.vocab_size)
-    return AttackedSplit(written, info, words, replaced)
+    attacked = TokenStream.of(stream.prefix, documents, tokenizer.vocab_size)
+    info = SplitInfo(
+        documents=len(documents), tokens=attacked.num_tokens, words=of_text, bytes=size
+    )
+    return AttackedSplit(attacked, info, words, replaced)
 
 
 def _documents(

@@ -2,7 +2,7 @@
 
 import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,23 @@ class TokenStream:
         self.vocab_size = vocab_size
         self.num_tokens = num_tokens
         self.num_documents = num_documents
+
+    @classmethod
+    def of(
+        cls, prefix: Path, documents: Sequence[npt.NDArray[np.int64]], vocab_size: int
+    ) -> "TokenStream":
+        """Makes a stream of documents in memory.
+
+        Args:
+            prefix: Names the stream in errors.
+            documents: The tokens of each document, its end included.
+            vocab_size: Bound on token ids.
+        """
+        tokens = np.concatenate([np.zeros(0, dtype=np.int64), *documents])
+        stream = cls(prefix, len(tokens), len(documents), vocab_size)
+        stream._tokens = tokens
+        stream.document_lengths = np.array([len(each) for each in documents], dtype=np.int32)
+        return stream
 
     @functools.cached_property
     def _tokens(self) -> npt.NDArray[np.integer]:

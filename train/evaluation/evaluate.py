@@ -1,10 +1,8 @@
 """`polyad evaluate`: scores a checkpoint on held-out data, text by its perplexity."""
 
 import math
-import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,9 +10,8 @@ from typing import Any
 from torch import nn
 
 from polyad.data.errors import DataError
-from polyad.data.files import temporary_folder
 from polyad.data.images.augmentation import GaussianNoise
-from polyad.data.text.attack import WordSwap, write_attacked
+from polyad.data.text.attack import WordSwap, attacked_split
 from polyad.data.text.manifest import SplitName
 from polyad.parallel import comm
 from polyad.parallel.streamed import seconds_before
@@ -152,13 +149,8 @@ def evaluate_opened(
         attack: see `evaluate`.
     """
     opened.task.check_split(split)
-    with (
-        opened.loaded(f"evaluating {split}", split, model, needs_whole=None) as (
-            model,
-            world,
-        ),
-        _attacked(opened, split, attack, world) as (task, attacked),
-    ):
+    with opened.loaded(f"evaluating {split}", split, model, needs_whole=None) as (model, world):
+        task, attacked = _attacked(opened, split, attack, world)
         count = task.units_of(split)
         report = Progress(f"evaluate {split}", count, task.unit.short) if world.is_main else None
         started = time.monotonic()
@@ -192,43 +184,32 @@ def evaluate_opened(
     )
 
 
-@contextmanager
 def _attacked(
     opened: Evaluated,
     split: SplitName,
     attack: WordSwap | GaussianNoise | None,
     world: comm.World,
-) -> Iterator[tuple[Task[Any], Attacked | None]]:
-    """Yields the task with its split after an attack, in temporary files of this process, and a
-    description of the attack."""
+) -> tuple[Task[Any], Attacked | None]:
+    """Returns the task with its split after an attack, and a description of the attack."""
     if attack is None:
-        yield opened.task, None
-        return
+        return opened.task, None
     if isinstance(attack, GaussianNoise):
         images = opened.images("--attack gaussian-noise", attributes=True)
         said = Attacked(kind="gaussian-noise", rate=attack.rate, seed=attack.seed)
-        yield images.with_noise(attack), said
-        return
+        return images.with_noise(attack), said
     task = opened.text("--attack word-swap")
     stream, _ = task.split(split)
     report = Progress(f"attack {split}", stream.num_tokens) if world.is_main else None
-    with ExitStack() as stack:
-        try:
-            folder = stack.enter_context(temporary_folder("polyad-attacked-"))
-            tokenizer = task.data.parts[0].data.tokenizer()
-            text = write_attacked(stream, tokenizer, attack, folder / split, report)
-        except DataError as error:
-            raise ConfigError(f"--attack: {error}") from None
-        except OSError as error:
-            raise RunError(
-                f"--attack: the perturbed text cannot be written to {tempfile.gettempdir()}: "
-                f"{error.strerror}; set TMPDIR to another folder"
-            ) from None
-        said = Attacked(
-            kind="word-swap",
-            rate=attack.rate,
-            seed=attack.seed,
-            words=text.words,
-            replaced=text.replaced,
-        )
-        yield task.attacked(split, text.stream, text.info), said
+    try:
+        tokenizer = task.data.parts[0].data.tokenizer()
+        text = attacked_split(stream, tokenizer, attack, report)
+    except DataError as error:
+        raise ConfigError(f"--attack: {error}") from None
+    said = Attacked(
+        kind="word-swap",
+        rate=attack.rate,
+        seed=attack.seed,
+        words=text.words,
+        replaced=text.replaced,
+    )
+    return task.attacked(split, text.stream, text.info), said

@@ -1,4 +1,4 @@
-"""Attacked text: which words are replaced, and what is written."""
+"""Attacked text: which words are replaced, and the tokens."""
 
 import math
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from polyad.data.errors import DataError
-from polyad.data.text.attack import WordSwap, write_attacked
+from polyad.data.text.attack import WordSwap, attacked_split
 from polyad.data.text.dataset import PreparedData
 from polyad.data.text.prepare import prepare
 from polyad.data.text.tokenizers.vocabularies import train_words
@@ -60,29 +60,27 @@ def test_numbers_out_of_range_are_refused(rate, seed, expected):
         WordSwap(rate, seed)
 
 
-def test_nothing_replaced_gives_the_same_files(prepared, prepared_path, tmp_path):
-    shares = []
-    result = write_attacked(
-        prepared.split("train"), prepared.tokenizer(), WordSwap(0.0), tmp_path / "t", shares.append
-    )
-    for end in ("bin", "idx"):
-        written = (tmp_path / f"t.{end}").read_bytes()
-        assert written == (prepared_path / f"train.{end}").read_bytes()
+def assert_same(stream, other):
+    assert np.array_equal(stream.document_lengths, other.document_lengths)
+    assert np.array_equal(stream.read(0, stream.num_tokens), other.read(0, other.num_tokens))
+
+
+def test_nothing_replaced_gives_the_same_tokens(prepared):
+    shares, split = [], prepared.split("train")
+    result = attacked_split(split, prepared.tokenizer(), WordSwap(0.0), shares.append)
+    assert_same(result.stream, split)
     assert result.info == prepared.manifest.splits["train"]
     assert (result.words, result.replaced) == (result.info.words, 0)
     assert shares == sorted(shares)
     assert shares[-1] == 1
 
 
-def test_long_documents_and_small_batches_give_the_same_files(
-    prepared, prepared_path, tmp_path, monkeypatch
-):
+def test_long_documents_and_small_batches_give_the_same_tokens(prepared, monkeypatch):
     # Both sizes far below the documents', so that each comes in pieces and a batch of its own.
     monkeypatch.setattr("polyad.data.text.attack.BATCH_CHARACTERS", 50)
     pieces = cut_small(monkeypatch)
-    write_attacked(prepared.split("train"), prepared.tokenizer(), WordSwap(0.0), tmp_path / "t")
-    assert (tmp_path / "t.bin").read_bytes() == (prepared_path / "train.bin").read_bytes()
-    assert (tmp_path / "t.idx").read_bytes() == (prepared_path / "train.idx").read_bytes()
+    split = prepared.split("train")
+    assert_same(attacked_split(split, prepared.tokenizer(), WordSwap(0.0)).stream, split)
     assert max(pieces) > 10
 
 
@@ -100,10 +98,10 @@ def cut_small(monkeypatch):
     return counts
 
 
-def test_documents_are_attacked_one_by_one(prepared, tmp_path):
+def test_documents_are_attacked_one_by_one(prepared):
     split, tokenizer = prepared.split("validation"), prepared.tokenizer()
     attack = WordSwap(0.4, seed=2)
-    result = write_attacked(split, tokenizer, attack, tmp_path / "v")
+    result = attacked_split(split, tokenizer, attack)
     assert 0 < result.replaced < result.words
     assert result.info.documents == split.num_documents > 2
     for document in range(split.num_documents):
@@ -116,16 +114,16 @@ def test_of_a_vocabulary_of_words_the_replacement_is_unknown(texts, tmp_path):
     prepare(str(texts), "words", tmp_path / "words", report=lambda line: None)
     data = PreparedData.open(tmp_path / "words")
     split, tokenizer = data.split("validation"), data.tokenizer()
-    clean = write_attacked(split, tokenizer, WordSwap(0.0), tmp_path / "clean")
+    clean = attacked_split(split, tokenizer, WordSwap(0.0))
     assert np.array_equal(clean.stream.read(0, split.num_tokens), split.read(0, split.num_tokens))
-    result = write_attacked(split, tokenizer, WordSwap(1.0), tmp_path / "v")
+    result = attacked_split(split, tokenizer, WordSwap(1.0))
     unknown = tokenizer.vocabulary()["<unk>"]
     tokens = result.stream.read(0, split.num_tokens)
     assert set(tokens.tolist()) == {unknown, tokenizer.end_of_text_id}
     assert result.words == result.replaced == split.num_tokens - split.num_documents
 
 
-def test_a_vocabulary_of_words_without_an_unknown_one_is_refused(prepared, tmp_path):
+def test_a_vocabulary_of_words_without_an_unknown_one_is_refused():
     import json
 
     from polyad.data.text.tokenizers.vocabularies import WordTokenizer
@@ -134,7 +132,7 @@ def test_a_vocabulary_of_words_without_an_unknown_one_is_refused(prepared, tmp_p
     content["model"]["unk_token"] = "none of these"
     tokenizer = WordTokenizer(json.dumps(content), "<eos>")
     with pytest.raises(DataError, match="cannot be attacked: the word 'AAA' is not in the vocab"):
-        write_attacked(OneDocument(), tokenizer, WordSwap(1.0), tmp_path / "v")
+        attacked_split(OneDocument(), tokenizer, WordSwap(1.0))
 
 
 class OneDocument:
