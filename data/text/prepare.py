@@ -128,8 +128,6 @@ def prepare(
         output = part_folder(output, config.part)
     with contextlib.closing(Progress(report)) as progress:
         text = _open(config)
-        for note in text.notes:
-            progress.say(note)
         existing = _existing(output, text, overwrite=overwrite)
         if existing is not None:
             progress.say(
@@ -185,7 +183,6 @@ class _Text(NamedTuple):
         by_split: The sources, by split.
         fractions: The shares held out of the first source.
         tokenizer: The given tokenizer; None if one is to be trained.
-        notes: Messages for the user.
         files: Number of files read, by extension.
         left_out: How much of the text is not read, by reason.
     """
@@ -194,7 +191,6 @@ class _Text(NamedTuple):
     by_split: dict[SplitName, Source]
     fractions: dict[SplitName, float]
     tokenizer: Tokenizer | None
-    notes: tuple[str, ...]
     files: Mapping[str, int]
     left_out: Mapping[str, int]
 
@@ -228,11 +224,6 @@ def _open(config: PrepareConfig) -> _Text:
     loaded = (
         None if to_train else resolve_tokenizer(config.tokenizer, end_of_text=config.end_of_text)
     )
-    notes: tuple[str, ...] = ()
-    if loaded is not None and (chance := loaded.chance()) is not None:
-        loaded = loaded.without_chance()
-        note = f"{chance} is turned off: it would encode the same text differently each time"
-        notes = (f"{config.tokenizer}: {note}",)
     request = Request(
         source=config.source,
         validation_source=config.validation_source,
@@ -248,7 +239,7 @@ def _open(config: PrepareConfig) -> _Text:
         part=config.part,
     )
     files, left_out = _counted(by_split)
-    return _Text(request, by_split, fractions, loaded, notes, files, left_out)
+    return _Text(request, by_split, fractions, loaded, files, left_out)
 
 
 def _opened(config: PrepareConfig) -> dict[SplitName, Source]:

@@ -15,34 +15,6 @@ TEMPLATE = "TemplateProcessing"
 """The type of a post-processor that puts special tokens around a text."""
 
 
-def chance_of(content: str) -> dict[str, Any]:
-    """Finds the keys that make the encoding of a text random.
-
-    Args:
-        content: The text of a `tokenizer.json`.
-
-    Returns:
-        The keys in `CHANCE` that its model sets, with their values.
-    """
-    model = parse_json(content, "").get("model")
-    found = {key: model.get(key) for key in CHANCE} if isinstance(model, dict) else {}
-    return {key: setting for key, setting in found.items() if setting is not None}
-
-
-def without_chance(content: str) -> str:
-    """Removes the keys that make the encoding of a text random.
-
-    Args:
-        content: The text of a `tokenizer.json`.
-
-    Returns:
-        The same without the keys that `chance_of` finds.
-    """
-    value = parse_json(content, "")
-    value["model"] |= dict.fromkeys(chance_of(content))
-    return json.dumps(value, ensure_ascii=False)
-
-
 def begin_of_text(content: str) -> str | None:
     """Returns the token that the file puts before a text.
 
@@ -101,7 +73,7 @@ def _flat(value: Any) -> Iterator[dict[str, Any]]:
 
 
 def canonical(content: str) -> str:
-    """Rewrites a `tokenizer.json` in canonical form, without truncation and padding.
+    """Rewrites a `tokenizer.json` in canonical form, without truncation, padding and `CHANCE`.
 
     Args:
         content: The text.
@@ -115,6 +87,8 @@ def canonical(content: str) -> str:
     if not isinstance(value, dict) or "model" not in value:
         raise DataError("not a tokenizer.json: no key 'model'")
     value["truncation"] = value["padding"] = None
+    if isinstance(value["model"], dict):
+        value["model"] |= {key: None for key in CHANCE if key in value["model"]}
     return json.dumps(value, ensure_ascii=False, sort_keys=True, separators=(",", ":"))
 
 

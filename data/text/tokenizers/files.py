@@ -128,10 +128,6 @@ class SentencePieceTokenizer(Tokenizer):
         """Returns the model, byte for byte."""
         return self._model
 
-    def chance(self) -> None:
-        """Returns None: the library samples pieces only on request."""
-        return None
-
     def with_begin_of_text(self, token: str | None) -> "SentencePieceTokenizer":
         """Returns this tokenizer: its file cannot store a token that begins each document."""
         return self

@@ -15,13 +15,10 @@ from tokenizers import decoders, models, pre_tokenizers
 from polyad.data.errors import DataError, nearest
 from polyad.data.text.manifest import TOKENIZER_FILE, TokenizerFile
 from polyad.data.text.tokenizers.content import (
-    CHANCE,
     begin_of_text,
     canonical,
-    chance_of,
     fingerprint,
     with_begin_of_text,
-    without_chance,
 )
 
 END_OF_TEXT = "<|endoftext|>"
@@ -98,9 +95,6 @@ class Tokenizer:
     def __init__(self, content: str, end_of_text: str | None = None) -> None:
         self._content = canonical(content)
         self._backend = tokenizers.Tokenizer.from_str(self._content)
-        for key in CHANCE:
-            if getattr(self._backend.model, key, None) is not None:
-                setattr(self._backend.model, key, None)
         self._backend.encode_special_tokens = True  # "<|endoftext|>" in a text is 13 characters
         vocabulary = self._backend.get_vocab(with_added_tokens=True)
         self.end_of_text = choose_end_of_text(vocabulary, end_of_text)
@@ -277,20 +271,6 @@ class Tokenizer:
     def file_bytes(self) -> bytes:
         """Returns the content of the file that `save` writes."""
         return self._content.encode()
-
-    def chance(self) -> str | None:
-        """Returns the setting of the file that would make the encoding of a text random.
-
-        Returns:
-            For example `model.dropout: 0.1`, which is switched off here but not for other readers
-            of the file; None if there is none.
-        """
-        found = chance_of(self._content).items()
-        return ", ".join(f"model.{key}: {setting}" for key, setting in found) or None
-
-    def without_chance(self) -> "Tokenizer":
-        """Returns this tokenizer with such settings removed from its file."""
-        return type(self)(without_chance(self._content), self.end_of_text)
 
     @property
     def before(self) -> list[int]:
