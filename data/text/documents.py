@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypedDict
+
+from typing_extensions import Unpack
 
 from polyad.data.errors import DataError, nearest, one_line, user_path
 from polyad.data.prepared import LeftOut, SplitName, in_words
@@ -145,22 +147,25 @@ class FileSource:
 _NAME_BYTES = {"encoding": "utf-8", "errors": "surrogateescape"}  # file names may be any bytes
 
 
-def open_splits(
-    spec: str,
-    *,
-    text_key: str = TEXT_KEY,
-    streaming: bool = False,
-    documents: DocumentKind = "files",
-    file_format: FileFormat | None = None,
-) -> dict[SplitName, Source]:
+class ReadOptions(TypedDict, total=False):
+    """How text is read."""
+
+    text_key: str
+    """Key or column of the text in `.jsonl`, `.csv` and `.parquet` files and data sets."""
+    streaming: bool
+    """Whether data sets of the Hugging Face hub are read without a copy on the disk."""
+    documents: DocumentKind
+    """What a document of a text file is."""
+    file_format: FileFormat | None
+    """The format of all files, whatever their extension; None: by extension."""
+
+
+def open_splits(spec: str, **options: Unpack[ReadOptions]) -> dict[SplitName, Source]:
     """Opens a source with all of its splits.
 
     Args:
         spec: As for `open_source`.
-        text_key: Key or column of the text.
-        streaming: Whether data sets of the Hugging Face hub are read without a copy on the disk.
-        documents: What a document of a text file is.
-        file_format: The format of all files, whatever their extension; None: by extension.
+        options: How it is read.
 
     Returns:
         A source for each split: for a Hugging Face data set those of train, validation and test
@@ -173,24 +178,18 @@ def open_splits(
 
     if not spec:  # else it would mean the current folder
         raise DataError("the source is empty; a name or a path is needed")
+    text_key = options.get("text_key", TEXT_KEY)
     try:
         dataset = find_dataset(spec)
         if dataset is None:
-            return {"train": _open_files(spec, text_key, documents, file_format)}
+            kind, file_format = options.get("documents", "files"), options.get("file_format")
+            return {"train": _open_files(spec, text_key, kind, file_format)}
     except OSError as error:
         raise DataError(f"{error.filename or spec}: cannot be read: {error.strerror}") from None
-    return open_dataset(dataset, text_key=text_key, streaming=streaming)
+    return open_dataset(dataset, text_key=text_key, streaming=options.get("streaming", False))
 
 
-def open_source(
-    spec: str,
-    *,
-    text_key: str = TEXT_KEY,
-    streaming: bool = False,
-    split: SplitName = "train",
-    documents: DocumentKind = "files",
-    file_format: FileFormat | None = None,
-) -> Source:
+def open_source(spec: str, *, split: SplitName = "train", **options: Unpack[ReadOptions]) -> Source:
     """Opens a source given by name or path, without reading its text.
 
     Args:
@@ -198,11 +197,8 @@ def open_source(
             `.jsonl.zst`, `.csv` or `.parquet` file; a folder, searched for such files (hidden ones
             left out) and read in the order of their paths; or a Hugging Face data set, see
             `data.text.hub.find_dataset`.
-        text_key: Key or column of the text in `.jsonl` and `.parquet` files and data sets.
-        streaming: Whether data sets of the Hugging Face hub are read without a copy on the disk.
         split: The split of a data set that has several; train if it does not have this one.
-        documents: What a document of a text file is.
-        file_format: The format of all files, whatever their extension; None: by extension.
+        options: How it is read.
 
     Returns:
         The source.
@@ -210,13 +206,7 @@ def open_source(
     Raises:
         DataError: There is no such source, or it is a file or folder without text files.
     """
-    splits = open_splits(
-        spec,
-        text_key=text_key,
-        streaming=streaming,
-        documents=documents,
-        file_format=file_format,
-    )
+    splits = open_splits(spec, **options)
     return splits.get(split) or splits["train"]
 
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypedDict
+from typing import Any, Literal, NamedTuple
 
 from polyad.data.errors import DataError, user_path
 from polyad.data.files import writing
@@ -26,6 +26,7 @@ from polyad.data.text.documents import (
     DocumentKind,
     FileFormat,
     FileSource,
+    ReadOptions,
     open_source,
     open_splits,
 )
@@ -48,15 +49,6 @@ HELD_OUT = 0.05
 WINDOW = 256
 """Tokens of a short window; a split of no more is of no use."""
 _PART = re.compile(r"([1-9]\d{0,5})/([1-9]\d{0,5})")
-
-
-class _ReadOptions(TypedDict):
-    """Options for reading every source."""
-
-    text_key: str
-    streaming: bool
-    documents: DocumentKind
-    file_format: FileFormat | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,7 +235,7 @@ def _open(config: PrepareConfig) -> _Text:
 
 
 def _opened(config: PrepareConfig) -> dict[SplitName, Source]:
-    options: _ReadOptions = {
+    options: ReadOptions = {
         "text_key": config.text_key,
         "streaming": config.streaming,
         "documents": config.documents,
