@@ -20,7 +20,7 @@ from polyad.data.prepared import (
     staged_folder,
 )
 from polyad.data.progress import Progress, Report
-from polyad.data.text.dataset import PreparedData, check_replaceable
+from polyad.data.text.dataset import PreparedData, check_replaceable, token_dtype
 from polyad.data.text.documents import (
     TEXT_KEY,
     DocumentKind,
@@ -31,7 +31,6 @@ from polyad.data.text.documents import (
     open_splits,
 )
 from polyad.data.text.hub import DatasetSource
-from polyad.data.text.indexed import token_dtype
 from polyad.data.text.manifest import (
     FORMAT_VERSION,
     Manifest,

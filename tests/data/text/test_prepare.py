@@ -10,9 +10,8 @@ import pytest
 
 from polyad.data.errors import DataError
 from polyad.data.prepared import MANIFEST_FILE, SPLITS
-from polyad.data.text.dataset import PreparedData
+from polyad.data.text.dataset import PreparedData, index_bytes, read_lengths, token_dtype
 from polyad.data.text.documents import open_source
-from polyad.data.text.indexed import index_bytes, read_lengths, token_dtype
 from polyad.data.text.prepare import prepare
 from polyad.data.text.source import ByteShares
 from polyad.data.text.tokenizers.tokenizer import END_OF_TEXT
