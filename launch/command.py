@@ -278,11 +278,6 @@ class Parser(argparse.ArgumentParser):
         name, _, value = option.lstrip("-").partition("=")
         if re.fullmatch(r"\w+(\.\w+)+", name) and value:
             return f"unknown option {option}; keys have no dashes: {option.lstrip('-')}"
-        from polyad.train.config.faults import OURS, plain  # imports pydantic
-
-        if plain(name) in OURS and any(a.dest == "overrides" for a in self._actions):
-            key = f"{OURS[plain(name)]}={value or 'VALUE'}"
-            return f"unknown option {option}; keys have no dashes: {key}"
         return f"unknown option {option}{nearest(option, self._long_options())}"
 
     def _long_options(self) -> list[str]:

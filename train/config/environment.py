@@ -96,11 +96,6 @@ def _git(*arguments: str) -> str | None:
 
 SAMPLED = 65536
 """Bytes of each of the three samples of a weight file in its digest."""
-VARIABLES = (
-    "POLYAD_KERNELS", "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"
-)  # fmt: skip
-"""Environment variables that affect results."""
-_OF_CODE = (".py", ".c", ".h", ".txt")
 _BY_CONTENTS = ("data.path", "run.folder")
 """Keys whose values may differ between hosts; the folders' contents are compared instead."""
 
@@ -119,9 +114,6 @@ def agreed_facts(
         JSON or plain text by name: all keys of the configuration, and other facts.
     """
     facts = {f"the version of {name}": f"{value}" for name, value in versions().items()}
-    facts["Polyad's code"] = code_digest()
-    facts |= {name: os.environ.get(name) or "unset" for name in VARIABLES}
-    facts |= dict(_plugins())
     if config is None:
         return facts
     keys = dict(_leaves(config.model_dump(mode="json")))
@@ -148,16 +140,6 @@ def versions() -> dict[str, str | None]:
         "cuda": torch.version.cuda,
         "nccl": nccl,
     }
-
-
-def code_digest() -> str:
-    """Digests Polyad's own files: clones on two hosts may differ at the same version number."""
-    digest = hashlib.sha256()
-    for room in ("data", "launch", "model", "parallel", "train"):
-        files = (path for path in (ROOT / room).rglob("*") if path.suffix in _OF_CODE)
-        for path in sorted(files):
-            digest.update(str(path.relative_to(ROOT)).encode() + path.read_bytes())
-    return digest.hexdigest()[:12]
 
 
 def folder_digest(folder: Path) -> str:
@@ -203,14 +185,6 @@ def check_same_checkpoint(key: str, checkpoint: Path, world: World) -> None:
     facts = [(name, {f"{key}: {checkpoint}": contents}) for name, contents in told if contents]
     if differences := comparison(facts):
         raise DisagreementError(f"{differences[0]}; all processes need the same")
-
-
-def _plugins() -> Iterator[tuple[str, str]]:
-    for name in filter(None, map(str.strip, os.environ.get("POLYAD_PLUGINS", "").split(","))):
-        file = getattr(sys.modules.get(name), "__file__", None)
-        if file is not None:
-            contents = hashlib.sha256(Path(file).read_bytes()).hexdigest()[:12]
-            yield f"POLYAD_PLUGINS: {name}", f"contents {contents}"
 
 
 def _leaves(tree: Mapping[Any, Any], above: str = "") -> Iterator[tuple[str, str]]:

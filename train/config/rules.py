@@ -1,21 +1,21 @@
 """Validation rules between sections of a configuration, or between a run and its next start."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from polyad.data.images.config import ImageDataConfig
-from polyad.model.decoder import DecoderSettings
+from polyad.model.config import Config
 from polyad.model.decoder_config import DecoderConfig
 from polyad.model.emoe.config import EmergentMoEConfig
 from polyad.model.mixture import MixtureConfig
 from polyad.model.settings import ModelSettings
 from polyad.model.smoe.config import SelectingConfig, SparseMoEConfig
-from polyad.model.vision import ImageSettings
 from polyad.parallel.dims import Dims
 from polyad.train.config.run import RunConfig
 from polyad.train.config.text import below, flatten
 from polyad.train.errors import ConfigError, shown
-from polyad.train.tasks.losses import DistillConfig
 
 # Keys or sections that may change when a run is resumed. Changing any other makes it another run.
 MAY_CHANGE_ON_RESUME = (
@@ -28,6 +28,213 @@ MAY_CHANGE_ON_RESUME = (
     # Initial weights matter only to new runs.
     "model.feed_forward.scale_residual_init",
 )  # fmt: skip
+
+
+class Combination(NamedTuple):
+    """Which values of a key are allowed with another key."""
+
+    key: str
+    """`KEY`, where it is neither null, false nor 0; or `KEY: VALUE`."""
+    other: str
+    """The key whose values are restricted then."""
+    allowed: tuple[Any, ...]
+    """Its allowed values; empty: all but null, false and 0."""
+    why: str = ""
+
+
+_GRAPH, _BLOCKS = "train.cuda_graph", "distill.blocks"
+_FROZEN = "all weights except the replaced feed-forwards are the teacher's, and frozen"
+COMBINATIONS = (
+    Combination("parallel.sequence_parallel", "model.kind", ("gpt2", "decoder")),
+    Combination("optimizer.kind: muon", "parallel.zero_stage", (1, 2), "it needs whole matrices"),
+    Combination(
+        "optimizer.kind: muon", "parallel.tensor_parallel_size", (1,), "it needs whole matrices"
+    ),
+    Combination("optimizer.kind: muon", "adapt.lora", (None,), "adapters freeze its matrices"),
+    Combination(
+        *("model.compile", "parallel.zero_stage", (1, 2)),
+        "DeepSpeed's hooks on every module send the compiler back to eager code",
+    ),
+    Combination("adapt.lora", "checkpoint.init_from", (), "adapters are added to its weights"),
+    Combination("evaluation.stride", "data.kind", ("text",)),
+    Combination("evaluation.patience", "evaluation.every", (), "0 validates only at the end"),
+    Combination("log.fluctuation", "checkpoint.every", (), "checkpoints are compared"),
+    Combination(
+        *("loss.sample_similarity.of: input", "model.kind", ("mixer", "vit", "mixture")),
+        "token ids have no distance",
+    ),
+    Combination(_BLOCKS, "distill.teacher", (), "its feed-forwards teach"),
+    Combination(_BLOCKS, "data.kind", ("text",)),
+    Combination(_BLOCKS, "model.replaced", (), "these blocks learn"),
+    Combination(_BLOCKS, "distill.weight", (0.5,), "it does not apply"),
+    Combination(_BLOCKS, "distill.temperature", (1.0,), "it does not apply"),
+    Combination(_BLOCKS, "checkpoint.init_from", (None,), _FROZEN),
+    Combination(_BLOCKS, "adapt.lora", (None,), _FROZEN),
+    Combination(_BLOCKS, "model.recompute", ("none",), _FROZEN),
+    Combination(_BLOCKS, "train.cuda_graph", (False,), _FROZEN),
+    Combination(_BLOCKS, "parallel.sequence_parallel", (False,), _FROZEN),
+    Combination(_GRAPH, "model.kind", ("gpt2", "vit"), "other blocks take more than tokens"),
+    Combination(_GRAPH, "adapt.lora", (None,), "frozen embeddings have nothing to differentiate"),
+    Combination(_GRAPH, "model.recompute", ("none",), "graphs compute nothing again"),
+    Combination(
+        *(_GRAPH, "train.precision", ("bf16",)),
+        "in fp32 gradients would stay where the next pass overwrites them",
+    ),
+    Combination(_GRAPH, "parallel.zero_stage", (1, 2), "stage 3 moves weights"),
+    Combination(_GRAPH, "parallel.tensor_parallel_size", (1,), "processes talk in each block"),
+)
+
+
+class Rule(NamedTuple):
+    """A rule on more than single values."""
+
+    when: Callable[[RunConfig], Any]
+    """Whether it applies."""
+    needs: Callable[[RunConfig], Any]
+    """What must be true then."""
+    say: str
+    """The error if it is not, formatted with the sections of the configuration and `kinds`."""
+
+
+def _routers(config: RunConfig) -> list[SelectingConfig]:
+    """The settings of feed-forwards that select experts."""
+    sections = config.model.feed_forwards().values()
+    return [each for each in sections if isinstance(each, SelectingConfig)]
+
+
+def _kinds(config: RunConfig) -> str:
+    sections = config.model.feed_forwards()
+    return " and ".join(f"{key}.kind: {each.kind}" for key, each in sections.items())
+
+
+def _expert_kinds(config: RunConfig) -> set[Any]:
+    """The kinds of a model's parts that may have experts."""
+    head = getattr(config.model, "head", None)
+    kinds = {config.model.kind, getattr(head, "kind", head)}
+    if config.model.kind != "mixture":
+        kinds |= {each.kind for each in config.model.feed_forwards().values()}
+    return kinds
+
+
+RULES = (
+    Rule(
+        lambda c: c.model.cut_sizes() is None,
+        lambda c: c.parallel.tensor_parallel_size == 1,
+        "parallel.tensor_parallel_size: {parallel.tensor_parallel_size} is not allowed with "
+        "model.kind: {model.kind}, whose layers are not cut; allowed: 1",
+    ),
+    Rule(
+        lambda c: c.parallel.sequence_parallel,
+        lambda c: c.parallel.tensor_parallel_size > 1,
+        "parallel.sequence_parallel: true needs a parallel.tensor_parallel_size of 2 or more",
+    ),
+    Rule(
+        lambda c: c.parallel.expert_parallel_size > 1,
+        _routers,
+        "parallel.expert_parallel_size: {parallel.expert_parallel_size} is not allowed with "
+        "{kinds}, which has no separate experts to distribute",
+    ),
+    Rule(
+        lambda c: c.schedule.decay_steps is not None,
+        lambda c: c.schedule.warmup_steps <= (c.schedule.decay_steps or 0),
+        "schedule.warmup_steps: {schedule.warmup_steps} is more than schedule.decay_steps: "
+        "{schedule.decay_steps}",
+    ),
+    Rule(
+        lambda c: c.evaluation.stride,
+        lambda c: (c.evaluation.stride or 0) <= c.model.units_per_sample(),
+        "evaluation.stride: {evaluation.stride} is more than model.sequence_length: "
+        "{model.sequence_length}, so some tokens would not be scored",
+    ),
+    Rule(
+        lambda c: isinstance(c.data, ImageDataConfig) and c.data.mixes,
+        lambda c: c.train.micro_batch_size % 2 == 0,
+        "train.micro_batch_size: {train.micro_batch_size} is odd, but data.augmentation.mixup and "
+        "data.augmentation.cutmix mix images in pairs; use an even number, or set both to 0",
+    ),
+    Rule(
+        lambda c: c.log.fluctuation,
+        lambda c: c.model.has_experts(),
+        "log.fluctuation: true is not allowed with {kinds}, which has no experts",
+    ),
+    Rule(
+        lambda c: isinstance(c.model, MixtureConfig) and c.model.top_k == 1,
+        lambda c: False,
+        "model.top_k: 1 is not allowed: the share of one expert is always 1, so the gate would "
+        "learn nothing; allowed: 2 or more, or null",
+    ),
+    Rule(
+        lambda c: c.loss.sequence_balance,
+        lambda c: any(isinstance(each, SparseMoEConfig) for each in _routers(c)),
+        "loss.sequence_balance: {loss.sequence_balance:g} is not allowed with {kinds}: it needs a "
+        "feed-forward of kind: smoe; otherwise only 0 is allowed",
+    ),
+    Rule(
+        lambda c: c.loss.load_balance and c.loss.load_balance_over == "model",
+        lambda c: len(_routers(c)) == 1,
+        "loss.load_balance_over: model is not allowed with {kinds}: it needs one feed-forward of "
+        "kind: smoe or emoe, whose layers have the same experts; allowed: layer",
+    ),
+    Rule(
+        lambda c: c.loss.load,
+        lambda c: any(router.router_noise for router in _routers(c)),
+        "loss.load: {loss.load:g} needs a feed-forward of kind: smoe or emoe with router_noise "
+        "above 0; otherwise only 0 is allowed",
+    ),
+    Rule(
+        lambda c: c.loss.sample_similarity,
+        lambda c: _expert_kinds(c) & {"smoe", "emoe", "mumoe", "mixture"},
+        "loss.sample_similarity: is not allowed with {kinds}, which has no experts that samples "
+        "could share; allowed: null",
+    ),
+    Rule(
+        lambda c: c.loss.sample_similarity,
+        lambda c: c.train.micro_batch_size > 1,
+        "train.micro_batch_size: {train.micro_batch_size} is not allowed with "
+        "loss.sample_similarity, which compares the samples of a micro-batch; allowed: 2 or more",
+    ),
+    Rule(
+        lambda c: c.loss.sample_similarity and "mumoe" in _expert_kinds(c),
+        lambda c: c.parallel.tensor_parallel_size == 1,
+        "parallel.tensor_parallel_size: {parallel.tensor_parallel_size} is not allowed with "
+        "loss.sample_similarity and a muMoE, whose gate would get its gradient several times; "
+        "allowed: 1",
+    ),
+    Rule(  # see model/cuda_graph.py
+        lambda c: c.train.cuda_graph,
+        lambda c: {each.kind for each in c.model.feed_forwards().values()} <= {"dense", "mumoe"},
+        "train.cuda_graph: true is not allowed with {kinds}: products of experts may wait for "
+        "their sizes; allowed: dense, mumoe",
+    ),
+)
+
+
+def _value(config: RunConfig, key: str) -> Any:
+    """The value of a dotted key; None if its section is null or has no such key."""
+    value: Any = config
+    for name in key.split("."):
+        value = getattr(value, name, None)
+    return value
+
+
+def _said(value: Any) -> str:
+    """A value as in YAML; a section in short."""
+    return "{...}" if isinstance(value, Config) else json.dumps(value).strip('"')
+
+
+def _check_combination(config: RunConfig, rule: Combination) -> None:
+    key, _, named = rule.key.partition(": ")
+    value, other = _value(config, key), _value(config, rule.other)
+    if not value or (named and value != named):
+        return
+    given, why = f"{key}: {_said(value)}", f": {rule.why}" if rule.why else ""
+    if not rule.allowed and not other:
+        raise ConfigError(f"{given} needs {rule.other}, which is {_said(other)}{why}")
+    if rule.allowed and other not in rule.allowed:
+        raise ConfigError(
+            f"{rule.other}: {_said(other)} is not allowed with {given}{why}; allowed: "
+            f"{', '.join(map(_said, rule.allowed))}"
+        )
 
 
 def validate(config: RunConfig, world_size: int) -> Dims:
@@ -49,171 +256,31 @@ def validate(config: RunConfig, world_size: int) -> Dims:
         tensor_parallel_size=config.parallel.tensor_parallel_size,
         expert_parallel_size=config.parallel.expert_parallel_size,
     )
+    for combination in COMBINATIONS:
+        _check_combination(config, combination)
+    for rule in RULES:
+        if rule.when(config) and not rule.needs(config):
+            raise ConfigError(rule.say.format(kinds=_kinds(config), **vars(config)))
     check_tensor_parallel(config.model, dims.tensor_parallel_size)
-    if config.parallel.sequence_parallel:
-        if dims.tensor_parallel_size == 1:
-            raise ConfigError(
-                "parallel.sequence_parallel: true needs a parallel.tensor_parallel_size of 2 or "
-                "more, not 1"
-            )
-        if not isinstance(config.model, DecoderSettings):
-            raise ConfigError(
-                "parallel.sequence_parallel: true is not allowed with model.kind: "
-                f"{config.model.kind}; allowed: gpt2, decoder"
-            )
     check_experts(config, dims.expert_parallel_size)
-    check_fluctuation(config)
-    check_losses(config)
-    check_mixing(config)
-    check_one_expert(config)
-    check_muon(config)
-    check_sample_similarity(config)
-    check_blocks(config)
-    if config.adapt.lora is not None and config.checkpoint.init_from is None:
-        raise ConfigError(
-            "adapt.lora: needs the weights to which adapters are added: set checkpoint.init_from "
-            "to a checkpoint, a run or a folder of weights"
-        )
-    train, schedule = config.train, config.schedule
-    dims.accumulation_steps(train.global_batch_size, train.micro_batch_size)
-    if schedule.decay_steps is not None and schedule.warmup_steps > schedule.decay_steps:
-        raise ConfigError(
-            f"schedule.warmup_steps: {schedule.warmup_steps} is more than schedule.decay_steps: "
-            f"{schedule.decay_steps}"
-        )
-    check_windows(config)
-    if config.evaluation.patience is not None and config.evaluation.every == 0:
-        raise ConfigError(
-            f"evaluation.patience: {config.evaluation.patience} is not allowed with "
-            "evaluation.every: 0, which validates only at the end; set it to 1 or more"
-        )
-    if config.model.compile and config.parallel.zero_stage == 3:
-        raise ConfigError(
-            "model.compile: true is not allowed with parallel.zero_stage: 3: DeepSpeed's "
-            "hooks on every module send the compiler back to eager code; use stage 1 or 2"
-        )
-    check_cuda_graph(config, dims)
-    return dims
-
-
-def check_cuda_graph(config: RunConfig, dims: Dims) -> None:
-    """Checks that every block can be captured as a CUDA graph: see `model/cuda_graph.py`.
-
-    Raises:
-        ConfigError: it cannot.
-    """
-    if not config.train.cuda_graph:
-        return
+    dims.accumulation_steps(config.train.global_batch_size, config.train.micro_batch_size)
     sections = config.model.feed_forwards().values()
-    kinds = dict.fromkeys(each.kind for each in sections)
     mixes = any(getattr(each, "gate_norm", "layer") == "batch" for each in sections)
-    needs = [
-        (
-            config.model.kind in ("gpt2", "vit"),
-            f"model.kind: gpt2 or vit, not {config.model.kind}, whose blocks take more than tokens",
-        ),
-        (
-            not kinds.keys() - {"dense", "mumoe"},
-            f"feed-forwards of kind dense or mumoe, not {' and '.join(kinds)}: products of "
-            f"experts may wait for their sizes",
-        ),
-        (
-            config.adapt.lora is None,
-            "adapt.lora: null: frozen embeddings give the first block nothing to differentiate",
-        ),
-        (
-            config.model.recompute == "none",
-            "model.recompute: none: graphs compute nothing again",
-        ),
-        (
-            config.train.precision == "bf16",
-            "train.precision: bf16: in fp32 gradients would stay where the next pass overwrites "
-            "them",
-        ),
-        (
-            config.parallel.zero_stage < 3,
-            "parallel.zero_stage of 1 or 2: stage 3 moves weights",
-        ),
-        (
-            dims.tensor_parallel_size == 1 and not (mixes and dims.data_parallel_size > 1),
-            "blocks in which no processes talk: parallel.tensor_parallel_size: 1, and with "
-            "gate_norm: batch one process",
-        ),
-    ]
-    for given, wanted in needs:
-        if not given:
-            raise ConfigError(f"train.cuda_graph: true needs {wanted}; or set it to false")
-
-
-def check_blocks(config: RunConfig) -> None:
-    """Checks that replaced feed-forwards can learn from the originals.
-
-    Raises:
-        ConfigError: they cannot, or a key would have no effect.
-    """
-    distill, model = config.distill, config.model
-    if distill.blocks is None:
-        return
-    key = f"distill.blocks: {distill.blocks}"
-    if distill.teacher is None:
-        raise ConfigError(f"{key} needs distill.teacher, the model whose feed-forwards teach")
-    if config.data.kind != "text":
-        raise ConfigError(f"{key} is not allowed with data.kind: {config.data.kind}; allowed: text")
-    if not isinstance(model, DecoderSettings) or model.replaced is None:
-        raise ConfigError(f"{key} needs model.replaced, the blocks whose feed-forwards learn")
-    unused = DistillConfig()
-    for name, value, allowed in (
-        ("distill.weight", distill.weight, unused.weight),
-        ("distill.temperature", distill.temperature, unused.temperature),
-        ("checkpoint.init_from", config.checkpoint.init_from, None),
-        ("adapt.lora", config.adapt.lora and "{...}", None),
-        ("model.recompute", model.recompute, "none"),
-        ("train.cuda_graph", config.train.cuda_graph, False),
-        ("parallel.sequence_parallel", config.parallel.sequence_parallel, False),
-    ):
-        if value != allowed:
-            said, instead = (json.dumps(each).strip('"') for each in (value, allowed))
-            raise ConfigError(
-                f"{name}: {said} is not allowed with {key}: all weights except the replaced "
-                f"feed-forwards are the teacher's, and frozen; allowed: {instead}"
-            )
-
-
-def check_windows(config: RunConfig) -> None:
-    """Checks that validation windows cover every token.
-
-    Raises:
-        ConfigError: they do not.
-    """
-    stride, length = config.evaluation.stride, config.model.units_per_sample()
-    if stride is not None and config.data.kind != "text":
+    if config.train.cuda_graph and mixes and dims.data_parallel_size > 1:
         raise ConfigError(
-            f"evaluation.stride: {stride} applies only to text, and is not allowed with data.kind: "
-            f"{config.data.kind}; allowed: null"
+            "train.cuda_graph: true is not allowed with gate_norm: batch on several processes, "
+            "which talk in each block"
         )
-    if stride is not None and stride > length:
-        raise ConfigError(
-            f"evaluation.stride: {stride} is more than model.sequence_length: {length}, so some "
-            "tokens would not be scored"
-        )
+    return dims
 
 
 def check_tensor_parallel(model: ModelSettings, size: int) -> None:
     """Checks that everything that tensor parallelism shards has equal parts.
 
     Raises:
-        ConfigError: it does not divide heads, width, inner width or the ranks of factors, or the
-            model cannot be sharded.
+        ConfigError: it does not divide heads, width, inner width or the ranks of factors.
     """
-    cuts = model.cut_sizes()
-    if cuts is None:
-        if size > 1:
-            raise ConfigError(
-                f"parallel.tensor_parallel_size: {size} is not allowed with model.kind: "
-                f"{model.kind}, whose layers are not cut; allowed: 1"
-            )
-        return
-    for choices in cuts:
+    for choices in model.cut_sizes() or ():
         if all(value % size for value in choices.values()):
             sizes = " nor ".join(f"{key}: {value}" for key, value in choices.items())
             raise ConfigError(f"parallel.tensor_parallel_size: {size} does not divide {sizes}")
@@ -226,114 +293,22 @@ def check_tensor_parallel(model: ModelSettings, size: int) -> None:
 
 
 def check_experts(config: RunConfig, size: int) -> None:
-    """Checks that experts can be distributed over processes.
+    """Checks the number of experts of each feed-forward.
+
+    Args:
+        config: the run's configuration.
+        size: number of processes over which experts are distributed.
 
     Raises:
-        ConfigError: there are none, they cannot be divided evenly, or ZeRO does not support them.
+        ConfigError: they cannot be divided evenly, or the weight of a token's only expert never
+            changes, so that its router would get no gradient.
     """
-    sparse = {
-        key: each
-        for key, each in config.model.feed_forwards().items()
-        if isinstance(each, SelectingConfig)
-    }
-    if not sparse:
-        if size > 1:
-            kinds = _kinds(config) or "no feed-forward"
-            raise ConfigError(
-                f"parallel.expert_parallel_size: {size} is not allowed with {kinds}, which has no "
-                "separate experts to distribute"
-            )
-        return
-    for key, feed_forward in sparse.items():
-        if feed_forward.num_experts % size:
+    for key, each in config.model.feed_forwards().items():
+        if isinstance(each, SelectingConfig) and each.num_experts % size:
             raise ConfigError(
                 f"parallel.expert_parallel_size: {size} does not divide "
-                f"{key}.num_experts: {feed_forward.num_experts}"
+                f"{key}.num_experts: {each.num_experts}"
             )
-
-
-def _kinds(config: RunConfig) -> str:
-    known = config.model.feed_forwards()
-    return " and ".join(f"{key}.kind: {each.kind}" for key, each in known.items())
-
-
-def check_fluctuation(config: RunConfig) -> None:
-    """Checks that there are experts and checkpoints whose routing can be compared.
-
-    Raises:
-        ConfigError: there are none.
-    """
-    if not config.log.fluctuation:
-        return
-    if not config.model.has_experts():
-        raise ConfigError(
-            f"log.fluctuation: true is not allowed with {_kinds(config)}, which has no experts "
-            f"that tokens could change"
-        )
-    if config.checkpoint.every == 0:
-        raise ConfigError(
-            "log.fluctuation: true is not allowed with checkpoint.every: 0: the only checkpoint, "
-            "at the end, has no earlier one to be compared with; set it to 1 or more"
-        )
-
-
-def check_losses(config: RunConfig) -> None:
-    """Checks that the model has the routers that losses need.
-
-    Raises:
-        ConfigError: there is none, so the loss would be silently ignored.
-    """
-    loss = config.loss
-    routers = [
-        each for each in config.model.feed_forwards().values() if isinstance(each, SelectingConfig)
-    ]
-    sparse = [each for each in routers if isinstance(each, SparseMoEConfig)]
-    if loss.sequence_balance and not sparse:
-        raise ConfigError(
-            f"loss.sequence_balance: {loss.sequence_balance:g} is not allowed with "
-            f"{_kinds(config)}: it needs a feed-forward of kind: smoe; otherwise only 0 is allowed"
-        )
-    if loss.load_balance and loss.load_balance_over == "model" and len(routers) != 1:
-        raise ConfigError(
-            f"loss.load_balance_over: model is not allowed with {_kinds(config)}: it needs one "
-            "feed-forward of kind: smoe or emoe, whose layers have the same experts; allowed: "
-            "layer"
-        )
-    if loss.load and not any(router.router_noise for router in routers):
-        raise ConfigError(
-            f"loss.load: {loss.load:g} depends on the router's noise: it needs a feed-forward of "
-            "kind: smoe or emoe with router_noise above 0; otherwise only 0 is allowed"
-        )
-
-
-def check_mixing(config: RunConfig) -> None:
-    """Checks that mixed images come in pairs.
-
-    Raises:
-        ConfigError: a micro-batch has an odd number of images.
-    """
-    data, size = config.data, config.train.micro_batch_size
-    if isinstance(data, ImageDataConfig) and data.mixes and size % 2:
-        key = "mixup" if data.augmentation.mixup else "cutmix"
-        raise ConfigError(
-            f"train.micro_batch_size: {size} is odd, but images are mixed in pairs "
-            f"(data.augmentation.{key}: {getattr(data.augmentation, key):g}); use an even number, "
-            f"or set data.augmentation.{key}: 0"
-        )
-
-
-def check_one_expert(config: RunConfig) -> None:
-    """Checks for at least two experts if weights sum to 1, since a single weight never changes.
-
-    Raises:
-        ConfigError: a gate or router would get no gradient.
-    """
-    if isinstance(config.model, MixtureConfig) and config.model.top_k == 1:
-        raise ConfigError(
-            "model.top_k: 1 is not allowed: the share of one expert is always 1, so the gate "
-            "would learn nothing; allowed: 2 or more, or null"
-        )
-    for key, each in config.model.feed_forwards().items():
         if not isinstance(each, EmergentMoEConfig) or each.score == "avg_k":
             continue
         if each.used_experts() == 1:
@@ -342,66 +317,6 @@ def check_one_expert(config: RunConfig) -> None:
                 "is always 1, so the router would learn nothing; use avg_k, or a top_k of 2 or "
                 "more"
             )
-
-
-def check_muon(config: RunConfig) -> None:
-    """Checks that processes have Muon's matrices whole, and that there are some.
-
-    Raises:
-        ConfigError: ZeRO 3 or tensor parallelism shards them, or only narrow adapters are trained.
-    """
-    if config.optimizer.kind != "muon":
-        return
-    for key, allowed in (("zero_stage", (1, 2)), ("tensor_parallel_size", (1,))):
-        if (value := getattr(config.parallel, key)) not in allowed:
-            said = f"allowed: {', '.join(map(str, allowed))}"
-            raise ConfigError(
-                f"parallel.{key}: {value} is not allowed with optimizer.kind: muon, whose update "
-                f"needs whole matrices, which this would shard; {said}"
-            )
-    if config.adapt.lora is not None:
-        raise ConfigError(
-            "adapt.lora: is not allowed with optimizer.kind: muon, which updates the matrices "
-            "that adapters freeze; set it to null, or use optimizer.kind: adamw or sgd"
-        )
-
-
-def check_sample_similarity(config: RunConfig) -> None:
-    """Checks that the sample-similarity loss has experts, pairs of samples and distances.
-
-    Raises:
-        ConfigError: it does not, or the layout would count its gradient several times.
-    """
-    pairs = config.loss.sample_similarity
-    if pairs is None:
-        return
-    head = getattr(config.model, "head", None)
-    kinds = {config.model.kind, getattr(head, "kind", head)}
-    if config.model.kind != "mixture":
-        kinds |= {each.kind for each in config.model.feed_forwards().values()}
-    if not kinds & {"smoe", "emoe", "mumoe", "mixture"}:
-        raise ConfigError(
-            f"loss.sample_similarity: is not allowed with {_kinds(config)}, which has no experts "
-            "that samples could share; allowed: null"
-        )
-    if pairs.of == "input" and not isinstance(config.model, ImageSettings):
-        raise ConfigError(
-            "loss.sample_similarity.of: input is not allowed with model.kind: "
-            f"{config.model.kind}, whose inputs are token ids, which have no distance; allowed: "
-            "layer_input"
-        )
-    if config.train.micro_batch_size < 2:
-        raise ConfigError(
-            f"train.micro_batch_size: {config.train.micro_batch_size} is not allowed with "
-            "loss.sample_similarity, which compares the samples of a micro-batch; allowed: 2 or "
-            "more"
-        )
-    size = config.parallel.tensor_parallel_size
-    if size > 1 and "mumoe" in kinds:
-        raise ConfigError(
-            f"parallel.tensor_parallel_size: {size} is not allowed with loss.sample_similarity and "
-            f"a muMoE, whose gate would get its gradient {size} times; allowed: 1"
-        )
 
 
 def refuse_changes(saved: RunConfig, now: RunConfig, origin: Path) -> None:

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from polyad.data.text.prepare import prepare
-from polyad.launch.cli import load_plugins
 from polyad.parallel.meeting import comparison
-from polyad.train.config.environment import VARIABLES, agreed_facts, folder_digest
+from polyad.train.config.environment import agreed_facts, folder_digest
 from polyad.train.config.run import load_config
 from polyad.train.tasks.registry import open_task
 from tests.helpers.everyday import everyday
@@ -159,28 +158,6 @@ def test_lists_of_sections_differ_by_the_key_in_them(tmp_path: Path, prepared_pa
         config = load_config(path, [f"data.mixture={json.dumps(sources)}"])
         told.append((f"host-{weight}", agreed_facts(config, None)))
     assert comparison(told) == ["data.mixture.1.weight: 1.0 on host-1, 2.0 on host-2"]
-
-
-@pytest.mark.parametrize("name", VARIABLES)
-def test_variables_that_change_numbers_are_compared(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    facts = agreed_facts(None, None)
-    monkeypatch.setenv(name, "other")
-    assert comparison([("a", facts), ("b", agreed_facts(None, None))]) == [
-        f"{name}: {facts[name]} on a, other on b"
-    ]
-
-
-def test_the_code_of_plugins_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setenv("POLYAD_PLUGINS", "labs_own")
-    (tmp_path / "labs_own.py").write_text("")
-    load_plugins()
-    before = agreed_facts(None, None)
-    (tmp_path / "labs_own.py").write_text("print()")
-    (line,) = comparison([("a", before), ("b", agreed_facts(None, None))])
-    assert line.startswith("POLYAD_PLUGINS: labs_own: contents ")
 
 
 def test_a_copy_of_the_data_elsewhere_is_the_same_data(tmp_path: Path, prepared_path: Path) -> None:

@@ -56,7 +56,7 @@ def test_what_fits_is_allowed(text, overrides):
         (
             TEXT,
             [f"{KEY}.of=input"],
-            "whose inputs are token ids, which have no distance; allowed: layer_in",
+            "model.kind: gpt2 is not allowed with loss.sample_similarity.of: input",
         ),
         (TEXT, ["train.micro_batch_size=1"], "train.micro_batch_size: 1 is not allowed with loss"),
         (TEXT, ["model.feed_forward={kind: dense}"], "which has no experts that samples could sh"),

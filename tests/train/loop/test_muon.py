@@ -357,7 +357,7 @@ def parse(*overrides):
             "parallel.tensor_parallel_size=2",
             "parallel.tensor_parallel_size: 2 is not allowed with optimizer.kind: muon",
         ),
-        ("adapt.lora={rank: 2}", "adapt.lora: is not allowed with optimizer.kind: muon"),
+        ("adapt.lora={rank: 2}", "adapt.lora: {...} is not allowed with optimizer.kind: muon"),
     ],
 )
 def test_what_cuts_or_freezes_matrices_is_refused(override, expected):

@@ -157,10 +157,10 @@ def test_a_mixer_with_two_kinds_of_experts_logs_both(workers, config, tmp_path):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("train.micro_batch_size=1", "train.micro_batch_size: 1 is odd, but images are mixed in"),
+        ("train.micro_batch_size=1", "train.micro_batch_size: 1 is odd"),
         (
             "evaluation.stride=1",
-            "evaluation.stride: 1 applies only to text, and is not allowed with data.kind",
+            "data.kind: images is not allowed with evaluation.stride: 1",
         ),
         ("model.num_classes=7", "model.num_classes: 7 is not the number of classes of data.path"),
         ("model.channels=1", "model.channels: 1 is not allowed"),
