@@ -210,9 +210,9 @@ class Launch:
             nodes: number of nodes.
             processes: number of processes per node.
         """
-        from polyad.train.config.plan import plan_run
         from polyad.train.config.rules import validate
         from polyad.train.config.run import load_config
+        from polyad.train.start import plan_run
 
         assert self.config is not None
         with _naming_shape(nodes, processes):
@@ -283,7 +283,7 @@ class Launch:
             rendezvous.tell_others(folder, one_line(error))
 
     def _by_slurm(self, job: SlurmJob, variables: dict[str, str]) -> int:
-        from polyad.train.config.plan import LAUNCH_FOLDER  # not at the top: it imports torch
+        from polyad.train.start import LAUNCH_FOLDER  # not at the top: it imports torch
 
         nodes, processes = self._shape
         sbatch = None if self.how.dry_run else find_sbatch()

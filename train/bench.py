@@ -14,9 +14,8 @@ import torch
 
 from polyad.parallel import comm
 from polyad.parallel.source import InitialWeights
-from polyad.train.config.adaptation import model_of
+from polyad.train.config.adaptation import engine_of, model_of, random_micro_batches
 from polyad.train.config.distillation import teacher_here
-from polyad.train.config.parts import engine_of, random_micro_batches
 from polyad.train.config.rules import validate
 from polyad.train.config.run import RunConfig
 from polyad.train.console import Progress

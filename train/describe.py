@@ -11,15 +11,14 @@ from polyad.model.emoe.config import EmergentMoEConfig
 from polyad.model.smoe.config import SelectingConfig, SparseMoEConfig
 from polyad.parallel.dims import Dims
 from polyad.train.config.adaptation import counts, model_of, unused_parameters
-from polyad.train.config.beginning import data_notes, schedule_line, schedule_notes
 from polyad.train.config.environment import check_compiler
-from polyad.train.config.plan import checkpoint_bytes, plan_run
 from polyad.train.config.rules import validate
 from polyad.train.config.run import RunConfig, load_config
 from polyad.train.console import counted, in_bytes
 from polyad.train.errors import ConfigError
 from polyad.train.plan import footprint
 from polyad.train.results import aligned
+from polyad.train.start import checkpoint_bytes, plan_run, warm_up_note
 from polyad.train.tasks.random_input import flops_of_unit
 from polyad.train.tasks.registry import task_class
 
@@ -51,14 +50,12 @@ def describe_run(
         config, dims = plan.config, plan.dims
         epoch = plan.task.samples_per_epoch
         step = plan.resume.training_step if plan.resume else 0
-        notes = data_notes(plan)
     else:
-        config, epoch, step, notes = load_config(path, overrides), None, None, []
+        config, epoch, step = load_config(path, overrides), None, None
         dims = validate(config, world_size)
         check_without_data(config)
     check_compiler(config)
     description = describe(config, dims, samples_per_epoch=epoch)
-    description["warnings"] += notes
     # The shapes of teaching feed-forwards are known without it.
     teacher = config.distill.teacher if config.distill.blocks is None else None
     if not with_data and teacher is not None and not Path(teacher).expanduser().exists():
@@ -130,10 +127,21 @@ def describe(
             "optimizer": config.optimizer.kind,
             "schedule": schedule_line(config),
         },
-        "warnings": schedule_notes(config),
+        "warnings": [note] if (note := warm_up_note(config)) else [],
         "layout": degrees_of(config, dims),
         "checkpoint_bytes": checkpoint_bytes(config, model),
     }
+
+
+def schedule_line(config: RunConfig) -> str:
+    """The learning rate over the run, in words."""
+    schedule, peak = config.schedule, config.optimizer.learning_rate
+    start = f"up to {peak:g} in {schedule.warmup_steps:,} steps" if schedule.warmup_steps else ""
+    if schedule.kind == "constant":
+        return f"{start}, then constant" if start else f"constant {peak:g}"
+    end = schedule.decay_steps or config.train.steps
+    fall = f"{schedule.kind} from {peak:g} to {peak * schedule.final_ratio:g} at step {end:,}"
+    return f"{start}, {fall}" if start else fall
 
 
 def degrees_of(config: RunConfig, dims: Dims) -> dict[str, int]:

@@ -33,7 +33,6 @@ from polyad.model.config_yaml import Written
 from polyad.train import records
 from polyad.train.config.adaptation import model_of, unused_parameters
 from polyad.train.config.faults import describe
-from polyad.train.config.plan import open_plan
 from polyad.train.config.rules import validate
 from polyad.train.config.run import RunConfig, config_of, read_tree
 from polyad.train.config.text import DOTTED_KEY, below, flatten, settle
@@ -41,6 +40,7 @@ from polyad.train.console import duration
 from polyad.train.errors import ConfigError, RunError, shown, stop_signal, stopped
 from polyad.train.guard.run_folder import check_place
 from polyad.train.results import json_value
+from polyad.train.start import open_plan
 from polyad.train.tasks.random_input import flops_of_unit
 from polyad.train.tasks.registry import TASKS, open_task
 from polyad.train.tasks.task import Task

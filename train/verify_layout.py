@@ -31,9 +31,8 @@ from polyad.parallel.checkpoint.save import save
 from polyad.parallel.config import ParallelConfig
 from polyad.parallel.source import InitialWeights
 from polyad.parallel.zero import Engine
-from polyad.train.config.adaptation import model_of
+from polyad.train.config.adaptation import engine_of, model_of, random_micro_batches
 from polyad.train.config.environment import agreed_facts
-from polyad.train.config.parts import engine_of, random_micro_batches
 from polyad.train.config.rules import validate
 from polyad.train.config.run import RunConfig, config_of
 from polyad.train.errors import ConfigError, RunError

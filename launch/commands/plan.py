@@ -139,10 +139,10 @@ def configuration(
     Raises:
         ValueError: with an `exit_status` of 2: one line says what is wrong.
     """
-    from polyad.train.config.plan import open_plan
     from polyad.train.config.rules import validate
     from polyad.train.describe import check_without_data
     from polyad.train.reading import config_at
+    from polyad.train.start import open_plan
 
     config = config_at(path, overrides, processes)
     if check:

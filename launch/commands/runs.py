@@ -41,7 +41,7 @@ def train(config: ConfigFile, overrides: Overrides) -> None:
     forget_stop()
     prepare_environment()
     from polyad.parallel import comm
-    from polyad.train.pretrain import main
+    from polyad.train.train import main
 
     with only_results_on_stdout() as stdout:
         state = main(config, overrides, launched=launched)

@@ -8,8 +8,8 @@ from unittest import mock
 import torch
 
 from polyad.parallel import comm
-from polyad.train.pretrain import main
 from polyad.train.tasks import language
+from polyad.train.train import main
 
 
 def digest(row_T: torch.Tensor) -> str:

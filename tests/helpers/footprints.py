@@ -10,9 +10,8 @@ from polyad.parallel.checkpoint.save import save
 from polyad.parallel.shapes import Observed, Traffic, tensors_in
 from polyad.parallel.source import InitialWeights
 from polyad.parallel.zero import Engine
-from polyad.train.config.adaptation import model_of
+from polyad.train.config.adaptation import engine_of, model_of, random_micro_batches
 from polyad.train.config.distillation import teacher_here
-from polyad.train.config.parts import engine_of, random_micro_batches
 from polyad.train.config.rules import validate
 from polyad.train.config.run import RunConfig
 from polyad.train.loop.step import issue_step

@@ -156,7 +156,7 @@ def _serve(pipe: Connection) -> None:
 
     torch.set_num_threads(1)
     import polyad.launch.cli
-    import polyad.train.pretrain  # noqa: F401
+    import polyad.train.train  # noqa: F401
     from polyad.launch.machine import prepare_environment
     from polyad.parallel.zero import import_engine
 

@@ -14,7 +14,7 @@ def main() -> None:
     import psutil
 
     import polyad.train.evaluation.evaluate
-    import polyad.train.pretrain
+    import polyad.train.train
     from polyad.launch.cli import main as polyad
     from polyad.parallel.zero import import_deepspeed
 

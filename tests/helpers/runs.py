@@ -24,8 +24,8 @@ from polyad.train.measures.measure import Examination, examine
 from polyad.train.measures.registry import MEASURES
 from polyad.train.measures.rewriting import Rewriting
 from polyad.train.measures.robustness import Robustness
-from polyad.train.pretrain import main
 from polyad.train.results import json_value
+from polyad.train.train import main
 
 
 def write_config(path: Path, data: Path, **changes: Any) -> Path:

@@ -9,9 +9,9 @@ from unittest import mock
 import torch
 
 from polyad.model.kernels import linear_cross_entropy as kernel
-from polyad.train.config.plan import plan_run
-from polyad.train.pretrain import main
+from polyad.train.start import plan_run
 from polyad.train.tasks.losses import cross_entropy
+from polyad.train.train import main
 
 
 def run_with_bad_batches(config: Path, what: str, bad: tuple[int, ...], *overrides: str) -> int:

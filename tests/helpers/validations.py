@@ -15,7 +15,7 @@ from polyad.parallel.checkpoint.manage import complete_checkpoints
 from polyad.parallel.zero import fragments
 from polyad.train.errors import Stopped
 from polyad.train.loop.loop import TrainLoop
-from polyad.train.pretrain import main
+from polyad.train.train import main
 
 
 def run_with_bad_validations(

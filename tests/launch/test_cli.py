@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-import polyad.train.pretrain
+import polyad.train.train
 from polyad.launch.cli import run
 from polyad.launch.commands import COMMANDS, GROUPS
 from polyad.launch.ending import OTHERS_SPEAK_FIRST
@@ -303,7 +303,7 @@ def test_a_run_that_fails_or_is_stopped_has_one_line_and_its_status(
         os.write(1, b"noise of a library\n")
         raise error
 
-    monkeypatch.setattr(polyad.train.pretrain, "main", fail)
+    monkeypatch.setattr(polyad.train.train, "main", fail)
     assert run(["train", str(config)]) == status
     captured = capfd.readouterr()
     assert captured.out == ""
@@ -313,7 +313,7 @@ def test_a_run_that_fails_or_is_stopped_has_one_line_and_its_status(
 def test_a_fault_of_the_program_keeps_its_traceback(
     config: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(polyad.train.pretrain, "main", lambda *_, **__: [][0])
+    monkeypatch.setattr(polyad.train.train, "main", lambda *_, **__: [][0])
     assert run(["train", str(config)]) == 1
     assert "Traceback" in capfd.readouterr().err
 
@@ -327,7 +327,7 @@ def test_another_process_that_ended_is_one_line(
             "Connection reset by peer. This is typically caused by a remote worker"
         )
 
-    monkeypatch.setattr(polyad.train.pretrain, "main", lost)
+    monkeypatch.setattr(polyad.train.train, "main", lost)
     assert run(["train", str(config)]) == 1
     line = error_line(capfd.readouterr().err)
     assert "another process of this run ended" in line

@@ -40,21 +40,6 @@ def test_without_data_the_vocabulary_has_to_be_given(
     assert "not checked" in capfd.readouterr().out
 
 
-def test_very_many_epochs_and_an_oversized_vocabulary_are_warned_of(
-    config: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert run(["validate", str(config), "train.steps=100000", "--json", "-"]) == 0
-    description = json.loads(capfd.readouterr().out)
-    epochs = description["training"]["epochs"]
-    assert epochs > 100
-    said = f"train.steps: 100,000 reads the training data {epochs:,.0f} times (epochs): "
-    assert [line for line in description["warnings"] if line.startswith(said)]
-    assert run(["validate", str(config), "model.vocab_size=9000"]) == 0
-    assert "warning        model.vocab_size: 9,000 is more than the " in capfd.readouterr().out
-    assert run(["validate", str(config)]) == 0
-    assert "warning" not in capfd.readouterr().out
-
-
 @pytest.mark.parametrize("command", ["validate", "train"])
 def test_a_vocabulary_smaller_than_the_tokenizers_is_refused(
     command: str, config: Path, capfd: pytest.CaptureFixture[str]

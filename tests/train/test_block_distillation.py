@@ -86,7 +86,6 @@ def test_the_loss_of_a_run_is_that_by_hand(workers, tmp_path, prepared_path, tea
     still = ("optimizer.learning_rate=1.0e-12", "train.steps=1")
     ((_, said),) = workers(1).run(run_and_listen, config, *still)
     assert "initialized from the seed: blocks.1.feed_forward.*, blocks.2.feed_forward.*" in said
-    assert "the feed-forwards of blocks 1, 2 learn from those of" in said
     record, ours = records(tmp_path / "run")[0], load_model(tmp_path / "run")
     expected = 0.0
     for block in (1, 2):

@@ -1,5 +1,6 @@
-"""The model of a run, with its adapters, and untrained parameters frozen."""
+"""The model of a run, with its adapters, and untrained parameters frozen; its engine."""
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -10,13 +11,19 @@ from polyad.model.lora import adapters, add_lora, of_base
 from polyad.model.mxd.layer import SparseTable
 from polyad.model.settings import ModelSettings
 from polyad.model.smoe.layer import SelectingMoE
+from polyad.parallel import comm
 from polyad.parallel.checkpoint.load import Checkpoint
+from polyad.parallel.dims import Dims
 from polyad.parallel.fragments import persistent_buffers
 from polyad.parallel.frozen_experts import kept_experts
+from polyad.parallel.parallelize import parallelize
 from polyad.parallel.source import InitialWeights, Source, WeightsOnly, begun_anew, on_base
 from polyad.parallel.weights import Weights
+from polyad.parallel.zero import Engine
 from polyad.train.config.run import RunConfig
-from polyad.train.loop.optimizer import freeze
+from polyad.train.loop.optimizer import OptimizerConfig, build_optimizer, freeze
+from polyad.train.tasks.losses import cross_entropy
+from polyad.train.tasks.random_input import RandomBatch, random_batch
 from polyad.train.tasks.task import Task
 
 GRAPH = ".router.graph."
@@ -142,6 +149,63 @@ def source_of(
         return on_base(start, resume, of_base(model), buffers=resume)
     plain = [name for name, _ in plain_model.named_parameters()]
     return on_base(start, InitialWeights(model, config.seed), plain, buffers=start)
+
+
+def engine_of(
+    config: RunConfig,
+    dims: Dims,
+    world: comm.World,
+    source: Source,
+    *,
+    optimizer: OptimizerConfig | None = None,
+    global_batch_size: int | None = None,
+    compiled: bool = False,
+) -> Engine:
+    """Builds the engine of a configuration.
+
+    Args:
+        config: Resolved configuration that fits the layout.
+        dims: The layout.
+        world: This process.
+        source: Source of the initial weights, and of moments if it has them.
+        optimizer: Replaces the configuration's.
+        global_batch_size: Samples per step; replaces the configuration's.
+        compiled: Whether blocks run through torch.compile.
+    """
+    train, chosen = config.train, optimizer or config.optimizer
+    engine = parallelize(
+        model_of(config),
+        dims,
+        config.parallel,
+        world=world,
+        make_optimizer=lambda parameters: build_optimizer(chosen, parameters),
+        precision=train.precision,
+        global_batch_size=global_batch_size or train.global_batch_size,
+        micro_batch_size=train.micro_batch_size,
+        clip_grad_norm=chosen.clip_grad_norm,
+        source=source,
+        cross_entropy=cross_entropy,
+        compiled=compiled,
+        cuda_graph=train.cuda_graph,
+        average_decay=train.ema,
+    )
+    engine.train()
+    return engine
+
+
+def random_micro_batches(config: RunConfig, world: comm.World, step: int) -> Iterator[RandomBatch]:
+    """Yields this process's random micro-batches of a step; all together are equal on any layout.
+
+    Args:
+        config: resolved configuration.
+        world: this process.
+        step: the step's number, which is the seed.
+    """
+    size = config.train.micro_batch_size
+    for number in range(config.train.global_batch_size // size):
+        if number % world.data_parallel_size == world.data_parallel_rank:
+            first = 1_000_000 * step + number * size
+            yield random_batch(config.model, range(first, first + size), config.data)
 
 
 class Counts(NamedTuple):

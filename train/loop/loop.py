@@ -7,26 +7,21 @@ from pathlib import Path
 from typing import Any
 
 from polyad.parallel.checkpoint.save import Saver
-from polyad.parallel.config import CheckpointConfig
 from polyad.parallel.zero import Engine, StepResult
+from polyad.train.config.run import RunConfig
 from polyad.train.errors import RunError
 from polyad.train.guard.memory import RunMemory
 from polyad.train.guard.run_folder import last_checkpoint
 from polyad.train.guard.spikes import (
     NO_LIMITS,
-    MonitorConfig,
     SpikeGuard,
     remember,
 )
 from polyad.train.guard.stalls import expect_progress
 from polyad.train.guard.stopping import StopAsked, StopSignals
 from polyad.train.loop.device import Prefetch, memory_of_process
-from polyad.train.loop.losses import LossConfig
-from polyad.train.loop.metrics import LogConfig, Metrics, peak_flops
+from polyad.train.loop.metrics import Metrics, peak_flops
 from polyad.train.loop.optimizer import (
-    OptimizerConfig,
-    ScheduleConfig,
-    TrainConfig,
     learning_rate,
     warm_up,
 )
@@ -35,7 +30,7 @@ from polyad.train.loop.step import IssuedStep, issue_step
 from polyad.train.loop.timing import StepTimer, profiler
 from polyad.train.state import TrainState
 from polyad.train.tasks.random_input import training_flops
-from polyad.train.tasks.task import EvaluationConfig, Task
+from polyad.train.tasks.task import Task
 
 MEMORY = ("memory_bytes", "memory_reserved_bytes")
 """Keys of a record: memory since the step before, of the process that used most."""
@@ -62,6 +57,8 @@ class TrainLoop:
     same in the same order.
     """
 
+    config: RunConfig
+    """The run's configuration, completed with the values that the data determines."""
     engine: Engine
     """Model and optimizer."""
     task: Task[Any]
@@ -71,45 +68,34 @@ class TrainLoop:
     """Number of micro-batches per step and process."""
     state: TrainState
     """Progress so far; updated after every step."""
-    folder: Path
-    """The run's folder."""
-    # The sections of a configuration that the loop reads.
-    train: TrainConfig
-    optimizer: OptimizerConfig
-    schedule: ScheduleConfig
-    loss: LossConfig
-    evaluation: EvaluationConfig
-    checkpoint: CheckpointConfig
-    monitor: MonitorConfig
-    log: LogConfig
     saver: Saver
-    """Writes checkpoints, which contain the next two fields beside weights and state."""
-    config_yaml: str
+    """Writes checkpoints."""
     files: Mapping[str, bytes]
+    """What a checkpoint contains beside configuration, weights and state."""
     fluctuation: Callable[[], dict[str, float]] | None
     """Compares routing with that at the last checkpoint; called before a checkpoint is written.
     None without `log.fluctuation`."""
     memory: RunMemory
-    timeout_minutes: float
-    """The longest that a collective waits for a process."""
     stop: StopSignals
     metrics: Metrics | None
     """None except on the main process."""
 
     def __post_init__(self, micro_batches: Iterator[Any]) -> None:
-        task, train, world = self.task, self.train, self.engine.world
-        self._batches = self._ahead(micro_batches)
+        config, task, world = self.config, self.task, self.engine.world
+        self._train, self._evaluation = config.train, config.evaluation
+        self._folder = Path(config.run.folder)
+        self._batches = Prefetch(micro_batches, self.engine.device)
         self._world = world
         self._units_per_sample = task.model.units_per_sample()
         self._peak = None
         if task.trains_whole_model:
-            self._peak = peak_flops(self.log, train.precision, tf32=train.tf32)
+            self._peak = peak_flops(config.log, config.train.precision, tf32=config.train.tf32)
         self._flops_per_unit = (
             training_flops(task.model, *task.sequences_of_sample()) if self._peak else 0
         )
         say = self.metrics.say if self.metrics is not None else None
-        self._guard = SpikeGuard(self.monitor, self.folder, self._sources, say)
-        self._limit = 60 * self.timeout_minutes
+        self._guard = SpikeGuard(config.monitor, self._folder, self._sources, say)
+        self._limit = 60 * config.parallel.timeout_minutes
         self._saved_at = self.state.step
         self._owes_save = False
         """Whether a checkpoint was due in a skipped step, and no step was applied since."""
@@ -119,13 +105,9 @@ class TrainLoop:
         self._pending: Pending | None = None
         self._told = 0
 
-    def _ahead(self, micro_batches: Iterator[Any]) -> Prefetch[Any]:
-        """Micro-batches prefetched to the engine's device."""
-        return Prefetch(micro_batches, self.engine.device)
-
     def _sources(self, batch: int) -> dict[str, list[int]]:
         """The documents of a global batch, by the name of their data."""
-        size = self.train.global_batch_size
+        size = self._train.global_batch_size
         return self.task.sources(range(batch * size, (batch + 1) * size))
 
     def run(self) -> int:
@@ -139,7 +121,7 @@ class TrainLoop:
             RunError: too many steps in a row were not finite, or there were too many spikes.
         """
         try:
-            signal = self._train()
+            signal = self._steps()
         except BaseException:
             pending = self._pending
             known = pending is not None and pending.issued.exchanged.arrived
@@ -151,7 +133,7 @@ class TrainLoop:
             self.saver.finish()
         return signal
 
-    def _train(self) -> int:
+    def _steps(self) -> int:
         state = self.state
         self.engine.train()
         if state.unfinished is not None:
@@ -162,8 +144,8 @@ class TrainLoop:
             if state.unfinished is None:
                 self._save()
         self._timer = StepTimer()  # the first step starts here, not in the constructor
-        with profiler(self.log.profile, self.folder, self._world) as tick:
-            while state.step < self.train.steps and not self._is_over():
+        with profiler(self.config.log.profile, self._folder, self._world) as tick:
+            while state.step < self._train.steps and not self._is_over():
                 signal = self._signal()
                 if signal or state.unfinished is not None:
                     self._settle()
@@ -183,7 +165,7 @@ class TrainLoop:
         return 0
 
     def _is_over(self) -> bool:
-        return self.state.is_over(self.evaluation.patience)
+        return self.state.is_over(self._evaluation.patience)
 
     def _signal(self) -> int:
         """The signal that some process got, as in `StopSignals.agreed`. With several processes, as
@@ -193,19 +175,21 @@ class TrainLoop:
     def _waits_for(self, pending: "Pending") -> bool:
         """Whether the next step can be issued only after this one's numbers are read."""
         step = pending.step
-        done = step == self.train.steps
-        due = _due(step, self.evaluation.every, done) or _due(step, self.checkpoint.every, done)
+        done = step == self._train.steps
+        scores = _due(step, self._evaluation.every, done)
+        due = scores or _due(step, self.config.checkpoint.every, done)
         return due or self._owes_save or self._guard.holds or not pending.issued.result.applied
 
     def _is_told(self, step: int) -> bool:
         """Whether a step has a console line, and routing statistics in its record."""
-        done = step == self.train.steps
-        return self.log.is_due(step, done=done) or _due(step, self.evaluation.every, done)
+        done = step == self._train.steps
+        return self.config.log.is_due(step, done=done) or _due(step, self._evaluation.every, done)
 
     def _issue(self) -> "Pending":
         """Issues one step, whose numbers are read after the next one is issued."""
-        state, train = self.state, self.train
-        rate = learning_rate(self.schedule, self.optimizer.learning_rate, state.step, train.steps)
+        state, train, config = self.state, self._train, self.config
+        peak = config.optimizer.learning_rate
+        rate = learning_rate(config.schedule, peak, state.step, train.steps)
         warm_up(self.engine.optimizer, state.step)
         limits = self._guard.limits(state) if self._guard.holds else NO_LIMITS
         issued = issue_step(
@@ -214,7 +198,7 @@ class TrainLoop:
             self._batches,
             self.accumulation_steps,
             rate,
-            losses=self.loss,
+            losses=config.loss,
             progress=(state.step + 1) / train.steps,
             limits=limits,
             own=lambda: (self.stop.number, *memory_of_process(self._world.device)),
@@ -252,7 +236,7 @@ class TrainLoop:
         spike = limits.exceeded(loss, result.grad_norm)
         self._advance(loss, result, spike=spike)
         units = f"{self.task.unit.name}s"
-        units_of_step = self.train.global_batch_size * self._units_per_sample
+        units_of_step = self._train.global_batch_size * self._units_per_sample
         units_per_second = units_of_step / pending.seconds
         flops = self._flops_per_unit * units_per_second
         record: dict[str, Any] = {
@@ -288,8 +272,8 @@ class TrainLoop:
         """
         state = self.state
         reason = self._why_to_end()
-        done, better = state.step == self.train.steps, False
-        due = reason is None and _due(state.step, self.evaluation.every, done)
+        done, better = state.step == self._train.steps, False
+        due = reason is None and _due(state.step, self._evaluation.every, done)
         if due and self.task.has_validation:
             try:
                 with self._timer.aside():
@@ -304,7 +288,7 @@ class TrainLoop:
             finally:
                 self.engine.train()
             if self._is_over() and self.metrics is not None:
-                self.metrics.say(f"polyad: {state.why_it_is_over(self.evaluation.patience)}")
+                self.metrics.say(f"polyad: {state.why_it_is_over(self._evaluation.patience)}")
             if self._bad and (done or self._is_over()):
                 reason = f"the run ends with a validation that is not finite ({self._bad})"
             elif self._bad and self.metrics is not None:
@@ -313,7 +297,7 @@ class TrainLoop:
                     f"until a validation is finite; earlier ones are kept"
                 )
         saves = saves and reason is None and self._saves_now(record["skipped"], done)
-        if reason is None and ((better and self.checkpoint.keep_best) or self._is_over()):
+        if reason is None and ((better and self.config.checkpoint.keep_best) or self._is_over()):
             saves, self._saved_at = True, -1  # even if already saved before validation
         if saves and self.fluctuation is not None:
             with self._timer.aside():
@@ -322,7 +306,7 @@ class TrainLoop:
         self._write(record)
         if reason is not None:
             self.saver.finish()
-            saved = last_checkpoint(self.folder / "checkpoints")
+            saved = last_checkpoint(self._folder / "checkpoints")
             raise RunError(f"step {state.step}: {reason}; {saved}")
         if saves:
             self._save()
@@ -335,7 +319,7 @@ class TrainLoop:
         """
         if self._bad:
             return False
-        due = self._owes_save or _due(self.state.step, self.checkpoint.every, done)
+        due = self._owes_save or _due(self.state.step, self.config.checkpoint.every, done)
         self._owes_save = due and skipped and not done
         return due and not self._owes_save
 
@@ -358,9 +342,9 @@ class TrainLoop:
             self.saver.save(
                 state.step,
                 state.to_json() | self.task.counted(state.samples),
-                self.config_yaml,
+                self.config.to_yaml(),
                 self.files,
-                (state.best_step or None) if self.checkpoint.keep_best else None,
+                (state.best_step or None) if self.config.checkpoint.keep_best else None,
                 judged=state.unfinished is None,
             )
 
@@ -374,7 +358,7 @@ class TrainLoop:
         with self.memory.during(lambda: "in validation"):
             return self.task.validate(
                 self.engine,
-                batch_size=self.evaluation.batch_size or self.train.micro_batch_size,
+                batch_size=self._evaluation.batch_size or self._train.micro_batch_size,
                 world=self._world,
                 report=self._validated,
             )
@@ -385,8 +369,8 @@ class TrainLoop:
 
     def _why_to_end(self) -> str | None:
         """The reason to end the run if too many consecutive steps were skipped; else None."""
-        state, allowed = self.state, self.monitor.max_skips
-        if state.skipped_in_a_row >= self.train.max_skipped_steps:
+        state, allowed = self.state, self.config.monitor.max_skips
+        if state.skipped_in_a_row >= self._train.max_skipped_steps:
             return (
                 f"{state.skipped_in_a_row} steps in a row had a loss or gradient that is not "
                 f"finite (train.max_skipped_steps)"
@@ -406,7 +390,7 @@ class TrainLoop:
         state.spikes += spike
         state.spikes_in_a_row = state.spikes_in_a_row + 1 if spike and not result.applied else 0
         if result.applied:
-            remember(self.monitor, state, loss, result.grad_norm)
+            remember(self.config.monitor, state, loss, result.grad_norm)
         if state.first_loss is None:
             state.first_loss = loss
 

@@ -16,7 +16,7 @@ Shapes: A x B a matrix, N matrices side by side.
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -80,17 +80,6 @@ def matrices(names: Iterable[str]) -> frozenset[str]:
     found = {name for name in names if _MATRICES.search(name)}
     gates = {name for name in found if name.endswith(_GATE)}
     return frozenset(found - {n for n in gates if n.removesuffix(_GATE) + _UP not in found})
-
-
-def matrices_of_adamw(dimensions: Mapping[str, int]) -> list[str]:
-    """Returns the matrices of blocks that Muon leaves to AdamW, without the blocks' numbers.
-
-    Args:
-        dimensions: The number of dimensions of each trained parameter; see `matrix_dimensions`.
-    """
-    ours = matrices(dimensions)
-    left = (name for name, count in dimensions.items() if count > 1 and name not in ours)
-    return sorted({_BLOCK.sub("", name) for name in left if _BLOCK.match(name)})
 
 
 def matrix_of(name: str, shape: tuple[int, ...], real: tuple[int, ...]) -> Matrix:

@@ -1,5 +1,10 @@
-"""The plan of a run, checked before a process group exists or memory is taken."""
+"""Where a run starts: its data, and a checkpoint, other weights or a seed.
 
+All is checked before memory is taken; the first line of a run says where it starts.
+"""
+
+import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,7 +14,7 @@ from torch import nn
 
 from polyad.model.lora import of_base
 from polyad.parallel import comm
-from polyad.parallel.adapted import AdaptedCheckpoint, check_base, digest_of
+from polyad.parallel.adapted import check_base, digest_of
 from polyad.parallel.checkpoint.format import CONFIG_FILE
 from polyad.parallel.checkpoint.load import (
     Checkpoint,
@@ -22,7 +27,7 @@ from polyad.parallel.checkpoint.manage import complete_checkpoints
 from polyad.parallel.dims import Dims
 from polyad.parallel.families import FamilyWeights
 from polyad.parallel.weights import Weights, check_fits, open_weights, origin_of
-from polyad.train.config.adaptation import begins_anew, graph_statistics, model_of
+from polyad.train.config.adaptation import begins_anew, counts, graph_statistics, model_of
 from polyad.train.config.distillation import TeacherAt, check_teacher, of_step
 from polyad.train.config.environment import check_compiler, check_same_checkpoint
 from polyad.train.config.rules import refuse_changes, validate
@@ -30,9 +35,11 @@ from polyad.train.config.run import RunConfig, load_config, parse_config
 from polyad.train.errors import ConfigError, RunError
 from polyad.train.guard.run_folder import LOCK_FILE, TOKEN_FILE, check_place
 from polyad.train.loop.muon import matrices
-from polyad.train.loop.optimizer import state_tensors
+from polyad.train.loop.optimizer import learning_rate, state_tensors
 from polyad.train.loop.trackers import check_trackers
 from polyad.train.state import TrainState
+from polyad.train.tasks.images import ImageClassification
+from polyad.train.tasks.pixels import normalization_of
 from polyad.train.tasks.registry import open_task
 from polyad.train.tasks.samples import probe_of
 from polyad.train.tasks.task import Kept, Task
@@ -82,12 +89,9 @@ class Plan:
             return f"run the same command again to continue from {found[-1]}"
         return "no checkpoint was written yet; run the same command again to start from step 0"
 
-    def start_state(self, checkpoint: Checkpoint | None) -> TrainState:
-        """Returns the state of a run that continues from a checkpoint, or starts.
-
-        Args:
-            checkpoint: None for a new run.
-        """
+    def start_state(self) -> TrainState:
+        """Returns the state of a run that continues from its checkpoint, or starts."""
+        checkpoint = self.resume
         state = TrainState.from_json(checkpoint.state.model_dump()) if checkpoint else TrainState()
         if checkpoint is not None and state.best_score is not None:
             self._forget_best(state, checkpoint)
@@ -106,12 +110,17 @@ class Plan:
 
         Its checkpoint, if it exists, is kept until there is a better one.
         """
-        before = parse_config(checkpoint.config_yaml, origin=str(checkpoint.folder))
+        before = config_of_checkpoint(checkpoint)
         ours, theirs = self.config.evaluation, before.evaluation
         if (ours.max_windows, ours.stride) != (theirs.max_windows, theirs.stride):
             state.best_score, state.validations_since_best = None, 0
         elif self.config.checkpoint.keep_best and not before.checkpoint.keep_best:
             state.best_score = None
+
+
+def config_of_checkpoint(checkpoint: Checkpoint) -> RunConfig:
+    """Returns the configuration that a checkpoint was written with."""
+    return parse_config(checkpoint.config_yaml, origin=str(checkpoint.folder))
 
 
 def open_plan(path: Path, overrides: Sequence[str], world_size: int) -> Plan:
@@ -130,22 +139,18 @@ def open_plan(path: Path, overrides: Sequence[str], world_size: int) -> Plan:
     check_compiler(config)
     check_trackers(config.log.trackers)
     task = open_task(config.for_task())
-    if config.log.fluctuation:
-        if not task.has_validation:
-            raise ConfigError(
-                f"log.fluctuation: true is not allowed with {task.place}, which has no validation "
-                f"split to compare routing on; {task.to_validate}"
-            )
-        probe_of(task, config.log.fluctuation_tokens)
-    for key, wants in (
-        (f"evaluation.patience: {config.evaluation.patience}", config.evaluation.patience),
-        ("checkpoint.keep_best: true", config.checkpoint.keep_best),
+    for key, is_set in (
+        ("log.fluctuation", config.log.fluctuation),
+        ("evaluation.patience", config.evaluation.patience),
+        ("checkpoint.keep_best", config.checkpoint.keep_best),
     ):
-        if wants and not task.has_validation:
+        if is_set and not task.has_validation:
             raise ConfigError(
-                f"{key} is not allowed with {task.place}, which has no validation split; "
+                f"{key}: {is_set} is not allowed with {task.place}, which has no validation split; "
                 f"{task.to_validate}"
             )
+    if config.log.fluctuation:
+        probe_of(task, config.log.fluctuation_tokens)
     config = config.model_copy(update={"model": task.model})
     return Plan(config=config, dims=dims, task=task, kept=task.kept())
 
@@ -195,14 +200,16 @@ def find_start(plan: Plan) -> Plan:
 
 
 def find_start_together(plan: Plan, world: comm.World) -> Plan:
-    """Finds where a run starts like `find_start`, but only rank 0 reads the run's folder.
+    """Finds where a run starts like `find_start`: rank 0 reads the run's folder, and every process
+    opens what it has found.
 
     Args:
         plan: the same on all processes.
         world: this process.
 
     Raises:
-        ValueError: on all processes, if rank 0 finds something wrong.
+        ValueError: on all processes, if rank 0 finds something wrong, or a host has another
+            checkpoint at that place.
     """
     found = plan
     if world.is_main:
@@ -215,24 +222,17 @@ def find_start_together(plan: Plan, world: comm.World) -> Plan:
     failed: tuple[type[Exception], str] | None = comm.from_main(None)
     if failed is not None:
         raise failed[0](failed[1])
-    resume, init = shared(found.resume), found.init
-    teacher = comm.from_main(found.teacher)
-    # A checkpoint with its own base is opened by each process.
-    alone = isinstance(init, Checkpoint) and not isinstance(init, AdaptedCheckpoint)
-    start = shared(init if alone and isinstance(init, Checkpoint) else None)
-    if start is not None:
-        init = start
-    elif comm.from_main(init is not None) and not world.is_main:
-        place = start_of(plan.config, teacher)
-        assert place is not None
-        init = _open_init(plan.config, plan.task, place)
-    base_digest = comm.from_main(found.base_digest)
-    if comm.from_main(isinstance(init, Checkpoint)):
-        place = comm.from_main(init.folder if isinstance(init, Checkpoint) else None)
-        key = "checkpoint.init_from" if plan.config.distill.blocks is None else "distill.teacher"
+    place = comm.from_main(None if found.init is None else found.init.folder)
+    teacher, base_digest = comm.from_main((found.teacher, found.base_digest))
+    key = "checkpoint.init_from" if plan.config.distill.blocks is None else "distill.teacher"
+    if place is not None and comm.from_main(isinstance(found.init, Checkpoint)):
         check_same_checkpoint(key, place, world)
     if teacher is not None:
         check_same_checkpoint("distill.teacher", teacher.folder, world)
+    init = found.init
+    if place is not None and not world.is_main:
+        init = _open_init(plan.config, plan.task, place)
+    resume = shared(found.resume)
     return replace(plan, resume=resume, init=init, base_digest=base_digest, teacher=teacher)
 
 
@@ -335,8 +335,7 @@ def find_resume(config: RunConfig, task: Task[Any]) -> Checkpoint | None:
     if checkpoint is None:
         refuse_changes(load_config(saved), config, folder)
         return None
-    origin = str(checkpoint.folder)
-    refuse_changes(parse_config(checkpoint.config_yaml, origin=origin), config, folder)
+    refuse_changes(config_of_checkpoint(checkpoint), config, folder)
     if not task.same_data(checkpoint.state):
         raise ConfigError(
             f"{task.place} holds {task.other_data} than {folder} was trained on so far"
@@ -347,3 +346,100 @@ def find_resume(config: RunConfig, task: Task[Any]) -> Checkpoint | None:
             f"that the run in {folder} has already done"
         )
     return checkpoint
+
+
+def nothing_is_left(plan: Plan, state: TrainState) -> bool:
+    """Whether the run is finished: all steps done or stopped early, including the last validation.
+
+    Args:
+        plan: the run's plan.
+        state: the run's state.
+    """
+    if state.unfinished is not None:
+        return False
+    return state.step == plan.config.train.steps or state.is_over(plan.config.evaluation.patience)
+
+
+def say_first_lines(plan: Plan, state: TrainState) -> None:
+    """Prints where the run starts, and warnings; called only by the main process."""
+    lines = [_first_line(plan, state)]
+    if not nothing_is_left(plan, state):
+        count = counts(model_of(plan.config))
+        lines += [count.in_words()] if count.frozen else []
+        notes = [*plan.task.notes]
+        if note := warm_up_note(plan.config):
+            notes.append(f"warning: {note}")
+        if not plan.task.has_validation:
+            notes.append(f"the data has no validation split to score; {plan.task.to_validate}")
+        of_node = os.environ.get("LOCAL_WORLD_SIZE", "")
+        if of_node.isdecimal() and (crossing := plan.dims.crossing(int(of_node))):
+            notes.append(f"warning: {crossing}")
+        lines += [f"polyad: {note}" for note in notes]
+    for line in lines:
+        print(line, file=sys.stderr, flush=True)
+
+
+def _first_line(plan: Plan, state: TrainState) -> str:
+    steps = plan.config.train.steps
+    if plan.resume is None:
+        return f"new run: {steps:,} steps, in {plan.folder}{_weights(plan)}"
+    place, left = plan.resume.folder, steps - state.step
+    if nothing_is_left(plan, state):
+        reason = f"all {steps:,} steps are done"
+        if left:
+            reason = state.why_it_is_over(plan.config.evaluation.patience)
+        return f"nothing left to do: {reason}; the last checkpoint is {place}"
+    changes = _changes(plan, plan.resume, state.step)
+    if left:
+        line = f"continues from step {state.step:,} of {steps:,} ({left:,} left), from {place}"
+    else:
+        line = f"continues after step {state.step:,}, the last, with the validation, from {place}"
+    return line + changes
+
+
+def _changes(plan: Plan, resume: Checkpoint, step: int) -> str:
+    """What changes at a resume that no error refuses: the learning rate and the teacher."""
+    config, before, changes = plan.config, config_of_checkpoint(resume), ""
+    if step < config.train.steps:
+        rate, rate_before = (
+            f"{learning_rate(c.schedule, c.optimizer.learning_rate, step, c.train.steps):.3g}"
+            for c in (config, before)
+        )
+        if rate != rate_before:
+            changes = f"; the learning rate of step {step + 1:,} is {rate}, it was {rate_before}"
+    teacher_step = resume.state.teacher_step
+    if plan.teacher is not None and teacher_step not in (None, plan.teacher.step):
+        changes += f"; the teacher is at step {plan.teacher.step:,}, it was at {teacher_step:,}"
+    return changes
+
+
+def _weights(plan: Plan) -> str:
+    """Where a new run has its weights from, and what they lack."""
+    if plan.init is None:
+        return ""
+    note = getattr(plan.init, "note", None)
+    lacks = f"; {note}" if note else ""
+    task = plan.task
+    if isinstance(task, ImageClassification):
+        theirs = normalization_of(plan.init, task.model.image_size)
+        if theirs not in (None, task.settings.normalization):
+            lacks += (
+                f"; data.normalization: {task.settings.normalization}, but the weights were "
+                f"trained with {theirs}"
+            )
+    if anew := begins_anew(task, plan.init, plan.config):
+        more = f" and {len(anew) - 3} more" if len(anew) > 3 else ""
+        lacks += (
+            f"; initialized from the seed: {', '.join(f'{prefix}*' for prefix in anew[:3])}{more}"
+        )
+    step = f"step {plan.init.training_step:,}, " if isinstance(plan.init, Checkpoint) else ""
+    return f", from the weights of {step}{plan.init.folder}{lacks}"
+
+
+def warm_up_note(config: RunConfig) -> str | None:
+    """Warns about a run that ends before its learning rate reaches the peak."""
+    steps, warmup = config.train.steps, config.schedule.warmup_steps
+    if steps >= warmup:
+        return None
+    key = f"schedule.warmup_steps: {warmup:,}"
+    return f"train.steps: {steps:,} ends the run before its warm-up ({key})"

@@ -1,26 +1,22 @@
-"""`polyad train`: opens the inputs of a run, builds its parts in order, and starts the loop.
+"""`polyad train`, in order: start reading here.
 
 YAML and overrides -> RunConfig -> the model -> its layout -> the loop -> metrics, checkpoints
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
+from polyad.data.files import write_whole
+from polyad.data.sampler import micro_batches
 from polyad.parallel import comm
-from polyad.parallel.checkpoint.manage import reason_of
-from polyad.parallel.checkpoint.save import SaveError
+from polyad.parallel.checkpoint.format import CONFIG_FILE
+from polyad.parallel.checkpoint.manage import Retention, reason_of, remove_leftovers
+from polyad.parallel.checkpoint.save import SaveError, Saver
 from polyad.parallel.zero import Engine, import_engine
-from polyad.train.config.beginning import nothing_is_left, say_first_line
+from polyad.train.config.adaptation import begins_anew, engine_of, source_of
 from polyad.train.config.distillation import set_teacher
-from polyad.train.config.parts import (
-    batches_of,
-    build_engine,
-    meet,
-    open_run_folder,
-    restore_random_numbers,
-    saver_of,
-)
-from polyad.train.config.plan import Plan, find_start_together, open_plan, verify_start
+from polyad.train.config.environment import agreed_facts, write_environment
 from polyad.train.errors import OUTPUT_ERRORS, RunError
 from polyad.train.experts.fluctuation import FluctuationLog
 from polyad.train.guard.memory import RunMemory
@@ -29,6 +25,15 @@ from polyad.train.guard.stalls import explain_stall
 from polyad.train.guard.stopping import StopSignals
 from polyad.train.loop.device import allow_tf32
 from polyad.train.loop.loop import TrainLoop
+from polyad.train.loop.metrics import Metrics
+from polyad.train.start import (
+    Plan,
+    find_start_together,
+    nothing_is_left,
+    open_plan,
+    say_first_lines,
+    verify_start,
+)
 from polyad.train.state import TrainState
 from polyad.train.tasks.samples import probe_of
 
@@ -57,16 +62,22 @@ def main(path: Path, overrides: Sequence[str] = (), *, launched: bool = False) -
 def _run(path: Path, overrides: Sequence[str], stop: StopSignals) -> TrainState:
     """Checks that all processes agree on the run and that no other start is active, and trains."""
     plan = open_plan(path, overrides, comm.environment_world_size())
-    stop.limit(plan.config.monitor.grace_seconds, plan.what_is_kept)
+    config, dims = plan.config, plan.dims
+    stop.limit(config.monitor.grace_seconds, plan.what_is_kept)
     import_engine()
-    world = meet(plan)
+    world = comm.initialize(
+        config.parallel.timeout_minutes,
+        dims.tensor_parallel_size,
+        dims.expert_parallel_size,
+        agreed_facts(config, plan.task) if dims.world_size > 1 else None,
+    )
     put_back_replaced(plan.folder, world)
     plan = find_start_together(plan, world)
     with RunLock(plan.folder, world):
         plan = verify_start(plan)
-        state = plan.start_state(plan.resume)
+        state = plan.start_state()
         if world.is_main:
-            say_first_line(plan, state)
+            say_first_lines(plan, state)
         if not nothing_is_left(plan, state):
             _train(plan, state, world, stop)
     return state
@@ -76,40 +87,42 @@ def _train(plan: Plan, state: TrainState, world: comm.World, stop: StopSignals) 
     """Builds the model in its layout and trains it, updating the state."""
     config, task = plan.config, plan.task
     allow_tf32(config.train.tf32, world.device)
-    batches = batches_of(plan, world, state)  # before the engine: loader workers start meanwhile
+    batches = _batches(plan, world, state)  # before the engine: loader workers start meanwhile
     memory = RunMemory(world=world, checkpoints=plan.checkpoints)
     with memory.during(lambda: "building the engine"):
-        engine = build_engine(plan, world)
-        saver = saver_of(plan, engine)
+        anew = () if plan.init is None else begins_anew(task, plan.init, config)
+        source = source_of(config, plan.resume, plan.init, anew)
+        engine = engine_of(config, plan.dims, world, source, compiled=config.model.compile)
+        saver = Saver(
+            engine,
+            plan.checkpoints,
+            keep=Retention(config.checkpoint.keep_last, config.checkpoint.keep_every),
+            asynchronous=config.checkpoint.asynchronous,
+        )
         set_teacher(plan.teacher, config, task, engine)
-    restore_random_numbers(plan, state, plan.resume, world)
-    metrics = open_run_folder(plan, state, world)
+    # Dropout's generators: those of the checkpoint, unless the layout has changed.
+    comm.seed_random(config.seed, state.step, world)
+    if plan.resume is not None:
+        plan.resume.restore_random_states(world)
+    metrics = _open_run_folder(plan, state) if world.is_main else None
     fluctuation = _fluctuation(plan, state, engine, memory)
     stop.wait_for_steps()
-    timeout = config.parallel.timeout_minutes
     try:
-        with explain_stall(timeout), memory.during(lambda: f"in step {state.step + 1}"):
+        with (
+            explain_stall(config.parallel.timeout_minutes),
+            memory.during(lambda: f"in step {state.step + 1}"),
+        ):
             loop = TrainLoop(
+                config=config,
                 engine=engine,
                 task=task,
                 micro_batches=batches,
                 accumulation_steps=plan.accumulation_steps,
                 state=state,
-                folder=plan.folder,
-                train=config.train,
-                optimizer=config.optimizer,
-                schedule=config.schedule,
-                loss=config.loss,
-                evaluation=config.evaluation,
-                checkpoint=config.checkpoint,
-                monitor=config.monitor,
-                log=config.log,
                 saver=saver,
-                config_yaml=config.to_yaml(),
                 files=plan.kept.files,
                 fluctuation=fluctuation,
                 memory=memory,
-                timeout_minutes=timeout,
                 stop=stop,
                 metrics=metrics,
             )
@@ -125,6 +138,40 @@ def _train(plan: Plan, state: TrainState, world: comm.World, stop: StopSignals) 
         saver.close()
         if metrics is not None:
             metrics.close()
+
+
+def _batches(plan: Plan, world: comm.World, state: TrainState) -> Iterator[Any]:
+    """This process's micro-batches from the run's state to its end."""
+    config = plan.config
+    return micro_batches(
+        plan.task.samples,
+        start_step=state.step,
+        num_steps=config.train.steps - state.step,
+        global_batch_size=config.train.global_batch_size,
+        micro_batch_size=config.train.micro_batch_size,
+        data_parallel_rank=world.data_parallel_rank,
+        data_parallel_size=plan.dims.data_parallel_size,
+        num_workers=config.data.num_workers,
+        pin_memory=world.device.type == "cuda",
+    )
+
+
+def _open_run_folder(plan: Plan, state: TrainState) -> Metrics:
+    """Writes a run's configuration and environment to its folder, and opens its metrics."""
+    plan.folder.mkdir(parents=True, exist_ok=True)
+    remove_leftovers(plan.checkpoints)
+    write_whole(plan.folder / CONFIG_FILE, plan.config.to_yaml())
+    write_environment(plan.folder, plan.dims.world_size)
+    return Metrics(
+        plan.folder,
+        plan.config.log,
+        state.step - (state.unfinished is not None),  # that step's record is rewritten
+        plan.config.train.steps,
+        unit=plan.task.unit,
+        validation_score=plan.task.validation_score,
+        about=plan.config.model_dump(mode="json"),
+        nodes=comm.environment_nodes(),
+    )
 
 
 def _fluctuation(
