@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TextIO
 
 import torch
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from polyad.data.files import named, write_whole
 from polyad.model.config import Config
@@ -68,17 +68,6 @@ class LogConfig(Config):
             done: whether it is the last.
         """
         return done or step % self.every == 0
-
-    @model_validator(mode="before")
-    @classmethod
-    def _earlier_key(cls, given: Any) -> Any:
-        """Accepts `tensorboard: true` or false, the key of runs before there were several
-        trackers."""
-        if isinstance(given, dict) and isinstance(given.get("tensorboard"), bool):
-            given = dict(given)
-            chosen = ["tensorboard"] if given.pop("tensorboard") else []
-            given.setdefault("trackers", chosen)
-        return given
 
     @field_validator("trackers", mode="before")
     @classmethod

@@ -7,18 +7,17 @@ with a message.
 import contextlib
 import functools
 import hashlib
+import importlib
 import importlib.util
 import math
 import os
 import sys
 import threading
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from typing_extensions import override
 
 from polyad.data.files import named
 from polyad.train.errors import ConfigError, one_line
@@ -28,19 +27,22 @@ PROJECT = "polyad"
 """The default project, unless the environment sets `WANDB_PROJECT` or `TRACKIO_PROJECT`."""
 
 
-class Tracker(ABC):
-    """A tracker of metrics.
+class TensorBoard:
+    """Event files in the run's folder `tensorboard/`.
 
     Args:
         folder: the run's folder.
-        about: its configuration, as JSON values.
         done_steps: the step that the run continues from; later entries are void.
     """
 
-    @abstractmethod
-    def __init__(self, folder: Path, about: Mapping[str, Any], done_steps: int) -> None: ...
+    def __init__(self, folder: Path, done_steps: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
 
-    @abstractmethod
+        self._folder = folder / "tensorboard"
+        _hide_errors_of_the_disk()
+        # TensorBoard drops earlier records of this step and of later ones.
+        self._writer = SummaryWriter(folder / "tensorboard", purge_step=done_steps + 1)
+
     def log(
         self, step: int, numbers: Mapping[str, float], lists: Mapping[str, Sequence[float]]
     ) -> None:
@@ -51,35 +53,14 @@ class Tracker(ABC):
             numbers: by name; all are finite.
             lists: one number per expert, by name; all are finite.
         """
-
-    @abstractmethod
-    def close(self) -> None:
-        """Sends what is still buffered, and closes."""
-
-
-class TensorBoard(Tracker):
-    """Event files in the run's folder `tensorboard/`."""
-
-    def __init__(self, folder: Path, about: Mapping[str, Any], done_steps: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._folder = folder / "tensorboard"
-        _hide_errors_of_the_disk()
-        # TensorBoard drops earlier records of this step and of later ones.
-        self._writer = SummaryWriter(folder / "tensorboard", purge_step=done_steps + 1)
-
-    @override
-    def log(
-        self, step: int, numbers: Mapping[str, float], lists: Mapping[str, Sequence[float]]
-    ) -> None:
         with named(self._folder):
             for name, value in numbers.items():
                 self._writer.add_scalar(name, value, step)
             for name, values in lists.items():
                 self._writer.add_histogram(name, np.asarray(values), step)
 
-    @override
     def close(self) -> None:
+        """Writes what is still buffered, and closes."""
         with named(self._folder):
             self._writer.close()
 
@@ -98,78 +79,55 @@ def _hide_errors_of_the_disk() -> None:
     threading.excepthook = hook
 
 
-class WeightsAndBiases(Tracker):
-    """A wandb run, the same at every restart; offline without an API key."""
+class Experiment:
+    """A run of Weights & Biases or of Trackio, which has its calls; the same at every restart.
 
-    def __init__(self, folder: Path, about: Mapping[str, Any], done_steps: int) -> None:
-        import wandb
+    Args:
+        name: `wandb`, offline without an API key; or `trackio`, on this machine or where its own
+            settings say.
+        folder: the run's folder.
+        about: its configuration, as JSON values.
+    """
 
-        mode: Any = None
-        if "WANDB_MODE" not in os.environ and not wandb.api.api_key:
-            mode = "offline"
-        name = folder.absolute()
-        self._run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", PROJECT),
-            name=name.name,
-            id=hashlib.sha256(str(name).encode()).hexdigest()[:16],
-            resume="allow",
-            dir=folder,
-            mode=mode,
-            config=dict(about),
-            settings=wandb.Settings(silent=True, console="off"),
-        )
-        # Steps that a restart repeats do not replace earlier ones: both have their number.
-        self._run.define_metric("*", step_metric="step")
-        self._histogram = wandb.Histogram
-
-    @override
-    def log(
-        self, step: int, numbers: Mapping[str, float], lists: Mapping[str, Sequence[float]]
-    ) -> None:
-        shown = {name: self._histogram(list(values)) for name, values in lists.items()}
-        self._run.log({**numbers, **shown, "step": step})
-
-    @override
-    def close(self) -> None:
-        self._run.finish()
-
-
-class Trackio(Tracker):
-    """A Trackio run, on this machine or where Trackio's own settings say."""
-
-    def __init__(self, folder: Path, about: Mapping[str, Any], done_steps: int) -> None:
+    def __init__(self, name: str, folder: Path, about: Mapping[str, Any]) -> None:
         with contextlib.redirect_stdout(sys.stderr):
-            import trackio
-
-            self._trackio = trackio
-            trackio.init(
-                project=os.environ.get("TRACKIO_PROJECT", PROJECT),
-                name=folder.absolute().name,
+            self._library: Any = importlib.import_module(name)
+            place = folder.absolute()
+            options: dict[str, Any] = {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
+            if name == "wandb":
+                is_offline = "WANDB_MODE" not in os.environ and not self._library.api.api_key
+                options = {
+                    "id": hashlib.sha256(str(place).encode()).hexdigest()[:16],
+                    "dir": folder,
+                    "mode": "offline" if is_offline else None,
+                    "settings": self._library.Settings(silent=True, console="off"),
+                }
+            self._library.init(
+                project=os.environ.get(f"{name.upper()}_PROJECT", PROJECT),
+                name=place.name,
                 config=dict(about),
                 resume="allow",
-                embed=False,
-                auto_log_gpu=False,
-                auto_log_cpu=False,
+                **options,
             )
+        self._is_wandb = name == "wandb"
+        if self._is_wandb:
+            # Steps that a restart repeats do not replace earlier ones: both have their number.
+            self._library.define_metric("*", step_metric="step")
 
-    @override
     def log(
         self, step: int, numbers: Mapping[str, float], lists: Mapping[str, Sequence[float]]
     ) -> None:
-        shown = {name: self._trackio.Histogram(list(values)) for name, values in lists.items()}
-        self._trackio.log({**numbers, **shown}, step=step)
+        """Adds the numbers of a step; see `TensorBoard.log`."""
+        shown = {name: self._library.Histogram(list(values)) for name, values in lists.items()}
+        if self._is_wandb:
+            self._library.log({**numbers, **shown, "step": step})
+        else:
+            self._library.log({**numbers, **shown}, step=step)
 
-    @override
     def close(self) -> None:
+        """Sends what is still buffered, and closes."""
         with contextlib.redirect_stdout(sys.stderr):
-            self._trackio.finish()
-
-
-TRACKERS: dict[str, type[Tracker]] = {
-    "tensorboard": TensorBoard,
-    "wandb": WeightsAndBiases,
-    "trackio": Trackio,
-}
+            self._library.finish()
 
 
 def check_trackers(names: Sequence[str]) -> None:
@@ -191,29 +149,25 @@ class Trackers:
     def __init__(
         self, names: Sequence[str], folder: Path, about: Mapping[str, Any], done_steps: int
     ) -> None:
-        self._open: dict[str, Tracker] = {}
+        self._open: dict[str, TensorBoard | Experiment] = {}
         for name in names:
             with self._kept_going(name):
-                self._open[name] = TRACKERS[name](folder, about, done_steps)
+                if name == "tensorboard":
+                    self._open[name] = TensorBoard(folder, done_steps)
+                else:
+                    self._open[name] = Experiment(name, folder, about)
 
     @contextlib.contextmanager
-    def _kept_going(self, name: str) -> Any:
+    def _kept_going(self, name: str) -> Iterator[None]:
         """Drops a tracker that fails, except for a full disk, which concerns the whole run."""
         try:
             yield
-        except OSError:
-            if name == "tensorboard":
-                raise
-            self._leave_out(name, *sys.exc_info()[1:2])
         except Exception as error:
-            self._leave_out(name, error)
-
-    def _leave_out(self, name: str, error: object) -> None:
-        self._open.pop(name, None)
-        line = (
-            f"polyad: warning: log.trackers: {name} failed and is no longer used: {one_line(error)}"
-        )
-        print(line, file=sys.stderr, flush=True)
+            if name == "tensorboard" and isinstance(error, OSError):
+                raise
+            self._open.pop(name, None)
+            line = f"log.trackers: {name} failed and is no longer used: {one_line(error)}"
+            print(f"polyad: warning: {line}", file=sys.stderr, flush=True)
 
     def log(self, record: Mapping[str, Any]) -> None:
         """Adds a step's record to each.
