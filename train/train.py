@@ -3,6 +3,7 @@
 YAML and overrides -> RunConfig -> the model -> its layout -> the loop -> metrics, checkpoints
 """
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from polyad.train.config.distillation import set_teacher
 from polyad.train.config.environment import agreed_facts, write_environment
 from polyad.train.errors import OUTPUT_ERRORS, RunError
 from polyad.train.experts.fluctuation import FluctuationLog
-from polyad.train.guard.memory import RunMemory
+from polyad.train.guard.memory import Explain, explain_out_of_memory
 from polyad.train.guard.run_folder import RunLock, gone, put_back_replaced
 from polyad.train.guard.stalls import explain_stall
 from polyad.train.guard.stopping import StopSignals
@@ -88,8 +89,8 @@ def _train(plan: Plan, state: TrainState, world: comm.World, stop: StopSignals) 
     config, task = plan.config, plan.task
     allow_tf32(config.train.tf32, world.device)
     batches = _batches(plan, world, state)  # before the engine: loader workers start meanwhile
-    memory = RunMemory(world=world, checkpoints=plan.checkpoints)
-    with memory.during(lambda: "building the engine"):
+    memory = functools.partial(explain_out_of_memory, world=world, checkpoints=plan.checkpoints)
+    with memory(lambda: "building the engine"):
         anew = () if plan.init is None else begins_anew(task, plan.init, config)
         source = source_of(config, plan.resume, plan.init, anew)
         engine = engine_of(config, plan.dims, world, source, compiled=config.model.compile)
@@ -110,7 +111,7 @@ def _train(plan: Plan, state: TrainState, world: comm.World, stop: StopSignals) 
     try:
         with (
             explain_stall(config.parallel.timeout_minutes),
-            memory.during(lambda: f"in step {state.step + 1}"),
+            memory(lambda: f"in step {state.step + 1}"),
         ):
             loop = TrainLoop(
                 config=config,
@@ -175,7 +176,7 @@ def _open_run_folder(plan: Plan, state: TrainState) -> Metrics:
 
 
 def _fluctuation(
-    plan: Plan, state: TrainState, engine: Engine, memory: RunMemory
+    plan: Plan, state: TrainState, engine: Engine, memory: Explain
 ) -> Callable[[], dict[str, float]] | None:
     """Returns a comparison of routing at checkpoints, if configured; a resumed run starts from its
     own."""

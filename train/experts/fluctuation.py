@@ -21,7 +21,7 @@ from polyad.parallel import comm
 from polyad.parallel.zero import Engine
 from polyad.train.experts.information import Summed
 from polyad.train.experts.probing import Decision, RoutedLayer, deciding, routed_layers
-from polyad.train.guard.memory import RunMemory
+from polyad.train.guard.memory import Explain
 from polyad.train.tasks.samples import ImageSamples, TextSamples
 
 SEED = 1_442_695_040_888_963_407
@@ -185,7 +185,7 @@ class FluctuationLog:
         engine: Engine,
         samples: TextSamples | ImageSamples,
         batch_size: int,
-        memory: RunMemory,
+        memory: Explain,
     ) -> None:
         self._engine, self._samples, self._batch_size = engine, samples, batch_size
         self._memory, self._layers = memory, routed_layers(engine.module)
@@ -198,7 +198,7 @@ class FluctuationLog:
             `fluctuation/seconds`, and from the second call on `fluctuation/LAYER/MEASURE` for each
             layer and `fluctuation/MEASURE`, the mean over layers.
         """
-        with self._memory.during(lambda: "comparing routing"):
+        with self._memory(lambda: "comparing routing"):
             return self._compare()
 
     def _compare(self) -> dict[str, float]:

@@ -1,21 +1,16 @@
-"""Out of memory: one line with the size requested, the memory in use, and what to change."""
+"""Out of memory: one line with what the allocator says, and what to change."""
 
-import re
-import resource
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 
 from polyad.parallel import comm
-from polyad.train.errors import RunError
+from polyad.train.errors import RunError, one_line, shortened
 from polyad.train.guard.run_folder import last_checkpoint
 
-UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
-ASKED = re.compile(rf"allocate (?P<size>[\d.]+) (?P<unit>{'|'.join(UNITS)})", re.IGNORECASE)
-"""The size in messages of torch's allocators and numpy: `Tried to allocate 2.00 GiB`."""
 MESSAGES = ("out of memory", "can't allocate memory", "ALLOC_FAILED", "Cannot allocate memory")
 """Parts of a RuntimeError's message that mean out of memory: torch on a CPU, CUDA, cuBLAS."""
 
@@ -25,18 +20,10 @@ SMALLER = (
     "more processes: `polyad plan` shows the memory of every layout"
 )
 """What to change."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunMemory:
-    """Explains out-of-memory errors of a run; see `explain_out_of_memory`."""
-
-    world: comm.World
-    checkpoints: Path
-
-    def during(self, doing: Callable[[], str]) -> AbstractContextManager[None]:
-        """A context; see `explain_out_of_memory`."""
-        return explain_out_of_memory(doing, self.world, self.checkpoints)
+Explain: TypeAlias = Callable[[Callable[[], str]], AbstractContextManager[None]]
+"""`explain_out_of_memory` with the process and the checkpoints of a run."""
+LONGEST = 300
+"""Maximum number of characters of the allocator's message."""
 
 
 @contextmanager
@@ -64,7 +51,10 @@ def explain_out_of_memory(
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        line = _explanation(error, doing(), world, checkpoints)
+        reason = shortened(one_line(error), LONGEST)
+        line = f"out of memory {doing()}, on rank {world.rank} of {world.size}: {reason}; {SMALLER}"
+        if checkpoints is not None:
+            line = f"{line}; {last_checkpoint(checkpoints)}"
         raise RunError(line) from None
 
 
@@ -78,44 +68,3 @@ def is_out_of_memory(error: BaseException) -> bool:
             return False
         error = error.__cause__
     return True
-
-
-def _explanation(error: Exception, doing: str, world: comm.World, checkpoints: Path | None) -> str:
-    match = ASKED.search(str(error))
-    asked = ""
-    if match:
-        units = {name.lower(): size for name, size in UNITS.items()}
-        size = float(match["size"]) * units[match["unit"].lower()]
-        asked = f"{_size(size)} more were asked for; "
-    line = (
-        f"out of memory {doing}, on rank {world.rank} of {world.size}: {asked}"
-        f"{_in_use(world.device)}; {SMALLER}"
-    )
-    if checkpoints is None:
-        return line
-    return f"{line}; {last_checkpoint(checkpoints)}"
-
-
-def _in_use(device: torch.device) -> str:
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        held, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
-        return (
-            f"tensors hold {_size(held)}, {_size(reserved)} are reserved for them, and "
-            f"{_size(free)} of the {_size(total)} of {device} are free"
-        )
-    import psutil  # not at the top: the bench times the imports of its processes
-
-    process, machine = psutil.Process().memory_info(), psutil.virtual_memory()
-    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    limited = "" if limit == resource.RLIM_INFINITY else (
-        f" ({_size(process.vms)} of the {_size(limit)} of addresses it may have)"
-    )  # fmt: skip
-    return (
-        f"the process holds {_size(process.rss)}{limited}, and {_size(machine.available)} of the "
-        f"machine's {_size(machine.total)} are free"
-    )
-
-
-def _size(size: float) -> str:
-    return f"{size / 2**30:.2f} GiB" if size >= 2**27 else f"{size / 2**20:.2f} MiB"

@@ -10,7 +10,7 @@ from polyad.parallel.checkpoint.save import Saver
 from polyad.parallel.zero import Engine, StepResult
 from polyad.train.config.run import RunConfig
 from polyad.train.errors import RunError
-from polyad.train.guard.memory import RunMemory
+from polyad.train.guard.memory import Explain
 from polyad.train.guard.run_folder import last_checkpoint
 from polyad.train.guard.spikes import (
     NO_LIMITS,
@@ -75,7 +75,7 @@ class TrainLoop:
     fluctuation: Callable[[], dict[str, float]] | None
     """Compares routing with that at the last checkpoint; called before a checkpoint is written.
     None without `log.fluctuation`."""
-    memory: RunMemory
+    memory: Explain
     stop: StopSignals
     metrics: Metrics | None
     """None except on the main process."""
@@ -338,7 +338,7 @@ class TrainLoop:
         """Writes or starts to write a checkpoint: `poll` checks its progress, `finish` waits for
         it."""
         state = self.state
-        with self.memory.during(lambda: f"saving step {state.step}"):
+        with self.memory(lambda: f"saving step {state.step}"):
             self.saver.save(
                 state.step,
                 state.to_json() | self.task.counted(state.samples),
@@ -355,7 +355,7 @@ class TrainLoop:
             StopAsked: a signal came.
         """
         self.engine.train(False)
-        with self.memory.during(lambda: "in validation"):
+        with self.memory(lambda: "in validation"):
             return self.task.validate(
                 self.engine,
                 batch_size=self._evaluation.batch_size or self._train.micro_batch_size,

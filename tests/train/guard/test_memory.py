@@ -1,7 +1,6 @@
 """Out of memory, for real: child processes with few addresses end with one line of advice."""
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -62,12 +61,10 @@ def error_line(stderr: str) -> str:
 
 
 @pytest.mark.slow
-def test_a_step_that_does_not_fit_names_size_use_and_keys(config: Path) -> None:
+def test_a_step_that_does_not_fit_names_size_and_keys(config: Path) -> None:
     line = error_line(limited(0, "train", config, *INNER, "train.micro_batch_size=72"))
     assert line.startswith("polyad: error: out of memory in step 1, on rank 0 of 1: ")
-    asked = re.search(r": ([\d.]+) GiB more were asked for; the process holds [\d.]+ GiB", line)
-    assert asked
-    assert float(asked[1]) == pytest.approx(72 * 32 * 2e5 * 4 / 2**30, abs=0.01)
+    assert str(72 * 32 * 200_000 * 4) in line  # bytes
     assert line.endswith(f"; {SMALLER}; there is no checkpoint yet")
 
 
