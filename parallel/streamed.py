@@ -10,7 +10,6 @@ It is the same `Decoder` as from `load_model`, and its parts are filled from the
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -29,26 +28,14 @@ class Streamed(Decoder):
         weights: weights of a decoder without a classification head.
         device: the device of the loaded part.
         precision: precision of its parameters.
-        folder: the folder in which readings store their progress; None if they do not.
-
-    Attributes:
-        readings: the number of readings that were started.
-        seconds_before: time that readings took before an interruption after which they resumed.
     """
 
-    def __init__(
-        self,
-        weights: Weights,
-        device: torch.device,
-        precision: Precision,
-        folder: Path | None = None,
-    ) -> None:
+    def __init__(self, weights: Weights, device: torch.device, precision: Precision) -> None:
         config = weights.model_config()
         assert isinstance(config, DecoderSettings)
         with torch.device("meta"):
             super().__init__(config)
         self.weights, self.device, self.precision = weights, device, precision
-        self.folder, self.readings, self.seconds_before = folder, 0, 0.0
         self.eval()
 
     @contextmanager
@@ -105,11 +92,6 @@ def bytes_of(model: nn.Module, precision: Precision, begins: tuple[str, ...] = (
     """
     numbers = (p.numel() for name, p in model.named_parameters() if name.startswith(begins))
     return sum(numbers) * DTYPES[precision].itemsize
-
-
-def seconds_before(model: nn.Module) -> float:
-    """Returns how long readings of a model took before an interruption after which they resumed."""
-    return model.seconds_before if isinstance(model, Streamed) else 0.0
 
 
 def device_of(model: nn.Module) -> torch.device:

@@ -55,12 +55,8 @@ class Progress:
 
     def __init__(self, what: str, amount: float, unit: str = "tok") -> None:
         self._what, self._amount, self._unit = what, amount, unit
-        self._start, self._before = time.monotonic(), 0.0
-        self._console, self._last = Console(sys.stderr), 0.0
-
-    def go_on(self, share: float) -> None:
-        """Resumes after a share that was done before, which does not count for rate or time."""
-        self._start, self._before = time.monotonic(), share
+        self._start, self._last = time.monotonic(), 0.0
+        self._console = Console(sys.stderr)
 
     def __call__(self, share: float) -> None:
         """Updates the line from time to time."""
@@ -68,11 +64,10 @@ class Progress:
         if share < 1 and now - self._last < (0.2 if sys.stderr.isatty() else 10):
             return
         self._last, seconds = now, max(now - self._start, 1e-9)
-        done = max(share - self._before, 0.0)
-        left = seconds * (1 - share) / done if done else float("nan")
+        left = seconds * (1 - share) / share if share else float("nan")
         self._console.show(
             f"{self._what} {bar(share)} {100 * share:3.0f}%  "
-            f"{self._amount * done / seconds:,.0f} {self._unit}/s  {duration(left)} left"
+            f"{self._amount * share / seconds:,.0f} {self._unit}/s  {duration(left)} left"
         )
         if share >= 1:
             self._console.end()

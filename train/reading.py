@@ -10,13 +10,12 @@ Shapes: B samples and R rows of a batch, N tokens that a layer gets, M of them t
 """
 
 import functools
-import hashlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -59,8 +58,6 @@ class Evaluated(NamedTuple):
     """Which weights of a checkpoint."""
     data_is_named: bool
     """Whether the data was given explicitly, in place of the configuration's."""
-    stream: Path | None = None
-    """Folder for the progress of a block-by-block reading; None: progress is not kept."""
     interventions: Sequence[Intervention] = ()
     """Changes to experts whenever the model reads."""
 
@@ -108,16 +105,12 @@ class Evaluated(NamedTuple):
             needs_whole: why it must be in memory as a whole; None: it need not.
         """
         world, precision = self.joined(split), self.config.train.precision
-        if self.interventions and self.stream is not None:
-            needs_whole = needs_whole or "with --intervene nothing is kept of a reading"
         allow_tf32(self.config.train.tf32, world.device)
         with (
             explain_out_of_memory(lambda: doing, world),
             nullcontext(model)
             if model is not None
-            else opened_model(
-                self.weights, world, precision, folder=self.stream, needs_whole=needs_whole
-            ) as model,
+            else opened_model(self.weights, world, precision, needs_whole=needs_whole) as model,
             intervened(model, self.interventions, lambda: self._means(model, split, world)),
         ):
             yield model, world
@@ -182,7 +175,6 @@ def open_evaluated(
     overrides: tuple[str, ...],
     weights: Choice = "trained",
     base: Path | None = None,
-    stream: Path | None = None,
     interventions: Sequence[Intervention] = (),
 ) -> Evaluated:
     """Opens weights, and data that fits them.
@@ -193,15 +185,13 @@ def open_evaluated(
         overrides: `key=value` for keys that evaluation reads.
         weights: which of the checkpoint's weights.
         base: see `open_weights`.
-        stream: folder for the progress of a block-by-block reading; None: the model is read so only
-            if it does not fit into memory, and progress is not kept.
         interventions: changes to experts whenever the model reads.
 
     Raises:
         ValueError: with an `exit_status` of 2: one line says what is wrong.
     """
     opened = open_data_for(open_weights(path, weights, base), data, overrides, weights)
-    return opened._replace(stream=stream, interventions=interventions)
+    return opened._replace(interventions=interventions)
 
 
 def open_data_for(
@@ -370,14 +360,6 @@ class MomentsReader:
         self.moments.add(reading.decisions)
 
 
-@runtime_checkable
-class Lasting(Protocol):
-    """A reader whose sums can be saved, so that its reading can be resumed."""
-
-    def sums(self) -> Mapping[str, Tensor]:
-        """Its accumulators by name: the tensor objects stay the same while their values change."""
-
-
 @torch.inference_mode()
 def read(
     model: nn.Module,
@@ -408,7 +390,7 @@ def read(
         report = Progress(told, samples.amount, samples.unit)
     if isinstance(model, Streamed):
         progress = report if isinstance(report, Progress) else None
-        _read_streamed(model, layers, samples, measures, batch_size, told, progress)
+        _read_streamed(model, layers, samples, measures, batch_size, progress)
         return
     blocks = {block for measure in measures for block in measure.blocks}
     for number_R, batch in samples.batches(batch_size, rank, ranks, device):
@@ -436,7 +418,6 @@ def _read_streamed(
     samples: Samples,
     measures: Sequence[Reader],
     batch_size: int,
-    told: str,
     report: Progress | None,
 ) -> None:
     """Reads like `read`, but block by block, up to the last block with one of the layers."""
@@ -446,13 +427,6 @@ def _read_streamed(
     by_block: dict[int, list[RoutedLayer]] = {}
     for layer in layers:
         by_block.setdefault(layer.block, []).append(layer)
-    sums: dict[str, Tensor] | None = {}
-    for measure in measures:
-        if sums is not None and isinstance(measure, Lasting):
-            name = type(measure).__name__
-            sums |= {f"{name}.{key}": value for key, value in measure.sums().items()}
-        else:
-            sums = None
 
     @contextmanager
     def watch(block: int) -> Iterator[Callable[[int], None]]:
@@ -478,9 +452,7 @@ def _read_streamed(
 
             yield add
 
-    names = ", ".join(sorted(sums or ()))
-    what = f"{told} {hashlib.sha256(names.encode()).hexdigest()[:8]}"
     ids = [batch.ids_BT.int() for _, batch in batches]
     last = max(by_block, default=-1) + 1
-    with run_blocks(model, ids, last, what, watch=watch, sums=sums, report=report):
+    with run_blocks(model, ids, last, watch=watch, report=report):
         pass

@@ -239,7 +239,7 @@ def trace(
     if (text is None) != (html is None) or (html is None and output is None):
         raise UsageError("experts trace: --output, or --text and --html are needed")
     if text is not None and html is not None:
-        others = (overrides, layers, extra, tokens, held.data, held.stream, held.json)
+        others = (overrides, layers, extra, tokens, held.data, held.json)
         if any(others) or held.split != "validation":
             raise UsageError(
                 "--html: allowed beside --text, --intervene, --top, --tokenizer, --best, --weights "

@@ -15,7 +15,6 @@ from polyad.launch.commands.options import (
     Data,
     Intervene,
     Split,
-    Stream,
     Weights,
 )
 from polyad.launch.machine import is_main
@@ -50,14 +49,13 @@ class Stored(HeldOut):
 
     weights: Weights = "trained"
     base: Base = None
-    stream: Stream = None
     intervene: Intervene = ()
 
     def keywords(self, overrides: Sequence[str]) -> dict[str, Any]:
         """The arguments of what reads it."""
         from polyad.train.experts.interventions import parse_intervention
 
-        own = {"weights": self.weights, "base": self.base, "stream": self.stream}
+        own = {"weights": self.weights, "base": self.base}
         interventions = [parse_intervention(text) for text in self.intervene]
         return super().keywords(overrides) | own | {"interventions": interventions}
 

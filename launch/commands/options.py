@@ -49,15 +49,6 @@ Base = Annotated[
         "PATH",
     ),
 ]
-Stream = Annotated[
-    Path | None,
-    Argument(
-        "read a decoder block by block and save the progress in FOLDER, so that the same command "
-        "continues after an interruption; without this option a decoder that does not fit into "
-        "memory is read block by block too, but no progress is saved",
-        "FOLDER",
-    ),
-]
 NUMBERS = "N,N,..."
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Annotated
 
 from polyad.launch.command import Argument, Json, command, non_negative, positive
-from polyad.launch.commands.options import Data, Split, Stream, numbers
+from polyad.launch.commands.options import Data, Split, numbers
 from polyad.launch.output import results
 
 
@@ -79,7 +79,6 @@ def report(
             "takes a few times as long as reading these tokens once per expert shown"
         ),
     ] = False,
-    stream: Stream = None,
     json: Json = None,
 ) -> None:
     """Writes an HTML page about a run: what each expert does, expert load, loss curves."""
@@ -101,6 +100,5 @@ def report(
             top=top,
             tokens=tokens,
             knockout=knockout,
-            stream=stream,
         )
         show(result, report_line(result))

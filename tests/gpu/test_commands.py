@@ -9,7 +9,7 @@ import pytest
 from polyad.launch.cli import run as command
 from tests.helpers.decoders import commands_on, hub_folder, prepared_for
 from tests.helpers.gpu import NEEDS_CUDA
-from tests.helpers.runs import evaluation
+from tests.helpers.runs import evaluation, evaluation_in_parts
 
 pytest.importorskip("transformers")
 pytestmark = [*NEEDS_CUDA, pytest.mark.distributed]
@@ -33,7 +33,7 @@ def test_perplexity_of_an_opened_model_held_whole_or_read_in_parts(
     }
     (wanted,) = workers(1).run(evaluation, folder, **asked)
     whole = on_gpu(evaluation, folder, **asked)
-    parts = on_gpu(evaluation, folder, stream=tmp_path / "kept", **asked)
+    parts = on_gpu(evaluation_in_parts, folder, **asked)
     assert whole["loss"] == pytest.approx(wanted["loss"], rel=tolerance)
     assert parts["loss"] == pytest.approx(whole["loss"], rel=1e-5)
 

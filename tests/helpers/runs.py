@@ -26,6 +26,7 @@ from polyad.train.measures.rewriting import Rewriting
 from polyad.train.measures.robustness import Robustness
 from polyad.train.results import json_value
 from polyad.train.train import main
+from tests.helpers.little_memory import little_memory
 
 
 def write_config(path: Path, data: Path, **changes: Any) -> Path:
@@ -117,6 +118,12 @@ def rewriting_error(path: Path, option: str) -> tuple[str, str, int]:
 def evaluation(path: Path, **options: Any) -> dict[str, Any]:
     """`polyad evaluate`: the values for programs."""
     return evaluated(path, **options)[0]
+
+
+def evaluation_in_parts(folder: Path, **asked: Any) -> Any:
+    """The same of a model that is read block by block."""
+    with little_memory():
+        return evaluation(folder, **asked)
 
 
 def evaluation_error(path: Path, **options: Any) -> tuple[str, int]:

@@ -1,22 +1,15 @@
-"""Decoders that are read block by block give what whole ones give, also after a stop."""
+"""Decoders that are read block by block give what whole ones give."""
 
 import json
 import shutil
-import signal
 import sys
-import time
-from contextlib import contextmanager
 from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch
 
-from polyad.data.files import locked
 from polyad.launch.cli import run as command
-from polyad.model.build import build_model
-from polyad.parallel.families import FamilyWeights
-from polyad.parallel.streamed import Streamed, parts_of
 from polyad.train import streaming
 from polyad.train.errors import ConfigError
 from polyad.train.experts.actions import Action
@@ -24,10 +17,10 @@ from polyad.train.experts.interventions import Intervention
 from polyad.train.measures import streamed_knockout
 from polyad.train.measures.atlas import Atlas
 from polyad.train.report.command import report
-from polyad.train.streaming import StreamError
 from tests.helpers import bounded as bounded_command
 from tests.helpers.decoders import hub_folder, in_four_bits, write_tokenizer
 from tests.helpers.everyday import everyday
+from tests.helpers.little_memory import little_memory
 from tests.helpers.prepared import jsonl, silent
 from tests.helpers.runs import both_forms, evaluation, measured
 from tests.helpers.started import start
@@ -42,10 +35,6 @@ WINDOWS = ("model.sequence_length=32", "evaluation.batch_size=3")
 on_disk = streaming._OnDisk
 FREE = ("seconds", "tokens_per_second")
 """Keys of a result that differ from run to run."""
-
-
-class Stopped(Exception):
-    """Stands for a signal."""
 
 
 def gpt2_folder(folder):
@@ -78,25 +67,6 @@ def lasting(result):
     return {key: value for key, value in result.items() if key not in FREE}
 
 
-@contextmanager
-def stopped_at(monkeypatch, begins):
-    """Ends the reading where weights are wanted whose names begin so."""
-    part = Streamed.part
-
-    def stop(self, *names):
-        if names == (begins,):
-            raise Stopped
-        return part(self, *names)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Streamed, "part", stop)
-        try:
-            yield
-        except Stopped:
-            return
-    raise AssertionError(f"nobody wanted {begins}")
-
-
 @everyday(
     ("case", "precision"),
     [(case, precision) for case in FAMILIES for precision in ("fp32", "bf16")],
@@ -109,10 +79,10 @@ def test_perplexity_is_that_of_the_whole_model(case, precision, tmp_path):
         "overrides": (*WINDOWS, "evaluation.stride=20", f"train.precision={precision}"),
     }
     wanted = evaluation(folder, **asked)
-    found = evaluation(folder, stream=tmp_path / "kept", **asked)
+    with little_memory():
+        found = evaluation(folder, **asked)
     assert lasting(found) == lasting(wanted)
     assert wanted["tokens_scored"] > 200
-    assert not (tmp_path / "kept").exists()
 
 
 @everyday("case", FAMILIES[:-2], keep=["deepseek_v3"])
@@ -120,112 +90,12 @@ def test_measures_and_pages_are_those_of_the_whole_model(case, tmp_path):
     folder, data = folder_and_data(case, tmp_path)
     asked = {"data": data, "overrides": WINDOWS}
     wanted = measured(folder, "specialization", **asked)[0]
-    found = measured(folder, "specialization", stream=tmp_path / "kept", **asked)[0]
+    page, whole = ({"data": data, "tokens": tokens, "layers": ["all"]} for tokens in (150, 10**6))
+    pages = [report(folder, **each) for each in (page, whole)]
+    with little_memory():
+        found = measured(folder, "specialization", **asked)[0]
+        assert [report(folder, **each) for each in (page, whole)] == pages
     assert lasting(found) == lasting(wanted)
-    pages = [
-        report(folder, data=data, tokens=tokens, layers=["all"], stream=stream)
-        for tokens in (150, 10**6)
-        for stream in (None, tmp_path / "kept")
-    ]
-    assert pages[0] == pages[1]
-    assert pages[2] == pages[3]
-    assert not (tmp_path / "kept").exists()
-
-
-@pytest.mark.parametrize("begins", ["token_embedding.", "blocks.0.", "blocks.2.", "final_norm."])
-def test_an_evaluation_goes_on_where_it_was_stopped(begins, tmp_path, monkeypatch):
-    folder, data = folder_and_data("deepseek_v3", tmp_path)
-    asked = {"data": data, "overrides": WINDOWS}
-    wanted, kept = evaluation(folder, **asked), tmp_path / "kept"
-    order = parts_of(build_model(FamilyWeights(folder).config))
-    [names] = [part for part in order if part[0] == begins]
-    parts, part = [], Streamed.part
-
-    def stop(self, *given):
-        if given == names and len(parts) < 9:
-            parts.extend([None] * 9)
-            raise Stopped
-        parts.append(given)
-        return part(self, *given)
-
-    monkeypatch.setattr(Streamed, "part", stop)
-    with pytest.raises(Stopped):
-        evaluation(folder, stream=kept, **asked)
-    before = [each for each in parts if each]
-    parts[:] = [None] * 9
-    assert lasting(evaluation(folder, stream=kept, **asked)) == lasting(wanted)
-    after = [each for each in parts if each]
-    assert len(order) == 5
-    assert before == order[: order.index(names)]
-    assert before + after == order
-    assert not kept.exists()
-
-
-@pytest.mark.slow
-def test_a_measure_goes_on_with_what_it_had_added_up(tmp_path, monkeypatch):
-    folder, data = folder_and_data("olmoe", tmp_path)
-    asked = {"data": data, "overrides": WINDOWS}
-    wanted, kept = measured(folder, "specialization", **asked)[0], tmp_path / "kept"
-    for block in ("blocks.1.", "blocks.2."):
-        with stopped_at(monkeypatch, block):
-            measured(folder, "specialization", stream=kept, **asked)
-    found = measured(folder, "specialization", stream=kept, **asked)[0]
-    assert lasting(found) == lasting(wanted)
-    page = report(folder, data=data, tokens=150)
-    with stopped_at(monkeypatch, "blocks.2."):
-        report(folder, data=data, tokens=150, stream=kept)
-    assert report(folder, data=data, tokens=150, stream=kept) == page
-
-
-def test_what_was_kept_of_another_reading_is_refused(tmp_path, monkeypatch):
-    folder, data = folder_and_data("olmoe", tmp_path)
-    kept, asked = tmp_path / "kept", {"data": data, "overrides": WINDOWS}
-    with stopped_at(monkeypatch, "blocks.1."):
-        evaluation(folder, stream=kept, **asked)
-    for said, changed in (
-        ("precision 'fp32' there, 'bf16' here", {"overrides": (*WINDOWS, "train.precision=bf16")}),
-        ("reading '.* validation' there, '.* train' here", {"split": "train"}),
-        ("inputs '.*' there, '.*' here", {"overrides": WINDOWS[:1]}),
-    ):
-        with pytest.raises(StreamError, match=f"is of another reading: {said}"):
-            evaluation(folder, stream=kept, **(asked | changed))
-    with pytest.raises(StreamError, match="is of another reading: reading 'evaluate validation'"):
-        measured(folder, "specialization", stream=kept, **asked)
-    shutil.copytree(folder, tmp_path / "again")
-    weights = tmp_path / "again" / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-8] + b"\0" * 8)
-    with pytest.raises(StreamError, match="is of another reading: weights"):
-        evaluation(tmp_path / "again", stream=kept, **asked)
-    [file] = (kept / "reading-1").glob("after-*.bin")
-    file.write_bytes(file.read_bytes()[:-1] + b"\7")
-    with pytest.raises(StreamError, match=r"after-1\.bin: is damaged or missing"):
-        evaluation(folder, stream=kept, **asked)
-    (kept / "reading-1" / "state.json").write_text("{")
-    with pytest.raises(StreamError, match=r"state\.json: is not JSON"):
-        evaluation(folder, stream=kept, **asked)
-
-
-def test_a_file_that_is_half_written_is_not_used(tmp_path, monkeypatch):
-    folder, data = folder_and_data("olmoe", tmp_path)
-    kept, asked = tmp_path / "kept", {"data": data, "overrides": WINDOWS}
-    wanted = evaluation(folder, **asked)
-    through = streaming._through
-
-    def stop(model, block, activations, seen, told):
-        for number, x_BTD in enumerate(through(model, block, activations, seen, told)):
-            if (block, number) == (1, 2):
-                raise Stopped
-            yield x_BTD
-
-    with monkeypatch.context() as patch:
-        patch.setattr(streaming, "_through", stop)
-        with pytest.raises(Stopped):
-            evaluation(folder, stream=kept, **asked)
-    names = sorted(path.name for path in (kept / "reading-1").iterdir())
-    assert names == ["after-1.bin", "after-2.bin", "state.json"]
-    state = json.loads((kept / "reading-1" / "state.json").read_text())
-    assert (state["blocks"], state["after"]["name"]) == (1, "after-1.bin")
-    assert lasting(evaluation(folder, stream=kept, **asked)) == lasting(wanted)
 
 
 def test_a_model_without_room_is_streamed_by_itself(tmp_path, monkeypatch, capfd):
@@ -279,12 +149,11 @@ def test_the_atlas_is_that_of_the_whole_model(case, how, tmp_path, monkeypatch):
     folder, data = folder_and_data(case, tmp_path)
     asked = {"data": data, "overrides": WINDOWS, "how": how, "unembed": 3}
     wanted, text = both_forms(folder, Atlas, **asked)
-    found, _ = both_forms(folder, Atlas, stream=tmp_path / "kept", **asked)
-    close(found, wanted)
     assert "predictive in" in text
-    monkeypatch.setattr(streamed_knockout, "free_memory", lambda: 0)
-    found, _ = both_forms(folder, Atlas, stream=tmp_path / "kept", **asked)
-    close(found, wanted)
+    with little_memory():
+        close(both_forms(folder, Atlas, **asked)[0], wanted)
+        monkeypatch.setattr(streamed_knockout, "free_memory", lambda: 0)
+        close(both_forms(folder, Atlas, **asked)[0], wanted)
 
 
 def test_an_intervention_is_that_of_the_whole_model(tmp_path, monkeypatch):
@@ -303,19 +172,6 @@ def test_an_intervention_is_that_of_the_whole_model(tmp_path, monkeypatch):
 
 def test_what_needs_the_whole_model_says_why(tmp_path, capfd, monkeypatch):
     folder, data = folder_and_data("olmoe", tmp_path)
-    kept = tmp_path / "kept"
-    for words, said in (
-        (
-            ["experts", "steer", "--steer", "layer=0,expert=1,strength=1"],
-            "is not allowed with --steer",
-        ),
-        (["evaluate", "--intervene", "layer=0,expert=1"], "with --intervene nothing is kept"),
-        (["report", "--tokens", "0"], "--stream: is not allowed with --tokens 0"),
-    ):
-        at = 2 if words[0] == "experts" else 1
-        given = [*words[:at], folder, *words[at:], "--data", data, "--stream", kept]
-        assert command(list(map(str, given))) == 2
-        assert said in capfd.readouterr().err
     monkeypatch.setattr(streaming, "free_memory", lambda: 200_000)
     monkeypatch.setattr(psutil, "swap_memory", lambda: SimpleNamespace(free=100_000))
     given = [folder, tmp_path / "small", "--data", data, "--by", "reap", "--keep", "0.5"]
@@ -324,50 +180,6 @@ def test_what_needs_the_whole_model_says_why(tmp_path, capfd, monkeypatch):
     assert said in capfd.readouterr().err
     assert command(["generate", str(folder), "--prompt", "def"]) == 2
     assert "and not block by block: each new token runs all blocks" in capfd.readouterr().err
-    monkeypatch.undo()
-    kept.mkdir()
-    (kept / "thesis.tex").touch()
-    with pytest.raises(StreamError, match=r"kept: holds thesis\.tex, which no reading has left"):
-        evaluation(folder, data=data, stream=kept)
-    assert (kept / "thesis.tex").exists()
-    (kept / "thesis.tex").unlink()
-    with (
-        locked(kept / "lock", wait=False),
-        pytest.raises(StreamError, match="another process is reading there"),
-    ):
-        evaluation(folder, data=data, stream=kept)
-
-
-def killed(number, words, kept, blocks):
-    """Runs a command until so many blocks are done, and ends it by a signal."""
-    process = start([sys.executable, "-m", "polyad.launch", *map(str, words)])
-    state, end = kept / "reading-1" / "state.json", time.monotonic() + 120
-    while not state.exists() or json.loads(state.read_text())["blocks"] < blocks:
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < end
-        time.sleep(0.002)
-    process.send_signal(number)
-    process.communicate()
-    assert process.returncode == -number
-
-
-@pytest.mark.slow
-def test_a_reading_that_is_killed_goes_on(tmp_path):
-    settings = {"num_hidden_layers": 12, "hidden_size": 256, "intermediate_size": 256}
-    folder, data = folder_and_data("olmoe", tmp_path, settings)
-    kept = tmp_path / "kept"
-    for words in (["evaluate"], ["experts", "specialize"]):
-        given = [*words, folder, "--data", data, *WINDOWS]
-        files = [tmp_path / f"{name}.json" for name in ("whole", "found")]
-        assert command([*map(str, given), "--json", str(files[0])]) == 0
-        for number, blocks in ((signal.SIGTERM, 2), (signal.SIGKILL, 6)):
-            killed(number, [*given, "--stream", kept], kept, blocks)
-        blocks = json.loads((kept / "reading-1" / "state.json").read_text())["blocks"]
-        assert 6 <= blocks < 12
-        assert command([*map(str, given), "--stream", str(kept), "--json", str(files[1])]) == 0
-        whole, found = (lasting(json.loads(file.read_text())) for file in files)
-        assert found == whole
-        assert not kept.exists()
 
 
 def bounded(mib, told, *words):

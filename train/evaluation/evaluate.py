@@ -14,7 +14,6 @@ from polyad.data.images.augmentation import GaussianNoise
 from polyad.data.text.attack import WordSwap, attacked_split
 from polyad.data.text.manifest import SplitName
 from polyad.parallel import comm
-from polyad.parallel.streamed import seconds_before
 from polyad.parallel.weights import Choice
 from polyad.train.console import Progress
 from polyad.train.errors import ConfigError, RunError
@@ -110,7 +109,6 @@ def evaluate(
     attack: WordSwap | GaussianNoise | None = None,
     weights: Choice = "trained",
     base: Path | None = None,
-    stream: Path | None = None,
     interventions: Sequence[Intervention] = (),
 ) -> Evaluation:
     """Evaluates a checkpoint, in one process or under torchrun.
@@ -123,13 +121,12 @@ def evaluate(
         attack: perturbation of the text or images before they are read.
         weights: which of the checkpoint's weights.
         base: see `open_weights`.
-        stream: see `open_evaluated`.
         interventions: see `open_evaluated`.
 
     Returns:
         The same on every process.
     """
-    opened = open_evaluated(path, data, overrides, weights, base, stream, interventions)
+    opened = open_evaluated(path, data, overrides, weights, base, interventions)
     return evaluate_opened(opened, split, attack=attack)
 
 
@@ -159,7 +156,6 @@ def evaluate_opened(
             lambda predictor, told: task.score(
                 predictor, split, batch_size=opened.batch_size, world=world, report=told
             ),
-            f"evaluate {split}",
             report,
         )
         loss = scores.to_json()["loss"]
@@ -168,7 +164,7 @@ def evaluate_opened(
                 f"{opened.weights.folder}: the loss on {split} is {loss}, although all weights are "
                 f"finite: numbers overflow in {opened.config.train.precision}"
             )
-        seconds = time.monotonic() - started + seconds_before(model)
+        seconds = time.monotonic() - started
     return Evaluation(
         **opened.about(),
         weights=opened.choice,

@@ -155,11 +155,6 @@ class ExpertCounts:
             counts = self._counts[layer.name] = GroupedSums(samples, shape, device, numbers=size)
             self._shuffled[layer.name] = counts.sums_G.new_zeros(SHUFFLES, *shape)
 
-    def sums(self) -> dict[str, Tensor]:
-        """The accumulators; see `polyad.train.reading.Lasting`."""
-        counts = {name: each.sums_G for name, each in self._counts.items()}
-        return counts | {f"{name}.shuffled": each for name, each in self._shuffled.items()}
-
     def count(self, name: str, given_RS: Tensor, label_PR: Tensor, number_R: Tensor) -> None:
         """Adds rows.
 

@@ -276,10 +276,6 @@ class GateEntropies:
             for layer in layers
         }
 
-    def sums(self) -> dict[str, Tensor]:
-        """The accumulators; see `polyad.train.reading.Lasting`."""
-        return {name: each.sums_G for name, each in self._sums.items()}
-
     def add(self, name: str, decision: Decision, number_N: Tensor) -> None:
         """Adds what a layer decided for a batch.
 

@@ -113,13 +113,6 @@ class ExpertSimilarity:
             compared = [_compared(size) for size in layer.levels]
             self._levels[layer.name] = [(zeros(groups, 3, len(e), len(e)), e) for e in compared]
 
-    def sums(self) -> dict[str, Tensor]:
-        """The accumulators; see `polyad.train.reading.Lasting`."""
-        found = {f"{name}.tokens": each for name, each in self._tokens.items()}
-        for name, levels in self._levels.items():
-            found |= {f"{name}.{level}": sums for level, (sums, _) in enumerate(levels)}
-        return found
-
     @torch.no_grad()
     def add(self, name: str, decision: Decision, number_N: Tensor) -> None:
         """Adds a layer's outputs for a batch, if it is one of the batches to use.

@@ -252,12 +252,7 @@ class KnockOuts(Measure):
     def checked(cls, opened: Evaluated, split: str, **options: Any) -> Options:
         """Options by the fields of `Options`."""
         super().checked(opened, split)
-        asked = Options(**options)
-        if asked.steerings and opened.stream is not None:
-            raise ConfigError(
-                f"--stream {opened.stream}: is not allowed with --steer, which reads a whole model"
-            )
-        return asked
+        return Options(**options)
 
     @classmethod
     def of(cls, opened: Evaluated, split: str, asked: Options, model: nn.Module) -> Self:

@@ -18,7 +18,6 @@ from torch import nn
 
 from polyad.data.text.manifest import SplitName
 from polyad.parallel import comm
-from polyad.parallel.streamed import seconds_before
 from polyad.parallel.weights import Choice
 from polyad.train.errors import ConfigError
 from polyad.train.experts.information import Summed
@@ -278,7 +277,6 @@ def examine(
     overrides: tuple[str, ...] = (),
     weights: Choice = "trained",
     base: Path | None = None,
-    stream: Path | None = None,
     interventions: Sequence[Intervention] = (),
     **options: Any,
 ) -> Examined:
@@ -292,7 +290,6 @@ def examine(
         overrides: `key=value` for keys that evaluation reads.
         weights: which of the checkpoint's weights.
         base: see `open_weights`.
-        stream: see `open_evaluated`.
         interventions: see `open_evaluated`.
         options: see the examination's `checked`.
 
@@ -302,14 +299,14 @@ def examine(
     Raises:
         ValueError: with an `exit_status` of 2: one line says what is wrong.
     """
-    opened = open_evaluated(path, data, overrides, weights, base, stream, interventions)
+    opened = open_evaluated(path, data, overrides, weights, base, interventions)
     asked = kind.checked(opened, split, **options)
     if kind.reads_split:
         opened.task.check_split(split)
     started, reads = time.monotonic(), split if kind.reads_split else None
     with opened.loaded(kind.doing, reads, needs_whole=kind.needs_whole) as (model, world):
         result = kind.take(opened, split, asked, model, world)
-        seconds = time.monotonic() - started + seconds_before(model)
+        seconds = time.monotonic() - started
     return Examined(
         **opened.about(),
         data=opened.task.name,

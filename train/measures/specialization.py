@@ -227,17 +227,6 @@ class Specialization(Measure):
         for each in self._left_out:
             each.add(reading.batch.images_BCHW, reading.batch.labels_B)
 
-    def sums(self) -> dict[str, Tensor]:
-        """See `polyad.train.reading.Lasting`."""
-        parts: dict[str, Any] = {"entropies": self._entropies, "similarity": self._similarity}
-        parts |= self._by_token
-        found = {
-            f"{part}.{name}": value
-            for part, each in parts.items()
-            for name, value in each.sums().items()
-        }
-        return found | {"tokens": self._tokens}
-
     def _labels(self, passages: Passages) -> dict[str, Tensor]:
         """True and shifted labels of the tokens [P, N], by name of the labeling."""
         assert isinstance(self.subject.samples, TextSamples)

@@ -86,7 +86,7 @@ class StreamedKnockOut:
             told: label on the console.
         """
         blocks = len(self._model.blocks)
-        self._read_whole(told, blocks)
+        self._read_whole(blocks)
         groups = list(self._groups())
         parts, done = sum(blocks - min(group) + 1 for group in groups), 0
         progress = Progress(told, parts, "blocks")
@@ -106,12 +106,12 @@ class StreamedKnockOut:
             done += 1
             progress(done / parts)
 
-    def _read_whole(self, told: str, blocks: int) -> None:
+    def _read_whole(self, blocks: int) -> None:
         """Reads the text with the unchanged model, and keeps what is needed."""
         ids = [passages.ids_BT.int() for passages in self._passages]
         report = Progress("read experts", blocks, "blocks")
         with (
-            run_blocks(self._model, ids, blocks, told, watch=self._watch, report=report) as outputs,
+            run_blocks(self._model, ids, blocks, watch=self._watch, report=report) as outputs,
             self._model.part(*parts_of(self._model)[-1]),
         ):
             for passages, x_BTD in zip(self._passages, outputs, strict=True):

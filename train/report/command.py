@@ -102,7 +102,6 @@ def read_report(run: Path, checkpoint: Path, options: Options) -> Report:
         raise ConfigError(f"--knockout: is not allowed: {run} {lacking}")
     for option, value in (
         ("--knockout", options.knockout),
-        ("--stream", options.stream),
         ("--data", options.data),
     ):
         if value and (options.tokens == 0 or not layers):

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -53,8 +52,6 @@ class Options:
     reads nothing; None: `TOKENS` of text, all images and sequences."""
     knockout: bool = False
     """Whether to also measure text without each expert."""
-    stream: Path | None = None
-    """See `polyad.train.reading.open_evaluated`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +103,7 @@ def read_held_out(weights: Weights, layers: Sequence[RoutedLayer], options: Opti
         ) from None
     batch_size = config.evaluation.batch_size or config.train.micro_batch_size
     world = comm.initialize()
-    with opened_model(weights, world, "fp32", folder=options.stream, needs_whole=None) as model:
+    with opened_model(weights, world, "fp32", needs_whole=None) as model:
         return _read(model, task, layers, options, batch_size)
 
 

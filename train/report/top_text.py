@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from torch import Tensor
 
 from polyad.train.experts.probing import RoutedLayer
 from polyad.train.reading import Reading
@@ -89,14 +88,6 @@ class TopText:
         for name, decision in reading.of_all_tokens.items():
             a_BTS = decision.coefficients().view(*position_BT.shape, -1)
             self._tops[name].add(a_BTS, position_BT)
-
-    def sums(self) -> dict[str, Tensor]:
-        """See `polyad.train.reading.Lasting`."""
-        return {
-            f"{layer}.{name}": value
-            for layer, each in self._tops.items()
-            for name, value in each.sums().items()
-        }
 
     @property
     def tokens(self) -> int:

@@ -61,15 +61,6 @@ class TopTokens:
         self._given_S = torch.zeros(experts, dtype=torch.float64, device=device)
         self._tokens = torch.zeros(1, dtype=torch.int64)
 
-    def sums(self) -> dict[str, Tensor]:
-        """The accumulators; see `polyad.train.reading.Lasting`."""
-        return {
-            "keys": self._key_KS,
-            "positions": self._position_KS,
-            "given": self._given_S,
-            "tokens": self._tokens,
-        }
-
     def add(self, a_BTS: Tensor, position_BT: Tensor) -> None:
         """Adds a batch.
 

@@ -272,7 +272,6 @@ BAD = [
     ("dense", ["--data", "DATA"], "--data"),
     ("dense", ["--knockout"], "--knockout"),
     ("smoe", ["--knockout", "--tokens", "0"], "--knockout"),
-    ("smoe", ["--stream", "DATA/kept", "--tokens", "0"], "--stream"),
     ("mumoe", ["--experts", "0.1,0.6"], "--experts: 0.6"),
     ("mumoe", ["--top", "0"], "--top"),
     ("mumoe", ["--output", "DATA"], "--output"),
