@@ -131,38 +131,6 @@ def digest_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-class DigestedFile:
-    """A file that is written from the start, and the digest of its content.
-
-    Args:
-        path: The file; existing content is replaced.
-
-    Attributes:
-        size: Bytes written so far.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("wb")
-        self._digest = hashlib.sha256()
-        self.size = 0
-
-    def write(self, content: bytes | memoryview) -> None:
-        """Appends the bytes of a buffer of any type."""
-        self._file.write(content)
-        self._digest.update(content)
-        self.size += memoryview(content).nbytes
-
-    def finish(self) -> str:
-        """Closes the file and returns its SHA-256, hexadecimal; it need not be on the disk yet."""
-        self._file.close()
-        return self._digest.hexdigest()
-
-    def close(self) -> None:
-        """Closes the file, finished or not."""
-        with contextlib.suppress(OSError):
-            self._file.close()
-
-
 @contextlib.contextmanager
 def locked(
     path: Path,
