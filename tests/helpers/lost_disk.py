@@ -30,7 +30,7 @@ def error_of_a_full_tensorboard(folder: Path) -> tuple[str | None, str]:
     folder.mkdir()
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     with contextlib.redirect_stderr(io.StringIO()) as said:
-        tensorboard = TensorBoard(folder, {}, 0)
+        tensorboard = TensorBoard(folder, 0)
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
         try:
             for step in range(10_000):

@@ -6,29 +6,22 @@ numbers. Both are robust to outliers. A loss is a spike above m + threshold * s.
 which vary by factors, logarithms are compared. Low values are never spikes.
 """
 
-import json
 import math
-import os
 import statistics
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
-from polyad.data.files import named
 from polyad.model.config import Config
 from polyad.model.output import RoutingStats
 from polyad.parallel.zero import StepResult
-from polyad.train.results import json_value
 from polyad.train.state import TrainState
 
 LOSS_FLOOR = 0.01
 """Lower bound of the spread of losses, as a share of their median."""
 LOG_NORM_FLOOR = 0.1
 """Lower bound of the spread of log norms."""
-SPIKES_FILE = "spikes.jsonl"
-"""File in a run's folder with every spike, one JSON object per line."""
 
 
 class MonitorConfig(Config):
@@ -118,20 +111,17 @@ class SpikeGuard:
 
     Args:
         config: thresholds and bounds.
-        folder: the run's folder.
         documents: returns the documents of a global batch; called only on the main process.
-        say: prints a line between those of steps; None except on the main process, which alone
-            writes.
+        say: prints a line between those of steps; None except on the main process.
     """
 
     def __init__(
         self,
         config: MonitorConfig,
-        folder: Path,
         documents: Callable[[int], dict[str, list[int]]],
         say: Callable[[str], None] | None,
     ) -> None:
-        self._config, self._folder = config, folder
+        self._config = config
         self._documents, self._say = documents, say
         self.holds = config.spike_action == "skip"
         """Whether a step that exceeds its limits must not change the weights."""
@@ -159,7 +149,6 @@ class SpikeGuard:
             "documents": self._documents(batch) if self._say is not None else {},
         }  # fmt: skip
         if self._say is not None:
-            write_spike(self._folder, event)
             self._say(spike_line(event))
         return {"spike": event}
 
@@ -181,13 +170,4 @@ def _documents(parts: dict[str, list[int]], shown: int = 4) -> str:
         first = ", ".join(map(str, numbers[:shown]))
         rest = f" and {len(numbers) - shown} more" if len(numbers) > shown else ""
         texts.append(f"{'of ' + name + ' ' if several else ''}{first}{rest}")
-    return f"documents {'; '.join(texts)} ({SPIKES_FILE})"
-
-
-def write_spike(folder: Path, event: dict[str, Any]) -> None:
-    """Appends a spike to the run's list; it is on disk when this returns."""
-    path = folder / SPIKES_FILE
-    with named(path), path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(json_value(event)) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
+    return f"documents {'; '.join(texts)}"

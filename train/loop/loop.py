@@ -94,7 +94,7 @@ class TrainLoop:
             training_flops(task.model, *task.sequences_of_sample()) if self._peak else 0
         )
         say = self.metrics.say if self.metrics is not None else None
-        self._guard = SpikeGuard(config.monitor, self._folder, self._sources, say)
+        self._guard = SpikeGuard(config.monitor, self._sources, say)
         self._limit = 60 * config.parallel.timeout_minutes
         self._saved_at = self.state.step
         self._owes_save = False
