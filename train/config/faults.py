@@ -125,11 +125,9 @@ def nearest_key(key: str, known: set[str]) -> str | None:
     siblings = {_plain(k.rpartition(".")[2]): k for k in known if k.rpartition(".")[0] == section}
     if name in siblings:
         return siblings[name]
-    everywhere = _unambiguous(known)
-    if name in everywhere:
-        return everywhere[name]
     if close := difflib.get_close_matches(name, siblings, n=1, cutoff=NEAR):
         return siblings[close[0]]
+    everywhere = _unambiguous(known)
     close = difflib.get_close_matches(name, everywhere, n=1, cutoff=NEAR_ELSEWHERE)
     return everywhere[close[0]] if close else None
 
