@@ -27,7 +27,6 @@ from polyad.parallel.dims import Dims
 from polyad.parallel.factors import pad_ranks, parallelize_factors
 from polyad.parallel.flat_matrices import name_parts
 from polyad.parallel.fragments import fill
-from polyad.parallel.frozen_experts import drop_gradients, kept_experts
 from polyad.parallel.megatron import Mpu
 from polyad.parallel.regions import data_group
 from polyad.parallel.sequence import Tokens, cut_sequence, sum_gradients
@@ -100,7 +99,6 @@ def parallelize(
         clip_grad_norm=clip_grad_norm,
         num_parameters=count_parameters(model),
     )
-    kept = {name: some for name, p in model.named_parameters() if (some := kept_experts(p))}
     left_out = of_base(model)
     # The order matters. Layers are split on the meta device; storage exists before the optimizer
     # sees it; blocks are compiled before the engine hooks them; values come last, because building
@@ -115,8 +113,6 @@ def parallelize(
         _gather_what_others_read(model)
     if tokens is not None:
         sum_gradients(model)
-    for name, experts in kept.items():
-        drop_gradients(model.get_parameter(name), experts)
     if compiled:
         # DeepSpeed later concatenates them into one flat tensor.
         flat = [p for p in model.parameters() if p.requires_grad and parallel.zero_stage < 3]

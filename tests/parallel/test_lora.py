@@ -121,65 +121,6 @@ def test_frozen_weights_of_a_mixture_stay_to_the_last_bit(workers, optimizer, ch
     assert workers(2).run(moved_though_frozen, case) == [[], []]
 
 
-BY_NUMBER = (
-    GroupConfig(match="blocks.1.feed_forward.experts.*", experts=(0, 3), weight_decay=0.0),
-    GroupConfig(match="blocks.1.feed_forward.experts.*", freeze=True),
-    GroupConfig(match="experts.*", experts=(2,), freeze=True),
-    GroupConfig(match="experts.*", weight_decay=0.0),
-)
-
-
-@everyday(
-    ("optimizer", "processes", "expert", "stage", "precision"),
-    [
-        (optimizer, *layout)
-        for optimizer in ("adamw", "sgd", "muon")
-        for layout in ((1, 1, 1, "fp32"), (2, 2, 1, "bf16"), (2, 1, 2, "fp32"), (4, 2, 2, "fp32"))
-    ]
-    + [(optimizer, 4, 2, 3, "bf16") for optimizer in ("adamw", "sgd")],
-    keep=[("adamw", 2, 2, 1, "bf16"), ("muon", 2, 1, 2, "fp32")],
-)
-def test_experts_by_number_stay_to_the_last_bit(
-    workers, tmp_path, optimizer, processes, expert, stage, precision
-):
-    model = small_decoder("norm over heads")
-    case = Case(
-        optimizer=optimizer, momentum=0.9, groups=BY_NUMBER, model=model, expert=expert,
-        stage=stage, precision=precision, save_to=str(tmp_path),
-    )  # fmt: skip
-    workers(processes).run(train, case)
-    found, initial = tensors(tmp_path / "step-00000004"), InitialWeights(build_model(model), 7)
-    stacks = 0
-    for name, shape in {name: tuple(found[name, "master"].shape) for name, _ in found}.items():
-        if ".experts." not in name:
-            continue
-        stacks += 1
-        weight, start = found[name, "master"], initial.read(Box.whole(name, "master", shape))
-        stays = {1, 2} if name.startswith("blocks.1.") else {2}
-        for number in range(4):
-            same = torch.equal(weight[number], start[number])
-            assert same == (number in stays), (name, number)
-            moments = [v for (n, field), v in found.items() if n == name and field != "master"]
-            assert all(moment[number].any() != (number in stays) for moment in moments)
-            assert moments
-    assert stacks == 6
-
-
-def test_frozen_experts_change_no_step_of_the_others(workers, tmp_path):
-    model = small_decoder("norm over heads")
-    frozen = GroupConfig(match="experts.*", experts=(1, 2), freeze=True)
-    rest = GroupConfig(match="experts.*", weight_decay=0.0)
-    case = SGD.but(model=model, clip=0.0, last_step=1)
-    for groups in ((frozen, rest), (rest,)):
-        folder = str(tmp_path / f"{len(groups)}")
-        workers(1).run(train, case.but(groups=groups, save_to=folder))
-    some, every = (tensors(tmp_path / name / "step-00000001") for name in "21")
-    for key, value in every.items():
-        is_stack = ".experts." in key[0]
-        assert torch.equal(some[key][0], value[0]), key
-        assert torch.equal(some[key][1], value[1]) != is_stack, key
-
-
 @everyday("stage", [1, 3], keep=[1])
 def test_a_group_moves_by_its_factor_of_the_step(workers, tmp_path, stage):
     case = SGD.but(clip=0.0, learning_rate=0.1, last_step=1)

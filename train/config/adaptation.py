@@ -15,7 +15,6 @@ from polyad.parallel import comm
 from polyad.parallel.checkpoint.load import Checkpoint
 from polyad.parallel.dims import Dims
 from polyad.parallel.fragments import persistent_buffers
-from polyad.parallel.frozen_experts import kept_experts
 from polyad.parallel.parallelize import parallelize
 from polyad.parallel.source import InitialWeights, Source, WeightsOnly, begun_anew, on_base
 from polyad.parallel.weights import Weights
@@ -229,18 +228,10 @@ class Counts(NamedTuple):
 def counts(model: nn.Module) -> Counts:
     """Counts the trained and untrained parameters of a model."""
     beside = [adapter for *_, adapter in adapters(model)]
-    trained = sum(_num_trained(p) for p in model.parameters())
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     return Counts(
         adapters=sum(p.numel() for adapter in beside for p in adapter.parameters()),
         adapted_layers=len(beside),
         trained=trained,
         frozen=sum(p.numel() for p in model.parameters()) - trained,
     )
-
-
-def _num_trained(parameter: nn.Parameter) -> int:
-    """The number of trained elements: some of several stacked experts may be frozen."""
-    if not parameter.requires_grad:
-        return 0
-    kept = kept_experts(parameter)
-    return parameter.numel() - (len(kept) * parameter[0].numel() if kept else 0)

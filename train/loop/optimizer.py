@@ -4,18 +4,16 @@ groups with their own settings.
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable
 from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
 from torch import nn
 
-from polyad.model.build import has_experts
 from polyad.model.config import Config
 from polyad.model.kernels.switch import on_cpu
 from polyad.model.patterns import matched, matches
-from polyad.parallel.frozen_experts import keep_experts
 from polyad.parallel.shard import placement_of
 from polyad.parallel.zero import RATE_FACTOR, STATE_TENSORS, Precision
 from polyad.train.errors import ConfigError
@@ -95,7 +93,6 @@ def learning_rate(config: ScheduleConfig, peak: float, step: int, total_steps: i
 
 NonNegative = Annotated[float, Field(ge=0, le=1e6)]
 Momentum = Annotated[float, Field(ge=0, lt=1)]
-ExpertNumber = Annotated[int, Field(ge=0, lt=2**31)]
 NO_KERNELS = ("token_embedding", "position_embedding", "segment_embedding", "class_token")
 """Name parts of parameters that are added or looked up, not multiplied by."""
 FIRST_LAYERS = (*NO_KERNELS, "patch_embedding", "embedding_norm", "pre_norm")
@@ -120,10 +117,6 @@ class GroupConfig(Config):
     """Weight decay for those of these parameters that decay; null: optimizer.weight_decay."""
     freeze: bool = False
     """Whether these parameters are frozen: they get no gradients and no optimizer state."""
-    experts: Annotated[tuple[ExpertNumber, ...], Field(strict=False, min_length=1)] | None = None
-    """Restricts the group to the experts with these numbers, from 0, in each matching layer; other
-    experts belong to the next group that matches. null: all experts. Groups that share a layer in
-    this way may differ only in `freeze`, and its trained experts need a weight_decay of 0."""
 
 
 class OptimizerConfig(Config):
@@ -181,7 +174,7 @@ def build_optimizer(
         if not parameter.requires_grad:
             continue
         shape = placement_of(parameter).global_shape
-        group = group_of(config, name, shape[0] if len(shape) > dimensions else None)
+        group = group_of(config, name)
         decay = _decay(config, group, name, dimensions)
         factor = 1.0 if group is None else group.learning_rate
         steps = 0 if group is None else group.warmup_steps
@@ -227,77 +220,33 @@ def warm_up(optimizer: torch.optim.Optimizer, step: int) -> None:
         group[RATE_FACTOR] = factor * min(1.0, (step + 1) / max(1, steps))
 
 
-def group_of(config: OptimizerConfig, name: str, experts: int | None = None) -> GroupConfig | None:
+def group_of(config: OptimizerConfig, name: str) -> GroupConfig | None:
     """Returns the group of a parameter; None if it has no settings of its own.
 
     Args:
         config: has the groups.
         name: the parameter's name.
-        experts: number of experts it stacks; None: no stack. If some are frozen, the group of the
-            others is returned.
     """
-    found = _groups_of(config, name, experts)
-    return next((group for group, _ in found if not (group and group.freeze)), found[0][0])
+    return next((group for group in config.groups if matches(group.match, name)), None)
 
 
-def _groups_of(
-    config: OptimizerConfig, name: str, experts: int | None
-) -> list[tuple[GroupConfig | None, frozenset[int]]]:
-    """Returns the groups of a parameter, and the experts in each; a parameter that is no stack
-    counts as one expert."""
-    left = frozenset(range(1 if experts is None else experts))
-    found: list[tuple[GroupConfig | None, frozenset[int]]] = []
-    for group in config.groups:
-        if matches(group.match, name) and (some := left & _named(group, experts, left)):
-            found.append((group, some))
-            left -= some
-    return [*found, (None, left)] if left else found
-
-
-def _named(group: GroupConfig, experts: int | None, every: frozenset[int]) -> frozenset[int]:
-    """The experts of a parameter that a matching group covers."""
-    if group.experts is None:
-        return every
-    return frozenset() if experts is None else frozenset(group.experts)
-
-
-def check_groups(config: OptimizerConfig, experts: Mapping[str, int | None]) -> None:
-    """Checks that every group matches parameters.
+def check_groups(config: OptimizerConfig, names: Collection[str]) -> None:
+    """Checks that every group has parameters.
 
     Args:
         config: has the groups.
-        experts: number of experts that each parameter stacks, by name; None: no stack.
+        names: names of all parameters.
 
     Raises:
-        ConfigError: a pattern matches nothing, or only parameters of earlier groups; or experts do
-            not exist.
+        ConfigError: a pattern matches nothing, or only parameters of earlier groups.
     """
-    left = {n: frozenset(range(1 if count is None else count)) for n, count in experts.items()}
     for number, group in enumerate(config.groups):
-        key = f"optimizer.groups.{number}"
-        some = matched(f"{key}.match", [group.match], experts)
-        if group.experts is not None:
-            _check_experts(f"{key}.experts", group, {name: experts[name] for name in some})
-        mine = {name: left[name] & _named(group, experts[name], left[name]) for name in some}
-        if not any(mine.values()):
+        key = f"optimizer.groups.{number}.match"
+        if not any(group_of(config, name) is group for name in matched(key, [group.match], names)):
             raise ConfigError(
-                f"{key}.match: {group.match!r} matches only parameters of earlier groups; a "
-                "parameter belongs to the first group that matches, so put the narrower one first"
+                f"{key}: {group.match!r} matches only parameters of earlier groups; a parameter "
+                "belongs to the first group that matches, so put the narrower one first"
             )
-        left |= {name: left[name] - taken for name, taken in mine.items()}
-
-
-def _check_experts(key: str, group: GroupConfig, experts: Mapping[str, int | None]) -> None:
-    """Checks that the parameters that a group matches have the experts that it names."""
-    numbers = {name: count for name, count in experts.items() if count is not None}
-    if not numbers:
-        raise ConfigError(
-            f"{key}: {list(group.experts or ())} is not allowed: {group.match!r} matches no "
-            "stacked experts; allowed: null"
-        )
-    for name, count in numbers.items():
-        if (largest := max(group.experts or ())) >= count:
-            raise ConfigError(f"{key}: {largest} is not allowed: {name} has 0 to {count - 1}")
 
 
 def freeze(model: nn.Module, config: OptimizerConfig) -> None:
@@ -308,21 +257,14 @@ def freeze(model: nn.Module, config: OptimizerConfig) -> None:
         config: has the groups.
 
     Raises:
-        ConfigError: a group has no parameters, nothing is left to train, or experts of a parameter
-            would change although they are frozen.
+        ConfigError: a group has no parameters, or nothing is left to train.
     """
     named = dict(model.named_parameters())
-    experts = {n: len(p) if has_experts(model, n) else None for n, p in named.items()}
-    check_groups(config, experts)
+    check_groups(config, named)
     for name, parameter in named.items():
-        of_each = _groups_of(config, name, experts[name])
-        trained = [group for group, _ in of_each if not (group and group.freeze)]
-        if not trained:
+        group = group_of(config, name)
+        if group is not None and group.freeze:
             parameter.requires_grad_(False)
-        elif len(of_each) > 1 and parameter.requires_grad:
-            _check_alike(config, name, parameter.dim() - 1, trained)
-            frozen = [some for group, some in of_each if group and group.freeze]
-            keep_experts(parameter, frozenset().union(*frozen))
     left = [name for name, p in named.items() if p.requires_grad]
     if not left:
         raise ConfigError(
@@ -333,30 +275,6 @@ def freeze(model: nn.Module, config: OptimizerConfig) -> None:
         raise ConfigError(
             "optimizer.kind: muon is not allowed where no matrix of a block is trained; allowed: "
             "adamw, sgd"
-        )
-
-
-def _check_alike(
-    config: OptimizerConfig, name: str, dimensions: int, trained: list[GroupConfig | None]
-) -> None:
-    """Checks that a step treats all trained experts of a parameter alike, and keeps the others.
-
-    Raises:
-        ConfigError: it does not.
-    """
-    settings = {
-        (1.0, 0, None) if g is None else (g.learning_rate, g.warmup_steps, g.weight_decay)
-        for g in trained
-    }
-    if len(settings) > 1:
-        raise ConfigError(
-            f"optimizer.groups: experts of {name} belong to groups with different settings; these "
-            "groups may differ only in freeze"
-        )
-    if decay := _decay(config, trained[0], name, dimensions):
-        raise ConfigError(
-            f"optimizer.groups: a weight_decay of {decay} would also change the frozen experts of "
-            f"{name}; the group of the trained ones needs weight_decay: 0"
         )
 
 
