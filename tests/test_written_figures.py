@@ -6,7 +6,7 @@ from pathlib import Path
 from polyad.train.config.adaptation import counts, model_of
 from polyad.train.config.rules import validate
 from polyad.train.config.run import load_config
-from polyad.train.describe import describe, size_in_words
+from polyad.train.describe import describe
 from tests.configs.test_shipped import EXPECTED_STUDIES
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -16,7 +16,7 @@ QUICKSTART = ROOT / "configs" / "quickstart"
 def test_the_quickstart_of_the_readme_has_the_size_of_its_model() -> None:
     config = load_config(QUICKSTART / "gpt2-smoe.yaml", ["model.vocab_size=8192"])
     model = describe(config, validate(config, 2))["model"]
-    row = size_in_words(model["parameters"], model["active_parameters"])
+    row = f"{model['parameters']:,} parameters, {model['active_parameters']:,} active per token"
     assert re.search(rf"\n    model +{re.escape(row)}\n", (ROOT / "README.md").read_text())
 
 

@@ -160,11 +160,6 @@ def degrees_of(config: RunConfig, dims: Dims) -> dict[str, int]:
     }
 
 
-def size_in_words(parameters: int, active: int) -> str:
-    """Formats the size of a model."""
-    return f"{parameters:,} parameters, {active:,} active per token"
-
-
 def _experts(config: RunConfig) -> dict[str, Any] | None:
     feed_forward = config.model.known_feed_forward()
     if not isinstance(feed_forward, SelectingConfig):

@@ -1,5 +1,4 @@
-"""Reads a run's records, `metrics.jsonl`, one line per step, and summarizes them. All readers
-validate lines alike."""
+"""Reads a run's records, `metrics.jsonl`, one line per step, and summarizes them."""
 
 import json
 import math
@@ -12,10 +11,6 @@ from polyad.train.errors import ConfigError
 
 METRICS_FILE = "metrics.jsonl"
 Records: TypeAlias = Sequence[dict[str, Any]]
-EVENT = "spike"
-"""Key of a spike in loss or gradient: the only value that is a dictionary."""
-LARGEST = 1e300
-"""Upper bound of any loss, norm or time of a run."""
 LAST = 10
 """Number of last records over which final values are averaged, since single steps vary."""
 
@@ -28,28 +23,10 @@ def record_of(line: bytes) -> dict[str, Any] | None:
     """
     try:
         tree = json.loads(line)
-    except (ValueError, RecursionError):
+    except ValueError:
         return None
-    if not isinstance(tree, dict) or type(tree.get("step")) is not int or tree["step"] < 0:
-        return None
-    known = all(_is_known(name, value) for name, value in tree.items())
-    return tree if known and not isinstance(tree.get("loss"), list | bool) else None
-
-
-def _is_known(name: str, value: object) -> bool:
-    if isinstance(value, list):
-        return all(map(_is_number, value))
-    return _is_number(value) or (name == EVENT and isinstance(value, dict))
-
-
-def _is_number(value: object) -> bool:
-    """Whether a value is a number that a run writes, or null, which stands for non-finite ones.
-
-    Floats are bounded so that sums of many are finite, too.
-    """
-    if isinstance(value, int):
-        return abs(value) < 2**63
-    return value is None or (isinstance(value, float) and abs(value) <= LARGEST)
+    is_record = isinstance(tree, dict) and type(tree.get("step")) is int and tree["step"] >= 0
+    return tree if is_record else None
 
 
 def records_of(path: Path) -> Iterator[dict[str, Any]]:

@@ -179,11 +179,6 @@ class Checkpoint(Source):
         field = field or (self._chosen if self._chosen in self.tensors[name] else MASTER)
         return self.read(Box.whole(name, field, self.tensors[name][field].shape))
 
-    @property
-    def is_average(self) -> bool:
-        """Whether the moving average is used as the weights."""
-        return self._chosen == EMA
-
     def take_average(self) -> None:
         """Uses the moving average as the weights, wherever a whole weight is read.
 

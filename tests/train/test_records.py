@@ -34,19 +34,6 @@ OTHERS = [
     b'{"step": true, "loss": 1.0}',
     b'{"step": -1, "loss": 1.0}',
     b'{"loss": 1.0}',
-    b'{"step": 3, "loss": "x"}',
-    b'{"step": 3, "loss": [1.0]}',
-    b'{"step": 3, "loss": 1e999}',
-    b'{"step": 3, "loss": 1.7e308}',
-    b'{"step": 3, "loss": true}',
-    b'{"step": 3, "loss": 1.0, "tokens": "many"}',
-    b'{"step": 3, "loss": 1.0, "tokens": {"a": 1}}',
-    b'{"step": 3, "loss": 1.0, "routing/a/load": ["x"]}',
-    b'{"step": 3, "loss": 1.0, "grad_norm": [[1]]}',
-    b'{"step": 3, "loss": ' + b"9" * 400 + b"}",
-    b'{"step": 3, "loss": ' + b"9" * 5000 + b"}",
-    b'{"step": ' + b"9" * 30 + b', "loss": 1.0}',
-    b'{"step": 3, "x": ' + b"[" * 100_000 + b"}",
 ]
 
 
