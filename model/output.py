@@ -93,7 +93,7 @@ class RoutingStats(NamedTuple):
     above with it."""
     distill_loss: Tensor | None = None
     """The loss of a feed-forward that is trained to imitate the one that it replaces, with its
-    gradient; see `polyad.train.tasks.block_teacher`."""
+    gradient; see `polyad.train.tasks.distillation`."""
     distill_error: Tensor | None = None
     """Mean over tokens of the squared norm of its output minus the original's."""
     distill_square: Tensor | None = None

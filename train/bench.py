@@ -21,11 +21,11 @@ from polyad.train.config.run import RunConfig
 from polyad.train.console import Progress
 from polyad.train.errors import RunError
 from polyad.train.experts.equal_loads import force_equal_loads
-from polyad.train.guard.memory import SMALLER, is_out_of_memory
-from polyad.train.loop.device import Prefetch, allow_tf32, peak_memory_bytes
+from polyad.train.guard.failures import SMALLER, is_out_of_memory
 from polyad.train.loop.metrics import peak_flops
+from polyad.train.loop.profiling import Prefetch, allow_tf32, peak_memory_bytes
 from polyad.train.loop.step import IssuedStep, issue_step
-from polyad.train.tasks.block_teacher import BlockTeacher
+from polyad.train.tasks.distillation import BlockTeacher
 from polyad.train.tasks.random_input import flops_of_unit, losses_for
 from polyad.train.tasks.registry import task_class
 

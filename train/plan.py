@@ -49,8 +49,7 @@ from polyad.train.config.run import RunConfig
 from polyad.train.errors import ConfigError
 from polyad.train.loop.optimizer import build_optimizer
 from polyad.train.loop.step import issue_step
-from polyad.train.tasks.block_teacher import BlockTeacher
-from polyad.train.tasks.losses import Teacher, cross_entropy
+from polyad.train.tasks.distillation import BlockTeacher, Teacher, cross_entropy
 from polyad.train.tasks.random_input import flops_of_unit, losses_for, random_batch
 
 GROUPS = {"tensor": "tensor", "expert": "expert"}

@@ -34,8 +34,8 @@ from polyad.train.exchange.writers import config_of_weights
 from polyad.train.experts.interventions import Intervention, intervened, layers_by_block
 from polyad.train.experts.moments import ExpertMoments
 from polyad.train.experts.probing import Decision, RoutedLayer, deciding
-from polyad.train.guard.memory import explain_out_of_memory
-from polyad.train.loop.device import allow_tf32
+from polyad.train.guard.failures import explain_out_of_memory
+from polyad.train.loop.profiling import allow_tf32
 from polyad.train.streaming import opened_model, run_blocks
 from polyad.train.tasks.images import ImageClassification
 from polyad.train.tasks.language import LanguageModelling

@@ -25,7 +25,7 @@ from polyad.parallel.weights import Weights, load_model
 from polyad.parallel.zero import DTYPES, Precision
 from polyad.train.console import Progress, in_bytes
 from polyad.train.errors import ConfigError
-from polyad.train.tasks.losses import cross_entropy
+from polyad.train.tasks.distillation import cross_entropy
 from polyad.train.tasks.task import OneDevice, Predictor, Share
 
 Found = TypeVar("Found")

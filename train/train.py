@@ -20,13 +20,12 @@ from polyad.train.config.distillation import set_teacher
 from polyad.train.config.environment import agreed_facts, write_environment
 from polyad.train.errors import OUTPUT_ERRORS, RunError
 from polyad.train.experts.fluctuation import FluctuationLog
-from polyad.train.guard.memory import Explain, explain_out_of_memory
+from polyad.train.guard.failures import Explain, explain_out_of_memory, explain_stall
 from polyad.train.guard.run_folder import RunLock, gone, put_back_replaced
-from polyad.train.guard.stalls import explain_stall
 from polyad.train.guard.stopping import StopSignals
-from polyad.train.loop.device import allow_tf32
 from polyad.train.loop.loop import TrainLoop
 from polyad.train.loop.metrics import Metrics
+from polyad.train.loop.profiling import allow_tf32
 from polyad.train.start import (
     Plan,
     find_start_together,

@@ -36,8 +36,8 @@ from polyad.train.config.environment import agreed_facts
 from polyad.train.config.rules import validate
 from polyad.train.config.run import RunConfig, config_of
 from polyad.train.errors import ConfigError, RunError
-from polyad.train.loop.device import Prefetch
 from polyad.train.loop.optimizer import OptimizerConfig
+from polyad.train.loop.profiling import Prefetch
 from polyad.train.loop.step import train_step
 from polyad.train.results import aligned
 from polyad.train.tasks.random_input import losses_for

@@ -37,8 +37,8 @@ from polyad.train.console import Progress
 from polyad.train.errors import ConfigError
 from polyad.train.loop.optimizer import OptimizerConfig, build_optimizer
 from polyad.train.loop.step import train_step
+from polyad.train.tasks.distillation import cross_entropy
 from polyad.train.tasks.language import TextBatch, text_losses
-from polyad.train.tasks.losses import cross_entropy
 from tests.benchmarks.script import Repeats, benchmark, start
 from tests.benchmarks.turns import now
 

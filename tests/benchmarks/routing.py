@@ -20,7 +20,7 @@ from polyad.model.build import compile_model, num_parameters
 from polyad.model.decoder import Decoder
 from polyad.parallel.zero import DTYPES
 from polyad.train.errors import ConfigError, RunError
-from polyad.train.tasks.losses import cross_entropy
+from polyad.train.tasks.distillation import cross_entropy
 from tests.benchmarks.routing_peers import (
     MATERIALIZED,
     PLAIN,

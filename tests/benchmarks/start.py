@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from polyad.model.gpt2 import GPT2Config
-from polyad.train.guard.memory import is_out_of_memory
-from polyad.train.loop.device import peak_memory_bytes
+from polyad.train.guard.failures import is_out_of_memory
+from polyad.train.loop.profiling import peak_memory_bytes
 from tests.benchmarks.step import OUT_OF_MEMORY
 from tests.benchmarks.step_variants import make_step
 from tests.benchmarks.turns import prepare_device, synchronize

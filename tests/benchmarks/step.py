@@ -25,7 +25,7 @@ from polyad.launch.command import Argument, Json, positive
 from polyad.launch.output import results
 from polyad.model.gpt2 import GPT2Config
 from polyad.train.errors import ConfigError, RunError
-from polyad.train.guard.memory import is_out_of_memory
+from polyad.train.guard.failures import is_out_of_memory
 from polyad.train.loop.metrics import LogConfig, peak_flops
 from polyad.train.tasks.random_input import flops_of_unit
 from tests.benchmarks import environment

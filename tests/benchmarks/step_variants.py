@@ -18,7 +18,7 @@ from polyad.parallel.vocabulary import pad_vocabulary
 from polyad.parallel.zero import DTYPES
 from polyad.train.loop.losses import LossConfig, routing_loss
 from polyad.train.loop.optimizer import OptimizerConfig, build_optimizer
-from polyad.train.tasks.losses import cross_entropy
+from polyad.train.tasks.distillation import cross_entropy
 
 Step = Callable[[], None]
 Call = Callable[[Tensor, Tensor], tuple[Tensor, tuple[RoutingStats, ...]]]

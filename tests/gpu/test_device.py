@@ -18,10 +18,10 @@ from polyad.model.kernels.linear_cross_entropy import (
 from polyad.parallel.checkpoint.snapshot import Copy, Task
 from polyad.parallel.comm import World
 from polyad.train.errors import RunError
-from polyad.train.guard.memory import explain_out_of_memory
-from polyad.train.loop.device import Prefetch, allow_tf32
+from polyad.train.guard.failures import explain_out_of_memory
 from polyad.train.loop.optimizer import OptimizerConfig, build_optimizer
-from polyad.train.tasks.losses import cross_entropy
+from polyad.train.loop.profiling import Prefetch, allow_tf32
+from polyad.train.tasks.distillation import cross_entropy
 from tests.helpers.gpu import NEEDS_CUDA
 
 pytestmark = NEEDS_CUDA

@@ -7,7 +7,7 @@ from torch import _dynamo, nn
 
 from polyad.model.build import compile_model
 from polyad.parallel import parallelize
-from polyad.train.loop.device import Prefetch
+from polyad.train.loop.profiling import Prefetch
 from polyad.train.loop.step import train_step
 from tests.helpers.training import Case, batches_of, build_engine, losses_of
 

@@ -18,7 +18,7 @@ from polyad.parallel.parallelize import synchronize_norms
 from polyad.parallel.shard import placement_of
 from polyad.parallel.source import InitialWeights
 from polyad.parallel.tensor import parallelize_tensors
-from polyad.train.loop.device import Prefetch
+from polyad.train.loop.profiling import Prefetch
 from polyad.train.loop.step import train_step
 from polyad.train.tasks.language import text_losses
 from tests.helpers.training import Case, batches_of, build_engine, train

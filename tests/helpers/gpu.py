@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from polyad.parallel import comm
-from polyad.train.loop.device import Prefetch
+from polyad.train.loop.profiling import Prefetch
 from polyad.train.loop.step import issue_step
 from tests.helpers.training import Case, batches_of, build_engine, losses_of
 

@@ -12,7 +12,7 @@ from polyad.parallel.checkpoint.format import MASTER
 from polyad.parallel.config import ParallelConfig
 from polyad.parallel.parallelize import _allocate
 from polyad.parallel.zero import DTYPES, Engine, deepspeed_config, fragments
-from polyad.train.loop.device import Prefetch
+from polyad.train.loop.profiling import Prefetch
 from polyad.train.loop.step import train_step
 from polyad.train.tasks.language import TextBatch, text_losses
 from tests.helpers.training import Case, build_engine, local_batches

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from polyad.train.loop.device import Prefetch
+from polyad.train.loop.profiling import Prefetch
 from polyad.train.loop.step import issue_step
 from tests.helpers.training import Case, batches_of, build_engine, losses_of
 

@@ -16,8 +16,8 @@ from polyad.parallel import comm
 from polyad.parallel.checkpoint.format import MANIFEST_FILE, record_of, render
 from polyad.parallel.checkpoint.load import Checkpoint
 from polyad.train.evaluation.evaluate import evaluate
-from polyad.train.loop.device import memory_of_process, peak_memory_bytes
 from polyad.train.loop.metrics import Metrics
+from polyad.train.loop.profiling import memory_of_process, peak_memory_bytes
 from polyad.train.loop.statistics import StepStatistics
 from polyad.train.measures.comparison import Comparison
 from polyad.train.measures.measure import Examination, examine

@@ -20,7 +20,7 @@ from polyad.parallel.checkpoint.snapshot import Task
 from polyad.parallel.fragments import fill, persistent_buffers
 from polyad.parallel.source import InitialWeights
 from polyad.parallel.zero import Engine, fragments
-from polyad.train.loop.device import Prefetch
+from polyad.train.loop.profiling import Prefetch
 from polyad.train.loop.step import train_step
 from polyad.train.tasks.language import TextBatch, text_losses
 from tests.helpers.saving import change, saving

@@ -10,7 +10,7 @@ import torch
 
 from polyad.model.kernels import linear_cross_entropy as kernel
 from polyad.train.start import plan_run
-from polyad.train.tasks.losses import cross_entropy
+from polyad.train.tasks.distillation import cross_entropy
 from polyad.train.train import main
 
 

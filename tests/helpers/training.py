@@ -32,13 +32,13 @@ from polyad.parallel.fragments import fill
 from polyad.parallel.parallelize import parallelize
 from polyad.parallel.source import InitialWeights, Source, on_base
 from polyad.parallel.zero import Engine
-from polyad.train.loop.device import Prefetch
 from polyad.train.loop.losses import LossConfig
 from polyad.train.loop.optimizer import GroupConfig, OptimizerConfig, build_optimizer, freeze
+from polyad.train.loop.profiling import Prefetch
 from polyad.train.loop.statistics import routing_record
 from polyad.train.loop.step import train_step
+from polyad.train.tasks.distillation import cross_entropy
 from polyad.train.tasks.language import TextBatch
-from polyad.train.tasks.losses import cross_entropy
 from polyad.train.tasks.random_input import losses_for, random_batch
 
 # Odd sizes, so that fragments and padding fall everywhere.

@@ -14,11 +14,11 @@ from polyad.model.gpt2 import GPT2Config
 from polyad.model.output import RoutingStats
 from polyad.parallel import comm
 from polyad.parallel.checkpoint.save import save
-from polyad.train.loop.device import Prefetch
 from polyad.train.loop.losses import LossConfig, routing_loss
+from polyad.train.loop.profiling import Prefetch
 from polyad.train.loop.statistics import routing_record
 from polyad.train.loop.step import train_step
-from polyad.train.tasks.losses import cross_entropy
+from polyad.train.tasks.distillation import cross_entropy
 from tests.helpers.everyday import everyday
 from tests.helpers.parity import assert_same_course
 from tests.helpers.training import (

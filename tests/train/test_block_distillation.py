@@ -13,7 +13,7 @@ from polyad.model.gpt2 import GPT2Config
 from polyad.parallel.weights import load_model
 from polyad.train.config.run import load_config
 from polyad.train.describe import describe_run
-from polyad.train.tasks.block_teacher import BlockTeacher, feed_forward_losses
+from polyad.train.tasks.distillation import BlockTeacher, feed_forward_losses
 from polyad.train.verify_layout import small_config
 from tests.helpers.everyday import everyday
 from tests.helpers.runs import records, refusal, run, run_and_listen, weights_of, write_config

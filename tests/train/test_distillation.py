@@ -13,7 +13,7 @@ from polyad.data.images.dataset import ImageData
 from polyad.data.images.prepare import prepare_images
 from polyad.parallel.weights import load_model
 from polyad.train.experts.probing import deciding, routed_layers
-from polyad.train.tasks.losses import distillation_loss
+from polyad.train.tasks.distillation import distillation_loss
 from tests.helpers import images as made
 from tests.helpers.runs import (
     compare,

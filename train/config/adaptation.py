@@ -21,7 +21,7 @@ from polyad.parallel.weights import Weights
 from polyad.parallel.zero import Engine
 from polyad.train.config.run import RunConfig
 from polyad.train.loop.optimizer import OptimizerConfig, build_optimizer, freeze
-from polyad.train.tasks.losses import cross_entropy
+from polyad.train.tasks.distillation import cross_entropy
 from polyad.train.tasks.random_input import RandomBatch, random_batch
 from polyad.train.tasks.task import Task
 

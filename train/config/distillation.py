@@ -23,10 +23,9 @@ from polyad.parallel.zero import Engine, Precision
 from polyad.train.config.run import RunConfig, parse_config
 from polyad.train.config.text import flatten
 from polyad.train.errors import ConfigError
-from polyad.train.tasks.block_teacher import BlockTeacher
+from polyad.train.tasks.distillation import BlockTeacher, Learner, Teacher
 from polyad.train.tasks.images import ImageClassification
 from polyad.train.tasks.language import LanguageModelling
-from polyad.train.tasks.losses import Learner, Teacher
 from polyad.train.tasks.sequences import SequenceTask
 from polyad.train.tasks.task import Task
 from polyad.train.tasks.vocabulary import class_names_of, differing

@@ -34,7 +34,7 @@ from polyad.train.guard.spikes import MonitorConfig
 from polyad.train.loop.losses import LossConfig
 from polyad.train.loop.metrics import LogConfig
 from polyad.train.loop.optimizer import OptimizerConfig, ScheduleConfig, TrainConfig, state_tensors
-from polyad.train.tasks.losses import DistillConfig
+from polyad.train.tasks.distillation import DistillConfig
 from polyad.train.tasks.registry import TASKS
 from polyad.train.tasks.task import EvaluationConfig, Sections
 

@@ -21,7 +21,7 @@ from polyad.parallel import comm
 from polyad.parallel.zero import Engine
 from polyad.train.experts.information import Summed
 from polyad.train.experts.probing import Decision, RoutedLayer, deciding, routed_layers
-from polyad.train.guard.memory import Explain
+from polyad.train.guard.failures import Explain
 from polyad.train.tasks.samples import ImageSamples, TextSamples
 
 SEED = 1_442_695_040_888_963_407

@@ -10,24 +10,22 @@ from polyad.parallel.checkpoint.save import Saver
 from polyad.parallel.zero import Engine, StepResult
 from polyad.train.config.run import RunConfig
 from polyad.train.errors import RunError
-from polyad.train.guard.memory import Explain
+from polyad.train.guard.failures import Explain, expect_progress
 from polyad.train.guard.run_folder import last_checkpoint
 from polyad.train.guard.spikes import (
     NO_LIMITS,
     SpikeGuard,
     remember,
 )
-from polyad.train.guard.stalls import expect_progress
 from polyad.train.guard.stopping import StopAsked, StopSignals
-from polyad.train.loop.device import Prefetch, memory_of_process
 from polyad.train.loop.metrics import Metrics, peak_flops
 from polyad.train.loop.optimizer import (
     learning_rate,
     warm_up,
 )
+from polyad.train.loop.profiling import Prefetch, StepTimer, memory_of_process, profiler
 from polyad.train.loop.statistics import routing_record
 from polyad.train.loop.step import IssuedStep, issue_step
-from polyad.train.loop.timing import StepTimer, profiler
 from polyad.train.state import TrainState
 from polyad.train.tasks.random_input import training_flops
 from polyad.train.tasks.task import Task

@@ -17,8 +17,8 @@ from polyad.data.files import named, write_whole
 from polyad.model.config import Config
 from polyad.train.console import Clock, Console, bar, counted, duration
 from polyad.train.guard.run_folder import gone
+from polyad.train.loop.profiling import ProfileConfig
 from polyad.train.loop.statistics import console_summary
-from polyad.train.loop.timing import ProfileConfig
 from polyad.train.loop.trackers import TrackerName, Trackers
 from polyad.train.records import METRICS_FILE, record_of
 from polyad.train.results import json_value

@@ -12,7 +12,7 @@ from polyad.data.sequences.config import SequenceDataConfig
 from polyad.data.sequences.dataset import SequenceData
 from polyad.parallel import comm
 from polyad.train.results import aligned
-from polyad.train.tasks.losses import Learner
+from polyad.train.tasks.distillation import Learner
 from polyad.train.tasks.task import Batch, Predictor, Scores, Share, Task
 
 PerDomain = Mapping[str, Mapping[str, float]]

@@ -21,8 +21,7 @@ from polyad.model.output import RoutingStats
 from polyad.parallel import comm
 from polyad.parallel.weights import Weights
 from polyad.train.errors import ConfigError
-from polyad.train.tasks.block_teacher import BlockTeacher
-from polyad.train.tasks.losses import Learner, Teacher
+from polyad.train.tasks.distillation import BlockTeacher, Learner, Teacher
 from polyad.train.tasks.task import Predictor, Score, Scores, Sections, Share, Task
 from polyad.train.tasks.text import (
     TextTask,

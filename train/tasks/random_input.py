@@ -21,9 +21,8 @@ from polyad.model.smoe.config import SparseMoEConfig
 from polyad.model.vision import ImageSettings
 from polyad.parallel.shapes import forward_flops
 from polyad.train.errors import ConfigError
-from polyad.train.tasks.block_teacher import BlockTeacher
+from polyad.train.tasks.distillation import BlockTeacher, Teacher, cross_entropy
 from polyad.train.tasks.language import TextBatch, text_losses
-from polyad.train.tasks.losses import Teacher, cross_entropy
 from polyad.train.tasks.masked_language import masked_losses
 from polyad.train.tasks.task import Predictor
 

@@ -34,8 +34,8 @@ from polyad.model.decoder import Decoder, DecoderSettings
 from polyad.model.feedforward import NOTHING_ELSE
 from polyad.parallel import comm
 from polyad.train.errors import ConfigError
+from polyad.train.tasks.distillation import cross_entropy
 from polyad.train.tasks.images import ImageClassification
-from polyad.train.tasks.losses import cross_entropy
 from polyad.train.tasks.masked_language import MaskedLanguageModelling
 from polyad.train.tasks.sequences import SequenceTask
 from polyad.train.tasks.task import OneDevice, Task, dealt_out

@@ -32,8 +32,8 @@ from polyad.parallel.checkpoint.load import Checkpoint
 from polyad.parallel.families import FamilyWeights
 from polyad.parallel.weights import Weights, open_weights
 from polyad.train.errors import ConfigError
+from polyad.train.tasks.distillation import cross_entropy
 from polyad.train.tasks.labelled import LabelledScores, LabelledTask, file_of_classes
-from polyad.train.tasks.losses import cross_entropy
 from polyad.train.tasks.scores import (
     METRICS,
     TITLES,

@@ -34,7 +34,7 @@ from polyad.parallel.zero import DTYPES
 from polyad.train.config.adaptation import model_of
 from polyad.train.config.run import RunConfig
 from polyad.train.loop.losses import routing_loss
-from polyad.train.tasks.losses import cross_entropy
+from polyad.train.tasks.distillation import cross_entropy
 from polyad.train.tasks.random_input import losses_for, random_batch
 from polyad.train.tasks.task import OneDevice
 from tests.gpu.fake.library import fake_gpu

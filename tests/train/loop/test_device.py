@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from polyad.train.loop import device
-from polyad.train.loop.device import Prefetch, allow_tf32
+from polyad.train.loop.profiling import Prefetch, allow_tf32
 from tests.helpers.runs import highest_memory, records, run, write_config
 
 CPU = torch.device("cpu")

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from polyad.train.console import Clock, bar, duration
-from polyad.train.loop.device import peak_memory_bytes
 from polyad.train.loop.metrics import LogConfig, console_line, drop_records_after, peak_flops
+from polyad.train.loop.profiling import peak_memory_bytes
 from polyad.train.tasks.task import Unit
 
 TOKEN = Unit("token", "tok")
@@ -82,7 +82,7 @@ def test_records_behind_a_step_and_half_lines_are_dropped(tmp_path):
 def test_peak_memory_is_this_processs_own():
     ballast = torch.ones(150_000_000)  # 600 MB here, and none of it there
     code = (
-        "import torch; from polyad.train.loop.device import peak_memory_bytes\n"
+        "import torch; from polyad.train.loop.profiling import peak_memory_bytes\n"
         "print(peak_memory_bytes(torch.device('cpu')))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

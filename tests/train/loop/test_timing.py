@@ -8,7 +8,7 @@ import time
 import pytest
 
 from polyad.train.loop import timing
-from polyad.train.loop.timing import StepTimer
+from polyad.train.loop.profiling import StepTimer
 from tests.helpers.runs import records, run_with_slow_records, write_config
 
 
@@ -41,7 +41,7 @@ PARTS = ("imports", "data", "engine", "run_folder", "first_step")
 def test_the_age_of_a_process_is_what_its_parent_sees():
     code = (
         "import time; time.sleep(0.5)\n"
-        "from polyad.train.loop.timing import process_seconds\n"
+        "from polyad.train.loop.profiling import process_seconds\n"
         "print(process_seconds(), flush=True); input()"
     )
     started = time.monotonic()

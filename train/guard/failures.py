@@ -1,5 +1,7 @@
-"""Out of memory: one line with what the allocator says, and what to change."""
+"""Failures that a run can explain: out of memory, and a process that makes no progress."""
 
+import faulthandler
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -8,7 +10,7 @@ from typing import TypeAlias
 import torch
 
 from polyad.parallel import comm
-from polyad.train.errors import RunError, one_line, shortened
+from polyad.train.errors import STALLED, RunError, one_line, shortened
 from polyad.train.guard.run_folder import last_checkpoint
 
 MESSAGES = ("out of memory", "can't allocate memory", "ALLOC_FAILED", "Cannot allocate memory")
@@ -68,3 +70,46 @@ def is_out_of_memory(error: BaseException) -> bool:
             return False
         error = error.__cause__
     return True
+
+
+SHARE = 0.9
+"""When stacks are written, as a share of the time that a collective waits."""
+
+
+class StalledError(RunError):
+    """A collective waited for a process that did not come."""
+
+    exit_status = STALLED
+
+
+def expect_progress(seconds: float) -> None:
+    """Writes the stacks of all threads to standard error, unless it is called again in time.
+
+    Args:
+        seconds: the longest that a collective waits.
+    """
+    if sys.__stderr__ is not None:
+        faulthandler.dump_traceback_later(SHARE * seconds, file=sys.__stderr__)
+
+
+@contextmanager
+def explain_stall(timeout_minutes: float) -> Iterator[None]:
+    """A context that turns the error of a collective that waited in vain into one line.
+
+    Args:
+        timeout_minutes: `parallel.timeout_minutes`.
+
+    Raises:
+        StalledError: the line; the stacks are above it.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "timed out" not in str(error).lower():
+            raise
+        raise StalledError(
+            f"no progress: this process waited for another one for parallel.timeout_minutes: "
+            f"{timeout_minutes:g}; the stacks of all processes are above"
+        ) from error
+    finally:
+        faulthandler.cancel_dump_traceback_later()
