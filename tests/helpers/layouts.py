@@ -7,7 +7,7 @@ import torch
 
 from polyad.parallel import comm
 from polyad.parallel.zero import RATE_FACTOR
-from polyad.train.config import parts
+from polyad.train.config import adaptation
 from polyad.train.config.run import RunConfig
 from polyad.train.loop.optimizer import WARMUP
 from polyad.train.verify_layout import Difference, Trial, differences, run_trial
@@ -37,7 +37,7 @@ def compared(
         tensor_parallel_size=degrees.tensor_parallel_size,
         expert_parallel_size=degrees.expert_parallel_size,
     )
-    parallelize = parts.parallelize
+    parallelize = adaptation.parallelize
 
     def moving_others(*arguments, make_optimizer, **named):  # type: ignore[no-untyped-def]
         def of(parameters):  # type: ignore[no-untyped-def]
@@ -59,7 +59,7 @@ def compared(
         return engine
 
     other = wrongly if spoiled else moving_others if still else parallelize
-    with mock.patch.object(parts, "parallelize", other):
+    with mock.patch.object(adaptation, "parallelize", other):
         ours = run_trial(config, world, folder)
     found = list(differences(config, ours, *theirs)) if world.is_main else []
     torch.distributed.barrier()

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from polyad.train.loop import device
+from polyad.train.loop import profiling
 from polyad.train.loop.profiling import Prefetch, allow_tf32
 from tests.helpers.runs import highest_memory, records, run, write_config
 
@@ -60,7 +60,7 @@ def test_an_error_of_reading_comes_when_its_batch_is_due() -> None:
 
 def test_the_wait_for_batches_is_that_of_a_step(monkeypatch) -> None:
     now = 100.0
-    monkeypatch.setattr(device.time, "monotonic", lambda: now)
+    monkeypatch.setattr(profiling.time, "monotonic", lambda: now)
 
     def late():
         nonlocal now

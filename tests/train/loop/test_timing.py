@@ -7,14 +7,14 @@ import time
 
 import pytest
 
-from polyad.train.loop import timing
+from polyad.train.loop import profiling
 from polyad.train.loop.profiling import StepTimer
 from tests.helpers.runs import records, run_with_slow_records, write_config
 
 
 def test_a_step_ends_where_the_next_begins_and_scores_are_set_aside(monkeypatch):
     now = 100.0
-    monkeypatch.setattr(timing.time, "monotonic", lambda: now)
+    monkeypatch.setattr(profiling.time, "monotonic", lambda: now)
     timer = StepTimer()
     now = 103.0
     assert timer.step() == 3.0

@@ -9,7 +9,7 @@ from polyad.data.errors import DataError
 from polyad.data.text.dataset import PreparedData
 from polyad.data.text.masking import MaskedWindows, SpecialTokens
 from polyad.parallel.checkpoint.load import find_checkpoint
-from polyad.train.config.rules import check_windows
+from polyad.train.config.rules import validate
 from polyad.train.config.run import RunConfig, load_config
 from polyad.train.errors import ConfigError
 from polyad.train.evaluation.evaluate import evaluate
@@ -147,5 +147,5 @@ def test_bert_does_not_predict_the_next_token(tmp_path, pieces):
 
 
 def test_a_stride_is_refused(tmp_path, pieces):
-    with pytest.raises(ConfigError, match=r"evaluation.stride: 4 .*data.kind: masked_text"):
-        check_windows(loaded(tmp_path, pieces, "evaluation.stride=4"))
+    with pytest.raises(ConfigError, match=r"data.kind: masked_text .*evaluation.stride: 4"):
+        validate(loaded(tmp_path, pieces, "evaluation.stride=4"), 1)
