@@ -81,7 +81,7 @@ class TrainLoop:
     def __post_init__(self, micro_batches: Iterator[Any]) -> None:
         config, task, world = self.config, self.task, self.engine.world
         self._train, self._evaluation = config.train, config.evaluation
-        self._folder = Path(config.run.folder)
+        self._folder, self._config_yaml = Path(config.run.folder), config.to_yaml()
         self._batches = Prefetch(micro_batches, self.engine.device)
         self._world = world
         self._units_per_sample = task.model.units_per_sample()
@@ -340,7 +340,7 @@ class TrainLoop:
             self.saver.save(
                 state.step,
                 state.to_json() | self.task.counted(state.samples),
-                self.config.to_yaml(),
+                self._config_yaml,
                 self.files,
                 (state.best_step or None) if self.config.checkpoint.keep_best else None,
                 judged=state.unfinished is None,
