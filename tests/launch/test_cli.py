@@ -134,8 +134,6 @@ def test_version_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
         (["validate", "x.yaml", "--process", "2"], ["--process", "nearest is --processes"]),
         (["validate", "x.yaml", "--processes", "0"], ["'0'", "at least 1"]),
         (["train", "x.yaml", "--train.steps=3"], ["no dashes: train.steps=3"]),
-        (["train", "x.yaml", "--learning_rate=3"], ["no dashes: optimizer.learning_rate=3"]),
-        (["validate", "x.yaml", "--lr", "3"], ["no dashes: optimizer.learning_rate=VALUE"]),
         (["validate", "x.yaml", "--xyz"], ["--xyz; there are --help, --processes"]),
         (["report", "x", "--lr", "3"], ["--lr; there are --help, --output"]),
         (["tr\x1b[31mian"], [r"'tr\x1b[31mian'"]),
