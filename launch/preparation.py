@@ -35,7 +35,7 @@ def prepare_text(options: dict[str, Any], *, joins: bool) -> None:
 
 def prepared_table(manifest: "Manifest", folder: str, seconds: float) -> str:
     """Formats prepared data by split; `seconds` is the duration of the preparation."""
-    from polyad.data.text.prepare import left_out_of
+    from polyad.data.prepared import in_words
 
     rows: list[tuple[str, ...]] = [("split", "documents", "tokens", "words", "bytes", "share")]
     total = sum(split.bytes for split in manifest.splits.values())
@@ -52,7 +52,7 @@ def prepared_table(manifest: "Manifest", folder: str, seconds: float) -> str:
             f"{count:,} {ending or 'without an ending'}" for ending, count in manifest.files.items()
         )
         facts.append(f"files read: {', '.join(files)}")
-    if left := left_out_of(manifest):
+    if left := in_words(manifest.left_out):
         facts.append(f"left out: {left}")
     return "\n".join(
         [

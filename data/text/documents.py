@@ -21,7 +21,7 @@ from polyad.data.text.folders import (
     text_files,
 )
 from polyad.data.text.readers import FORMATS, LINES, MODULE, TEXT, Format
-from polyad.data.text.source import WHOLE, Document, Part, Skipped, Source
+from polyad.data.text.source import EMPTY, UNREADABLE, WHOLE, Document, Part, Source
 
 PYTHON_STDLIB = "python-stdlib"
 """A source that exists on every machine: see `data/text/folders.py`."""
@@ -114,11 +114,11 @@ class FileSource:
             return replace(self, files=self.files[part.number :: part.parts])
         return replace(self, part=part)
 
-    def documents(self, skipped: Skipped | None = None) -> Iterator[Document]:
+    def documents(self, left_out: LeftOut | None = None) -> Iterator[Document]:
         """Reads the source from its beginning.
 
         Args:
-            skipped: Counters that are increased for empty documents and unreadable files.
+            left_out: Counts empty documents and unreadable files.
 
         Yields:
             The documents that are not empty, in order; memory holds one at a time.
@@ -126,22 +126,22 @@ class FileSource:
         Raises:
             DataError: A file cannot be read, or has invalid content for its kind.
         """
-        counted = skipped if self.part.number == 0 else None
-        return self.part.of(self._documents(counted or Skipped()))
+        counted = left_out if self.part.number == 0 else None
+        return self.part.of(self._documents(LeftOut() if counted is None else counted))
 
-    def _documents(self, skipped: Skipped) -> Iterator[Document]:
+    def _documents(self, left_out: LeftOut) -> Iterator[Document]:
         for file in self.files:
             try:
                 for number, text in enumerate(file.format.read(file.path, self.text_key)):
                     if text:
                         yield Document(f"{file.name}#{number}", text)
                     else:
-                        skipped.empty += 1
+                        left_out.add(EMPTY)
             except (OSError, UnicodeDecodeError) as error:
                 if not self.skip_unreadable:
                     reason = getattr(error, "strerror", None) or one_line(error)
                     raise DataError(f"{file.path}: cannot be read: {reason}") from None
-                skipped.unreadable += 1
+                left_out.add(UNREADABLE)
 
 
 _NAME_BYTES = {"encoding": "utf-8", "errors": "surrogateescape"}  # file names may be any bytes

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 from polyad.data.errors import DataError, listed, nearest, one_line, user_path
 from polyad.data.prepared import SPLITS, LeftOut, SplitName
-from polyad.data.text.source import WHOLE, Document, Part, Skipped, Source
+from polyad.data.text.source import EMPTY, WHOLE, Document, Part, Source
 
 HUB, ARROW = "hub:", "arrow:"
 README = "README.md"  # its metadata assigns files to configurations and splits
@@ -135,18 +135,18 @@ class DatasetSource:
             return replace(self, rows=rows, total_bytes=self.total_bytes // part.parts)
         return replace(self, part=part)
 
-    def documents(self, skipped: Skipped | None = None) -> Iterator[Document]:
+    def documents(self, left_out: LeftOut | None = None) -> Iterator[Document]:
         """Reads the split from its beginning; see `data.text.source.Source`."""
-        counted = skipped if self.part.number == 0 else None
-        return self.part.of(self._documents(counted or Skipped()))
+        counted = left_out if self.part.number == 0 else None
+        return self.part.of(self._documents(LeftOut() if counted is None else counted))
 
-    def _documents(self, skipped: Skipped) -> Iterator[Document]:
+    def _documents(self, left_out: LeftOut) -> Iterator[Document]:
         texts = join_articles(self._texts()) if self.by_article else self._texts()
         for number, text in enumerate(texts):
             if text:
                 yield Document(f"{self.spec} {self.split}#{number}", text)
             else:
-                skipped.empty += 1
+                left_out.add(EMPTY)
 
     def _texts(self) -> Iterator[str]:
         row = 0

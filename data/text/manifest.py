@@ -12,7 +12,7 @@ from polyad.data.json_reader import read_json
 from polyad.data.prepared import MANIFEST_FILE, SPLITS, Count, Sha256
 from polyad.data.prepared import SplitName as SplitName
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 TokenizerFile = Literal["tokenizer.json", "tokenizer.model"]
 TOKENIZER_FILE: TokenizerFile = "tokenizer.json"
 SENTENCEPIECE_FILE: TokenizerFile = "tokenizer.model"
@@ -110,15 +110,11 @@ class Manifest(Config):
     """Type of a token in the .bin files."""
     sha256: dict[str, Sha256]
     """SHA-256 of each other file of the folder, by name."""
-    skipped_empty: Count
-    """Documents without a character, left out."""
-    skipped_unreadable: Count
-    """Files that are not text, left out."""
-    files: dict[str, Count] = Field(default_factory=dict)
-    """How many files were read, by how their names end; empty in older folders and of data sets."""
-    left_out: dict[str, Count] = Field(default_factory=dict)
-    """How many other files, or splits, there were, by what they are."""
-    split_by: Literal["documents", "position"] = "documents"
+    files: dict[str, Count]
+    """How many files were read, by how their names end; empty for data sets."""
+    left_out: dict[str, Count]
+    """How many documents, files and splits were left out, by reason."""
+    split_by: Literal["documents", "position"]
     """How shares are held out: documents dealt out, or the last parts of all text end to end."""
 
     @property

@@ -7,12 +7,12 @@ have the digest that it stores, they give the same documents in the same order.
 from collections.abc import Collection
 
 from polyad.data.errors import DataError, user_path
-from polyad.data.prepared import SplitName
+from polyad.data.prepared import LeftOut, SplitName
 from polyad.data.text.documents import PYTHON_STDLIB, FileSource, open_source
 from polyad.data.text.folders import PACKAGE
 from polyad.data.text.manifest import Manifest
 from polyad.data.text.readers import MODULE, TEXT
-from polyad.data.text.source import Skipped, Sources
+from polyad.data.text.source import Sources
 
 MOST_BYTES = 256 * 2**20
 """Maximum size of the files to read again, in bytes: this takes seconds."""
@@ -74,7 +74,7 @@ def _names(
     dealt = fractions if first == "train" else {}
     found: dict[int, str] = {}
     number, last = 0, max(documents)
-    for of, document in Sources({first: source}, dealt, "documents").assigned(Skipped()):
+    for of, document in Sources({first: source}, dealt, "documents").assigned(LeftOut()):
         if of == split:
             if number in documents:
                 found[number] = whole.get(document.name, document.name)

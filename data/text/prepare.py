@@ -38,7 +38,7 @@ from polyad.data.text.manifest import (
     SplitInfo,
     TokenizerInfo,
 )
-from polyad.data.text.source import Part, Skipped, Source, Sources, documents_needed
+from polyad.data.text.source import EMPTY, UNREADABLE, Part, Source, Sources, documents_needed
 from polyad.data.text.tokenizers.tokenizer import Tokenizer, all_cores, special_line
 from polyad.data.text.tokenizers.training import resolve_tokenizer, training_wanted
 from polyad.data.text.writer import DatasetWriter, SplitWriter, cut_between_words
@@ -129,8 +129,7 @@ def prepare(
         with writing(output), all_cores(), staged_folder(output) as folder:
             encoder = text.tokenizer or _trained(text.request, sources, progress)
             encoder.save(folder / encoder.file_name)
-            skipped = Skipped()
-            splits = _encoded(folder, sources, encoder, skipped, progress)
+            splits = _encoded(folder, sources, encoder, text.left_out, progress)
             for name, each in sources.by_split.items():
                 if splits[name].documents == 0:
                     raise DataError(f"{each.spec}: no text in it (for the {name} split)")
@@ -140,8 +139,6 @@ def prepare(
                 tokenizer=_described(encoder),
                 splits=splits,
                 dtype="uint16" if token_dtype(encoder.vocab_size)().itemsize == 2 else "int32",
-                skipped_empty=skipped.empty,
-                skipped_unreadable=skipped.unreadable,
                 files=dict(text.files),
                 left_out=dict(text.left_out),
                 split_by=sources.split_by,
@@ -183,7 +180,7 @@ class _Text(NamedTuple):
     fractions: dict[SplitName, float]
     tokenizer: Tokenizer | None
     files: Mapping[str, int]
-    left_out: Mapping[str, int]
+    left_out: LeftOut
 
 
 def _open(config: PrepareConfig) -> _Text:
@@ -280,7 +277,7 @@ def _trained(request: Request, sources: Sources, progress: Progress) -> Tokenize
         nonlocal done
         train_only = sources._replace(by_split={"train": sources.by_split["train"]})
         progress.start("training the tokenizer", train_only.total_bytes)
-        for split, document in train_only.assigned(Skipped()):
+        for split, document in train_only.assigned(LeftOut()):
             done += document.size
             progress.update(done)
             if split == "train":
@@ -294,13 +291,13 @@ def _trained(request: Request, sources: Sources, progress: Progress) -> Tokenize
 
 
 def _encoded(
-    folder: Path, sources: Sources, tokenizer: Tokenizer, skipped: Skipped, progress: Progress
+    folder: Path, sources: Sources, tokenizer: Tokenizer, left_out: LeftOut, progress: Progress
 ) -> dict[SplitName, SplitInfo]:
     """Writes the tokens of all splits into a folder."""
     progress.start("encoding", sources.total_bytes)
     with contextlib.closing(DatasetWriter(folder, tokenizer)) as writer:
         done = 0
-        for split, document in sources.assigned(skipped):
+        for split, document in sources.assigned(left_out):
             writer.add(split, document.text, document.name)
             done += document.size
             progress.update(done)
@@ -352,7 +349,7 @@ def _report(output: Path, manifest: Manifest, progress: Progress) -> None:
                 f"warning: the {name} split has {share:.1%} of the bytes where {wanted:.1%} are "
                 "to be held out: a document is too large for that"
             )
-    if left := left_out_of(manifest):
+    if left := in_words(manifest.left_out):
         progress.say(f"left out: {left}")
     progress.say(
         f"prepared {output} (vocabulary of {manifest.tokenizer.vocab_size:,}; "
@@ -412,12 +409,13 @@ def join(output: str | Path, *, overwrite: bool = False, report: Report | None =
                         writer.copy(part.path / name, part.manifest.splits[name])
                     splits[name] = writer.finish()
             every = [part.manifest for part in parts]
+            counts = sum((Counter(each.left_out) for each in every), Counter[str]())
+            read = {reason: counts[reason] for reason in (EMPTY, UNREADABLE) if counts[reason]}
             manifest = every[0].model_copy(
                 update={
                     "request": every[0].request.model_copy(update={"part": f"all {len(parts)}"}),
                     "splits": splits,
-                    "skipped_empty": sum(each.skipped_empty for each in every),
-                    "skipped_unreadable": sum(each.skipped_unreadable for each in every),
+                    "left_out": every[0].left_out | read,
                     "sha256": digests_of(folder),
                 }
             )
@@ -463,30 +461,16 @@ def _whole_part(folder: Path, first: Path) -> PreparedData:
     return part
 
 
-def left_out_of(manifest: Manifest) -> str:
-    """Describes what a folder leaves out, by reason and number; empty if nothing.
-
-    Args:
-        manifest: The manifest of the folder.
-    """
-    counted = {
-        "documents without text": manifest.skipped_empty,
-        "unreadable files": manifest.skipped_unreadable,
-    }
-    found = {reason: count for reason, count in counted.items() if count}
-    return in_words(found | manifest.left_out)
-
-
-def _counted(by_split: dict[SplitName, Source]) -> tuple[Mapping[str, int], Mapping[str, int]]:
+def _counted(by_split: dict[SplitName, Source]) -> tuple[Mapping[str, int], LeftOut]:
     """Counts files that are read and what is left out."""
-    files, left_out = Counter[str](), Counter[str]()
+    files, left_out = Counter[str](), LeftOut()
     seen: list[LeftOut] = []
     for text in by_split.values():
         if isinstance(text, FileSource):
             files += text.taken()
         if isinstance(text, FileSource | DatasetSource) and text.left_out not in seen:
             seen.append(text.left_out)
-            left_out += text.left_out
+            left_out.update(text.left_out)
     return files, left_out
 
 

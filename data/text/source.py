@@ -6,11 +6,10 @@ Documents are assigned to splits one by one, or by position if there are few.
 import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from typing import Literal, NamedTuple, Protocol
 
-from polyad.data.prepared import SplitName
+from polyad.data.prepared import LeftOut, SplitName
 
 
 class Document(NamedTuple):
@@ -44,12 +43,8 @@ class Part(NamedTuple):
 WHOLE = Part(0, 1)
 
 
-@dataclass
-class Skipped:
-    """Counts of what a pass over a source skipped."""
-
-    empty: int = 0
-    unreadable: int = 0
+EMPTY, UNREADABLE = "documents without text", "unreadable files"
+"""Reasons for which a pass over a source leaves something out."""
 
 
 class Source(Protocol):
@@ -73,11 +68,11 @@ class Source(Protocol):
             part: Which part. Every document of the source is in exactly one.
         """
 
-    def documents(self, skipped: Skipped | None = None) -> Iterator[Document]:
+    def documents(self, left_out: LeftOut | None = None) -> Iterator[Document]:
         """Reads the source from its beginning; memory holds one document at a time.
 
         Args:
-            skipped: Counters that are increased for what is left out.
+            left_out: Counts what is left out.
 
         Yields:
             The documents that are not empty, in order.
@@ -120,10 +115,10 @@ class Sources(NamedTuple):
                 return CountShares(name, fractions)
         return ByteShares(name, fractions)
 
-    def assigned(self, skipped: Skipped) -> Iterator[tuple[SplitName, Document]]:
+    def assigned(self, left_out: LeftOut) -> Iterator[tuple[SplitName, Document]]:
         """Reads all sources, each document with its split."""
         for name, source in self.by_split.items():
-            documents = source.documents(skipped)
+            documents = source.documents(left_out)
             if name == "train" and self.split_by == "position":
                 yield from split_by_position(list(documents), self.fractions)
             else:

@@ -12,8 +12,9 @@ import pytest
 import yaml
 
 from polyad.data.errors import DataError
+from polyad.data.prepared import LeftOut
 from polyad.data.text import folders
-from polyad.data.text.documents import PYTHON_STDLIB, Skipped, open_source
+from polyad.data.text.documents import PYTHON_STDLIB, open_source
 from polyad.data.text.folders import module_files, standard_library
 from polyad.data.text.source import Document
 
@@ -83,10 +84,10 @@ def test_folder_mixes_kinds_in_sorted_order(tmp_path):
     (tmp_path / "sub" / "empty.txt").touch()
     (tmp_path / "image.png").touch()
     (tmp_path / ".hidden.txt").write_text("no")
-    skipped = Skipped()
-    documents = open_source(str(tmp_path)).documents(skipped)
+    left_out = LeftOut()
+    documents = open_source(str(tmp_path)).documents(left_out)
     assert [document.text for document in documents] == ["one", "two", "three", "four", "five"]
-    assert skipped == Skipped(empty=2, unreadable=0)
+    assert left_out == {"documents without text": 2}
 
 
 def test_text_key_chooses_key_and_column(tmp_path):
@@ -231,10 +232,10 @@ def test_undecodable_module_is_skipped_and_counted(tmp_path, monkeypatch):
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "c.py").write_text("c = 1\n")
     monkeypatch.setattr("polyad.data.text.documents.standard_library", lambda: tmp_path)
-    skipped = Skipped()
-    documents = list(open_source(PYTHON_STDLIB).documents(skipped))
+    left_out = LeftOut()
+    documents = list(open_source(PYTHON_STDLIB).documents(left_out))
     assert [document.name for document in documents] == ["a.py#0"]
-    assert skipped.unreadable == 1
+    assert left_out["unreadable files"] == 1
 
 
 def test_modules_of_a_package_are_read_without_importing_it():

@@ -179,7 +179,7 @@ def test_openwebtext_is_split_by_document(tmp_path, prepared_path):
     spec, tokenizer = f"hub:{tmp_path}/owt", str(prepared_path)
     manifest = prepare(spec, tokenizer, tmp_path / "a", **given)
     assert [manifest.splits[name].documents for name in SPLITS] == [34, 2, 4]
-    assert manifest.skipped_empty == 1
+    assert manifest.left_out == {"documents without text": 1}
     streamed = prepare(spec, tokenizer, tmp_path / "b", streaming=True, **given)
     assert streamed == manifest
     for name in os.listdir(tmp_path / "a"):

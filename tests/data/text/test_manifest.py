@@ -29,10 +29,10 @@ def refusal(folder):
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        ({"format_version": 2}, "format version 2, but this Polyad reads version 3: prepare"),
+        ({"format_version": 3}, "format version 3, but this Polyad reads version 4: prepare"),
         ({"dtype": "int64"}, "key 'dtype': Input should be"),
         ({"dtype": "int32"}, "bytes where manifest.json says"),
-        ({"skipped_empty": -1}, "key 'skipped_empty': Input should be greater"),
+        ({"files": {".txt": -1}}, "key 'files..txt': Input should be greater"),
         ({"more": 1}, "key 'more': Extra inputs"),
         ({"sha256": {"train.bin": "x"}}, "key 'sha256.train.bin': String should match"),
     ],
@@ -50,7 +50,7 @@ def test_what_is_no_manifest_is_refused(copy, content):
 
 def test_the_fingerprint_is_of_tokens_and_tokenizer_alone(copy):
     before = Manifest.read(copy)
-    rewrite(copy, lambda tree: tree | {"skipped_empty": 5})
+    rewrite(copy, lambda tree: tree | {"left_out": {"more": 5}})
     assert Manifest.read(copy).fingerprint == before.fingerprint
     other = dict(before.sha256) | {"validation.idx": "0" * 64}
     rewrite(copy, lambda tree: tree | {"sha256": other})

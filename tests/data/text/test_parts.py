@@ -90,7 +90,7 @@ def test_joined_parts_hold_the_documents_of_the_whole(tmp_path, documents, prepa
         assert [getattr(manifest.splits[name], count) for name in SPLITS] == [
             sum(numbers) for numbers in zip(*by_split, strict=True)
         ]
-    assert manifest.skipped_empty == whole.skipped_empty
+    assert manifest.left_out == whole.left_out
     assert manifest.splits["validation"].documents >= 4  # held out of each part
     data = PreparedData.open(tmp_path / "out")
     data.verify()

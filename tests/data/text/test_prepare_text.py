@@ -117,8 +117,8 @@ def test_the_split_of_few_lines_reads_no_more_lines_than_it_needs(tmp_path, monk
     read = []
     documents = type(source).documents
 
-    def counted(self, skipped=None):
-        for document in documents(self, skipped):
+    def counted(self, left_out=None):
+        for document in documents(self, left_out):
             read.append(document)
             yield document
 
