@@ -113,7 +113,7 @@ Facts = list[dict[str, Any]]
 
 def facts() -> Facts:
     """Two hosts of two processes with nothing wrong."""
-    agreed = {"the version of torch": "2.13", "Polyad's code": "aa", "train_steps": "6"}
+    agreed = {"the version of torch": "2.13", "Polyad's commit": "aa", "train_steps": "6"}
     return [
         {
             **{"host": f"node-{host}", "local_rank": local, "device": "NVIDIA A100"},

@@ -33,12 +33,11 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def describe_environment(world_size: int) -> dict[str, Any]:
     """Returns JSON values that describe the environment: a run's `environment.json`."""
-    # An installed copy may be inside a checkout of another project, whose commit is irrelevant.
-    ours = _git("rev-parse", "--show-prefix") == ""
+    commit = _commit()
     return {
         "command": shlex.join(["polyad", *sys.argv[1:]]),
-        "git_commit": _git("rev-parse", "HEAD") if ours else None,
-        "git_diff": _git("diff", "HEAD") if ours else None,
+        "git_commit": commit,
+        "git_diff": _git("diff", "HEAD") if commit else None,
         "versions": package_versions(),
         "platform": platform.platform(),
         "cpu_count": os.cpu_count(),
@@ -83,6 +82,12 @@ def check_compiler(config: RunConfig) -> None:
         )
 
 
+def _commit() -> str | None:
+    """The commit of Polyad's code; None if it is not a checkout."""
+    # An installed copy may be inside a checkout of another project, whose commit is irrelevant.
+    return _git("rev-parse", "HEAD") if _git("rev-parse", "--show-prefix") == "" else None
+
+
 def _git(*arguments: str) -> str | None:
     """The output of git for the code's folder; None if it is not a checkout."""
     try:
@@ -114,6 +119,7 @@ def agreed_facts(
         JSON or plain text by name: all keys of the configuration, and other facts.
     """
     facts = {f"the version of {name}": f"{value}" for name, value in versions().items()}
+    facts["Polyad's commit"] = f"{_commit()}"
     if config is None:
         return facts
     keys = dict(_leaves(config.model_dump(mode="json")))
