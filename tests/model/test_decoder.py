@@ -99,40 +99,6 @@ def test_one_normalized_expert_has_the_weight_one():
     assert TopK(config)(torch.tensor([[0.2, 0.5, 0.3]])).weights_NK.item() == 1.0
 
 
-@pytest.mark.parametrize(
-    ("section", "said"),
-    [
-        ({"num_groups": 4}, "num_experts: 6 is not a multiple of num_groups: 4"),
-        ({"num_groups": 3, "top_groups": 4}, "top_groups: 4 is more than num_groups: 3"),
-        ({"num_groups": 6}, "top_k: 2 is more than the 1 experts of top_groups: 1"),
-        ({"shared_gate": True}, "shared_gate: true needs shared_hidden_size, which is null"),
-        ({"swiglu_limit": 3.0}, "swiglu_limit: 3 needs activation: clamped_swiglu"),
-        ({"score": "cosine", "router_dtype": "model"}, "router_dtype: model needs score: linear"),
-    ],
-)  # fmt: skip
-def test_options_without_effect_are_refused(section, said):
-    with pytest.raises(ValueError, match=said):
-        read_model_config(SMALL | {"feed_forward": EXPERTS | section})
-
-
-@pytest.mark.parametrize(
-    ("section", "said"),
-    [
-        ({"num_key_value_heads": 3}, "num_heads: 4 is not a multiple of model.num_key_value_heads"),
-        ({"head_size": 7}, "head_size: 7 is odd, but units are rotated in pairs"),
-        ({"latent_attention": LATENT}, "num_key_value_heads: 2 is not allowed with model.latent"),
-        ({"head_bias": True, "tied_embeddings": True}, "head_bias: true needs model.tied"),
-        ({"sliding_window": 3, "sliding_window_blocks": [2]}, "the model has blocks 0 to 1"),
-        ({"pad_id": 31}, "pad_id: 31 is not below model.vocab_size: 31"),
-        ({"attention_sinks": True, "feed_forward": EXPERTS | {"graph": "attention"}},
-         "graph: attention is not allowed with model.attention_sinks"),
-    ],
-)  # fmt: skip
-def test_what_does_not_fit_is_refused(section, said):
-    with pytest.raises(ValueError, match=said):
-        read_model_config(SMALL | section)
-
-
 def test_a_padding_token_gets_no_gradient_and_starts_at_zero():
     model = model_of(pad_id=4)
     ids = torch.tensor([[4, 5, 4, 6]])

@@ -5,7 +5,6 @@ import math
 
 import pytest
 import torch
-from pydantic import ValidationError
 from torch import nn
 
 from polyad.model.build import build_model, materialize, num_parameters, read_model_config
@@ -258,22 +257,3 @@ def test_models_have_the_papers_number_of_parameters(name):
     for gate, more in (("softmax", plain), ("attentive", attentive)):
         config = read_model_config({"kind": "mixture", "gate": gate} | section)
         assert num_parameters(config) == networks + more
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"num_experts": 1}, "greater than or equal to 2"),
-        ({"top_k": 4}, "model.top_k: 4 is more than model.num_experts: 3"),
-        ({"expert": {"batch_norm": [0]}}, "model.expert.batch_norm: there is no convolution 0"),
-        (
-            {"expert": {"convolutions": [4, 4, 4]}},
-            "model.expert.convolutions: of 6 x 6 pixels none are left after convolution 1",
-        ),
-        ({"expert": {"kind": "vit"}}, "expert.kind"),
-    ],
-)
-def test_what_does_not_fit_is_refused_with_its_key(changes, message):
-    with pytest.raises(ValidationError) as caught:
-        read_model_config(SECTION | changes)
-    assert message in str(caught.value)
