@@ -229,14 +229,8 @@ def test_what_is_no_adapter_of_the_base_is_refused_in_one_line(made, tmp_path, c
 @pytest.mark.parametrize(
     ("lora", "buffers", "message"),
     [
-        (
-            ALL.model_copy(update={"trained": ("final_norm.*",)}), {},
-            "final_norm.weight was fully trained (adapt.lora.trained), which adapters cannot hold",
-        ),
-        (
-            ALL, {"balancing_bias": 0.1},
-            "blocks.1.feed_forward.router.selection.balancing_bias was changed by training",
-        ),
+        (ALL.model_copy(update={"trained": ("final_norm.*",)}), {}, "final_norm.weight was"),
+        (ALL, {"balancing_bias": 0.1}, "blocks.1.feed_forward.router.selection.balancing_bias"),
     ],
 )  # fmt: skip
 def test_what_peft_cannot_hold_is_refused_by_name(made, tmp_path, lora, buffers, message):

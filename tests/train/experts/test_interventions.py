@@ -317,16 +317,8 @@ def test_experts_forced_and_avoided_by_hand(order):
     ("changes", "asked", "said"),
     [
         ({}, ["0+1+2,how=force"], "3 experts of block 0 are forced, but a token uses only 2"),
-        (
-            {},
-            ["1,how=force", "1+2,how=avoid"],
-            "expert 1 of block 0 cannot be both forced and avoided",
-        ),
-        (
-            {"score_function": "sigmoid"},
-            ["1,how=avoid"],
-            "does not select the highest softmax prob",
-        ),
+        ({}, ["1,how=force", "1+2,how=avoid"], "expert 1 of block 0 cannot be both forced and"),
+        ({"score_function": "sigmoid"}, ["1,how=avoid"], "does not select the highest softmax"),
     ],
 )
 def test_what_cannot_be_forced_is_refused(changes, asked, said):
@@ -355,10 +347,7 @@ def test_several_act_at_once_and_measures_see_it():
     [
         ("layer=0", "expert is missing"),
         ("expert=1", "layer is missing"),
-        (
-            "layer=0,expert=1,how=kill",
-            "how: 'kill' is not allowed; allowed: contribution, route-around",
-        ),
+        ("layer=0,expert=1,how=kill", "how: 'kill' is not allowed; allowed: contribution,"),
         ("layer=0,expert=1,colour=red", "'colour=red' is not allowed; the form is layer=L"),
         ("layer=0,layer=1,expert=1", "'layer=1' is not allowed"),
         ("layer=-1,expert=1", "layer: '-1' is not a whole number"),

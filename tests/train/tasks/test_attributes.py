@@ -200,10 +200,7 @@ def test_a_model_with_one_class_an_image_is_rewritten_too(workers, tmp_path):
     [
         ("Bright", "is not allowed; the form is class=NAME,of="),
         ("class=Bright,to=3", "'Bright,to=3' is not a class"),
-        (
-            "class=Blue,of=Red+Blue",
-            "'Blue' is not a class of the data, which has Red, Bright, Wide",
-        ),
+        ("class=Blue,of=Red+Blue", "'Blue' is not a class of the data, which has Red, Bright,"),
         ("class=Red,of=Red", "a subpopulation has a value of Red and of another attribute"),
         ("class=Red,of=Bright+Wide", "a subpopulation has a value of Red and of another"),
         ("class=Red,of=Red+Bright,by=much", "by=much is not allowed; it must be a number"),
