@@ -1,8 +1,7 @@
 """`layer.py --kind mumoe`: factorized experts beside a dense MLP, forward and backward.
 
 The peers, for each number of experts: ours (CP and tensor ring, of as many parameters as the dense
-MLP), the same as textbook einsums with the `entmax` package and the same weights, and a mixture
-that computes every expert as an MLP of its own, where that fits into memory.
+MLP) and the same as textbook einsums with the `entmax` package and the same weights.
 
 Shapes: N tokens, D width.
 """
@@ -21,10 +20,8 @@ from polyad.parallel.zero import DTYPES
 from polyad.train.errors import RunError
 from tests.benchmarks.mumoe_peers import (
     FACTORIZATIONS,
-    DenseMoE,
     Einsum,
     config_of,
-    dense_moe_bytes,
     make_ours,
     package_entmax,
     timed,
@@ -42,15 +39,13 @@ from tests.benchmarks.timed_layer import (
     surroundings,
     threads_of,
 )
-from tests.benchmarks.turns import free_bytes, prepare_device, say
+from tests.benchmarks.turns import prepare_device, say
 
 GOAL_SHAPE = {"width": 768, "hidden": 3072}
 GOAL_EXPERTS, GOAL_TOKENS = 256, 1024
 GOALS = {"cpu": 1.10, "cuda": 1.15}
 """Allowed multiples of the dense MLP's time, for 256 experts and enough tokens."""
 SAVED_GOAL = 1.3
-CHECKED = 32
-"""Tokens for which the dense mixture is checked expert by expert."""
 
 
 def bench_mumoe(
@@ -134,7 +129,6 @@ class _Comparison:
         for number in experts:
             for name in FACTORIZATIONS:
                 self._add_factorized(config_of(name, number, self.shape), number)
-            self._add_dense_moe(number)
         say(self.precision)
         timings = measure(self.layers, self.tokens_ND, repeats, compiled=compiled)
         rows = {name: self.about[name] | timings[name] for name in self.layers}
@@ -167,23 +161,6 @@ class _Comparison:
             if kind in self.layers:
                 actual = _output_and_gradient(self.layers[kind], self.tokens_ND)
                 self._check(kind, actual, expected)
-
-    def _add_dense_moe(self, experts: int) -> None:
-        name = f"dense moe {experts}"
-        needed = dense_moe_bytes(experts, self.shape, self.tokens_ND.dtype)
-        free = free_bytes(self.device)
-        if needed > free:
-            self.left_out[name] = f"takes {needed / 2**30:.1f} GiB, {free / 2**30:.1f} are free"
-            return
-        width, hidden = self.shape["width"], self.shape["hidden"]
-        gate = make_ours(config_of("cp", experts, self.shape), width, self.tokens_ND).gate
-        module = DenseMoE(gate.weight, hidden)
-        config = DenseFeedForwardConfig(hidden_size=hidden)
-        one = multiply_adds(DenseFeedForward, config, width)
-        self._add(name, timed(module), experts * (one + 2 * width), experts)
-        few_ND = self.tokens_ND[:CHECKED].detach()
-        with torch.no_grad():
-            self._check(name, (module(few_ND),), (module.one_by_one(few_ND),))
 
     def _check(self, name: str, actual: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
         """How far output, and gradient of the tokens, are from the reference's."""

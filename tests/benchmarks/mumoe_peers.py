@@ -1,4 +1,4 @@
-"""Variants of `layer.py --kind mumoe`: ours, the textbook form, whole experts.
+"""Variants of `layer.py --kind mumoe`: ours, the textbook form.
 
 Shapes: N tokens, D width, E experts, F inner width, I and O input and output width of one layer,
 R rank, P and Q ring ranks before and after the experts' mode.
@@ -22,9 +22,6 @@ from tests.benchmarks.timed_layer import TimedLayer, context_of, start
 FACTORIZATIONS: tuple[FactorizationName, ...] = ("cp", "tr")
 INITIAL = 0.02
 """Standard deviation of weights that have no initializer."""
-ACTIVATIONS = 5
-"""How many times all experts' inner units are held at once by a step of the dense mixture: before
-and after the activation, weighted, and two gradients of them."""
 
 
 def package_entmax() -> Callable[[Tensor], Tensor] | None:
@@ -142,72 +139,6 @@ def _tr(factors: nn.ParameterList, z_NI: Tensor, a_NE: Tensor) -> Tensor:
     inner_NQR = torch.einsum("ni,qir->nqr", _with_one(z_NI), input_QIR)
     joined_NPR = torch.einsum("npq,nqr->npr", mixed_NPQ, inner_NQR)
     return torch.einsum("npr,rop->no", joined_NPR, output_ROP)
-
-
-class DenseMoE(nn.Module):
-    """Every expert an MLP of its own, all of them computed for every token and weighted.
-
-    Both layers of all experts are one product each, the fastest form without factors.
-
-    Args:
-        gate_ED: Scores of the experts.
-        hidden: F.
-    """
-
-    def __init__(self, gate_ED: Tensor, hidden: int) -> None:
-        super().__init__()
-        (experts, width), like = gate_ED.shape, gate_ED.detach()
-        self.shape = (experts, hidden)
-        self.gate = nn.Parameter(like.clone())
-        self.up = nn.Parameter(like.new_empty(experts * hidden, width))
-        self.up_bias = nn.Parameter(like.new_empty(experts * hidden))
-        self.down = nn.Parameter(like.new_empty(experts * hidden, width))
-        self.down_bias = nn.Parameter(like.new_empty(experts, width))
-        with torch.no_grad():
-            generator = torch.Generator(device=like.device).manual_seed(3)
-            for parameter in (self.up, self.up_bias, self.down, self.down_bias):
-                parameter.normal_(0, INITIAL, generator=generator)
-
-    def coefficients(self, tokens_ND: Tensor) -> Tensor:
-        """The experts' coefficients [N, E], by the same rule as a muMoE's."""
-        scores_NE = linear(tokens_ND, self.gate)
-        scores_NE = scores_NE.to(torch.promote_types(scores_NE.dtype, torch.float32))
-        return entmax15(layer_norm(scores_NE, scores_NE.shape[-1:], eps=EPSILON))
-
-    def forward(self, tokens_ND: Tensor) -> Tensor:
-        """[N, D] to [N, D]."""
-        a_NE = self.coefficients(tokens_ND).to(tokens_ND.dtype)
-        inner_NEF = gelu(linear(tokens_ND, self.up, self.up_bias)).view(-1, *self.shape)
-        weighted_NU = (inner_NEF * a_NE.unsqueeze(2)).flatten(1)  # all experts' inner units
-        return weighted_NU @ self.down + a_NE @ self.down_bias
-
-    @torch.no_grad()
-    def one_by_one(self, tokens_ND: Tensor) -> Tensor:
-        """The output in float64, computed one expert after the other."""
-        experts, hidden = self.shape
-        wide_ND = tokens_ND.double()
-        scores_NE = linear(wide_ND, self.gate.double())
-        a_NE = entmax15(layer_norm(scores_NE, scores_NE.shape[-1:], eps=EPSILON))
-        total_ND = torch.zeros_like(wide_ND)
-        for expert in range(experts):
-            rows = slice(expert * hidden, (expert + 1) * hidden)
-            inner = linear(wide_ND, self.up[rows].double(), self.up_bias[rows].double())
-            output = gelu(inner) @ self.down[rows].double() + self.down_bias[expert].double()
-            total_ND += a_NE[:, expert, None] * output
-        return total_ND
-
-
-def dense_moe_bytes(experts: int, shape: dict[str, int], dtype: torch.dtype) -> int:
-    """The most that a step of the dense mixture takes: weights, gradients, activations.
-
-    Args:
-        experts: E.
-        shape: tokens, width, hidden.
-        dtype: Of all of them.
-    """
-    one = DenseFeedForwardConfig(hidden_size=shape["hidden"]).parameters(shape["width"], bias=True)
-    held = ACTIVATIONS * shape["tokens"] * shape["hidden"]
-    return experts * (2 * one + held) * dtype.itemsize
 
 
 def timed(module: nn.Module) -> TimedLayer:
