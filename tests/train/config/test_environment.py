@@ -119,9 +119,7 @@ def test_processes_with_another_checkpoint_at_one_place_train_no_step(
 
 
 @pytest.mark.distributed
-@everyday(
-    "last", ["evaluation.batch_size=3", "--split=train", "--compare=nowhere"], ["--split=train"]
-)
+@everyday("last", ["evaluation.batch_size=3", "--split=train"], ["--split=train"])
 def test_processes_that_would_evaluate_otherwise_score_nothing(
     last: str, forks: Any, tmp_path: Path, prepared_path: Path
 ) -> None:
