@@ -9,6 +9,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from typing import Any
 
 from polyad.data.errors import loader_ended
 from polyad.launch.machine import is_main, rank_of_process
@@ -80,7 +81,7 @@ def _report(error: Exception) -> int:
     if line := loader_ended(error) or _peer_ended(error):
         _say(line, 1)
         return 1
-    if rank_of_process() and _has_met_others():
+    if rank_of_process() and _meeting("has_met"):
         time.sleep(OTHERS_SPEAK_FIRST)  # often a consequence of rank 0's failure
     traceback.print_exc()
     _tell_others(f"{type(error).__name__}: {error}", 1, said=True)
@@ -113,10 +114,8 @@ def _say(message: str, status: int) -> None:
     rank = rank_of_process()
     if rank:
         _tell_others(message, status)
-        if _another_says_it():
-            return
-    name = f"rank {rank}: " if rank else ""
-    if rank or not _is_said():
+    if _meeting("may_print", OTHERS_SPEAK_FIRST) is not False:
+        name = f"rank {rank}: " if rank else ""
         kind = "" if status - 128 in STOP_SIGNALS else "error: "
         print(f"polyad: {kind}{name}{one_line(message)}", file=sys.stderr, flush=True)
     if not rank:
@@ -131,34 +130,19 @@ def _tell_others(message: str, status: int, *, said: bool = False) -> None:
         status: this process's exit status.
         said: whether the line has been printed on this host.
     """
-    # Failures here must not hide the error: a signal may have interrupted an import.
+    _meeting("leave_word", one_line(message), status, said=said)
+
+
+def _meeting(function: str, *arguments: Any, **named: Any) -> Any:
+    """Calls a function of `parallel/meeting.py` in a process that torchrun started.
+
+    Returns:
+        Its result; None if it failed, which must not hide the error that ends the command: a signal
+        may have interrupted an import.
+    """
     with contextlib.suppress(Exception):
         if "RANK" in os.environ:
-            from polyad.parallel.meeting import leave_word
+            from polyad.parallel import meeting
 
-            leave_word(one_line(message), status, said=said)
-
-
-def _another_says_it() -> bool:
-    with contextlib.suppress(Exception):
-        from polyad.parallel.meeting import another_says_it
-
-        return another_says_it(OTHERS_SPEAK_FIRST)
-    return False
-
-
-def _is_said() -> bool:
-    with contextlib.suppress(Exception):
-        if "RANK" in os.environ:
-            from polyad.parallel.meeting import is_said
-
-            return is_said()
-    return False
-
-
-def _has_met_others() -> bool:
-    with contextlib.suppress(Exception):
-        from polyad.parallel.meeting import has_met
-
-        return has_met()
-    return False
+            return getattr(meeting, function)(*arguments, **named)
+    return None

@@ -107,40 +107,33 @@ def leave_word(line: str, status: int, *, said: bool = False) -> None:
     Args:
         line: the error message.
         status: its exit status.
-        said: whether no other process of its host has to print it; otherwise `another_says_it`
-            follows.
+        said: whether no other process of its host has to print it; otherwise `may_print` follows.
     """
     with suppress(MeetingError, ValueError, OSError, RuntimeError):  # nobody is there to read it
         if _can_tell():
             _Meeting.joined(LINGER / 60).leave_word(line, status, said=said)
 
 
-def has_met() -> bool:
-    """Returns whether this process has met the others, or knows that they end."""
-    return dist.is_initialized() or (_Meeting.here is not None and _Meeting.here.is_over)
-
-
-def another_says_it(patience: float) -> bool:
-    """Returns whether another process of this host reports why the run ends: one report is enough.
+def may_print(patience: float) -> bool:
+    """Returns whether this process should print why the run ends: one report per host is enough.
 
     If that cannot be known, rank 0 is given time to report, and then the first process of this
     host: the launcher ends this process after a report.
 
     Args:
-        patience: seconds to wait for another process.
+        patience: seconds to wait for an earlier process.
     """
     with suppress(MeetingError, ValueError, OSError, RuntimeError):
         if _can_tell():
-            return not _Meeting.joined(LINGER / 60).speaks(patience)
-    time.sleep(patience * (1 + _has_one_before()))
-    return False
+            return _Meeting.joined(LINGER / 60).may_print(patience)
+    if os.environ.get("RANK", "0") != "0":
+        time.sleep(patience * (1 + _has_one_before()))
+    return True
 
 
-def is_said() -> bool:
-    """Returns whether another process of this host reported why the run ends, before meeting."""
-    with suppress(MeetingError, ValueError, OSError, RuntimeError):
-        return _can_tell() and _Meeting.joined(LINGER / 60).is_said()
-    return False
+def has_met() -> bool:
+    """Returns whether this process has met the others, or knows that they end."""
+    return dist.is_initialized() or (_Meeting.here is not None and _Meeting.here.is_over)
 
 
 def _has_one_before() -> bool:
@@ -285,18 +278,16 @@ class _Meeting:
             while self._store.add("ended", 0) < self._size and time.monotonic() < until:
                 time.sleep(0.02)
 
-    def speaks(self, patience: float) -> bool:
-        """Returns whether this process should report why the run ends; see `another_says_it`."""
+    def may_print(self, patience: float) -> bool:
+        """See the function `may_print`."""
+        said = f"said/{self._node}"
         until = time.monotonic() + patience * _has_one_before()
-        while not self.is_said() and time.monotonic() < until:
+        while not self._store.check([said]) and time.monotonic() < until:
             time.sleep(0.02)
-        is_first = self._store.add(f"said/{self._node}", 1) == 1
-        self._store.add("ended", 1)
+        is_first = self._store.add(said, 1) == 1
+        if self._rank:
+            self._store.add("ended", 1)
         return is_first
-
-    def is_said(self) -> bool:
-        """See the function `is_said`."""
-        return self._store.check([f"said/{self._node}"])
 
     def _name(self) -> str:
         return f"{self._host} (rank {self._rank})"
