@@ -1,12 +1,10 @@
 """`polyad doctor`: whether hosts are equal, share a folder, and reach each other fast enough."""
 
 import contextlib
-import errno
-import fcntl
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, NotRequired, TypedDict
@@ -35,9 +33,6 @@ class SharedFolder(TypedDict, total=False):
     """Whether this process can read what rank 0 has written."""
     seconds: float | None
     """Seconds until it could."""
-    renamed: bool
-    lock: str
-    """Result of taking a lock that rank 0 holds: `held`, `taken`, or the name of an error."""
 
 
 class Facts(TypedDict):
@@ -174,46 +169,17 @@ def _folder(config: "RunConfig", world: "World") -> SharedFolder:
 
 
 def _shared_folder(folder: Path, world: "World") -> SharedFolder:
-    """Tests files in a folder created by rank 0 between hosts; all processes call this."""
+    """Tests whether hosts see a file of rank 0; all processes call this."""
     from polyad.parallel import comm
     from polyad.train.guard.run_folder import seen_in_time
 
-    lock = folder / "lock"
-    found: SharedFolder = {}
-    holder = None
     if world.is_main:
-        (folder / "before").write_text("x")
-        (folder / "before").rename(folder / "after")
         (folder / "seen").write_text("x")
-        holder, found["lock"] = _try_lock(lock)
     comm.barrier()
     begun = time.monotonic()
-    found["seen"] = seen_in_time(lambda: (folder / "seen").exists())
-    found["seconds"] = time.monotonic() - begun if found["seen"] else None
-    if found["seen"]:
-        found["renamed"] = seen_in_time(lambda: (folder / "after").exists())
-        if not world.is_main and world.local_rank == 0:
-            mine, found["lock"] = _try_lock(lock)
-            _close(mine)
+    seen = seen_in_time(lambda: (folder / "seen").exists())
     comm.barrier()
-    _close(holder)
-    return found
-
-
-def _try_lock(path: Path) -> tuple[int | None, str]:
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return descriptor, "held"
-    except OSError as error:
-        return descriptor, errno.errorcode.get(error.errno or 0, "error")
-    return descriptor, "taken"
-
-
-def _close(descriptor: int | None) -> None:
-    if descriptor is not None:
-        os.close(descriptor)
+    return {"seen": seen, "seconds": time.monotonic() - begun if seen else None}
 
 
 def findings(facts: Sequence[Facts], links: Sequence[Link]) -> Iterator[Finding]:
@@ -247,33 +213,20 @@ def _hosts(ranks: Sequence[int], facts: Sequence[Facts]) -> str:
 
 def _of_folder(facts: Sequence[Facts]) -> list[Finding]:
     folders = [each["folder"] for each in facts if "folder" in each]
-
-    def ranks(wrong: Callable[[SharedFolder], bool]) -> list[int]:
-        return [rank for rank, each in enumerate(folders) if wrong(each)]
-
     if len(folders) < len(facts):  # no run was given
         return []
     if error := folders[0].get("error"):
         return [Finding(True, error)]
-    found = []
-    if blind := ranks(lambda seen: not seen["seen"]):
-        found.append(
-            Finding(
-                True,
-                f"run.folder: {_hosts(blind, facts)} cannot see what {facts[0]['host']} writes "
-                f"next to it: all hosts need a shared file system",
-            )
+    blind = [rank for rank, each in enumerate(folders) if not each["seen"]]
+    if not blind:
+        return []
+    return [
+        Finding(
+            True,
+            f"run.folder: {_hosts(blind, facts)} cannot see what {facts[0]['host']} writes next to "
+            f"it: all hosts need a shared file system",
         )
-    if late := ranks(lambda seen: seen["seen"] and not seen["renamed"]):
-        text = f"run.folder: a renamed file is not visible on {_hosts(late, facts)}"
-        found.append(Finding(True, text))
-    if unlocked := ranks(lambda seen: seen.get("lock") == "taken")[1:]:
-        text = (
-            f"run.folder: a lock of {facts[0]['host']} has no effect on {_hosts(unlocked, facts)}: "
-            f"two starts of a run at the same time go unnoticed (Lustre: mount it with flock)"
-        )
-        found.append(Finding(False, text))
-    return found
+    ]
 
 
 def _slow_links(facts: Sequence[Facts], links: Sequence[Link]) -> list[Finding]:

@@ -37,7 +37,6 @@ def test_two_processes_are_looked_at_and_measured(config: Path, polyad: Polyad) 
     assert first["agreed"] == second["agreed"]
     assert first["agreed"]["data.path (train)"].startswith("contents ")
     assert first["folder"]["seen"] is second["folder"]["seen"] is True
-    assert (first["folder"]["lock"], first["folder"]["renamed"]) == ("taken", True)
     # Nothing is left behind, and the run's folder was not made.
     assert not (config.parent / "run").exists()
     assert not list(config.parent.glob(".polyad-*"))
@@ -118,10 +117,7 @@ def facts() -> Facts:
         {
             **{"host": f"node-{host}", "local_rank": local, "device": "NVIDIA A100"},
             **{"agreed": agreed | {"data_path (train)": "contents ff"}, "data_error": None},
-            "folder": {
-                **{"seen": True, "seconds": 0.0, "renamed": True},
-                "lock": "held" if (host, local) != (1, 0) else "taken",
-            },
+            "folder": {"seen": True, "seconds": 0.0},
         }
         for host in (1, 2)
         for local in (0, 1)
@@ -161,8 +157,6 @@ def test_nothing_is_wrong_with_hosts_that_are_alike() -> None:
             ["run.folder: d: cannot be written to"],
         ),
         (change("folder", {"seen": False}, 2, 3), True, ["run.folder: node-2 cannot see"]),
-        (change("folder.renamed", False, 2), True, ["renamed file is not visible on node-2"]),
-        (change("folder.lock", "taken", 2), False, ["lock of node-1 has no effect on node-2"]),
     ],
 )
 def test_a_fault_is_named_with_its_host(
