@@ -24,14 +24,13 @@ from polyad.parallel import comm, expert
 from polyad.parallel.adapters import cut_adapters
 from polyad.parallel.config import ParallelConfig
 from polyad.parallel.dims import Dims
-from polyad.parallel.factors import pad_ranks, parallelize_factors
+from polyad.parallel.factors import pad_ranks, parallelize_factors, parallelize_table
 from polyad.parallel.flat_matrices import name_parts
 from polyad.parallel.fragments import fill
 from polyad.parallel.megatron import Mpu
 from polyad.parallel.regions import data_group
 from polyad.parallel.sequence import Tokens, cut_sequence, sum_gradients
 from polyad.parallel.source import Source
-from polyad.parallel.tables import parallelize_table
 from polyad.parallel.tensor import parallelize_tensors
 from polyad.parallel.vocabulary import pad_vocabulary, token_losses
 from polyad.parallel.zero import (

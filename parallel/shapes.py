@@ -34,7 +34,7 @@ from polyad.model.output import ask_for_statistics
 from polyad.model.smoe.layer import SelectingMoE
 from polyad.parallel import comm
 from polyad.parallel.dims import Dims
-from polyad.parallel.exchange import Counts, RowExchange
+from polyad.parallel.expert import Counts, RowExchange
 from polyad.parallel.megatron import forget_groups, join_groups
 from polyad.parallel.zero import forget_world, import_engine
 

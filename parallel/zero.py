@@ -24,7 +24,6 @@ from polyad.model.output import ModelOutput
 from polyad.parallel import comm
 from polyad.parallel.checkpoint.format import EMA, MASTER
 from polyad.parallel.config import ParallelConfig
-from polyad.parallel.gradients import InOneOrder
 from polyad.parallel.megatron import Mpu
 from polyad.parallel.shard import Placement, group_name, placement_of
 
@@ -514,6 +513,59 @@ def state_fields(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
     if isinstance(optimizer, torch.optim.SGD):
         return ("momentum_buffer",) if optimizer.defaults["momentum"] else ()
     raise TypeError(f"no checkpoint is known for {type(optimizer).__name__}")
+
+
+class InOneOrder:
+    """Passes gradients on in reverse parameter order, which is nearly the order of autograd.
+
+    DeepSpeed puts gradients into a bucket in the order in which autograd computes them, and reduces
+    bucket by bucket, so all ranks must compute in the same order. They do not if graphs differ:
+    torch.compile may break a graph on one rank alone, and returns the gradients of each graph all
+    at once. Then gradients of different parameters would be summed, without an error.
+
+    A gradient that arrives early is kept until those before it have arrived; missing ones are
+    skipped at the end of the backward pass.
+
+    Args:
+        parameters: the model's parameters, the same on every rank.
+        reduce: called with a parameter whose gradient is complete.
+        finish: called at the end of the backward pass.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        reduce: Callable[..., None],
+        finish: Callable[[], None],
+    ) -> None:
+        self._place = {id(parameter): n for n, parameter in enumerate(reversed(parameters))}
+        self._reduce, self._finish = reduce, finish
+        self._arrived: dict[int, tuple[Any, ...]] = {}
+        self._next = 0
+
+    def begin(self) -> None:
+        """Must be called before the backward pass of each micro-batch."""
+        self._arrived.clear()  # stage 1 only ends the last pass of a step
+        self._next = 0
+
+    def arrive(self, parameter: nn.Parameter, *group: int) -> None:
+        """Called when a gradient is complete; stages 1 and 2 also pass the index of its group.
+
+        Compiled blocks also call this for weights without a gradient: those are skipped.
+        """
+        if parameter.grad is None and getattr(parameter, "grad_accum", None) is None:
+            return
+        self._arrived[self._place[id(parameter)]] = (parameter, *group)
+        while self._next in self._arrived:
+            self._reduce(*self._arrived.pop(self._next))
+            self._next += 1
+
+    def end(self) -> None:
+        """Called when the backward pass of a micro-batch has ended."""
+        for place in sorted(self._arrived):
+            self._reduce(*self._arrived[place])
+        self.begin()
+        self._finish()
 
 
 def _in_one_order(optimizer: Any, parameters: Sequence[nn.Parameter]) -> InOneOrder:

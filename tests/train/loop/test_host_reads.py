@@ -81,7 +81,7 @@ def test_the_host_reads_at_most_four_times_in_a_step(workers, model, processes, 
 def test_exchanging_experts_read_once_for_each_layer_and_micro_batch(workers, model):
     case = Case(stage=2, precision="bf16", expert=2, model=MODELS[model], losses=LOSSES)
     for places in workers(2).run(reads_of_a_step, case):
-        ours = {place: n for place, n in places.items() if "parallel/exchange.py" in place}
+        ours = {place: n for place, n in places.items() if "parallel/expert.py" in place}
         assert list(ours.values()) == [4]  # 2 layers, 2 micro-batches
         assert reads_without_norms(places) - 4 <= 4, places
 
