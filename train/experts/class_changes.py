@@ -30,14 +30,10 @@ class Change(NamedTuple):
         """Whether the interval excludes 0."""
         return self.low > 0 or self.high < 0
 
-    def shown(self, unknown: str) -> str:
-        """Formats the change with its interval in brackets, and * if that excludes 0.
-
-        Args:
-            unknown: text for the change of no tokens.
-        """
+    def shown(self) -> str:
+        """Formats the change with its interval in brackets, and * if that excludes 0."""
         if math.isnan(self.value):
-            return unknown
+            return "no token"
         if math.isnan(self.low) or math.isnan(self.high):
             return f"{self.value:+.4f}"
         star = " *" if self.is_beyond_noise else ""

@@ -106,14 +106,10 @@ class Measured(NamedTuple):
         value = self.value if known else None
         return {"value": value, "interval": interval, "samples": self.samples}
 
-    def shown(self, unknown: str = "none") -> str:
-        """Formats the value with its interval in brackets.
-
-        Args:
-            unknown: text for a value that is not finite.
-        """
+    def shown(self) -> str:
+        """Formats the value with its interval in brackets."""
         if not math.isfinite(self.value):
-            return unknown
+            return "none"
         if self.low is None:
             return f"{self.value:.4f}"
         return f"{self.value:.4f} [{self.low:.4f}, {self.high:.4f}]"

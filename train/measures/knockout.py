@@ -121,7 +121,7 @@ def layer_rows(layer: LayerWithout) -> list[str]:
     for row in shown:
         name, without = experts[row]
         share = every.own_EC[row, 0] / max(1, every.tokens_C[0])
-        changes = (each.shown("no token") for each in (without.change, without.own_change))
+        changes = (each.shown() for each in (without.change, without.own_change))
         table.append((name, f"{100 * share:.1f}%", *changes))
     heads, *rows = aligned(table, ">><")
     lines = [title, heads]
@@ -149,11 +149,11 @@ def _steering_rows(steering: SteeringEffect) -> list[str]:
         for column, name in enumerate(each.classes):
             if each.tokens_C[column]:
                 numbers = (f"{int(each.tokens_C[column]):,}", f"{each.loss_C[column]:.4f}")
-                changes.append((kind, name, *numbers, each.change(0, column).shown("no token")))
+                changes.append((kind, name, *numbers, each.change(0, column).shown()))
     masses: list[Row] = [("", "class", "probability", "its change")]
     for kind, mass in steering.mass.items():
         for column, name in enumerate(mass.classes):
-            change = mass.change(column).shown("no token")
+            change = mass.change(column).shown()
             masses.append((f"next {kind}", name, f"{mass.before_K[column]:.4f}", change))
     steered = [f"--steer {each}" for each in steering.steerings]
     return [*steered, "", *aligned(_once(changes), "<"), "", *aligned(_once(masses), "<")]

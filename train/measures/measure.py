@@ -60,10 +60,6 @@ class Result(ABC):
         """Names and values to display first."""
         return []
 
-    def notes(self) -> list[tuple[str, str]]:
-        """Names and values to display after those."""
-        return []
-
     def rows(self) -> list[str]:
         """Aligned lines to display after names and values."""
         return []
@@ -263,7 +259,6 @@ class Examined:
             *(("intervention", str(each)) for each in self.interventions),
             *self.result.facts(),
             ("processes", f"{self.processes}"),
-            *self.result.notes(),
         ]
         return "\n".join([*aligned(facts, "<"), *self.result.rows()])
 

@@ -36,16 +36,6 @@ from polyad.train.tasks.samples import ImageSamples, Passages, TextSamples
 from polyad.train.tasks.sequences import SequenceTask
 from polyad.train.tasks.text import TextTask
 
-NOTE = (
-    "H_s: mean entropy of a token's routing probabilities, low if routing is confident. H_u: "
-    "entropy of the mean probabilities over all tokens, high if all experts are used. I(E; Y): "
-    "how much the expert reveals about a token's label (mutual information); normalized: divided "
-    "by the mean of the entropies of experts and labels; purity: share of tokens that have the "
-    "most frequent label of their expert. Cosine and CKA: similarity of the outputs of two "
-    "experts on the same tokens, averaged over pairs. In brackets: 95% intervals from 200 "
-    "bootstrap samples."
-)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Level:
@@ -100,7 +90,7 @@ class Specialized(Result):
         name, count = next(iter(self.scored.items()))
         return f", {count:,} {name}"
 
-    def notes(self) -> list[tuple[str, str]]:
+    def facts(self) -> list[tuple[str, str]]:
         """What is not measured for images with attributes."""
         if self.has_one_class:
             return []
@@ -121,8 +111,7 @@ class Specialized(Result):
             entropies = (level.entropy.of_token.shown(), level.entropy.of_usage.shown())
             told.append((title, *entropies, f"{level.entropy.highest:.2f}", *[""] * 6))
             told += [
-                (f"  by {label}", "", "", "", *_told(each, "none", ""))
-                for label, each in level.labels.items()
+                (f"  by {label}", "", "", "", *_told(each)) for label, each in level.labels.items()
             ]
             same = level.similarity
             sizes = (f"{len(same.experts)}", f"{same.tokens:,}")
@@ -142,21 +131,20 @@ class Specialized(Result):
         rows += [(name, *each.cells()) for name, each in self.left_out.items()]
         return ["", *aligned(rows)]
 
-    def _titled(self, titles: Mapping[str, str] | None = None) -> Iterator[tuple[str, Level]]:
+    def _titled(self) -> Iterator[tuple[str, Level]]:
         """Yields all levels with their titles."""
         for name, levels in self.layers.items():
-            title = name if titles is None else titles.get(name, name)
             for number, level in enumerate(levels):
-                yield (title + (f", level {number}" if len(levels) > 1 else "")), level
+                yield (name + (f", level {number}" if len(levels) > 1 else "")), level
 
 
-def _told(level: LevelByClass, unknown: str, missing: str) -> list[str]:
+def _told(level: LevelByClass) -> list[str]:
     """How much an expert reveals about a label, in the order of the tables."""
-    information, *ratios = (each.shown(unknown) for each in level.measures.values())
+    information, *ratios = (each.shown() for each in level.measures.values())
     said = [information, f"{level.by_chance:.4f}", *ratios]
     if level.of_highest is None:
-        return [*said, missing, missing]
-    return [*said, level.of_highest.shown(unknown), f"{level.highest_by_chance:.4f}"]
+        return [*said, "", ""]
+    return [*said, level.of_highest.shown(), f"{level.highest_by_chance:.4f}"]
 
 
 class Specialization(Measure):
