@@ -1,4 +1,4 @@
-"""What the preparations of text and of images share.
+"""Prepared folders: complete or absent, and verified.
 
 Prepared folders are complete or absent, and described by a manifest. Verification reports on each
 of their files. Anything of a source that is left out is counted by reason.

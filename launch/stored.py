@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Literal
 
 from polyad.data.errors import DataError, user_path
-from polyad.data.images.dataset import ImageData, holds_images
-from polyad.data.images.manifest import ImageManifest
 from polyad.data.prepared import PreparedFolder, Read
 from polyad.data.progress import Progress
 from polyad.data.text.dataset import PreparedData, check_prepared
@@ -267,8 +265,6 @@ def verify_data(folders: Sequence[str]) -> VerifiedData:
 
 
 def _stored(path: Path) -> PreparedFolder:
-    if holds_images(path):
-        return ImageData(path, ImageManifest.read(path))
     check_prepared(path)
     return PreparedData(path, Manifest.read(path))
 

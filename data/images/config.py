@@ -61,14 +61,22 @@ class AugmentationConfig(Config):
 
 
 class ImageDataConfig(DataSettings):
-    """Prepared images with classes, and how they are read."""
+    """Images with classes, and how they are read."""
 
     kind: Literal["images"] = "images"
     """Images, each with one class."""
 
     path: str
-    """Folder created by `polyad prepare --images`, with an index of the images and their
-    classes."""
+    """A folder with one folder per class, perhaps inside train, val and test; .parquet files or
+    WebDataset's .tar files, or a folder of them; a folder saved by Hugging Face's datasets;
+    hub:OWNER/NAME[:CONFIG]; or digits."""
+
+    domains: bool = False
+    """Whether `path` is a folder with one folder per domain, each with one folder per class."""
+
+    held_out: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Fraction of the training images (of each domain, if there are domains) that becomes the
+    validation split; null: 0.01 if there is no validation split besides a test split."""
 
     leave_out: LeaveOut = None
     """Domains to hold out entirely: all of their images become the `test` split, and the other
@@ -119,7 +127,7 @@ class ImageDataConfig(DataSettings):
 
 
 class AttributeDataConfig(ImageDataConfig):
-    """Prepared images with attributes, and how they are read."""
+    """Images with attributes, and how they are read."""
 
     kind: Literal["attributes"] = "attributes"  # type: ignore[assignment]
     """Images, each with any number of named attributes (multi-label)."""

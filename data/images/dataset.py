@@ -1,57 +1,63 @@
-"""Opens a folder of prepared images for reading."""
+"""The splits of a data set of images, and its classes.
 
-import hashlib
+Sources may number the same classes differently, as `datasets` does if each split was made alone.
+The name decides: labels become positions among the names of the training images.
+"""
+
+import functools
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
-from typing_extensions import override
+import xxhash
 
 from polyad.data.errors import DataError, listed, user_path
+from polyad.data.images.config import ImageDataConfig
 from polyad.data.images.decoding import Pixels
-from polyad.data.images.manifest import ImageManifest
-from polyad.data.images.shards import ROW, Reader, Rows
-from polyad.data.json_reader import read_json
+from polyad.data.images.source import (
+    Digits,
+    ImageSource,
+    Labels,
+    TableImages,
+    open_folders,
+)
 from polyad.data.names import check_classes, check_leave_out
-from polyad.data.prepared import MANIFEST_FILE, PreparedFolder
+from polyad.data.prepared import MANIFEST_FILE
+from polyad.data.tables import open_tables
 
-TEST = "test"
+DIGITS, TEST = "digits", "test"
+HELD_OUT = 0.01
+"""Share of the training images held out for validation where the data set has no validation
+split besides its test split: big_vision's train[99%:]."""
+MOST_CLASSES = 1_000_000
+"""Maximum number of classes without names; a higher number is probably an id, not a class."""
+_SEED = 0
+"""Seed of the choice of held-out images, the same for every user."""
+Numbers = npt.NDArray[np.integer]
 
 
 class ImageSplit:
-    """The images of one split.
+    """Some images of a source.
 
     Args:
-        folder: The folder of the prepared images.
-        name: The name of the split.
-        manifest: The manifest of the folder.
+        source: The source.
+        numbers: The numbers of the images; None for all.
     """
 
-    def __init__(self, folder: Path, name: str, manifest: ImageManifest) -> None:
-        images = (manifest.splits[name].images,)
-        self._rows: Rows = _mapped(folder / f"{name}.npy", ROW, images)
-        self._ends: npt.NDArray[np.int64] = _mapped(
-            folder / f"{name}.ends.npy", np.dtype("<i8"), images
-        )
-        self._names = _bytes(folder / f"{name}.names")
-        self._reader = Reader(tuple(manifest.shards))
-        labels: npt.NDArray[np.integer] = np.array(self._rows["label"])
-        if manifest.has_attributes:
-            each = (*images, len(manifest.class_names))
-            labels = _mapped(folder / f"{name}.attributes.npy", np.dtype("u1"), each)
-        self.labels = labels
+    def __init__(self, source: ImageSource, numbers: Numbers | None = None) -> None:
+        self.source = source
+        self.numbers = np.arange(len(source.labels)) if numbers is None else numbers
+        self.labels: Labels = source.labels[self.numbers]
         """The class of each image; for images with attributes, 0 or 1 for each, [images, K]."""
-        self.domains: npt.NDArray[np.integer] | None = None
+        self.domains: Labels | None = None
         """The domain number of each image; None if the data has no domains."""
-        if manifest.domain_names:
-            self.domains = _mapped(folder / f"{name}.domains.npy", np.dtype("<i4"), images)
+        if source.domains is not None:
+            self.domains = source.domains[self.numbers]
 
     def __len__(self) -> int:
         """Counts the images."""
-        return len(self._rows)
+        return len(self.numbers)
 
     def decode(self, number: int) -> Pixels:
         """The pixels of an image [H, W, 3].
@@ -59,183 +65,226 @@ class ImageSplit:
         Raises:
             DataError: It cannot be read or decoded.
         """
-        return self._reader.pixels(self._rows[number], self._name(number))
+        return self.source.decode(int(self.numbers[number]))
 
     def name_of(self, number: int) -> str:
-        """Returns an image's file, or its shard and name."""
-        return self._reader.place(self._rows[number], self._name(number))
+        """Returns an image's file, or its table and row."""
+        return self.source.name_of(int(self.numbers[number]))
 
-    def _name(self, number: int) -> str:
-        begin = int(self._ends[number - 1]) + 1 if number else 0
-        return bytes(self._names[begin : int(self._ends[number])]).decode(
-            "utf-8", "surrogateescape"
-        )
+    def digest(self) -> str:
+        """A digest of the names and labels of the images, in order."""
+        digest = self.source.digest()
+        for array in (self.numbers.astype(np.int64), self.labels.astype(np.int32), self.domains):
+            if array is not None:
+                digest.update(np.ascontiguousarray(array).tobytes())
+        return digest.hexdigest()
 
 
-class ChosenImages:
-    """Some images of several splits, one split after the other.
+class ImageData:
+    """Images as `data.path` names them.
 
     Args:
-        splits: The splits of one folder that has domains.
-        left_out: Numbers of domains.
-        inside: Whether to take the images of these domains, or those of all other domains.
+        settings: The settings of the data.
+        sources: The images by split, with labels by the names of each source.
+        domain_names: The names of the domains; empty: images have no domains.
+        others: How many files of the folder are not images.
+
+    Attributes:
+        class_names: The names of the classes, or of the attributes.
+        has_attributes: Whether an image has any number of the classes, which are then attributes.
+        domain_names: The names of the domains.
+        held_out: What was held out of what; None: the splits are the data set's own.
+        own_validation: The data set's own validation split; None if it is left out.
+        left_out: Names of the domains left out, in order.
+
+    Raises:
+        DataError: An image has no class, or one that the training images do not have; nothing is
+            left to train on; or these domains cannot be left out.
     """
 
     def __init__(
-        self, splits: Sequence[ImageSplit], left_out: Sequence[int], *, inside: bool
+        self,
+        settings: ImageDataConfig,
+        sources: Mapping[str, ImageSource],
+        domain_names: Sequence[str] = (),
+        others: int = 0,
     ) -> None:
-        self._splits = splits
-        numbers, labels, domains = [], [], []
-        for split in splits:
-            assert split.domains is not None
-            taken = np.flatnonzero(np.isin(split.domains, left_out, invert=not inside))
-            numbers.append(taken)
-            labels.append(split.labels[taken])
-            domains.append(split.domains[taken])
-        self._split_of = np.repeat(np.arange(len(splits)), [len(taken) for taken in numbers])
-        self._number_of = np.concatenate(numbers)
-        self.labels: npt.NDArray[np.integer] = np.concatenate(labels)
-        self.domains: npt.NDArray[np.integer] = np.concatenate(domains)
-
-    def __len__(self) -> int:
-        """Counts the images."""
-        return len(self._number_of)
-
-    def decode(self, number: int) -> Pixels:
-        """The pixels of an image [H, W, 3]."""
-        return self._split(number).decode(int(self._number_of[number]))
-
-    def name_of(self, number: int) -> str:
-        """Returns an image's file, or its shard and name."""
-        return self._split(number).name_of(int(self._number_of[number]))
-
-    def _split(self, number: int) -> ImageSplit:
-        return self._splits[int(self._split_of[number])]
-
-
-def _bytes(path: Path) -> npt.NDArray[np.uint8]:
-    try:
-        return np.memmap(path, np.uint8, "r")
-    except (OSError, ValueError) as error:  # the file is missing or empty
-        raise DataError(f"{path}: cannot be read: {error}") from None
-
-
-def _mapped(path: Path, dtype: np.dtype[Any], shape: tuple[int, ...]) -> npt.NDArray[Any]:
-    try:
-        array: npt.NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror or error}") from None
-    except (ValueError, EOFError):
-        raise DataError(f"{path}: is damaged: it is not the index of a split") from None
-    if array.dtype != dtype or array.shape != shape:
-        raise DataError(f"{path}: is damaged: it is not the index of a split")
-    return array
-
-
-class ImageData(PreparedFolder):
-    """A folder made by `polyad prepare --images`.
-
-    Args:
-        path: The folder.
-        manifest: Its manifest.
-        leave_out: Domains that are not trained on and form the test split; empty for none.
-    """
-
-    def __init__(self, path: Path, manifest: ImageManifest, leave_out: Sequence[str] = ()) -> None:
-        self.path, self.manifest = path, manifest
-        self.left_out = [name for name in manifest.domain_names if name in leave_out]
-        """Names of the domains left out, in the order of the folder."""
+        self.place = f"data.path: {settings.path}"
+        self.domain_names, self.others = list(domain_names), others
+        sources = {
+            split: source
+            for split, source in sources.items()
+            if split != TEST or not (source.labels == -1).all()
+        }
+        if "train" not in sources:
+            raise DataError(f"{self.place}: has no training images with classes")
+        self.has_attributes = sources["train"].labels.ndim == 2
+        self.class_names = self._common_classes(sources)
+        self.held_out: str | None = None
+        self.own_validation = "validation" if "validation" in sources else None
+        self._splits = {split: ImageSplit(source) for split, source in sources.items()}
+        if settings.held_out is not None or not {"validation", TEST} <= sources.keys():
+            self._hold_out(HELD_OUT if settings.held_out is None else settings.held_out)
+        check_leave_out(
+            settings.leave_out, self.domain_names, self.place, "a folder with data.domains: true"
+        )
+        self.left_out = [name for name in self.domain_names if name in (settings.leave_out or ())]
+        if self.left_out:
+            self._leave_out()
 
     @classmethod
-    def open(cls, path: str | Path, leave_out: Sequence[str] | None = None) -> "ImageData":
-        """Opens a folder, and checks that the files it was made from have not changed.
-
-        Args:
-            path: The folder.
-            leave_out: See the class; None for no domain.
+    def open(cls, settings: ImageDataConfig) -> "ImageData":
+        """Lists the images; see the class.
 
         Raises:
-            DataError: It is not a folder of prepared images, a shard is missing or has another
-                size, or these domains cannot be left out.
+            DataError: There are none, or they cannot be read.
         """
+        path = settings.path
+        if path == DIGITS:
+            return cls(settings, {"train": Digits()})
         folder = user_path(path)
-        manifest = ImageManifest.read(folder)
-        place = f"data.path: {folder}"
-        made_by = "images prepared by `polyad prepare --images FOLDER --domains`"
-        check_leave_out(leave_out, manifest.domain_names, place, made_by)
-        data = cls(folder, manifest, leave_out or ())
-        for shard, reason in data._changed_shards():
-            raise DataError(f"data.path: {folder}: {shard}: {reason}; prepare it again")
-        data._check_classes()
-        return data
-
-    @property
-    def fingerprint(self) -> str:
-        """A digest of the training images, the classes, and the domains left out."""
-        known = self.manifest.fingerprint
-        if not self.left_out:
-            return known
-        return hashlib.sha256(json.dumps([known, self.left_out]).encode()).hexdigest()
-
-    @property
-    def contents(self) -> str:
-        """A digest of the images of all splits, from the files of the index."""
-        files = sorted(self.manifest.sha256.items())
-        return hashlib.sha256(json.dumps([self.fingerprint, files]).encode()).hexdigest()
+        if (folder / MANIFEST_FILE).is_file():
+            raise DataError(
+                f"data.path: {path}: holds prepared data; data.kind: {settings.kind} reads the "
+                "folder or data set of the images itself"
+            )
+        if settings.domains:
+            if not folder.is_dir():
+                raise DataError(f"data.domains: true needs a folder, and data.path is {path}")
+            return cls(settings, *open_folders(folder, domains=True))
+        tables = open_tables(path)
+        if tables is None:
+            return cls(settings, *open_folders(folder, domains=False))
+        places = {split: f"data.path: {path}, {split}" for split in tables}
+        return cls(settings, {s: TableImages(rows, places[s]) for s, rows in tables.items()})
 
     @property
     def splits(self) -> list[str]:
         """Names of the available splits."""
-        if self.left_out:
-            return [*(name for name in self.manifest.splits if name != TEST), TEST]
-        return list(self.manifest.splits)
+        return list(self._splits)
 
-    def split(self, name: str) -> ImageSplit | ChosenImages:
-        """Opens a split. If domains are left out, `test` is all of their images, and the other
+    def split(self, name: str) -> ImageSplit:
+        """Returns a split. If domains are left out, `test` is all of their images, and the other
         splits have only images of the other domains.
 
         Raises:
             DataError: There is no split of that name.
         """
-        if name not in self.splits:
-            raise DataError(f"{self.path}: has no {name} split; it has {listed(self.splits)}")
-        if not self.left_out:
-            return ImageSplit(self.path, name, self.manifest)
-        sources = list(self.manifest.splits) if name == TEST else [name]
-        numbers = [self.manifest.domain_names.index(domain) for domain in self.left_out]
-        splits = [ImageSplit(self.path, source, self.manifest) for source in sources]
-        return ChosenImages(splits, numbers, inside=name == TEST)
+        if name not in self._splits:
+            raise DataError(f"{self.place}: has no {name} split; it has {listed(self.splits)}")
+        return self._splits[name]
 
-    def _check_classes(self) -> None:
-        """Checks that the domains left out have no class that the others lack."""
-        if not self.left_out:
-            return
-        names, test = self.manifest.class_names, self.split(TEST)
-        trained = [names[label] for label in np.unique(self.split("train").labels)]
-        for domain in self.left_out:
-            inside = test.domains == self.manifest.domain_names.index(domain)
-            classes = [names[label] for label in np.unique(test.labels[inside])]
-            check_classes(domain, classes, trained)
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """A digest of the names and labels of the training images, the classes and the domains."""
+        names = [self.class_names, self.domain_names, self.left_out]
+        digest = xxhash.xxh3_128(json.dumps(names).encode())
+        digest.update(self._splits["train"].digest().encode())
+        return digest.hexdigest()
 
-    @property
-    @override
-    def digests(self) -> Mapping[str, str]:
-        return self.manifest.sha256
+    @functools.cached_property
+    def contents(self) -> str:
+        """A digest of the names and labels of all splits."""
+        digest = xxhash.xxh3_128(self.fingerprint.encode())
+        for name, split in self._splits.items():
+            digest.update(f"{name}{split.digest()}".encode())
+        return digest.hexdigest()
 
-    def _changed_shards(self) -> Iterator[tuple[str, str]]:
-        for shard in self.manifest.shards:
-            path = Path(shard.path)
-            if not path.exists():
-                yield shard.path, "is not there any more"
-            elif shard.kind == "raw" and path.stat().st_size != shard.size:
-                yield shard.path, f"has {path.stat().st_size:,} bytes, it had {shard.size:,}"
+    def _common_classes(self, sources: Mapping[str, ImageSource]) -> list[str]:
+        """Returns the names of the training images, and renumbers the labels of other splits."""
+        first = sources["train"]
+        for split, source in sources.items():
+            if self.has_attributes and source.class_names != first.class_names:
+                raise DataError(f"{self.place}: train and {split} have different attributes")
+            if (source.class_names is None) != (first.class_names is None):
+                raise DataError(
+                    f"{self.place}: train and {split} must both have names of classes, or neither: "
+                    "it is unknown which number is which class"
+                )
+            if self.has_attributes:
+                continue
+            highest = MOST_CLASSES if source.class_names is None else len(source.class_names)
+            wrong = np.flatnonzero((source.labels < 0) | (source.labels >= highest))
+            if len(wrong):
+                raise DataError(
+                    f"{self.place}: {source.name_of(int(wrong[0]))} of {split} has the label "
+                    f"{source.labels[wrong[0]]}, which is not the number of a class "
+                    f"({len(wrong):,} images like it)"
+                )
+        if first.class_names is None:
+            highest = max(int(source.labels.max()) for source in sources.values())
+            return [str(number) for number in range(highest + 1)]
+        names = list(first.class_names)
+        if self.has_attributes:
+            return names
+        number_of = {name: number for number, name in enumerate(names)}
+        for split, source in sources.items():
+            assert source.class_names is not None
+            common = np.array([number_of.get(name, -1) for name in source.class_names])
+            labels = common[source.labels]
+            strange = np.flatnonzero(labels < 0)
+            if len(strange):
+                name = source.class_names[source.labels[strange[0]]]
+                raise DataError(
+                    f"{self.place}: {split} has images of the class {name!r}, which no training "
+                    f"image has; classes are {listed(names, 5)}"
+                )
+            source.labels = labels.astype(np.int32)
+        return names
 
+    def _hold_out(self, share: float) -> None:
+        """Draws a validation split; the data set's own test split is never used for it."""
+        train = self._splits["train"]
+        groups = {"": np.arange(len(train))}
+        if train.domains is not None:
+            groups = {
+                f" of {name}": np.flatnonzero(train.domains == number)
+                for number, name in enumerate(self.domain_names)
+            }
+        generator = np.random.Generator(np.random.PCG64(_SEED))
+        stay, out = [], []
+        for where, numbers in groups.items():
+            count = max(1, round(share * len(numbers)))
+            if count >= len(numbers):
+                raise DataError(
+                    f"data.held_out: {share} of {len(numbers):,} images{where} leaves none to "
+                    "train on"
+                )
+            order = numbers[generator.permutation(len(numbers))]
+            stay.append(order[count:])
+            out.append(order[:count])
+        kept, held = (np.sort(np.concatenate(each)) for each in (stay, out))
+        within = f", from each of {len(groups)} domains" if self.domain_names else ""
+        self.held_out = (
+            f"validation: {len(held):,} of the {len(train):,} training images{within}, drawn with "
+            f"the seed {_SEED}"
+        )
+        own, test = self._splits.get("validation"), self._splits.get(TEST)
+        self.own_validation = None
+        if test is not None and own is not None:
+            self.held_out += "; the data set's own validation split is left out"
+        elif own is not None:
+            self.held_out += "; test: the data set's validation split"
+            test, self.own_validation = own, TEST
+        self._splits = {
+            "train": ImageSplit(train.source, kept),
+            "validation": ImageSplit(train.source, held),
+        } | ({TEST: test} if test is not None else {})
 
-def holds_images(folder: Path) -> bool:
-    """Returns whether a folder holds prepared images."""
-    from polyad.data.images.manifest import is_of_images
-
-    try:
-        return is_of_images(read_json(folder / MANIFEST_FILE))
-    except DataError:
-        return False
+    def _leave_out(self) -> None:
+        """Moves the images of domains to the test split."""
+        source = self._splits["train"].source
+        numbers = [self.domain_names.index(name) for name in self.left_out]
+        inside, splits = [], {}
+        for name, split in self._splits.items():
+            assert split.domains is not None
+            away = np.isin(split.domains, numbers)
+            inside.append(split.numbers[away])
+            splits[name] = ImageSplit(source, split.numbers[~away])
+        test = ImageSplit(source, np.concatenate(inside))
+        trained = [self.class_names[label] for label in np.unique(splits["train"].labels)]
+        for number in numbers:
+            labels = np.unique(test.labels[test.domains == number])
+            classes = [self.class_names[label] for label in labels]
+            check_classes(self.domain_names[number], classes, trained)
+        self._splits = splits | {TEST: test}

@@ -1,23 +1,18 @@
-"""ImageNet-1k's classes, the published layouts of the robustness test sets, whose files are read
-without an index, and scikit-learn's digits.
+"""ImageNet-1k's classes, and the published layouts of the robustness test sets.
 
 A class number is the rank of its WordNet id among the 1,000 in alphabetical order, which is also
 the label number on the Hugging Face hub.
 """
 
 import functools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from polyad.data.errors import DataError
-from polyad.data.images.decoding import Pixels, decode
-from polyad.data.images.sources.found import is_image
-from polyad.data.prepared import is_hidden
+from polyad.data.images.dataset import ImageSplit
+from polyad.data.images.source import list_files
 
 CLASSES_FILE = Path(__file__).with_name("imagenet_classes.txt")
 
@@ -49,15 +44,7 @@ def imagenet_classes() -> tuple[str, ...]:
     return tuple(CLASSES_FILE.read_text(encoding="ascii").split())
 
 
-@dataclass(frozen=True, kw_only=True)
-class LabelledFile:
-    """An image file and its class."""
-
-    path: Path
-    label: int
-
-
-def by_wordnet_id(folder: Path) -> list[LabelledFile]:
+def by_wordnet_id(folder: Path) -> ImageSplit:
     """Lists the images of a tree with one folder per class, named by its WordNet id.
 
     Args:
@@ -66,26 +53,25 @@ def by_wordnet_id(folder: Path) -> list[LabelledFile]:
     Raises:
         DataError: A folder has another name, or there are no images.
     """
-    numbers = {wordnet_id: number for number, wordnet_id in enumerate(imagenet_classes())}
-    allowed = "WordNet ids of ImageNet-1k, as n01440764"
     if not folder.is_dir():
         raise DataError(f"{folder}: there is no such folder")
-    classes = sorted(e for e in folder.iterdir() if e.is_dir() and not is_hidden(e.name))
-    for entry in classes:
-        if entry.name not in numbers:
-            raise DataError(f"{entry}: is not the folder of a class; allowed: {allowed}")
-    found = []
-    for entry in classes:
-        for path in sorted(path for path in entry.iterdir() if not is_hidden(path.name)):
-            if not is_image(path.name):
-                raise DataError(f"{path}: is not an image, but is in a folder of images")
-            found.append(LabelledFile(path=path, label=numbers[entry.name]))
-    if not found:
-        raise DataError(f"{folder}: has no image in folders of classes; allowed: {allowed}")
-    return found
+    files, others = list_files(folder)
+    names = files.class_names
+    numbers = {wordnet_id: number for number, wordnet_id in enumerate(imagenet_classes())}
+    strange = next((name for name in names if name not in numbers), None)
+    if strange is not None or not len(files.labels) or others:
+        why = f"{strange} is not the folder of a class" if strange else "has no images"
+        if others:
+            why = f"holds {others:,} files that are not images"
+        raise DataError(
+            f"{folder}: {why}; it must have folders of images named by WordNet ids of "
+            "ImageNet-1k, as n01440764"
+        )
+    files.labels = np.array([numbers[name] for name in names])[files.labels]
+    return ImageSplit(files)
 
 
-def corruptions(folder: Path) -> Iterator[tuple[str, int, list[LabelledFile]]]:
+def corruptions(folder: Path) -> Iterator[tuple[str, int, ImageSplit]]:
     """Lists the images of ImageNet-C: CORRUPTION/SEVERITY/WORDNET_ID/FILE.
 
     Args:
@@ -108,45 +94,3 @@ def corruptions(folder: Path) -> Iterator[tuple[str, int, list[LabelledFile]]]:
     for name in ALEXNET_ERRORS:
         for severity in SEVERITIES:
             yield name, severity, by_wordnet_id(folder / name / str(severity))
-
-
-def classes_of(files: Sequence[LabelledFile]) -> list[int]:
-    """Returns the class of each file, in order."""
-    return sorted({file.label for file in files})
-
-
-class FileSplit:
-    """Image files as a split, in the given order.
-
-    Args:
-        files: The files with their classes.
-    """
-
-    def __init__(self, files: Sequence[LabelledFile]) -> None:
-        self._files = files
-        self.labels: npt.NDArray[np.integer] = np.array([file.label for file in files])
-        self.domains: npt.NDArray[np.integer] | None = None
-
-    def __len__(self) -> int:
-        """Counts the images."""
-        return len(self._files)
-
-    def decode(self, number: int) -> Pixels:
-        """The pixels of an image [H, W, 3]."""
-        path = self._files[number].path
-        try:
-            return decode(path.read_bytes(), str(path))
-        except OSError as error:
-            raise DataError(f"{path}: cannot be read: {error.strerror}") from None
-
-    def name_of(self, number: int) -> str:
-        """Returns an image's file."""
-        return str(self._files[number].path)
-
-
-def digits() -> tuple[Any, Any]:
-    """Loads scikit-learn's handwritten digits: images [N, 8, 8] from 0 to 16, and labels [N]."""
-    from sklearn.datasets import load_digits
-
-    found = load_digits()
-    return found.images, found.target

@@ -1,13 +1,10 @@
 """`polyad prepare` and `polyad data verify`."""
 
-import time
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Annotated, Literal
 
 from polyad.launch.command import Argument, Json, UsageError, command
-from polyad.launch.output import only_results_on_stdout, results
-from polyad.train.results import aligned
+from polyad.launch.output import results
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,58 +99,23 @@ class TextOptions:
 )
 def prepare(
     *,
-    images: Annotated[
-        str | None,
-        Argument(
-            "prepare images instead of text; SOURCE is digits, hub:OWNER/NAME, a folder with one "
-            "subfolder per class, .parquet files, a folder saved by Hugging Face datasets, or the "
-            "original MNIST, CIFAR or CelebA files",
-            "SOURCE",
-        ),
-    ] = None,
-    held_out: Annotated[
-        float | None,
-        Argument(
-            "with --images: fraction of the training images held out for validation; default 0.01 "
-            "if the data set has no validation split besides a test split",
-            "F",
-        ),
-    ] = None,
-    domains: Annotated[
-        bool,
-        Argument(
-            "with --images: SOURCE is a folder with one subfolder per domain, each with one "
-            "subfolder per class; images are held out from every domain"
-        ),
-    ] = False,
     join: Annotated[
         bool, Argument("join DIR.part-1-of-N to DIR.part-N-of-N of text into DIR")
     ] = False,
     text: TextOptions,
 ) -> None:
-    """Prepares data for training: tokenizes text, or indexes images.
+    """Prepares text for training: .bin and .idx files of tokens, a tokenizer and manifest.json.
 
-    Text becomes .bin and .idx files, a tokenizer and manifest.json; images get an index.
+    Images need no preparation: data.path names their folder or data set.
     """
     from polyad.launch.machine import prepare_environment
 
     prepare_environment()
-    if images is not None:
-        if join:
-            raise UsageError("--join: applies to text only, and is not allowed with --images")
-        why = "applies to text only, and is not allowed with --images"
-        _refuse(text, besides=("output", "overwrite"), why=why)
-        _prepare_images(images, text, held_out=held_out, domains=domains)
-        return
-    if held_out is not None:
-        raise UsageError(f"--held-out: {held_out} means nothing without --images")
-    if domains:
-        raise UsageError("--domains: means nothing without --images")
     missing = [f"--{name}" for name in ("source", "tokenizer") if getattr(text, name) is None]
     if join:
         _refuse(text, besides=("output", "overwrite"), why="means nothing with --join")
     elif missing:
-        raise UsageError(f"needs {' and '.join(missing)}, or --images for images")
+        raise UsageError(f"needs {' and '.join(missing)}")
     from polyad.launch.preparation import prepare_text
 
     prepare_text(vars(text), joins=join)
@@ -166,24 +128,6 @@ def _refuse(text: TextOptions, *, besides: tuple[str, ...], why: str) -> None:
         if field.name not in besides and value != field.default:
             name = "format" if field.name == "file_format" else field.name.replace("_", "-")
             raise UsageError(f"--{name}: {value} {why}")
-
-
-def _prepare_images(
-    source: str, options: TextOptions, *, held_out: float | None, domains: bool
-) -> None:
-    from polyad.data.images.prepare import prepare_images, prepared_rows
-
-    with only_results_on_stdout() as stdout:
-        started = time.monotonic()
-        manifest = prepare_images(
-            source,
-            options.output,
-            held_out=held_out,
-            domains=domains,
-            overwrite=options.overwrite,
-        )
-        rows = list(prepared_rows(manifest, Path(options.output), time.monotonic() - started))
-        stdout.write("".join(f"{line}\n" for line in aligned(rows, "<")))
 
 
 @command(

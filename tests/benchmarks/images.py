@@ -21,7 +21,6 @@ from polyad.data.errors import user_path
 from polyad.data.images.augmentation import available, random_crop
 from polyad.data.images.config import AugmentationConfig, ImageDataConfig, RandAugmentConfig
 from polyad.data.images.dataset import ImageData
-from polyad.data.images.prepare import prepare_images
 from polyad.data.images.samples import ImageSamples
 from polyad.data.sampler import micro_batches
 from polyad.launch.command import Argument, Json
@@ -65,16 +64,14 @@ def bench_images(
 def _compared(
     folder: Path, place: Path, images: int, repeats: int, randaugment: bool
 ) -> dict[str, Any]:
-    prepare_images(str(folder), place / "index", report=lambda line: None)
-    data = ImageData.open(place / "index")
-    split = data.split("train")
-    files = [Path(split.name_of(number)) for number in range(len(split))]
-    count = max(BATCH, images // BATCH * BATCH)
     chosen = RandAugmentConfig(operations=2, magnitude=15) if randaugment else None
     settings = ImageDataConfig(
-        path=str(place / "index"),
+        path=str(folder),
         augmentation=AugmentationConfig(crop_scale=(0.08, 1.0), randaugment=chosen),
     )
+    split = ImageData.open(settings).split("train")
+    files = [Path(split.name_of(number)) for number in range(len(split))]
+    count = max(BATCH, images // BATCH * BATCH)
     samples = ImageSamples(split, settings, SIZE, seed=0)
 
     def ours() -> None:

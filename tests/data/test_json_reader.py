@@ -1,11 +1,8 @@
 """JSON that others have written is one line where it is none, whoever reads it."""
 
-import json
-
 import pytest
 
 from polyad.data.errors import DataError
-from polyad.data.images.dataset import ImageData, holds_images
 from polyad.data.sequences.tables import _read_jsonl as read_table
 from polyad.data.text.dataset import PreparedData
 from polyad.data.text.readers import read_jsonl
@@ -29,7 +26,6 @@ READERS = {
     "lines of text": lambda p, c: list(read_jsonl(in_a_folder(p, "a.jsonl", c + b"\n") / "a.jsonl",
                                                   "text")),
     "a table": lambda p, c: read_table(in_a_folder(p, "a.jsonl", c + b"\n") / "a.jsonl", ["text"]),
-    "a manifest of images": lambda p, c: ImageData.open(in_a_folder(p, "manifest.json", c)),
     "a manifest of text": lambda p, c: PreparedData.open(in_a_folder(p, "manifest.json", c)),
     "about a tokenizer": lambda p, c: read_about(in_a_folder(p, "tokenizer_config.json", c)),
     "another library's": lambda p, c: read_config(in_a_folder(p, "a.json", c) / "a.json",
@@ -46,11 +42,3 @@ def test_what_is_no_json_is_one_line_for_every_reader(tmp_path, reader, kind):
         READERS[reader](tmp_path, content)
     assert "\n" not in str(caught.value)
     assert ".json" in str(caught.value)
-
-
-@pytest.mark.parametrize("kind", BAD)
-def test_a_folder_with_such_a_manifest_holds_no_images(tmp_path, kind):
-    (tmp_path / "manifest.json").write_bytes(BAD[kind])
-    assert not holds_images(tmp_path)
-    (tmp_path / "manifest.json").write_text(json.dumps({"kind": "images"}))
-    assert holds_images(tmp_path)

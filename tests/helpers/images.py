@@ -1,8 +1,8 @@
-"""Small real image files, in every form that `polyad prepare --images` reads."""
+"""Small real image files, in every form that is read."""
 
 import io
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -130,32 +130,31 @@ def with_attributes(number: int) -> Image.Image:
 
 
 def celeba(root: Path, images: int = 60) -> Path:
-    """Files with attributes, as CelebA is published: two of three train, the others validate and
-    test."""
-    (root / "img_align_celeba").mkdir(parents=True)
-    names = [f"{number:06}.jpg" for number in range(images)]
-    for number, name in enumerate(names):
-        (root / "img_align_celeba" / name).write_bytes(encoded(with_attributes(number)))
-    rows = (" ".join("1" if has else "-1" for has in attributes_of(n)) for n in range(images))
-    listed_rows = "\n".join(f"{name}  {row}" for name, row in zip(names, rows, strict=True))
-    (root / "list_attr_celeba.txt").write_text(f"{images}\n{' '.join(ATTRIBUTES)}\n{listed_rows}\n")
-    parts = (0 if n < images * 2 // 3 else 1 + n // 2 % 2 for n in range(images))
-    lines = "\n".join(f"{name} {part}" for name, part in zip(names, parts, strict=True))
-    (root / "list_eval_partition.txt").write_text(lines + "\n")
+    """Parquet files of images with attributes: two of three train, the others validate and test."""
+    root.mkdir(parents=True)
+    parts: dict[str, list[int]] = {"train": [], "validation": [], "test": []}
+    for number in range(images):
+        held = ("validation", "test")[number // 2 % 2]
+        parts["train" if number < images * 2 // 3 else held].append(number)
+    for split, numbers in parts.items():
+        parquet_of_attributes(root / f"{split}.parquet", numbers)
     return root
 
 
-def parquet_of_attributes(path: Path, images: int = 60) -> Path:
-    """The same images in parquet, with a column of true and false for each attribute."""
+def parquet_of_attributes(path: Path, numbers: Iterable[int] = range(60)) -> Path:
+    """Images in parquet, with a column of true and false for each attribute."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    content = [encoded(with_attributes(number)) for number in range(images)]
+    numbers = list(numbers)
     image = pa.StructArray.from_arrays(
-        [pa.array(content, pa.binary()), pa.array([f"{n}.jpg" for n in range(images)])],
+        [
+            pa.array([encoded(with_attributes(number)) for number in numbers], pa.binary()),
+            pa.array([f"{number}.jpg" for number in numbers]),
+        ],
         ["bytes", "path"],
     )
-    columns = zip(*(attributes_of(number) for number in range(images)), strict=True)
+    columns = zip(*(attributes_of(number) for number in numbers), strict=True)
     bits = {n: pa.array(list(map(bool, c))) for n, c in zip(ATTRIBUTES, columns, strict=True)}
-    pq.write_table(pa.table({"image": image, "number": pa.array(range(images)), **bits}), path)
+    pq.write_table(pa.table({"image": image, "number": pa.array(numbers), **bits}), path)
     return path

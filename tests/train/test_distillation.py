@@ -9,8 +9,8 @@ import yaml
 from scipy.stats import entropy
 from torch.nn.functional import cross_entropy, kl_div
 
+from polyad.data.images.config import ImageDataConfig
 from polyad.data.images.dataset import ImageData
-from polyad.data.images.prepare import prepare_images
 from polyad.parallel.weights import load_model
 from polyad.train.experts.probing import deciding, routed_layers
 from polyad.train.tasks.distillation import distillation_loss
@@ -51,9 +51,8 @@ FREEZE = "optimizer.groups=[{match: mixture.experts.*, freeze: true}]"
 @pytest.fixture(scope="module")
 def config(tmp_path_factory):
     root = tmp_path_factory.mktemp("digits")
-    prepare_images("digits", root / "data", held_out=0.2, report=lambda line: None)
     tree = TREE | {"run": {"folder": str(root / "run")}}
-    tree["data"] = tree["data"] | {"path": str(root / "data")}
+    tree["data"] = tree["data"] | {"path": "digits", "held_out": 0.2}
     path = root / "digits.yaml"
     path.write_text(yaml.safe_dump(tree))
     return path
@@ -77,7 +76,7 @@ def test_a_mixture_with_an_attentive_gate_learns_digits(workers, attentive):
 
 def shares_of_held_out(config, path):
     """What the gate of a checkpoint gives each expert [N, M], of one held-out image at a time."""
-    data = ImageData.open(config.parent / "data").split("validation")
+    data = ImageData.open(ImageDataConfig(path="digits", held_out=0.2)).split("validation")
     model, shares = load_model(path), []
     with torch.inference_mode():
         for number in range(len(data)):
@@ -94,7 +93,7 @@ def test_the_gate_of_a_mixture_is_measured(workers, config, attentive):
     (found,) = workers(1).run(specialization, attentive)
     assert "polysemanticity" not in found["layers"]["mixture"]  # whole networks are not left out
     (level,) = found["layers"]["mixture"]["levels"]
-    data = ImageData.open(config.parent / "data").split("validation")
+    data = ImageData.open(ImageDataConfig(path="digits", held_out=0.2)).split("validation")
     labels = [int(data.labels[number]) for number in range(len(data))]
     p_NM = shares_of_held_out(config, attentive)
     assert level["entropy_bits"]["value"] == pytest.approx(entropy(p_NM, base=2, axis=1).mean())
@@ -238,9 +237,7 @@ def test_the_loss_is_the_divergence_that_torch_computes():
 @pytest.fixture(scope="module")
 def colours(tmp_path_factory):
     root = tmp_path_factory.mktemp("colours")
-    source = made.class_folders(root / "all", 8)
-    prepare_images(str(source), root / "data", held_out=0.3, report=lambda line: None)
-    return root / "data"
+    return made.class_folders(root / "all", 8)
 
 
 @pytest.mark.parametrize(

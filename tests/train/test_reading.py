@@ -6,7 +6,6 @@ import pytest
 import torch
 import yaml
 
-from polyad.data.images.prepare import prepare_images
 from polyad.data.text.dataset import PreparedData
 from polyad.train.experts.moments import STATISTICS
 from polyad.train.measures.atlas import Atlas
@@ -171,13 +170,12 @@ def masked_text_run(workers, root, texts):
 
 def images_run(workers, root):
     folders = str(made.class_folders(root / "all", 20))
-    prepare_images(folders, root / "out", held_out=0.4, report=lambda line: None)
     model = {"kind": "vit", "image_size": 8, "patch_size": 4, "num_layers": 2, "hidden_size": 16}
     train = {"global_batch_size": 8, "micro_batch_size": 8, "precision": "fp32", "steps": 2}
     tree = {
         "run": {"folder": str(root / "run")}, "train": train, "log": {"trackers": []},
         "model": model | {"num_heads": 2, "feed_forward": SPARSE},
-        "data": {"kind": "images", "path": str(root / "out"), "normalization": "half"},
+        "data": {"kind": "images", "path": folders, "held_out": 0.4, "normalization": "half"},
     }  # fmt: skip
     (root / "run.yaml").write_text(yaml.safe_dump(tree))
     workers(1).run(run, root / "run.yaml")

@@ -17,7 +17,7 @@ from polyad.data.errors import DataError, user_path
 from polyad.data.images.augmentation import evaluation_image
 from polyad.data.images.config import AttributeDataConfig, ImageDataConfig
 from polyad.data.images.decoding import decode
-from polyad.data.images.sources.found import is_image
+from polyad.data.images.source import is_image
 from polyad.data.sequences.config import Schema, SequenceDataConfig
 from polyad.data.sequences.samples import Encoded, PaddedRows, encode_rows, form_of
 from polyad.data.sequences.tables import SUFFIXES, Table, read_tables

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from polyad.data.images.augmentation import evaluation_image
+from polyad.data.images.config import ImageDataConfig
 from polyad.data.images.dataset import ImageData
 from polyad.data.images.samples import Images
 from polyad.data.text.dataset import PreparedData, TokenStream
@@ -46,14 +47,17 @@ def summary(run: Path, scores: dict[str, Any]) -> list[tuple[str, str]]:
     losses = records[0]["loss"], last_loss(records)
     processes = json.loads((run / "environment.json").read_text(encoding="utf-8"))["world_size"]
     rate, memory = median_rate(records, unit), peak_memory(records) / 2**30
-    of_kind = _of_images if unit == "image" else _of_text
+    if isinstance(config.data, ImageDataConfig):
+        of_kind = _of_images(ImageData.open(config.data), scores)
+    else:
+        of_kind = _of_text(Path(scores["data"]), scores)
     return [
         ("model", f"{parameters:,} parameters, {active:,} active per token"),
         (
             "training loss",
             "{:.3f} at the first step, {:.3f} over the last 10 steps".format(*losses),
         ),
-        *of_kind(Path(scores["data"]), scores),
+        *of_kind,
         *_routing(records[-1]),
         ("speed", f"{rate:,.0f} {unit}s/s in training on {processes} processes"),
         ("peak memory", f"{memory:.2f} GiB per process"),
@@ -72,9 +76,9 @@ def _of_text(data: Path, scores: dict[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-def _of_images(data: Path, scores: dict[str, Any]) -> list[tuple[str, str]]:
-    opened, pixels = ImageData.open(data), scores["image_size"]
-    nearest = nearest_neighbour_accuracy(opened.split("train"), opened.split("validation"), pixels)
+def _of_images(data: ImageData, scores: dict[str, Any]) -> list[tuple[str, str]]:
+    pixels = scores["image_size"]
+    nearest = nearest_neighbour_accuracy(data.split("train"), data.split("validation"), pixels)
     of_nearest = f"class of the nearest training image, {pixels} x {pixels} pixels"
     return [
         ("accuracy", f"{scores['top1']:.4f} on {scores['images_scored']:,} held-out images"),

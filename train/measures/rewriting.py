@@ -87,7 +87,7 @@ def read_rewrite(text: str, task: ImageClassification) -> Rewrite:
         raise ConfigError(
             f"--move: {text!r} is not allowed; the form is {FORM}, where of and by may be missing"
         )
-    names = task.data.manifest.class_names
+    names = task.data.class_names
     output = _class_number(parts["class"], names)
     words = parts["of"] if "of" in parts else parts["class"]
     of: tuple[Condition, ...]
@@ -316,7 +316,7 @@ class Rewriting(Examination):
         scored = ImageSamples(task, split, num_workers=workers)
         read_all(scored, counted, f"score {split}")
         before, after = counted.result(world)
-        names = task.data.manifest.class_names
+        names = task.data.class_names
         return Rewritten(
             images=scored.rows,
             output=names[rewrite.output],

@@ -10,15 +10,14 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from polyad.data.images.dataset import ImageSplit
 from polyad.data.images.imagenet import (
     ALEXNET_ERRORS,
-    FileSplit,
-    LabelledFile,
     by_wordnet_id,
-    classes_of,
     corruptions,
     imagenet_classes,
 )
@@ -86,7 +85,7 @@ class Robustness(Examination):
                 f"robustness: is not allowed with model.num_classes: {task.model.num_classes}; the "
                 f"sets are of ImageNet-1k's {classes:,} classes"
             )
-        check_order(task.data.manifest.class_names, task.place)
+        check_order(task.data.class_names, task.place)
         return options["set"], options["folder"]
 
     @classmethod
@@ -165,14 +164,14 @@ class Scorer(NamedTuple):
         return logits_NK[order_N], labels_N[order_N]
 
     def files(
-        self, files: Sequence[LabelledFile], told: str, resize: float | None = None
+        self, files: ImageSplit, told: str, resize: float | None = None
     ) -> tuple[Tensor, Tensor]:
         """The same for files, whose shorter side is resized to `resize` times the model's before
         the crop; None: as configured."""
         settings = self.task.settings
         if resize is not None:
             settings = settings.model_copy(update={"evaluation_resize": resize})
-        images = EvaluationImages(FileSplit(files), settings, self.task.model.image_size)
+        images = EvaluationImages(files, settings, self.task.model.image_size)
         return self.logits(images, told)
 
 
@@ -197,7 +196,7 @@ def _corrupted(scorer: Scorer, folder: Path) -> dict[str, Any]:
 def _subset(scorer: Scorer, folder: Path) -> dict[str, Any]:
     """Top-1 accuracy among the set's classes only: ImageNet-A and -R have 200."""
     files = by_wordnet_id(folder)
-    classes_S = torch.tensor(classes_of(files))
+    classes_S = torch.as_tensor(np.unique(files.labels))
     logits_NK, labels_N = scorer.files(files, folder.name)
     predicted_N = classes_S[logits_NK[:, classes_S].argmax(-1)]
     right = float((predicted_N == labels_N).double().mean())
@@ -213,13 +212,13 @@ def _outliers(scorer: Scorer, folder: Path) -> dict[str, Any]:
     from sklearn.metrics import average_precision_score
 
     data, files = scorer.task.data, by_wordnet_id(folder)
-    split = data.manifest.own_validation
+    split = data.own_validation
     if split is None:
         raise ConfigError(
             f"robustness: {scorer.task.place} lacks ImageNet's own validation images, which this "
-            f"set is compared with: {data.manifest.held_out}; prepare it without --held-out"
+            f"set is compared with: {data.held_out}; set data.held_out to null"
         )
-    classes_S = torch.tensor(classes_of(files))
+    classes_S = torch.as_tensor(np.unique(files.labels))
     outside_NK, _ = scorer.files(files, folder.name)
     labels = torch.as_tensor(data.split(split).labels)
     numbers = torch.isin(labels, classes_S).nonzero().flatten().tolist()

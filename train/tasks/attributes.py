@@ -18,7 +18,7 @@ from polyad.train.tasks.task import Score
 
 
 class AttributeClassification(ImageClassification):
-    """Predicts the attributes of each image of a prepared folder, with one logit per attribute."""
+    """Predicts the attributes of each image, with one logit per attribute."""
 
     data_settings = AttributeDataConfig
     scores = (
@@ -33,7 +33,7 @@ class AttributeClassification(ImageClassification):
 
     def counting(self, device: torch.device) -> Counted:
         """Sums for the scores of a split."""
-        return CountedAttributes(len(self.data.manifest.class_names), device)
+        return CountedAttributes(len(self.data.class_names), device)
 
 
 class AttributeScore(NamedTuple):

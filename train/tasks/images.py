@@ -1,4 +1,4 @@
-"""Image classification on a prepared folder of images.
+"""Image classification.
 
 Shapes: B images of a micro-batch, C channels, H x W pixels, K classes.
 """
@@ -91,10 +91,10 @@ class ImageScores(LabelledScores):
 
 
 class ImageClassification(LabelledTask[ImageBatch]):
-    """Predicts the class of each image of a prepared folder.
+    """Predicts the class of each image.
 
     Args:
-        data: The prepared images.
+        data: The images.
         sections: Sections of the configuration.
     """
 
@@ -137,7 +137,7 @@ class ImageClassification(LabelledTask[ImageBatch]):
         self._noise: GaussianNoise | None = None
         self._seed, self._most = sections.seed, sections.evaluation.max_windows
         self.model = with_classes(model, data, self.place)
-        if data.manifest.has_attributes != self.has_attributes:
+        if data.has_attributes != self.has_attributes:
             holds, allowed = ("one class", "images") if self.has_attributes else ("attributes",) * 2
             raise ConfigError(
                 f"data.kind: {settings.kind} is not allowed with {self.place}, whose images have "
@@ -146,13 +146,13 @@ class ImageClassification(LabelledTask[ImageBatch]):
 
     @classmethod
     def open(cls, sections: Sections) -> "ImageClassification":
-        """Opens the prepared images."""
+        """Lists the images."""
         settings = sections.data
         assert isinstance(settings, ImageDataConfig)
-        return cls(ImageData.open(settings.path, settings.leave_out), sections)
+        return cls(ImageData.open(settings), sections)
 
     def contents(self, split: str) -> str:
-        """A digest of the index of all splits."""
+        """A digest of the names and labels of all splits."""
         return self.data.contents
 
     @functools.cached_property
@@ -211,11 +211,11 @@ class ImageClassification(LabelledTask[ImageBatch]):
         loss."""
         return logits_BK.sigmoid() if self.settings.loss == "sigmoid" else logits_BK.softmax(-1)
 
-    to_validate: ClassVar[str] = "`polyad prepare --images SOURCE --held-out 0.1` holds images out"
+    to_validate: ClassVar[str] = "data.held_out: 0.1 holds a tenth of the training images out"
 
     def counting(self, device: torch.device) -> Counted:
         """Sums for the scores of a split."""
-        return CountedClasses(len(self.data.manifest.class_names), device, self.probabilities)
+        return CountedClasses(len(self.data.class_names), device, self.probabilities)
 
     @torch.no_grad()
     def score(
@@ -263,19 +263,19 @@ class ImageClassification(LabelledTask[ImageBatch]):
             losses_B = self._loss(logits_BK, targets_BK)
             counted.add(logits_BK, labels_B, losses_B)
             of_domains.add(logits_BK, labels_B, losses_B, numbers_B)
-        manifest = self.data.manifest
+        data = self.data
         names = [score.name for score in self.scores]
         return ImageScores(
-            totals=counted.result(world, manifest.class_names),
+            totals=counted.result(world, data.class_names),
             per_domain={
-                manifest.domain_names[number]: {"images": each.images_scored}
+                data.domain_names[number]: {"images": each.images_scored}
                 | {name: getattr(each, name) for name in names}
-                for number, each in of_domains.results(world, manifest.class_names)
+                for number, each in of_domains.results(world, data.class_names)
             },
             left_out=self.data.left_out,
             images_in_split=len(images),
             image_size=self.model.image_size,
-            held_out=manifest.held_out,
+            held_out=data.held_out,
         )
 
     def units_of(self, split: str) -> int:
@@ -289,7 +289,7 @@ class ImageClassification(LabelledTask[ImageBatch]):
     def labels_in_words(self, split: str) -> Callable[[int], str]:
         """Returns a function from an image's number in a split to its class or attributes in
         words."""
-        labels, names = self.data.split(split).labels, self.data.manifest.class_names
+        labels, names = self.data.split(split).labels, self.data.class_names
 
         def in_words(number: int) -> str:
             if labels.ndim == 1:
@@ -312,7 +312,7 @@ class ImageClassification(LabelledTask[ImageBatch]):
 
     def kept(self) -> Kept:
         """The names of the classes, and the fingerprint of the data."""
-        classes = file_of_classes(self.data.manifest.class_names)
+        classes = file_of_classes(self.data.class_names)
         return Kept(state={"data_fingerprint": self.fingerprint}, files={CLASSES_FILE: classes})
 
     @property
@@ -320,6 +320,8 @@ class ImageClassification(LabelledTask[ImageBatch]):
         """Warns where images are much larger than the model reads, or the validation split is
         small."""
         said = []
+        if self.data.others:
+            said.append(f"{self.place}: {self.data.others:,} files are not images, and not read")
         side = self.model.image_size
         train = self.data.split("train")
         with contextlib.suppress(DataError):  # training reports damaged images
@@ -333,8 +335,8 @@ class ImageClassification(LabelledTask[ImageBatch]):
         if count < FEW:
             images = f"{count:,} image{'s' * (count > 1)} of {count + len(train):,}"
             said.append(
-                f"validation: {images}: each is {1 / count:.0%} of a score; `polyad prepare "
-                f"--held-out` takes more"
+                f"validation: {images}: each is {1 / count:.0%} of a score; a larger "
+                f"data.held_out takes more"
             )
         return said
 
@@ -367,7 +369,7 @@ class ImageClassification(LabelledTask[ImageBatch]):
             ConfigError: They were trained with other classes.
         """
         names = names_of(weights)
-        ours = list(self.data.manifest.class_names)
+        ours = list(self.data.class_names)
         if names is not None and names != ours:
             way = ""
             if isinstance(weights, FamilyWeights):
@@ -393,7 +395,7 @@ def with_classes(model: ImageSettings, data: ImageData, place: str) -> ImageSett
     Raises:
         ConfigError: The model has another number of classes, or other channels.
     """
-    classes = len(data.manifest.class_names)
+    classes = len(data.class_names)
     if model.num_classes is not None and model.num_classes != classes:
         raise ConfigError(
             f"model.num_classes: {model.num_classes} is not the number of classes of {place}, "

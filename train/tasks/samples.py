@@ -534,7 +534,7 @@ class ImageSamples(Samples):
         if self.task.has_attributes:
             return None
         labels_N = np.asarray(self.task.data.split(self.split).labels)[self.numbers]
-        return list(self.task.data.manifest.class_names), torch.as_tensor(labels_N).long()
+        return list(self.task.data.class_names), torch.as_tensor(labels_N).long()
 
 
 class SequenceSamples(Samples):

@@ -21,7 +21,6 @@ from polyad.data.images.augmentation import (
 from polyad.data.images.config import AugmentationConfig, ImageDataConfig, RandAugmentConfig
 from polyad.data.images.dataset import ImageData
 from polyad.data.images.decoding import decode
-from polyad.data.images.prepare import prepare_images
 from polyad.data.images.samples import EvaluationImages, ImageSamples
 from polyad.data.sampler import evaluation_batches, micro_batches
 from tests.helpers import images as made
@@ -168,15 +167,13 @@ def test_mixing_draws_a_pairs_share_and_box():
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     root = tmp_path_factory.mktemp("images")
-    prepare_images(
-        str(made.class_folders(root / "all")), root / "out", held_out=0.3, report=lambda line: None
-    )
-    return ImageData.open(root / "out")
+    path = str(made.class_folders(root / "all"))
+    return ImageData.open(ImageDataConfig(path=path, held_out=0.3))
 
 
 def samples(data, **changes):
     chosen = AugmentationConfig(mixup=0.2, erasing=0.3)
-    settings = ImageDataConfig(path=str(data.path), augmentation=chosen, **changes)
+    settings = ImageDataConfig(path="x", augmentation=chosen, **changes)
     return ImageSamples(data.split("train"), settings, 8, seed=5)
 
 
@@ -234,8 +231,7 @@ def test_damaged_images_are_replaced_until_there_are_too_many(tmp_path):
     root = made.class_folders(tmp_path / "all")
     for name in ("ant/000.jpg", "bee/001.jpg"):
         (root / name).write_bytes((root / name).read_bytes()[:100])
-    prepare_images(str(root), tmp_path / "out", held_out=0.05, report=lambda line: None)
-    broken = ImageData.open(tmp_path / "out")
+    broken = ImageData.open(ImageDataConfig(path=str(root), held_out=0.05))
     read = samples(broken, max_damaged=2)
     count = len(broken.split("train"))
     assert len([read[g] for g in range(count)]) == count

@@ -7,7 +7,6 @@ from polyad.data.errors import DataError
 from polyad.data.images.augmentation import GaussianNoise
 from polyad.data.images.config import ImageDataConfig
 from polyad.data.images.dataset import ImageData
-from polyad.data.images.prepare import prepare_images
 from polyad.data.images.samples import EvaluationImages
 from tests.helpers import images as made
 
@@ -41,9 +40,8 @@ def test_numbers_out_of_range_are_refused(rate, seed):
 
 
 def test_held_out_images_have_it_whatever_part_is_read(tmp_path):
-    prepare_images(str(made.class_folders(tmp_path / "all")), tmp_path / "out", report=print)
-    split = ImageData.open(tmp_path / "out").split("train")
-    settings, noise = ImageDataConfig(path=str(tmp_path / "out")), GaussianNoise(0.2, 1)
+    settings = ImageDataConfig(path=str(made.class_folders(tmp_path / "all")))
+    split, noise = ImageData.open(settings).split("train"), GaussianNoise(0.2, 1)
     clean = EvaluationImages(split, settings, 8)
     noisy = EvaluationImages(split, settings, 8, noise=noise)
     expected = noise(clean[5].images_BCHW.numpy(), 5)

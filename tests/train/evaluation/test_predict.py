@@ -7,7 +7,6 @@ import pytest
 import torch
 
 import polyad
-from polyad.data.images.prepare import prepare_images
 from polyad.launch.cli import run as command
 from polyad.train.errors import ConfigError
 from tests.helpers.fine_tuned import EVIL, NAMES, SETTINGS, one_by_one, others, table, trainer
@@ -32,12 +31,10 @@ def classifier(train):
 @pytest.fixture(scope="module")
 def images(workers, tmp_path_factory):
     root = tmp_path_factory.mktemp("images")
-    prepare_images(
-        str(class_folders(root / "all", 20)), root / "prepared", held_out=0.3, report=lambda _: None
-    )
+    source = class_folders(root / "all", 20)
     mixer = {"kind": "mixer", "image_size": 8, "patch_size": 2, "num_layers": 1, "hidden_size": 16}
     config = write_config(
-        root / "config.yaml", root / "prepared", data__kind="images", model=mixer,
+        root / "config.yaml", source, data__kind="images", data__held_out=0.3, model=mixer,
         optimizer__learning_rate=0.01,
     )  # fmt: skip
     workers(1).run(run, config)

@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from polyad.data.images.config import ImageDataConfig
 from polyad.data.images.dataset import ImageData
-from polyad.data.images.prepare import prepare_images
 from polyad.train.evaluation.summary import nearest_neighbour_accuracy, unigram_perplexity
 from polyad.train.experts import token_classes
 
@@ -32,10 +32,9 @@ def test_unigram_perplexity_is_that_worked_out_by_hand(monkeypatch: pytest.Monke
     assert perplexity == pytest.approx((512 / 12) ** (1 / 3), rel=1e-12)
 
 
-def test_the_nearest_image_is_scikit_learns(tmp_path):
+def test_the_nearest_image_is_scikit_learns():
     neighbors = pytest.importorskip("sklearn.neighbors")
-    prepare_images("digits", tmp_path / "out", held_out=0.3, report=lambda line: None)
-    data = ImageData.open(tmp_path / "out")
+    data = ImageData.open(ImageDataConfig(path="digits", held_out=0.3))
     splits = [data.split(name) for name in ("train", "validation")]
     pixels = [
         np.stack([split.decode(n).ravel() for n in range(len(split))]).astype(np.float64)

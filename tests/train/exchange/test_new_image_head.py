@@ -6,7 +6,6 @@ import pytest
 import torch
 import yaml
 
-from polyad.data.images.prepare import prepare_images
 from polyad.parallel.checkpoint.load import Checkpoint
 from polyad.parallel.weights import load_model
 from polyad.train.errors import ConfigError
@@ -41,7 +40,7 @@ CHANGES = {
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """Prepared images of three and of four classes."""
+    """Images of three and of four classes."""
     root = tmp_path_factory.mktemp("images")
     for name, more in (("three", ()), ("four", ("dog",))):
         source = made.class_folders(root / name, 8)
@@ -50,8 +49,7 @@ def folders(tmp_path_factory):
             for number in range(8):
                 picture = made.encoded(made.picture(label, number))
                 (source / other / f"{number}.jpg").write_bytes(picture)
-        prepare_images(str(source), root / f"{name}-out", held_out=0.3, report=lambda line: None)
-    return {name: root / f"{name}-out" for name in ("three", "four")}
+    return {name: root / name for name in ("three", "four")}
 
 
 @pytest.fixture(scope="module")
@@ -123,8 +121,7 @@ def test_a_head_of_another_kind_is_new_and_other_names_of_as_many_classes_are_re
     assert "head.gate.weight" in Checkpoint(tmp_path / "run/checkpoints/step-00000001").shapes()
     root = made.class_folders(tmp_path / "all", 8)
     (root / "cat").rename(root / "cow")
-    prepare_images(str(root), tmp_path / "out", held_out=0.3, report=lambda line: None)
-    other = (*words, f"data.path={tmp_path / 'out'}", f"run.folder={tmp_path / 'other'}")
+    other = (*words, f"data.path={root}", f"run.folder={tmp_path / 'other'}")
     assert "class 2 is 'cow', not 'cat'" in refusal(workers(1), config, *other)
 
 

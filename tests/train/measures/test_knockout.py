@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from polyad.data.images.prepare import prepare_images
 from polyad.data.text.dataset import PreparedData
 from polyad.launch.cli import run as polyad
 from polyad.parallel.weights import load_model
@@ -269,7 +268,7 @@ def test_of_masked_text_hidden_tokens_are_counted(workers, tmp_path, texts):
 
 
 def test_images_are_refused(workers, tmp_path, capfd):
-    prepare_images(str(class_folders(tmp_path / "all")), tmp_path / "images", report=lambda x: None)
+    class_folders(tmp_path / "images")
     model = {"kind": "vit", "image_size": 8, "patch_size": 4, "num_layers": 1, "hidden_size": 16}
     model |= {"num_heads": 2, "feed_forward": SPARSE}
     config = write_config(

@@ -16,8 +16,8 @@ from torch.nn.functional import cross_entropy, silu
 
 import polyad
 from polyad.data.errors import DataError
+from polyad.data.images.config import ImageDataConfig
 from polyad.data.images.dataset import ImageData
-from polyad.data.images.prepare import prepare_images
 from polyad.data.text.dataset import PreparedData
 from polyad.data.text.tokenizers.files import load_tokenizer
 from polyad.launch.cli import run as command
@@ -391,12 +391,9 @@ IMAGE_MODELS = MODELS | {
 
 @everyday("kind", ["vit", "mixer", "mixture"], keep=[])
 def test_images_are_named_with_their_patches(kind, workers, tmp_path):
-    prepare_images(
-        str(made.class_folders(tmp_path / "all", 20)), tmp_path / "out", held_out=0.4,
-        report=lambda line: None,
-    )  # fmt: skip
+    source = str(made.class_folders(tmp_path / "all", 20))
     config = tmp_path / "run.yaml"
-    data = {"kind": "images", "path": str(tmp_path / "out"), "normalization": "half"}
+    data = {"kind": "images", "path": source, "held_out": 0.4, "normalization": "half"}
     config.write_text(yaml.safe_dump({
         "run": {"folder": str(tmp_path / "run")}, "model": IMAGE_MODELS[kind],
         "data": data | {"evaluation_resize": 1.0},
@@ -407,7 +404,7 @@ def test_images_are_named_with_their_patches(kind, workers, tmp_path):
     }))  # fmt: skip
     workers(1).run(run, config)
     found, about = traced(tmp_path / "run", tmp_path / "t.parquet", extra=["norm"], tokens=9)
-    split = ImageData.open(tmp_path / "out").split("validation")
+    split = ImageData.open(ImageDataConfig(path=source, held_out=0.4)).split("validation")
     chosen = [number * len(split) // 9 for number in range(9)]
     assert sorted(set(found["image"])) == chosen
     for image, file in zip(found["image"], found["file"], strict=True):

@@ -10,7 +10,6 @@ import torch
 import yaml
 from PIL import Image
 
-from polyad.data.images.prepare import prepare_images
 from polyad.parallel.checkpoint.load import find_checkpoint
 from polyad.parallel.weights import load_model
 from polyad.train.errors import ConfigError
@@ -38,12 +37,11 @@ MODELS = {
 def trained(request, workers, tmp_path_factory):
     root = tmp_path_factory.mktemp("images")
     source = made.class_folders(root / "all", 20)
-    prepare_images(str(source), root / "out", held_out=0.4, report=lambda x: None)
     config = root / "run.yaml"
     config.write_text(yaml.safe_dump({
         "run": {"folder": str(root / "run")}, "model": MODELS[request.param],
         "data": {
-            "kind": "images", "path": str(root / "out"), "normalization": "half",
+            "kind": "images", "path": str(source), "held_out": 0.4, "normalization": "half",
             "evaluation_resize": 1.0,
         },
         "train": {
@@ -57,11 +55,10 @@ def trained(request, workers, tmp_path_factory):
 
 def train_one_step(workers, tmp_path, **changes):
     source = made.class_folders(tmp_path / "all", 8)
-    prepare_images(str(source), tmp_path / "out", held_out=0.4, report=lambda x: None)
     config = tmp_path / "run.yaml"
     config.write_text(yaml.safe_dump({
         "run": {"folder": str(tmp_path / "run")}, "model": MODELS["vit"] | changes,
-        "data": {"kind": "images", "path": str(tmp_path / "out")},
+        "data": {"kind": "images", "path": str(source), "held_out": 0.4},
         "train": {
             "steps": 1, "global_batch_size": 8, "micro_batch_size": 8, "precision": "fp32",
         },

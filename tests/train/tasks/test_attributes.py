@@ -6,9 +6,8 @@ import pytest
 import torch
 import yaml
 
-from polyad.data.images.config import AttributeDataConfig
+from polyad.data.images.config import AttributeDataConfig, ImageDataConfig
 from polyad.data.images.dataset import ImageData
-from polyad.data.images.prepare import prepare_images
 from polyad.data.images.samples import EvaluationImages
 from polyad.parallel.weights import load_model
 from tests.helpers import images as made
@@ -30,8 +29,7 @@ pytestmark = pytest.mark.distributed
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     root = tmp_path_factory.mktemp("attributes")
-    prepare_images(str(made.celeba(root / "celeba", 150)), root / "out", report=lambda line: None)
-    return root / "out"
+    return made.celeba(root / "celeba", 150)
 
 
 @pytest.fixture
@@ -148,7 +146,9 @@ def _outputs(folder, data, split):
     """Logits, the head's coefficients and labels, from the model's parts one by one."""
     model = load_model(folder / "checkpoints" / "step-00000006", "cpu")
     images = EvaluationImages(
-        ImageData.open(data).split(split), AttributeDataConfig(path=str(data)), 8
+        ImageData.open(AttributeDataConfig(path=str(data))).split(split),
+        AttributeDataConfig(path=str(data)),
+        8,
     )
     batch = [images[number] for number in range(len(images))]
     x = (torch.stack([each.images_BCHW for each in batch]).float() / 255 - 0.5) / 0.5
@@ -164,16 +164,12 @@ def _outputs(folder, data, split):
 
 @pytest.mark.slow
 def test_a_model_with_one_class_an_image_is_rewritten_too(workers, tmp_path):
-    prepare_images(
-        str(made.class_folders(tmp_path / "all", 20)),
-        tmp_path / "images",
-        held_out=0.3,
-        report=lambda line: None,
-    )
+    data = {"kind": "images", "path": str(made.class_folders(tmp_path / "all", 20))}
+    data |= {"held_out": 0.3}
     config = tmp_path / "run.yaml"
     config.write_text(yaml.safe_dump(TREE | {
         "run": {"folder": str(tmp_path / "run")},
-        "data": {"kind": "images", "path": str(tmp_path / "images")},
+        "data": data,
     }))  # fmt: skip
     assert workers(1).run(run, config, "train.steps=15") == [15]
     far = workers(1).run(rewriting, tmp_path / "run", "class=bee,by=1e6")[0]
@@ -188,7 +184,7 @@ def test_a_model_with_one_class_an_image_is_rewritten_too(workers, tmp_path):
     head = found["layers"]["head"]
     assert head["experts"] == 4
     by_class = head["levels"][0]["labels"]["class"]
-    labels = ImageData.open(tmp_path / "images").split("validation").labels
+    labels = ImageData.open(ImageDataConfig(**data)).split("validation").labels
     held = [int((labels == number).sum()) for number in range(len(by_class["classes"]))]
     given = [sum(column) for column in zip(*by_class["counts"], strict=True)]
     assert given == pytest.approx(held)  # a head's coefficients of an image add up to 1

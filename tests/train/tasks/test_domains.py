@@ -18,7 +18,6 @@ from sklearn.metrics import accuracy_score, f1_score
 from torch.nn.functional import cross_entropy
 
 from polyad.data.images.dataset import ImageData
-from polyad.data.images.prepare import prepare_images
 from polyad.data.text.prepare import prepare
 from polyad.parallel.checkpoint.load import Checkpoint
 from polyad.parallel.weights import load_model
@@ -56,8 +55,7 @@ SIZES = {
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     root = tmp_path_factory.mktemp("domains")
-    tree = pictures.domain_tree(root / "all", SIZES)
-    prepare_images(str(tree), root / "out", held_out=0.2, domains=True, report=lambda line: None)
+    pictures.domain_tree(root / "all", SIZES)
     return root
 
 
@@ -68,7 +66,8 @@ def config(tmp_path, data):
         "run": {"folder": str(tmp_path / "run")},
         "model": VIT,
         "data": {
-            "kind": "images", "path": str(data / "out"), "normalization": "half",
+            "kind": "images", "path": str(data / "all"), "normalization": "half", "domains": True,
+            "held_out": 0.2,
             "evaluation_resize": 1.0, "leave_out": ["grey"],
         },
     }))  # fmt: skip
@@ -102,9 +101,10 @@ def test_images_are_scored_by_domain_and_two_processes_are_one(workers, config, 
     one = workers(1)
     assert one.run(run, config) == [12]
     folder = tmp_path / "run"
+    settings = load_config(config).data
     held = [
         Path(split.name_of(n))
-        for split in [ImageData.open(data / "out", ["grey"]).split("validation")]
+        for split in [ImageData.open(settings).split("validation")]
         for n in range(len(split))
     ]
     whole = sorted((data / "all" / "grey").rglob("*.png"))
@@ -278,13 +278,11 @@ def cifar_tree(archive_path, root, each):
 @pytest.mark.slow
 def test_real_images_are_learned_by_the_command_line(shared, tmp_path):
     tree = cifar_tree(shared / "cifar10" / "cifar10_subset_6k.zip", tmp_path / "all", 40)
-    out, folder = tmp_path / "out", tmp_path / "run"
-    said = polyad("prepare", "--images", tree, "--output", out, "--held-out", "0.2", "--domains")
-    assert "domains     4: blurred 400, grey 400, inverted 400, plain 400" in said
-    config = tmp_path / "config.yaml"
+    folder, config = tmp_path / "run", tmp_path / "config.yaml"
     vit = VIT | {"image_size": 32, "patch_size": 8, "hidden_size": 64, "num_heads": 4}
     train = {"steps": 60, "global_batch_size": 64, "micro_batch_size": 64}
-    section = {"kind": "images", "path": str(out), "leave_out": ["inverted"]}
+    section = {"kind": "images", "path": str(tree), "leave_out": ["inverted"]}
+    section |= {"domains": True, "held_out": 0.2}
     config.write_text(yaml.safe_dump(TRAINING | {
         "run": {"folder": str(folder)}, "model": vit, "train": train, "data": section,
         "optimizer": {"learning_rate": 0.002}, "checkpoint": {"keep_best": True},

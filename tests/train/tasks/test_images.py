@@ -8,7 +8,6 @@ import yaml
 from torch.nn.functional import cross_entropy
 
 from polyad.data.images.augmentation import GaussianNoise, available
-from polyad.data.images.prepare import prepare_images
 from polyad.parallel.checkpoint.load import Checkpoint
 from polyad.parallel.weights import load_model
 from polyad.train.errors import ConfigError
@@ -32,10 +31,7 @@ pytestmark = pytest.mark.distributed
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     root = tmp_path_factory.mktemp("images")
-    prepare_images(
-        str(made.class_folders(root / "all", 20)), root / "out", held_out=0.3, report=lambda x: None
-    )
-    return root / "out"
+    return made.class_folders(root / "all", 20)
 
 
 @pytest.fixture
@@ -44,7 +40,7 @@ def config(tmp_path, data):
     path.write_text(yaml.safe_dump(TREE | {
         "run": {"folder": str(tmp_path / "run")},
         "data": {
-            "kind": "images", "path": str(data), "normalization": "half",
+            "kind": "images", "path": str(data), "held_out": 0.3, "normalization": "half",
             "augmentation": {"mixup": 0.2, "cutmix": 0.5, "crop_scale": [0.5, 1.0]},
         },
     }))  # fmt: skip
@@ -182,7 +178,7 @@ def test_a_mixer_with_two_kinds_of_experts_logs_both(workers, config, tmp_path):
         ),
         ("model.patch_size=3", "model.patch_size: 3 does not divide model.image_size: 8"),
         ("data.augmentation.crop_scale=[0.5]", "data.augmentation.crop_scale: [0.5] is not allow"),
-        ("data.path=/nothing", "data.path: /nothing: is not a folder of prepared images"),
+        ("data.path=/nothing", "data.path: /nothing: there is no such file or folder"),
     ],
 )
 def test_what_does_not_fit_is_one_line(workers, config, override, message):
@@ -193,10 +189,9 @@ def test_other_classes_than_the_checkpoints_are_refused(workers, config, tmp_pat
     workers(1).run(run, config, "train.steps=1")
     root = made.class_folders(tmp_path / "all", 5)
     (root / "cat").rename(root / "dog")
-    prepare_images(str(root), tmp_path / "other", report=lambda x: None)
     # Also those of weights that were converted, whose folder names the classes.
     convert(tmp_path / "run", tmp_path / "plain", "safetensors")
-    words = (f"data.path={tmp_path / 'other'}", f"run.folder={tmp_path / 'new'}")
+    words = (f"data.path={root}", f"run.folder={tmp_path / 'new'}")
     for start in ("run", "plain"):
         text = refusal(workers(1), config, *words, f"checkpoint.init_from={tmp_path / start}")
         assert "class 2 is 'dog', not 'cat'" in text
@@ -220,11 +215,9 @@ def test_small_splits_and_shrunken_images_are_said_before_a_run(tmp_path):
         for number in range(180):
             file = tmp_path / "all" / label / f"{number:03}.png"
             made.picture(0, number, (40, 30)).save(file)
-    prepare_images(str(tmp_path / "all"), tmp_path / "out", report=lambda line: None)
-    assert opened(tmp_path / "out").notes == [
+    assert opened(tmp_path / "all").notes == [
         "model.image_size: images are read at 8 x 8 pixels; the first has 40 x 30",
-        "validation: 4 images of 360: each is 25% of a score; `polyad prepare --held-out` takes "
-        "more",
+        "validation: 4 images of 360: each is 25% of a score; a larger data.held_out takes more",
     ]
 
 

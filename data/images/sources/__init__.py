@@ -1,1 +1,0 @@
-"""Sources of images, one module each: they are read in place, and never extracted."""
