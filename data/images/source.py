@@ -136,9 +136,12 @@ def open_folders(root: Path, *, domains: bool) -> tuple[dict[str, ImageSource], 
         if domains:
             source, others = list_files(root, _domains(root))
             return {"train": source}, _domains(root), others
-        splits = _splits(_folders(root))
-        if not splits or not _folders(root / splits["train"]):
-            splits = {"train": "."}
+        tops = _folders(root)
+        splits = _splits(tops)
+        # Beside others, a folder that holds no folders is a class, as of vehicles.
+        if splits and len(splits) < len(tops) and not _folders(root / splits["train"]):
+            splits = {}
+        splits = splits or {"train": "."}
         listings = {split: list_files(root / name) for split, name in splits.items()}
     except OSError as error:
         raise DataError(f"data.path: {error.filename}: cannot be read: {error.strerror}") from None
@@ -231,6 +234,7 @@ class TableImages:
 
     def __init__(self, rows: Any, place: str) -> None:
         import datasets
+        import pyarrow
 
         self._place = place
         features = rows.features
@@ -246,7 +250,7 @@ class TableImages:
             self._rows = rows.select_columns([image]).cast_column(
                 image, datasets.Image(decode=False)
             )
-        except (TypeError, ValueError) as error:
+        except (pyarrow.ArrowException, TypeError, ValueError) as error:
             raise DataError(f"{place}: the column {image!r}: {error}") from None
         self._image = image
         self.class_names: Sequence[str] | None = None

@@ -24,7 +24,7 @@ TREE = {
         "kind": "vit", "image_size": 8, "patch_size": 4, "num_layers": 2, "hidden_size": 16,
         "num_heads": 2, "feed_forward": {"kind": "dense"},
     },
-    "data": {"kind": "images", "normalization": "half"},
+    "data": {"kind": "images", "held_out": 0.3, "normalization": "half"},
     "train": {"steps": 2, "global_batch_size": 8, "micro_batch_size": 4, "precision": "fp32"},
     "optimizer": {"kind": "sgd", "learning_rate": 0.01, "clip_grad_norm": 1.0},
     "schedule": {"kind": "constant"},
