@@ -312,7 +312,10 @@ class World:
         config = load_config(self._root / path, overrides)
         mixed = getattr(config.data, "mixture", None) or ()
         for source in [config.data.path, *(one.path for one in mixed)]:
-            if source is not None and source not in BENCHMARKS:  # those are on the hub
+            # Those are on the hub, in scikit-learn or a user's own.
+            if source not in (None, *BENCHMARKS, "digits", "my-images", "domainbed/PACS") and (
+                not source.startswith("hub:")
+            ):
                 self._read(source)
         for source in (config.checkpoint.init_from, config.distill.teacher):
             if source is not None:

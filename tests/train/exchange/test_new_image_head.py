@@ -150,7 +150,10 @@ def test_a_head_of_another_library_is_taken_by_the_names_of_its_classes(
     ((_, said),) = workers(1).run(run_and_listen, config, *words, f"run.folder={tmp_path / 'a'}")
     assert "; " not in said.splitlines()[0]
     convert(theirs, tmp_path / "ours", "polyad")
-    (ours,) = workers(1).run(evaluation, tmp_path / "ours", data=str(folders["three"]))
+    held_out = ("data.held_out=0.3",)
+    (ours,) = workers(1).run(
+        evaluation, tmp_path / "ours", data=str(folders["three"]), overrides=held_out
+    )
     (whole,) = workers(1).run(evaluation, finished)
     assert ours["loss"] == pytest.approx(whole["loss"], rel=1e-5)
 
