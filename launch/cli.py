@@ -16,10 +16,10 @@ inherit the variable.
 import importlib
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NoReturn
 
-from polyad.launch.command import UsageError, nearest
+from polyad.launch.command import Command, UsageError, nearest
 from polyad.launch.commands import COMMANDS, GROUPS
 from polyad.launch.commands.experts import measure_of_plugin
 from polyad.launch.ending import guard
@@ -70,10 +70,10 @@ def _dispatch(argv: Sequence[str]) -> int:
     load_plugins()
     if argv[:1] == ["help"]:
         argv = [*argv[1:], "--help"]
-    words = 2 if " ".join(argv[:2]) in COMMANDS else 1  # two words, as in `data verify`
-    name = " ".join(argv[:words])
+    count = 2 if " ".join(argv[:2]) in COMMANDS else 1  # two words, as in `data verify`
+    name = " ".join(argv[:count])
     if name in COMMANDS:
-        return COMMANDS[name](argv[words:])
+        return COMMANDS[name](argv[count:])
     if argv[:1] == ["experts"] and argv[1:] and os.environ.get(VARIABLE):
         from polyad.train.measures.registry import MEASURES
 
@@ -90,10 +90,13 @@ def _dispatch(argv: Sequence[str]) -> int:
         print(_group_overview(name, group))
         return 0
     if group:
-        wrong = f", not {argv[1]!r}" if argv[1:] else ""
-        commands = ", ".join(each.removeprefix(f"{name} ") for each in group)
-        raise UsageError(f"{name}: give one of the commands {commands}{wrong}")
-    raise UsageError(f"unknown command {name!r}{nearest(name, COMMANDS)}")
+        words = " ".join(argv[:2])
+        near = nearest(words, group) if argv[1:] else ""
+        near = near or f"; give one of {', '.join(each.split()[1] for each in group)}"
+        raise UsageError(f"{words}: there is no such command{near}")
+    near = nearest(name, [*COMMANDS, *(each.split()[0] for each in COMMANDS)])
+    near = near or "; `polyad --help` lists them"
+    raise UsageError(f"{name}: there is no such command{near}")
 
 
 def load_plugins() -> None:
@@ -112,38 +115,54 @@ def load_plugins() -> None:
             ) from None
 
 
-def _listed(groups: Mapping[str, Sequence[str]]) -> str:
-    """Formats names and summaries, aligned over all groups, each group below its title."""
-    names = [name for group in groups.values() for name in group]
-    lines = iter(aligned([(name, COMMANDS[name].summary) for name in names], "<"))
-    parts = [
-        "\n".join([f"{title}:", *(f"  {next(lines)}" for _ in group)])
-        for title, group in groups.items()
-    ]
-    return "\n\n".join(parts)
-
-
 def _group_overview(name: str, group: Sequence[str]) -> str:
-    return f"""usage: polyad {name} COMMAND ...
-
-{_listed({"commands": group})}
-
-Run `polyad {group[0]} --help` for details of the first, and the same for the others."""
+    rows = aligned([(each, COMMANDS[each].summary) for each in group], "<")
+    return "\n".join(
+        [
+            f"usage: polyad {name} COMMAND ...",
+            "",
+            *(f"  {row}" for row in rows),
+            "",
+            f"`polyad help {group[0]}` explains the first, and the same the others.",
+        ]
+    )
 
 
 def _overview() -> str:
-    groups = {title: [each.name for each in group] for title, group in GROUPS.items()}
-    return f"""usage: polyad COMMAND ...
+    lines: list[str] = []
+    rows = [row for group in GROUPS.values() for row in _rows(group)]
+    width = max(len(name) for name, _ in rows)
+    for title, group in GROUPS.items():
+        lines += [f"{title}:", *(f"  {name:{width}}  {about}" for name, about in _rows(group))]
+    return "\n".join(
+        [
+            "usage: polyad COMMAND ...",
+            "",
+            "Trains mixture-of-experts models, and shows what their experts do.",
+            "",
+            *lines,
+            "",
+            "`polyad help COMMAND` explains a command, `polyad --version` prints the version.",
+            "",
+            "example:",
+            "  polyad prepare --source python-stdlib --tokenizer train:8192 --output runs/stdlib",
+            "  polyad launch configs/quickstart/gpt2.yaml --processes-per-node 2 "
+            "data.path=runs/stdlib",
+        ]
+    )
 
-Trains mixture-of-experts models, and shows what their experts do.
 
-{_listed(groups)}
-
-Run `polyad help COMMAND` for details of a command, `polyad --version` for the version.
-
-example:
-  polyad prepare --source python-stdlib --tokenizer train:8192 --output runs/stdlib
-  polyad launch configs/quickstart/gpt2.yaml --processes-per-node 2 data.path=runs/stdlib"""
+def _rows(group: Sequence[Command]) -> list[tuple[str, str]]:
+    """Names and summaries; commands that begin with the same word have one row."""
+    named: dict[str, list[Command]] = {}
+    for each in group:
+        named.setdefault(each.name.split()[0], []).append(each)
+    return [
+        (first, ", ".join(each.name.split()[1] for each in alike))
+        if len(alike) > 1
+        else (alike[0].name, alike[0].summary)
+        for first, alike in named.items()
+    ]
 
 
 def _version() -> str:

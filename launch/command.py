@@ -1,16 +1,25 @@
-"""A command is one function: its parameters are its arguments, and their annotations the help.
+"""A command is a function or a dataclass: its parameters are its arguments, its docstring the help.
 
-    @command("checkpoint list", "polyad checkpoint list runs/quickstart/run")
-    def checkpoint_list(
-        folder: Annotated[Path, Argument("a run, or its checkpoints folder", "FOLDER")],
-        *,
-        json: Json = None,
-    ) -> None:
-        "Lists the checkpoints of a run: step, size, and whether one is damaged."
+    @command("experts prune", "polyad experts prune runs/quickstart/run runs/smaller --keep 0.5")
+    @dataclass(frozen=True, kw_only=True)
+    class Prune(Stored):
+        \"\"\"Writes a sparse mixture with fewer experts, and reports what that costs.
 
-Parameters before the `*` are positional arguments, those after it options of the same name. A
-parameter annotated with a dataclass stands for all of its fields, which several commands may share.
-The docstring is the text of `--help`, and its first line the summary in the list of commands.
+        Args:
+            output (DIR): folder to create, in the same format.
+            keep: fraction of the experts of every layer to keep, below 1.
+        \"\"\"
+
+        output: Path = field(kw_only=False)
+        keep: Share
+
+        def run(self) -> None: ...
+
+Parameters that are keyword-only are options, the others positional arguments; the name of one that
+would be a keyword of Python ends in `_`. The first line of the docstring is the summary in the list
+of commands, and a word in brackets after a parameter's name the placeholder for its value. Texts
+and parsers that several commands share stand in an `Argument` of an annotation. A parameter
+annotated with a dataclass stands for the fields of that.
 """
 
 import argparse
@@ -19,20 +28,15 @@ import difflib
 import inspect
 import re
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import KW_ONLY, dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, NoReturn, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origin
 
-Function = Callable[..., int | None]
-
-
-@dataclass(frozen=True)
-class Group:
-    """A section of `--help` with its own title."""
-
-    title: str
-    about: str | None = None
+Function = Callable[..., Any]
+_ARGUMENT = re.compile(r"^ {4}(\w+)(?: \((\S+)\))?: (.*(?:\n {8}.*)*)", re.MULTILINE)
+"""An argument of a docstring: its name, its placeholder, its text."""
+_PLACEHOLDERS = {int: "N", float: "X", Path: "PATH"}
 
 
 @dataclass(frozen=True)
@@ -41,31 +45,66 @@ class Argument:
 
     help: str | None = None
     metavar: str | tuple[str, ...] | None = None
-    """Placeholder for the value; None: the allowed values, or the parameter's name."""
+    """Placeholder for the value; None: by the type."""
     parse: Callable[[str], Any] | None = None
     """Parses the text; None: the annotation's type does."""
-    _: KW_ONLY
-    flag: str | None = None
-    """The option's name, if it differs from the parameter's."""
     nargs: str | int | None = None
-    """Number of words, as argparse's `nargs`; None: one."""
-    repeated: bool = False
-    """Whether the option may be given several times; the value is the list of all."""
-    group: Group | None = None
-    one_of: str | None = None
-    """Name of a group of options, of which at most one may be given."""
+    """Number of words, as argparse's `nargs`; None: by the type."""
 
-    def within(self, group: Group) -> "Argument":
-        """The same argument in a group."""
-        return replace(self, group=group)
+    def over(self, other: "Argument") -> "Argument":
+        """Returns the same, with what it leaves open from another."""
+        return Argument(*(a or b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
 
+def non_negative(text: str) -> int:
+    """Parses a count that may be 0."""
+    return _number(text, 0)
+
+
+def positive(text: str) -> int:
+    """Parses a count of at least 1."""
+    return _number(text, 1)
+
+
+def _number(text: str, least: int) -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
+    return int(text)
+
+
+def share(text: str) -> float:
+    """Parses a number from 0 to 1."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number <= 1:  # NaN is not
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to 1")
+    return number
+
+
+def names(text: str) -> list[str]:
+    """Parses a comma-separated list of words."""
+    words = [word.strip() for word in text.split(",")]
+    if not all(words):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers, as in 0,5")
+    return words
+
+
+Positive = Annotated[int, Argument(metavar="N", parse=positive)]
+NonNegative = Annotated[int, Argument(metavar="N", parse=non_negative)]
+Share = Annotated[float, Argument(metavar="X", parse=share)]
+Names = Annotated[Sequence[str], Argument(metavar="N,N,...", parse=names)]
 Json = Annotated[
     str | None, Argument("write the result to FILE as JSON; - is standard output", "FILE")
 ]
 ConfigFile = Annotated[
     Path,
-    Argument("a YAML file, or the name of one that ships with Polyad, such as gpt2/124m", "CONFIG"),
+    Argument(
+        "a YAML file, the name of one that ships with Polyad, such as gpt2/124m, or a run, which "
+        "is continued",
+        "CONFIG",
+    ),
 ]
 ConfigOrFolder = Annotated[
     Path,
@@ -86,23 +125,9 @@ Overrides = Annotated[
 ]
 
 
-class _Parameter(NamedTuple):
-    """An argument of the command line."""
-
-    name: str
-    annotation: Any
-    default: Any
-    is_option: bool
-
-    @property
-    def has_default(self) -> bool:
-        missing = (inspect.Parameter.empty, dataclasses.MISSING)
-        return all(self.default is not each for each in missing)
-
-
 @dataclass(frozen=True)
 class Command:
-    """A function that is called from the command line."""
+    """A function or dataclass that is called from the command line."""
 
     function: Function
     name: str
@@ -114,30 +139,20 @@ class Command:
 
     @property
     def summary(self) -> str:
-        """The summary: the first line of the function's docstring."""
-        return self._about.splitlines()[0]
-
-    @property
-    def _about(self) -> str:
-        return inspect.getdoc(self.function) or ""
+        """The summary: the first line of the docstring."""
+        return _about(self.function).partition("\n")[0]
 
     def parser(self) -> "Parser":
         """The parser of its arguments."""
-        program = f"{self.program}{self.name}"
-        parser = Parser(self.name, self._about, "\n".join(self.examples), program)
-        groups: dict[object, Any] = {None: parser}
-        for each in _parameters(self.function):
-            about = get_args(each.annotation)[1]
-            place: Any = groups.get(about.group)
-            if place is None and about.group:
-                place = parser.add_argument_group(about.group.title, about.group.about)
-                groups[about.group] = place
-            if about.one_of:
-                if about.one_of not in groups:
-                    groups[about.one_of] = place.add_mutually_exclusive_group()
-                place = groups[about.one_of]
-            option = about.flag or f"--{each.name.replace('_', '-')}"
-            place.add_argument(option if each.is_option else each.name, **_keywords(each, about))
+        parser = Parser(self)
+        texts = _texts(self.function)
+        added = [
+            _arguments(each, texts.get(each.name, Argument()))
+            for each in _parameters(self.function)
+        ]
+        # Words that are left over go to the last positional argument.
+        for name, keywords in sorted(added, key=lambda each: each[1].get("nargs") == "*"):
+            parser.add_argument(name, **keywords)
         return parser
 
     def __call__(self, words: Sequence[str]) -> int:
@@ -152,29 +167,12 @@ class Command:
         Raises:
             UsageError: the words are not valid arguments.
         """
-        found = self._parsed(words)
-        given = {}
-        for name, parameter in inspect.signature(self.function).parameters.items():
-            kind = parameter.annotation
-            if dataclasses.is_dataclass(kind):
-                fields = dataclasses.fields(kind)
-                given[name] = kind(**{field.name: found[field.name] for field in fields})  # type: ignore[operator]
-            else:
-                given[name] = found[name]
-        return self.function(**given) or 0
-
-    def _parsed(self, words: Sequence[str]) -> dict[str, Any]:
-        try:
-            return vars(self.parser().parse_intermixed_args(words))
-        except AttributeError as error:
-            # argparse restores what it may not have set yet, if Ctrl-C ends it there.
-            if isinstance(error.__context__, KeyboardInterrupt):
-                raise error.__context__ from None
-            raise
+        done = _called(self.function, vars(self.parser().parse_intermixed_args(words)))
+        return (done.run() if isinstance(self.function, type) else done) or 0
 
 
 def command(name: str, *examples: str, program: str = "polyad ") -> Callable[[Function], Command]:
-    """Returns a decorator that makes a function a command.
+    """Returns a decorator that makes a function or a dataclass with `run` a command.
 
     Args:
         name: its name on the command line.
@@ -184,52 +182,83 @@ def command(name: str, *examples: str, program: str = "polyad ") -> Callable[[Fu
     return lambda function: Command(function, name, examples, program)
 
 
-def _parameters(function: Function) -> Iterator[_Parameter]:
-    for name, parameter in inspect.signature(function).parameters.items():
-        kind = parameter.annotation
-        if dataclasses.is_dataclass(kind):
-            for field in dataclasses.fields(kind):
-                yield _Parameter(field.name, field.type, field.default, True)
+def _parameters(function: Any) -> Iterator[inspect.Parameter]:
+    for each in inspect.signature(function).parameters.values():
+        if dataclasses.is_dataclass(each.annotation):
+            yield from _parameters(each.annotation)
         else:
-            is_option = parameter.kind is parameter.KEYWORD_ONLY
-            yield _Parameter(name, kind, parameter.default, is_option)
+            yield each
 
 
-def _keywords(parameter: _Parameter, about: Argument) -> dict[str, Any]:
-    """Keyword arguments of argparse's `add_argument`."""
-    kind = _without_none(get_args(parameter.annotation)[0])
-    told: dict[str, Any] = {"help": about.help}
-    if parameter.is_option:
-        told["dest"] = parameter.name
-    if parameter.has_default:
-        told["default"] = list(parameter.default) if about.repeated else parameter.default
-    elif parameter.is_option:
-        told["required"] = True
+def _called(function: Any, values: Mapping[str, Any]) -> Any:
+    given = {}
+    for name, each in inspect.signature(function).parameters.items():
+        kind = each.annotation
+        given[name] = _called(kind, values) if dataclasses.is_dataclass(kind) else values[name]
+    return function(**given)
+
+
+def _about(function: Function) -> str:
+    return re.split(r"\n\n(?:Args|Returns|Raises):\n", inspect.getdoc(function) or "")[0]
+
+
+def _texts(function: Any) -> dict[str, Argument]:
+    """The arguments that docstrings explain: its own, of base classes, of dataclasses."""
+    texts = dict[str, Argument]()
+    for each in inspect.signature(function).parameters.values():
+        if dataclasses.is_dataclass(each.annotation):
+            texts |= _texts(each.annotation)
+    for documented in reversed(getattr(function, "__mro__", (function,))):
+        arguments = inspect.cleandoc(documented.__doc__ or "").partition("\nArgs:\n")[2]
+        for name, metavar, text in _ARGUMENT.findall(arguments.partition("\n\n")[0]):
+            texts[name] = Argument(" ".join(text.split()).removesuffix("."), metavar or None)
+    return texts
+
+
+def _arguments(parameter: inspect.Parameter, text: Argument) -> tuple[str, dict[str, Any]]:
+    """The first and the keyword arguments of argparse's `add_argument`."""
+    kind, about = _type(parameter.annotation)
+    about = text.over(about)
+    is_option = parameter.kind is parameter.KEYWORD_ONLY
+    has_default = parameter.default is not parameter.empty
+    words: dict[str, Any] = {"help": about.help}
+    name = parameter.name
+    if is_option:
+        name = f"--{name.removesuffix('_').replace('_', '-')}"
+        words |= {"dest": parameter.name, "required": not has_default}
+    if has_default:
+        words["default"] = parameter.default
     if kind is bool:
-        return told | {"action": "store_true"}
-    told["metavar"] = about.metavar
-    if get_origin(kind) is Literal:
-        told["choices"] = get_args(kind)
-    else:
-        told["type"] = about.parse or _element(kind)
-    if about.repeated:
-        told["action"] = "append"
+        return name, words | {"action": "store_true"}
+    origin = get_origin(kind)
+    is_list = isinstance(origin, type) and issubclass(origin, Sequence)
+    element = get_args(kind)[0] if is_list else kind
+    if get_origin(element) is Literal:
+        words["choices"] = get_args(element)
+    elif about.parse or element is not str:
+        words["type"] = about.parse or element
+    words["metavar"] = about.metavar or _PLACEHOLDERS.get(element)
     if about.nargs:
-        told["nargs"] = about.nargs
-    return told
+        words["nargs"] = about.nargs
+    elif is_option and is_list and about.parse is None:
+        words |= {"action": "append", "default": list(parameter.default) if has_default else None}
+    elif not is_option and (is_list or has_default):
+        words["nargs"] = "+" if is_list else "?"
+    return name, words
 
 
-def _without_none(kind: Any) -> Any:
-    if get_origin(kind) in (Union, types.UnionType):
-        return next(each for each in get_args(kind) if each is not types.NoneType)
-    return kind
-
-
-def _element(kind: Any) -> Callable[[str], Any] | None:
-    """The type of a value, or of each of several; None: text."""
-    if get_origin(kind) is not None:
-        kind = get_args(kind)[0]
-    return None if kind is str else kind
+def _type(annotation: Any) -> tuple[Any, Argument]:
+    """The type of an annotation without None, and what it says of the argument."""
+    about = Argument()
+    while True:
+        if get_origin(annotation) is Annotated:
+            for each in reversed(annotation.__metadata__):
+                about = about.over(each)
+            annotation = annotation.__origin__
+        elif get_origin(annotation) in (Union, types.UnionType):
+            annotation = next(each for each in get_args(annotation) if each is not type(None))
+        else:
+            return annotation, about
 
 
 class UsageError(ValueError):
@@ -244,21 +273,19 @@ class Parser(argparse.ArgumentParser):
     Options may occur anywhere.
 
     Args:
-        command: its name.
-        about: its description.
-        example: lines for the end of `--help`.
-        program: the words that call it.
+        command: the command.
     """
 
-    def __init__(self, command: str, about: str, example: str, program: str) -> None:
+    def __init__(self, command: Command) -> None:
+        examples = "\n".join(f"  {line}" for line in command.examples)
         super().__init__(
-            prog=program,
-            description=about,
-            epilog=f"example:\n{_indent(example)}",
+            prog=f"{command.program}{command.name}",
+            description=_about(command.function),
+            epilog=f"example:\n{examples}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
-        self._command = command
+        self._command = command.name
 
     def error(self, message: str) -> NoReturn:
         """Raises instead of printing the usage, so that all errors are handled alike.
@@ -266,68 +293,22 @@ class Parser(argparse.ArgumentParser):
         Raises:
             UsageError: always.
         """
-        raise UsageError(f"{self._command}: {self._explain(message)}")
-
-    def _explain(self, message: str) -> str:
         unknown = re.match(r"unrecognized arguments: (\S+)", message)
         if unknown is None:
             # argparse takes optional positional arguments for required ones.
-            message = message.replace(", key=value", "")
-            return f"{message} (see `{self.prog} --help`)"
+            message = f"{message.replace(', key=value', '')} (see `{self.prog} --help`)"
+            raise UsageError(f"{self._command}: {message}")
         option = unknown[1]
-        name, _, value = option.lstrip("-").partition("=")
-        if re.fullmatch(r"\w+(\.\w+)+", name) and value:
-            return f"unknown option {option}; keys have no dashes: {option.lstrip('-')}"
-        return f"unknown option {option}{nearest(option, self._long_options())}"
-
-    def _long_options(self) -> list[str]:
-        return [option for option in self._option_string_actions if option.startswith("--")]
+        near = nearest(option, self._option_string_actions)
+        if not near and any(each.dest == "overrides" for each in self._actions):
+            key, _, value = option.lstrip("-").partition("=")
+            near = f"; keys have no dashes: {key}={value or 'VALUE'}"
+        near = near or f"; `{self.prog} --help` lists them"
+        raise UsageError(f"{self._command}: unknown option {option}{near}")
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The end of an error about an unknown name."""
+    """The end of an error about an unknown name; empty if none is near."""
     dashes = {each.lstrip("-"): each for each in known}  # which would make all options similar
     close = difflib.get_close_matches(name.partition("=")[0].lstrip("-"), dashes, n=1, cutoff=0.6)
-    listed = ", ".join(dashes.values())
-    return f"; the nearest is {dashes[close[0]]}, of {listed}" if close else f"; there are {listed}"
-
-
-def non_negative(text: str) -> int:
-    """Parses a count that may be 0."""
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
-    return int(text)
-
-
-def positive(text: str) -> int:
-    """Parses a count of at least 1."""
-    try:
-        number = int(text)
-    except ValueError:
-        number = 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return number
-
-
-def share(text: str) -> float:
-    """Parses a probability."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = -1.0
-    if not 0 <= number <= 1:  # NaN is not
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to 1")
-    return number
-
-
-def names(text: str) -> list[str]:
-    """Parses a comma-separated list of words."""
-    words = [word.strip() for word in text.split(",")]
-    if not all(words):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers, as in 0,5")
-    return words
-
-
-def _indent(text: str) -> str:
-    return "\n".join(f"  {line}" for line in text.splitlines())
+    return f"; the nearest is {dashes[close[0]]}" if close else ""

@@ -12,10 +12,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Literal
 
 from polyad.launch.agent import STANDALONE, Rendezvous, become, torchrun
-from polyad.launch.command import Argument, Group, non_negative, positive
+from polyad.launch.command import NonNegative, Positive
 from polyad.launch.hosts import LaunchError, command_line, interface_name
 from polyad.launch.machine import prepare_environment, share_cores
 from polyad.launch.slurm import SlurmJob, find_sbatch, script_text, submit, write_script
@@ -35,92 +35,49 @@ ONLY_FOR = {
     **dict.fromkeys(("sbatch", "setup"), "slurm"),
 }
 """Options of one way of starting."""
-TORCHRUN = Group("--via torchrun", "Run the same command on every host.")
-SLURM = Group("--via slurm", "The cluster's defaults apply to whatever is not given.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchOptions:
-    """How to start processes; options of another way of starting are not allowed."""
+    """How to start processes; options of another way of starting are not allowed.
 
-    processes_per_node: Annotated[
-        int | None, Argument("processes per host, one for each GPU", "P", positive)
-    ] = None
-    nodes: Annotated[int | None, Argument("number of hosts; default 1", "N", positive)] = None
-    via: Annotated[
-        Literal["local", "torchrun", "slurm"],
-        Argument("how processes are started; default local: on this machine"),
-    ] = "local"
-    max_restarts: Annotated[
-        int | None,
-        Argument(
-            "how often to restart from the newest checkpoint after a failure; default 0 with "
-            "--via local, otherwise 3",
-            "R",
-            non_negative,
-        ),
-    ] = None
-    interface: Annotated[
-        str | None, Argument("network interface for gloo and NCCL, for example eth0", "NAME")
-    ] = None
-    dry_run: Annotated[
-        bool, Argument("print the command or write the job script without starting anything")
-    ] = False
-    min_nodes: Annotated[
-        int | None,
-        Argument(
-            "continue with as few as M hosts when others are lost; default: all are needed",
-            "M",
-            positive,
-            group=TORCHRUN,
-        ),
-    ] = None
-    rdzv_endpoint: Annotated[
-        str | None,
-        Argument("rendezvous address: one of the hosts", "HOST[:PORT]", group=TORCHRUN),
-    ] = None
-    rdzv_id: Annotated[
-        str | None,
-        Argument(
-            "identifier of the run at the rendezvous; default: derived from run.folder",
-            "ID",
-            group=TORCHRUN,
-        ),
-    ] = None
-    rdzv_is_host: Annotated[
-        Literal["true", "false"] | None,
-        Argument(
-            "whether this host is the rendezvous endpoint; default: detected from its name and "
-            "addresses",
-            group=TORCHRUN,
-        ),
-    ] = None
-    local_addr: Annotated[
-        str | None,
-        Argument(
-            "address at which the other hosts reach this one; default: its host name",
-            "HOST",
-            group=TORCHRUN,
-        ),
-    ] = None
-    sbatch: Annotated[
-        Sequence[str],
-        Argument(
-            "an option of sbatch without dashes, for example time=24:00:00 or gpus-per-node=8; "
-            "may be repeated",
-            "KEY=VALUE",
-            repeated=True,
-            group=SLURM,
-        ),
-    ] = ()
-    setup: Annotated[
-        Path | None,
-        Argument(
-            "a file of bash that the job reads before it starts processes, such as module load",
-            "FILE",
-            group=SLURM,
-        ),
-    ] = None
+    Args:
+        processes_per_node (P): processes per host, one for each GPU.
+        nodes: number of hosts; default 1.
+        via: how processes are started; default local: on this machine; with torchrun run the same
+            command on every host; with slurm the cluster's defaults apply to whatever is not given.
+        max_restarts (R): how often to restart from the newest checkpoint after a failure; default
+            0 with --via local, otherwise 3.
+        interface (NAME): network interface for gloo and NCCL, for example eth0.
+        dry_run: print the command or write the job script without starting anything.
+        min_nodes (M): with --via torchrun: continue with as few as M hosts when others are lost;
+            default: all are needed.
+        rdzv_endpoint (HOST[:PORT]): with --via torchrun: rendezvous address: one of the hosts.
+        rdzv_id (ID): with --via torchrun: identifier of the run at the rendezvous; default: derived
+            from run.folder.
+        rdzv_is_host: with --via torchrun: whether this host is the rendezvous endpoint; default:
+            detected from its name and addresses.
+        local_addr (HOST): with --via torchrun: address at which the other hosts reach this one;
+            default: its host name.
+        sbatch (KEY=VALUE): with --via slurm: an option of sbatch without dashes, for example
+            time=24:00:00 or gpus-per-node=8; may be repeated.
+        setup (FILE): with --via slurm: a file of bash that the job reads before it starts
+            processes, such as module load.
+    """
+
+    processes_per_node: Positive | None = None
+    nodes: Positive | None = None
+    via: Literal["local", "torchrun", "slurm"] = "local"
+    max_restarts: NonNegative | None = None
+    interface: str | None = None
+    dry_run: bool = False
+    min_nodes: Positive | None = None
+    rdzv_endpoint: str | None = None
+    rdzv_id: str | None = None
+    rdzv_is_host: Literal["true", "false"] | None = None
+    local_addr: str | None = None
+    sbatch: Sequence[str] = ()
+    setup: Path | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

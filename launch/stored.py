@@ -1,156 +1,97 @@
 """`polyad checkpoint` and `polyad data verify`: lists and verifies what is on disk."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any
+
+from tqdm import tqdm
 
 from polyad.data.errors import DataError, user_path
-from polyad.data.prepared import PreparedFolder, Read
-from polyad.data.progress import Progress
+from polyad.data.prepared import PreparedFolder
 from polyad.data.text.dataset import PreparedData, check_prepared
 from polyad.data.text.manifest import Manifest
 from polyad.launch.command import UsageError
 from polyad.launch.output import align
-from polyad.parallel.checkpoint.format import (
-    CheckpointError,
-    read_contents,
-    verify_contents,
-)
-from polyad.parallel.checkpoint.manage import (
-    LEFT_BY_CRASHES,
-    STEP_FOLDER,
-    step_folders,
-)
+from polyad.parallel.checkpoint.format import CheckpointError, read_contents, verify_contents
+from polyad.parallel.checkpoint.manage import LEFT_BY_CRASHES, STEP_FOLDER, step_folders
 
-Row = tuple[str, ...]
-Status = Literal["complete", "verified", "damaged", "unfinished"]
-"""complete: manifest and sizes are correct; verified: every byte is; unfinished: not committed."""
+Values = dict[str, Any]
+"""JSON values of a result, or of one of its rows."""
 
 
-@dataclass(frozen=True)
-class CheckpointState:
-    """A checkpoint, and its state; values that cannot be read are None."""
-
-    name: str
-    step: int | None = None
-    bytes: int | None = None
-    saved_at: float | None = None
-    processes: int | None = None
-    status: Status = "unfinished"
-    reason: str | None = None
-    """Why it is damaged."""
-
-    def cells(self) -> Row:
-        """The cells of its row in a table."""
-        saved = ""
-        if self.saved_at is not None:
-            saved = time.strftime("%Y-%m-%d %H:%M", time.localtime(self.saved_at))
-        return (
-            self.name,
-            "" if self.step is None else f"{self.step:,}",
-            "" if self.bytes is None else f"{self.bytes / 1e6:,.1f}",
-            str(self.processes or ""),
-            saved,
-            self.status,
-        )
-
-
-@dataclass(frozen=True)
-class Checkpoints:
-    """The checkpoints of a folder, oldest first."""
-
-    folder: str
-    checkpoints: list[CheckpointState]
-
-    def text(self) -> str:
-        """The result as text; below the table why one is damaged."""
-        rows: list[Row] = [("checkpoint", "step", "MB", "processes", "saved", "status")]
-        rows += [each.cells() for each in self.checkpoints]
-        return "\n".join([align(rows), *(each.reason for each in self.checkpoints if each.reason)])
-
-
-@dataclass(frozen=True)
-class VerifiedCheckpoints(Checkpoints):
-    """Checkpoints, verified byte by byte."""
-
-    seconds: float
-    bytes: int
-    good: bool
-    """Whether nothing is damaged."""
-
-    def text(self) -> str:
-        """The result as text; below the table why one is damaged, and what verifying took."""
-        gigabytes = self.bytes / 1e9
-        rate = gigabytes / max(self.seconds, 1e-9)
-        took = f"{gigabytes:,.2f} GB in {self.seconds:.1f} s, {rate:.2f} GB/s"
-        return f"{super().text()}\n{took}"
-
-
-def list_checkpoints(folder: Path) -> Checkpoints:
+def list_checkpoints(folder: Path) -> Values:
     """Lists checkpoints; reads manifests, sizes and small files, but no tensors.
 
     Args:
         folder: a run, its `checkpoints` folder, or one checkpoint.
 
+    Returns:
+        The `folder`, and `checkpoints`, oldest first. The `status` of each is complete (manifest
+        and sizes are correct), damaged (for a `reason`) or unfinished (not committed); values that
+        cannot be read are None.
+
     Raises:
         UsageError: there is no checkpoint, not even a broken one.
     """
-    place, found = _find(folder)
-    return Checkpoints(str(place), [_state_of(path) for path in found])
+    place, paths = _find(folder)
+    return {"folder": str(place), "checkpoints": [_checkpoint(path) for path in paths]}
 
 
-def verify_checkpoints(folder: Path) -> VerifiedCheckpoints:
+def verify_checkpoints(folder: Path) -> Values:
     """Reads every byte of checkpoints and compares it with the manifests.
 
     Args:
         folder: a run, its `checkpoints` folder, or one checkpoint.
 
+    Returns:
+        As of `list_checkpoints`, where `status` may be verified; `seconds`, the `bytes` that were
+        read, and `good`: nothing is damaged.
+
     Raises:
         UsageError: there is no checkpoint, not even a broken one.
     """
-    place, found = _find(folder)
-    listed = [_state_of(path) for path in found]
-    sizes = [each.bytes or 0 if each.status == "complete" else 0 for each in listed]
-    started = time.monotonic()
-    with _progress(sum(sizes)) as show:
-        for number, each in enumerate(listed):
-            if each.status == "complete":
-                done = sum(sizes[:number])
-                listed[number] = _verified(each, place, partial(_show_after, show, done))
-    return VerifiedCheckpoints(
-        folder=str(place),
-        checkpoints=listed,
-        seconds=time.monotonic() - started,
-        bytes=sum(sizes),
-        good=all(each.status in {"verified", "unfinished"} for each in listed),
-    )
+    result = list_checkpoints(folder)
+    whole = [each for each in result["checkpoints"] if each["status"] == "complete"]
+    total, begun, before = sum(each["bytes"] for each in whole), time.monotonic(), 0
+    with _progress(total) as bar:
+
+        def report(done: int) -> None:
+            bar.update(before + done - bar.n)
+
+        for each in whole:
+            try:
+                verify_contents(Path(result["folder"]) / each["name"], report)
+                each["status"] = "verified"
+            except CheckpointError as error:
+                each |= {"status": "damaged", "reason": str(error)}
+            before += each["bytes"]
+    good = all(each["status"] != "damaged" for each in result["checkpoints"])
+    return result | {"seconds": time.monotonic() - begun, "bytes": total, "good": good}
 
 
-@contextmanager
-def _progress(total: int) -> Iterator[Callable[[int], None]]:
-    """Shows the share of bytes verified."""
-    progress = Progress()
-    progress.start("verify", total)
-    try:
-        yield progress.update
-    finally:
-        progress.close()
+def checkpoints_text(result: Values) -> str:
+    """Formats listed or verified checkpoints; below the table why one is damaged."""
+    rows = [("checkpoint", "step", "MB", "processes", "saved", "status")]
+    for each in result["checkpoints"]:
+        step, size, saved = each["step"], each["bytes"], each["saved_at"]
+        cells = (
+            "" if step is None else f"{step:,}",
+            "" if size is None else f"{size / 1e6:,.1f}",
+            str(each["processes"] or ""),
+            "" if saved is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(saved)),
+        )
+        rows.append((each["name"], *cells, each["status"]))
+    lines = [align(rows), *(each["reason"] for each in result["checkpoints"] if each["reason"])]
+    if "seconds" in result:
+        gigabytes, seconds = result["bytes"] / 1e9, result["seconds"]
+        rate = gigabytes / max(seconds, 1e-9)
+        lines.append(f"{gigabytes:,.2f} GB in {seconds:.1f} s, {rate:.2f} GB/s")
+    return "\n".join(lines)
 
 
-def _show_after(show: Callable[[int], None], done: int, more: int) -> None:
-    show(done + more)
-
-
-def _verified(each: CheckpointState, place: Path, report: Callable[[int], None]) -> CheckpointState:
-    try:
-        verify_contents(place / each.name, report)
-    except CheckpointError as error:
-        return replace(each, status="damaged", reason=str(error))
-    return replace(each, status="verified")
+def _progress(total_bytes: int) -> Any:
+    return tqdm(total=total_bytes, desc="verify", unit="B", unit_scale=True, disable=None)
 
 
 def _find(folder: Path) -> tuple[Path, list[Path]]:
@@ -166,102 +107,48 @@ def _find(folder: Path) -> tuple[Path, list[Path]]:
     raise UsageError(f"{folder}: holds no checkpoint (a run folder or a step-* folder)")
 
 
-def _state_of(path: Path) -> CheckpointState:
+def _checkpoint(path: Path) -> Values:
+    row = {
+        "name": path.name,
+        **dict.fromkeys(("step", "bytes", "saved_at", "processes")),
+        "status": "unfinished",
+        "reason": None,
+    }
     if path.name.startswith("."):
-        return CheckpointState(path.name)
+        return row
     try:
         contents = read_contents(path)
     except CheckpointError as error:
-        return CheckpointState(path.name, status="damaged", reason=str(error))
-    state = contents.state
-    return CheckpointState(
-        name=path.name,
-        step=contents.step,
-        bytes=contents.total_bytes,
-        saved_at=state.saved_at,
-        processes=state.world_size,
-        status="complete",
-    )
+        return row | {"status": "damaged", "reason": str(error)}
+    return row | {
+        "step": contents.step,
+        "bytes": contents.total_bytes,
+        "saved_at": contents.state.saved_at,
+        "processes": contents.state.world_size,
+        "status": "complete",
+    }
 
 
-@dataclass(frozen=True)
-class FileState:
-    """A file of prepared data."""
-
-    name: str
-    bytes: int
-    reason: str | None
-    """Why it is damaged."""
-    status: Literal["verified", "damaged"]
-
-
-@dataclass(frozen=True)
-class FolderState:
-    """A folder of prepared data."""
-
-    folder: str
-    files: list[FileState]
-    good: bool
-
-
-@dataclass(frozen=True)
-class VerifiedData:
-    """Prepared folders, verified byte by byte."""
-
-    folders: list[FolderState]
-    seconds: float
-    bytes: int
-    good: bool
-    """Whether nothing is damaged."""
-
-    def text(self) -> str:
-        """The result as text, and what it took."""
-        rows: list[Row] = [("file", "MB", "status")]
-        for each in self.folders:
-            for file in each.files:
-                path, size = str(Path(each.folder) / file.name), f"{file.bytes / 1e6:,.2f}"
-                rows.append((path, size, file.status))
-        megabytes = self.bytes / 1e6
-        rate = megabytes / max(self.seconds, 1e-9)
-        took = f"{megabytes:,.2f} MB in {self.seconds:.1f} s, {rate:,.1f} MB/s"
-        return f"{align(rows)}\n{took}"
-
-    def check(self) -> None:
-        """Ends the command with a line if something is damaged.
-
-        Raises:
-            DataError: names the first damaged file, and the number of them.
-        """
-        reasons = [file.reason for each in self.folders for file in each.files if file.reason]
-        if reasons:
-            others = len(reasons) - 1
-            plural = "s" if others > 1 else ""
-            more = f" (and {others} more damaged file{plural})" if others else ""
-            raise DataError(f"{reasons[0]}{more}")
-
-
-def verify_data(folders: Sequence[str]) -> VerifiedData:
+def verify_data(folders: Sequence[str]) -> Values:
     """Reads every byte of prepared folders, and continues if one is damaged.
+
+    Returns:
+        `folders`, each with its `files`, which are verified or damaged (for a `reason`), and
+        whether they are `good`; `seconds`, the `bytes` that were read, and `good` of all.
 
     Raises:
         DataError: one is not a folder of prepared data; nothing was read.
     """
     stored = [_stored(path) for path in dict.fromkeys(user_path(folder) for folder in folders)]
-    started, done = time.monotonic(), 0
-    with _progress(sum(folder.bytes_to_verify() for folder in stored)) as show:
-
-        def read(count: int) -> None:
-            nonlocal done
-            done += count
-            show(done)
-
-        listed = [_verified_folder(folder, read) for folder in stored]
-    return VerifiedData(
-        folders=listed,
-        seconds=time.monotonic() - started,
-        bytes=sum(file.bytes for each in listed for file in each.files),
-        good=all(each.good for each in listed),
-    )
+    begun = time.monotonic()
+    with _progress(sum(folder.bytes_to_verify() for folder in stored)) as bar:
+        listed = [_verified(folder, bar) for folder in stored]
+    return {
+        "folders": listed,
+        "seconds": time.monotonic() - begun,
+        "bytes": sum(file["bytes"] for each in listed for file in each["files"]),
+        "good": all(each["good"] for each in listed),
+    }
 
 
 def _stored(path: Path) -> PreparedFolder:
@@ -269,10 +156,37 @@ def _stored(path: Path) -> PreparedFolder:
     return PreparedData(path, Manifest.read(path))
 
 
-def _verified_folder(folder: PreparedFolder, read: Read) -> FolderState:
+def _verified(folder: PreparedFolder, bar: Any) -> Values:
     files = [
-        FileState(*report, status="verified" if report.reason is None else "damaged")
-        for report in folder.reports(read)
+        {**each._asdict(), "status": "damaged" if each.reason else "verified"}
+        for each in folder.reports(bar.update)
     ]
-    good = all(each.reason is None for each in files)
-    return FolderState(folder=str(folder.path), files=files, good=good)
+    good = all(each["reason"] is None for each in files)
+    return {"folder": str(folder.path), "files": files, "good": good}
+
+
+def data_text(result: Values) -> str:
+    """Formats verified folders, and what it took."""
+    rows = [("file", "MB", "status")]
+    for folder in result["folders"]:
+        for each in folder["files"]:
+            path = str(Path(folder["folder"]) / each["name"])
+            rows.append((path, f"{each['bytes'] / 1e6:,.2f}", each["status"]))
+    megabytes, seconds = result["bytes"] / 1e6, result["seconds"]
+    rate = megabytes / max(seconds, 1e-9)
+    return f"{align(rows)}\n{megabytes:,.2f} MB in {seconds:.1f} s, {rate:,.1f} MB/s"
+
+
+def check_data(result: Values) -> None:
+    """Ends the command with a line if something is damaged.
+
+    Raises:
+        DataError: names the first damaged file, and the number of them.
+    """
+    files = [file for each in result["folders"] for file in each["files"]]
+    reasons = [file["reason"] for file in files if file["reason"]]
+    if reasons:
+        others = len(reasons) - 1
+        plural = "s" if others > 1 else ""
+        more = f" (and {others} more damaged file{plural})" if others else ""
+        raise DataError(f"{reasons[0]}{more}")

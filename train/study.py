@@ -167,8 +167,11 @@ def load_study(file: Path) -> Study:
     Raises:
         ConfigError: one line names the key, and the variant if it belongs to one.
     """
+    tree = read_tree(file)
+    if "model" in tree and "base" not in tree:
+        raise ConfigError(f"{file}: is the file of a run; `polyad train {file}` starts it")
     try:
-        config = StudyConfig.model_validate(settle(read_tree(file), StudyConfig))
+        config = StudyConfig.model_validate(settle(tree, StudyConfig))
     except ValidationError as error:
         raise ConfigError(f"{file}: {describe(error, StudyConfig)}") from None
     with _place(f"{file}: base"):

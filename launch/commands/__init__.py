@@ -1,24 +1,24 @@
-"""The commands of `polyad`: a function for each, whose parameters are the arguments; see
-`launch/command.py`. Nothing heavy is imported before one runs."""
+"""The commands of `polyad`: a function or dataclass for each, whose parameters are the arguments.
+
+See `launch/command.py`. Nothing heavy is imported before one runs.
+"""
+
+from typing import Any
 
 from polyad.launch.command import Command
 from polyad.launch.commands import (
     bench,
-    checkpoints,
     data,
-    edits,
     evaluate,
     experts,
     plan,
-    predict,
     report,
     runs,
-    study,
     weights,
 )
 
-GROUPS: dict[str, tuple[Command, ...]] = {
-    "data": (data.prepare,),
+GROUPS: dict[str, tuple[Any, ...]] = {  # a decorated class keeps its type for mypy
+    "data": (data.Prepare, data.data_verify),
     "before a run": (
         runs.keys,
         runs.configs,
@@ -29,31 +29,28 @@ GROUPS: dict[str, tuple[Command, ...]] = {
         runs.verify_layout,
         runs.schema,
     ),
-    "training": (runs.launch, runs.train),
+    "training": (runs.launch, runs.train, runs.study),
     "a trained model": (
-        evaluate.evaluate,
+        evaluate.Evaluate,
         weights.generate,
-        predict.predict,
+        weights.predict,
         report.report,
-        evaluate.robustness,
-        evaluate.compare,
+        evaluate.Robustness,
+        evaluate.Compare,
+        weights.convert,
+        weights.inspect,
+        data.checkpoint_list,
+        data.checkpoint_verify,
     ),
     "its experts": (
-        experts.specialize,
-        experts.knockout,
-        experts.atlas,
-        experts.steer,
-        edits.rewrite,
-        experts.trace,
-        edits.prune,
-        edits.splice,
-    ),
-    "weights": (weights.convert, weights.inspect),
-    "comparisons": (study.study,),
-    "upkeep": (
-        checkpoints.checkpoint_list,
-        checkpoints.checkpoint_verify,
-        data.data_verify,
+        experts.Specialize,
+        experts.KnockOut,
+        experts.Atlas,
+        experts.SteerExperts,
+        experts.Rewrite,
+        experts.Trace,
+        experts.Prune,
+        experts.Splice,
     ),
 }
 """The commands in the order in which a user needs them, by the titles of `polyad --help`."""

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-from polyad.launch.command import Argument, ConfigFile, Json, Overrides, command, positive
+from polyad.launch.command import ConfigFile, Json, Overrides, Positive, command
 from polyad.launch.output import align, check_json_path, results
 
 if TYPE_CHECKING:
@@ -23,35 +23,24 @@ def bench(
     config: ConfigFile,
     overrides: Overrides,
     *,
-    steps: Annotated[
-        int, Argument("number of timed steps, after 2 warm-up steps; default 10", "N", positive)
-    ] = 10,
-    compile: Annotated[
-        bool,
-        Argument(
-            "time steps both with and without torch.compile; default: only as model.compile says"
-        ),
-    ] = False,
-    forced_balance: Annotated[
-        bool,
-        Argument(
-            "assign tokens to experts in turn, whatever their scores, so that all experts have "
-            "equal load, as in a model whose training has balanced them"
-        ),
-    ] = False,
-    processes: Annotated[
-        int | None,
-        Argument(
-            "number of processes on this machine; default: those that torchrun has started, or 1",
-            "P",
-            positive,
-        ),
-    ] = None,
+    steps: Positive = 10,
+    compile: bool = False,
+    forced_balance: bool = False,
+    processes: Positive | None = None,
     json: Json = None,
 ) -> None:
-    """Times training steps on this machine: throughput, memory, MFU. Needs no data.
+    """Times training steps: throughput, memory, MFU. Needs no data.
 
     MFU (model FLOPs utilization) is the share of the GPU's peak FLOP rate that the model uses.
+
+    Args:
+        steps: number of timed steps, after 2 warm-up steps; default 10.
+        compile: time steps both with and without torch.compile; default: only as model.compile
+            says.
+        forced_balance: assign tokens to experts in turn, whatever their scores, so that all experts
+            have equal load, as in a model whose training has balanced them.
+        processes (P): number of processes on this machine; default: those that torchrun has
+            started, or 1.
     """
     from polyad.launch.agent import become_processes
     from polyad.launch.commands.plan import configuration

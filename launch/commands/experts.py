@@ -1,87 +1,98 @@
-"""Commands that look at the experts of a checkpoint, over held-out data.
+"""Commands that look at the experts of a checkpoint, remove them or put others in their place.
 
 Each runs in one process, or in each process that torchrun has started; rank 0 shows the result.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from polyad.launch.command import (
     Argument,
     Command,
-    Overrides,
+    Names,
+    Positive,
+    Share,
     UsageError,
     command,
     names,
-    positive,
 )
-from polyad.launch.commands.held_out import (
-    Found,
-    Stored,
-    Tokens,
-    examined,
-    measure_named,
-    show_measured,
-)
-from polyad.launch.commands.options import (
-    CheckpointOrRun,
-    TokenizerFile,
-    numbers,
-    steering,
-)
+from polyad.launch.commands.held_out import Seed, Stored, Tokens
+from polyad.launch.commands.options import Experts, Layers, Steer, TokenizerFile
 from polyad.launch.output import check_result_file
+
+if TYPE_CHECKING:
+    from polyad.train.measures.measure import Examination
 
 
 @command("experts specialize", "polyad experts specialize runs/quickstart/run")
-def specialize(
-    path: CheckpointOrRun,
-    overrides: Overrides,
-    held: Stored,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Specialize(Stored):
     """Shows how experts divide the work.
 
     Reports the entropies of the routing and how much an expert reveals about the class (for text,
     the class of a token); for images also for how many classes each expert matters, by removing it.
     """
-    asked = {"overrides": overrides}
-    show_measured(
-        "experts specialize", path, held, asked, measure_named("specialization", held, overrides)
-    )
+
+    def examination(self) -> "type[Examination]":
+        """The measure."""
+        from polyad.train.measures.specialization import Specialization
+
+        return Specialization
 
 
-Layers = Annotated[
-    Sequence[str],
-    numbers(
-        "blocks whose experts are removed, or all; default: the first, middle and last block with "
-        "experts"
-    ),
-]
-Experts = Annotated[
-    Sequence[str],
-    numbers(
-        "experts to remove in each of these blocks, written LEVEL.N in a hierarchy; default: all"
-    ),
-]
+@dataclass(frozen=True, kw_only=True)
+class _Removing(Stored):
+    """Which experts are removed."""
+
+    layers: Layers = ()
+    experts: Experts = ()
+    tokens: Tokens = None
+
+    def examination(self) -> "type[Examination]":
+        """The measure."""
+        from polyad.train.measures.knockout import KnockOuts
+
+        return KnockOuts
 
 
 @command("experts knockout", "polyad experts knockout runs/quickstart/run --layers 0,3")
-def knockout(
-    path: CheckpointOrRun,
-    overrides: Overrides,
-    *,
-    layers: Layers = (),
-    experts: Experts = (),
-    tokens: Tokens = None,
-    held: Stored,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class KnockOut(_Removing):
     """Shows what each expert of a language model is for, by removing it.
 
     Reports the change in loss without the expert, for classes of tokens by characters, position and
     frequency.
     """
-    asked = {"overrides": overrides, "layers": layers, "experts": experts, "tokens": tokens}
-    _knock_out("experts knockout", path, held, asked)
+
+
+@command(
+    "experts steer",
+    "polyad experts steer runs/quickstart/run --steer layer=3,expert=2,strength=8",
+)
+@dataclass(frozen=True, kw_only=True)
+class SteerExperts(_Removing):
+    """Shows what a language model predicts when it is steered towards experts.
+
+    Reports the change in loss and in predicted probability, for the token classes of `polyad
+    experts knockout`, next to the effect of removing the experts.
+
+    Args:
+        steer: add X times the expert's gate column to the input of a block (level=N of a
+            hierarchy); may be repeated, and all act at once; the experts that are removed for
+            comparison are these, unless --layers or --experts names others.
+    """
+
+    steer: Steer
+
+    def options(self) -> dict[str, Any]:
+        """The options of the measure."""
+        from polyad.train.experts.steering import parse_steering
+
+        options = super().options()
+        options["steerings"] = [parse_steering(text) for text in options.pop("steer")]
+        return options
 
 
 @command(
@@ -90,87 +101,33 @@ def knockout(
     "polyad experts atlas runs/quickstart/run --tokens 16384 --how route-around",
     "polyad experts atlas runs/quickstart/run --unembed 10",
 )
-def atlas(
-    path: CheckpointOrRun,
-    overrides: Overrides,
-    *,
-    how: Annotated[
-        Literal["contribution", "route-around", "mean", "prune"],
-        Argument(
-            "how an expert is removed: contribution: its output becomes 0; route-around: as well, "
-            "and the others take over its weight; mean: its output becomes its mean; prune: the "
-            "router no longer has it, and the next best expert enters; default contribution"
-        ),
-    ] = "contribution",
-    layers: Annotated[Sequence[str], numbers("blocks whose experts are removed; default: all")] = (
-        "all",
-    ),
-    experts: Experts = (),
-    unembed: Annotated[
-        int | None,
-        Argument("list the N tokens that each expert's mean output promotes most", "N", positive),
-    ] = None,
-    tokens: Tokens = None,
-    held: Stored,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Atlas(Stored):
     """Measures how much each expert matters, and which cheap statistics predict it.
 
     Reports the change in loss without each expert, for classes of tokens, next to its frequency of
     use, norms, REAP and MoNE; and what is lost when a quarter or half of a layer's experts are
     removed, chosen by each of these or at random.
-    """
-    asked: dict[str, Any] = {"layers": layers, "experts": experts, "how": how}
-    asked |= {"unembed": unembed}
-    asked |= {} if tokens is None else {"tokens": tokens}
 
-    def measure(checkpoint: Path) -> Found:
+    Args:
+        how: how an expert is removed: contribution: its output becomes 0; route-around: as well,
+            and the others take over its weight; mean: its output becomes its mean; prune: the
+            router no longer has it, and the next best expert enters; default contribution.
+        layers: blocks whose experts are removed; default: all.
+        unembed: list the N tokens that each expert's mean output promotes most.
+    """
+
+    how: Literal["contribution", "route-around", "mean", "prune"] = "contribution"
+    layers: Names = ("all",)
+    experts: Experts = ()
+    unembed: Positive | None = None
+    tokens: Tokens = None
+
+    def examination(self) -> "type[Examination]":
+        """The examination."""
         from polyad.train.measures.atlas import Atlas
 
-        return examined(checkpoint, Atlas, held, overrides, **asked)
-
-    show_measured("experts atlas", path, held, {"overrides": overrides} | asked, measure)
-
-
-@command(
-    "experts steer",
-    "polyad experts steer runs/quickstart/run --steer layer=3,expert=2,strength=8",
-)
-def steer(
-    path: CheckpointOrRun,
-    overrides: Overrides,
-    *,
-    steer: Annotated[
-        Sequence[str],
-        steering(
-            "add X times the expert's gate column to the input of a block (level=N of a "
-            "hierarchy); may be repeated, and all act at once; the experts that are removed for "
-            "comparison are these, unless --layers or --experts names others"
-        ),
-    ],
-    layers: Layers = (),
-    experts: Experts = (),
-    tokens: Tokens = None,
-    held: Stored,
-) -> None:
-    """Shows what a language model predicts when it is steered towards experts.
-
-    Reports the change in loss and in predicted probability, for the token classes of `polyad
-    experts knockout`, next to the effect of removing the experts.
-    """
-    asked = {"overrides": overrides, "layers": layers, "experts": experts, "tokens": tokens}
-    _knock_out("experts steer", path, held, asked | {"steer": steer})
-
-
-def _knock_out(name: str, path: Path, held: Stored, asked: dict[str, Any]) -> None:
-    from polyad.train.experts.steering import parse_steering
-
-    given = {name: asked.get(name) for name in ("layers", "experts")}
-    given["steerings"] = [parse_steering(text) for text in asked.get("steer", ())]
-    if asked["tokens"] is not None:
-        given["tokens"] = asked["tokens"]
-    show_measured(
-        name, path, held, asked, measure_named("knockout", held, asked["overrides"], **given)
-    )
+        return Atlas
 
 
 @command(
@@ -180,102 +137,174 @@ def _knock_out(name: str, path: Path, held: Stored, asked: dict[str, Any]) -> No
     "--layers 1 --with score,entropy,norm,loss",
     "polyad experts trace runs/quickstart/run --text 'def main():' --html runs/main.html",
 )
-def trace(
-    path: CheckpointOrRun,
-    overrides: Overrides,
-    *,
-    output: Annotated[
-        Path | None,
-        Argument(
-            "the .parquet file to write, or a folder that gets one file per process",
-            "DIR_OR_FILE",
-            one_of="what is written",
-        ),
-    ] = None,
-    text: Annotated[
-        str | None, Argument("with --html: read this text instead of held-out data")
-    ] = None,
-    html: Annotated[
-        Path | None,
-        Argument(
-            "write a page that shows the loss, the experts and the next tokens of each token of "
-            "--text, before and after --intervene",
-            "FILE",
-            one_of="what is written",
-        ),
-    ] = None,
-    tokenizer: TokenizerFile = None,
-    layers: Annotated[
-        Sequence[str], numbers("blocks whose experts are written; default: all blocks with experts")
-    ] = (),
-    top: Annotated[
-        int | None,
-        Argument(
-            "for a muMoE or a mixture of networks, where every token uses all experts: how many "
-            "to write, the highest weights of each level; default 4",
-            "K",
-            positive,
-        ),
-    ] = None,
-    extra: Annotated[
-        Sequence[str],
-        Argument(
-            "additional columns: score (the value that top-K selection compares), entropy (of the "
-            "token's scores, in nats), norm (of the expert's own output), loss (of the next "
-            "token, in nats)",
-            "COLUMN,...",
-            names,
-            flag="--with",
-        ),
-    ] = (),
-    tokens: Tokens = None,
-    held: Stored,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Trace(Stored):
     """Writes the experts of every token to Parquet, or those of a typed text as a page.
 
     There is one row per token, layer and chosen expert, with the expert's weight and the token's
     position in the data. pandas, polars and duckdb can read the file.
+
+    Args:
+        output (DIR_OR_FILE): the .parquet file to write, or a folder that gets one file per
+            process.
+        text: with --html: read this text instead of held-out data.
+        html (FILE): write a page that shows the loss, the experts and the next tokens of each
+            token of --text, before and after --intervene.
+        layers: blocks whose experts are written; default: all blocks with experts.
+        top (K): for a muMoE or a mixture of networks, where every token uses all experts: how many
+            to write, the highest weights of each level; default 4.
+        with_ (COLUMN,...): additional columns: score (the value that top-K selection compares),
+            entropy (of the token's scores, in nats), norm (of the expert's own output), loss (of
+            the next token, in nats).
     """
-    if (text is None) != (html is None) or (html is None and output is None):
-        raise UsageError("experts trace: --output, or --text and --html are needed")
-    if text is not None and html is not None:
-        others = (overrides, layers, extra, tokens, held.data, held.json)
-        if any(others) or held.split != "validation":
+
+    output: Path | None = None
+    text: str | None = None
+    html: Path | None = None
+    tokenizer: TokenizerFile = None
+    layers: Names = ()
+    top: Positive | None = None
+    with_: Annotated[Sequence[str], Argument(parse=names)] = ()
+    tokens: Tokens = None
+
+    def examination(self) -> "type[Examination]":
+        """The examination."""
+        from polyad.train.measures.trace import Trace, TraceWithLoss
+
+        return TraceWithLoss if "loss" in self.with_ else Trace
+
+    def options(self) -> dict[str, Any]:
+        """The options of the examination."""
+        options = super().options()
+        options["extra"] = options.pop("with_")
+        return options
+
+    def run(self) -> None:
+        """Writes the page of a text, or the experts of held-out data."""
+        is_page = self.html is not None
+        if (self.text is not None) != is_page or (self.output is None) != is_page:
+            raise UsageError("experts trace: either --output, or --text and --html are needed")
+        if self.html is None or self.text is None:
+            if self.tokenizer is not None:
+                raise UsageError("--tokenizer: allowed with --text alone")
+            super().run()
+            return
+        others = (
+            *(self.overrides, self.layers, self.with_, self.tokens),
+            *(self.data, self.json),
+        )
+        if any(others) or self.split != "validation":
             raise UsageError(
                 "--html: allowed beside --text, --intervene, --top, --tokenizer, --best, --weights "
                 "and --base alone"
             )
-        _trace_text(path, text, html, top, tokenizer, held)
-        return
-    if tokenizer is not None:
-        raise UsageError("--tokenizer: allowed with --text alone")
-    options: dict[str, Any] = {"output": output, "layers": layers, "top": top, "extra": extra}
-    if tokens is not None:
-        options["tokens"] = tokens
+        from polyad.launch.machine import prepare_environment
 
-    def measure(checkpoint: Path) -> Found:
-        from polyad.train.measures.trace import Trace, TraceWithLoss
+        check_result_file("--html", self.html, (".html",))
+        prepare_environment()
+        from polyad.data.files import write_whole
+        from polyad.train.experts.trace import TOP
+        from polyad.train.loading import load
 
-        kind = TraceWithLoss if "loss" in extra else Trace
-        return examined(checkpoint, kind, held, overrides, **options)
+        run = load(
+            self.path,
+            weights=self.weights,
+            best=self.best,
+            tokenizer=self.tokenizer,
+            base=self.base,
+        )
+        page = run.show(self.text, interventions=self.intervene, top=self.top or TOP).page()
+        write_whole(self.html, page)
 
-    show_measured("experts trace", path, held, {"overrides": overrides, **options}, measure)
+
+@command(
+    "experts prune",
+    "polyad experts prune runs/quickstart/run runs/smaller --by reap --keep 0.5",
+    "polyad experts prune runs/quickstart/run runs/joined --by frequency --keep 0.5 --merge",
+)
+@dataclass(frozen=True, kw_only=True)
+class Prune(Stored):
+    """Writes a sparse mixture with fewer experts, and reports what that costs.
+
+    Compares the loss on held-out text with that of all experts, and of randomly chosen ones.
+
+    Args:
+        output (OUTPUT): folder to create, in the same format.
+        by: how to choose the experts that stay: by the change in loss without each (atlas; one
+            pass per expert), by a statistic of their use and outputs, by the mean probability
+            that the router gives them, or at random.
+        keep: fraction of the experts of every layer to keep, below 1.
+        merge: merge experts with similar mean outputs, weighted by --by, instead of removing
+            experts.
+        calibrate (DIR): prepared data whose train split is used to choose the experts, such as
+            examples of one domain; default: the data on which the cost is measured.
+    """
+
+    output: Path = field(kw_only=False)
+    by: Literal["atlas", "reap", "mone", "frequency", "probability", "mean-norm", "random"]
+    keep: Share
+    merge: bool = False
+    calibrate: str | None = None
+    tokens: Tokens = None
+    seed: Seed = 0
+
+    def examination(self) -> "type[Examination]":
+        """The examination."""
+        from polyad.train.measures.removal import Removal
+
+        return Removal
 
 
-def _trace_text(
-    path: Path, text: str, html: Path, top: int | None, tokenizer: str | None, held: Stored
-) -> None:
-    """Writes the page of a text."""
-    from polyad.launch.machine import prepare_environment
+@command(
+    "experts splice",
+    "polyad train configs/quickstart/gpt2.yaml data.path=runs/stdlib run.folder=runs/spliced "
+    "distill.teacher=runs/quickstart/dense distill.blocks=normalized "
+    "model.replaced='{blocks: [1], feed_forward: {kind: dense, hidden_size: 512}}'",
+    "polyad experts splice runs/spliced",
+)
+@dataclass(frozen=True, kw_only=True)
+class Splice(Stored):
+    """Measures how well replaced feed-forwards (model.replaced) stand in for the original ones.
 
-    check_result_file("--html", html, (".html",))
-    prepare_environment()
-    from polyad.data.files import write_whole
-    from polyad.train.experts.trace import TOP
-    from polyad.train.loading import load
+    Reports the loss with the original feed-forwards, without any and with the replaced ones, in
+    each of these blocks and in all together; how far their outputs are from the original ones; and
+    how many experts are active.
 
-    run = load(path, weights=held.weights, best=held.best, tokenizer=tokenizer, base=held.base)
-    write_whole(html, run.show(text, interventions=held.intervene, top=top or TOP).page())
+    Args:
+        teacher: the original model: a run, checkpoint or folder of weights; default: the run's
+            distill.teacher, at the step from which distillation started.
+    """
+
+    teacher: Path | None = None
+    tokens: Tokens = None
+
+    def examination(self) -> "type[Examination]":
+        """The measure."""
+        from polyad.train.measures.splice import Splicing
+
+        return Splicing
+
+
+@command("experts rewrite", "polyad experts rewrite runs/quickstart/run --move class=1,of=Young:0")
+@dataclass(frozen=True, kw_only=True)
+class Rewrite(Stored):
+    """Edits the output for one class through its experts, in a model with a muMoE head.
+
+    Reports accuracy and fairness before and after.
+
+    Args:
+        move (class=C,of=A+B,by=N): the class C whose output is moved, in proportion to an image's
+            use of the experts that training images of a subpopulation use (for example
+            of=Young:0+Male:0); by: the factor, default: the number of experts.
+    """
+
+    move: str
+
+    def examination(self) -> "type[Examination]":
+        """The examination."""
+        from polyad.train.measures.rewriting import Rewriting
+
+        return Rewriting
 
 
 def measure_of_plugin(name: str) -> Command:
@@ -285,10 +314,14 @@ def measure_of_plugin(name: str) -> Command:
         name: of the measure.
     """
 
-    @command(f"experts {name}", f"polyad experts {name} runs/quickstart/run")
-    def take(path: CheckpointOrRun, overrides: Overrides, *, held: Stored) -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class PluginMeasure(Stored):
         """Computes a measure of experts on held-out data."""
-        asked = {"overrides": overrides}
-        show_measured(f"experts {name}", path, held, asked, measure_named(name, held, overrides))
 
-    return take
+        def examination(self) -> "type[Examination]":
+            """The measure."""
+            from polyad.train.measures.registry import MEASURES
+
+            return MEASURES[name]
+
+    return command(f"experts {name}", f"polyad experts {name} runs/quickstart/run")(PluginMeasure)

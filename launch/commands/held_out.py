@@ -3,15 +3,16 @@
 Each runs in one process, or in each process that torchrun has started; rank 0 shows the result.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
-from polyad.launch.command import Argument, Json, non_negative, positive
+from polyad.launch.command import Argument, Json, NonNegative, Overrides, Positive
 from polyad.launch.commands.options import (
     Base,
     Best,
+    CheckpointOrRun,
     Data,
     Intervene,
     Split,
@@ -23,117 +24,99 @@ from polyad.launch.output import results
 if TYPE_CHECKING:
     from polyad.train.measures.measure import Examination
 
-Found = tuple[object, str]
-"""A result, and the same for a person."""
-Measure = Callable[[Path], Found]
-"""What is measured of a checkpoint, by all processes."""
+Tokens = Annotated[
+    Positive | None,
+    Argument(
+        "approximate number of tokens or images to read, spread evenly over the split; default "
+        "65536"
+    ),
+]
+Seed = Annotated[NonNegative, Argument("random seed; default 0")]
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeldOut:
-    """What is read, and where the result goes."""
+class Analysis:
+    """A command that reads a checkpoint over held-out data."""
 
+    path: CheckpointOrRun = field(kw_only=False)
+    overrides: Overrides = field(kw_only=False)
     data: Data = None
     best: Best = False
-    split: Split = "validation"
     json: Json = None
 
-    def keywords(self, overrides: Sequence[str]) -> dict[str, Any]:
-        """The arguments of what reads it."""
-        return {"data": self.data, "split": self.split, "overrides": tuple(overrides)}
+    def examination(self) -> "type[Examination]":
+        """What is examined."""
+        raise NotImplementedError
+
+    def options(self) -> dict[str, Any]:
+        """The options of the examination: those of this command alone."""
+        shared = {each.name for each in fields(Stored)}
+        own = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {name: own[name] for name in own if name not in shared and own[name] is not None}
+
+    def reading(self) -> dict[str, Any]:
+        """What is read, as `polyad.train.measures.measure.examine` takes it."""
+        return {"data": self.data, "overrides": tuple(self.overrides)}
+
+    def measured(self, checkpoint: Path) -> tuple[object, str]:
+        """Returns the result of a checkpoint, and the same as text."""
+        from polyad.train.measures.measure import examine
+
+        found = examine(checkpoint, self.examination(), **self.options(), **self.reading())
+        return found, found.text()
+
+    def chosen(self, choose: Callable[[Path], Path]) -> Self:
+        """Returns the same with the checkpoint that rank 0 chooses; all processes call this."""
+        from polyad.parallel.checkpoint.load import chosen_by_main
+
+        return replace(self, path=chosen_by_main("path", self.path, choose))
+
+    def run(self) -> None:
+        """Shows the result."""
+        from polyad.launch.machine import end_with_launcher, prepare_environment
+
+        end_with_launcher()
+        prepare_environment()
+        from polyad.parallel import comm
+        from polyad.parallel.checkpoint.load import best_checkpoint, newest_of, read_newest
+        from polyad.parallel.meeting import agree
+
+        command, choose = self, best_checkpoint if self.best else newest_of
+        with results(self.json) as show:
+            if comm.environment_world_size() > 1:
+                facts = {"name": type(self).__name__, **vars(self)}
+                del facts["json"]
+                agree("the command", {f"the command's {key}": f"{facts[key]}" for key in facts})
+                command, choose = self.chosen(choose), newest_of
+            result, text = read_newest(command.path, command.measured, choose)
+            if is_main():
+                show(result, text)
+            comm.shutdown()
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldOut(Analysis):
+    """One that reads a split."""
+
+    split: Split = "validation"
+
+    def reading(self) -> dict[str, Any]:
+        """What is read."""
+        return super().reading() | {"split": self.split}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stored(HeldOut):
-    """The same, and which weights of the checkpoint are meant."""
+    """One that also says which weights of the checkpoint are meant."""
 
     weights: Weights = "trained"
     base: Base = None
     intervene: Intervene = ()
 
-    def keywords(self, overrides: Sequence[str]) -> dict[str, Any]:
-        """The arguments of what reads it."""
+    def reading(self) -> dict[str, Any]:
+        """What is read."""
         from polyad.train.experts.interventions import parse_intervention
 
         own = {"weights": self.weights, "base": self.base}
         interventions = [parse_intervention(text) for text in self.intervene]
-        return super().keywords(overrides) | own | {"interventions": interventions}
-
-
-Tokens = Annotated[
-    int | None,
-    Argument(
-        "approximate number of tokens or images to read, spread evenly over the split; default "
-        "65536",
-        "N",
-        positive,
-    ),
-]
-Seed = Annotated[int, Argument("random seed; default 0", "S", non_negative)]
-
-
-def measure_named(
-    name: str, held: Stored, overrides: Sequence[str], **options: Any
-) -> Callable[[Path], Found]:
-    """What takes a measure of the registry of a checkpoint."""
-
-    def take_it(checkpoint: Path) -> Found:
-        from polyad.train.measures.registry import MEASURES
-
-        return examined(checkpoint, MEASURES[name], held, overrides, **options)
-
-    return take_it
-
-
-def examined(
-    checkpoint: Path,
-    kind: "type[Examination]",
-    held: HeldOut,
-    overrides: Sequence[str],
-    **options: Any,
-) -> Found:
-    """What an examination finds out about a checkpoint."""
-    from polyad.train.measures.measure import examine
-
-    found = examine(checkpoint, kind, **options, **held.keywords(overrides))
-    return found, found.text()
-
-
-def show_measured(
-    name: str, path: Path, held: HeldOut, asked: dict[str, Any], measure: Measure
-) -> None:
-    """Shows what is measured of a checkpoint.
-
-    Args:
-        name: of the command.
-        path: of a checkpoint or a run.
-        held: what is read.
-        asked: the command's other arguments; `other`, a path, becomes that which rank 0 has found.
-        measure: of the checkpoint's folder.
-    """
-    from polyad.launch.machine import end_with_launcher, prepare_environment
-
-    end_with_launcher()
-    prepare_environment()
-    from polyad.parallel import comm
-    from polyad.parallel.checkpoint.load import (
-        best_checkpoint,
-        chosen_by_main,
-        newest_of,
-        read_newest,
-    )
-    from polyad.parallel.meeting import agree
-
-    choose = best_checkpoint if held.best else newest_of
-    with results(held.json) as show:
-        if comm.environment_world_size() > 1:
-            facts = {"name": name, "path": path} | vars(held) | asked
-            del facts["json"]
-            agree("the command", {f"the command's {key}": f"{facts[key]}" for key in facts})
-            path, choose = chosen_by_main("path", path, choose), newest_of
-            if "other" in asked:
-                asked["other"] = chosen_by_main("--with", asked["other"], newest_of)
-        result, table = read_newest(path, measure, choose)
-        if is_main():
-            show(result, table)
-        comm.shutdown()
+        return super().reading() | own | {"interventions": interventions}

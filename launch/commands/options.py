@@ -1,15 +1,45 @@
-"""Options that several commands take which read a checkpoint."""
+"""Arguments that several commands take which read a checkpoint."""
 
+from argparse import ArgumentTypeError
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
-from polyad.launch.command import Argument, names
+from polyad.launch.command import Argument, Names
+
+
+def weights_folder(text: str) -> Path:
+    """Parses the path of a run, a checkpoint or a folder of weights.
+
+    Raises:
+        ArgumentTypeError: it is a configuration or prepared data.
+    """
+    path = Path(text)
+    if (path / "manifest.json").is_file() and not (path / "config.yaml").is_file():
+        raise ArgumentTypeError(
+            f"{text} is prepared data; give the folder of a run here, and the data as --data {text}"
+        )
+    if not path.is_dir():
+        from polyad.train.config.run import find_config
+
+        if find_config(path).is_file() and find_config(path).suffix in {".yaml", ".yml"}:
+            raise ArgumentTypeError(
+                f"{text} is a configuration; give the folder of a run, the run.folder in it"
+            )
+    return path
+
 
 CheckpointOrRun = Annotated[
-    Path, Argument("a checkpoint, or a run (its newest checkpoint is used)", "CHECKPOINT_OR_RUN")
+    Path,
+    Argument(
+        "a checkpoint, or a run (its newest checkpoint is used)",
+        "CHECKPOINT_OR_RUN",
+        weights_folder,
+    ),
 ]
-AnyWeights = Annotated[Path, Argument("a checkpoint, a run, or a folder of weights", "CHECKPOINT")]
+AnyWeights = Annotated[
+    Path, Argument("a checkpoint, a run, or a folder of weights", "CHECKPOINT", weights_folder)
+]
 TokenizerFile = Annotated[
     str | None,
     Argument(
@@ -45,22 +75,23 @@ Base = Annotated[
     Argument(
         "base model of a checkpoint with adapters, or of a peft folder; for a checkpoint it must "
         "hold exactly the weights that the adapters were trained on; default: the path in the "
-        "adapters' configuration",
-        "PATH",
+        "adapters' configuration"
     ),
 ]
-NUMBERS = "N,N,..."
-
-
-def numbers(about: str) -> Argument:
-    """A list of blocks or experts.
-
-    Args:
-        about: what it is for.
-    """
-    return Argument(about, NUMBERS, names)
-
-
+Layers = Annotated[
+    Names,
+    Argument(
+        "blocks whose experts are removed, or all; default: the first, middle and last block with "
+        "experts"
+    ),
+]
+Experts = Annotated[
+    Names,
+    Argument(
+        "experts to remove in each of these blocks, written LEVEL.N in a hierarchy; default: all"
+    ),
+]
+Steer = Annotated[Sequence[str], Argument(metavar="layer=N,expert=N,strength=X")]
 Intervene = Annotated[
     Sequence[str],
     Argument(
@@ -71,15 +102,5 @@ Intervene = Annotated[
         "or set it to X), or force or avoid (rank them first or last); may be repeated; experts "
         "of a hierarchy are numbered across its levels",
         "layer=L,expert=E+F,how=HOW",
-        repeated=True,
     ),
 ]
-
-
-def steering(about: str) -> Argument:
-    """Experts that are added to what enters a block.
-
-    Args:
-        about: what it is for.
-    """
-    return Argument(about, "layer=N,expert=N,strength=X", repeated=True)

@@ -2,16 +2,15 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 from polyad.launch.command import (
-    Argument,
     ConfigOrFolder,
     Json,
     Overrides,
+    Positive,
     UsageError,
     command,
-    positive,
 )
 from polyad.launch.machine import prepare_environment
 from polyad.launch.output import check_json_path, results
@@ -43,34 +42,26 @@ def plan(
     config: ConfigOrFolder,
     overrides: Overrides,
     *,
-    nodes: Annotated[int, Argument("number of hosts; default 1", "N", positive)] = 1,
-    processes_per_node: Annotated[
-        int, Argument("processes per host, one for each GPU; default 8", "P", positive)
-    ] = 8,
-    layout: Annotated[
-        str | None,
-        Argument(
-            "one layout in detail, as tp=2,ep=4,sp=1,zero=2: tensor and expert parallel size, "
-            "sequence parallel, ZeRO stage; what is left out is as in the configuration",
-            "LAYOUT",
-        ),
-    ] = None,
-    mfu: Annotated[
-        float | None,
-        Argument(
-            "also divide the FLOPs by this share of the peak rate (model FLOPs utilization)", "X"
-        ),
-    ] = None,
-    peak_tflops: Annotated[
-        float, Argument("peak rate of a GPU for --mfu; default 989, an H100 in bf16", "TFLOPS")
-    ] = PEAK_TFLOPS,
+    nodes: Positive = 1,
+    processes_per_node: Positive = 8,
+    layout: str | None = None,
+    mfu: float | None = None,
+    peak_tflops: float = PEAK_TFLOPS,
     json: Json = None,
 ) -> None:
-    """Lists what a run takes on every layout: memory, traffic, FLOPs. Needs no GPU.
+    """Lists what a run takes on every layout: memory, traffic, FLOPs.
 
-    A line has the parameters of a process, its memory by part, what it sends in a step to each
-    group, and its FLOPs. Parameters, gradients and optimizer states are exact. No time is
-    predicted; --mfu divides the FLOPs by a rate that you name.
+    Needs no GPU. A line has the parameters of a process, its memory by part, what it sends in a
+    step to each group, and its FLOPs. Parameters, gradients and optimizer states are exact. No time
+    is predicted; --mfu divides the FLOPs by a rate that you name.
+
+    Args:
+        nodes: number of hosts; default 1.
+        processes_per_node (P): processes per host, one for each GPU; default 8.
+        layout (LAYOUT): one layout in detail, as tp=2,ep=4,sp=1,zero=2: tensor and expert parallel
+            size, sequence parallel, ZeRO stage; what is left out is as in the configuration.
+        mfu: also divide the FLOPs by this share of the peak rate (model FLOPs utilization).
+        peak_tflops (TFLOPS): peak rate of a GPU for --mfu; default 989, an H100 in bf16.
     """
     from polyad.train.config.rules import validate
     from polyad.train.plan import flops_per_step, footprint, layouts

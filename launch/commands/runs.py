@@ -14,12 +14,18 @@ from polyad.launch.command import (
     ConfigOrFolder,
     Json,
     Overrides,
+    Positive,
     command,
-    positive,
 )
 from polyad.launch.launch import LaunchOptions
 from polyad.launch.machine import is_main
-from polyad.launch.output import check_json_path, only_results_on_stdout, results
+from polyad.launch.output import (
+    check_json_path,
+    check_result_file,
+    only_results_on_stdout,
+    results,
+    say,
+)
 
 if TYPE_CHECKING:
     from polyad.train.state import TrainState
@@ -32,7 +38,10 @@ if TYPE_CHECKING:
     "data.path=runs/stdlib",
 )
 def train(config: ConfigFile, overrides: Overrides) -> None:
-    """Trains in this process, or as a worker of torchrun. Run it again to continue."""
+    """Trains in this process, or as a worker of torchrun.
+
+    Run it again to continue.
+    """
     from polyad.launch.machine import bind_to_cores, end_with_launcher, prepare_environment
     from polyad.launch.torchrun import forget_stop
 
@@ -79,12 +88,50 @@ def last_loss(metrics: Path) -> str:
     "--sbatch gpus-per-node=4 --sbatch time=24:00:00 data.path=runs/stdlib --dry-run",
 )
 def launch(config: ConfigFile, overrides: Overrides, how: LaunchOptions) -> int:
-    """Checks a run, then trains it in P processes on this machine or on each of N hosts."""
+    """Checks a run, then trains it in P processes on each of N hosts."""
     from polyad.launch.launch import Launch
     from polyad.launch.machine import end_with_launcher
 
     end_with_launcher()
     return Launch(config=config, overrides=overrides, how=how).start()
+
+
+@command(
+    "study",
+    "polyad study configs/studies/mumoe.yaml --dry-run",
+    "polyad study configs/studies/mumoe.yaml --dry-run --figure mumoe.pdf",
+)
+def study(
+    study: Path, *, dry_run: bool = False, figure: Path | None = None, json: Json = None
+) -> None:
+    """Trains variants of a run with several seeds, and compares them.
+
+    They are compared seed by seed.
+
+    Args:
+        study (STUDY): a YAML file; run the same command again to continue a study.
+        dry_run: start nothing; print what would be trained, and compare what is finished.
+        figure (FILE): plot the comparison in FILE (.pdf, .svg or .png).
+    """
+    from polyad.launch.machine import prepare_environment
+
+    prepare_environment()
+    from polyad.launch import processes
+    from polyad.train import study as studies
+
+    check_json_path(json)
+    if figure is not None:
+        check_result_file("--figure", figure, (".pdf", ".svg", ".png"))
+    with results(json) as show:
+        known = studies.load_study(study)
+        if dry_run:
+            frame = studies.results_of(known)
+            say(studies.plan_text(known, frame))
+        else:
+            frame = studies.finish_runs(known, processes.polyad, say)
+        if figure is not None:
+            studies.draw(known, frame, figure)
+        show(studies.to_json(known, frame), studies.result_text(known, frame))
 
 
 @command(
@@ -95,22 +142,17 @@ def validate(
     config: ConfigFile,
     overrides: Overrides,
     *,
-    processes: Annotated[
-        int | None,
-        Argument("number of processes that will train; default: WORLD_SIZE, or 1", "N", positive),
-    ] = None,
-    json: Annotated[
-        str | None,
-        Argument("write the description to FILE as JSON; - is standard output", "FILE"),
-    ] = None,
-    without_data: Annotated[
-        bool,
-        Argument(
-            "do not open the data, for a machine without it; needs model.vocab_size to be set"
-        ),
-    ] = False,
+    processes: Positive | None = None,
+    without_data: bool = False,
+    json: Json = None,
 ) -> None:
-    """Checks a configuration without training, and prints what the run will do and cost."""
+    """Checks a configuration; prints what the run will do and cost.
+
+    Args:
+        processes: number of processes that will train; default: WORLD_SIZE, or 1.
+        without_data: do not open the data, for a machine without it; needs model.vocab_size to be
+            set.
+    """
     from polyad.parallel.comm import environment_world_size
     from polyad.train.describe import describe_run, description_table
 
@@ -126,17 +168,14 @@ def validate(
     "polyad keys train",
     "polyad keys model.feed_forward.top_k",
 )
-def keys(
-    key: Annotated[
-        str | None, Argument("a section or a key; default: all sections", "KEY", nargs="?")
-    ] = None,
-    *,
-    study: Annotated[bool, Argument("keys of a study's file, in place of a run's")] = False,
-    json: Json = None,
-) -> None:
+def keys(key: str | None = None, *, study: bool = False, json: Json = None) -> None:
     """Explains configuration keys: type, default and meaning.
 
     Any of a run's keys can be set in its YAML file, or on the command line as key=value.
+
+    Args:
+        key (KEY): a section or a key; default: all sections.
+        study: keys of a study's file, in place of a run's.
     """
     from polyad.train.config.reference import as_text, find_keys, sections
     from polyad.train.config.run import RunConfig
@@ -165,16 +204,12 @@ def keys(
 
 
 @command("schema", "polyad schema > polyad.schema.json", "polyad schema study > study.schema.json")
-def schema(
-    kind: Annotated[
-        Literal["run", "study"],
-        Argument(
-            "schema of a file for `polyad train` (run, the default) or for `polyad study`",
-            nargs="?",
-        ),
-    ] = "run",
-) -> None:
-    """Prints the JSON Schema of configuration files, for editors."""
+def schema(kind: Literal["run", "study"] = "run") -> None:
+    """Prints the JSON Schema of configuration files, for editors.
+
+    Args:
+        kind: schema of a file for `polyad train` (run, the default) or for `polyad study`.
+    """
     sys.stdout.write(schema_text(kind))
 
 
@@ -199,15 +234,17 @@ def schema_text(kind: Literal["run", "study"]) -> str:
     "polyad doctor configs/quickstart/gpt2.yaml --processes-per-node 2 data.path=runs/stdlib",
 )
 def doctor(
-    config: Annotated[
-        Path | None, Argument("configuration of a run, to check its data too", "CONFIG", nargs="?")
-    ],
+    config: Annotated[Path | None, Argument(nargs="?")],
     overrides: Overrides,
-    how: LaunchOptions,
     *,
+    how: LaunchOptions,
     json: Json = None,
 ) -> int | None:
-    """Checks hosts for problems that would break a run or slow it down."""
+    """Checks hosts for what would break a run or slow it down.
+
+    Args:
+        config (CONFIG): configuration of a run, to check its data too.
+    """
     from polyad.launch.doctor import check, examine, table
     from polyad.launch.launch import Launch
     from polyad.launch.machine import end_with_launcher, prepare_environment
@@ -229,12 +266,12 @@ def doctor(
 
 
 @command("configs", "polyad configs", "polyad configs configs/gpt2/124m-smoe-16.yaml > my-run.yaml")
-def configs(
-    name: Annotated[
-        Path | None, Argument("the one to print; default: a list of all", "NAME", nargs="?")
-    ] = None,
-) -> None:
-    """Lists the configurations that come with Polyad, or prints one to begin your own from."""
+def configs(name: Path | None = None) -> None:
+    """Lists the configurations that come with Polyad, or prints one.
+
+    Args:
+        name (NAME): the one to print; default: a list of all.
+    """
     import shutil
     import textwrap
 
@@ -277,17 +314,16 @@ def verify_layout(
     config: ConfigOrFolder,
     overrides: Overrides,
     *,
-    processes: Annotated[
-        int | None,
-        Argument(
-            "number of processes on this machine; default: those that torchrun has started",
-            "N",
-            positive,
-        ),
-    ] = None,
+    processes: Positive | None = None,
     json: Json = None,
 ) -> None:
-    """Checks that a parallel layout gives the losses, gradients and weights of one process."""
+    """Checks that a parallel layout trains as one process does.
+
+    Compares losses, gradients and weights.
+
+    Args:
+        processes: number of processes on this machine; default: those that torchrun has started.
+    """
     from polyad.launch.agent import become_processes
     from polyad.launch.machine import end_with_launcher, prepare_environment
 

@@ -1,20 +1,20 @@
-"""`polyad convert` and `polyad generate`: commands that read a model's weights."""
+"""Commands that read a model's weights without a data set: text, labels, other formats."""
 
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
-from polyad.launch.command import Argument, Json, command, positive
+from polyad.launch.command import Json, Positive, UsageError, command
 from polyad.launch.commands.options import (
     AnyWeights,
     Base,
     Best,
     Intervene,
     Precision,
+    Steer,
     TokenizerFile,
     Weights,
-    steering,
 )
 from polyad.launch.output import check_json_path, only_results_on_stdout, results, show
 
@@ -30,54 +30,38 @@ from polyad.launch.output import check_json_path, only_results_on_stdout, result
 def generate(
     path: AnyWeights,
     *,
-    prompt: Annotated[str, Argument("text to continue", "TEXT")],
+    prompt: str,
     best: Best = False,
     base: Base = None,
-    max_tokens: Annotated[
-        int, Argument("maximum number of new tokens; default 100", "N", positive)
-    ] = 100,
-    temperature: Annotated[
-        float,
-        Argument("sampling temperature; 0 always picks the most likely token; default 1", "T"),
-    ] = 1.0,
-    top_k: Annotated[
-        int | None,
-        Argument("sample from the K most likely tokens; default: all", "K", positive),
-    ] = None,
-    top_p: Annotated[
-        float,
-        Argument(
-            "nucleus sampling: sample from the smallest set of tokens with total probability P, "
-            "among those that --top-k leaves; default 1",
-            "P",
-        ),
-    ] = 1.0,
-    seed: Annotated[int, Argument("random seed; default 0", "N")] = 0,
+    max_tokens: Positive = 100,
+    temperature: float = 1.0,
+    top_k: Positive | None = None,
+    top_p: float = 1.0,
+    seed: int = 0,
     tokenizer: TokenizerFile = None,
     precision: Precision = "fp32",
-    no_cache: Annotated[
-        bool,
-        Argument("recompute the whole context for every token instead of caching keys and values"),
-    ] = False,
-    steer: Annotated[
-        Sequence[str],
-        steering(
-            "add X times an expert's gate column to the input of a block (level=N in a "
-            "hierarchy); may be repeated"
-        ),
-    ] = (),
+    no_cache: bool = False,
+    steer: Steer = (),
     intervene: Intervene = (),
-    trace: Annotated[
-        Path | None,
-        Argument(
-            "write the experts of every token of the prompt and of the generated text to a new "
-            ".parquet file, with the columns of polyad experts trace",
-            "FILE",
-        ),
-    ] = None,
+    trace: Path | None = None,
     json: Json = None,
 ) -> None:
-    """Generates text with a checkpoint."""
+    """Generates text with a checkpoint.
+
+    Args:
+        prompt (TEXT): text to continue.
+        max_tokens: maximum number of new tokens; default 100.
+        temperature (T): sampling temperature; 0 always picks the most likely token; default 1.
+        top_k (K): sample from the K most likely tokens; default: all.
+        top_p (P): nucleus sampling: sample from the smallest set of tokens with total probability
+            P, among those that --top-k leaves; default 1.
+        seed: random seed; default 0.
+        no_cache: recompute the whole context for every token instead of caching keys and values.
+        steer: add X times an expert's gate column to the input of a block (level=N in a
+            hierarchy); may be repeated.
+        trace (FILE): write the experts of every token of the prompt and of the generated text to a
+            new .parquet file, with the columns of polyad experts trace.
+    """
     from polyad.launch.machine import prepare_environment
 
     prepare_environment()
@@ -121,14 +105,65 @@ def generate(
         show(result, "", json, stdout)
 
 
-@command("inspect", "polyad inspect exported", "polyad inspect exported --tensors")
-def inspect(
-    path: Annotated[Path, Argument("a checkpoint, a run, or a folder of weights", "FOLDER")],
+@command("predict", "polyad predict runs/quickstart-images/run --image photo.jpg --json -")
+def predict(
+    path: AnyWeights,
     *,
-    tensors: Annotated[bool, Argument("also print one line per tensor")] = False,
+    text: Sequence[str] = (),
+    pair: Sequence[str] = (),
+    file: str | None = None,
+    image: Sequence[str] = (),
+    best: Best = False,
+    weights: Weights = "trained",
+    base: Base = None,
+    tokenizer: TokenizerFile = None,
+    precision: Precision = "fp32",
     json: Json = None,
 ) -> None:
-    """Shows what a folder of weights contains, and whether Polyad understands all of it."""
+    """Labels new texts or images, with probabilities of the classes.
+
+    For example --text 'A film to remember.' --text 'Two lost hours.', or --file reviews.csv. Prints
+    the most probable classes of each input; --json has all of them. A model that was trained
+    on numbers gives a number, one that chooses among texts the number of the right one, from 0.
+
+    Args:
+        text (TEXT): text to label; may be repeated.
+        pair (TEXT): second text of each --text, in the same order, for a model that was trained on
+            pairs.
+        file (FILE): a .csv, .tsv, .jsonl or .parquet file with the columns of the training data
+            (labels are not read), or a .txt file with one text per line.
+        image (IMAGE): image file, or folder of images; may be repeated.
+    """
+    if sum(map(bool, (text, file, image))) != 1:
+        raise UsageError("predict: one of the options --text, --file and --image is needed")
+    if pair and len(pair) != len(text):
+        raise UsageError(f"--pair: given {len(pair)} times, --text {len(text)} times")
+    from polyad.launch.machine import prepare_environment
+
+    prepare_environment()
+    from polyad.train.loading import load
+
+    with results(json) as show:
+        run = load(
+            path, weights=weights, best=best, precision=precision, tokenizer=tokenizer, base=base
+        )
+        predictor = run.predictor()
+        if file is not None:
+            found = predictor.file(file)
+        else:
+            found = predictor.images(image) if image else predictor.texts(text, pair)
+        show(found, found.text())
+
+
+@command("inspect", "polyad inspect exported", "polyad inspect exported --tensors")
+def inspect(path: AnyWeights, *, tensors: bool = False, json: Json = None) -> None:
+    """Shows what a folder of weights contains.
+
+    Also whether Polyad understands all of it.
+
+    Args:
+        tensors: also print one line per tensor.
+    """
     from polyad.launch.machine import prepare_environment
 
     prepare_environment()
@@ -150,51 +185,38 @@ def inspect(
     "polyad convert runs/split runs/merged --to polyad --merge",
 )
 def convert(
-    source: Annotated[Path, Argument("a checkpoint, a run, or a folder of weights", "SOURCE")],
-    destination: Annotated[Path, Argument("folder to create", "DESTINATION")],
+    source: AnyWeights,
+    destination: Path,
     *,
-    to: Annotated[
-        Literal["huggingface", "polyad", "safetensors", "peft"],
-        Argument(
-            "huggingface: a Hugging Face folder (dense models, and mixtures that an open model "
-            "family has); polyad: a checkpoint; safetensors: the weights of any model under "
-            "Polyad's names; peft: the adapters of a run with adapt.lora, for the peft library "
-            "(decoders, dense GPT-2 and BERT)"
-        ),
-    ],
-    merge: Annotated[
-        bool,
-        Argument(
-            "merge the adapters of a run with adapt.lora into its weights, and turn feed-forwards "
-            "that were split into experts back into dense ones"
-        ),
-    ] = False,
-    upcycle: Annotated[
-        str | None,
-        Argument(
-            "turn a dense model into a sparse mixture whose experts start as copies of its "
-            "feed-forwards; accepts keys of model.feed_forward, for example placement=[1,3], as "
-            "well as noise=X (standard deviation of noise added to each expert's weights, "
-            "relative to that of the weights) and seed=N",
-            "num_experts=E,...",
-            one_of="change",
-        ),
-    ] = None,
-    split: Annotated[
-        str | None,
-        Argument(
-            "split the units of a dense model's feed-forwards into experts of equal size; accepts "
-            "keys of model.feed_forward of kind emoe, for example blocks=[8,10], as well as "
-            "by=clustering or by=random, seed=N, and section= for a Mixer",
-            "num_experts=E,top_k=K,...",
-            one_of="change",
-        ),
-    ] = None,
+    to: Literal["huggingface", "polyad", "safetensors", "peft"],
+    merge: bool = False,
+    upcycle: str | None = None,
+    split: str | None = None,
     weights: Weights = "trained",
     base: Base = None,
     json: Json = None,
 ) -> None:
-    """Converts weights to Hugging Face, peft or plain safetensors format, or to a checkpoint."""
+    """Converts weights: Hugging Face, peft, safetensors, checkpoint.
+
+    Args:
+        source (SOURCE): a checkpoint, a run, or a folder of weights.
+        destination (DESTINATION): folder to create.
+        to: huggingface: a Hugging Face folder (dense models, and mixtures that an open model
+            family has); polyad: a checkpoint; safetensors: the weights of any model under
+            Polyad's names; peft: the adapters of a run with adapt.lora, for the peft library
+            (decoders, dense GPT-2 and BERT).
+        merge: merge the adapters of a run with adapt.lora into its weights, and turn feed-forwards
+            that were split into experts back into dense ones.
+        upcycle (num_experts=E,...): turn a dense model into a sparse mixture whose experts start
+            as copies of its feed-forwards; accepts keys of model.feed_forward, for example
+            placement=[1,3], as well as noise=X (standard deviation of noise added to each expert's
+            weights, relative to that of the weights) and seed=N.
+        split (num_experts=E,top_k=K,...): split the units of a dense model's feed-forwards into
+            experts of equal size; accepts keys of model.feed_forward of kind emoe, for example
+            blocks=[8,10], as well as by=clustering or by=random, seed=N, and section= for a Mixer.
+    """
+    if upcycle is not None and split is not None:
+        raise UsageError("--split: is not allowed with --upcycle")
     from polyad.launch.machine import prepare_environment
 
     prepare_environment()

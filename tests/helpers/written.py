@@ -21,6 +21,7 @@ from polyad.data.sequences.config import BENCHMARKS
 from polyad.launch.cli import run
 from polyad.launch.command import Command, Parser
 from polyad.launch.commands import COMMANDS
+from polyad.launch.commands.options import weights_folder
 from polyad.model.decoder import DecoderSettings
 from polyad.train.config.run import load_config
 from polyad.train.study import StudyConfig
@@ -400,7 +401,7 @@ def _paths(parser: Parser, options: Namespace, *, made: bool) -> list[str]:
     for action in parser._actions:
         value: Any = getattr(options, action.dest, None)
         each = [str(one) for one in (value if isinstance(value, list) else [value])]
-        is_path = action.type is Path or action.metavar in PATHS
+        is_path = action.type in (Path, weights_folder) or action.metavar in PATHS
         found += [
             one
             for one in each

@@ -95,28 +95,6 @@ def test_memory_that_runs_out_says_what_to_lower(
     assert "out of memory; lower train.micro_batch_size" in error_line(capfd.readouterr().err)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["nowhere.yaml"], ["nowhere.yaml: there is no such file"]),
-        ([GPT2, "data.path=nowhere"], ["model.vocab_size: null", "model.vocab_size=50257"]),
-        ([GPT2, WORDS, "model.num_layer=2"], ["model.num_layer", "nearest is"]),
-        ([GPT2, WORDS, "--steps", "0"], ["--steps", "at least 1"]),
-        ([GPT2, WORDS, "--processes", "3"], ["train.global_batch_size"]),
-        ([GPT2, WORDS, "--json", "nowhere/x.json"], ["--json", "there is no folder nowhere"]),
-        (["layer", "--kind", "smoe"], ["unknown option --kind"]),
-    ],
-)
-def test_bad_input_is_one_line_and_status_2(
-    arguments: list[str], words: list[str], capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert run(["bench", *arguments]) == 2
-    captured = capfd.readouterr()
-    assert captured.out == ""
-    for word in words:
-        assert word in error_line(captured.err)
-
-
 @pytest.mark.slow
 def test_two_processes_with_and_without_the_compiler(polyad: Polyad, tmp_path: Path) -> None:
     path = tmp_path / "bench.json"

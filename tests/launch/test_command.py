@@ -1,35 +1,26 @@
-"""A command is a function: its annotations are the arguments."""
+"""A command is a function or a dataclass: its annotations and its docstring are the arguments."""
 
-import signal
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pytest
 
-from polyad.launch.command import (
-    Argument,
-    Command,
-    Group,
-    Json,
-    Parser,
-    UsageError,
-    command,
-    positive,
-)
-
-SPEED = Group("how fast", "Of legs.")
+from polyad.launch.command import Argument, Command, Json, Positive, UsageError, command
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gait:
-    """Options that several commands could share."""
+    """Options that several commands could share.
 
-    pace: Annotated[Literal["walk", "run"], Argument("on legs", group=SPEED)] = "walk"
-    stops: Annotated[Sequence[str], Argument("where", "PLACE", repeated=True, group=SPEED)] = ()
-    by_day: Annotated[bool, Argument("by day", one_of="time")] = False
-    by_night: Annotated[bool, Argument("by night", one_of="time")] = False
+    Args:
+        stops (PLACE): where.
+    """
+
+    pace: Annotated[Literal["walk", "run"], Argument("on legs")] = "walk"
+    stops: Sequence[str] = ()
+    by_day: bool = False
 
 
 def going() -> tuple[Command, list[dict[str, Any]]]:
@@ -38,17 +29,22 @@ def going() -> tuple[Command, list[dict[str, Any]]]:
 
     @command("go there", "polyad go there 3 here --pace run")
     def go(
-        times: Annotated[int, Argument("how often", "N", positive)],
+        times: Positive,
         places: Annotated[list[Path], Argument("where", "PLACE", nargs="*")],
         gait: Gait,
         *,
-        with_whom: Annotated[str, Argument("whom", flag="--with")],
-        speed: Annotated[float | None, Argument("km/h", "X")] = None,
+        with_: str,
+        speed: float | None = None,
         json: Json = None,
     ) -> int:
         """Goes to places.
 
         More of it.
+
+        Args:
+            times: how
+                often.
+            with_ (WHOM): whom.
         """
         calls.append(dict(locals()))
         return times
@@ -56,30 +52,40 @@ def going() -> tuple[Command, list[dict[str, Any]]]:
     return go, calls
 
 
-def test_ctrl_c_while_words_are_parsed_stops_as_at_any_other_time(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    go, calls = going()
-    usage = Parser.format_usage
+def test_a_dataclass_is_a_command_with_the_options_of_its_bases() -> None:
+    calls = []
 
-    def interrupted(parser: Parser) -> str:
-        signal.raise_signal(signal.SIGINT)  # before argparse has set what it restores
-        return usage(parser)
+    @dataclass(frozen=True, kw_only=True)
+    class Going(Gait):
+        """Goes.
 
-    monkeypatch.setattr(Parser, "format_usage", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        go(["--with", "her", "2", "a"])
-    assert not calls
+        Args:
+            goal: whereto.
+        """
+
+        goal: Path = field(kw_only=False)
+        pace: Literal["walk", "run"] = "run"
+
+        def run(self) -> None:
+            """Goes."""
+            calls.append(self)
+
+    going = command("go", "polyad go home")(Going)
+    assert going(["home", "--stops", "inn"]) == 0
+    assert calls == [Going(Path("home"), stops=["inn"])]
+    text = going.parser().format_help()
+    assert all(words in text for words in ("whereto", "--stops PLACE"))
+    assert "Args" not in text
 
 
 def test_words_and_options_are_those_of_the_signature() -> None:
     go, calls = going()
     words = ["--with", "her", "2", "a", "--speed", "5", "--stops", "x", "b", "--stops=y"]
-    assert go([*words, "--by-night"]) == 2
+    assert go([*words, "--by-day"]) == 2
     assert calls[0].items() >= {
-        "times": 2, "places": [Path("a"), Path("b")], "with_whom": "her", "speed": 5.0,
+        "times": 2, "places": [Path("a"), Path("b")], "with_": "her", "speed": 5.0,
         "json": None,
-        "gait": Gait(pace="walk", stops=["x", "y"], by_night=True),
+        "gait": Gait(pace="walk", stops=["x", "y"], by_day=True),
     }.items()  # fmt: skip
 
 
@@ -88,8 +94,8 @@ def test_help_has_the_docstring_and_every_argument() -> None:
     text = go.parser().format_help()
     assert text.startswith("usage: polyad go there [-h]")
     for words in (
-        "Goes to places.", "N                  how often", "--with WITH_WHOM",
-        "how fast:\n  Of legs.", "--pace {walk,run}", "example:\n  polyad go there 3 here",
+        "Goes to places.", "how often\n", "--with WHOM ", "whom\n",
+        "--pace {walk,run}", "--stops PLACE ", "example:\n  polyad go there 3 here",
     ):  # fmt: skip
         assert words in text, words
     assert "More of it." in text
@@ -102,7 +108,6 @@ def test_help_has_the_docstring_and_every_argument() -> None:
         (["1"], "go there: the following arguments are required: --with"),
         (["0", "--with", "x"], "'0' is not a whole number of at least 1"),
         (["1", "--with", "x", "--pace", "fly"], "invalid choice: 'fly'"),
-        (["1", "--with", "x", "--by-day", "--by-night"], "not allowed with argument --by-day"),
         (["1", "--wiht", "x"], "required: --with"),
         (["1", "--with", "x", "--sped", "1"], "unknown option --sped; the nearest is --speed"),
     ],

@@ -77,24 +77,6 @@ def test_a_folder_of_weights_is_planned_as_a_run_that_goes_on_from_it(
     assert parameters <= whole["parameters"] < parameters + 2 * 128 * 32
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--nodes", "0"], ["--nodes", "0"]),
-        (["--mfu", "40"], ["--mfu: 40"]),
-        (["--mfu", "nan"], ["--mfu: nan"]),
-        (["--peak-tflops", "0"], ["--peak-tflops: 0"]),
-        (["--layout", "pp=2"], ["--layout: pp=2", "tp=2"]),
-        (["--layout", "tp=16"], ["tensor_parallel_size: 16"]),
-        (["--json", "no/such/folder/x.json"], ["--json", "no/such/folder"]),
-        (["--nodes", "5"], ["train.global_batch_size: 256"]),
-        (["model.vocab_size=null"], ["model.vocab_size", "runs/openwebtext"]),
-    ],
-)
-def test_bad_input_is_refused(
-    arguments: list[str], words: list[str], capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert run(["plan", GPT2, *SMALL, *arguments]) == 2
-    line = error_line(capfd.readouterr().err)
-    for word in words:
-        assert word in line, line
+def test_a_batch_that_no_layout_divides_is_named(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", GPT2, *SMALL, "--nodes", "5"]) == 2
+    assert "train.global_batch_size: 256" in error_line(capfd.readouterr().err)

@@ -36,9 +36,6 @@ def test_parts_are_joined(
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        (["--images", "digits", "--part", "1/2"], "--part: 1/2 applies to text only"),
-        (["--images", "digits", "--join"], "--join: applies to text only"),
-        (["--source", "python-stdlib", "--join"], "--source: python-stdlib means nothing with"),
         (["--source", "python-stdlib", "--tokenizer", "words", "--part", "3"], "--part: '3'"),
     ],
 )

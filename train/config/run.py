@@ -48,16 +48,23 @@ def shipped_configs() -> list[Path]:
     return sorted(file for file in found if file.parent.name != "launch")
 
 
+def is_run(path: Path) -> bool:
+    """Whether this is the folder of a run, which keeps its configuration."""
+    return all((path / name).is_file() for name in ("config.yaml", "environment.json"))
+
+
 def find_config(path: Path) -> Path:
     """Finds the configuration file that a user names.
 
     Args:
-        path: a file, or the name of a shipped configuration: `gpt2/124m`, or its path in the
-            repository, `configs/gpt2/124m.yaml`.
+        path: a file, the name of a shipped configuration: `gpt2/124m`, its path in the repository,
+            `configs/gpt2/124m.yaml`, or the folder of a run.
 
     Returns:
         The file; the path itself if neither exists.
     """
+    if is_run(path):
+        return path / "config.yaml"
     if path.exists() or path.is_absolute() or ".." in path.parts:
         return path
     name = path.as_posix().removeprefix("configs/").removesuffix(".yaml")
@@ -148,7 +155,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Reads a configuration.
 
     Args:
-        path: a YAML file, or the name of a shipped one; see `find_config`.
+        path: a YAML file, the name of a shipped one, or the folder of a run; see `find_config`.
         overrides: `dotted.key=value`, the value in YAML.
 
     Returns:
@@ -157,7 +164,10 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     Raises:
         ConfigError: the file cannot be read, or a key or value is wrong.
     """
-    return config_of(read_tree(path), overrides, origin=str(path))
+    tree = read_tree(path)
+    if {"base", "variants"} <= tree.keys():
+        raise ConfigError(f"{path}: is the file of a study; `polyad study {path}` runs it")
+    return config_of(tree, overrides, origin=str(path))
 
 
 def parse_config(text: str, overrides: Sequence[str] = (), *, origin: str) -> RunConfig:
@@ -173,13 +183,20 @@ def read_tree(path: Path) -> dict[str, Any]:
     """
     try:
         text = find_config(path).read_text(encoding="utf-8")
+    except IsADirectoryError:
+        raise ConfigError(
+            f"{path}: is a folder; the file of a configuration or the folder of a run is needed"
+        ) from None
     except FileNotFoundError:
         raise ConfigError(f"{path}: there is no such file{near_config(path)}") from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
-    return _tree(text, str(path))
+    tree = _tree(text, str(path))
+    if is_run(path):  # it may have been moved
+        tree["run"] = {**tree["run"], "folder": str(path if path.name else path.absolute())}
+    return tree
 
 
 def _tree(text: str, origin: str) -> dict[str, Any]:

@@ -170,7 +170,7 @@ def test_a_folder_of_transformers_bert_gives_its_probabilities(tmp_path, capfd):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], "needs an input: --text, --file or --image"),
+        ([], "--text, --file and --image"),
         (["--text", "a", "--pair", "b", "--pair", "c"], "--pair: given 2 times, --text 1 times"),
         (["--text", "a", "--pair", "b"], "was trained on single texts: 1 texts and 1 second"),
         (["--image", "x.jpg"], "the model reads text, not images"),

@@ -76,7 +76,7 @@ def test_commands_know_it_by_its_name(even, trained, tmp_path, capfd):
     share = found["layers"][LAYER]
     assert f"{LAYER}  {share:.4f}" in capfd.readouterr().out
     assert polyad(["experts", "odd"]) == 2
-    assert "not 'odd'" in capfd.readouterr().err
+    assert "experts odd: " in capfd.readouterr().err
 
 
 def test_a_model_without_experts_is_refused(workers, tmp_path, prepared_path):
