@@ -35,7 +35,7 @@ def runs(workers, tmp_path_factory, prepared_path):
             folder / "config.yaml",
             prepared_path,
             model__feed_forward=section,
-            optimizer__learning_rate=0.002,  # with more, one expert has all tokens
+            optimizer__learning_rate=0.0005,  # with more, one expert has all tokens
         )
         workers(1).run(run, path)
         folders[kind] = folder / "run"
