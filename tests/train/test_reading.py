@@ -16,6 +16,7 @@ from tests.helpers.bert import prepare_pieces
 from tests.helpers.decoders import TEXTS, Chosen, hub_folder, prepared_for
 from tests.helpers.everyday import everyday
 from tests.helpers.fine_tuned import SETTINGS, others, trainer
+from tests.helpers.little_memory import little_memory
 from tests.helpers.prepared import jsonl, silent
 from tests.helpers.runs import both_forms, compare, measured, run, write_config
 from tests.train.measures.test_trace import in_order
@@ -105,11 +106,12 @@ def test_an_atlas_counts_the_tokens_of_a_trace_and_of_transformers(folder, rows)
     assert {*wanted, "mone"} == {*STATISTICS}
 
 
-def test_block_by_block_counts_the_tokens_of_a_trace(folder, rows, tmp_path):
+def test_block_by_block_counts_the_tokens_of_a_trace(folder, rows):
     where, data, _ = folder
-    options = asked(data, "validation") | {"stream": tmp_path / "kept"}
-    result, _ = both_forms(where, Atlas, **options)
-    found, _ = measured(where, "specialization", **options)
+    options = asked(data, "validation")
+    with little_memory():
+        result, _ = both_forms(where, Atlas, **options)
+        found, _ = measured(where, "specialization", **options)
     for name in LAYERS:
         tokens, wanted = of_trace(rows, name)
         for statistic, values in wanted.items():

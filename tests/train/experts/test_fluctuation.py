@@ -111,7 +111,12 @@ def train(workers, folder, data, processes, *overrides, **changes):
     log = {"fluctuation": True, "fluctuation_tokens": 32 * 11, "trackers": ["tensorboard"]}
     changes = {"model__feed_forward": SMOE, "log": log} | changes
     config = write_config(
-        folder / "config.yaml", data, checkpoint__every=2, evaluation__batch_size=2, **changes
+        folder / "config.yaml",
+        data,
+        checkpoint__every=2,
+        evaluation__batch_size=2,
+        optimizer__learning_rate=0.002,
+        **changes,
     )
     workers(processes).run(run, config, *overrides)
     return records(folder / "run")
@@ -147,7 +152,7 @@ def test_every_checkpoint_but_the_first_has_a_record(one_process):
         for measure in MEASURES:
             each = [values[f"fluctuation/{layer}/{measure}"] for layer in layers]
             assert values[f"fluctuation/{measure}"] == pytest.approx(sum(each) / 2)
-        # At this learning rate some tokens change, and not all.
+        # At this learning rate some tokens change, and not all; with more, one expert has all.
         assert 0 < values["fluctuation/top1"] < 1
         assert 0 < values["fluctuation/set"] < 1
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -255,4 +260,4 @@ def test_data_without_a_validation_split_is_refused(tmp_path, texts, prepared_pa
     )
     name, text, status = run_expecting_error(config)
     assert (name, status) == ("ConfigError", 2)
-    assert "has no validation split to compare routing on" in text
+    assert "has no validation split" in text

@@ -300,7 +300,7 @@ def test_a_folder_that_is_not_a_run_is_one_line(runs, prepared_path, tmp_path, c
     checkpoint = runs["mumoe"] / "checkpoints" / "step-00000003"
     for folder, word in (
         (tmp_path / "none", "no such folder"),
-        (prepared_path, "config.yaml"),
+        (prepared_path, "is prepared data"),
         (checkpoint, "--checkpoint 3"),
         (without, "metrics.jsonl"),
     ):

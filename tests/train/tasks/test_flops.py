@@ -57,10 +57,10 @@ def test_flops_of_sparse_experts_equal_numbers_worked_out_by_hand():
     # 2 x 2 x 32 x 128 = 16,384; two routed 2 (32 x 16 + 2 x 2 x 32 x 24) = 7,168; output biases of
     # all experts, which one product adds, 2 x 16 x 32 = 1,024; together 42,912, times 6 = 257,472.
     # Attention 4 x 12 x 32 x 16 = 24,576.
-    # The graph, for each of 16 tokens: 2 x 8 + 1 features and 16 scores, both padded to 24, which
-    # fused attention needs, 2 x 24 x 16 = 768; the features
-    # of the token 32 x 8 + 8 x 8, and what all share, (1 + 8) x 32 x 8 / 16; entropies of 4 heads
-    # 4 x 8 x 16, which choose one. Neighbours are for records alone.
+    # The graph, for each of 16 tokens: 2 x 8 + 1 features and 16 scores, 33 x 16 = 528, by the
+    # matrix that so few tokens have; the features of the token 32 x 8 + 8 x 8, and what all share,
+    # (1 + 8) x 32 x 8 / 16; entropies of 4 heads 4 x 8 x 16, which choose one. Neighbours are for
+    # records alone.
     options = {"kind": "smoe", "placement": 2, "graph": "attention", "expert_hidden_size": 24}
 
     def sparse(**more):
@@ -68,9 +68,9 @@ def test_flops_of_sparse_experts_equal_numbers_worked_out_by_hand():
 
     plain = 257_472 + 24_576
     features = 32 * 8 + 8 * 8 + (1 + 8) * 32 * 8 // 16
-    assert sparse() == plain + 2 * 6 * (768 + features + 4 * 8 * 16)
-    # Similarity: 32 features, and 16 scores padded to 32.
-    assert sparse(graph="similarity") == plain + 2 * 6 * 16 * 64
+    assert sparse() == plain + 2 * 6 * (528 + features + 4 * 8 * 16)
+    # Similarity: 32 features, and 16 scores.
+    assert sparse(graph="similarity") == plain + 2 * 6 * 16 * 48
     # Cosine score: (32 + 16) x 8 in place of 512 weights.
     assert sparse(graph="none") == plain
     assert sparse(graph="none", score="cosine") == plain - 2 * 6 * (512 - 384)

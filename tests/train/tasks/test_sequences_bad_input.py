@@ -60,7 +60,7 @@ CASES = {
         LABELLED, ("model.head.num_classes=4",), "model.head.num_classes: 4 is not 3",
     ),
     "patience": (
-        LABELLED, ("evaluation.every=0", "evaluation.patience=2"), "evaluation.patience: 2 is not",
+        LABELLED, ("evaluation.every=0", "evaluation.patience=2"), "evaluation.patience: 2",
     ),
     "benchmark": (LABELLED, ("data.benchmark=glue/sst",), "data.benchmark"),
     "none held out": (
