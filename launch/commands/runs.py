@@ -81,7 +81,8 @@ def last_loss(metrics: Path) -> str:
 
 @command(
     "launch",
-    "polyad launch configs/quickstart/gpt2-smoe.yaml --processes-per-node 2 data.path=runs/stdlib",
+    "polyad launch configs/quickstart/gpt2-smoe.yaml --processes-per-node 2 data.path=runs/stdlib "
+    "run.folder=runs/experts",
     "polyad launch configs/gpt2/124m.yaml --nodes 2 --processes-per-node 4 --via torchrun "
     "--rdzv-endpoint node-1:29400 data.path=runs/stdlib",
     "polyad launch configs/gpt2/124m.yaml --nodes 2 --processes-per-node 4 --via slurm "
