@@ -215,11 +215,11 @@ class CutGate(SparseGate):
             cut(self, name, Placement.cut(shape, {0: own}))
 
     def forward(self, u_MD: Tensor) -> Selected:
-        """See `SparseGate.forward`; each rank has a part of the input's gradient."""
+        """Computes `SparseGate.forward`; each rank has a part of the input's gradient."""
         return super().forward(copy(u_MD))
 
     def best(self, scores_MS: Tensor) -> tuple[Tensor, Tensor]:
-        """See `SparseGate.best`; scores from other ranks have no gradient."""
+        """Returns `SparseGate.best`; scores from other ranks have no gradient."""
         own_MK, ids_MK = scores_MS.topk(min(self.top_k, self._size), dim=1)
         scores_MG, ids_MG = (
             self._group.all_parts(part.detach().t()).t() for part in (own_MK, ids_MK + self._first)

@@ -26,7 +26,7 @@ class ShownExpert:
     """One expert and what it weights most."""
 
     name: str
-    """See `RoutedLayer.expert_name`."""
+    """The name that `RoutedLayer.expert_name` gives it."""
     share: float
     """Its share of the assignments, or of the coefficients, of its level."""
     top: list[Any]
