@@ -14,6 +14,8 @@ INSTALLED := $(VENV)/.installed
 RUN := $(BIN)/python -m
 # Three processes, which take a file each: on two cores, one of them waits for its own processes.
 IN_THREE := -n 3 --dist loadfile
+# Tests start hundreds of processes, and each would compile every module anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help setup setup-eval quickstart quickstart-images test test-slice test-all check gpu-check fake-gpu picture docs configs clean
 

@@ -425,7 +425,10 @@ def test_a_json_file_that_does_not_fit_leaves_the_earlier_one(tmp_path: Path) ->
     assert list(tmp_path.iterdir()) == [target]
 
 
-@pytest.mark.parametrize(("name", "value"), [("WORLD_SIZE", "abc"), ("RANK", "x"), ("RANK", "0")])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("WORLD_SIZE", "abc"), pytest.param("RANK", "x", marks=pytest.mark.slow), ("RANK", "0")],
+)
 def test_half_an_environment_of_torchrun_is_one_line(
     config: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -226,7 +226,12 @@ def words_of(command: str, config: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "number"), [(0.1, signal.SIGTERM), (2.5, signal.SIGINT), (3.5, signal.SIGTERM)]
+    ("seconds", "number"),
+    [
+        (0.1, signal.SIGTERM),
+        (2.5, signal.SIGINT),
+        pytest.param(3.5, signal.SIGTERM, marks=pytest.mark.slow),
+    ],
 )
 def test_a_signal_while_a_launcher_starts_ends_it_at_once(
     config: Path, seconds: float, number: signal.Signals

@@ -106,7 +106,7 @@ def test_scalars_and_vectors_have_a_shard():
     assert list(Placement.whole((5,)).boxes(1, 4)) == [(1, ((1,), (3,)))]
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_each_process_holds_its_share_and_5_percent(workers, size):
     total = num_parameters(WIDE)
     for result in workers(size).run(inspect_shards, Case(tensor=size, model=WIDE)):

@@ -53,6 +53,7 @@ def test_graphs_are_traced_whole(small_model, random_ids, graph, recompute):
     assert_compiles(small_model, random_ids, GRAPH_OPTIONS[graph], recompute, backend="aot_eager")
 
 
+@pytest.mark.slow
 def test_steps_without_a_record_take_a_second_program_and_no_more(small_model, random_ids):
     model, ids = routed(small_model, GRAPH_OPTIONS["similarity"]), random_ids(2, 16)
     _dynamo.reset()

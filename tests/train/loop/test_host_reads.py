@@ -66,7 +66,6 @@ def reads_without_norms(places):
     keep=[
         ("sparse", 2, Case(stage=1, tensor=2, precision="bf16")),
         ("cp", 2, Case(stage=2, precision="bf16")),
-        ("attention", 1, Case(stage=1, precision="bf16")),
     ],
     ids=lambda case: "-".join(map(name_of, case)),
 )
