@@ -67,7 +67,7 @@ MODELS = {
 
 
 @everyday("layout", [(2, 2, 1), (4, 2, 2)], keep=[(4, 2, 2)], ids=str)
-@everyday("name", MODELS, keep=["smoe", "emoe, all units"])
+@everyday("name", MODELS, keep=["smoe"])
 def test_experts_are_those_of_one_process_where_another_rounds_differently(workers, name, layout):
     processes, tensor, expert = layout
     case = Case(

@@ -26,7 +26,7 @@ def model(score, graph, **others):
     return moe_model(**section | others)
 
 
-@pytest.mark.parametrize(("parts", "processes"), [(2, 2), (2, 4), (4, 4)])
+@everyday(("parts", "processes"), [(2, 2), (2, 4), (4, 4)], keep=[(2, 4)])
 def test_the_exchange_sends_each_row_once_each_way(workers, parts, processes):
     # Even routing: a process keeps 1/EP of its K T rows, and nothing but all-to-all is called.
     tokens, config = 32, moe_model()
@@ -92,6 +92,7 @@ def test_one_process_and_two_choose_the_same_experts(workers):
 # Noise and dropout
 
 
+@pytest.mark.slow
 def test_tensor_parallel_processes_drop_other_inner_units_and_go_on_alike(workers):
     case = Case(tensor=2, model=moe_model(expert_dropout=0.5))
     first, second = workers(2).run(drops_of_experts, case)

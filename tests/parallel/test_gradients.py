@@ -13,7 +13,7 @@ GRADIENTS = [[256.0, 1.0, 3.0], [1.0, 1.0, 1.0]]
 
 
 @everyday("processes", [2, 3], keep=[3])
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@everyday("stage", [1, 2, 3], keep=[2])
 def test_bf16_gradients_are_summed_in_fp32(workers, stage, processes):
     # Three processes: a third is no number of bf16, so division has to be fp32's as well.
     for micro_batches in (1, 2):
@@ -70,7 +70,7 @@ def test_what_each_stage_sends(workers, precision):
 
 
 @everyday("precision", ["fp32", "bf16"], keep=["bf16"])
-@pytest.mark.parametrize("stage", [1, 2])
+@everyday("stage", [1, 2], keep=[2])
 def test_buckets_are_reduced_while_the_backward_pass_goes_on(workers, stage, precision):
     case = Case(precision=precision, stage=stage, bucket_size=4_000)
     calls = workers(2).run(calls_in_backward, case)[0]

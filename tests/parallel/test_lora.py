@@ -73,6 +73,7 @@ def test_moments_of_adapters_go_through_other_layouts_bitwise(workers, tmp_path,
     assert_equal_state(tmp_path / "b" / "step-00000004", saved)
 
 
+@pytest.mark.slow
 @everyday(
     ("stage", "precision"),
     [(1, "bf16"), (1, "fp32"), (2, "bf16"), (3, "bf16"), (3, "fp32")],

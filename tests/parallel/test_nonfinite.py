@@ -18,7 +18,7 @@ POISONS = ("loss", "gradient")
 @everyday(
     ("stage", "precision", "poison", "micro_batch"),
     itertools.product([1, 2, 3], PRECISIONS, POISONS, [0, 1]),
-    keep=[(1, "fp32", "loss", 0), (1, "bf16", "gradient", 1)],
+    keep=[(1, "bf16", "gradient", 1)],
 )
 def test_a_poisoned_step_leaves_no_trace(workers, tmp_path, stage, precision, micro_batch, poison):
     case = Case(
@@ -60,7 +60,7 @@ def test_a_poisoned_step_leaves_no_trace_in_experts_and_routers(
 @everyday(
     ("world_size", "stage", "precision"),
     [(n, *how) for n in (2, 4) for how in ((1, "fp32"), (1, "bf16"), (3, "fp32"))],
-    keep=[(2, 1, "fp32"), (4, 1, "bf16")],
+    keep=[(2, 1, "fp32")],
 )
 def test_tensor_parallel_processes_skip_together(workers, world_size, stage, precision):
     case = Case(
@@ -70,7 +70,7 @@ def test_tensor_parallel_processes_skip_together(workers, world_size, stage, pre
     assert [result["applied"] for result in results] == [[True, False, True]] * world_size
 
 
-@everyday("stage", [1, 2, 3], keep=[1, 2])
+@everyday("stage", [1, 2, 3], keep=[2])
 def test_one_process_skips_too(workers, stage):
     case = Case(stage=stage, poison="loss", poison_step=1)
     assert workers(1).run(train, case)[0]["applied"] == [True, False, True, True]

@@ -164,11 +164,7 @@ def whole(workers, tmp_path_factory):
         if (kind, section) not in (("bert", "pools"), ("gpt2", "pools of whole samples"))
     ],
     keep=[
-        ("gpt2", "smoe", (1, 1, 1, 1, 1)),
         ("bert", "similarity", (2, 1, 1, 2, 4)),
-        ("gpt2", "attention", (2, 1, 1, 1, 1)),
-        ("bert", "smoe", (4, 2, 2, 1, 2)),
-        ("gpt2", "emoe", (1, 1, 1, 1, 2)),
         ("bert", "pools of whole samples", (2, 1, 2, 1, 1)),
     ],
 )

@@ -49,7 +49,7 @@ def of_balance(result):
 
 
 @everyday("over", ["layer", "model"], keep=["layer"])
-@everyday("layout", COUNTED, keep=["2 processes", "EP 2"])
+@everyday("layout", COUNTED, keep=["EP 2"])
 def test_counts_of_all_processes_are_those_of_one_larger_micro_batch(
     workers, whole_runs, tmp_path, layout, over
 ):

@@ -173,6 +173,7 @@ def test_the_proof_notices_what_is_left_out(recorded, tmp_path, left_out):
         replay(recording, operations, tmp_path, every_write=False)
 
 
+@pytest.mark.slow
 def test_the_proof_notices_a_checkpoint_that_is_removed_file_by_file(recorded, tmp_path):
     recording = recorded("synchronous")
     operations = [

@@ -42,6 +42,7 @@ def test_evaluate_scores_the_average_by_choice(workers, averaged, tmp_path, prep
     assert "moving average" not in plain
 
 
+@pytest.mark.slow
 def test_a_process_without_any_of_few_trained_numbers_has_no_part_of_the_average(
     workers, tmp_path, prepared_path
 ):

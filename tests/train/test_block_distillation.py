@@ -190,6 +190,7 @@ def test_it_is_finite_in_bf16_and_the_same_compiled(
         assert again == pytest.approx(losses, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_an_uninterrupted_one_though_its_teacher_went_on(
     workers, tmp_path, prepared_path, teacher
 ):

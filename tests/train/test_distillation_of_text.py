@@ -79,6 +79,7 @@ def test_the_loss_of_text_is_that_by_hand(workers, student, teacher, weight, tem
     assert records(folder)[0]["loss"] == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_another_teacher_than_before_is_told(workers, student, teacher, tmp_path):
     """A run that still trains has other weights when its student goes on."""
     shutil.copytree(teacher, tmp_path / "teacher")

@@ -95,6 +95,7 @@ def test_a_start_says_what_is_trained_and_a_checkpoint_has_that_alone(adapted, f
     assert sizes[0] < 0.2 * sizes[1]
 
 
+@pytest.mark.slow
 def test_resuming_is_bitwise_at_any_base_of_equal_weights(
     workers, adapted, finished, exported, prepared_path, tmp_path
 ):

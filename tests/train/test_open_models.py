@@ -62,7 +62,7 @@ def loss_by_transformers(model, data, length, stride, not_scored=-1):
 
 
 @everyday("case", [*FAMILIES, "mixtral", "qwen2_moe", "llama 3"], keep=["olmoe", "gpt_oss"])
-@pytest.mark.parametrize(("length", "stride"), [(64, 20), (16, 16)])
+@everyday(("length", "stride"), [(64, 20), (16, 16)], keep=[(64, 20)])
 def test_perplexity_is_that_of_transformers(case, length, stride, tmp_path):
     model = hub_folder(tmp_path / "hub", case)
     data = prepared_for(tmp_path / "hub", tmp_path)
@@ -187,6 +187,7 @@ def test_what_was_trained_as_another_model_is_not_written_as_its_family(workers,
         convert(tmp_path / "run", tmp_path / "back", to="huggingface")
 
 
+@pytest.mark.slow
 def test_pools_are_a_matter_of_training_alone(workers, tmp_path):
     """Weights of another library are trained in pools, and written back as what they are."""
     from transformers import AutoModelForCausalLM

@@ -37,6 +37,7 @@ def test_documents_end_with_the_token_of_the_data(finished, prepared_path):
     assert load_model(newest(folder)).config.end_of_text_id == end
 
 
+@pytest.mark.slow
 def test_evaluation_has_no_pools(finished, workers, capfd):
     folder = finished
     assert polyad(["validate", str(folder / "config.yaml"), "--without-data"]) == 0

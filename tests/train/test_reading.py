@@ -138,6 +138,7 @@ def test_other_readers_count_the_tokens_of_a_trace(folder, rows, even):
         assert shares["layers"][name] == pytest.approx(weights[::2].sum() / weights.sum(), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_experts_are_kept_that_the_tokens_of_a_trace_use(folder, tmp_path):
     where, data, _ = folder
     options = asked(data, "train")

@@ -174,6 +174,7 @@ def test_pairs_are_of_the_seeds_that_both_have_finished(study: Any) -> None:
     assert row(known, results_of(known), "cp").pairs == 0
 
 
+@pytest.mark.slow
 def test_tasks_are_compared_each_and_by_the_mean_of_a_seed(study: Any) -> None:
     known = study(seeds=[1, 2], tasks={"a": {}, "b": {"train.steps": 7}})
     losses: Scores = {}

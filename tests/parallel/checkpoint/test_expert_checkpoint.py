@@ -67,9 +67,6 @@ def saved(workers, tmp_path_factory):
     PAIRS,
     keep=[
         ((4, 2, 2, 2), (4, 1, 2, 1)),
-        ((4, 1, 4, 1), (4, 2, 2, 2)),
-        ((4, 1, 2, 1), (2, 2, 1, 1)),
-        ((2, 1, 2, 1), (2, 1, 1, 1)),
     ],
     ids=lambda pair: f"{name(pair[0])} to {name(pair[1])}",
 )

@@ -104,6 +104,7 @@ def test_more_context_scores_better(workers, finished):
     assert scores[0] < scores[1]
 
 
+@pytest.mark.slow
 def test_bf16_is_near_fp32(workers, finished):
     full = workers(1).run(evaluation, finished)[0]["loss"]
     half = workers(1).run(evaluation, finished, overrides=("train.precision=bf16",))[0]["loss"]

@@ -266,6 +266,7 @@ def test_an_empty_prompt_begins_a_document(finished, prepared):
     assert result.prompt_ids == [prepared.tokenizer().end_of_text_id]
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_a_hugging_face_folder_generates_as_the_run_it_was_made_of(finished, tmp_path):
     from polyad.train.exchange.convert import convert

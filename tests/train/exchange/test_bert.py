@@ -69,6 +69,7 @@ def output_of(folder, dtype=torch.float64):
     return output[mask] if output.dim() == 3 else output
 
 
+@pytest.mark.slow
 @everyday("name", CLASSES, keep=["BertForMaskedLM"])
 def test_split_and_copied_experts_give_the_dense_output_and_merged_ones_its_weights(
     theirs, tmp_path, name

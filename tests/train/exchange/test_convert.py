@@ -130,8 +130,6 @@ STARTS = [
     STARTS,
     keep=[
         ("dense", "huggingface", 2, 3),
-        ("smoe", "safetensors", 1, 1),
-        ("tr", "run", 2, 2),
     ],
 )
 def test_a_run_starts_from_any_form(

@@ -137,6 +137,7 @@ def test_a_new_head_below_adapters_has_to_be_trained(workers, finished, folders,
     assert workers(1).run(run, config, *words, trained) == [2]
 
 
+@pytest.mark.slow
 def test_a_head_of_another_library_is_taken_by_the_names_of_its_classes(
     workers, finished, folders, tmp_path
 ):

@@ -164,6 +164,7 @@ def test_every_checkpoint_but_the_first_has_a_record(one_process):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @everyday(
     "parallel",

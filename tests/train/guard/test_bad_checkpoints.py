@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from tests.helpers.everyday import everyday
 from tests.helpers.runs import records, run, write_config
 from tests.helpers.validations import run_with_bad_validations, run_with_bad_weights, steps_kept
 
@@ -16,7 +17,7 @@ def config(tmp_path, prepared_path):
     return write_config(tmp_path / "config.yaml", prepared_path, **KEEP_ONE)
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
+@everyday("asynchronous", [False, True], keep=[True])
 def test_no_checkpoint_is_due_until_a_validation_is_finite(workers, config, tmp_path, asynchronous):
     # Validations after steps 2, 4, 6 and 8; that of 8 gives numbers again.
     ends = workers(2).run(
@@ -35,7 +36,7 @@ def test_no_checkpoint_is_due_until_a_validation_is_finite(workers, config, tmp_
     assert [line["step"] for line in records(tmp_path / "run")] == list(range(1, 9))
 
 
-@pytest.mark.parametrize("every", [0, 2, 3])
+@everyday("every", [0, 2, 3], keep=[2])
 def test_a_run_that_ends_with_a_bad_validation_leaves_the_last_good_one(
     workers, config, tmp_path, every
 ):
@@ -61,6 +62,7 @@ def test_a_run_without_patience_left_does_not_save_a_bad_validation(workers, con
     assert steps_kept(tmp_path / "run") == [2]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_a_validation_cut_short_takes_no_place(workers, config, tmp_path):
     # A signal in the second validation: step 4 is saved, and nobody knows what it is worth.
     ends = workers(2).run(run_with_bad_validations, config, (), "train.steps=8", stop_at=1)
@@ -74,7 +76,7 @@ def test_a_checkpoint_of_a_validation_cut_short_takes_no_place(workers, config, 
     assert steps_kept(tmp_path / "run") == [8]
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
+@everyday("asynchronous", [False, True], keep=[True])
 def test_weights_that_are_not_finite_are_found_without_a_validation(
     workers, config, tmp_path, asynchronous
 ):

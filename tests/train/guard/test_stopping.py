@@ -110,6 +110,7 @@ def test_in_a_validation_the_next_start_does_it(forks, config, tmp_path, last):
     assert all(torch.equal(one[key], other[key]) for key in other)
 
 
+@pytest.mark.slow
 def test_in_a_save_it_is_finished(forks, config, tmp_path):
     run = forks.start(tmp_path, ["train", str(config), *LONG, "checkpoint.every=1"])
     checkpoints = tmp_path / "run" / "checkpoints"

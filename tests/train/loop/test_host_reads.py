@@ -76,6 +76,7 @@ def test_the_host_reads_at_most_four_times_in_a_step(workers, model, processes, 
         assert 0 < reads_without_norms(places) <= 4, places
 
 
+@pytest.mark.slow
 @everyday("model", ["sparse", "similarity", "attention"], keep=["attention"])
 def test_exchanging_experts_read_once_for_each_layer_and_micro_batch(workers, model):
     case = Case(stage=2, precision="bf16", expert=2, model=MODELS[model], losses=LOSSES)
@@ -85,6 +86,7 @@ def test_exchanging_experts_read_once_for_each_layer_and_micro_batch(workers, mo
         assert reads_without_norms(places) - 4 <= 4, places
 
 
+@pytest.mark.slow
 def test_how_many_rows_a_capacity_drops_is_not_read(workers):
     vit = MODELS["vit"].model_dump()
     vit["feed_forward"] |= {"capacity_factor": 1.0}

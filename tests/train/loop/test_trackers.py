@@ -112,6 +112,7 @@ def in_trackio(folder: Path) -> dict[str, dict[int, float]]:
     return found
 
 
+@pytest.mark.slow
 @everyday(
     ("name", "read"),
     [("tensorboard", in_tensorboard), ("wandb", in_wandb), ("trackio", in_trackio)],

@@ -207,6 +207,7 @@ def test_other_models_are_refused(runs):
     assert "has model.feed_forward.kind: dense, and no experts" in text
 
 
+@pytest.mark.slow
 def test_other_data_is_refused_unless_it_is_named(workers, runs, tmp_path, texts, prepared_path):
     # The same tokenizer and another part of the text.
     prepare(str(texts), str(prepared_path), tmp_path / "data", validation_fraction=0.3,
@@ -225,6 +226,7 @@ def test_other_data_is_refused_unless_it_is_named(workers, runs, tmp_path, texts
     assert result["data"] == str(prepared_path)
 
 
+@pytest.mark.slow
 def test_another_tokenizer_is_refused(runs, tmp_path, texts):
     prepare(str(texts), "train:500", tmp_path / "other", report=lambda line: None)
     first, second = (checkpoint(runs["smoe"], step) for step in (6, 3))

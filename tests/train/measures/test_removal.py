@@ -123,6 +123,7 @@ def test_a_checkpoint_keeps_its_buffers_and_keys(by, finished, tmp_path):
         assert result["loss_smaller"] != result["loss"]
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_merged_experts_are_means_by_use(finished, tmp_path):
     result, text = prune(

@@ -141,7 +141,6 @@ def test_classes_in_another_order_are_refused():
             lambda p: (p / "dog").mkdir() or p,
             "dog is not the folder of a class",
         ),
-        ("r", lambda p: p, "has no images"),
         ("o", lambda p: p / "nothing", "nothing: there is no such folder"),
     ],
 )

@@ -149,6 +149,7 @@ def test_errors_are_those_on_what_enters_the_original_blocks(workers, gpt2):
         assert 0 < nmse < 1.5
 
 
+@pytest.mark.slow
 def test_two_processes_find_what_one_finds(workers, gpt2):
     _, _, root = gpt2
     options = {"overrides": ("evaluation.batch_size=3",), "tokens": 300}
@@ -179,6 +180,7 @@ def test_the_command_shows_what_was_found_and_says_what_it_needs(gpt2, tmp_path,
     assert "model.replaced: Hugging Face" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 @everyday("feed_forward", [DENSE, SMOE], keep=[DENSE])
 def test_a_block_of_an_opened_mixture_becomes_another(workers, tmp_path, feed_forward):
     theirs = hub_folder(tmp_path / "hub", "olmoe")

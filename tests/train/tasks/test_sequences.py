@@ -235,6 +235,7 @@ def listened(workers, config, *keys):
     return workers(1).run(run_and_listen, config, *keys)[0]
 
 
+@pytest.mark.slow
 def test_it_begins_from_a_language_model_with_a_new_head(workers, config, tmp_path, trained):
     """The weights are the language model's, the head starts from the seed; the tokenizer is its."""
     dense = trained("dense")
