@@ -1,11 +1,12 @@
 """Tables of samples, which `datasets` reads: files, folders of them, saved data sets, the hub."""
 
+import contextlib
 import itertools
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from polyad.data.errors import DataError, listed, one_line, user_path
 from polyad.data.names import SPLIT_NAMES, named_classes, schema_of
@@ -14,67 +15,101 @@ from polyad.data.prepared import SPLITS
 HUB = "hub:"
 SAVED = ("dataset_dict.json", "state.json")
 """Files of a folder that `save_to_disk` wrote: of several splits, or of one."""
+README = "README.md"
+"""Its metadata assign the files of a data set to configurations and splits."""
+SEPARATORS = {".csv": ",", ".tsv": "\t"}
 BUILDERS = {
+    ".jsonl": "json",
     ".parquet": "parquet",
     ".arrow": "arrow",
     ".tar": "webdataset",
 }
 """What `datasets` calls the reader of a file, by the ending."""
+_QUOTED = re.compile(rb'(?:(?:"(?:[^"\t]|"")*+"|[^"\t\r\n][^\t\r\n]*|)(?:\t|\r\n|\r|\n|\Z))*+')
+"""A file of tabs in which a value that begins with a quotation mark ends with one."""
 
 
-def split_of(file: Path, root: Path) -> str:
-    """Returns the split named by a file or its folders, the nearest first; train if none is.
+class Tables(NamedTuple):
+    """An opened data set.
 
-    Names are words, as in val2017, training_set or test-00000-of-00001.parquet.
+    Attributes:
+        splits: `datasets.Dataset` by split, of those of train, validation and test that there are.
+        notes: What was not read, and why; a line each.
     """
-    for name in reversed(file.relative_to(root).parts):
-        for word in re.split(r"[\W\d_]+", name.lower()):
-            if word in SPLIT_NAMES:
-                return SPLIT_NAMES[word]
-    return "train"
+
+    splits: dict[str, Any]
+    notes: list[str]
 
 
-def open_tables(path: str) -> dict[str, Any] | None:
+def open_tables(
+    path: str, endings: Collection[str], renamed: Mapping[str, str] | None = None
+) -> Tables | None:
     """Opens the splits of a data set.
 
     Args:
-        path: A file or folder of Parquet files or of tar files in WebDataset's form, a folder
-            written by `save_to_disk`, or `hub:OWNER/NAME[:CONFIG]`.
+        path: A file or folder of tables, a folder written by `save_to_disk`, or
+            `hub:OWNER/NAME[:CONFIG]`, where OWNER/NAME may be a folder with the files of one.
+        endings: The endings of files that are read, of `SEPARATORS` and `BUILDERS`.
+        renamed: Splits that a data set calls otherwise, by its names.
 
     Returns:
-        `datasets.Dataset` by split, of those of train, validation and test that there are; None if
-        the path is a folder without such files.
+        The tables; None if the path is a file or folder without any.
 
     Raises:
         DataError: There is no such data set, it cannot be read, or it has none of these splits.
     """
-    place = user_path(path.removeprefix(HUB))
-    try:
+    (place, config), renamed = _located(path), renamed or {}
+    notes: list[str] = []
+    with library_errors(path):
         if not place.exists():
             splits = _of_hub(path)
         elif any((place / name).is_file() for name in SAVED):
             splits = _saved(place)
         else:
-            files = table_files(place)
+            if path.startswith(HUB) and (place / README).is_file():
+                files, unread = _configured(place, config, endings, renamed)
+            else:
+                files, unread = table_files(place / (config or ""), endings, renamed)
             if not files:
                 return None
-            splits = {split: load_files(each) for split, each in files.items()}
-    except DataError:
-        raise
-    except Exception as error:  # of several libraries: pyarrow, the network
-        raise DataError(f"data.path: {path}: {one_line(error, 200)}") from None
-    named = {SPLIT_NAMES.get(name, name): rows for name, rows in splits.items()}
+            if unread:
+                notes.append(f"{path}: not read: {listed(unread, 5)}")
+            splits = {split: load_files(each, notes) for split, each in files.items()}
+            return Tables({split: splits[split] for split in SPLITS if split in splits}, notes)
+    named = {split_named(name, renamed) or name: rows for name, rows in splits.items()}
     found: dict[str, Any] = {split: named[split] for split in SPLITS if split in named}
     if not found:
-        raise DataError(f"data.path: {path}: has no train split; it has {listed(splits)}")
-    return found
+        raise DataError(f"{path}: has no train split; it has {listed(splits)}")
+    if unread := [name for name in splits if (split_named(name, renamed) or name) not in SPLITS]:
+        notes.append(f"{path}: not read: {listed(unread, 5)}")
+    return Tables(found, notes)
+
+
+def _located(path: str) -> tuple[Path, str | None]:
+    """Returns the place on the disk that a path may name, and a configuration within it."""
+    place = user_path(path.removeprefix(HUB))
+    folder, _, config = path.removeprefix(HUB).rpartition(":")
+    if path.startswith(HUB) and not place.exists() and folder and user_path(folder).is_dir():
+        return user_path(folder), config
+    return place, None
+
+
+@contextlib.contextmanager
+def library_errors(place: str | Path) -> Iterator[None]:
+    """Turns any exception of `datasets`, and of what it uses, into one line that names a place."""
+    try:
+        yield
+    except DataError:
+        raise
+    except Exception as error:  # of several libraries: pyarrow, pandas, the network
+        raise DataError(f"{place}: {one_line(error.__cause__ or error, 300)}") from None
 
 
 def _of_hub(path: str) -> Mapping[str, Any]:
     import datasets
 
     if not path.startswith(HUB):
-        raise DataError(f"data.path: {path}: there is no such file or folder")
+        raise DataError(f"{path}: there is no such file or folder")
     name, _, config = path.removeprefix(HUB).partition(":")
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
@@ -90,55 +125,148 @@ def _saved(folder: Path) -> Mapping[str, Any]:
     return loaded if isinstance(loaded, datasets.DatasetDict) else {"train": loaded}
 
 
-def table_files(place: Path) -> dict[str, list[Path]]:
+def _configured(
+    place: Path, config: str | None, endings: Collection[str], renamed: Mapping[str, str]
+) -> tuple[dict[str, list[Path]], list[str]]:
+    """Lists the files of tables by split, as the README of a copied data set assigns them."""
+    import datasets
+
+    builder = datasets.load_dataset_builder(str(place), config)
+    files = {
+        name: list(map(Path, each)) for name, each in (builder.config.data_files or {}).items()
+    }
+    if other := [f for each in files.values() for f in each if f.suffix.lower() not in endings]:
+        raise DataError(f"{other[0]}: is not a table; allowed: {', '.join(endings)}")
+    named = {split_named(name, renamed) or name: each for name, each in files.items()}
+    return (
+        {name: each for name, each in named.items() if name in SPLITS},
+        [name for name in named if name not in SPLITS],
+    )
+
+
+def split_named(name: str, renamed: Mapping[str, str]) -> str | None:
+    """Returns the split that a name means."""
+    if name in renamed:
+        return renamed[name]
+    split = SPLIT_NAMES.get(name)
+    return None if split in renamed.values() else split
+
+
+def split_of(file: Path, root: Path, renamed: Mapping[str, str]) -> str | None:
+    """Returns the split named by a file or its folders, the nearest first; None if none is.
+
+    Names are words, as in val2017, training_set or test-00000-of-00001.parquet; those of `renamed`
+    are all that precedes a dot or a hyphen.
+    """
+    for name in reversed(file.relative_to(root).parts):
+        whole = re.split(r"[.-]", name.lower())[0]
+        for word in (whole, *re.split(r"[\W\d_]+", name.lower())):
+            if split := split_named(word, renamed):
+                return split
+    return None
+
+
+def table_files(
+    place: Path, endings: Collection[str], renamed: Mapping[str, str]
+) -> tuple[dict[str, list[Path]], list[str]]:
     """Lists the files of tables by split, in a folder or in folders of it; empty if there are none.
 
+    A file whose name has no split is of train, if no other is.
+
+    Returns:
+        The files, and the names of those that are not read: tables without a split beside the
+        files of train, and files that have the name of a split but are no tables.
+
     Raises:
-        DataError: There are files of several kinds.
+        DataError: A split has files of several kinds.
     """
-    if place.is_file():
-        files, root = [place], place.parent
-    else:
-        root = place
+    found: dict[str | None, list[Path]] = {}
+    unread: list[str] = []
+    root = place.parent if place.is_file() else place
+    files = [place]
+    if place.is_dir():
         inside = (each for each in sorted(place.iterdir()) if each.is_dir())
-        files = _tables_in(place) or [file for each in inside for file in _tables_in(each)]
-    files = [file for file in files if file.suffix.lower() in BUILDERS]
-    kinds = {file.suffix.lower() for file in files}
-    if len(kinds) > 1:
-        raise DataError(f"data.path: {place}: has files of several kinds: {listed(sorted(kinds))}")
-    found: dict[str, list[Path]] = {}
+        files = sorted(file for file in place.iterdir() if file.is_file())
+        if not any(file.suffix.lower() in endings for file in files):
+            files = [file for each in inside for file in _tables_in(each, endings)]
     for file in files:
-        found.setdefault(split_of(file, root), []).append(file)
-    return found
+        split = split_of(file, root, renamed)
+        if file.name.startswith("."):
+            continue
+        if file.suffix.lower() in endings:
+            found.setdefault(split, []).append(file)
+        elif split is not None:
+            unread.append(file.name)
+    unnamed = found.pop(None, [])
+    if unnamed and "train" not in found:
+        found["train"] = unnamed
+    else:
+        unread += [file.name for file in unnamed]
+    for split, each in found.items():
+        kinds = {file.suffix.lower() for file in each}
+        if len(kinds) > 1:
+            raise DataError(f"{place}: {split} has files of several kinds: {listed(sorted(kinds))}")
+    return {str(split): each for split, each in found.items()}, unread
 
 
-def _tables_in(folder: Path) -> list[Path]:
+def _tables_in(folder: Path, endings: Collection[str]) -> list[Path]:
     """Lists the tables in a folder whose first entries include one: a folder of a million images is
     not read through."""
     first = itertools.islice(folder.iterdir(), 8)
-    if not any(file.suffix.lower() in BUILDERS for file in first):
+    if not any(file.suffix.lower() in endings for file in first):
         return []
-    return sorted(file for file in folder.iterdir() if file.suffix.lower() in BUILDERS)
+    return sorted(file for file in folder.iterdir() if file.suffix.lower() in endings)
 
 
-def load_files(files: Sequence[Path]) -> Any:
+def load_files(files: Sequence[Path], notes: list[str]) -> Any:
     """Reads files of one kind as one `datasets.Dataset`.
 
+    Args:
+        files: The files.
+        notes: Receives a line on a file that is read in an unusual way.
+
     Raises:
-        DataError: They name the same number of a class differently: `datasets` would give all of
-            them the names of the first.
+        DataError: One cannot be read, or they name the same number of a class differently:
+            `datasets` would give all of them the names of the first.
     """
     import datasets
 
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
-    builder = BUILDERS[files[0].suffix.lower()]
+    ending = files[0].suffix.lower()
+    if ending in SEPARATORS:
+        return datasets.concatenate_datasets([_separated(file, notes) for file in files])
     paths = [str(file.resolve()) for file in files]
-    rows = datasets.load_dataset(builder, data_files=paths, split="train")
+    with library_errors(files[0] if len(files) == 1 else files[0].parent):
+        rows = datasets.load_dataset(BUILDERS[ending], data_files=paths, split="train")
     for column, feature in rows.features.items():
         if isinstance(feature, datasets.ClassLabel):
             _check_names(files, column)
     return rows
+
+
+def _separated(file: Path, notes: list[str]) -> Any:
+    """Reads a table whose values are all text. `datasets` itself would take a line of too many
+    values for another, and complete one of too few."""
+    import datasets
+    import pyarrow
+    import pyarrow.csv
+
+    quote: str | Literal[False] = '"'
+    ending = file.suffix.lower()
+    if ending == ".tsv" and _QUOTED.fullmatch(file.read_bytes()) is None:
+        quote = False  # as in GLUE
+        notes.append(f"{file}: quotation marks are read as part of the values")
+    read = pyarrow.csv.ReadOptions(block_size=file.stat().st_size + 1)
+    parse = pyarrow.csv.ParseOptions(
+        delimiter=SEPARATORS[ending], quote_char=quote, newlines_in_values=True
+    )
+    with library_errors(file):
+        names = pyarrow.csv.open_csv(file, read, parse).schema.names
+        words = pyarrow.csv.ConvertOptions(
+            column_types=dict.fromkeys(names, pyarrow.string()), strings_can_be_null=False
+        )
+        return datasets.Dataset(pyarrow.csv.read_csv(file, read, parse, words))
 
 
 def _check_names(files: Sequence[Path], column: str) -> None:

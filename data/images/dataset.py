@@ -7,6 +7,7 @@ The name decides: labels become positions among the names of the training images
 import functools
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +28,8 @@ from polyad.data.prepared import MANIFEST_FILE
 from polyad.data.tables import open_tables
 
 DIGITS, TEST = "digits", "test"
+TABLES = (".parquet", ".arrow", ".tar")
+"""Endings of files that are tables of images."""
 HELD_OUT = 0.01
 """Share of the training images held out for validation where the data set has no validation
 split besides its test split: big_vision's train[99%:]."""
@@ -87,7 +90,7 @@ class ImageData:
         settings: The settings of the data.
         sources: The images by split, with labels by the names of each source.
         domain_names: The names of the domains; empty: images have no domains.
-        others: How many files of the folder are not images.
+        notes: What was not read, and why; a line each.
 
     Attributes:
         class_names: The names of the classes, or of the attributes.
@@ -107,10 +110,10 @@ class ImageData:
         settings: ImageDataConfig,
         sources: Mapping[str, ImageSource],
         domain_names: Sequence[str] = (),
-        others: int = 0,
+        notes: Sequence[str] = (),
     ) -> None:
         self.place = f"data.path: {settings.path}"
-        self.domain_names, self.others = list(domain_names), others
+        self.domain_names, self.notes = list(domain_names), list(notes)
         sources = {
             split: source
             for split, source in sources.items()
@@ -151,12 +154,24 @@ class ImageData:
         if settings.domains:
             if not folder.is_dir():
                 raise DataError(f"data.domains: true needs a folder, and data.path is {path}")
-            return cls(settings, *open_folders(folder, domains=True))
-        tables = open_tables(path)
+            return cls._of_folders(settings, folder)
+        try:
+            tables = open_tables(path, TABLES)
+        except DataError as error:
+            raise DataError(f"data.path: {error}") from None
         if tables is None:
-            return cls(settings, *open_folders(folder, domains=False))
-        places = {split: f"data.path: {path}, {split}" for split in tables}
-        return cls(settings, {s: TableImages(rows, places[s]) for s, rows in tables.items()})
+            return cls._of_folders(settings, folder)
+        sources = {
+            split: TableImages(rows, f"data.path: {path}, {split}")
+            for split, rows in tables.splits.items()
+        }
+        return cls(settings, sources, notes=tables.notes)
+
+    @classmethod
+    def _of_folders(cls, settings: ImageDataConfig, folder: Path) -> "ImageData":
+        sources, domain_names, others = open_folders(folder, domains=settings.domains)
+        note = f"data.path: {settings.path}: {others:,} files are not images, and not read"
+        return cls(settings, sources, domain_names, [note] if others else [])
 
     @property
     def splits(self) -> list[str]:

@@ -131,8 +131,8 @@ class SequenceDataConfig(DataSettings):
     """Texts, or pairs of texts, each with a class, a number or a right choice."""
 
     path: Annotated[str, AfterValidator(check_path)]
-    """A .csv, .tsv, .jsonl or .parquet file, a folder with one per split, a benchmark such as
-    glue/sst2, or hub:OWNER/NAME[:CONFIG]."""
+    """A .csv, .tsv, .jsonl or .parquet file, a folder with one per split or saved by `datasets`, a
+    benchmark such as glue/sst2, or hub:OWNER/NAME[:CONFIG]."""
 
     benchmark: Annotated[str | None, AfterValidator(_known)] = None
     """Benchmark that defines columns, metrics and splits, such as glue/sst2; null: the one named in

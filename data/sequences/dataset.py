@@ -14,21 +14,21 @@ from polyad.data.sequences.labels import (
     class_labels,
     class_names,
     domains_of,
-    held_out_of_each,
+    held_out,
     labels_are_hidden,
-    right_choices,
-    values,
+    numeric_labels,
     without_domains,
 )
 from polyad.data.sequences.samples import (
     Encoded,
     Form,
     PaddedRows,
+    Padding,
     TrainingRows,
     encode_rows,
     form_of,
 )
-from polyad.data.sequences.tables import Table, held_out, read_tables
+from polyad.data.sequences.tables import Table, read_tables
 from polyad.data.text.tokenizers.tokenizer import Tokenizer
 
 HOLD_OUT = "data.held_out: 0.1 holds a tenth of the training rows out"
@@ -40,35 +40,34 @@ class SequenceData:
 
     Args:
         settings: The settings of the data.
-        tables: The tables of the splits.
         tokenizer: The tokenizer of the model.
         model_kind: `model.kind`.
         max_length: The longest sequence, in tokens.
-        known_classes: The classes of a checkpoint; None: taken from the training rows.
+        classes: The classes of a checkpoint; None: taken from the training rows.
 
     Attributes:
         schema: The schema of the columns.
         class_names: The class names in order; empty if there are no classes.
         has_segments: Whether the model receives segment ids, which tell two texts apart.
+        notes: Notes for the user on what was not read, one per line.
 
     Raises:
         DataError: A split used for training or validation has no labels, labels differ between
-            splits, or there is only one class.
+            splits, there is only one class, or a setting does not fit the task or the rows.
     """
 
     def __init__(
         self,
         settings: SequenceDataConfig,
-        tables: dict[str, Table],
         tokenizer: Tokenizer,
         *,
         model_kind: str,
         max_length: int,
-        known_classes: Sequence[str] | None = None,
+        classes: Sequence[str] | None = None,
     ) -> None:
         self.settings, self.tokenizer, self.max_length = settings, tokenizer, max_length
         self.schema: Schema = settings.schema_of
-        self._tables = tables
+        _check_task(self.schema)
         self._form: Form = form_of(model_kind, tokenizer)
         least = len(self._form.before + self._form.between + self._form.after) + 2
         if max_length < least:
@@ -77,72 +76,28 @@ class SequenceData:
                 f"sequence"
             )
         self.has_segments = self._form.segments
+        self._padding = Padding(self._form.padding, max_length, settings.padding == "longest")
+        tables, self.notes = read_tables(settings.path, self.schema)
+        if settings.held_out and "train" in tables and "validation" not in tables:
+            tables["train"], tables["validation"] = held_out(
+                tables["train"], settings.held_out, self.schema.domain
+            )
+        self._tables = without_domains(tables, self.schema, settings.leave_out, settings.path)
         self.class_names: list[str] = []
         if self.schema.task == "classification":
-            self.class_names = self._classes(known_classes)
+            self.class_names = list(classes or self._classes())
         else:
             self._check_numbers()
         self._labels = {
             name: self._labels_of(table)
-            for name, table in tables.items()
+            for name, table in self._tables.items()
             if name != "test" or not labels_are_hidden(table, self.schema.label)
         }
-
-    @classmethod
-    def open(
-        cls,
-        settings: SequenceDataConfig,
-        tokenizer: Tokenizer,
-        *,
-        model_kind: str,
-        max_length: int,
-        known_classes: Sequence[str] | None = None,
-    ) -> "SequenceData":
-        """Reads the tables, and holds rows out if requested; see the class."""
-        schema = settings.schema_of
-        for metric in schema.metrics:
-            if metric not in (allowed := ALLOWED_METRICS[schema.task]):
-                raise DataError(
-                    f"data.metrics: {metric!r} is not allowed with data.task: {schema.task}; "
-                    f"allowed: {', '.join(allowed)}"
-                )
-        if bool(schema.choices) != (schema.task == "multiple_choice"):
-            raise DataError(
-                f"data.columns.choices: {list(schema.choices) or 'null'} is not allowed with "
-                f"data.task: {schema.task}; choices belong to multiple_choice, and only to it"
-            )
-        tables = read_tables(settings.path, schema)
-        for table in tables.values():
-            if table.present:
-                table.column(schema.text)  # else the table would seem to have no rows
-            if not len(table):
-                raise DataError(f"{table.place}: has no rows")
-        if settings.held_out and "train" in tables and "validation" not in tables:
-            train, share = tables["train"], settings.held_out
-            tables["train"], tables["validation"] = (
-                held_out_of_each(train, schema.domain, share)
-                if schema.domain
-                else held_out(train, share)
-            )
-        tables = without_domains(tables, schema, settings.leave_out, settings.path)
-        return cls(
-            settings,
-            tables,
-            tokenizer,
-            model_kind=model_kind,
-            max_length=max_length,
-            known_classes=known_classes,
-        )
 
     @property
     def splits(self) -> list[str]:
         """Names of the available splits."""
         return list(self._tables)
-
-    @property
-    def notes(self) -> list[str]:
-        """Notes for the user on how tables were read, one per line."""
-        return [table.note for table in self._tables.values() if table.note]
 
     @property
     def choices(self) -> int:
@@ -187,10 +142,14 @@ class SequenceData:
     def encoded(self, name: str) -> Encoded:
         """The rows of a split as token ids, with their labels."""
         self.check_split(name)
-        pieces = encode_rows(
-            self._tables[name], self.schema, self.tokenizer, self._form, self.max_length
+        return encode_rows(
+            self._tables[name],
+            self.schema,
+            self.tokenizer,
+            self._form,
+            self.max_length,
+            self._labels[name],
         )
-        return Encoded(pieces, self._labels[name], self.choices)
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -203,20 +162,11 @@ class SequenceData:
         Args:
             split: A split with known labels.
         """
-        return self._digest(split, self.class_names)
-
-    def is_of(self, fingerprint: str) -> bool:
-        """Returns whether a fingerprint matches these rows, including older ones without names."""
-        numbered = _numbers(len(self.class_names))
-        return fingerprint in (self.fingerprint, self._digest("train", numbered))
-
-    def _digest(self, split: str, class_names: Sequence[str]) -> str:
-        rows, digest = self.encoded(split), hashlib.sha256()
+        rows = self.encoded(split)
         assert rows.labels_N is not None
-        digest.update(json.dumps([self.schema.task, class_names, rows.choices]).encode())
-        if self.left_out:
-            digest.update(json.dumps(self.left_out).encode())
-        for array in (rows.pieces.ids_S, rows.pieces.starts_R1, rows.labels_N):
+        about = [self.schema.task, self.class_names, rows.choices, self.left_out]
+        digest = hashlib.sha256(json.dumps(about).encode())
+        for array in (rows.ids_S, rows.starts_R1, rows.labels_N):
             digest.update(array.tobytes())
         return digest.hexdigest()
 
@@ -226,14 +176,8 @@ class SequenceData:
         Args:
             seed: The seed of their order.
         """
-        return TrainingRows(
-            self.encoded("train"),
-            seed=seed,
-            group=self.settings.group_by_length,
-            padding=self._form.padding,
-            length=self.max_length,
-            to_longest=self.settings.padding == "longest",
-        )
+        rows = self.encoded("train")
+        return TrainingRows(rows, self._padding, seed, self.settings.group_by_length)
 
     def held_out(self, name: str, most: int | None = None) -> PaddedRows:
         """Returns the rows of a split, from the shortest to the longest.
@@ -246,32 +190,23 @@ class SequenceData:
         order_N = rows.lengths_N.argsort(kind="stable")
         if most is not None and most < len(rows):
             order_N = order_N[np.arange(most) * len(rows) // most]
-        return PaddedRows(
-            rows,
-            order_N,
-            padding=self._form.padding,
-            length=self.max_length,
-            to_longest=self.settings.padding == "longest",
-        )
+        return PaddedRows(rows, self._padding, order_N)
 
-    def _classes(self, known: Sequence[str] | None) -> list[str]:
-        train = self._tables.get("train")
-        if known:
-            # In checkpoints of older versions, class names are the numbers of the training rows.
-            named = train and train.class_names
-            return list(named if named and list(known) == _numbers(len(named)) else known)
-        if train is None:
+    def _classes(self) -> list[str]:
+        if "train" not in self._tables:
             raise DataError(f"{self.settings.path}: has no split 'train'")
-        return class_names(train, self.schema.label)
+        return class_names(self._tables["train"], self.schema.label)
 
     def _check_numbers(self) -> None:
-        """Checks that numeric class labels mean the same in all splits."""
-        first = next(iter(self._tables.values()))
-        for table in self._tables.values():
-            if table.class_names != first.class_names:
+        """Checks that numbers mean the same in all splits."""
+        label = self.schema.label
+        first, *others = self._tables.values()
+        for table in others:
+            if table.class_names(label) != first.class_names(label):
                 raise DataError(
-                    f"{table.place}: its labels are called {listed(table.class_names or (), 5)}, "
-                    f"those of {first.place} {listed(first.class_names or (), 5)}: with data.task: "
+                    f"{table.place}: its labels are called "
+                    f"{listed(table.class_names(label) or (), 5)}, those of {first.place} "
+                    f"{listed(first.class_names(label) or (), 5)}: with data.task: "
                     f"{self.schema.task} numbers have to mean the same in all splits"
                 )
 
@@ -279,10 +214,21 @@ class SequenceData:
         column = self.schema.label
         if self.schema.task == "classification":
             return class_labels(table, column, self.class_names)
-        if self.schema.task == "regression":
-            return values(table, column)
-        return right_choices(table, column, self.choices)
+        return numeric_labels(
+            table, column, self.choices if self.schema.task == "multiple_choice" else None
+        )
 
 
-def _numbers(count: int) -> list[str]:
-    return [str(number) for number in range(count)]
+def _check_task(schema: Schema) -> None:
+    """Checks that metrics and choices belong to the task."""
+    allowed = ALLOWED_METRICS[schema.task]
+    if wrong := next((metric for metric in schema.metrics if metric not in allowed), None):
+        raise DataError(
+            f"data.metrics: {wrong!r} is not allowed with data.task: {schema.task}; allowed: "
+            f"{', '.join(allowed)}"
+        )
+    if bool(schema.choices) != (schema.task == "multiple_choice"):
+        raise DataError(
+            f"data.columns.choices: {list(schema.choices) or 'null'} is not allowed with "
+            f"data.task: {schema.task}; choices belong to multiple_choice, and only to it"
+        )

@@ -46,8 +46,9 @@ class Form(NamedTuple):
     """Whether the model receives segment ids, which tell two texts apart."""
 
 
-class Pieces(NamedTuple):
-    """Token sequences laid end to end."""
+@dataclass(frozen=True)
+class Encoded:
+    """The rows of a split: token sequences laid end to end, and labels."""
 
     ids_S: npt.NDArray[np.int32]
     starts_R1: npt.NDArray[np.int64]
@@ -56,11 +57,25 @@ class Pieces(NamedTuple):
     """Number of tokens before the second text of each; the whole length if there is one text."""
     cut: int
     """Number of sequences that were truncated."""
+    choices: int
+    """C, choices of a row."""
+    labels_N: Labels | None = None
+    """Labels, or None if they are hidden."""
+
+    def __len__(self) -> int:
+        """Counts the rows."""
+        return (len(self.starts_R1) - 1) // self.choices
 
     @property
     def lengths_R(self) -> npt.NDArray[np.int64]:
         """Number of tokens of each sequence."""
         return np.diff(self.starts_R1)
+
+    @property
+    def lengths_N(self) -> npt.NDArray[np.int64]:
+        """Number of tokens of the longest choice of each row."""
+        lengths: npt.NDArray[np.int64] = self.lengths_R.reshape(-1, self.choices).max(1)
+        return lengths
 
 
 def form_of(model_kind: str, tokenizer: Tokenizer) -> Form:
@@ -89,9 +104,22 @@ def form_of(model_kind: str, tokenizer: Tokenizer) -> Form:
 
 
 def encode_rows(
-    table: Table, schema: Schema, tokenizer: Tokenizer, form: Form, max_length: int
-) -> Pieces:
+    table: Table,
+    schema: Schema,
+    tokenizer: Tokenizer,
+    form: Form,
+    max_length: int,
+    labels_N: Labels | None = None,
+) -> Encoded:
     """Encodes all rows of a table.
+
+    Args:
+        table: The table.
+        schema: The roles of its columns.
+        tokenizer: The tokenizer.
+        form: The special tokens around texts.
+        max_length: The longest sequence, in tokens.
+        labels_N: The labels of the rows; None if they are hidden.
 
     Raises:
         DataError: A text is missing, or cannot be encoded.
@@ -112,11 +140,13 @@ def encode_rows(
         sequences.append(sequence or [form.padding])
         begins.append(len(before) if other is not None else len(sequences[-1]))
     lengths = np.array([len(ids) for ids in sequences], dtype=np.int64)
-    return Pieces(
+    return Encoded(
         ids_S=np.fromiter((i for ids in sequences for i in ids), np.int32, int(lengths.sum())),
         starts_R1=np.concatenate([np.zeros(1, np.int64), lengths.cumsum()]),
         second_R=np.array(begins, dtype=np.int32),
         cut=cut,
+        choices=each,
+        labels_N=labels_N,
     )
 
 
@@ -147,9 +177,10 @@ def _texts(table: Table, schema: Schema) -> tuple[list[str], list[str]]:
         for row, choices in enumerate(lists):
             whole = isinstance(choices, list) and all(isinstance(c, str) for c in choices)
             if not whole or len(choices) != count or count < 2:
-                raise DataError(
-                    f"{table.place}, row {row + 1}: {schema.choices[0]!r} is {choices!r:.60}, not "
-                    f"a list of two or more texts, as many as in the first row"
+                raise table.fault(
+                    row,
+                    f"{schema.choices[0]!r} is {choices!r:.60}, not a list of two or more texts, "
+                    "as many as in the first row",
                 )
         choices_NC = [list(choices) for choices in lists]
     else:
@@ -164,11 +195,11 @@ def _texts(table: Table, schema: Schema) -> tuple[list[str], list[str]]:
 
 
 def _strings(table: Table, name: str) -> list[str]:
-    found = table.column(name)
-    for row, text in enumerate(found):
+    texts = table.column(name)
+    for row, text in enumerate(texts):
         if not isinstance(text, str):
-            raise DataError(f"{table.place}, row {row + 1}: {name!r} is {text!r:.60}, not a text")
-    return list(found)
+            raise table.fault(row, f"{name!r} is {text!r:.60}, not a text")
+    return texts
 
 
 def _encode(tokenizer: Tokenizer, texts: Sequence[str], place: str) -> list[Ids]:
@@ -209,24 +240,15 @@ class SequenceBatch(NamedTuple):
         return self.mask_BCT.sum()
 
 
-@dataclass(frozen=True)
-class Encoded:
-    """The rows of a split."""
+class Padding(NamedTuple):
+    """How sequences are padded."""
 
-    pieces: Pieces
-    labels_N: Labels | None
-    """Labels, or None if they are hidden."""
-    choices: int
-    """C, choices of a row."""
-
-    def __len__(self) -> int:
-        return (len(self.pieces.starts_R1) - 1) // self.choices
-
-    @property
-    def lengths_N(self) -> npt.NDArray[np.int64]:
-        """Number of tokens of the longest choice of each row."""
-        lengths: npt.NDArray[np.int64] = self.pieces.lengths_R.reshape(-1, self.choices).max(1)
-        return lengths
+    token: int
+    """The padding token."""
+    length: int
+    """Padded length of single rows, and of batches unless `to_longest`."""
+    to_longest: bool
+    """Whether a batch is padded to its longest row."""
 
 
 class PaddedRows(Dataset[SequenceBatch]):
@@ -234,23 +256,17 @@ class PaddedRows(Dataset[SequenceBatch]):
 
     Args:
         rows: The rows of a split.
+        padding: How they are padded.
         order_N: The row at each position; None for the rows in file order.
-        padding: The padding token.
-        length: Padded length of single rows, and of batches unless `to_longest`.
-        to_longest: Whether a batch is padded to its longest row.
     """
 
     def __init__(
         self,
         rows: Encoded,
+        padding: Padding,
         order_N: npt.NDArray[np.integer] | None = None,
-        *,
-        padding: int,
-        length: int,
-        to_longest: bool,
     ) -> None:
-        self._rows, self._order_N = rows, order_N
-        self._padding, self._length, self._to_longest = padding, length, to_longest
+        self._rows, self._padding, self._order_N = rows, padding, order_N
         self._lengths_N = rows.lengths_N
 
     def row_of(self, number: int) -> int:
@@ -259,13 +275,13 @@ class PaddedRows(Dataset[SequenceBatch]):
 
     def __getitem__(self, number: int) -> SequenceBatch:
         """Returns a single sample, padded to the full length."""
-        return self._padded(number, self.row_of(number), self._length)
+        return self._padded(number, self.row_of(number), self._padding.length)
 
     def __getitems__(self, numbers: Sequence[int]) -> list[SequenceBatch]:
         """Returns the samples of a batch, all of one length; called by torch's loader."""
         rows = [self.row_of(number) for number in numbers]
-        length = self._length
-        if self._to_longest:
+        length = self._padding.length
+        if self._padding.to_longest:
             longest = max(int(self._lengths_N[row]) for row in rows)
             length = min(length, -(-longest // STEP) * STEP)
         return [
@@ -276,18 +292,18 @@ class PaddedRows(Dataset[SequenceBatch]):
         return len(self._rows if self._order_N is None else self._order_N)
 
     def _padded(self, number: int, row: int, length: int) -> SequenceBatch:
-        pieces, choices = self._rows.pieces, self._rows.choices
-        ids_CT = np.full((choices, length), self._padding, dtype=np.int64)
+        rows, choices = self._rows, self._rows.choices
+        ids_CT = np.full((choices, length), self._padding.token, dtype=np.int64)
         place_T, lengths, seconds = np.arange(length), [], []
         for choice in range(choices):
             sequence = row * choices + choice
-            start, end = pieces.starts_R1[sequence : sequence + 2]
-            ids_CT[choice, : end - start] = pieces.ids_S[start:end]
+            start, end = rows.starts_R1[sequence : sequence + 2]
+            ids_CT[choice, : end - start] = rows.ids_S[start:end]
             lengths.append(end - start)
-            seconds.append(pieces.second_R[sequence])
+            seconds.append(rows.second_R[sequence])
         mask_CT = place_T < np.array(lengths)[:, None]
         second_CT = mask_CT & (place_T >= np.array(seconds)[:, None])
-        labels_N = self._rows.labels_N
+        labels_N = rows.labels_N
         label = torch.zeros((), dtype=torch.int64)
         if labels_N is not None:
             label = torch.tensor(labels_N[row].item())  # int64 or fp32
@@ -300,24 +316,13 @@ class TrainingRows(PaddedRows):
 
     Args:
         rows: The rows of the training split.
+        padding: How they are padded.
         seed: The run's seed.
         group: Number of rows of similar length that follow each other; 1 for a random order.
-        padding: See `PaddedRows`.
-        length: See `PaddedRows`.
-        to_longest: See `PaddedRows`.
     """
 
-    def __init__(
-        self,
-        rows: Encoded,
-        *,
-        seed: int,
-        group: int,
-        padding: int,
-        length: int,
-        to_longest: bool,
-    ) -> None:
-        super().__init__(rows, padding=padding, length=length, to_longest=to_longest)
+    def __init__(self, rows: Encoded, padding: Padding, seed: int, group: int) -> None:
+        super().__init__(rows, padding)
         self._seed, self._group = seed, group
         self._orders = EpochOrders(self._build_order, len(rows))
 

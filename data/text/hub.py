@@ -7,7 +7,7 @@ import contextlib
 import hashlib
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -252,33 +252,6 @@ def other_splits(dataset: HubDataset, splits: Iterable[str]) -> str:
     return f"it has {', '.join(names)}; {way}"
 
 
-def open_rows(dataset: HubDataset) -> Mapping[str, Any]:
-    """Opens all splits of a data set, whatever their names, with all columns.
-
-    Returns:
-        `datasets.Dataset`, or `datasets.IterableDataset` of a local copy, by name.
-
-    Raises:
-        DataError: There is no such data set or configuration, or it cannot be reached.
-    """
-    return _open(dataset, streaming=False).splits
-
-
-def read_columns(dataset: HubDataset, rows: Any, names: Sequence[str]) -> dict[str, list[Any]]:
-    """Reads columns of a split into memory; missing columns are left out.
-
-    Raises:
-        DataError: It cannot be read.
-    """
-    columns: dict[str, list[Any]] = {}
-    with _one_line(dataset.spec, dataset):
-        for batch in rows.iter(batch_size=BATCH_ROWS):
-            for name in dict.fromkeys(names):
-                if name in batch:
-                    columns.setdefault(name, []).extend(batch[name])
-    return columns
-
-
 class _Opened(NamedTuple):
     """A data set opened by the library."""
 
@@ -294,16 +267,6 @@ def _open(dataset: HubDataset, streaming: bool) -> _Opened:
         if dataset.kind == "saved":
             return _load_saved(Path(dataset.name))
         return _load(dataset, streaming)
-
-
-def data_files(dataset: HubDataset) -> Mapping[str, Sequence[str]]:
-    """Lists the files of each split of a local copy."""
-    import datasets
-
-    with _one_line(dataset.spec):
-        files: Mapping[str, Sequence[str]] | None
-        files = datasets.load_dataset_builder(**_arguments(dataset)).config.data_files
-        return files or {}
 
 
 def _arguments(dataset: HubDataset) -> dict[str, Any]:

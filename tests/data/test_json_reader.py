@@ -3,7 +3,6 @@
 import pytest
 
 from polyad.data.errors import DataError
-from polyad.data.sequences.tables import _read_jsonl as read_table
 from polyad.data.text.dataset import PreparedData
 from polyad.data.text.readers import read_jsonl
 from polyad.data.text.tokenizers.files import read_about
@@ -25,7 +24,6 @@ def in_a_folder(path, name, content):
 READERS = {
     "lines of text": lambda p, c: list(read_jsonl(in_a_folder(p, "a.jsonl", c + b"\n") / "a.jsonl",
                                                   "text")),
-    "a table": lambda p, c: read_table(in_a_folder(p, "a.jsonl", c + b"\n") / "a.jsonl", ["text"]),
     "a manifest of text": lambda p, c: PreparedData.open(in_a_folder(p, "manifest.json", c)),
     "about a tokenizer": lambda p, c: read_about(in_a_folder(p, "tokenizer_config.json", c)),
     "another library's": lambda p, c: read_config(in_a_folder(p, "a.json", c) / "a.json",
@@ -36,7 +34,7 @@ READERS = {
 @pytest.mark.parametrize("kind", BAD)
 @pytest.mark.parametrize("reader", READERS)
 def test_what_is_no_json_is_one_line_for_every_reader(tmp_path, reader, kind):
-    of_lines = reader in ("lines of text", "a table")  # which pass an empty line over
+    of_lines = reader == "lines of text"  # which passes an empty line over
     content = b"{" if of_lines and kind == "empty" else BAD[kind]
     with pytest.raises((DataError, ConfigError)) as caught:
         READERS[reader](tmp_path, content)

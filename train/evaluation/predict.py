@@ -19,8 +19,8 @@ from polyad.data.images.config import AttributeDataConfig, ImageDataConfig
 from polyad.data.images.decoding import decode
 from polyad.data.images.source import is_image
 from polyad.data.sequences.config import Schema, SequenceDataConfig
-from polyad.data.sequences.samples import Encoded, PaddedRows, encode_rows, form_of
-from polyad.data.sequences.tables import SUFFIXES, Table, read_tables
+from polyad.data.sequences.samples import PaddedRows, Padding, encode_rows, form_of
+from polyad.data.sequences.tables import ENDINGS, Table, read_tables
 from polyad.data.text.tokenizers.tokenizer import Tokenizer
 from polyad.model.decoder import DecoderSettings
 from polyad.model.heads import HEAD, ClassificationHeadConfig
@@ -142,8 +142,10 @@ class Predictor:
                 f"{self._weights.folder}: was trained on {wanted}: {len(inputs)} texts and "
                 f"{len(seconds)} second texts are not allowed"
             )
+        from datasets import Dataset
+
         columns = {schema.text: inputs} | ({schema.pair: seconds} if schema.pair else {})
-        return self._table(Table("the given texts", columns, list(columns)))
+        return self._table(Table("the given texts", Dataset.from_dict(columns)))
 
     def file(self, path: str) -> Predictions:
         """Predicts the rows of a table, or the lines of a .txt file; labels in it are ignored.
@@ -166,13 +168,11 @@ class Predictor:
             if not lines:
                 raise DataError(f"{path}: has no text")
             return self.texts(lines)
-        if file.suffix.lower() not in SUFFIXES:
-            allowed = ", ".join((".txt", *SUFFIXES))
+        if file.suffix.lower() not in ENDINGS:
+            allowed = ", ".join((".txt", *ENDINGS))
             raise DataError(f"{path}: is not a table; allowed: {allowed}")
-        (table,) = read_tables(str(file), self._schema).values()
-        table.column(self._schema.text)  # or it would seem to have no rows
-        if not len(table):
-            raise DataError(f"{path}: has no rows")
+        tables, _ = read_tables(str(file), self._schema)
+        (table,) = tables.values()
         return self._table(table)
 
     @torch.inference_mode()
@@ -234,11 +234,10 @@ class Predictor:
         assert isinstance(settings, ScoringConfig)
         length = getattr(self._data, "max_length", None) or settings.sequence_length
         form = form_of(settings.kind, tokenizer)
-        pieces = encode_rows(table, schema, tokenizer, form, length)
-        texts = list(table.column(schema.text))
-        rows = Encoded(pieces, None, (len(pieces.starts_R1) - 1) // len(texts))
+        rows = encode_rows(table, schema, tokenizer, form, length)
+        texts = table.column(schema.text)
         order_N = rows.lengths_N.argsort(kind="stable")
-        padded = PaddedRows(rows, order_N, padding=form.padding, length=length, to_longest=True)
+        padded = PaddedRows(rows, Padding(form.padding, length, to_longest=True), order_N)
         outputs: dict[int, Tensor] = {}
         report = Progress("predict", len(rows), "seq") if len(rows) > BATCH else None
         for begin in range(0, len(rows), BATCH):
@@ -250,7 +249,7 @@ class Predictor:
             if report is not None:
                 report((begin + len(numbers)) / len(rows))
         found = [self._of_row(text, outputs[row], rows.choices) for row, text in enumerate(texts)]
-        return self._result(found, pieces.cut)
+        return self._result(found, rows.cut)
 
     def _of_row(self, text: str, output_K: Tensor, choices: int) -> Prediction:
         """Makes a prediction from the scores of classes or choices, or from the number."""

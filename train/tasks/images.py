@@ -319,9 +319,7 @@ class ImageClassification(LabelledTask[ImageBatch]):
     def notes(self) -> list[str]:
         """Warns where images are much larger than the model reads, or the validation split is
         small."""
-        said = []
-        if self.data.others:
-            said.append(f"{self.place}: {self.data.others:,} files are not images, and not read")
+        said = list(self.data.notes)
         side = self.model.image_size
         train = self.data.split("train")
         with contextlib.suppress(DataError):  # training reports damaged images

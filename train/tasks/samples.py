@@ -550,7 +550,7 @@ class SequenceSamples(Samples):
         self.task, self.split, self.unit = task, split, task.unit.short
         rows, samples = task.data.encoded(split), None
         if most is not None:
-            mean = float(rows.pieces.lengths_R.mean()) * task.data.choices
+            mean = float(rows.lengths_R.mean()) * task.data.choices
             samples = min(len(rows), max(1, math.ceil(most / mean)))
         self._samples = task.data.held_out(split, samples)
         self.amount, self.rows_of_sample = len(self._samples), task.data.choices

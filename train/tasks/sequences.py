@@ -27,7 +27,6 @@ from polyad.model.heads import HEAD, ClassificationHeadConfig
 from polyad.model.output import RoutingStats
 from polyad.model.settings import ModelSettings
 from polyad.parallel import comm
-from polyad.parallel.checkpoint.format import State
 from polyad.parallel.checkpoint.load import Checkpoint
 from polyad.parallel.families import FamilyWeights
 from polyad.parallel.weights import Weights, open_weights
@@ -206,10 +205,6 @@ class SequenceTask(LabelledTask[SequenceBatch]):
         """A digest of the token ids and labels of a split's rows."""
         return self.data.contents(split)
 
-    def same_data(self, state: State) -> bool:
-        """Whether the run of a checkpoint was trained on the same rows."""
-        return self.data.is_of(state.data_fingerprint)
-
     @functools.cached_property
     def samples(self) -> TrainingRows:
         """Training rows by their global number."""
@@ -223,11 +218,11 @@ class SequenceTask(LabelledTask[SequenceBatch]):
     @property
     def notes(self) -> Sequence[str]:
         """Notes the class of F1, and how many sequences of each split were too long."""
-        said = self.data.notes
+        said = list(self.data.notes)
         if self.f1_class is not None:
             said.append(f"data.metrics: f1 is that of the class {self.f1_class!r}")
         for split in ("train", "validation"):
-            if split in self.data.splits and (cut := self.data.encoded(split).pieces.cut):
+            if split in self.data.splits and (cut := self.data.encoded(split).cut):
                 count = len(self.data.encoded(split)) * self.data.choices
                 said.append(
                     f"{split}: {cut:,} of {count:,} sequences are longer than "
@@ -242,7 +237,7 @@ class SequenceTask(LabelledTask[SequenceBatch]):
 
     def sequences_of_sample(self) -> tuple[int, int | None]:
         """The number of choices per sample, and the mean length of training sequences in tokens."""
-        mean = float(self.data.encoded("train").pieces.lengths_R.mean())
+        mean = float(self.data.encoded("train").lengths_R.mean())
         return self.data.choices, max(1, round(mean))
 
     def losses(
@@ -347,7 +342,7 @@ class SequenceTask(LabelledTask[SequenceBatch]):
             left_out=self.data.left_out,
             sequences_scored=total,
             sequences_in_split=self.data.size(split),
-            cut_off=self.data.encoded(split).pieces.cut,
+            cut_off=self.data.encoded(split).cut,
             max_length=self.data.max_length,
             task=self.schema.task,
             per_class=scores_of_predictions(names, labels_N, predictions_N) if names else {},
@@ -425,7 +420,7 @@ def _task_of(weights: Weights) -> str | None:
 
 
 def _open(
-    sections: Sections, tokenizer: Tokenizer, known_classes: Sequence[str] | None = None
+    sections: Sections, tokenizer: Tokenizer, classes: Sequence[str] | None = None
 ) -> SequenceData:
     """Opens the data, for a model that scores sequences."""
     settings, model = sections.data, _scoring(sections.model)
@@ -435,12 +430,12 @@ def _open(
             f"data.max_length: {settings.max_length} is more than model.sequence_length: "
             f"{model.sequence_length}"
         )
-    return SequenceData.open(
+    return SequenceData(
         settings,
         tokenizer,
         model_kind=model.kind,
         max_length=settings.max_length or model.sequence_length,
-        known_classes=known_classes,
+        classes=classes,
     )
 
 

@@ -132,7 +132,7 @@ def test_a_tree_is_read_with_its_links_and_without_hidden_files(tmp_path):
     (root / "a" / "about.txt").touch()
     data = opened(root, held_out=0.1)
     assert data.class_names == ["B", "a", "a b", "cat"]
-    assert data.others == 1
+    assert data.notes == [f"data.path: {root}: 1 files are not images, and not read"]
     found = []
     for name in data.splits:
         split = data.split(name)

@@ -6,6 +6,7 @@ import math
 import random
 
 import pytest
+from datasets import Dataset
 
 from polyad.data.errors import DataError
 from polyad.data.sequences.config import SequenceDataConfig
@@ -37,12 +38,12 @@ def opened(folder, path=None, **keys):
     section = {"path": str(path or folder), "columns": {"domain": "source"}, **keys}
     settings = SequenceDataConfig.model_validate(section)
     tokenizer = load_tokenizer(str(folder / "tokenizer.json"))
-    return SequenceData.open(settings, tokenizer, model_kind="gpt2", max_length=128)
+    return SequenceData(settings, tokenizer, model_kind="gpt2", max_length=128)
 
 
 def texts(data, split):
     """The rows of a split as texts, in their order."""
-    pieces = data.encoded(split).pieces
+    pieces = data.encoded(split)
     ids = [
         pieces.ids_S[begin:end]
         for begin, end in zip(pieces.starts_R1[:-1], pieces.starts_R1[1:], strict=True)
@@ -144,7 +145,12 @@ def test_rows_that_will_not_do_are_one_line(folder, tmp_path):
     for name, train, held, said in (
         ("empty", [*table, table[0] | {"source": " "}], table, r"row 13: has no domain: 'source'"),
         ("class", table, strange, r"data\.leave_out: 'films' has the class 'new', which the other"),
-        ("held", table, only, r"data\.leave_out: films are all the domains of .*dev\.csv, which"),
+        (
+            "held",
+            table,
+            only,
+            r"data\.leave_out: films are all the domains of .*validation.*, which",
+        ),
     ):
         write(tmp_path / name / "train.csv", train)
         write(tmp_path / name / "dev.csv", held)
@@ -154,11 +160,15 @@ def test_rows_that_will_not_do_are_one_line(folder, tmp_path):
 
 
 def test_a_domain_is_a_word(tmp_path):
-    table = Table("t", {"d": ["a ", 3, 2.0]}, ["d"])
-    assert domains_of(table, "d") == ["a", "3", "2"]
-    for empty in (None, float("nan"), ""):
+    for cells, words in (
+        (["a ", "3"], ["a", "3"]),
+        ([3, 4], ["3", "4"]),
+        ([2.0, 3.5], ["2", "3.5"]),
+    ):
+        assert domains_of(Table("t", Dataset.from_dict({"d": cells})), "d") == words
+    for cells in (["a", None], ["a", ""], [1.0, float("nan")]):
         with pytest.raises(DataError, match="t, row 2: has no domain"):
-            domains_of(Table("t", {"d": ["a", empty]}, ["d"]), "d")
+            domains_of(Table("t", Dataset.from_dict({"d": cells})), "d")
 
 
 def test_rows_with_hidden_labels_are_not_the_test_split(folder, tmp_path):

@@ -374,7 +374,7 @@ def test_real_data_is_learned_by_the_command_line(shared, tmp_path, name, steps,
         source = shared / "banking77"
         columns = {"label": "category"}
     texts = tmp_path / "texts.jsonl"
-    table = read_tables(str(source), Schema())["train"].column("text")
+    table = read_tables(str(source), Schema())[0]["train"].column("text")
     texts.write_text("".join(json.dumps({"text": text}) + "\n" for text in table))
     prepare(str(texts), "train:1000", tmp_path / "tokens", report=lambda line: None)
     section = {
