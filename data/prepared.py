@@ -29,11 +29,6 @@ class LeftOut(Counter[str]):
         self[reason.encode("utf-8", "backslashreplace").decode()] += 1  # as it is stored
 
 
-def in_words(counts: Mapping[str, int]) -> str:
-    """Describes what was left out, for the user."""
-    return "; ".join(f"{reason}: {count:,}" for reason, count in counts.items())
-
-
 def is_hidden(name: str) -> bool:
     """Returns whether a component of a path belongs to the operating system and holds no data."""
     return name.startswith(".") or name in SYSTEM_FILES

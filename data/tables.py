@@ -33,16 +33,25 @@ class Tables(NamedTuple):
     """An opened data set.
 
     Attributes:
-        splits: `datasets.Dataset` by split, of those of train, validation and test that there are.
-        notes: What was not read, and why; a line each.
+        splits: `datasets.Dataset` by split, of those of train, validation and test that there are,
+            or `datasets.IterableDataset`.
+        unread: Names of files and splits that are not read.
+        notes: What was not read, and what was read in an unusual way; a line each.
+        version: Names the version of a data set that was saved or is on the hub.
     """
 
     splits: dict[str, Any]
+    unread: list[str]
     notes: list[str]
+    version: str = ""
 
 
 def open_tables(
-    path: str, endings: Collection[str], renamed: Mapping[str, str] | None = None
+    path: str,
+    endings: Collection[str],
+    renamed: Mapping[str, str] | None = None,
+    *,
+    streaming: bool = False,
 ) -> Tables | None:
     """Opens the splits of a data set.
 
@@ -51,6 +60,7 @@ def open_tables(
             `hub:OWNER/NAME[:CONFIG]`, where OWNER/NAME may be a folder with the files of one.
         endings: The endings of files that are read, of `SEPARATORS` and `BUILDERS`.
         renamed: Splits that a data set calls otherwise, by its names.
+        streaming: Whether to read a data set of the hub without a copy on the disk.
 
     Returns:
         The tables; None if the path is a file or folder without any.
@@ -58,40 +68,59 @@ def open_tables(
     Raises:
         DataError: There is no such data set, it cannot be read, or it has none of these splits.
     """
-    (place, config), renamed = _located(path), renamed or {}
-    notes: list[str] = []
+    renamed, notes = renamed or {}, list[str]()
     with library_errors(path):
-        if not place.exists():
-            splits = _of_hub(path)
-        elif any((place / name).is_file() for name in SAVED):
-            splits = _saved(place)
-        else:
-            if path.startswith(HUB) and (place / README).is_file():
-                files, unread = _configured(place, config, endings, renamed)
-            else:
-                files, unread = table_files(place / (config or ""), endings, renamed)
+        local = local_files(path, endings, renamed)
+        if local is not None:
+            files, unread = local
             if not files:
                 return None
-            if unread:
-                notes.append(f"{path}: not read: {listed(unread, 5)}")
-            splits = {split: load_files(each, notes) for split, each in files.items()}
-            return Tables({split: splits[split] for split in SPLITS if split in splits}, notes)
-    named = {split_named(name, renamed) or name: rows for name, rows in splits.items()}
-    found: dict[str, Any] = {split: named[split] for split in SPLITS if split in named}
+            splits, version = {name: load_files(each, notes) for name, each in files.items()}, ""
+        else:
+            place, _ = located(path)
+            opened, version = _saved(place) if place.exists() else _of_hub(path, streaming)
+            splits = {split_named(name, renamed) or name: rows for name, rows in opened.items()}
+            unread = [name for name in splits if name not in SPLITS]
+    found: dict[str, Any] = {split: splits[split] for split in SPLITS if split in splits}
     if not found:
         raise DataError(f"{path}: has no train split; it has {listed(splits)}")
-    if unread := [name for name in splits if (split_named(name, renamed) or name) not in SPLITS]:
-        notes.append(f"{path}: not read: {listed(unread, 5)}")
-    return Tables(found, notes)
+    if unread:
+        notes.insert(0, f"{path}: not read: {listed(unread, 5)}")
+    return Tables(found, unread, notes, version)
 
 
-def _located(path: str) -> tuple[Path, str | None]:
+def located(path: str) -> tuple[Path, str | None]:
     """Returns the place on the disk that a path may name, and a configuration within it."""
     place = user_path(path.removeprefix(HUB))
     folder, _, config = path.removeprefix(HUB).rpartition(":")
     if path.startswith(HUB) and not place.exists() and folder and user_path(folder).is_dir():
         return user_path(folder), config
     return place, None
+
+
+def local_files(
+    path: str, endings: Collection[str], renamed: Mapping[str, str] | None = None
+) -> tuple[dict[str, list[Path]], list[str]] | None:
+    """Lists the files of a data set by split, and the names of files and splits that are not read.
+
+    Args:
+        path: As for `open_tables`.
+        endings: The endings of files that are read.
+        renamed: Splits that a data set calls otherwise, by its names.
+
+    Returns:
+        The files; None if the data set is on the hub, or was written by `save_to_disk`.
+    """
+    place, config = located(path)
+    if any((place / name).is_file() for name in SAVED):
+        return None
+    if not place.exists():
+        if path.startswith(HUB):
+            return None
+        raise DataError(f"{path}: there is no such file or folder")
+    if path.startswith(HUB) and (place / README).is_file():
+        return _configured(place, config, endings, renamed or {})
+    return table_files(place / (config or ""), endings, renamed or {})
 
 
 @contextlib.contextmanager
@@ -105,24 +134,27 @@ def library_errors(place: str | Path) -> Iterator[None]:
         raise DataError(f"{place}: {one_line(error.__cause__ or error, 300)}") from None
 
 
-def _of_hub(path: str) -> Mapping[str, Any]:
+def _of_hub(path: str, streaming: bool) -> tuple[Mapping[str, Any], str]:
     import datasets
 
-    if not path.startswith(HUB):
-        raise DataError(f"{path}: there is no such file or folder")
     name, _, config = path.removeprefix(HUB).partition(":")
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
-    loaded: Mapping[str, Any] = datasets.load_dataset(name, config or None)
-    return loaded
+    builder = datasets.load_dataset_builder(name, config or None)
+    version = f"{builder.config.name}\0{builder.hash}"
+    if streaming:
+        return builder.as_streaming_dataset(), version
+    builder.download_and_prepare()
+    return builder.as_dataset(), version
 
 
-def _saved(folder: Path) -> Mapping[str, Any]:
+def _saved(folder: Path) -> tuple[Mapping[str, Any], str]:
     import datasets
 
     loaded = datasets.load_from_disk(str(folder))
     # A split that was saved alone is the train split, whatever its name.
-    return loaded if isinstance(loaded, datasets.DatasetDict) else {"train": loaded}
+    splits = loaded if isinstance(loaded, datasets.DatasetDict) else {"train": loaded}
+    return splits, "".join(rows._fingerprint for rows in splits.values())
 
 
 def _configured(
@@ -131,11 +163,10 @@ def _configured(
     """Lists the files of tables by split, as the README of a copied data set assigns them."""
     import datasets
 
-    builder = datasets.load_dataset_builder(str(place), config)
-    files = {
-        name: list(map(Path, each)) for name, each in (builder.config.data_files or {}).items()
-    }
-    if other := [f for each in files.values() for f in each if f.suffix.lower() not in endings]:
+    with library_errors(place):
+        by_split = datasets.load_dataset_builder(str(place), config).config.data_files or {}
+    files = {name: list(map(Path, each)) for name, each in by_split.items()}
+    if other := [f for each in files.values() for f in each if not _ending(f, endings)]:
         raise DataError(f"{other[0]}: is not a table; allowed: {', '.join(endings)}")
     named = {split_named(name, renamed) or name: each for name, each in files.items()}
     return (
@@ -187,13 +218,13 @@ def table_files(
     if place.is_dir():
         inside = (each for each in sorted(place.iterdir()) if each.is_dir())
         files = sorted(file for file in place.iterdir() if file.is_file())
-        if not any(file.suffix.lower() in endings for file in files):
+        if not any(_ending(file, endings) for file in files):
             files = [file for each in inside for file in _tables_in(each, endings)]
     for file in files:
         split = split_of(file, root, renamed)
         if file.name.startswith("."):
             continue
-        if file.suffix.lower() in endings:
+        if _ending(file, endings):
             found.setdefault(split, []).append(file)
         elif split is not None:
             unread.append(file.name)
@@ -203,7 +234,7 @@ def table_files(
     else:
         unread += [file.name for file in unnamed]
     for split, each in found.items():
-        kinds = {file.suffix.lower() for file in each}
+        kinds = {_ending(file, endings) for file in each}
         if len(kinds) > 1:
             raise DataError(f"{place}: {split} has files of several kinds: {listed(sorted(kinds))}")
     return {str(split): each for split, each in found.items()}, unread
@@ -213,9 +244,14 @@ def _tables_in(folder: Path, endings: Collection[str]) -> list[Path]:
     """Lists the tables in a folder whose first entries include one: a folder of a million images is
     not read through."""
     first = itertools.islice(folder.iterdir(), 8)
-    if not any(file.suffix.lower() in endings for file in first):
+    if not any(_ending(file, endings) for file in first):
         return []
-    return sorted(file for file in folder.iterdir() if file.suffix.lower() in endings)
+    return sorted(file for file in folder.iterdir() if _ending(file, endings))
+
+
+def _ending(file: Path, endings: Collection[str]) -> str:
+    """Returns which of some endings a file has; empty: none."""
+    return next((ending for ending in endings if file.name.lower().endswith(ending)), "")
 
 
 def load_files(files: Sequence[Path], notes: list[str]) -> Any:

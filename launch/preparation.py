@@ -35,8 +35,6 @@ def prepare_text(options: dict[str, Any], *, joins: bool) -> None:
 
 def prepared_table(manifest: "Manifest", folder: str, seconds: float) -> str:
     """Formats prepared data by split; `seconds` is the duration of the preparation."""
-    from polyad.data.prepared import in_words
-
     rows: list[tuple[str, ...]] = [("split", "documents", "tokens", "words", "bytes", "share")]
     total = sum(split.bytes for split in manifest.splits.values())
     for name, split in manifest.splits.items():
@@ -52,8 +50,10 @@ def prepared_table(manifest: "Manifest", folder: str, seconds: float) -> str:
             f"{count:,} {ending or 'without an ending'}" for ending, count in manifest.files.items()
         )
         facts.append(f"files read: {', '.join(files)}")
-    if left := in_words(manifest.left_out):
+    if manifest.left_out:
+        left = "; ".join(f"{reason}: {count:,}" for reason, count in manifest.left_out.items())
         facts.append(f"left out: {left}")
+    facts.append(manifest.tokenizer.in_words())
     return "\n".join(
         [
             align(rows),

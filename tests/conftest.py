@@ -14,7 +14,7 @@ import torch
 
 from polyad.data.text.dataset import PreparedData
 from polyad.data.text.prepare import prepare
-from polyad.data.text.source import split_of_documents
+from polyad.data.text.splits import split_of_documents
 from tests.helpers.forking import ForkServer
 from tests.helpers.workers import WorkerPool
 

@@ -18,7 +18,7 @@ from polyad.data.names import check_classes, check_leave_out
 from polyad.data.prepared import SPLITS
 from polyad.data.sequences.config import HIDDEN_LABEL, Schema
 from polyad.data.sequences.tables import Table, joined
-from polyad.data.text.source import split_of_documents
+from polyad.data.text.splits import split_of_documents
 
 Labels = npt.NDArray[np.generic]
 """Labels: [N] int64 for classes and choices, float64 for values."""

@@ -6,13 +6,12 @@ have the digest that it stores, they give the same documents in the same order.
 
 from collections.abc import Collection
 
-from polyad.data.errors import DataError, user_path
+from polyad.data.errors import DataError
 from polyad.data.prepared import LeftOut, SplitName
-from polyad.data.text.documents import PYTHON_STDLIB, FileSource, open_source
-from polyad.data.text.folders import PACKAGE
+from polyad.data.tables import HUB
 from polyad.data.text.manifest import Manifest
-from polyad.data.text.readers import MODULE, TEXT
-from polyad.data.text.source import Sources
+from polyad.data.text.sources import SHORT_NAMES, ReadOptions, open_source
+from polyad.data.text.splits import Sources
 
 MOST_BYTES = 256 * 2**20
 """Maximum size of the files to read again, in bytes: this takes seconds."""
@@ -37,48 +36,34 @@ def files_of_documents(
     request = manifest.request
     first: SplitName = split if split in request.listings else "train"
     elsewhere = {"validation": request.validation_source, "test": request.test_source}
-    spec = elsewhere.get(first) or request.source
-    fractions: dict[SplitName, float] = {
-        "validation": request.validation_fraction,
-        "test": request.test_fraction,
-    }
+    fractions: dict[SplitName, float] = {}
+    if first == "train":
+        fractions = {"validation": request.validation_fraction, "test": request.test_fraction}
     by_position = first == "train" and manifest.split_by == "position"
-    if not documents or by_position or request.part is not None:
+    spec = elsewhere.get(first) or request.source
+    is_on_hub = spec.startswith(HUB) or spec in SHORT_NAMES
+    if not documents or by_position or is_on_hub or request.part is not None:
         return {}
+    options = ReadOptions(
+        text_key=request.text_key,
+        documents=request.documents or "files",
+        file_format=request.file_format,
+    )
+    names: dict[int, str] = {}
+    number, last = 0, max(documents)
     try:
-        if spec != PYTHON_STDLIB and not spec.startswith(PACKAGE) and not user_path(spec).exists():
-            return {}
-        source = open_source(
-            spec,
-            text_key=request.text_key,
-            documents=request.documents or "files",
-            file_format=request.file_format,
-        )
-        if not isinstance(source, FileSource) or source.total_bytes > MOST_BYTES:
+        source = open_source(spec, options)
+        if not source.endings() or source.total_bytes > MOST_BYTES:
             return {}
         if source.listing_digest() != request.listings[first]:
             return {}
-        return _names(source, first, fractions, split, documents)
+        for of, document in Sources({first: source}, fractions, "documents").assigned(LeftOut()):
+            if of == split:
+                if number in documents:
+                    names[number] = document.name
+                number += 1
+                if number > last:
+                    break
     except (DataError, OSError):
         return {}
-
-
-def _names(
-    source: FileSource,
-    first: SplitName,
-    fractions: dict[SplitName, float],
-    split: SplitName,
-    documents: Collection[int],
-) -> dict[int, str]:
-    whole = {f"{file.name}#0": file.name for file in source.files if file.format in (TEXT, MODULE)}
-    dealt = fractions if first == "train" else {}
-    found: dict[int, str] = {}
-    number, last = 0, max(documents)
-    for of, document in Sources({first: source}, dealt, "documents").assigned(LeftOut()):
-        if of == split:
-            if number in documents:
-                found[number] = whole.get(document.name, document.name)
-            number += 1
-            if number > last:
-                break
-    return found
+    return names

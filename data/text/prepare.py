@@ -3,10 +3,10 @@
 import contextlib
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 from polyad.data.errors import DataError, user_path
 from polyad.data.files import writing
@@ -16,21 +16,10 @@ from polyad.data.prepared import (
     LeftOut,
     SplitName,
     digests_of,
-    in_words,
     staged_folder,
 )
 from polyad.data.progress import Progress, Report
 from polyad.data.text.dataset import PreparedData, check_replaceable, token_dtype
-from polyad.data.text.documents import (
-    TEXT_KEY,
-    DocumentKind,
-    FileFormat,
-    FileSource,
-    ReadOptions,
-    open_source,
-    open_splits,
-)
-from polyad.data.text.hub import DatasetSource
 from polyad.data.text.manifest import (
     FORMAT_VERSION,
     Manifest,
@@ -38,7 +27,16 @@ from polyad.data.text.manifest import (
     SplitInfo,
     TokenizerInfo,
 )
-from polyad.data.text.source import EMPTY, UNREADABLE, Part, Source, Sources, documents_needed
+from polyad.data.text.sources import (
+    EMPTY,
+    UNREADABLE,
+    Part,
+    ReadOptions,
+    Source,
+    open_source,
+    open_splits,
+)
+from polyad.data.text.splits import Sources, documents_needed
 from polyad.data.text.tokenizers.tokenizer import Tokenizer, all_cores, special_line
 from polyad.data.text.tokenizers.training import resolve_tokenizer, training_wanted
 from polyad.data.text.writer import DatasetWriter, SplitWriter, cut_between_words
@@ -51,12 +49,12 @@ _PART = re.compile(r"([1-9]\d{0,5})/([1-9]\d{0,5})")
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrepareConfig:
+class PrepareConfig(ReadOptions):
     """What to prepare, and how."""
 
     source: str
     """`python-stdlib`, a file, a folder, or a Hugging Face data set, whose own splits are used if
-    it has them; see `polyad.data.text.documents.open_source`."""
+    it has them; see `polyad.data.text.sources.open_splits`."""
     tokenizer: str
     """`train:VOCAB_SIZE`, `words`, `words:VOCAB_SIZE`, a path, or a name on the hub."""
     validation_fraction: float | None = None
@@ -69,16 +67,8 @@ class PrepareConfig:
     """Text to use as the validation split instead."""
     test_source: str | None = None
     """Text to use as the test split instead."""
-    text_key: str = TEXT_KEY
-    """Key or column of the text in `.jsonl`, `.csv` and `.parquet` files and data sets."""
     end_of_text: str | None = None
     """The token that ends each document; None for a well-known one."""
-    streaming: bool = False
-    """Whether Hugging Face data sets are read without a copy on disk; the result is the same."""
-    documents: DocumentKind = "files"
-    """What counts as a document of a text file: `files`, the whole file, or `lines`."""
-    file_format: FileFormat | None = None
-    """`text` reads files as text whatever their extension; None: by extension."""
     part: str | None = None
     """`K/N`: only the K-th of N shares of the documents, from 1; None for all documents."""
 
@@ -114,105 +104,97 @@ def prepare(
             argument has no effect for this text.
     """
     config = PrepareConfig(source=source, tokenizer=tokenizer, **options)
+    for name, text in vars(config).items():
+        if text == "" or (isinstance(text, str) and not _is_utf_8(text)):
+            option = f"--{name.replace('_', '-')}"
+            raise DataError(f"{option}: {text!r} is not allowed; text in UTF-8, and not empty")
     output = user_path(output).resolve()
     if config.part is not None:
         output = part_folder(output, config.part)
     with contextlib.closing(Progress(report)) as progress:
-        text = _open(config)
-        existing = _existing(output, text, overwrite=overwrite)
+        by_split = _opened(config)
+        loaded = _loaded_tokenizer(config)
+        request = _request(config, by_split, loaded)
+        existing = _existing(output, request, overwrite=overwrite)
         if existing is not None:
             progress.say(
                 f"{output}: already prepared from the same text and options; kept as it is"
             )
             return existing
-        sources = _sources(text, progress)
+        sources = _sources(request, by_split, progress)
+        files, left_out = Counter[str](), LeftOut()
+        for each in {id(each.left_out): each for each in by_split.values()}.values():
+            left_out.update(each.left_out)
+        for each in by_split.values():
+            files += each.endings()
         with writing(output), all_cores(), staged_folder(output) as folder:
-            encoder = text.tokenizer or _trained(text.request, sources, progress)
+            encoder = loaded or _trained(request, sources, progress)
             encoder.save(folder / encoder.file_name)
-            splits = _encoded(folder, sources, encoder, text.left_out, progress)
-            for name, each in sources.by_split.items():
-                if splits[name].documents == 0:
-                    raise DataError(f"{each.spec}: no text in it (for the {name} split)")
+            splits = _encoded(folder, sources, encoder, left_out, progress)
+            for split, each in sources.by_split.items():
+                if splits[split].documents == 0:
+                    raise DataError(f"{each.spec}: no text in it (for the {split} split)")
             manifest = Manifest(
                 format_version=FORMAT_VERSION,
-                request=text.request,
-                tokenizer=_described(encoder),
+                request=request,
+                tokenizer=TokenizerInfo(
+                    fingerprint=encoder.fingerprint,
+                    file=encoder.file_name,
+                    vocab_size=encoder.vocab_size,
+                    end_of_text=encoder.end_of_text,
+                    end_of_text_id=encoder.end_of_text_id,
+                    begin_of_text=encoder.begin_of_text,
+                    begin_of_text_id=encoder.begin_of_text_id,
+                ),
                 splits=splits,
                 dtype="uint16" if token_dtype(encoder.vocab_size)().itemsize == 2 else "int32",
-                files=dict(text.files),
-                left_out=dict(text.left_out),
+                files=dict(files),
+                left_out=dict(left_out),
                 split_by=sources.split_by,
                 sha256=digests_of(folder),
             )
             manifest.write(folder)
             # Another process may have made something in the meantime.
-            _existing(output, text, overwrite=overwrite)
-        _report(output, manifest, progress)
+            _existing(output, request, overwrite=overwrite)
+        _warn(manifest, progress)
         return manifest
 
 
-def _described(tokenizer: Tokenizer) -> TokenizerInfo:
-    return TokenizerInfo(
-        fingerprint=tokenizer.fingerprint,
-        file=tokenizer.file_name,
-        vocab_size=tokenizer.vocab_size,
-        end_of_text=tokenizer.end_of_text,
-        end_of_text_id=tokenizer.end_of_text_id,
-        begin_of_text=tokenizer.begin_of_text,
-        begin_of_text_id=tokenizer.begin_of_text_id,
-    )
+def _is_utf_8(text: str) -> bool:
+    """Returns whether a manifest can hold a text: an argument of a command may be any bytes."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
-class _Text(NamedTuple):
-    """The open text of a request.
-
-    Attributes:
-        request: The request.
-        by_split: The sources, by split.
-        fractions: The shares held out of the first source.
-        tokenizer: The given tokenizer; None if one is to be trained.
-        files: Number of files read, by extension.
-        left_out: How much of the text is not read, by reason.
-    """
-
-    request: Request
-    by_split: dict[SplitName, Source]
-    fractions: dict[SplitName, float]
-    tokenizer: Tokenizer | None
-    files: Mapping[str, int]
-    left_out: LeftOut
-
-
-def _open(config: PrepareConfig) -> _Text:
-    """Opens the text, and loads the tokenizer if one is given."""
-    _check_words(
-        source=config.source,
-        tokenizer=config.tokenizer,
-        validation_source=config.validation_source,
-        test_source=config.test_source,
-        text_key=config.text_key,
-        end_of_text=config.end_of_text,
-    )
-    asked: dict[SplitName, float | None] = {
-        "validation": config.validation_fraction,
-        "test": config.test_fraction,
+def _opened(config: PrepareConfig) -> dict[SplitName, Source]:
+    by_split = open_splits(config.source, config)
+    held_out: dict[SplitName, str | None] = {
+        "validation": config.validation_source,
+        "test": config.test_source,
     }
-    fractions = _checked_fractions(
-        {name: HELD_OUT if share is None else share for name, share in asked.items()}
-    )
-    by_split = _opened(config)
-    _check_used(config, by_split, asked)
-    fractions |= {name: 0.0 for name in by_split if name in fractions}
-    to_train = training_wanted(config.tokenizer) is not None
-    if to_train and config.part is not None:
+    for name, spec in held_out.items():
+        if spec is not None:
+            by_split[name] = open_source(spec, config, split=name)
+    return {name: by_split[name] for name in SPLITS if name in by_split}
+
+
+def _loaded_tokenizer(config: PrepareConfig) -> Tokenizer | None:
+    """Loads the tokenizer; None if it is to be trained."""
+    if training_wanted(config.tokenizer) is None:
+        return resolve_tokenizer(config.tokenizer, end_of_text=config.end_of_text)
+    if config.part is not None:
         raise DataError(
             f"--part: {config.part} needs a tokenizer that exists, not {config.tokenizer}: prepare "
             "a sample of the text first, and name its folder with --tokenizer"
         )
-    loaded = (
-        None if to_train else resolve_tokenizer(config.tokenizer, end_of_text=config.end_of_text)
-    )
-    request = Request(
+    return None
+
+
+def _request(
+    config: PrepareConfig, by_split: dict[SplitName, Source], loaded: Tokenizer | None
+) -> Request:
+    fractions = _fractions(config, by_split)
+    has_text_files = any(each.has_text_files for each in by_split.values())
+    return Request(
         source=config.source,
         validation_source=config.validation_source,
         test_source=config.test_source,
@@ -222,51 +204,59 @@ def _open(config: PrepareConfig) -> _Text:
         test_fraction=fractions["test"],
         text_key=config.text_key,
         listings={name: text.listing_digest() for name, text in by_split.items()},
-        documents=_kind_of_documents(config, by_split),
+        documents=config.documents if has_text_files else None,
         file_format=config.file_format,
         part=config.part,
     )
-    files, left_out = _counted(by_split)
-    return _Text(request, by_split, fractions, loaded, files, left_out)
 
 
-def _opened(config: PrepareConfig) -> dict[SplitName, Source]:
-    options: ReadOptions = {
-        "text_key": config.text_key,
-        "streaming": config.streaming,
-        "documents": config.documents,
-        "file_format": config.file_format,
+def _fractions(config: PrepareConfig, by_split: dict[SplitName, Source]) -> dict[SplitName, float]:
+    """Returns the shares to hold out; 0 of a split that has a source of its own."""
+    shares: dict[SplitName, float | None] = {
+        "validation": config.validation_fraction,
+        "test": config.test_fraction,
     }
-    by_split = open_splits(config.source, **options)
-    held_out: dict[SplitName, str | None] = {
-        "validation": config.validation_source,
-        "test": config.test_source,
+    fractions: dict[SplitName, float] = {}
+    for name, share in shares.items():
+        if not 0 <= (share or 0) < 1:
+            raise DataError(
+                f"--{name}-fraction: {share} is not allowed; it must be at least 0 and below 1"
+            )
+        if share and name in by_split:
+            raise DataError(
+                f"--{name}-fraction: {share} is not held out, because {by_split[name].spec} is "
+                "that split; remove the option"
+            )
+        fractions[name] = 0.0 if name in by_split else HELD_OUT if share is None else share
+    if sum(fractions.values()) >= 1:
+        both = " + ".join(str(fraction) for fraction in fractions.values())
+        raise DataError(
+            f"--validation-fraction and --test-fraction: {both} leaves nothing to train on"
+        )
+    return fractions
+
+
+def _sources(request: Request, by_split: dict[SplitName, Source], progress: Progress) -> Sources:
+    """Decides how to hold text out; this may read some documents to see if there are enough."""
+    fractions: dict[SplitName, float] = {
+        "validation": request.validation_fraction,
+        "test": request.test_fraction,
     }
-    for name, spec in held_out.items():
-        if spec is not None:
-            by_split[name] = open_source(spec, split=name, **options)
-    return {name: by_split[name] for name in SPLITS if name in by_split}
-
-
-def _sources(text: _Text, progress: Progress) -> Sources:
-    """Decides how to hold text out; this may read some lines to see if there are enough
-    documents."""
-    train, by_split = text.by_split["train"], text.by_split
-    needed = documents_needed(text.fractions)
-    part = text.request.part
-    if not (isinstance(train, FileSource) and train.is_text_of_fewer_documents(needed)):
-        if part is not None:
-            number, parts = _part(part)
-            share = Part(number - 1, parts)
-            by_split = {name: source.share(share) for name, source in by_split.items()}
-        return Sources(by_split, text.fractions, "documents")
-    if part is not None:
-        raise DataError(f"--part: {part}: {text.request.source} has too few documents for parts")
-    progress.say(
-        f"{text.request.source}: too few documents to divide among splits, so the text is "
-        "split by position: its last parts are held out"
-    )
-    return Sources(by_split, text.fractions, "position")
+    is_short = by_split["train"].is_text_of_fewer_documents(documents_needed(fractions))
+    if request.part is not None:
+        if is_short:
+            raise DataError(
+                f"--part: {request.part}: {request.source} has too few documents for parts"
+            )
+        number, parts = _part(request.part)
+        share = Part(number - 1, parts)
+        by_split = {name: source.share(share) for name, source in by_split.items()}
+    if is_short:
+        progress.say(
+            f"{request.source}: too few documents to divide among splits, so the text is "
+            "split by position: its last parts are held out"
+        )
+    return Sources(by_split, fractions, "position" if is_short else "documents")
 
 
 def _trained(request: Request, sources: Sources, progress: Progress) -> Tokenizer:
@@ -308,7 +298,7 @@ def _encoded(
     return splits
 
 
-def _existing(output: Path, text: _Text, *, overwrite: bool) -> Manifest | None:
+def _existing(output: Path, request: Request, *, overwrite: bool) -> Manifest | None:
     """Reads the manifest of the output if it was prepared from the same request.
 
     Returns:
@@ -321,24 +311,20 @@ def _existing(output: Path, text: _Text, *, overwrite: bool) -> Manifest | None:
         # Damaged data is replaced with --overwrite, otherwise refused.
         with contextlib.suppress(DataError):
             manifest = PreparedData.open(output).manifest
-            if manifest.request == text.request:
+            if manifest.request == request:
                 return manifest
     check_replaceable(output, overwrite=overwrite)
     return None
 
 
-def _report(output: Path, manifest: Manifest, progress: Progress) -> None:
-    """Reports what the folder contains, and what was left out."""
+def _warn(manifest: Manifest, progress: Progress) -> None:
+    """Warns of splits that are too small to use, or far larger than their share."""
     request = manifest.request
     total = max(1, sum(split.bytes for split in manifest.splits.values()))
     fractions = {"validation": request.validation_fraction, "test": request.test_fraction}
     for name in SPLITS:
         split = manifest.splits[name]
         share, wanted = split.bytes / total, fractions.get(name, 1)
-        progress.say(
-            f"{name}: {split.documents:,} documents, {split.tokens:,} tokens, {share:.1%} of the "
-            "bytes"
-        )
         if (wanted or split.tokens) and split.tokens <= WINDOW:
             progress.say(
                 f"warning: the {name} split is too small to use: {split.tokens:,} tokens "
@@ -349,12 +335,6 @@ def _report(output: Path, manifest: Manifest, progress: Progress) -> None:
                 f"warning: the {name} split has {share:.1%} of the bytes where {wanted:.1%} are "
                 "to be held out: a document is too large for that"
             )
-    if left := in_words(manifest.left_out):
-        progress.say(f"left out: {left}")
-    progress.say(
-        f"prepared {output} (vocabulary of {manifest.tokenizer.vocab_size:,}; "
-        f"{manifest.tokenizer.in_words()})"
-    )
 
 
 def _part(text: str) -> tuple[int, int]:
@@ -420,7 +400,7 @@ def join(output: str | Path, *, overwrite: bool = False, report: Report | None =
                 }
             )
             manifest.write(folder)
-        _report(output, manifest, progress)
+        _warn(manifest, progress)
         progress.say(f"joined {len(parts)} parts, which may be deleted: {folders[0]} and others")
         return manifest
 
@@ -429,22 +409,21 @@ def _parts_of(output: Path) -> list[Path]:
     """Lists the folders of all parts of a folder, in order."""
     name = re.compile(re.escape(output.name) + r"\.part-(\d+)-of-(\d+)")
     siblings = output.parent.iterdir() if output.parent.is_dir() else ()
-    numbers = [(int(m[2]), int(m[1])) for each in siblings if (m := name.fullmatch(each.name))]
-    if not numbers:
+    numbers = {(int(m[2]), int(m[1])) for each in siblings if (m := name.fullmatch(each.name))}
+    counts = sorted({parts for parts, _ in numbers})
+    if not counts:
         raise DataError(
             f"--join: {output}: there are no parts beside it; make each of N with --part K/N"
         )
-    counts = sorted({parts for parts, _ in numbers})
     if len(counts) > 1:
         raise DataError(
             f"--join: {output}: parts of {counts[0]} and of {counts[1]} are beside it; delete "
             "those that you do not want"
         )
-    here = {number for _, number in numbers}
-    for number in range(1, counts[0] + 1):
-        if number not in here:
-            raise DataError(f"--join: {output}: part {number}/{counts[0]} is missing")
-    return [part_folder(output, f"{number}/{counts[0]}") for number in range(1, counts[0] + 1)]
+    wanted = range(1, counts[0] + 1)
+    if missing := [number for number in wanted if (counts[0], number) not in numbers]:
+        raise DataError(f"--join: {output}: part {missing[0]}/{counts[0]} is missing")
+    return [part_folder(output, f"{number}/{counts[0]}") for number in wanted]
 
 
 def _whole_part(folder: Path, first: Path) -> PreparedData:
@@ -459,84 +438,3 @@ def _whole_part(folder: Path, first: Path) -> PreparedData:
             )
     part.verify()
     return part
-
-
-def _counted(by_split: dict[SplitName, Source]) -> tuple[Mapping[str, int], LeftOut]:
-    """Counts files that are read and what is left out."""
-    files, left_out = Counter[str](), LeftOut()
-    seen: list[LeftOut] = []
-    for text in by_split.values():
-        if isinstance(text, FileSource):
-            files += text.taken()
-        if isinstance(text, FileSource | DatasetSource) and text.left_out not in seen:
-            seen.append(text.left_out)
-            left_out.update(text.left_out)
-    return files, left_out
-
-
-def _check_used(
-    config: PrepareConfig,
-    by_split: dict[SplitName, Source],
-    shares: dict[SplitName, float | None],
-) -> None:
-    """Refuses options that have no effect for this text."""
-    for name, share in shares.items():
-        if share and name in by_split:
-            given = by_split[name].spec
-            own = f"{given} has that split" if given == config.source else f"{given} is it"
-            raise DataError(
-                f"--{name}-fraction: {share} is not held out, because {own}; remove the option"
-            )
-    files = [text for text in by_split.values() if isinstance(text, FileSource)]
-    if len(files) == len(by_split):
-        if config.streaming:
-            raise DataError(
-                f"--streaming: applies only to Hugging Face data sets, and {config.source} is "
-                "not one"
-            )
-        if config.text_key != TEXT_KEY and not any(each.has_keys for each in files):
-            raise DataError(
-                f"--text-key: {config.text_key!r} applies only to .jsonl, .csv and .parquet files "
-                f"and data sets, and {config.source} has none"
-            )
-
-
-def _kind_of_documents(
-    config: PrepareConfig, by_split: dict[SplitName, Source]
-) -> Literal["files", "lines"] | None:
-    """Returns what a document of a text file is; None if there are none and none is set."""
-    if any(isinstance(each, FileSource) and each.has_text_files for each in by_split.values()):
-        return config.documents
-    if config.documents != "files":
-        raise DataError(
-            f"--documents: {config.documents} applies only to text files, and {config.source} has "
-            "none"
-        )
-    if config.file_format is not None:
-        raise DataError(
-            f"--format: {config.file_format} applies only to files, and {config.source} is not one"
-        )
-    return None
-
-
-def _check_words(**words: str | None) -> None:
-    """Refuses empty strings, as from an unset shell variable, and what a manifest cannot hold."""
-    for name, text in words.items():
-        if text == "" and name != "text_key":
-            raise DataError(f"--{name.replace('_', '-')}: is empty")
-        if text is not None and any("\ud800" <= character <= "\udfff" for character in text):
-            raise DataError(f"--{name.replace('_', '-')}: {text!r} is not text in UTF-8")
-
-
-def _checked_fractions(fractions: dict[SplitName, float]) -> dict[SplitName, float]:
-    for name, fraction in fractions.items():
-        if not 0 <= fraction < 1:
-            raise DataError(
-                f"--{name}-fraction: {fraction} is not allowed; it must be at least 0 and below 1"
-            )
-    if sum(fractions.values()) >= 1:
-        both = " + ".join(str(fraction) for fraction in fractions.values())
-        raise DataError(
-            f"--validation-fraction and --test-fraction: {both} leaves nothing to train on"
-        )
-    return fractions

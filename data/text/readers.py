@@ -7,12 +7,12 @@ they are read.
 
 import io
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from polyad.data.errors import DataError, listed, nearest, one_line
+from polyad.data.errors import DataError, listed, nearest
 from polyad.data.json_reader import parse_json
+from polyad.data.tables import library_errors
 
 READ_BYTES = 2**20
 """Bytes of a file read at a time."""
@@ -114,46 +114,50 @@ def _text_of_line(line: bytes, text_key: str) -> str:
 
 
 def read_table(path: Path, text_key: str) -> Iterator[str]:
-    """Reads a column of strings from a Parquet or CSV file.
-
-    Raises:
-        DataError: The file cannot be read, has no such column, or a value is not a string.
-    """
-    row = 0
-    try:
-        rows = _rows(path, text_key)
-        columns = rows.column_names or list(next(iter(rows), {}))
-        if text_key not in columns:
-            raise DataError(
-                f"{path}: no column {text_key!r}; columns present: "
-                f"{listed(columns)}{nearest(text_key, columns)}; choose one with --text-key"
-            )
-        for batch in rows.select_columns([text_key]).iter(TABLE_ROWS):
-            for text in batch[text_key]:
-                row += 1
-                if not isinstance(text, str):
-                    raise DataError(
-                        f"{path}, row {row}: {text_key!r} is {text!r:.60}, not a string"
-                    )
-                yield text
-    except DataError:
-        raise
-    except Exception as error:  # bare ones of pyarrow and pandas
-        reason = one_line(error, 200)
-        raise DataError(f"{path}: cannot be read (after row {row}): {reason}") from None
-
-
-def _rows(path: Path, text_key: str) -> Any:
+    """Reads a column of strings from a Parquet or CSV file; see `read_rows`."""
     import datasets
 
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what it logs, it raises too
     options: dict[str, Any] = {"data_files": str(path), "split": "train", "streaming": True}
-    if path.suffix.lower() == ".parquet":
-        return datasets.load_dataset("parquet", **options)
-    # All columns are strings: "NA" or "1" in a text is that.
-    return datasets.load_dataset(
-        "csv", **options, keep_default_na=False, converters={text_key: str}
-    )
+    with library_errors(path):
+        if path.suffix.lower() == ".parquet":
+            rows = datasets.load_dataset("parquet", **options)
+        else:  # all columns are strings: "NA" or "1" in a text is that
+            rows = datasets.load_dataset(
+                "csv", **options, keep_default_na=False, converters={text_key: str}
+            )
+        columns = rows.column_names or list(next(iter(rows), {}))
+        if text_key in columns:
+            rows = rows.select_columns([text_key])
+    yield from read_rows(rows, path, text_key)
+
+
+def read_rows(rows: Any, place: str | Path, text_key: str) -> Iterator[str]:
+    """Reads a column of strings.
+
+    Args:
+        rows: `datasets.Dataset` or `datasets.IterableDataset`.
+        place: Names them in errors.
+        text_key: The column.
+
+    Raises:
+        DataError: The rows cannot be read, have no such column, or a value is not a string.
+    """
+    row = 0
+    with library_errors(place):
+        for batch in rows.iter(batch_size=TABLE_ROWS):
+            if text_key not in batch:
+                raise DataError(
+                    f"{place}: no column {text_key!r}; columns present: {listed(batch)}"
+                    f"{nearest(text_key, batch)}; choose one with --text-key"
+                )
+            for text in batch[text_key]:
+                row += 1
+                if not isinstance(text, str):
+                    raise DataError(
+                        f"{place}, row {row}: {text_key!r} is {text!r:.60}, not a string"
+                    )
+                yield text
 
 
 def read_module(path: Path, text_key: str) -> Iterator[str]:
@@ -165,26 +169,23 @@ def read_module(path: Path, text_key: str) -> Iterator[str]:
     yield path.read_bytes().decode("utf-8")
 
 
-@dataclass(frozen=True)
-class Format:
+class Format(NamedTuple):
     """A kind of text file.
 
     Attributes:
+        name: What it is.
         read: Yields the documents of a file.
-        is_text: Whether it is plain text, for which the user chooses what a document is.
-        has_keys: Whether it has keys or columns, of which the user chooses one.
     """
 
+    name: str
     read: Callable[[Path, str], Iterator[str]]
-    is_text: bool = False
-    has_keys: bool = False
 
 
-TEXT = Format(read_text, is_text=True)
-LINES = Format(read_lines, is_text=True)
-JSONL = Format(read_jsonl, has_keys=True)
-TABLE = Format(read_table, has_keys=True)
-MODULE = Format(read_module)
+TEXT = Format("text", read_text)
+LINES = Format("lines", read_lines)
+JSONL = Format("JSON lines", read_jsonl)
+TABLE = Format("table", read_table)
+MODULE = Format("module", read_module)
 FORMATS = {
     ".txt": TEXT, ".jsonl": JSONL, ".jsonl.gz": JSONL, ".jsonl.zst": JSONL, ".csv": TABLE,
     ".parquet": TABLE,

@@ -27,8 +27,8 @@ class Prepare:
     Args:
         join: join DIR.part-1-of-N to DIR.part-N-of-N of text into DIR.
         source: text to prepare: python-stdlib, python:PACKAGE, openwebtext, wikitext-103,
-            hub:OWNER/NAME[:CONFIG], hub:FOLDER[:CONFIG] (a local copy), arrow:FOLDER (saved with
-            save_to_disk), or a .txt, .jsonl, .csv or .parquet file, or a folder of them.
+            hub:OWNER/NAME[:CONFIG], hub:FOLDER[:CONFIG] (a local copy), a folder that save_to_disk
+            made, or a .txt, .jsonl, .csv or .parquet file, or a folder of them.
         tokenizer: train:VOCAB_SIZE, words or words:VOCAB_SIZE (built from the train split), a
             tokenizer.json, a SentencePiece .model, BERT's vocab.txt, a folder with one of these or
             with GPT-2's files, or a name on the Hugging Face hub, such as gpt2.

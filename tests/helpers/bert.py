@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from polyad.data.text.documents import open_source
+from polyad.data.text.sources import open_source
 from polyad.data.text.tokenizers.vocabularies import SPECIAL
 from polyad.model.bert import Bert, BertConfig
 from polyad.model.build import build_model, materialize

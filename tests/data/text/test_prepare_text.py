@@ -96,24 +96,14 @@ def test_other_sources_are_split_and_named_as_before(tmp_path, prepared_path):
     manifest = silent(str(path), str(prepared_path), tmp_path / "out")
     assert [manifest.splits[name].documents for name in SPLITS] == [1, 0, 0]
     assert (manifest.split_by, manifest.request.documents) == ("documents", None)
-    for given, named in (
-        ({"documents": "lines"}, "--documents: lines applies only to text files"),
-        (
-            {"file_format": "text"},
-            "--format: text applies only to files, and python-stdlib is not one",
-        ),
-    ):
-        source = str(path) if "documents" in given else "python-stdlib"
-        with pytest.raises(DataError, match=named):
-            silent(source, str(prepared_path), tmp_path / "other", **given)
 
 
 def test_the_split_of_few_lines_reads_no_more_lines_than_it_needs(tmp_path, monkeypatch):
-    from polyad.data.text.documents import open_source
+    from polyad.data.text.sources import ReadOptions, open_source
 
     path = tmp_path / "a.txt"
     path.write_text("one\n" * 100)
-    source = open_source(str(path), documents="lines")
+    source = open_source(str(path), ReadOptions(documents="lines"))
     read = []
     documents = type(source).documents
 

@@ -8,7 +8,6 @@ from tokenizers import Tokenizer, processors
 
 from polyad.data.errors import DataError
 from polyad.data.text.dataset import PreparedData
-from polyad.data.text.prepare import prepare
 from polyad.data.text.tokenizers.files import load_tokenizer
 from tests.helpers.decoders import BEGIN, END, write_tokenizer
 from tests.helpers.prepared import jsonl, silent
@@ -86,9 +85,9 @@ def test_each_document_begins_with_it(tmp_path, documents):
     folder = folder_of(tmp_path / "hub", "none", {"add_bos_token": True})
     texts = [f"def number_{n}(x):\n    return {n} * x\n" for n in range(documents)]
     source = tmp_path / "texts.jsonl"
-    said = []
-    manifest = prepare(jsonl(source, texts), str(folder), tmp_path / "data", report=said.append)
-    assert said[-1].endswith(f"; each document begins with {BEGIN} (0) and ends with {END} (2))")
+    manifest = silent(jsonl(source, texts), str(folder), tmp_path / "data")
+    said = f"each document begins with {BEGIN} (0) and ends with {END} (2)"
+    assert manifest.tokenizer.in_words() == said
     assert (manifest.tokenizer.begin_of_text, manifest.tokenizer.begin_of_text_id) == (BEGIN, 0)
     data, tokenizer = PreparedData.open(tmp_path / "data"), load_tokenizer(folder)
     stream = data.split("train")

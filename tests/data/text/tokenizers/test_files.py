@@ -13,8 +13,8 @@ import pytest
 
 from polyad.data.errors import DataError
 from polyad.data.text.dataset import PreparedData
-from polyad.data.text.documents import open_source
 from polyad.data.text.prepare import prepare
+from polyad.data.text.sources import open_source
 from polyad.data.text.tokenizers.files import SentencePieceTokenizer, is_hub_name, load_tokenizer
 from polyad.data.text.tokenizers.tokenizer import END_OF_TEXT
 from polyad.data.text.tokenizers.training import train_tokenizer

@@ -12,8 +12,8 @@ from tokenizers import models, pre_tokenizers
 from polyad.data.errors import DataError
 from polyad.data.prepared import SPLITS
 from polyad.data.text.dataset import PreparedData
-from polyad.data.text.documents import open_source
-from polyad.data.text.source import ByteShares
+from polyad.data.text.sources import open_source
+from polyad.data.text.splits import ByteShares
 from polyad.data.text.tokenizers.files import load_tokenizer
 from polyad.data.text.tokenizers.tokenizer import END_OF_TEXT
 from polyad.data.text.tokenizers.training import resolve_tokenizer

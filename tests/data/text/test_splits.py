@@ -3,9 +3,9 @@ from itertools import islice
 
 import pytest
 
-from polyad.data.text.source import (
+from polyad.data.text.sources import Document
+from polyad.data.text.splits import (
     ByteShares,
-    Document,
     documents_needed,
     split_by_position,
     split_of_documents,

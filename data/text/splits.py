@@ -1,86 +1,16 @@
-"""Sources of text: documents in a fixed order, and the split to which each is assigned.
+"""Splits of documents: assigned one by one, or by position if there are few.
 
-Documents are assigned to splits one by one, or by position if there are few.
+Shares held out are of bytes, or of documents if these are too few.
 """
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 from polyad.data.prepared import LeftOut, SplitName
-
-
-class Document(NamedTuple):
-    """One document of a source.
-
-    Attributes:
-        name: Its origin: the file, relative to the source, and its number there.
-        text: The text, not empty.
-    """
-
-    name: str
-    text: str
-
-    @property
-    def size(self) -> int:
-        """Bytes of the text in UTF-8."""
-        return len(self.text.encode())
-
-
-class Part(NamedTuple):
-    """One of several shares of a source, from 0."""
-
-    number: int
-    parts: int
-
-    def of(self, documents: Iterator[Document]) -> Iterator[Document]:
-        """Takes every document whose number modulo `parts` is `number`."""
-        return islice(documents, self.number, None, self.parts)
-
-
-WHOLE = Part(0, 1)
-
-
-EMPTY, UNREADABLE = "documents without text", "unreadable files"
-"""Reasons for which a pass over a source leaves something out."""
-
-
-class Source(Protocol):
-    """Documents that can be read any number of times, always the same way."""
-
-    @property
-    def spec(self) -> str:
-        """The source as the user wrote it."""
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes of the source, about those of its documents; 0 if unknown."""
-
-    def listing_digest(self) -> str:
-        """Returns a SHA-256 that shows whether the source has changed, without reading it."""
-
-    def share(self, part: Part) -> "Source":
-        """Returns a part of the source: of its files if there are as many, else of its documents.
-
-        Args:
-            part: Which part. Every document of the source is in exactly one.
-        """
-
-    def documents(self, left_out: LeftOut | None = None) -> Iterator[Document]:
-        """Reads the source from its beginning; memory holds one document at a time.
-
-        Args:
-            left_out: Counts what is left out.
-
-        Yields:
-            The documents that are not empty, in order.
-
-        Raises:
-            DataError: It cannot be read, or has invalid content for its kind.
-        """
-
+from polyad.data.text.sources import Document, Source
 
 MOST_SLACK = 4096
 """Characters after a border in which a line end, or white space, is searched for."""
@@ -101,19 +31,19 @@ class Sources(NamedTuple):
     fractions: dict[SplitName, float]
     split_by: Literal["documents", "position"]
 
-    def shares(self, name: SplitName) -> "Shares":
-        """Returns the rule by which the documents of a source get their splits.
+    def shares(self, name: SplitName) -> Callable[[int], SplitName]:
+        """Returns the rule by which the documents of a source get their splits, by their bytes.
 
-        Shares are of its bytes, or of its documents if these are too few. Only as many documents
-        are read as it takes to know.
+        Only as many documents are read as it takes to know whether there are too few.
         """
         fractions = self.fractions if name == "train" and self.split_by == "documents" else {}
         needed = documents_needed(fractions)
         if needed > 1:
             documents = self.by_split[name].documents()
             if sum(1 for _ in islice(documents, needed)) < needed:
-                return CountShares(name, fractions)
-        return ByteShares(name, fractions)
+                of_documents = split_of_documents(name, fractions)
+                return lambda size: next(of_documents)
+        return ByteShares(name, fractions).split_of
 
     def assigned(self, left_out: LeftOut) -> Iterator[tuple[SplitName, Document]]:
         """Reads all sources, each document with its split."""
@@ -122,8 +52,8 @@ class Sources(NamedTuple):
             if name == "train" and self.split_by == "position":
                 yield from split_by_position(list(documents), self.fractions)
             else:
-                shares = self.shares(name)
-                yield from ((shares.split_of(each.size), each) for each in documents)
+                split_of = self.shares(name)
+                yield from ((split_of(each.size), each) for each in documents)
 
     @property
     def total_bytes(self) -> int:
@@ -158,28 +88,6 @@ def split_of_documents(first: SplitName, fractions: dict[SplitName, float]) -> I
                 break
         else:
             yield first
-
-
-class Shares(Protocol):
-    """Assigns documents to splits, one after the other."""
-
-    def split_of(self, size: int) -> SplitName:
-        """Returns the split of the next document.
-
-        Args:
-            size: Its size, in bytes of UTF-8.
-        """
-
-
-class CountShares:
-    """Shares of the number of documents; see `split_of_documents`."""
-
-    def __init__(self, first: SplitName, fractions: dict[SplitName, float]) -> None:
-        self._splits = split_of_documents(first, fractions)
-
-    def split_of(self, size: int) -> SplitName:
-        """Returns the split of the next document, whatever its size."""
-        return next(self._splits)
 
 
 class ByteShares:

@@ -1,0 +1,439 @@
+"""Sources of text: a name or a path becomes a stream of documents."""
+
+import hashlib
+import importlib.util
+import os
+import re
+import sysconfig
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import islice
+from pathlib import Path, PurePath
+from typing import Any, Literal, NamedTuple
+
+from polyad.data.errors import DataError, listed, nearest, one_line, user_path
+from polyad.data.prepared import SPLITS, LeftOut, SplitName, is_hidden
+from polyad.data.tables import HUB, SAVED, local_files, located, open_tables
+from polyad.data.text.readers import FORMATS, LINES, MODULE, TEXT, Format, read_rows
+
+PYTHON_STDLIB, PACKAGE = "python-stdlib", "python:"
+"""A source that exists on every machine, and what the name of a package's modules begins with."""
+SHORT_NAMES = {
+    "openwebtext": "hub:Skylion007/openwebtext",
+    "wikitext-103": "hub:Salesforce/wikitext:wikitext-103-raw-v1",
+    "wikitext-103-v1": "hub:Salesforce/wikitext:wikitext-103-v1",
+}
+"""Short names of data sets. `wikitext-103-v1` has rare words as <unk>."""
+# Test suites repeat the library's own lines and hold deliberately broken files; the package
+# folders hold installed packages, which differ between machines.
+LEFT_OUT = frozenset(
+    {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+)
+_PACKED = frozenset({".gz", ".zst", ".zstd", ".bz2", ".xz", ".lz4"})
+"""Extensions of compressed files."""
+EMPTY, UNREADABLE = "documents without text", "unreadable files"
+"""Reasons for which a pass over a source leaves something out."""
+
+# WikiText is stored line by line. A level-1 heading between blank lines opens an article:
+# " = Title = "; " = = Section = = " is of level 2.
+WIKITEXT = "wikitext-"
+_HEADING = re.compile(r" = (?!= ).*(?<! =) = \n?")
+_BLANK_LINE = " \n"
+"""A blank line in WikiText's own files; the hub has an empty string instead."""
+
+
+class Document(NamedTuple):
+    """One document of a source.
+
+    Attributes:
+        name: Its file, relative to the source, and `#N` for document N of a file with several.
+        text: The text, not empty.
+    """
+
+    name: str
+    text: str
+
+    @property
+    def size(self) -> int:
+        """Bytes of the text in UTF-8."""
+        return len(self.text.encode())
+
+
+class Part(NamedTuple):
+    """One of several shares of a source, from 0."""
+
+    number: int
+    parts: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadOptions:
+    """How text is read."""
+
+    text_key: str = "text"
+    """Key or column of the text in `.jsonl`, `.csv` and `.parquet` files and data sets."""
+    streaming: bool = False
+    """Whether Hugging Face data sets are read without a copy on disk; the result is the same."""
+    documents: Literal["files", "lines"] = "files"
+    """What counts as a document of a text file: `files`, the whole file, or `lines`."""
+    file_format: Literal["text"] | None = None
+    """`text` reads files as text whatever their extension; None: by extension."""
+
+
+class SourceFile(NamedTuple):
+    """A file of a source, or the rows of a data set.
+
+    Attributes:
+        name: Its name relative to the source.
+        place: Its name for errors.
+        size: Its size in bytes; 0 if it is unknown.
+        version: Changes with its content.
+        read: Yields the text of each of its documents.
+        format: What it is; None for rows.
+        shard: Returns a part of its rows; None if it has to be read whole.
+    """
+
+    name: str
+    place: str
+    size: int
+    version: str
+    read: Callable[[], Iterator[str]]
+    format: Format | None = None
+    shard: "Callable[[Part], SourceFile] | None" = None
+
+
+@dataclass(frozen=True)
+class Source:
+    """Documents that can be read any number of times, always the same way.
+
+    Attributes:
+        spec: The source as the user wrote it.
+        files: Where the documents are, in reading order.
+        joins_articles: Whether documents are lines of WikiText, which are joined to articles.
+        skip_unreadable: Whether to skip a file that is not text, rather than raise an error.
+        part: Which of its documents are read; None: all.
+        left_out: Counts of what else the source has.
+    """
+
+    spec: str
+    files: tuple[SourceFile, ...]
+    joins_articles: bool = False
+    skip_unreadable: bool = False
+    part: Part | None = None
+    left_out: LeftOut = field(default_factory=LeftOut, compare=False)
+
+    def endings(self) -> Counter[str]:
+        """Counts the files that are read, by extension."""
+        return Counter(ending_of(file.name) for file in self.files if file.format)
+
+    @property
+    def has_text_files(self) -> bool:
+        """Whether some file is plain text, whose documents the user defines."""
+        return any(file.format in (TEXT, LINES) for file in self.files)
+
+    def is_text_of_fewer_documents(self, count: int) -> bool:
+        """Returns whether all files are text, with fewer documents than `count`."""
+        if not all(file.format in (TEXT, LINES) for file in self.files):
+            return False
+        return sum(1 for _ in islice(self.documents(), count)) < count
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of the source, about those of its documents; 0 if unknown."""
+        return sum(file.size for file in self.files)
+
+    def listing_digest(self) -> str:
+        """Returns a SHA-256 that shows whether the source has changed, without reading it."""
+        digest = hashlib.sha256()
+        for file in self.files:
+            digest.update(os.fsencode(f"{file.name}\0{file.version}\0"))
+        return digest.hexdigest()
+
+    def share(self, part: Part) -> "Source":
+        """Returns a part of the source: of its files if there are as many, of its rows if they can
+        be read in parts, else of its documents.
+
+        Args:
+            part: Which part. Every document of the source is in exactly one.
+        """
+        if self.joins_articles:
+            return replace(self, part=part)
+        if len(self.files) >= part.parts:
+            return replace(self, files=self.files[part.number :: part.parts])
+        shards = [file.shard(part) for file in self.files if file.shard]
+        if len(shards) == len(self.files):
+            return replace(self, files=tuple(shards))
+        return replace(self, part=part)
+
+    def documents(self, left_out: LeftOut | None = None) -> Iterator[Document]:
+        """Reads the source from its beginning; memory holds one document at a time.
+
+        Args:
+            left_out: Counts empty documents and unreadable files.
+
+        Yields:
+            The documents that are not empty, in order.
+
+        Raises:
+            DataError: A file cannot be read, or has invalid content for its kind.
+        """
+        number, parts = self.part or (0, 1)
+        # Each part reads the whole source: the first one counts.
+        counts = LeftOut() if left_out is None or number else left_out
+        return islice(self._documents(counts), number, None, parts)
+
+    def _documents(self, left_out: LeftOut) -> Iterator[Document]:
+        documents = self._texts(left_out)
+        if self.joins_articles:
+            texts = join_articles(document.text for document in documents)
+            documents = (Document(f"{self.spec}#{n}", text) for n, text in enumerate(texts))
+        for document in documents:
+            if document.text:
+                yield document
+            else:
+                left_out.add(EMPTY)
+
+    def _texts(self, left_out: LeftOut) -> Iterator[Document]:
+        for file in self.files:
+            try:
+                for number, text in enumerate(file.read()):
+                    is_whole = file.format in (TEXT, MODULE)
+                    yield Document(file.name if is_whole else f"{file.name}#{number}", text)
+            except (OSError, UnicodeDecodeError) as error:
+                if not self.skip_unreadable:
+                    reason = getattr(error, "strerror", None) or one_line(error)
+                    raise DataError(f"{file.place}: cannot be read: {reason}") from None
+                left_out.add(UNREADABLE)
+
+
+def join_articles(lines: Iterator[str]) -> Iterator[str]:
+    """Joins lines of WikiText, as stored on the hub, into the original articles.
+
+    Args:
+        lines: Lines in order, with or without the line feed; a blank line is an empty string.
+
+    Yields:
+        Each article from its heading to the line before the next; all of them together are the
+        text of WikiText's own file.
+    """
+    article: list[str] = []
+    begun, after_blank = False, True
+    for line in lines:
+        if after_blank and _HEADING.fullmatch(line):
+            if begun:
+                yield "".join(article)
+                article.clear()
+            begun = True
+        after_blank = not line.strip()
+        article.append(_BLANK_LINE if after_blank else line if line.endswith("\n") else line + "\n")
+    if article:
+        yield "".join(article)
+
+
+def open_splits(spec: str, options: ReadOptions) -> dict[SplitName, Source]:
+    """Opens a source with all of its splits, without reading its text.
+
+    Args:
+        spec: `python-stdlib`, or `python:` and a package; a `.txt`, `.jsonl`, `.jsonl.gz`,
+            `.jsonl.zst`, `.csv` or `.parquet` file; a folder, searched for such files (hidden ones
+            left out) and read in the order of their paths; or a Hugging Face data set: one of
+            `SHORT_NAMES`, a folder that `save_to_disk` made, or what `open_tables` reads.
+        options: How it is read.
+
+    Returns:
+        A source for each split: for a Hugging Face data set those of train, validation and test
+        that it has; for anything else only train.
+
+    Raises:
+        DataError: There is no such source, it has no train split, or it has no text.
+    """
+    path = SHORT_NAMES.get(spec, spec)
+    try:
+        if spec == PYTHON_STDLIB or spec.startswith(PACKAGE):
+            return {"train": _modules(spec)}
+        is_saved = any((user_path(path) / name).is_file() for name in SAVED)
+        if not path.startswith(HUB) and not is_saved:
+            return {"train": _files(spec, options)}
+        splits = _copied(spec, path, options) or _rows(spec, path, options)
+    except OSError as error:
+        raise DataError(f"{error.filename or spec}: cannot be read: {error.strerror}") from None
+    if "train" not in splits:
+        raise DataError(f"{spec}: no train split; it has {listed(splits)}")
+    return splits
+
+
+def open_source(
+    spec: str, options: ReadOptions | None = None, *, split: SplitName = "train"
+) -> Source:
+    """Opens one split of a source; train if it does not have this one.
+
+    Args:
+        spec: As for `open_splits`.
+        options: How it is read.
+        split: The split of a data set that has several.
+
+    Raises:
+        DataError: As for `open_splits`.
+    """
+    splits = open_splits(spec, options or ReadOptions())
+    return splits.get(split) or splits["train"]
+
+
+def _copied(spec: str, path: str, options: ReadOptions) -> dict[SplitName, Source]:
+    """Opens the files of a copied data set; empty if it is none."""
+    local = local_files(path, tuple(FORMATS))
+    if local is None:
+        return {}
+    root, config = located(path)
+    left_out = _other_splits(local[1])
+    found: dict[SplitName, Source] = {}
+    for split in SPLITS:
+        if files := tuple(_source_file(file, root, options) for file in local[0].get(split, ())):
+            joins = (config or "").startswith(WIKITEXT)
+            found[split] = Source(spec, files, joins, left_out=left_out)
+    if not found:
+        raise DataError(f"{spec}: holds no text of a split; it has {listed(local[1])}")
+    return found
+
+
+def _other_splits(names: list[str]) -> LeftOut:
+    left_out = LeftOut()
+    for _ in names:
+        left_out.add(f"splits other than {', '.join(SPLITS)}")
+    return left_out
+
+
+def _rows(spec: str, path: str, options: ReadOptions) -> dict[SplitName, Source]:
+    """Opens a data set of the hub, or one that was saved."""
+    tables = open_tables(path, (), streaming=options.streaming)
+    assert tables is not None
+    left_out = _other_splits(tables.unread)
+    found: dict[SplitName, Source] = {}
+    for split in SPLITS:
+        if (rows := tables.splits.get(split)) is None:
+            continue
+        size = (rows.info.splits or {}).get(split)
+        file = _rows_file(rows, f"{spec} {split}", options.text_key)
+        file = file._replace(
+            size=(size.num_bytes or 0) if size else 0, version=f"{split}\0{tables.version}"
+        )
+        joins = (rows.info.config_name or "").startswith(WIKITEXT)
+        found[split] = Source(spec, (file,), joins, left_out=left_out)
+    return found
+
+
+def _rows_file(rows: Any, name: str, text_key: str) -> SourceFile:
+    def shard(part: Part) -> SourceFile:
+        return _rows_file(rows.shard(part.parts, part.number), name, text_key)
+
+    columns = rows.column_names  # a stream may not know them before the first row
+    if columns is not None and text_key in columns:
+        rows = rows.select_columns([text_key])
+    return SourceFile(name, name, 0, "", partial(read_rows, rows, name, text_key), shard=shard)
+
+
+def _modules(spec: str) -> Source:
+    """Lists the modules of the standard library, or of a package, which is not imported."""
+    root = Path(sysconfig.get_path("stdlib"))
+    if spec != PYTHON_STDLIB:
+        name = spec.removeprefix(PACKAGE)
+        found = importlib.util.find_spec(name) if name.isidentifier() else None
+        if found is None or not found.submodule_search_locations:
+            raise DataError(
+                f"{spec}: {name!r} is not a package that this Python has; use the name that is "
+                f"imported, as in {PACKAGE}torch"
+            )
+        root = Path(found.submodule_search_locations[0])
+    paths: list[Path] = []
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [name for name in subfolders if name not in LEFT_OUT]
+        paths.extend(Path(folder, name) for name in names if name.endswith(".py"))
+    paths.sort(key=lambda path: path.relative_to(root).parts)
+    files = tuple(_source_file(path, root, ReadOptions(), MODULE) for path in paths)
+    return Source(spec, files, skip_unreadable=True)
+
+
+def _files(spec: str, options: ReadOptions) -> Source:
+    """Lists a file, or the text files below a folder; links to folders are followed."""
+    path, left_out = user_path(spec), LeftOut()
+    if not path.exists():
+        siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+        names = (PYTHON_STDLIB, f"{PACKAGE}PACKAGE", *SHORT_NAMES)
+        raise DataError(
+            f"{spec}: no such source; it is {', '.join(names)}, hub:OWNER/NAME[:CONFIG], a "
+            f"{', '.join(FORMATS)} file or a folder of those"
+            f"{nearest(path.name, [*siblings, *names])}"
+        )
+    if not path.is_dir():
+        return Source(spec, (_source_file(path, path.parent, options),))
+    files: list[Path] = []
+    for file in _walked(path, left_out):
+        if _format(file, options) is not None:
+            files.append(file)
+        else:
+            ending = ending_of(file.name)
+            left_out.add(f"{ending} files" if ending else "files without an ending")
+    if not files:
+        raise DataError(f"{spec}: no {', '.join(FORMATS)} file in this folder")
+    files.sort(key=lambda file: file.relative_to(path).parts)
+    sources = tuple(_source_file(file, path, options) for file in files)
+    return Source(spec, sources, left_out=left_out)
+
+
+def _walked(root: Path, left_out: LeftOut) -> Iterator[Path]:
+    seen: set[tuple[int, int]] = set()
+    for folder, subfolders, names in os.walk(root, followlinks=True, onerror=_raise):
+        status = os.stat(folder)
+        if (status.st_dev, status.st_ino) in seen:
+            raise DataError(f"{folder}: a link makes {root} contain this folder twice")
+        seen.add((status.st_dev, status.st_ino))
+        for name in [*filter(is_hidden, subfolders), *names]:
+            if is_hidden(name):
+                left_out.add("hidden files and folders")
+            elif (file := Path(folder, name)).exists() and not file.is_file():
+                left_out.add("pipes and devices")  # reading a pipe would never end
+            else:
+                yield file
+        subfolders[:] = [name for name in subfolders if not is_hidden(name)]
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
+def _source_file(
+    path: Path, root: Path, options: ReadOptions, form: Format | None = None
+) -> SourceFile:
+    form = form or _format(path, options)
+    if form is None:
+        raise DataError(
+            f"{path}: the name of a text file has to end in {', '.join(FORMATS)}; use --format "
+            "text to read any file as text"
+        )
+    status = path.stat()
+    return SourceFile(
+        name=path.relative_to(root).as_posix(),
+        place=str(path),
+        size=status.st_size,
+        version=f"{status.st_size}\0{status.st_mtime_ns}",
+        read=partial(form.read, path, options.text_key),
+        format=form,
+    )
+
+
+def _format(path: Path, options: ReadOptions) -> Format | None:
+    name = path.name.lower()
+    form = next((each for ending, each in FORMATS.items() if name.endswith(ending)), None)
+    if options.file_format or form is TEXT:
+        return LINES if options.documents == "lines" else TEXT
+    return form
+
+
+def ending_of(name: str) -> str:
+    """Returns the lower-case extension of a file name, including what precedes .gz and the like."""
+    endings = PurePath(name.lower()).suffixes
+    if len(endings) > 1 and endings[-1] in _PACKED:
+        return "".join(endings[-2:])
+    return endings[-1] if endings else ""
