@@ -4,9 +4,12 @@ No other file aligns columns, or decides how NaN is written.
 """
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import fields, is_dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
+
+MOST_ROWS = 40
+"""Maximum number of rows of a table in a text; JSON has all."""
 
 
 def json_value(value: Any) -> Any:
@@ -47,3 +50,86 @@ def aligned(rows: Iterable[Sequence[str]], sides: str = "<>") -> list[str]:
         width, side = max(map(len, cells)), sides[min(number, len(sides) - 1)]
         columns.append([cell.ljust(width) if side == "<" else cell.rjust(width) for cell in cells])
     return ["  ".join(row).rstrip() for row in zip(*columns, strict=True)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tables:
+    """The result of an analysis; its text, its JSON and a page are made of it.
+
+    Columns `x_low` and `x_high` of a table are the 95% interval of its column `x`. An expert is
+    named by `module` and `expert`, and by `level` in a hierarchy, as in a trace.
+    """
+
+    facts: Mapping[str, Any]
+    """Values by name, in the order of display."""
+    frames: Mapping[str, Any] = field(default_factory=dict)
+    """Tables, `pandas.DataFrame` by name."""
+    titles: Mapping[str, str] = field(default_factory=dict)
+    """The line above a table in the text, by its name; a table without one is in JSON alone."""
+
+    def with_facts(self, before: Mapping[str, Any], after: Mapping[str, Any]) -> "Tables":
+        """Returns the same with further facts around its own."""
+        facts = {**before, **self.facts, **after}
+        return Tables(facts=facts, frames=self.frames, titles=self.titles)
+
+    def to_json(self) -> dict[str, Any]:
+        """The facts, and each table as a list of its rows."""
+        rows = {name: frame.to_dict("records") for name, frame in self.frames.items()}
+        return {**self.facts, **rows}
+
+    def text(self) -> str:
+        """Names and values, then the tables that have a title."""
+        facts = [(_heading(name), in_words(value)) for name, value in self.facts.items()]
+        lines = aligned(facts, "<")
+        for name, title in self.titles.items():
+            if len(self.frames[name]):
+                lines += ["", f"{_heading(name)}: {title}", *_table(self.frames[name])]
+        return "\n".join(lines)
+
+
+def in_words(value: Any) -> str:
+    """Formats a value of a result for display; `-` for one that is unknown."""
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        return f"{value:.4f}"
+    if isinstance(value, list | tuple):
+        return ", ".join(map(in_words, value)) or "none"
+    return str(value)
+
+
+def _table(frame: Any) -> Iterator[str]:
+    """Formats a table: intervals in brackets, with * beside a change if it excludes 0."""
+    names = [name for name in frame.columns if not name.endswith(("_low", "_high"))]
+    if "level" in names and not frame["level"].any():
+        names.remove("level")
+    rows: list[list[str]] = [["" if name == "module" else _heading(name) for name in names]]
+    above = ""
+    for row in frame.head(MOST_ROWS).to_dict("records"):
+        cells = [_cell(row, name) for name in names]
+        if names[0] == "module":
+            above, cells[0] = cells[0], "" if cells[0] == above else cells[0]
+        rows.append(cells)
+    numbers = [frame[name].dtype.kind in "if" for name in names]
+    yield from aligned(rows, "".join("<>"[is_number] for is_number in numbers))
+    if len(frame) > MOST_ROWS:
+        yield f"{MOST_ROWS} of {len(frame):,} rows; --json FILE has all"
+
+
+def _cell(row: Mapping[str, Any], name: str) -> str:
+    value, low, high = (row.get(f"{name}{end}") for end in ("", "_low", "_high"))
+    if not isinstance(value, float) or math.isnan(value):
+        return in_words(value)
+    sign = "+" if name.endswith("change") else ""
+    if low is None or high is None or math.isnan(low) or math.isnan(high):
+        return f"{value:{sign}.4f}"
+    star = " *" if sign and (low > 0 or high < 0) else ""
+    return f"{value:{sign}.4f} [{low:{sign}.4f}, {high:{sign}.4f}]{star}"
+
+
+def _heading(name: str) -> str:
+    return name.replace("_", " ")

@@ -21,7 +21,7 @@ NAVIGATION = list(pages_of(yaml.safe_load(SITE.read_text(encoding="utf-8"))["nav
 def test_every_page_of_the_navigation_is_built_and_loads_nothing_from_elsewhere(tmp_path):
     main(tmp_path / "site")
     for page in NAVIGATION:
-        place = "index.html" if page == "README.md" else page.removesuffix(".md") + ".html"
+        place = page.replace("README.md", "index.md").removesuffix(".md") + ".html"
         text = (tmp_path / "site" / place).read_text(encoding="utf-8")
         assert "<article" in text, page
         loaded = re.findall(

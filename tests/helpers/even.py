@@ -5,33 +5,14 @@ A plugin: `POLYAD_PLUGINS=tests.helpers.even`. The last line of this file regist
 Shapes: N tokens of a batch, S experts of a layer.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
-
+import pandas as pd
 import torch
 
 from polyad.train.experts.information import Summed
-from polyad.train.measures.measure import Measure, Result, Subject
+from polyad.train.measures.measure import Measure, Subject
 from polyad.train.measures.registry import MEASURES
 from polyad.train.reading import Reading
-from polyad.train.results import aligned
-
-
-@dataclass(frozen=True)
-class EvenShare(Result):
-    share: Mapping[str, float]
-    """The value of each layer, by its name."""
-    rows_read: int
-
-    def to_json(self) -> dict[str, Any]:
-        return {"rows_read": self.rows_read, "layers": self.share}
-
-    def amount(self) -> str:
-        return f", {self.rows_read:,} rows"
-
-    def rows(self) -> list[str]:
-        return ["", *aligned([("", "even"), *((n, f"{s:.4f}") for n, s in self.share.items())])]
+from polyad.train.results import Tables
 
 
 class EvenExperts(Measure):
@@ -47,11 +28,12 @@ class EvenExperts(Measure):
             a_NS = reading.decisions[layer.name].coefficients().double()
             sums_2 += torch.stack([a_NS[:, ::2].sum(), a_NS.sum()])
 
-    def result(self, summed: Summed = lambda values: values) -> EvenShare:
+    def result(self, summed: Summed = lambda values: values) -> Tables:
         even_L, all_L = summed(self._sums_L2).unbind(-1)
         names = [layer.name for layer in self.subject.layers]
-        shares = dict(zip(names, (even_L / all_L).tolist(), strict=True))
-        return EvenShare(shares, self.subject.samples.rows)
+        shares = pd.DataFrame({"module": names, "even": (even_L / all_L).tolist()})
+        facts = {"rows_read": self.subject.samples.rows}
+        return Tables(facts=facts, frames={"layers": shares}, titles={"layers": "even experts"})
 
 
 MEASURES[EvenExperts.name] = EvenExperts

@@ -5,10 +5,13 @@ import io
 import json
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
+import pandas as pd
 import torch
 import yaml
 
@@ -150,6 +153,29 @@ def both_forms(path: Path, kind: type[Examination], **options: Any) -> tuple[dic
     """What is found out about a checkpoint: the values for programs, and the text for people."""
     found = examine(path, kind, **options)
     return json_value(found), found.text()
+
+
+def frame_of(result: dict[str, Any], name: str, **where: Any) -> pd.DataFrame:
+    """A table of a result, with the rows that have these values."""
+    rows = pd.DataFrame(result[name])
+    for column, value in where.items():
+        rows = rows[rows[column] == value]
+    return rows.reset_index(drop=True)
+
+
+def counts_of(
+    result: dict[str, Any],
+    module: str,
+    by: str,
+    classes: Sequence[str] | None = None,
+    level: int = 0,
+) -> "np.ndarray[Any, Any]":
+    """How many tokens of each class every expert of a level gets [S, Y]."""
+    (experts,) = frame_of(result, "levels", module=module, level=level)["experts"]
+    counts = frame_of(result, "counts", module=module, level=level, by=by)
+    table = counts.pivot_table("tokens", "expert", "class", fill_value=0)
+    columns = list(table.columns) if classes is None else list(classes)
+    return table.reindex(index=range(experts), columns=columns, fill_value=0).to_numpy()
 
 
 def compare(path: Path, other: Path, **options: Any) -> dict[str, Any]:

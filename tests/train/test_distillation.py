@@ -18,6 +18,7 @@ from tests.helpers import images as made
 from tests.helpers.runs import (
     compare,
     evaluation,
+    frame_of,
     records,
     refusal,
     run,
@@ -91,19 +92,19 @@ def shares_of_held_out(config, path):
 @pytest.mark.slow
 def test_the_gate_of_a_mixture_is_measured(workers, config, attentive):
     (found,) = workers(1).run(specialization, attentive)
-    assert "polysemanticity" not in found["layers"]["mixture"]  # whole networks are not left out
-    (level,) = found["layers"]["mixture"]["levels"]
+    assert "polysemanticity" not in found  # whole networks are not left out
+    (level,) = frame_of(found, "levels", module="mixture").to_dict("records")
     data = ImageData.open(ImageDataConfig(path="digits", held_out=0.2)).split("validation")
     labels = [int(data.labels[number]) for number in range(len(data))]
     p_NM = shares_of_held_out(config, attentive)
-    assert level["entropy_bits"]["value"] == pytest.approx(entropy(p_NM, base=2, axis=1).mean())
+    assert level["entropy_bits"] == pytest.approx(entropy(p_NM, base=2, axis=1).mean())
     mean_M = p_NM.mean(0)
-    assert level["usage_entropy_bits"]["value"] == pytest.approx(entropy(mean_M, base=2), rel=1e-5)
+    assert level["usage_entropy_bits"] == pytest.approx(entropy(mean_M, base=2), rel=1e-5)
     joint_MY = np.stack([p_NM[np.array(labels) == y].sum(0) for y in range(10)], axis=1)
     joint_MY /= joint_MY.sum()
     information = entropy(joint_MY.sum(0), base=2) + entropy(joint_MY.sum(1), base=2)
     information -= entropy(joint_MY.flatten(), base=2)
-    known = level["labels"]["class"]["information_bits"]["value"]
+    (known,) = frame_of(found, "labels", module="mixture", by="class")["information_bits"]
     assert known == pytest.approx(information, rel=1e-4)
 
 
@@ -127,7 +128,7 @@ def test_images_that_change_experts_between_checkpoints_are_counted(workers, con
     shares = [shares_of_held_out(config, path) for path in pair]
     first, chosen = [p_NM.argmax(1) for p_NM in shares], [p_NM > 0 for p_NM in shares]
     assert {tuple(row) for row in chosen[0].sum(1, keepdims=True)} == {(2,)}
-    layer = found["layers"]["mixture"]
+    (layer,) = frame_of(found, "layers", module="mixture").to_dict("records")
     assert found["probe_images"] == len(first[0]) == 359
     assert layer["top1"] == pytest.approx((first[0] != first[1]).mean())
     assert layer["set"] == pytest.approx((chosen[0] != chosen[1]).any(1).mean())

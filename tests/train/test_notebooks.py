@@ -81,11 +81,10 @@ def test_the_notebook_of_a_token_shows_what_a_pruned_expert_changes(beside_a_run
 def test_the_notebook_of_the_atlas_takes_away_the_expert_that_it_ranks_first(beside_a_run, capsys):
     names, _ = executed("atlas.ipynb")
     ranking, run, own = names["ranking"], names["run"], names["own"]
-    atlas = names["atlas"].result
     assert len(ranking) == 4
     assert ranking.change.is_monotonic_decreasing
     assert ranking.frequency.sum() == pytest.approx(2)  # a token uses two of four
-    without = [each.change.value for each in atlas.layers[0].without.experts().values()]
+    without = names["atlas"].frames["experts"]["change"].tolist()
     first = ranking.expert.iloc[0]
     assert without[first] == max(without) == ranking.change.iloc[0]
     assert set(own.expert) == {first}

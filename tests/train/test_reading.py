@@ -18,7 +18,15 @@ from tests.helpers.everyday import everyday
 from tests.helpers.fine_tuned import SETTINGS, others, trainer
 from tests.helpers.little_memory import little_memory
 from tests.helpers.prepared import jsonl, silent
-from tests.helpers.runs import both_forms, compare, measured, run, write_config
+from tests.helpers.runs import (
+    both_forms,
+    compare,
+    counts_of,
+    frame_of,
+    measured,
+    run,
+    write_config,
+)
 from tests.train.measures.test_trace import in_order
 
 pytest.importorskip("transformers")
@@ -98,7 +106,7 @@ def test_an_atlas_counts_the_tokens_of_a_trace_and_of_transformers(folder, rows)
             for layer, experts in enumerate(seen.ids):
                 theirs[layer] += np.bincount(experts.flatten(), minlength=8)
     for number, name in enumerate(LAYERS):
-        ours = result["layers"][name]["statistics"]
+        ours = frame_of(result, "experts", module=name)
         tokens, wanted = of_trace(rows, name)
         np.testing.assert_allclose(ours["frequency"], theirs[number] / tokens)
         for statistic, values in wanted.items():
@@ -115,9 +123,9 @@ def test_block_by_block_counts_the_tokens_of_a_trace(folder, rows):
     for name in LAYERS:
         tokens, wanted = of_trace(rows, name)
         for statistic, values in wanted.items():
-            ours = result["layers"][name]["statistics"][statistic]
+            ours = frame_of(result, "experts", module=name)[statistic]
             np.testing.assert_allclose(ours, values, rtol=1e-4, err_msg=statistic)
-        counts = np.array(found["layers"][name]["levels"][0]["labels"]["characters"]["counts"])
+        counts = counts_of(found, name, "characters")
         np.testing.assert_allclose(counts.sum(1) / tokens, wanted["frequency"])
 
 
@@ -131,11 +139,12 @@ def test_other_readers_count_the_tokens_of_a_trace(folder, rows, even):
     assert same["probe_tokens"] == found["tokens_scored"] == tokens
     for name in LAYERS:
         own = rows[rows["module"] == name]
-        counts = np.array(found["layers"][name]["levels"][0]["labels"]["characters"]["counts"])
+        counts = counts_of(found, name, "characters")
         frequency = of_trace(rows, name)[1]["frequency"]
         np.testing.assert_allclose(counts.sum(1) / tokens, frequency)
         weights = own.groupby("expert")["weight"].sum().reindex(range(8), fill_value=0)
-        assert shares["layers"][name] == pytest.approx(weights[::2].sum() / weights.sum(), rel=1e-4)
+        (share,) = frame_of(shares, "layers", module=name)["even"]
+        assert share == pytest.approx(weights[::2].sum() / weights.sum(), rel=1e-4)
 
 
 @pytest.mark.slow
@@ -150,7 +159,8 @@ def test_experts_are_kept_that_the_tokens_of_a_trace_use(folder, tmp_path):
         own = rows[rows["module"] == name]
         counts = np.bincount(own["expert"], minlength=8)
         kept = sorted(np.argsort(-counts, kind="stable")[:4].tolist())
-        assert result["kept"][name] == [[expert] for expert in kept]
+        made_of = frame_of(result, "kept", module=name)["made_of"]
+        assert list(made_of) == [[expert] for expert in kept]
 
 
 SPARSE = {"kind": "smoe", "num_experts": 4, "top_k": 2, "expert_hidden_size": 8}
@@ -197,10 +207,10 @@ def test_readers_of_other_tasks_count_the_tokens_of_a_trace(
         folder = sequences_run(kind, workers, tmp_path_factory)
     both_forms(folder, Trace, output=tmp_path / "t.parquet")
     rows = pd.read_parquet(tmp_path / "t.parquet")
-    layers = measured(folder, "specialization")[0]["layers"]
+    result = measured(folder, "specialization")[0]
     for name in LAYERS[:2]:
         wanted = np.bincount(rows[rows["module"] == name]["expert"], minlength=4)
-        kinds = layers[name]["levels"][0]["labels"]
+        kinds = list(frame_of(result, "labels", module=name)["by"])
         assert kinds
-        for label, found in kinds.items():
-            assert np.array(found["counts"]).sum(1).tolist() == wanted.tolist(), label
+        for label in kinds:
+            assert counts_of(result, name, label).sum(1).tolist() == wanted.tolist(), label

@@ -149,7 +149,7 @@ def test_the_atlas_is_that_of_the_whole_model(case, how, tmp_path, monkeypatch):
     folder, data = folder_and_data(case, tmp_path)
     asked = {"data": data, "overrides": WINDOWS, "how": how, "unembed": 3}
     wanted, text = both_forms(folder, Atlas, **asked)
-    assert "predictive in" in text
+    assert "significant in" in text
     with little_memory():
         close(both_forms(folder, Atlas, **asked)[0], wanted)
         monkeypatch.setattr(streamed_knockout, "free_memory", lambda: 0)

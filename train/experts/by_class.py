@@ -85,14 +85,17 @@ class LevelByClass:
             return None
         return measured(information_bits, self.highest_GSY, self.samples)
 
-    def of_highest_to_json(self) -> dict[str, Any]:
-        """JSON values: the same and its chance level; empty without shares."""
-        if self.of_highest is None:
-            return {}
-        return {
-            "information_bits_of_highest": self.of_highest.to_json(),
-            "information_bits_of_highest_by_chance": self.highest_by_chance,
-        }
+    def columns(self) -> dict[str, float]:
+        """Columns of a table: how much an expert reveals about the class."""
+        found: dict[str, float] = {}
+        for name, each in self.measures.items():
+            found |= each.columns(name)
+            if name == "information_bits":
+                found["information_bits_by_chance"] = self.by_chance
+        if self.of_highest is not None and self.highest_by_chance is not None:
+            found |= self.of_highest.columns("information_bits_of_highest")
+            found["information_bits_of_highest_by_chance"] = self.highest_by_chance
+        return found
 
     @property
     def share_S(self) -> Matrix:

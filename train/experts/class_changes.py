@@ -4,7 +4,6 @@ Shapes: B windows, P predicted tokens of a window, J labelings of tokens, C colu
 all labelings side by side), E rows (experts, or steerings), G groups of windows.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -30,14 +29,13 @@ class Change(NamedTuple):
         """Whether the interval excludes 0."""
         return self.low > 0 or self.high < 0
 
-    def shown(self) -> str:
-        """Formats the change with its interval in brackets, and * if that excludes 0."""
-        if math.isnan(self.value):
-            return "no token"
-        if math.isnan(self.low) or math.isnan(self.high):
-            return f"{self.value:+.4f}"
-        star = " *" if self.is_beyond_noise else ""
-        return f"{self.value:+.4f} [{self.low:+.4f}, {self.high:+.4f}]{star}"
+    def columns(self, name: str) -> dict[str, float]:
+        """Columns of a table: the value, and the ends of its interval.
+
+        Args:
+            name: the column of the value.
+        """
+        return dict(zip((name, f"{name}_low", f"{name}_high"), self, strict=True))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,31 +62,26 @@ class ClassChanges:
         """The same over the tokens that use the expert."""
         return Change(*self.own_change_3EC[:, row, column].tolist())
 
-    def to_json(self, *, own: bool = True) -> dict[str, Any]:
-        """JSON values; rows of tables are experts.
+    def rows(self, row: int, *, own: bool = True) -> list[dict[str, Any]]:
+        """Rows of a table, one for each class that has tokens.
 
         Args:
-            own: whether to include changes over the tokens that use an expert.
+            row: the expert.
+            own: whether to include changes over the tokens that use the expert.
         """
-        found = {
-            "classes": list(self.classes),
-            "tokens": self.tokens_C.astype(int).tolist(),
-            "loss": self.loss_C,
-            "change": as_table(self.change_3EC),
-        }
-        if own:
-            found["own_tokens"] = self.own_EC.astype(int).tolist()
-            found["own_change"] = as_table(self.own_change_3EC)
-        return found
-
-
-def as_table(values_3: Matrix) -> dict[str, Any]:
-    """Converts changes and the ends of their intervals to JSON, which has no NaN.
-
-    Args:
-        values_3: the changes, the lower and the upper ends.
-    """
-    return dict(zip(("value", "low", "high"), values_3.tolist(), strict=True))
+        rows = []
+        for column in self.tokens_C.nonzero()[0].tolist():
+            found = {
+                "class": self.classes[column],
+                "tokens": int(self.tokens_C[column]),
+                "loss": float(self.loss_C[column]),
+                **self.change(row, column).columns("change"),
+            }
+            if own:
+                found["own_tokens"] = int(self.own_EC[row, column])
+                found |= self.own_change(row, column).columns("own_change")
+            rows.append(found)
+        return rows
 
 
 class ChangeSums:

@@ -15,7 +15,7 @@ groups of samples, D draws. All measures allow further leading axes.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -99,12 +99,14 @@ class Measured(NamedTuple):
     samples: int
     """Number of sequences, images or windows read."""
 
-    def to_json(self) -> dict[str, Any]:
-        """JSON values."""
-        known = bool(np.isfinite(self.value))
-        interval = None if self.low is None or not known else [self.low, self.high]
-        value = self.value if known else None
-        return {"value": value, "interval": interval, "samples": self.samples}
+    def columns(self, name: str) -> dict[str, float]:
+        """Columns of a table: the value, and the ends of its interval.
+
+        Args:
+            name: the column of the value.
+        """
+        ends = (math.nan if end is None else end for end in (self.low, self.high))
+        return dict(zip((name, f"{name}_low", f"{name}_high"), (self.value, *ends), strict=True))
 
     def shown(self) -> str:
         """Formats the value with its interval in brackets."""
@@ -243,11 +245,12 @@ class LevelEntropy:
         """The entropy of equal probabilities."""
         return math.log2(self.experts)
 
-    def to_json(self) -> dict[str, Any]:
-        """JSON values."""
+    def columns(self) -> dict[str, float]:
+        """Columns of a table."""
         return {
-            "entropy_bits": self.of_token.to_json(),
-            "usage_entropy_bits": self.of_usage.to_json(),
+            "experts": self.experts,
+            **self.of_token.columns("entropy_bits"),
+            **self.of_usage.columns("usage_entropy_bits"),
             "highest_entropy_bits": self.highest,
         }
 

@@ -55,11 +55,6 @@ class Harmed(NamedTuple):
         """The title of the class."""
         return class_title(self.name)
 
-    def to_json(self) -> dict[str, Any]:
-        """JSON values."""
-        rest = {"by": self.by, "class": self.name, "title": self.title, "tokens": self.tokens}
-        return rest | self.change._asdict()
-
 
 class Focus(NamedTuple):
     """How few classes of tokens a layer's experts are for."""
@@ -127,20 +122,12 @@ class LayerWithout:
     layer: RoutedLayer
     sets: Sequence[Sequence[int]]
     """The sets of experts removed together; usually one expert each."""
-    windows: int
-    length: int
-    """Number of tokens per window."""
     windows_again: int
     """Number of windows recomputed, over all experts."""
     by_class: Mapping[str, ClassChanges]
     """Changes by labeling of tokens; rows are the experts."""
     own_E3: Matrix
     """Number of predicted tokens that use each, sums of their changes, and of squared changes."""
-
-    @property
-    def share_of_pairs(self) -> float:
-        """The share of all pairs of a token and an expert that were recomputed."""
-        return self.windows_again / max(1, self.windows * len(self.sets))
 
     def experts(self) -> dict[str, ExpertWithout]:
         """What each expert is for, by its name."""
@@ -180,20 +167,39 @@ class LayerWithout:
         )
         return focus(change_3EC[0], change_3EC[1] > 0, loss_C, tokens_C)
 
-    def to_json(self) -> dict[str, Any]:
-        """JSON values."""
-        experts = self.experts()
-        sorted_by = [by for by in self.by_class if by.partition(" ")[0] in SIDES]
-        return {
-            "experts": list(experts),
-            "experts_of_layer": self.layer.num_experts,
-            "tokens_computed_again": self.windows_again * self.length,
-            "share_of_all_pairs": self.share_of_pairs,
-            "harmed": [each.harmed for each in experts.values()],
-            "paired": [each.paired and each.paired._asdict() for each in experts.values()],
-            "focus": {by: self.focus(by) for by in sorted_by},
-            "by": self.by_class,
-        }
+    def frames(self) -> dict[str, list[dict[str, Any]]]:
+        """Rows of tables: `experts`, the classes of tokens that each harms (`harmed`), every class
+        (`classes`), tests over the expert's own tokens (`paired`), and `focus`."""
+        names = ("experts", "harmed", "classes", "paired")
+        found: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+        every = self.by_class["all"]
+        for row, (columns, without) in enumerate(
+            zip(self.sets, self.experts().values(), strict=True)
+        ):
+            level, expert = self.layer.place(columns[0])
+            of = {"module": self.layer.name, "level": level, "expert": expert}
+            if without.paired is not None:
+                found["paired"].append({**of, **without.paired._asdict()})
+            found["experts"].append(
+                {
+                    **of,
+                    "share_of_tokens": float(every.own_EC[row, 0] / max(1, every.tokens_C[0])),
+                    **without.change.columns("change"),
+                    **without.own_change.columns("own_change"),
+                    "own_tokens": int(every.own_EC[row, 0]),
+                }
+            )
+            for harmed in (one for each in without.harmed.values() for one in each):
+                about = {"by": harmed.by, "class": harmed.title, "tokens": harmed.tokens}
+                found["harmed"].append({**of, **about, **harmed.change.columns("change")})
+            for by, table in self.by_class.items():
+                found["classes"] += [{**of, "by": by, **each} for each in table.rows(row)]
+        found["focus"] = [
+            {"module": self.layer.name, "by": by, **self.focus(by)._asdict()}
+            for by in self.by_class
+            if by.partition(" ")[0] in SIDES
+        ]
+        return found
 
 
 def focus(change_EC: Tensor, beyond_EC: Tensor, loss_C: Tensor, tokens_C: Tensor) -> Focus:
@@ -233,7 +239,6 @@ class KnockOut:
         sets: the sets of experts to remove together; each is a row of the tables.
         classes: class names of each labeling of tokens.
         windows: number of windows that all processes read together.
-        length: length of a window in tokens.
         action: the action on the experts.
     """
 
@@ -245,11 +250,10 @@ class KnockOut:
         classes: Mapping[str, Sequence[str]],
         *,
         windows: int,
-        length: int,
         action: Action = CONTRIBUTION,
     ) -> None:
         self._model, self.layer, self.sets = model, layer, sets
-        self._windows, self._length, self._action = windows, length, action
+        self._action = action
         device = device_of(model)
         self._chosen_ES = torch.zeros(len(sets), layer.num_experts, dtype=torch.bool)
         for row, experts in enumerate(sets):
@@ -384,8 +388,6 @@ class KnockOut:
         return LayerWithout(
             layer=self.layer,
             sets=self.sets,
-            windows=self._windows,
-            length=self._length,
             windows_again=int(summed(self._again)),
             by_class=by_class,
             own_E3=summed(self._own_E3).cpu().numpy(),

@@ -48,10 +48,6 @@ def without_capacity(model: nn.Module) -> Iterator[None]:
             layer.config = config
 
 
-BINS = 20
-"""Bins of the histogram of polysemanticity."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Polysemanticity:
     """How exclusively each expert of a layer matters to one class."""
@@ -67,37 +63,16 @@ class Polysemanticity:
         known = self.expert_S[self.expert_S.isfinite()]
         return float(known.mean()) if len(known) else None
 
-    def histogram(self) -> dict[str, list[float]]:
-        """Histogram of p over experts: bin edges, and counts."""
-        known = self.expert_S[self.expert_S.isfinite()]
-        top = max(2.0, float(known.max())) if len(known) else 2.0
-        counts = torch.histc(known, BINS, min=0.0, max=top)
-        edges = torch.linspace(0, top, BINS + 1)
-        return {"edges": edges.tolist(), "experts": counts.tolist()}
-
 
 @dataclass(frozen=True, kw_only=True)
 class LeftOut:
     """Accuracy of an image model without each expert of a layer."""
 
-    experts: int
-    polysemanticity: float | None
-    """Mean polysemanticity over experts that matter to any class; None if none does."""
-    experts_that_matter: int
+    polysemanticity: Polysemanticity
     top1: float
     """The accuracy of the whole model."""
-    histogram: dict[str, list[float]]
-    """The counts of `Polysemanticity.histogram`."""
-    each: dict[str, dict[str, Any]]
-    """The polysemanticity of each expert that matters, and the class that needs it most."""
     images_computed_again: int
     share_of_all_pairs: float
-
-    def cells(self) -> tuple[str, str, str]:
-        """Cells of a table: polysemanticity, experts that matter, share recomputed."""
-        mean = "none" if self.polysemanticity is None else f"{self.polysemanticity:.4f}"
-        matter = f"{self.experts_that_matter:,} of {self.experts:,}"
-        return mean, matter, f"{100 * self.share_of_all_pairs:.2f}%"
 
 
 def polysemanticity(right_K: Tensor, lost_SK: Tensor) -> Polysemanticity:
@@ -148,7 +123,7 @@ class LeaveOneOut:
     def __init__(
         self, model: nn.Module, layer: RoutedLayer, classes: Sequence[str], rows: int
     ) -> None:
-        self._model, self.layer, self._rows, self._classes = model, layer, rows, classes
+        self._model, self.layer, self._rows, self.classes = model, layer, rows, classes
         device = next(model.parameters()).device
 
         def zeros(*sizes: int) -> Tensor:
@@ -199,21 +174,9 @@ class LeaveOneOut:
         parts = [self.right_K, self.images_K, self.lost_SK.flatten(), self.pairs]
         together = summed(torch.cat(parts)).cpu()
         right_K, images_K, lost, pairs = torch.split(together, [len(part) for part in parts])
-        found = polysemanticity(right_K, lost.view(self.lost_SK.shape))
         return LeftOut(
-            experts=self.layer.num_experts,
-            polysemanticity=found.mean,
-            experts_that_matter=int(found.expert_S.isfinite().sum()),
+            polysemanticity=polysemanticity(right_K, lost.view(self.lost_SK.shape)),
             top1=float(right_K.sum() / images_K.sum()),
-            histogram=found.histogram(),
-            each={
-                self.layer.expert_name(column): {
-                    "polysemanticity": float(p),
-                    "class": self._classes[int(best)],
-                }
-                for column, (p, best) in enumerate(zip(found.expert_S, found.class_S, strict=True))
-                if best >= 0
-            },
             images_computed_again=int(pairs),
             share_of_all_pairs=int(pairs) / (images * self.layer.num_experts),
         )

@@ -68,15 +68,13 @@ class LevelSimilarity:
         found = measured(measure, self.sums_GEE, len(self.sums_GEE), lowest=-1.0, highest=1.0)
         return found._replace(samples=self.tokens)
 
-    def to_json(self) -> dict[str, Any]:
-        """JSON values."""
+    def columns(self) -> dict[str, float]:
+        """Columns of a table."""
         return {
-            "experts": self.experts,
-            "tokens": self.tokens,
-            "cosine": self.cosine,
-            "cka": self.cka,
-            "cosine_of_pairs": self.cosine_EE,
-            "cka_of_pairs": self.cka_EE,
+            "compared_experts": len(self.experts),
+            "compared_tokens": self.tokens,
+            **self.cosine.columns("cosine"),
+            **self.cka.columns("cka"),
         }
 
 

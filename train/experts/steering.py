@@ -38,7 +38,6 @@ from polyad.train.experts.class_changes import (
     Change,
     ChangeSums,
     ClassChanges,
-    as_table,
     mean_of,
 )
 from polyad.train.experts.information import GroupedSums, Matrix, Summed, intervals
@@ -246,14 +245,6 @@ class ClassMass:
         """The change of a class."""
         return Change(*self.change_3K[:, column].tolist())
 
-    def to_json(self) -> dict[str, Any]:
-        """JSON values."""
-        return {
-            "classes": list(self.classes),
-            "unsteered": self.before_K.tolist(),
-            "change": as_table(self.change_3K),
-        }
-
 
 @dataclass(frozen=True, kw_only=True)
 class SteeringEffect:
@@ -265,13 +256,24 @@ class SteeringEffect:
     mass: Mapping[str, ClassMass]
     """The probability of the classes of the next token."""
 
-    def to_json(self) -> dict[str, Any]:
-        """JSON values."""
-        return {
-            "steer": [str(each) for each in self.steerings],
-            "by": {name: each.to_json(own=False) for name, each in self.by_class.items()},
-            "probability": self.mass,
-        }
+    def frames(self) -> dict[str, list[dict[str, Any]]]:
+        """Rows of tables: changes of the loss (`steering`), of probabilities (`next_tokens`)."""
+        losses = [
+            {"by": by, **row}
+            for by, each in self.by_class.items()
+            for row in each.rows(0, own=False)
+        ]
+        masses = [
+            {
+                "by": by,
+                "class": name,
+                "probability": float(mass.before_K[column]),
+                **mass.change(column).columns("change"),
+            }
+            for by, mass in self.mass.items()
+            for column, name in enumerate(mass.classes)
+        ]
+        return {"steering": losses, "next_tokens": masses}
 
 
 class SteeredReading:

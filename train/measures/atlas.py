@@ -8,6 +8,7 @@ each statistic are removed, too, and compared with random sets of equal size.
 Shapes: E experts of a layer, S of all levels side by side, D width, V vocabulary.
 """
 
+import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -28,17 +29,10 @@ from polyad.train.experts.information import Summed
 from polyad.train.experts.knockout import LayerWithout
 from polyad.train.experts.moments import STATISTICS, Moments
 from polyad.train.experts.probing import EVERY, RoutedLayer
-from polyad.train.measures.knockout import (
-    LEAD,
-    KnockedOut,
-    KnockOuts,
-    Options,
-    chosen_experts,
-    layer_rows,
-)
-from polyad.train.measures.measure import Examination, Result, Subject
+from polyad.train.measures.knockout import KnockOuts, Options, chosen_experts
+from polyad.train.measures.measure import Examination, Subject
 from polyad.train.reading import Evaluated, MomentsReader, read
-from polyad.train.results import aligned
+from polyad.train.results import Tables
 from polyad.train.tasks.samples import TextSamples
 from polyad.train.tasks.text import TextTask
 
@@ -51,6 +45,17 @@ SIGNIFICANCE = 0.05
 FEWEST_EXPERTS = 4
 """Minimum number of experts for a rank correlation."""
 TARGETS = ("change", "own_change")
+TITLES = {
+    "predictive": "rank correlation of each statistic with the change in loss: its mean over "
+    "layers, and in how many it is significant (p < 0.05 corrected for all tests)",
+    "together": "change in loss without several experts at once: those that a statistic ranks "
+    "lowest, and random sets",
+}
+UNEMBEDDED = (
+    "tokens that each expert's mean output promotes most, in standard deviations over the "
+    "vocabulary; the effect through later blocks is not included"
+)
+"""Lines above tables of a text."""
 
 
 class Raised(NamedTuple):
@@ -62,193 +67,19 @@ class Raised(NamedTuple):
     """Effect on its logit, in standard deviations above the mean over the vocabulary."""
 
 
-class Correlation(NamedTuple):
-    """Spearman's rank correlation of a statistic with the change of the loss, over experts."""
-
-    rho: float
-    p: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Together:
-    """Increase of the loss without several experts of a layer at once, in nats per token."""
-
-    size: int
-    lowest: Mapping[str, float]
-    """Without the experts that each statistic ranks lowest."""
-    at_random: Sequence[float]
-    """Without random experts."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LayerAtlas:
-    """The experts of a layer."""
-
-    without: LayerWithout
-    moments: Moments
-    together: Sequence[Together]
-    unembedded: Sequence[Sequence[Raised]] | None = None
-    """The tokens that each removed expert promotes most; None: not requested."""
-
-    def statistics(self) -> dict[str, list[float]]:
-        """The statistics of the removed experts."""
-        rows = [experts[0] for experts in self.without.sets]
-        return {name: each_S[rows].tolist() for name, each_S in self.moments.statistics().items()}
-
-    def correlations(self) -> dict[str, dict[str, Correlation | None]]:
-        """The rank correlation of each statistic with each change; None where undefined."""
-        changes = {
-            "change": self.without.by_class["all"].change_3EC[0, :, 0],
-            "own_change": self.without.by_class["all"].own_change_3EC[0, :, 0],
-        }
-        return {
-            name: {target: _correlation(np.array(values), changes[target]) for target in TARGETS}
-            for name, values in self.statistics().items()
-        }
-
-    def to_json(self) -> dict[str, Any]:
-        """JSON values."""
-        correlations = {
-            name: {target: each and each._asdict() for target, each in both.items()}
-            for name, both in self.correlations().items()
-        }
-        unembedded = {} if self.unembedded is None else {"unembedded": self.unembedded}
-        return self.without.to_json() | {
-            "statistics": self.statistics(),
-            "correlations": correlations,
-            "together": self.together,
-            **unembedded,
-        }
-
-
 def _correlation(
     statistic_E: "np.ndarray[Any, Any]", change_E: "np.ndarray[Any, Any]"
-) -> Correlation | None:
+) -> tuple[float, float]:
+    """Spearman's rank correlation over experts, and its p; NaN where undefined."""
     from scipy.stats import spearmanr
 
     known_E = np.isfinite(change_E)  # an unused expert has no own change
     statistic_E, change_E = statistic_E[known_E], change_E[known_E]
     varies = len(set(statistic_E.tolist())) > 1 and len(set(change_E.tolist())) > 1
     if len(change_E) < FEWEST_EXPERTS or not varies:
-        return None
+        return math.nan, math.nan
     rho, p = spearmanr(statistic_E, change_E)
-    return Correlation(float(rho), float(p))
-
-
-@dataclass(frozen=True, kw_only=True)
-class AtlasOfExperts(Result):
-    """What every expert is for, and which statistics predict it without removing the expert."""
-
-    knocked: KnockedOut
-    how: How
-    """How experts were removed."""
-    layers: Sequence[LayerAtlas]
-
-    @property
-    def threshold(self) -> float:
-        """A correlation counts as predictive if its p is below this."""
-        return SIGNIFICANCE / max(1, len(STATISTICS) * len(self.layers))
-
-    def predicting(self, name: str, target: str) -> tuple[int, int]:
-        """The number of layers in which a statistic predicts a change, and of all layers."""
-        found = [layer.correlations()[name][target] for layer in self.layers]
-        known = [each for each in found if each is not None]
-        return sum(each.p < self.threshold for each in known), len(known)
-
-    def to_json(self) -> dict[str, Any]:
-        """The result as JSON values."""
-        told = {
-            name: {
-                target: dict(zip(("layers", "of"), self.predicting(name, target), strict=True))
-                for target in TARGETS
-            }
-            for name in STATISTICS
-        }
-        rest = {k: v for k, v in self.knocked.to_json().items() if k not in ("layers", "steering")}
-        return rest | {
-            "how": self.how,
-            "layers": {each.without.layer.name: each for each in self.layers},
-            "threshold": self.threshold,
-            "predicting": told,
-        }
-
-    def amount(self) -> str:
-        """The number of tokens, in words."""
-        return self.knocked.amount()
-
-    def facts(self) -> list[tuple[str, str]]:
-        """The loss of the unchanged model."""
-        return [*self.knocked.facts(), ("removal", self.how)]
-
-    def rows(self) -> list[str]:
-        """Tables of each layer's experts, of the statistics' correlations, and of sets of
-        experts."""
-        lines = [*LEAD]
-        for layer in self.layers:
-            lines += ["", *layer_rows(layer.without)]
-        lines += ["", *self._correlation_rows()]
-        if any(layer.together for layer in self.layers):
-            lines += ["", *self._together_rows()]
-        return [*lines, *self._unembedded_rows()]
-
-    def _unembedded_rows(self) -> list[str]:
-        table: list[tuple[str, ...]] = []
-        for layer in self.layers:
-            if layer.unembedded is None:
-                continue
-            title, names = layer.without.layer.title, layer.without.experts()
-            for name, tokens in zip(names, layer.unembedded, strict=True):
-                said = "  ".join(f"{each.text!r} {each.effect:+.1f}" for each in tokens)
-                table.append((title, f"expert {name}", said or "no token uses it"))
-                title = ""
-        if not table:
-            return []
-        return [
-            "",
-            "tokens that each expert's mean output promotes most, in standard deviations over the "
-            "vocabulary; the effect through later blocks is not included",
-            *aligned(table, "<><"),
-        ]
-
-    def _correlation_rows(self) -> list[str]:
-        table: list[tuple[str, ...]] = [("layer", *(name.replace("_", " ") for name in STATISTICS))]
-        for layer in self.layers:
-            found = layer.correlations()
-            cells = (self._cell(found[name]["change"]) for name in STATISTICS)
-            table.append((layer.without.layer.title, *cells))
-        counts = (self.predicting(name, "change") for name in STATISTICS)
-        table.append(("predictive in", *(f"{layers} of {of}" for layers, of in counts)))
-        return [
-            "rank correlation of each statistic with the change in loss over all tokens; * "
-            f"significant at p < {self.threshold:.2g} (0.05 corrected for all tests shown)",
-            *aligned(table, "<" + ">" * len(STATISTICS)),
-        ]
-
-    def _cell(self, each: Correlation | None) -> str:
-        if each is None:
-            return "-"
-        return f"{each.rho:+.2f}{' *' if each.p < self.threshold else '  '}"
-
-    def _together_rows(self) -> list[str]:
-        heads = ("layer", "without", *(name.replace("_", " ") for name in STATISTICS), "random")
-        table: list[tuple[str, ...]] = [heads]
-        for layer in self.layers:
-            for each in layer.together:
-                low, high = min(each.at_random), max(each.at_random)
-                mean = sum(each.at_random) / len(each.at_random)
-                table.append(
-                    (
-                        layer.without.layer.title,
-                        f"{each.size} experts",
-                        *(f"{each.lowest[name]:+.3f}" for name in STATISTICS),
-                        f"{mean:+.3f} ({low:+.3f} to {high:+.3f})",
-                    )
-                )
-        return [
-            "change in loss without several experts at once: those that a statistic ranks lowest, "
-            f"and {RANDOM_SETS} random sets (mean, lowest to highest)",
-            *aligned(table, "<<" + ">" * (len(STATISTICS) + 1)),
-        ]
+    return float(rho), float(p)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -283,7 +114,7 @@ class Atlas(Examination):
         asked: AtlasOptions,
         model: nn.Module,
         world: comm.World,
-    ) -> AtlasOfExperts:
+    ) -> Tables:
         """Reads the text twice: for the statistics, and for the changes in loss."""
         chosen = chosen_experts(model, str(opened.weights.folder), asked)
         layers, columns = [layer for layer, _ in chosen], [each for _, each in chosen]
@@ -307,38 +138,117 @@ class Atlas(Examination):
         measure = KnockOuts(
             *(subject, columns),
             actions=actions,
-            sets=[each.all for each in sets],
+            sets=[each.distinct for each in sets],
         )
         measure.read(world)
-        found = measure.result(summed)
-
-        def raised(without: LayerWithout, of_layer: Moments) -> list[list[Raised]] | None:
-            if asked.unembed is None:
-                return None
-            assert isinstance(model, Decoder)
-            rows, tokenizer = [experts[0] for experts in without.sets], text.tokenizer
-            return raised_tokens(
-                *(model, of_layer.mean_SD[rows], asked.unembed),
-                lambda token: tokenizer.text_within(token) or tokenizer.decode([token]),
+        found = measure.found(summed)
+        tables = found.tables()
+        experts = tables.frames["experts"]
+        of_layers = [moments[layer.name].statistics() for layer in layers]
+        for name in STATISTICS:
+            experts[name] = np.concatenate(
+                [each[name][some].numpy() for each, some in zip(of_layers, columns, strict=True)]
             )
-
-        end = model.part(*parts_of(model)[-1]) if isinstance(model, Streamed) else nullcontext()
-        with end:
-            unembedded = [raised(each, moments[each.layer.name]) for each in found.layers]
-        of_layers = zip(found.layers, found.together, sets, unembedded, strict=True)
-        return AtlasOfExperts(
-            knocked=found,
-            how=asked.how,
-            layers=[
-                LayerAtlas(
-                    without=without,
-                    moments=moments[without.layer.name],
-                    together=of_sets.together(lost),
-                    unembedded=tokens,
+        correlations = _correlations(experts)
+        frames = {
+            **tables.frames,
+            "predictive": _predictive(correlations),
+            "correlations": correlations,
+            **_together(found.together, sets),
+        }
+        titles = {**tables.titles, **TITLES}
+        if asked.unembed is not None:
+            end = model.part(*parts_of(model)[-1]) if isinstance(model, Streamed) else nullcontext()
+            with end:
+                frames["unembedded"] = _unembedded(
+                    model, text, found.layers, moments, asked.unembed
                 )
-                for without, lost, of_sets, tokens in of_layers
-            ],
+            titles["unembedded"] = UNEMBEDDED
+        return Tables(
+            facts={**tables.facts, "how": asked.how},
+            frames=frames,
+            titles={name: title for name, title in titles.items() if name in frames},
         )
+
+
+def _correlations(experts: Any) -> Any:
+    """A table of the rank correlation of each statistic with each change, by layer."""
+    import pandas as pd
+
+    rows = []
+    for module, of_layer in experts.groupby("module", sort=False):
+        for name in STATISTICS:
+            for target in TARGETS:
+                rho, p = _correlation(of_layer[name].to_numpy(), of_layer[target].to_numpy())
+                rows.append(
+                    {"module": module, "statistic": name, "target": target, "rho": rho, "p": p}
+                )
+    frame = pd.DataFrame(rows)
+    threshold = SIGNIFICANCE / max(1, len(STATISTICS) * experts["module"].nunique())
+    return frame.assign(significant=frame["p"] < threshold)
+
+
+def _predictive(correlations: Any) -> Any:
+    """A table of the layers in which a statistic predicts a change, of those where it can."""
+    known = correlations.dropna(subset=["rho"]).groupby(["statistic", "target"], sort=False)
+    return known.agg(
+        mean_rho=("rho", "mean"), significant_in=("significant", "sum"), layers=("rho", "size")
+    ).reset_index()
+
+
+def _together(lost: Sequence[LayerWithout], sets: Sequence["_Sets"]) -> dict[str, Any]:
+    """Tables of the change of the loss without several experts of a layer at once: of each set, and
+    by statistic beside random sets."""
+    import pandas as pd
+
+    rows = []
+    for without, of_layer in zip(lost, sets, strict=True):
+        change_E = without.by_class["all"].change_3EC[0, :, 0]
+        change_of = {each: float(change_E[row]) for row, each in enumerate(without.sets)}
+        for chosen_by, experts in of_layer.chosen:
+            rows.append(
+                {
+                    "module": without.layer.name,
+                    "size": len(experts),
+                    "chosen_by": chosen_by,
+                    "experts": list(experts),
+                    "change": change_of[experts],
+                }
+            )
+    if not rows:
+        return {}
+    frame = pd.DataFrame(rows)
+    means = frame.pivot_table(
+        "change", ["module", "size"], "chosen_by", aggfunc="mean", sort=False
+    ).reset_index()
+    random = frame[frame["chosen_by"] == "random"].groupby(["module", "size"], sort=False)["change"]
+    ends = random.agg(random_lowest="min", random_highest="max").reset_index()
+    return {"together": means.merge(ends), "sets": frame}
+
+
+def _unembedded(
+    model: nn.Module,
+    text: TextSamples,
+    layers: Sequence[LayerWithout],
+    moments: Mapping[str, Moments],
+    count: int,
+) -> Any:
+    """A table of the tokens that each expert's mean output promotes most."""
+    import pandas as pd
+
+    assert isinstance(model, Decoder)
+    rows, tokenizer = [], text.tokenizer
+    for without in layers:
+        columns = [experts[0] for experts in without.sets]
+        raised = raised_tokens(
+            *(model, moments[without.layer.name].mean_SD[columns], count),
+            lambda token: tokenizer.text_within(token) or tokenizer.decode([token]),
+        )
+        for column, tokens in zip(columns, raised, strict=True):
+            level, expert = without.layer.place(column)
+            of = {"module": without.layer.name, "level": level, "expert": expert}
+            rows += [{**of, **each._asdict()} for each in tokens]
+    return pd.DataFrame(rows)
 
 
 def _moments(subject: Subject, world: comm.World, summed: Summed) -> Mapping[str, Moments]:
@@ -353,52 +263,36 @@ def _moments(subject: Subject, world: comm.World, summed: Summed) -> Mapping[str
     return reader.moments.result(summed)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Sets:
-    """Distinct sets of a layer's experts to remove together."""
+class _Sets(NamedTuple):
+    """Sets of a layer's experts to remove together."""
 
-    all: list[tuple[int, ...]]
-    lowest: dict[int, dict[str, tuple[int, ...]]]
-    """Sets by size and statistic."""
-    at_random: dict[int, list[tuple[int, ...]]]
+    chosen: list[tuple[str, tuple[int, ...]]]
+    """How each was chosen, by the lowest values of a statistic or `random`, and its experts."""
 
-    def together(self, lost: LayerWithout) -> list[Together]:
-        """The losses without these sets."""
-        change_E = lost.by_class["all"].change_3EC[0, :, 0]
-        of_set = {each: float(change_E[row]) for row, each in enumerate(self.all)}
-        return [
-            Together(
-                size=size,
-                lowest={name: of_set[each] for name, each in of_size.items()},
-                at_random=[of_set[each] for each in self.at_random[size]],
-            )
-            for size, of_size in self.lowest.items()
-        ]
+    @property
+    def distinct(self) -> list[tuple[int, ...]]:
+        """The sets, each once."""
+        return sorted({experts for _, experts in self.chosen})
 
 
 def _sets(model: nn.Module, layer: RoutedLayer, moments: Moments, asked: AtlasOptions) -> _Sets:
     """The lowest quarter and half of experts by each statistic, and random sets."""
-    lowest: dict[int, dict[str, tuple[int, ...]]] = {}
-    at_random: dict[int, list[tuple[int, ...]]] = {}
+    chosen: list[tuple[str, tuple[int, ...]]] = []
     experts = layer.num_experts
     if asked.experts or len(layer.levels) > 1:  # a set in one level is not a share of a layer
-        return _Sets(all=[], lowest={}, at_random={})
+        return _Sets(chosen)
     for share in SHARES:
         size = experts // share
         left_over = asked.how == "prune" and experts - size < experts_of_a_token(model, layer)
         if size < 2 or left_over:
             continue
-        lowest[size] = {
-            name: tuple(sorted(each_S.argsort(stable=True)[:size].tolist()))
-            for name, each_S in moments.statistics().items()
-        }
+        for name, each_S in moments.statistics().items():
+            lowest = each_S.argsort(stable=True)[:size].tolist()
+            chosen.append((name, tuple(sorted(lowest))))
         chance = random.Random(f"{layer.name} {size}")
-        at_random[size] = [
-            tuple(sorted(chance.sample(range(experts), size))) for _ in range(RANDOM_SETS)
-        ]
-    known = {each for of_size in lowest.values() for each in of_size.values()}
-    known |= {each for of_size in at_random.values() for each in of_size}
-    return _Sets(all=sorted(known), lowest=lowest, at_random=at_random)
+        for _ in range(RANDOM_SETS):
+            chosen.append(("random", tuple(sorted(chance.sample(range(experts), size)))))
+    return _Sets(chosen)
 
 
 @torch.inference_mode()

@@ -1,9 +1,7 @@
 """`polyad compare`: which tokens are routed differently by two checkpoints of a model."""
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -14,15 +12,14 @@ from polyad.train.config.text import flatten
 from polyad.train.errors import ConfigError
 from polyad.train.experts.fluctuation import (
     Differences,
-    Fluctuation,
     encode,
     mean,
 )
 from polyad.train.experts.information import Summed
 from polyad.train.experts.probing import deciding, routed_layers
-from polyad.train.measures.measure import Measure, Result, Subject
+from polyad.train.measures.measure import Measure, Subject
 from polyad.train.reading import Evaluated, Reading
-from polyad.train.results import aligned
+from polyad.train.results import Tables
 from polyad.train.tasks.samples import probe_of
 
 PROBE_UNITS = 65_536
@@ -33,57 +30,6 @@ FREE_KEYS = (
     "end_of_text_id",
 )  # fmt: skip
 """Keys of a model that do not affect its outputs in evaluation."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Compared(Result):
-    """How the routing of two checkpoints differs."""
-
-    first: ClassVar[tuple[str, ...]] = (
-        *("checkpoint", "step", "compared_with", "compared_step"),
-        *("data", "split", "data_kind"),
-    )
-    last: ClassVar[tuple[str, ...]] = ("precision", "processes", "seconds")
-
-    compared_with: str
-    compared_step: int
-    unit: str
-    """The unit read: tokens or images."""
-    units: int
-    about: Mapping[str, int]
-    """Named numbers that describe the samples."""
-    layers: Mapping[str, Fluctuation]
-    """Layers by name."""
-
-    def to_json(self) -> dict[str, Any]:
-        """The result as JSON values."""
-        return {
-            "compared_with": self.compared_with,
-            "compared_step": self.compared_step,
-            f"probe_{self.unit}": self.units,
-            **self.about,
-            "layers": self.layers,
-            "mean": mean(self.layers),
-        }
-
-    def source(self, data: str) -> list[tuple[str, str]]:
-        """The other checkpoint, and what both read."""
-        windows = self.about.get("probe_windows")
-        among = "" if windows is None else f", in {windows:,} windows"
-        read = f"{self.units:,} {self.unit} of {data}{among}, spread evenly over it"
-        other = f"{self.compared_with} (step {self.compared_step:,})"
-        return [("compared with", other), ("probe set", read)]
-
-    def rows(self) -> list[str]:
-        """A table of the layers."""
-        table: list[tuple[str, ...]] = [
-            ("", "different first expert", "different experts", "entropy ratio")
-        ]
-        measured = {name: layer.to_json() for name, layer in self.layers.items()}
-        for name, layer in (measured | {"mean": mean(self.layers)}).items():
-            shares = (f"{100 * layer[share]:.2f}%" for share in ("top1", "set"))
-            table.append((name, *shares, f"{layer['entropy_ratio']:.4f}"))
-        return ["", *aligned(table)]
 
 
 class Comparison(Measure):
@@ -144,8 +90,10 @@ class Comparison(Measure):
         counted_M = reading.counted_M
         self._units += len(reading.number_R if counted_M is None else counted_M)
 
-    def result(self, summed: Summed = lambda values: values) -> Compared:
+    def result(self, summed: Summed = lambda values: values) -> Tables:
         """The result."""
+        import pandas as pd
+
         layers = self._differences.result(summed)
         for name, layer in layers.items():
             if not math.isfinite(layer.entropy + layer.entropy_before):
@@ -154,15 +102,17 @@ class Comparison(Measure):
                     f"{self._opened.weights.folder} or in what it is compared with: the weights "
                     f"hold NaN or inf, or are too large"
                 )
-        samples = self.subject.samples
-        return Compared(
-            compared_with=str(self._other.folder),
-            compared_step=self._other.training_step if isinstance(self._other, Checkpoint) else 0,
-            unit=f"{self._opened.task.unit.name}s",
-            units=int(summed(self._units)),
-            about=samples.about(),
-            layers=layers,
-        )
+        other = self._other
+        facts = {
+            "compared_with": str(other.folder),
+            "compared_step": other.training_step if isinstance(other, Checkpoint) else 0,
+            f"probe_{self._opened.task.unit.name}s": int(summed(self._units)),
+            **self.subject.samples.about(),
+            **{f"mean_{name}": value for name, value in mean(layers).items()},
+        }
+        rows = [{"module": name, **layer.to_json()} for name, layer in layers.items()]
+        title = "top1, set: share of the tokens whose first expert, or whose set of experts differs"
+        return Tables(facts=facts, frames={"layers": pd.DataFrame(rows)}, titles={"layers": title})
 
 
 def _check_pair(opened: Evaluated, own: Weights, other: Weights) -> None:

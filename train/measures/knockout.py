@@ -16,7 +16,7 @@ from polyad.parallel.streamed import Streamed
 from polyad.train.errors import ConfigError
 from polyad.train.experts.actions import CONTRIBUTION, Action
 from polyad.train.experts.information import Summed
-from polyad.train.experts.knockout import ExpertWithout, KnockOut, LayerWithout
+from polyad.train.experts.knockout import KnockOut, LayerWithout
 from polyad.train.experts.probing import (
     RoutedLayer,
     check_experts,
@@ -26,36 +26,28 @@ from polyad.train.experts.probing import (
 )
 from polyad.train.experts.steering import SteeredReading, Steering, SteeringEffect, gate_column
 from polyad.train.experts.token_classes import ClassColumns
-from polyad.train.measures.measure import Measure, Result, Subject
+from polyad.train.measures.measure import Measure, Subject
 from polyad.train.measures.streamed_knockout import StreamedKnockOut
 from polyad.train.reading import Evaluated, Reading
-from polyad.train.results import aligned
+from polyad.train.results import Tables
 from polyad.train.tasks.samples import TextSamples, losses
 from polyad.train.tasks.text import TextTask
 
 TOKENS = 65_536
 """Default for the approximate number of tokens to read."""
-MOST_EXPERTS = 16
-"""Maximum number of rows displayed per layer; the JSON output has all experts."""
-MOST_CLASSES = 3
-"""Maximum number of classes named per expert."""
-NAMED = ("characters", "frequency")
-"""Labelings of predicted tokens that are displayed for steering."""
-
-LEAD = (
-    "",
-    "change in loss without each expert, in nats per token, over all tokens and over the tokens "
-    "that use it,",
-    "and the token classes whose loss rises most, beyond noise; 95% intervals over windows, * "
-    "excludes 0",
-)
-"""Headings of tables of experts."""
-
-Row = tuple[str, ...]
+TITLES = {
+    "experts": "change in loss without each expert, in nats per token, over all tokens and over "
+    "its own; * excludes 0",
+    "harmed": "token classes whose loss rises beyond noise without the expert",
+    "focus": "for how few classes of tokens the experts of a layer are",
+    "steering": "change in loss when the text is steered",
+    "next_tokens": "change in the probability of classes of the next token",
+}
+"""Lines above tables of a text."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class KnockedOut(Result):
+class KnockedOut:
     """Losses without each expert, and the effect of steering."""
 
     windows: int
@@ -77,95 +69,25 @@ class KnockedOut(Result):
         """The mean loss of the unchanged model, in nats per token."""
         return float(self.layers[0].by_class["all"].loss_C[0])
 
-    def to_json(self) -> dict[str, Any]:
-        """The result as JSON values."""
-        return {
+    def tables(self) -> Tables:
+        """The same as tables."""
+        import pandas as pd
+
+        facts: dict[str, Any] = {
             "windows_read": self.windows,
             "sequence_length": self.length,
             "tokens_scored": self.tokens,
             "loss": self.loss,
-            "layers": {each.layer.name: each for each in self.layers},
-            "steering": self.steering,
+            "tokens_recomputed": sum(each.windows_again for each in self.layers) * self.length,
         }
-
-    def amount(self) -> str:
-        """The number of tokens, in words."""
-        return f": {self.tokens:,} tokens in {self.windows:,} windows"
-
-    def facts(self) -> list[tuple[str, str]]:
-        """The loss of the unchanged model."""
-        return [("loss", f"{self.loss:.4f} nats per token")]
-
-    def rows(self) -> list[str]:
-        """A table for each layer, and tables of steering."""
-        lines = [*LEAD]
-        for layer in self.layers:
-            lines += ["", *layer_rows(layer)]
+        found = [each.frames() for each in self.layers]
+        rows = {name: [row for each in found for row in each[name]] for name in found[0]}
         if self.steering is not None:
-            lines += ["", *_steering_rows(self.steering)]
-        return lines
-
-
-def layer_rows(layer: LayerWithout) -> list[str]:
-    """Formats the experts of a layer that matter most."""
-    every, experts = layer.by_class["all"], list(layer.experts().items())
-    order = sorted(range(len(experts)), key=lambda row: -abs(experts[row][1].change.value))
-    shown = sorted(order[:MOST_EXPERTS])
-    title = (
-        f"{layer.layer.name}: {layer.windows_again * layer.length:,} tokens recomputed, "
-        f"{100 * layer.share_of_pairs:.1f}% of all token-expert pairs"
-    )
-    if len(shown) < len(experts):
-        title += f"; the {len(shown)} of {len(experts):,} experts that matter most"
-    table: list[Row] = [("expert", "tokens", "all", "its own")]
-    for row in shown:
-        name, without = experts[row]
-        share = every.own_EC[row, 0] / max(1, every.tokens_C[0])
-        changes = (each.shown() for each in (without.change, without.own_change))
-        table.append((name, f"{100 * share:.1f}%", *changes))
-    heads, *rows = aligned(table, ">><")
-    lines = [title, heads]
-    for line, row in zip(rows, shown, strict=True):
-        lines += [line, *_most_harmed(experts[row][1])]
-    return lines
-
-
-def _most_harmed(without: ExpertWithout) -> list[str]:
-    """The classes that an expert is for, by predicted and by input tokens."""
-    lines = []
-    for side, classes in without.harmed.items():
-        said = [
-            f"{one.title} {one.change.value:+.3f} [{one.change.low:+.3f}, {one.change.high:+.3f}]"
-            for one in classes[:MOST_CLASSES]
-        ]
-        lines.append(f"{'':16}{side + ':':10} {', '.join(said) or 'none beyond noise'}")
-    return lines
-
-
-def _steering_rows(steering: SteeringEffect) -> list[str]:
-    changes: list[Row] = [("", "class", "tokens", "loss", "its change")]
-    for kind in ("all", *(f"predicted {name}" for name in NAMED)):
-        each = steering.by_class[kind]
-        for column, name in enumerate(each.classes):
-            if each.tokens_C[column]:
-                numbers = (f"{int(each.tokens_C[column]):,}", f"{each.loss_C[column]:.4f}")
-                changes.append((kind, name, *numbers, each.change(0, column).shown()))
-    masses: list[Row] = [("", "class", "probability", "its change")]
-    for kind, mass in steering.mass.items():
-        for column, name in enumerate(mass.classes):
-            change = mass.change(column).shown()
-            masses.append((f"next {kind}", name, f"{mass.before_K[column]:.4f}", change))
-    steered = [f"--steer {each}" for each in steering.steerings]
-    return [*steered, "", *aligned(_once(changes), "<"), "", *aligned(_once(masses), "<")]
-
-
-def _once(table: list[Row]) -> list[Row]:
-    """Blanks first cells that repeat the row above."""
-    above = ["", *(row[0] for row in table)]
-    return [
-        ("" if row[0] == before else row[0], *row[1:])
-        for row, before in zip(table, above, strict=False)
-    ]
+            facts["steer"] = [str(each) for each in self.steering.steerings]
+            rows |= self.steering.frames()
+        frames = {name: pd.DataFrame(each) for name, each in rows.items()}
+        titles = {name: title for name, title in TITLES.items() if name in frames}
+        return Tables(facts=facts, frames=frames, titles=titles)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,7 +140,6 @@ class KnockOuts(Measure):
                 KnockOut(
                     *(model, layer, some, self._columns.classes),
                     windows=text.rows,
-                    length=text.length,
                     action=action,
                 )
                 for layer, some, action in zip(layers, each, actions, strict=True)
@@ -287,8 +208,12 @@ class KnockOuts(Measure):
         if self._steered is not None:
             self._steered.add(passages, label_JBP, reading.output, loss_BP)
 
-    def result(self, summed: Summed = lambda values: values) -> KnockedOut:
-        """The result."""
+    def found(self, summed: Summed = lambda values: values) -> KnockedOut:
+        """Returns the losses without each expert; all processes call this.
+
+        Args:
+            summed: sums over processes.
+        """
         steering = None if self._steered is None else self._steered.result(summed)
         return KnockedOut(
             windows=self._text.rows,
@@ -297,6 +222,10 @@ class KnockOuts(Measure):
             together=[each.result(summed) for each in self._together],
             steering=steering,
         )
+
+    def result(self, summed: Summed = lambda values: values) -> Tables:
+        """The result."""
+        return self.found(summed).tables()
 
 
 def chosen_experts(

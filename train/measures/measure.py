@@ -1,16 +1,15 @@
 """Interfaces of examinations and measures of a checkpoint.
 
-    Examination   checks the user's options, examines weights and data, and returns a `Result`
+    Examination   checks the user's options, examines weights and data, and returns `Tables`
     Measure       an examination that accumulates over one pass over samples, reading all routers
 
-A new measure is one file with a `Measure` and its `Result`, and one line in `registry.py`:
-`polyad experts NAME` and studies read the registry.
+A new measure is one file with a `Measure`, and one line in `registry.py`: `polyad experts NAME`
+reads the registry.
 """
 
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self
 
@@ -24,45 +23,9 @@ from polyad.train.experts.information import Summed
 from polyad.train.experts.interventions import Intervention
 from polyad.train.experts.probing import RoutedLayer, routed_head, routed_layers
 from polyad.train.reading import Evaluated, Reading, open_evaluated, read
-from polyad.train.results import aligned
+from polyad.train.results import Tables
 from polyad.train.tasks.samples import Samples, samples_of
 from polyad.train.tasks.text import TextTask
-
-
-class Result(ABC):
-    """The result of an examination.
-
-    Attributes:
-        first: keys that come first in the JSON output, of the result or of `Examined`.
-        last: keys that come last.
-    """
-
-    first: ClassVar[tuple[str, ...]] = ("checkpoint", "step", "data", "data_kind", "split")
-    last: ClassVar[tuple[str, ...]] = ("weights", "precision", "processes", "seconds")
-
-    @abstractmethod
-    def to_json(self) -> dict[str, Any]:
-        """JSON values of the result's own keys."""
-
-    def amount(self) -> str:
-        """The amount read, to append to the name of the data: `: 1,024 tokens` or `, 24 images`."""
-        return ""
-
-    def source(self, data: str) -> list[tuple[str, str]]:
-        """Names and values that describe what was read.
-
-        Args:
-            data: the split and the name of the data.
-        """
-        return [("split", f"{data}{self.amount()}")]
-
-    def facts(self) -> list[tuple[str, str]]:
-        """Names and values to display first."""
-        return []
-
-    def rows(self) -> list[str]:
-        """Aligned lines to display after names and values."""
-        return []
 
 
 class Subject(NamedTuple):
@@ -112,7 +75,7 @@ class Examination(ABC):
     @abstractmethod
     def take(
         cls, opened: Evaluated, split: str, asked: Any, model: nn.Module, world: comm.World
-    ) -> Result:
+    ) -> Tables:
         """Examines the weights; all processes call it.
 
         Args:
@@ -156,7 +119,7 @@ class Measure(Examination):
     @classmethod
     def take(
         cls, opened: Evaluated, split: str, asked: Any, model: nn.Module, world: comm.World
-    ) -> Result:
+    ) -> Tables:
         """Reads the samples once."""
         taken = cls.of(opened, split, asked, model)
         taken.read(world)
@@ -185,7 +148,7 @@ class Measure(Examination):
         """Adds a batch of this process."""
 
     @abstractmethod
-    def result(self, summed: Summed = lambda values: values) -> Result:
+    def result(self, summed: Summed = lambda values: values) -> Tables:
         """Returns the result; all processes call this.
 
         Args:
@@ -227,42 +190,6 @@ def needs_one_process(name: str, world: comm.World) -> None:
         raise ConfigError(f"{name}: one process does it, and there are {world.size}")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Examined:
-    """The result of an examination, and how it was obtained."""
-
-    checkpoint: str
-    step: int
-    data: str
-    data_kind: str
-    split: str
-    interventions: Sequence[Intervention]
-    result: Result
-    weights: Choice
-    precision: str
-    processes: int
-    seconds: float
-
-    def to_json(self) -> dict[str, Any]:
-        """The result as JSON values."""
-        found = self.result.to_json()
-        known, last = vars(self) | found, self.result.last
-        changed = ("interventions",) if self.interventions else ()
-        names = (*self.result.first, *changed, *(name for name in found if name not in last), *last)
-        return {name: known[name] for name in names}
-
-    def text(self) -> str:
-        """The result as text."""
-        facts = [
-            ("checkpoint", f"{self.checkpoint} (step {self.step:,})"),
-            *self.result.source(f"{self.split} of {self.data}"),
-            *(("intervention", str(each)) for each in self.interventions),
-            *self.result.facts(),
-            ("processes", f"{self.processes}"),
-        ]
-        return "\n".join([*aligned(facts, "<"), *self.result.rows()])
-
-
 def examine(
     path: Path,
     kind: type[Examination],
@@ -274,7 +201,7 @@ def examine(
     base: Path | None = None,
     interventions: Sequence[Intervention] = (),
     **options: Any,
-) -> Examined:
+) -> Tables:
     """Examines a checkpoint, in one process or under torchrun.
 
     Args:
@@ -302,15 +229,19 @@ def examine(
     with opened.loaded(kind.doing, reads, needs_whole=kind.needs_whole) as (model, world):
         result = kind.take(opened, split, asked, model, world)
         seconds = time.monotonic() - started
-    return Examined(
-        **opened.about(),
-        data=opened.task.name,
-        data_kind=opened.config.data.kind,
-        split=split,
-        interventions=interventions,
-        result=result,
-        weights=weights,
-        precision=opened.config.train.precision,
-        processes=world.size,
-        seconds=seconds,
-    )
+    about = opened.about()
+    if kind.reads_split:
+        about |= {
+            "data": opened.task.name,
+            "data_kind": opened.config.data.kind,
+            "split": split,
+        }
+    if interventions:
+        about["interventions"] = [str(each) for each in interventions]
+    how = {
+        "weights": weights,
+        "precision": opened.config.train.precision,
+        "processes": world.size,
+        "seconds": seconds,
+    }
+    return result.with_facts(about, how)

@@ -10,7 +10,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -32,13 +32,12 @@ from polyad.train.experts.probing import RoutedLayer, routed_layers
 from polyad.train.measures.knockout import KnockOuts
 from polyad.train.measures.measure import (
     Examination,
-    Result,
     Subject,
     needs_one_process,
     needs_text,
 )
 from polyad.train.reading import Evaluated, MomentsReader, Reading, open_evaluated, read
-from polyad.train.results import aligned
+from polyad.train.results import Tables
 from polyad.train.tasks.samples import TextSamples, losses
 from polyad.train.tasks.text import TextTask
 
@@ -71,78 +70,6 @@ class RemovalOptions:
     def text(self) -> str:
         """The options that choose the experts."""
         return f"--by {self.by} --keep {self.keep:g}" + " --merge" * self.merge
-
-
-class Cost(NamedTuple):
-    """Mean losses over held-out text, in nats per token."""
-
-    whole: float
-    smaller: float
-    at_random: Sequence[float]
-    """Losses without random experts, one per draw."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Removed(Result):
-    """A smaller model, and its cost."""
-
-    by: By
-    merged: bool
-    calibrated_on: str
-    experts: int
-    kept: Mapping[str, Sequence[Sequence[int]]]
-    """By layer, the original experts of which each expert of the smaller model is made."""
-    tokens: int
-    cost: Cost
-    written: Mapping[str, Any]
-
-    def to_json(self) -> dict[str, Any]:
-        """The result as JSON values."""
-        return {
-            "by": self.by,
-            "merged": self.merged,
-            "calibrated_on": self.calibrated_on,
-            "experts": self.experts,
-            "experts_left": len(next(iter(self.kept.values()))),
-            "kept": self.kept,
-            "tokens_scored": self.tokens,
-            "loss": self.cost.whole,
-            "loss_smaller": self.cost.smaller,
-            "loss_random": list(self.cost.at_random),
-            "written": dict(self.written),
-        }
-
-    def amount(self) -> str:
-        """The number of tokens, in words."""
-        return f": {self.tokens:,} tokens"
-
-    def facts(self) -> list[tuple[str, str]]:
-        """What was written."""
-        left = len(next(iter(self.kept.values())))
-        return [
-            ("written", f"{self.written['destination']} ({self.written['format']})"),
-            ("experts", f"{left} of {self.experts} in each of {len(self.kept)} layers"),
-            ("chosen by", f"{self.by}, on {self.calibrated_on}" + ", merged" * self.merged),
-            ("parameters", f"{self.written['parameters']:,}"),
-            *(("note", note) for note in self.written["notes"]),
-        ]
-
-    def rows(self) -> list[str]:
-        """The cost."""
-        whole, smaller, at_random = self.cost
-        mean = sum(at_random) / len(at_random)
-        rows = [
-            ("", "loss", "change"),
-            ("all experts", f"{whole:.4f}", ""),
-            ("these", f"{smaller:.4f}", f"{smaller - whole:+.4f}"),
-            (
-                "random experts",
-                f"{mean:.4f}",
-                f"{mean - whole:+.4f} ({min(at_random) - whole:+.4f} to "
-                f"{max(at_random) - whole:+.4f}, {len(at_random)} choices, none merged)",
-            ),
-        ]
-        return ["", *aligned(rows, "<>")]
 
 
 class Removal(Examination):
@@ -185,8 +112,10 @@ class Removal(Examination):
         asked: RemovalOptions,
         model: nn.Module,
         world: comm.World,
-    ) -> Removed:
+    ) -> Tables:
         """Reads text to choose, writes, and reads other text with the models before and after."""
+        import pandas as pd
+
         needs_one_process(cls.name, world)
         layers = sparse_layers(model)
         calibration = calibration_of(opened, asked.calibrate)
@@ -213,15 +142,33 @@ class Removal(Examination):
                 told = f"without random experts {number + 1}/{RANDOM_CHOICES}"
                 at_random.append(mean_loss(model, samples, opened.batch_size, told)[0])
         smaller = _loss_of_written(opened, asked.output, split, asked.tokens)
-        return Removed(
-            by=asked.by,
-            merged=asked.merge,
-            calibrated_on=f"train of {calibration.task.name}",
-            experts=layers[0].num_experts,
-            kept={name: [group.experts for group in each] for name, each in groups.items()},
-            tokens=tokens,
-            cost=Cost(whole, smaller, at_random),
-            written=written,
+        kept = [
+            {"module": name, "expert": expert, "made_of": list(group.experts)}
+            for name, each in groups.items()
+            for expert, group in enumerate(each)
+        ]
+        costs = [("all experts", whole), ("these experts", smaller)]
+        costs += [(f"random experts {n + 1}", loss) for n, loss in enumerate(at_random)]
+        return Tables(
+            facts={
+                "by": asked.by,
+                "merged": asked.merge,
+                "calibrated_on": f"train of {calibration.task.name}",
+                "experts": layers[0].num_experts,
+                "experts_left": len(next(iter(groups.values()))),
+                "tokens_scored": tokens,
+                "written": written["destination"],
+                "format": written["format"],
+                "parameters": written["parameters"],
+                "notes": list(written["notes"]),
+            },
+            frames={
+                "kept": pd.DataFrame(kept),
+                "losses": pd.DataFrame(
+                    {"model": name, "loss": loss, "change": loss - whole} for name, loss in costs
+                ),
+            },
+            titles={"losses": "loss in nats per token, none of the random choices merged"},
         )
 
 
@@ -387,7 +334,7 @@ def scored(
         measure.read(world)
         found = {
             each.layer.name: torch.from_numpy(each.by_class["all"].change_3EC[0, :, 0])
-            for each in measure.result().layers
+            for each in measure.found().layers
         }
     elif by == "probability":
         found = probabilities.sums

@@ -14,7 +14,7 @@ subpopulations: the output's value, 0 or 1, times the sensitive attribute's.
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from polyad.parallel import comm
 from polyad.train.errors import ConfigError
 from polyad.train.experts.probing import RoutedLayer, routed_head
-from polyad.train.measures.measure import Examination, Result
+from polyad.train.measures.measure import Examination
 from polyad.train.reading import Evaluated, Reader, Reading, read
-from polyad.train.results import aligned
+from polyad.train.results import Tables
 from polyad.train.tasks.images import ImageClassification
 from polyad.train.tasks.samples import ImageSamples
 
@@ -163,11 +163,11 @@ class Accuracies:
             "lowest_accuracy": _known(known_G.min()),
         }
 
-    def to_json(self) -> dict[str, Any]:
-        """JSON values: the measures, and for attributes each subpopulation."""
+    def subpopulations(self) -> list[dict[str, Any]]:
+        """For attributes the size and accuracy of each subpopulation; empty for classes."""
         if not self.has_attributes:
-            return self.measures()
-        groups = [
+            return []
+        return [
             {
                 "has_class": bool(group // 2),
                 "has_others": bool(group % 2),
@@ -176,7 +176,6 @@ class Accuracies:
             }
             for group in (3, 2, 1, 0)
         ]
-        return self.measures() | {"subpopulations": groups}
 
     def rewrite_score(self, before: "Accuracies") -> float | None:
         """The target's gain minus changes elsewhere; at best 1 - its accuracy."""
@@ -187,83 +186,6 @@ class Accuracies:
 
 def _known(value: Tensor) -> float | None:
     return float(value) if value.isfinite() else None
-
-
-TITLES = {
-    "target_accuracy": "target's accuracy",
-    "others_accuracy": "others' accuracy",
-    "equality_of_opportunity": "equality of opportunity",
-    "standard_deviation": "standard deviation",
-    "lowest_accuracy": "lowest accuracy",
-    "accuracy": "accuracy",
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rewritten(Result):
-    """The accuracy of a model before and after a rewrite."""
-
-    first: ClassVar[tuple[str, ...]] = ("checkpoint", "step", "data", "split")
-
-    images: int
-    """Number of images scored."""
-    output: str
-    """The class whose output is shifted."""
-    of: str
-    """The subpopulation."""
-    by: float
-    members: int
-    """Number of the subpopulation's training images."""
-    mean_S: Tensor
-    """Their mean coefficients."""
-    before: Accuracies
-    after: Accuracies
-
-    @property
-    def score(self) -> dict[str, float | None]:
-        """The rewrite score, for attributes."""
-        has_attributes = self.after.has_attributes
-        return {"rewrite_score": self.after.rewrite_score(self.before)} if has_attributes else {}
-
-    def to_json(self) -> dict[str, Any]:
-        """The result as JSON values."""
-        return {
-            "images_scored": self.images,
-            "class": self.output,
-            "of": self.of,
-            "by": self.by,
-            "images_of_subpopulation": self.members,
-            "mean_coefficients": self.mean_S.tolist(),
-            "before": self.before,
-            "after": self.after,
-            **self.score,
-        }
-
-    def amount(self) -> str:
-        """The number of images, in words."""
-        return f", {self.images:,} images"
-
-    def facts(self) -> list[tuple[str, str]]:
-        """What was shifted, and how far."""
-        return [
-            ("output", self.output),
-            ("subpopulation", f"{self.of}, {self.members:,} training images"),
-            ("moved by", f"{self.by:g} times the similarity of the expert coefficients"),
-        ]
-
-    def rows(self) -> list[str]:
-        """A table of the measures."""
-        before, after = self.before.measures(), self.after.measures()
-        table = [("", " before", "  after")]
-        for name, title in TITLES.items():
-            if name in before:
-                table.append((title, _shown(before[name]), _shown(after[name])))
-        table += [("rewrite score", "", _shown(score)) for score in self.score.values()]
-        return ["", *aligned(table)]
-
-
-def _shown(value: float | None) -> str:
-    return f"{'none':>7}" if value is None else f"{value:7.4f}"
 
 
 class Rewriting(Examination):
@@ -291,8 +213,10 @@ class Rewriting(Examination):
         asked: tuple[Rewrite, list[int]],
         model: nn.Module,
         world: comm.World,
-    ) -> Rewritten:
+    ) -> Tables:
         """Reads the subpopulation, and then the split."""
+        import pandas as pd
+
         (rewrite, members), task = asked, opened.images(cls.name, attributes=True)
         head = routed_head(model)
         if head is None:
@@ -317,15 +241,42 @@ class Rewriting(Examination):
         read_all(scored, counted, f"score {split}")
         before, after = counted.result(world)
         names = task.data.class_names
-        return Rewritten(
-            images=scored.rows,
-            output=names[rewrite.output],
-            of="+".join(names[each.number] + ("" if each.value else ":0") for each in rewrite.of),
-            by=by,
-            members=len(members),
-            mean_S=mean_S,
-            before=before,
-            after=after,
+        of = "+".join(names[each.number] + ("" if each.value else ":0") for each in rewrite.of)
+        facts = {
+            "images_scored": scored.rows,
+            "class": names[rewrite.output],
+            "of": of,
+            "by": by,
+            "images_of_subpopulation": len(members),
+        }
+        if task.has_attributes:
+            facts["rewrite_score"] = after.rewrite_score(before)
+        measures = pd.DataFrame({"before": before.measures(), "after": after.measures()})
+        both = zip(before.subpopulations(), after.subpopulations(), strict=True)
+        groups = [
+            {
+                **{name: value for name, value in then.items() if name != "accuracy"},
+                "before": then["accuracy"],
+                "after": now["accuracy"],
+            }
+            for then, now in both
+        ]
+        means = [
+            {"module": head.name, "level": level, "expert": expert, "mean_coefficient": value}
+            for column, value in enumerate(mean_S.tolist())
+            for level, expert in [head.place(column)]
+        ]
+        return Tables(
+            facts=facts,
+            frames={
+                "measures": measures.rename_axis("measure").reset_index(),
+                "subpopulations": pd.DataFrame(groups),
+                "experts": pd.DataFrame(means),
+            },
+            titles={
+                "measures": "before and after the output moved by the similarity of coefficients",
+                "subpopulations": "accuracy of subpopulations",
+            },
         )
 
 

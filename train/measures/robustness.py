@@ -4,7 +4,7 @@ Shapes: B images of a batch, N images of a set, K classes of the model, S classe
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -24,48 +24,13 @@ from polyad.data.images.imagenet import (
 from polyad.data.images.samples import EvaluationImages
 from polyad.parallel import comm
 from polyad.train.errors import ConfigError
-from polyad.train.measures.measure import Examination, Result
+from polyad.train.measures.measure import Examination
 from polyad.train.reading import Evaluated, Reading, read
+from polyad.train.results import Tables
 from polyad.train.tasks.images import ImageClassification
 from polyad.train.tasks.samples import ImageSamples
 
 _WORDNET_ID = re.compile(r"n\d{8}")
-_TITLES = {"top1": "top-1", "mce": "mCE", "aupr": "AUPR"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Robust(Result):
-    """Scores of a model on a set."""
-
-    first: ClassVar[tuple[str, ...]] = ("checkpoint", "step")
-
-    name: str
-    """The letter of the set, as in ImageNet-C."""
-    folder: str
-    scores: Mapping[str, Any]
-    image_size: int
-
-    def to_json(self) -> dict[str, Any]:
-        """The result as JSON values."""
-        about = {"set": self.name, "folder": self.folder}
-        return about | dict(self.scores) | {"image_size": self.image_size}
-
-    def source(self, data: str) -> list[tuple[str, str]]:
-        """The set that was read in place of a split."""
-        return [("set", f"ImageNet-{self.name.upper()}, {self.folder}")]
-
-    def facts(self) -> list[tuple[str, str]]:
-        """The scores."""
-        scores = self.scores
-        rows = [(title, f"{scores[key]:.4f}") for key, title in _TITLES.items() if key in scores]
-        for name, each in scores.get("corruptions", {}).items():
-            error = f"error {each['error']:.4f}, relative to AlexNet {each['ce']:.4f}"
-            rows.append((name.replace("_", " "), error))
-        if "images_scored" in scores:
-            rows.append(
-                ("scored", f"{scores['images_scored']:,} images, {scores['classes']} classes")
-            )
-        return rows
 
 
 class Robustness(Examination):
@@ -96,12 +61,12 @@ class Robustness(Examination):
         asked: tuple[str, Path],
         model: nn.Module,
         world: comm.World,
-    ) -> Robust:
+    ) -> Tables:
         """Reads the images of the set."""
         (name, folder), task = asked, opened.images(cls.name)
-        scores = _SETS[name](Scorer(task, model, opened.batch_size, world), folder)
-        size = task.model.image_size
-        return Robust(name=name, folder=str(folder), scores=scores, image_size=size)
+        found = _SETS[name](Scorer(task, model, opened.batch_size, world), folder)
+        about = {"set": f"ImageNet-{name.upper()}", "folder": str(folder)}
+        return found.with_facts(about, {"image_size": task.model.image_size})
 
 
 def check_order(names: list[str], place: str) -> None:
@@ -175,35 +140,38 @@ class Scorer(NamedTuple):
         return self.logits(images, told)
 
 
-def _corrupted(scorer: Scorer, folder: Path) -> dict[str, Any]:
+def _corrupted(scorer: Scorer, folder: Path) -> Tables:
     """Top-1 error of each corruption over its severities, and relative to AlexNet's (mCE)."""
+    import pandas as pd
+
     errors: dict[str, list[float]] = {name: [] for name in ALEXNET_ERRORS}
     for name, severity, files in corruptions(folder):
         logits_NK, labels_N = scorer.files(files, f"{name} {severity}", 1.0)
         errors[name].append(float((logits_NK.argmax(-1) != labels_N).double().mean()))
     means = {name: fmean(each) for name, each in errors.items()}
     relative = {name: mean / ALEXNET_ERRORS[name] for name, mean in means.items()}
-    return {
-        "top1": 1 - fmean(means.values()),
-        "mce": fmean(relative.values()),
-        "corruptions": {
-            name: {"error": means[name], "ce": relative[name], "severities": errors[name]}
-            for name in means
-        },
-    }
+    rows = [
+        {"corruption": name, "error": means[name], "ce": relative[name], "severities": errors[name]}
+        for name in means
+    ]
+    return Tables(
+        facts={"top1": 1 - fmean(means.values()), "mce": fmean(relative.values())},
+        frames={"corruptions": pd.DataFrame(rows)},
+        titles={"corruptions": "error, and ce: the error relative to AlexNet's"},
+    )
 
 
-def _subset(scorer: Scorer, folder: Path) -> dict[str, Any]:
+def _subset(scorer: Scorer, folder: Path) -> Tables:
     """Top-1 accuracy among the set's classes only: ImageNet-A and -R have 200."""
     files = by_wordnet_id(folder)
     classes_S = torch.as_tensor(np.unique(files.labels))
     logits_NK, labels_N = scorer.files(files, folder.name)
     predicted_N = classes_S[logits_NK[:, classes_S].argmax(-1)]
     right = float((predicted_N == labels_N).double().mean())
-    return {"top1": right, "images_scored": len(files), "classes": len(classes_S)}
+    return Tables(facts={"top1": right, "images_scored": len(files), "classes": len(classes_S)})
 
 
-def _outliers(scorer: Scorer, folder: Path) -> dict[str, Any]:
+def _outliers(scorer: Scorer, folder: Path) -> Tables:
     """Area under the precision-recall curve of detecting ImageNet-O's images among ImageNet's.
 
     The score of an outlier is -max softmax over the set's classes; the inliers are those images of
@@ -228,15 +196,11 @@ def _outliers(scorer: Scorer, folder: Path) -> dict[str, Any]:
     logits_NS = torch.cat([outside_NK, inside_NK])[:, classes_S]
     is_outside = [True] * len(files) + [False] * len(numbers)
     area = average_precision_score(is_outside, -logits_NS.softmax(-1).amax(-1).numpy())
-    return {
-        "aupr": float(area),
-        "images_scored": len(files),
-        "images_inside": len(numbers),
-        "classes": len(classes_S),
-    }
+    facts = {"aupr": float(area), "images_scored": len(files), "images_inside": len(numbers)}
+    return Tables(facts={**facts, "classes": len(classes_S)})
 
 
-_SETS: dict[str, Callable[[Scorer, Path], dict[str, Any]]] = {
+_SETS: dict[str, Callable[[Scorer, Path], Tables]] = {
     "c": _corrupted,
     "a": _subset,
     "r": _subset,

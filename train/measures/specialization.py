@@ -8,10 +8,11 @@ class each also the class polysemanticity of all experts, by removing each.
 Shapes: R rows of a batch, T tokens of a window, P labels: the true ones first, then shuffled ones.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,12 +26,12 @@ from polyad.train.experts.by_class import (
     given,
 )
 from polyad.train.experts.information import GateEntropies, LevelEntropy, Summed
-from polyad.train.experts.leaving_out import LeaveOneOut, LeftOut
+from polyad.train.experts.leaving_out import LeaveOneOut
 from polyad.train.experts.similarity import ExpertSimilarity, LevelSimilarity
 from polyad.train.experts.token_classes import Shifts, labellings
-from polyad.train.measures.measure import Measure, Result, Subject
+from polyad.train.measures.measure import Measure, Subject
 from polyad.train.reading import Evaluated, Reading
-from polyad.train.results import aligned
+from polyad.train.results import Tables
 from polyad.train.tasks.images import ImageClassification
 from polyad.train.tasks.samples import ImageSamples, Passages, TextSamples
 from polyad.train.tasks.sequences import SequenceTask
@@ -46,105 +47,6 @@ class Level:
     """By kind of label; empty without labels."""
     similarity: LevelSimilarity
     """Similarity of the experts."""
-
-    def to_json(self) -> dict[str, Any]:
-        """The result as JSON values."""
-        labels = {name: _of_labels(each) for name, each in self.labels.items()}
-        return self.entropy.to_json() | {"labels": labels, "similarity": self.similarity}
-
-
-def _of_labels(level: LevelByClass) -> dict[str, Any]:
-    return {
-        **level.measures,
-        "information_bits_by_chance": level.by_chance,
-        **level.of_highest_to_json(),
-        "experts": level.experts,
-        "classes": level.groups,
-        "counts": level.counts_SY,
-    }
-
-
-@dataclass(frozen=True, kw_only=True)
-class Specialized(Result):
-    """How the experts of a model divide the work."""
-
-    scored: Mapping[str, int]
-    """Amounts read, by unit: images, sequences, tokens."""
-    layers: Mapping[str, list[Level]]
-    """The levels of each layer, by layer name."""
-    left_out: Mapping[str, LeftOut]
-    """Losses without each expert, by layer; empty if no expert was removed."""
-    has_one_class: bool
-    """Whether what was read has labels."""
-
-    def to_json(self) -> dict[str, Any]:
-        """The result as JSON values."""
-        layers = {
-            name: (vars(self.left_out[name]) if name in self.left_out else {}) | {"levels": levels}
-            for name, levels in self.layers.items()
-        }
-        return {f"{name}_scored": count for name, count in self.scored.items()} | {"layers": layers}
-
-    def amount(self) -> str:
-        """The amounts read, in words."""
-        name, count = next(iter(self.scored.items()))
-        return f", {count:,} {name}"
-
-    def facts(self) -> list[tuple[str, str]]:
-        """What is not measured for images with attributes."""
-        if self.has_one_class:
-            return []
-        return [
-            (
-                "not measured",
-                "polysemanticity, information, purity: they need exactly one class per image",
-            )
-        ]
-
-    def rows(self) -> list[str]:
-        """Tables of polysemanticity, of entropies and information, and of similarity."""
-        heads = ("", "H_s", "H_u", "maximum", "I(E; Y)", "by chance", "normalized", "purity",
-                 "with the highest share", "by chance")  # fmt: skip
-        told: list[tuple[str, ...]] = [heads]
-        alike = [("", "experts", "tokens", "cosine", "CKA")]
-        for title, level in self._titled():
-            entropies = (level.entropy.of_token.shown(), level.entropy.of_usage.shown())
-            told.append((title, *entropies, f"{level.entropy.highest:.2f}", *[""] * 6))
-            told += [
-                (f"  by {label}", "", "", "", *_told(each)) for label, each in level.labels.items()
-            ]
-            same = level.similarity
-            sizes = (f"{len(same.experts)}", f"{same.tokens:,}")
-            alike.append((title, *sizes, same.cosine.shown(), same.cka.shown()))
-        lines = ["", "entropies and information in bits, 95% intervals over samples"]
-        lines += [*aligned(told), ""]
-        lines.append(
-            "similarity of experts' outputs on the same tokens, means over pairs, 95% intervals "
-            "over batches"
-        )
-        return [*self._left_out_rows(), *lines, *aligned(alike)]
-
-    def _left_out_rows(self) -> list[str]:
-        if len(self.left_out) < len(self.layers) or not self.layers:
-            return []
-        rows = [("", "polysemanticity", "experts that matter", "recomputed")]
-        rows += [(name, *each.cells()) for name, each in self.left_out.items()]
-        return ["", *aligned(rows)]
-
-    def _titled(self) -> Iterator[tuple[str, Level]]:
-        """Yields all levels with their titles."""
-        for name, levels in self.layers.items():
-            for number, level in enumerate(levels):
-                yield (name + (f", level {number}" if len(levels) > 1 else "")), level
-
-
-def _told(level: LevelByClass) -> list[str]:
-    """How much an expert reveals about a label, in the order of the tables."""
-    information, *ratios = (each.shown() for each in level.measures.values())
-    said = [information, f"{level.by_chance:.4f}", *ratios]
-    if level.of_highest is None:
-        return [*said, "", ""]
-    return [*said, level.of_highest.shown(), f"{level.highest_by_chance:.4f}"]
 
 
 class Specialization(Measure):
@@ -227,14 +129,17 @@ class Specialization(Measure):
             found[each.name] = label_PBT.flatten(1).to(passages.ids_BT.device)
         return found
 
-    def result(self, summed: Summed = lambda values: values) -> Specialized:
-        """The result."""
-        samples = self.subject.samples
+    def levels(self, summed: Summed = lambda values: values) -> dict[str, list[Level]]:
+        """Returns the levels of each layer, by layer name; all processes call this.
+
+        Args:
+            summed: sums over processes.
+        """
         entropies, alike = self._entropies.result(summed), self._similarity.result(summed)
         counts = {name: each.result(summed) for name, each in self._by_token.items()}
         if self._by_class is not None:
             counts["class"] = self._by_class.result(summed)
-        layers = {
+        return {
             name: [
                 Level(
                     entropy=level,
@@ -245,15 +150,120 @@ class Specialization(Measure):
             ]
             for name, levels in entropies.items()
         }
+
+    def result(self, summed: Summed = lambda values: values) -> Tables:
+        """The result."""
+        return self.tables(self.levels(summed), summed)
+
+    def tables(
+        self, found: Mapping[str, list[Level]], summed: Summed = lambda values: values
+    ) -> Tables:
+        """The same as tables; all processes call this.
+
+        Args:
+            found: the result of `levels`.
+            summed: sums over processes.
+        """
+        import pandas as pd
+
+        samples, facts = self.subject.samples, dict[str, Any]()
         if isinstance(samples, TextSamples):
-            scored = {"tokens": int(summed(self._tokens)), "windows": samples.rows}
+            facts = {"tokens_scored": int(summed(self._tokens)), "windows_scored": samples.rows}
         else:
-            scored = {"images" if isinstance(samples, ImageSamples) else "sequences": samples.rows}
-        return Specialized(
-            scored=scored,
-            layers=layers,
-            left_out={
-                each.layer.name: each.result(samples.rows, summed) for each in self._left_out
-            },
-            has_one_class=bool(counts),
-        )
+            unit = "images" if isinstance(samples, ImageSamples) else "sequences"
+            facts = {f"{unit}_scored": samples.rows}
+        if not any(level.labels for levels in found.values() for level in levels):
+            facts["not_measured"] = "information and purity: they need one class per image"
+        rows = [
+            ({"module": name, "level": number}, level)
+            for name, levels in found.items()
+            for number, level in enumerate(levels)
+        ]
+        levels = [
+            {**of, **each.entropy.columns(), **each.similarity.columns()} for of, each in rows
+        ]
+        labels = [
+            {**of, "by": by, **each.columns()}
+            for of, level in rows
+            for by, each in level.labels.items()
+        ]
+        counts = [_counts(of, by, each) for of, level in rows for by, each in level.labels.items()]
+        pairs = [_pairs(of, each.similarity) for of, each in rows]
+        frames = {
+            "levels": pd.DataFrame(levels),
+            "labels": pd.DataFrame(labels),
+            "pairs": pd.concat(pairs, ignore_index=True),
+            "counts": pd.concat(counts, ignore_index=True) if counts else pd.DataFrame(),
+        }
+        titles = {
+            "levels": "entropies in bits, and how similar experts' outputs are on the same tokens",
+            "labels": "how much an expert reveals about a label, in bits; 95% intervals",
+        }
+        if self._left_out:
+            titles["polysemanticity"] = "accuracy without each expert, and polysemanticity"
+            frames |= self._without_each(summed)
+        return Tables(facts=facts, frames=frames, titles=titles)
+
+    def _without_each(self, summed: Summed) -> dict[str, Any]:
+        """Tables of layers, and of the experts that matter to a class."""
+        import pandas as pd
+
+        layers, experts = [], []
+        for each in self._left_out:
+            found, layer = each.result(self.subject.samples.rows, summed), each.layer
+            of_experts = found.polysemanticity
+            matter = [column for column, best in enumerate(of_experts.class_S) if best >= 0]
+            layers.append(
+                {
+                    "module": layer.name,
+                    "experts": layer.num_experts,
+                    "polysemanticity": of_experts.mean,
+                    "experts_that_matter": len(matter),
+                    "top1": found.top1,
+                    "images_computed_again": found.images_computed_again,
+                    "share_of_all_pairs": found.share_of_all_pairs,
+                }
+            )
+            for column in matter:
+                level, expert = layer.place(column)
+                experts.append(
+                    {
+                        "module": layer.name,
+                        "level": level,
+                        "expert": expert,
+                        "polysemanticity": float(of_experts.expert_S[column]),
+                        "class": each.classes[int(of_experts.class_S[column])],
+                    }
+                )
+        frames = {"polysemanticity": pd.DataFrame(layers), "experts": pd.DataFrame(experts)}
+        return frames
+
+
+def _counts(of: dict[str, Any], by: str, level: LevelByClass) -> Any:
+    """A table of the tokens of each class that every expert gets, without zeros."""
+    import pandas as pd
+
+    expert_N, class_N = level.counts_SY.nonzero()
+    columns = {
+        **of,
+        "expert": expert_N,
+        "by": by,
+        "class": [level.groups[each] for each in class_N],
+        "tokens": level.counts_SY[expert_N, class_N],
+    }
+    return pd.DataFrame(columns)
+
+
+def _pairs(of: dict[str, Any], similarity: LevelSimilarity) -> Any:
+    """A table of the similarity of every two experts that were compared."""
+    import pandas as pd
+
+    first_N, second_N = np.triu_indices(len(similarity.experts), 1)
+    columns = {
+        **of,
+        "expert": [similarity.experts[each] for each in first_N],
+        "other": [similarity.experts[each] for each in second_N],
+        "cosine": similarity.cosine_EE[first_N, second_N],
+        "cka": similarity.cka_EE[first_N, second_N],
+    }
+    return pd.DataFrame(columns)

@@ -15,7 +15,6 @@ decomposition with mixture of decoders").
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self, TypeAlias
 
@@ -37,76 +36,15 @@ from polyad.train.config.distillation import (
 )
 from polyad.train.errors import ConfigError
 from polyad.train.experts.information import Summed
-from polyad.train.measures.measure import Measure, Result, Subject, needs_text
+from polyad.train.measures.measure import Measure, Subject, needs_text
 from polyad.train.reading import Evaluated, Reading
-from polyad.train.results import aligned
+from polyad.train.results import Tables
 from polyad.train.tasks.samples import TextSamples, losses, through
 
 TOKENS = 65_536
 Way: TypeAlias = Literal["original", "zeroed", "spliced"]
 WAYS: tuple[Way, ...] = ("zeroed", "spliced")
 """Replacements of the original feed-forwards."""
-
-
-@dataclass(frozen=True)
-class Spliced:
-    """Cross-entropies with replaced outputs of some blocks, in nats per token."""
-
-    zeroed: float
-    spliced: float
-    recovered: float
-
-    def row(self) -> tuple[str, ...]:
-        """Formatted cells."""
-        return (f"{self.zeroed:.4f}", f"{self.spliced:.4f}", f"{self.recovered:.4f}")
-
-
-class OfBlock(NamedTuple):
-    """Results for the feed-forward of one block."""
-
-    losses: Spliced
-    nmse: float
-    active: float | None
-    """L0; None: this kind of layer does not report it."""
-
-    def to_json(self) -> dict[str, Any]:
-        """JSON values."""
-        return vars(self.losses) | {"nmse": self.nmse, "active": self.active}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Splices(Result):
-    """Results for all replaced blocks."""
-
-    teacher: str
-    tokens: int
-    """Number of predicted tokens."""
-    loss: float
-    """The loss of the original model."""
-    blocks: Mapping[str, OfBlock]
-    together: Spliced
-
-    def to_json(self) -> dict[str, Any]:
-        """JSON values."""
-        return vars(self) | {"together": vars(self.together)}
-
-    def amount(self) -> str:
-        """The number of tokens."""
-        return f": {self.tokens:,} tokens"
-
-    def facts(self) -> list[tuple[str, str]]:
-        """The source of the original feed-forwards, and their loss."""
-        return [("original", f"{self.teacher}, {self.loss:.4f} nats per token")]
-
-    def rows(self) -> list[str]:
-        """A row for each block, and one for all."""
-        table: list[tuple[str, ...]] = [("", "zeroed", "spliced", "recovered", "nMSE", "L0")]
-        for name, each in self.blocks.items():
-            active = "-" if each.active is None else f"{each.active:.2f}"
-            table.append((name, *each.losses.row(), f"{each.nmse:.4f}", active))
-        if len(self.blocks) > 1:
-            table.append(("together", *self.together.row(), "-", "-"))
-        return ["", *aligned(table)]
 
 
 class SpliceOptions(NamedTuple):
@@ -241,24 +179,31 @@ class Splicing(Measure):
         self._losses += torch.stack(found)
         self._tokens += passages.scored_BP.sum()
 
-    def result(self, summed: Summed = lambda values: values) -> Splices:
+    def result(self, summed: Summed = lambda values: values) -> Tables:
         """The result."""
+        import pandas as pd
+
         (tokens,) = summed(self._tokens).tolist()
         whole, *others = (summed(self._losses) / tokens).tolist()
         pairs = list(zip(others[::2], others[1::2], strict=True))
-        found = [Spliced(z, s, (z - s) / (z - whole)) for z, s in pairs]
-        blocks = {}
-        for spliced, (block, errors) in zip(found, self._errors.items(), strict=False):
-            error, square, active, of_tokens = summed(errors).tolist()
-            blocks[f"blocks.{block}.feed_forward"] = OfBlock(
-                spliced, error / square, active / of_tokens if of_tokens else None
-            )
-        return Splices(
-            teacher=self._teacher,
-            tokens=int(tokens),
-            loss=whole,
-            blocks=blocks,
-            together=found[-1],
+        rows: list[dict[str, Any]] = []
+        for blocks, (zeroed, spliced) in zip(self._sets, pairs, strict=True):
+            recovered = (zeroed - spliced) / (zeroed - whole)
+            row = {"zeroed": zeroed, "spliced": spliced, "recovered": recovered}
+            if len(blocks) > 1:
+                rows.append({"module": "together", **row})
+                continue
+            error, square, active, of_tokens = summed(self._errors[blocks[0]]).tolist()
+            of_block = {"nmse": error / square, "active": active / of_tokens if of_tokens else None}
+            rows.append({"module": f"blocks.{blocks[0]}.feed_forward", **row, **of_block})
+        title = (
+            "loss in nats per token with the outputs zeroed and with the replaced feed-forwards, "
+            "the share recovered, and active experts per token"
+        )
+        return Tables(
+            facts={"teacher": self._teacher, "tokens": int(tokens), "loss": whole},
+            frames={"blocks": pd.DataFrame(rows).astype({"active": float})},
+            titles={"blocks": title},
         )
 
 

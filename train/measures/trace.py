@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from polyad.parallel import comm
 from polyad.train.config.environment import folder_digest
-from polyad.train.console import in_bytes
 from polyad.train.errors import ConfigError
 from polyad.train.experts.probing import (
     EVERY,
@@ -32,8 +31,9 @@ from polyad.train.experts.trace import (
     norms,
     whole_output,
 )
-from polyad.train.measures.measure import Examination, Result
+from polyad.train.measures.measure import Examination
 from polyad.train.reading import Evaluated, Reading, read
+from polyad.train.results import Tables
 from polyad.train.tasks.samples import (
     ImageSamples,
     Samples,
@@ -52,46 +52,6 @@ OF_TOKENS: Mapping[type[Samples], tuple[str, ...]] = {
 }
 """The columns of a token, by kind of data."""
 Columns = Mapping[str, Tensor | Sequence[str]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Traced(Result):
-    """What was written."""
-
-    output: str
-    files: int
-    bytes: int
-    num_rows: int
-    num_tokens: int
-    """Number of tokens whose experts were written; some layers may have fewer."""
-    layers: Sequence[RoutedLayer]
-    columns: Sequence[str]
-
-    def to_json(self) -> dict[str, Any]:
-        """The result as JSON values."""
-        return {
-            "output": self.output,
-            "files": self.files,
-            "bytes": self.bytes,
-            "rows": self.num_rows,
-            "tokens_traced": self.num_tokens,
-            "layers": [layer.name for layer in self.layers],
-            "columns": list(self.columns),
-        }
-
-    def amount(self) -> str:
-        """The number of tokens, in words."""
-        return f": {self.num_tokens:,} tokens"
-
-    def facts(self) -> list[tuple[str, str]]:
-        """The location and number of the rows."""
-        titles = ", ".join(layer.title for layer in self.layers)
-        return [
-            ("layers", titles),
-            ("columns", ", ".join(self.columns)),
-            ("rows", f"{self.num_rows:,} in {in_bytes(self.bytes)}"),
-            ("written to", self.output),
-        ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,7 +114,7 @@ class Trace(Examination):
     @classmethod
     def take(
         cls, opened: Evaluated, split: str, asked: Options, model: nn.Module, world: comm.World
-    ) -> Traced:
+    ) -> Tables:
         """Reads the samples once; each process writes what it reads."""
         layers = _chosen(model, str(opened.weights.folder), asked)
         samples = samples_of(opened.task, split, asked.tokens)
@@ -172,15 +132,16 @@ class Trace(Examination):
                 file.close()
             counts = torch.tensor([file.rows, trace.tokens, path.stat().st_size])
             rows, tokens, size = comm.sum_over_ranks(counts.to(world.device)).tolist()
-        return Traced(
-            output=str(asked.output),
-            files=ranks,
-            bytes=size,
-            num_rows=rows,
-            num_tokens=tokens,
-            layers=layers,
-            columns=form.columns,
-        )
+        facts = {
+            "output": str(asked.output),
+            "files": ranks,
+            "bytes": size,
+            "rows": rows,
+            "tokens_traced": tokens,
+            "layers": [layer.name for layer in layers],
+            "columns": list(form.columns),
+        }
+        return Tables(facts=facts)
 
     def add(self, reading: Reading) -> None:
         """Writes a batch."""

@@ -98,7 +98,7 @@ def expert_rows(layers: Sequence[RoutedLayer], read: HeldOut) -> list[ExpertRow]
 
 def _of_layer(layer: RoutedLayer, read: HeldOut) -> Iterator[ExpertRow]:
     shown = {each.name: each for each in read.shown.get(layer.name, ())}
-    if read.specialization is None:  # rows without labels
+    if read.levels is None:  # rows without labels
         for name, expert in shown.items():
             yield ExpertRow(layer, name, expert.share, None, expert.top)
         return
@@ -106,7 +106,7 @@ def _of_layer(layer: RoutedLayer, read: HeldOut) -> Iterator[ExpertRow]:
     if read.knockout is not None:
         named = {each.layer.name: each.experts() for each in read.knockout.layers}
         knockout = named.get(layer.name, {})
-    for level in read.specialization.layers[layer.name]:
+    for level in read.levels[layer.name]:
         names = next(iter(level.labels.values())).experts
         shares = next(iter(level.labels.values())).share_S.tolist()
         lifts = _lifts(level.labels)

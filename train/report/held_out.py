@@ -18,11 +18,12 @@ from polyad.train.experts.probing import RoutedLayer, columns_of
 from polyad.train.measures.knockout import TOKENS as KNOCKOUT_TOKENS
 from polyad.train.measures.knockout import KnockedOut, KnockOuts
 from polyad.train.measures.measure import Subject
-from polyad.train.measures.specialization import Specialization, Specialized
+from polyad.train.measures.specialization import Level, Specialization
 from polyad.train.reading import check_data_named, config_of, read
 from polyad.train.report.top_images import MOST_IMAGES, ImagePass, TopImages
 from polyad.train.report.top_text import TopText
 from polyad.train.report.top_tokens import ShownExpert
+from polyad.train.results import Tables
 from polyad.train.streaming import opened_model
 from polyad.train.tasks.images import ImageClassification
 from polyad.train.tasks.registry import task_class
@@ -66,8 +67,10 @@ class HeldOut:
     """How many were read."""
     of_units: int
     """How many the whole split has."""
-    specialization: Specialized | None
-    """None for rows without labels."""
+    levels: Mapping[str, list[Level]] | None
+    """The levels of each layer, by layer name; None for rows without labels."""
+    specialization: Tables | None
+    """The same as tables."""
     knockout: KnockedOut | None
     shown: Mapping[str, list[ShownExpert]] = field(default_factory=dict)
     """Experts with what they weight most, by layer name; empty for sequences."""
@@ -136,13 +139,15 @@ def _read(
         shown, images = top_images.result(model, options.experts)
     if options.knockout:
         knockout = _without_experts(subject, task, shown, options)
+    levels = None if specialization is None else specialization.levels()
     return HeldOut(
         data=task.name,
         split=options.split,
         unit=task.unit.name,
         units=units,
         of_units=task.units_of(options.split),
-        specialization=None if specialization is None else specialization.result(),
+        levels=levels,
+        specialization=None if specialization is None else specialization.tables(levels or {}),
         knockout=knockout,
         shown=shown,
         images=images,
@@ -173,4 +178,4 @@ def _without_experts(
     columns = [columns_of(layer, [e.name for e in shown[layer.name]]) for layer in layers]
     measure = KnockOuts(subject._replace(layers=layers, samples=samples), columns)
     measure.read()
-    return measure.result()
+    return measure.found()

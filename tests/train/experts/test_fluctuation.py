@@ -222,8 +222,9 @@ def test_cut_weights_of_a_mumoe_log_what_whole_ones_say(workers, tmp_path, prepa
     run_folder = tmp_path / "run"
     before = run_folder / "checkpoints" / "step-00000004"
     whole = workers(1).run(compare, run_folder, before, units=32 * 11)[0]
-    assert 0 < whole["mean"]["top1"] < 1
-    for name, layer in whole["layers"].items():
+    assert 0 < whole["mean_top1"] < 1
+    for layer in whole["layers"]:
+        name = layer["module"]
         for measure in MEASURES:
             logged = lines[-1][f"fluctuation/{name}/{measure}"]
             assert logged == pytest.approx(layer[measure], abs=3 / 350)

@@ -163,4 +163,3 @@ def test_polysemanticity_by_hand():
     assert found.expert_S[3].isnan()
     assert found.class_S.tolist() == [0, 0, 0, -1]
     assert found.mean == pytest.approx(sum(expected) / 3)
-    assert sum(found.histogram()["experts"]) == 3

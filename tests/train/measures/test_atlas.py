@@ -2,6 +2,7 @@
 
 import copy
 
+import pandas as pd
 import pytest
 import torch
 from scipy.stats import spearmanr
@@ -14,7 +15,7 @@ from polyad.train.experts.knockout import Paired
 from polyad.train.experts.moments import STATISTICS
 from polyad.train.experts.probing import deciding, routed_layers
 from polyad.train.measures.atlas import Atlas
-from tests.helpers.runs import both_forms, evaluation, run, write_config
+from tests.helpers.runs import both_forms, evaluation, frame_of, run, write_config
 from tests.train.measures.test_knockout import LAYER, WINDOWS, losses_of, token_by_token
 
 pytestmark = pytest.mark.distributed
@@ -69,19 +70,18 @@ def mean_loss(model, windows):
 @pytest.mark.slow
 def test_changes_are_those_of_one_intervention_after_the_other(found, by_hand):
     model, layer, windows, _, _ = by_hand
-    values = found[0][0]["layers"][LAYER]["by"]["all"]["change"]["value"]
+    values = frame_of(found[0][0], "experts")["change"]
     before = mean_loss(model, windows)
     for expert in range(layer.num_experts):
         asked = Intervention(layer=1, experts=(expert,), action=Action(how="route-around"))
         with intervened(model, [asked]):
             change = mean_loss(model, windows) - before
-        assert values[expert][0] == pytest.approx(change, abs=1e-5)
+        assert values[expert] == pytest.approx(change, abs=1e-5)
 
 
 def test_statistics_are_those_of_each_token(found, by_hand):
     _, layer, _, weight_ME, output_MED = by_hand
-    ours = found[0][0]["layers"][LAYER]["statistics"]
-    assert list(ours) == list(STATISTICS)
+    ours = frame_of(found[0][0], "experts", module=LAYER)
     norm_ME = output_MED.norm(dim=-1)
     for expert in range(layer.num_experts):
         used_M = weight_ME[:, expert] != 0
@@ -104,41 +104,51 @@ def test_statistics_are_those_of_each_token(found, by_hand):
 def test_a_process_without_a_window_adds_nothing(workers, finished):
     asked = {"tokens": 32, "how": "mean"}
     one, two = (workers(size).run(atlas, finished, **asked)[0][0] for size in (1, 2))
-    for name, layer in one["layers"].items():
-        assert two["layers"][name]["statistics"] == layer["statistics"]
-        assert two["layers"][name]["by"]["all"] == layer["by"]["all"]
+    assert two["experts"] == one["experts"]
 
 
 def test_correlations_are_scipys(found):
-    layer = found[0][0]["layers"][LAYER]
-    for name, both in layer["correlations"].items():
-        for target, ours in both.items():
-            change = [row[0] for row in layer["by"]["all"][target]["value"]]
-            pairs = zip(layer["statistics"][name], change, strict=True)
-            rho, p = spearmanr(*zip(*(pair for pair in pairs if pair[1] is not None), strict=True))
-            assert (ours["rho"], ours["p"]) == pytest.approx((rho, p))
-    told = found[0][0]["predicting"]["reap"]["change"]
-    p = layer["correlations"]["reap"]["change"]["p"]
-    assert told == {"layers": int(p < found[0][0]["threshold"]), "of": 1}
-    assert found[0][0]["threshold"] == pytest.approx(0.05 / len(STATISTICS))
+    experts = frame_of(found[0][0], "experts", module=LAYER)
+    correlations = frame_of(found[0][0], "correlations", module=LAYER)
+    assert len(correlations) == 2 * len(STATISTICS)
+    for ours in correlations.to_dict("records"):
+        known = experts.dropna(subset=[ours["target"]])
+        rho, p = spearmanr(known[ours["statistic"]], known[ours["target"]])
+        assert (ours["rho"], ours["p"]) == pytest.approx((rho, p))
+        assert ours["significant"] == (p < 0.05 / len(STATISTICS))
+    (told,) = frame_of(found[0][0], "predictive", statistic="reap", target="change").to_dict(
+        "records"
+    )
+    (reap,) = frame_of(found[0][0], "correlations", statistic="reap", target="change").to_dict(
+        "records"
+    )
+    assert (told["significant_in"], told["layers"]) == (int(reap["significant"]), 1)
+    assert told["mean_rho"] == pytest.approx(reap["rho"])
 
 
 def test_sets_are_taken_away_together(found, by_hand):
     model, layer, windows, _, _ = by_hand
-    ours = found[0][0]["layers"][LAYER]
-    experts = layer.num_experts
-    assert [each["size"] for each in ours["together"]] == [
-        size for size in (experts // 4, experts // 2) if size > 1
-    ]
+    together, sets = (frame_of(found[0][0], name) for name in ("together", "sets"))
+    of_experts, experts = frame_of(found[0][0], "experts"), layer.num_experts
+    assert list(together["size"]) == [size for size in (experts // 4, experts // 2) if size > 1]
     before = mean_loss(model, windows)
-    for each in ours["together"]:
-        assert len(each["at_random"]) == 5
-        for name, change in each["lowest"].items():
-            statistic = ours["statistics"][name]
-            lowest = sorted(range(experts), key=lambda expert: statistic[expert])[: each["size"]]
-            asked = Intervention(layer=1, experts=tuple(lowest), action=Action(how="route-around"))
+    for size, of_size in sets.groupby("size"):
+        assert list(of_size["chosen_by"]) == [*STATISTICS, *["random"] * 5]
+        for each in of_size.to_dict("records"):
+            if (name := each["chosen_by"]) != "random":
+                lowest = sorted(range(experts), key=lambda expert: of_experts[name][expert])
+                assert each["experts"] == sorted(lowest[:size])
+            asked = Intervention(
+                layer=1, experts=tuple(each["experts"]), action=Action(how="route-around")
+            )
             with intervened(model, [asked]):
-                assert change == pytest.approx(mean_loss(model, windows) - before, abs=1e-5)
+                change = mean_loss(model, windows) - before
+            assert each["change"] == pytest.approx(change, abs=1e-5)
+    for each in together.to_dict("records"):
+        of_size = sets[sets["size"] == each["size"]].groupby("chosen_by")["change"]
+        for name in (*STATISTICS, "random"):
+            assert each[name] == pytest.approx(of_size.mean()[name])
+        assert each["random_lowest"] == of_size.min()["random"]
 
 
 @torch.no_grad()
@@ -148,23 +158,21 @@ def test_tokens_that_an_expert_raises_are_those_of_its_mean_output_alone(
     """Logits of the final norm and the head, where nothing else is in the residual stream."""
     model, layer, _, weight_ME, output_MED = by_hand
     tokenizer = PreparedData.open(prepared_path).tokenizer()
-    ours = found[0][0]["layers"][LAYER]["unembedded"]
     model = copy.deepcopy(model)
     model.final_norm.bias.zero_()
     for expert in range(layer.num_experts):
         used_M = weight_ME[:, expert] != 0
         if not used_M.any():
-            assert ours[expert] == []
+            assert frame_of(found[0][0], "unembedded", expert=expert).empty
             continue
         mean_D = output_MED[used_M, expert].mean(0).float()
         logits_V = model.score(1e3 * mean_D.view(1, 1, -1)).flatten()
         effect_V = (logits_V - logits_V.mean()) / logits_V.std()
         best = effect_V.topk(4)
-        assert [each["token"] for each in ours[expert]] == best.indices.tolist()
-        assert [each["effect"] for each in ours[expert]] == pytest.approx(
-            best.values.tolist(), rel=1e-3
-        )
-        for each in ours[expert]:
+        ours = frame_of(found[0][0], "unembedded", expert=expert)
+        assert list(ours["token"]) == best.indices.tolist()
+        assert list(ours["effect"]) == pytest.approx(best.values.tolist(), rel=1e-3)
+        for each in ours.to_dict("records"):
             assert each["text"] in (
                 tokenizer.text_within(each["token"]), tokenizer.decode([each["token"]])
             )  # fmt: skip
@@ -174,19 +182,19 @@ def test_tokens_that_an_expert_raises_are_those_of_its_mean_output_alone(
 def test_two_processes_give_what_one_gives(found):
     one, two = (each[0] for each in found)
     assert one["loss"] == pytest.approx(two["loss"], abs=1e-6)
-    for name, values in one["layers"][LAYER]["statistics"].items():
-        assert values == pytest.approx(two["layers"][LAYER]["statistics"][name], rel=1e-5)
-    pairs = list(zip(*(each["layers"][LAYER]["paired"] for each in (one, two)), strict=True))
-    assert any(a is not None for a, _ in pairs)
-    for a, b in pairs:
-        assert a == b if a is None else a == pytest.approx(b, rel=1e-3, abs=1e-6)
+    ours, theirs = (frame_of(each, "experts") for each in (one, two))
+    statistics = list(STATISTICS)
+    pd.testing.assert_frame_equal(ours[statistics], theirs[statistics], rtol=1e-5)
+    pairs = [frame_of(each, "paired") for each in (one, two)]
+    assert len(pairs[0])
+    pd.testing.assert_frame_equal(*pairs, rtol=1e-3, atol=1e-6)
     assert found[0][1].count("\n") == found[1][1].count("\n")
 
 
 def test_people_are_told_whether_statistics_predict(found):
     text = found[0][1]
-    assert "rank correlation of each statistic with the change in loss over all tokens" in text
-    assert "predictive in" in text
+    assert "rank correlation of each statistic with the change in loss" in text
+    assert "significant in" in text
     assert "without several experts at once" in text
     raised = text.index("tokens that each expert's mean output promotes")
     assert max(map(len, text[:raised].splitlines())) < 200
@@ -202,9 +210,9 @@ def test_every_way_to_take_away_is_that_of_the_model_itself(how, workers, finish
         workers(1).run(evaluation, finished, overrides=SMALL, interventions=each)[0]
         for each in ([], asked)
     )
-    change = result["layers"][LAYER]["by"]["all"]["change"]["value"][0][0]
+    (change,) = frame_of(result, "experts", module=LAYER)["change"]
     assert after["interventions"] == [{"layer": 1, "experts": [5], "how": how}]
-    assert result["layers"][LAYER]["together"] == []
+    assert "together" not in result
     # The atlas reads the end of text before the first token, and each window by itself.
     assert change == pytest.approx(after["loss"] - before["loss"], abs=2e-2)
     assert change != 0

@@ -7,6 +7,7 @@ import math
 import shutil
 import tempfile
 
+import pandas as pd
 import pytest
 import torch
 
@@ -23,6 +24,7 @@ from tests.helpers.runs import (
     compare,
     evaluated,
     evaluation,
+    frame_of,
     records,
     reseal,
     run,
@@ -58,9 +60,11 @@ def checkpoint(run_folder, step):
 @everyday("kind", ["smoe", "mumoe"], keep=["mumoe"])
 def test_a_checkpoint_does_not_differ_from_itself(workers, runs, kind):
     result = workers(1).run(compare, runs[kind], checkpoint(runs[kind], 6), units=3200)[0]
-    assert set(result["layers"]) == {"blocks.0.feed_forward", "blocks.1.feed_forward"}
-    for layer in (*result["layers"].values(), result["mean"]):
-        assert (layer["top1"], layer["set"], layer["entropy_ratio"]) == (0.0, 0.0, 1.0)
+    layers = frame_of(result, "layers")
+    assert list(layers["module"]) == ["blocks.0.feed_forward", "blocks.1.feed_forward"]
+    for name, value in (("top1", 0.0), ("set", 0.0), ("entropy_ratio", 1.0)):
+        assert (layers[name] == value).all()
+        assert result[f"mean_{name}"] == value
 
 
 @pytest.mark.parametrize("kind", ["smoe", "mumoe"])
@@ -69,8 +73,9 @@ def test_two_checkpoints_differ_as_the_loop_says(workers, runs, kind):
     result = workers(1).run(compare, runs[kind], checkpoint(runs[kind], 3), units=320)[0]
     record = records(runs[kind])[-1]
     assert (result["step"], result["compared_step"], result["probe_tokens"]) == (6, 3, 320)
-    assert 0 < result["mean"]["top1"] < 1
-    for name, layer in result["layers"].items():
+    assert 0 < result["mean_top1"] < 1
+    for layer in result["layers"]:
+        name = layer["module"]
         for measure in ("top1", "set", "entropy_ratio"):
             logged = record[f"fluctuation/{name}/{measure}"]
             assert layer[measure] == pytest.approx(logged, abs=2 / 320)
@@ -99,7 +104,7 @@ def test_shares_are_those_of_the_routers_by_hand(workers, runs, prepared_path):
     before, now = found
     options = {"units": 20 * 32, "overrides": ("evaluation.batch_size=16",)}
     result = workers(1).run(compare, runs["smoe"], checkpoint(runs["smoe"], 3), **options)[0]
-    layer = result["layers"]["blocks.0.feed_forward"]
+    layer = result["layers"][0]
     assert result["probe_tokens"] == len(now) == 20 * 32
     first = (before[:, 0] != now[:, 0]).double().mean().item()
     other = (before.sort(-1).values != now.sort(-1).values).any(-1).double().mean().item()
@@ -125,17 +130,17 @@ def test_two_processes_compare_as_one(workers, runs):
     ]
     assert [result["processes"] for result in results] == [1, 2]
     assert results[0]["probe_tokens"] == results[1]["probe_tokens"] == 32 * 13
-    for name, layer in results[0]["layers"].items():
-        assert results[1]["layers"][name] == pytest.approx(layer, abs=1e-9)
+    one, two = (frame_of(result, "layers") for result in results)
+    pd.testing.assert_frame_equal(one, two, rtol=0, atol=1e-9)
 
 
 def test_the_table_is_aligned(workers, runs):
     options = {"other": checkpoint(runs["smoe"], 3), "units": 64}
     result, text = workers(1).run(both_forms, runs["smoe"], Comparison, **options)[0]
     lines = text.splitlines()
-    block = lines[lines.index("") + 1 :]
+    block = lines[lines.index("") + 2 :]
     assert len({len(line) for line in block}) == 1
-    assert [line.split()[0] for line in block[1:]] == [*result["layers"], "mean"]
+    assert [line.split()[0] for line in block[1:]] == [row["module"] for row in result["layers"]]
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from polyad.train.reading import open_evaluated
 from polyad.train.tasks.samples import TextSamples
 from tests.helpers.bert import prepare_pieces
 from tests.helpers.images import class_folders
-from tests.helpers.runs import both_forms, evaluation, knockout, newest, run, write_config
+from tests.helpers.runs import both_forms, evaluation, frame_of, knockout, newest, run, write_config
 
 pytestmark = pytest.mark.distributed
 WINDOWS = 40
@@ -66,25 +66,28 @@ def one(workers, trained):
 
 @pytest.mark.slow
 def test_focus_is_made_of_the_tables_without_rare_classes(one):
-    for layer in one[0]["layers"].values():
-        assert sorted(layer["focus"]) == [
+    focus = frame_of(one[0], "focus")
+    for module, of_layer in focus.groupby("module"):
+        assert sorted(of_layer["by"]) == [
             *(f"predicted {by}" for by in ("characters", "frequency")),
             *(f"read {by}" for by in ("characters", "frequency")),
         ]
-        for by, found in layer["focus"].items():
-            table = layer["by"][by]
-            columns = [c for c, tokens in enumerate(table["tokens"]) if tokens >= 50]
-            assert 1 < len(columns) < len(table["classes"]) or by.endswith("frequency")
-            change, low = table["change"]["value"], table["change"]["low"]
-            beyond = [row for row, ends in enumerate(low) if any(ends[c] > 0 for c in columns)]
-            assert found["experts_that_matter"] == len(beyond)
-            assert 1 <= found["effective_classes"] <= len(columns)
+        for found in of_layer.to_dict("records"):
+            classes = frame_of(one[0], "classes", module=module, by=found["by"])
+            common = classes[classes["tokens"] >= 50]
+            count = common["class"].nunique()
+            rare = classes["class"].nunique() - count
+            assert count > 1
+            assert rare or found["by"].endswith("frequency")
             distances = []
-            for row in beyond:
-                d = [change[row][c] / table["loss"][c] for c in columns]
-                d[d.index(max(d))] -= 1
-                distances.append(math.hypot(*d))
-            assert found["polysemanticity"] == pytest.approx(sum(distances) / len(beyond))
+            for _, of_expert in common.groupby("expert"):
+                if (of_expert["change_low"] > 0).any():
+                    d = (of_expert["change"] / of_expert["loss"]).tolist()
+                    d[d.index(max(d))] -= 1
+                    distances.append(math.hypot(*d))
+            assert found["experts_that_matter"] == len(distances)
+            assert 1 <= found["effective_classes"] <= count
+            assert found["polysemanticity"] == pytest.approx(sum(distances) / len(distances))
 
 
 def test_classes_are_as_counted_token_by_token(one, trained, prepared_path):
@@ -98,26 +101,25 @@ def test_classes_are_as_counted_token_by_token(one, trained, prepared_path):
     feed_forward = model.blocks[1].feed_forward
     feed_forward.experts.down.data[expert] = feed_forward.output_bias.data[expert] = 0
     without = losses_of(model, windows)
-    layer = result["layers"][LAYER]["by"]
+    classes = frame_of(result, "classes", module=LAYER, expert=expert)
     for side in ("predicted", "read"):
         sums = {}
         for (read, after), (nats, _), (others, _) in zip(windows, before, without, strict=True):
             tokens = after if side == "predicted" else read
             for token, change in zip(tokens, (others - nats).tolist(), strict=True):
                 sums.setdefault(kind_of(tokenizer, token), []).append(change)
-        found = layer[f"{side} characters"]
-        for column, name in enumerate(found["classes"]):
-            changes = sums.get(name, [])
-            assert found["tokens"][column] == len(changes)
-            if changes:
-                mean = sum(changes) / len(changes)
-                assert found["change"]["value"][expert][column] == pytest.approx(mean, abs=1e-5)
-    low, high = (layer["all"]["change"][end][expert][0] for end in ("low", "high"))
-    assert low <= layer["all"]["change"]["value"][expert][0] <= high
+        found = classes[classes["by"] == f"{side} characters"].set_index("class")
+        assert set(found.index) == set(sums)
+        for name, changes in sums.items():
+            assert found.loc[name, "tokens"] == len(changes)
+            mean = sum(changes) / len(changes)
+            assert found.loc[name, "change"] == pytest.approx(mean, abs=1e-5)
+    (every,) = frame_of(result, "experts", module=LAYER, expert=expert).to_dict("records")
+    assert every["change_low"] <= every["change"] <= every["change_high"]
     for name in ("position", "predicted frequency", "read frequency"):
-        assert sum(layer[name]["tokens"]) == result["tokens_scored"]
+        assert classes[classes["by"] == name]["tokens"].sum() == result["tokens_scored"]
     # Two experts a token.
-    own = sum(row[0] for row in layer["all"]["own_tokens"])
+    own = frame_of(result, "experts", module=LAYER)["own_tokens"].sum()
     assert own == 2 * result["tokens_scored"]
 
 
@@ -126,11 +128,11 @@ def test_steering_is_as_two_passes_say(one, trained, prepared_path):
     with steered(model, [parse_steering(STEER)]):
         after = losses_of(model, windows)
     before = losses_of(model, windows)
-    found = one[0]["steering"]
-    assert found["steer"] == [STEER]
+    assert one[0]["steer"] == [STEER]
     change = float((torch.cat([a for a, _ in after]) - torch.cat([b for b, _ in before])).mean())
     assert abs(change) > 1e-3
-    assert found["by"]["all"]["change"]["value"][0][0] == pytest.approx(change, abs=1e-5)
+    (every,) = frame_of(one[0], "steering", by="all")["change"]
+    assert every == pytest.approx(change, abs=1e-5)
     masses = []
     for each in (before, after):
         p_V = torch.cat([p_TV for _, p_TV in each]).mean(0)
@@ -138,12 +140,12 @@ def test_steering_is_as_two_passes_say(one, trained, prepared_path):
         for token, p in enumerate(p_V.tolist()):
             mass[kind_of(tokenizer, token)] += p
         masses.append(mass)
-    ours = found["probability"]["characters"]
-    for column, name in enumerate(ours["classes"]):
-        assert ours["unsteered"][column] == pytest.approx(masses[0][name], abs=1e-5)
-        moved = masses[1][name] - masses[0][name]
-        assert ours["change"]["value"][column] == pytest.approx(moved, abs=1e-5)
-    assert math.fsum(found["probability"]["frequency"]["unsteered"]) == pytest.approx(1, abs=1e-5)
+    for row in frame_of(one[0], "next_tokens", by="characters").to_dict("records"):
+        name = row["class"]
+        assert row["probability"] == pytest.approx(masses[0][name], abs=1e-5)
+        assert row["change"] == pytest.approx(masses[1][name] - masses[0][name], abs=1e-5)
+    by_frequency = frame_of(one[0], "next_tokens", by="frequency")["probability"]
+    assert by_frequency.sum() == pytest.approx(1, abs=1e-5)
 
 
 @pytest.mark.slow
@@ -154,8 +156,8 @@ def test_all_of_a_split_is_read_as_evaluate_reads_it(workers, trained):
     scored = workers(1).run(evaluation, trained("smoe"))[0]
     assert found["tokens_scored"] == scored["tokens_scored"]
     assert found["loss"] == pytest.approx(scored["loss"], abs=1e-5)
-    for table in found["layers"][LAYER]["by"].values():
-        assert sum(table["tokens"]) == scored["tokens_scored"]
+    for _, table in frame_of(found, "classes", module=LAYER).groupby("by"):
+        assert table["tokens"].sum() == scored["tokens_scored"]
 
 
 def without(result, *names):
@@ -173,13 +175,13 @@ def test_the_experts_steered_to_are_left_out_unless_others_are_named(workers, tr
     steerings = [parse_steering("layer=0,level=1,expert=1,strength=0")]
     steerings += [parse_steering("layer=1,expert=3,strength=0")]
     found = workers(1).run(knockout, trained("tr"), tokens=64, steerings=steerings)[0]
-    assert {name: layer["experts"] for name, layer in found["layers"].items()} == {
-        "blocks.0.feed_forward": ["1.1"],
-        "blocks.1.feed_forward": ["0.3"],
-    }
+    assert [(row["module"], row["level"], row["expert"]) for row in found["experts"]] == [
+        ("blocks.0.feed_forward", 1, 1),
+        ("blocks.1.feed_forward", 0, 3),
+    ]
     assert found["windows_read"] == 2
-    every = found["steering"]["by"]["all"]["change"]
-    assert (every["value"], every["low"], every["high"]) == ([[0]], [[0]], [[0]])
+    (every,) = frame_of(found, "steering", by="all").to_dict("records")
+    assert (every["change"], every["change_low"], every["change_high"]) == (0, 0, 0)
 
 
 def test_the_command_says_it_for_people(trained, tmp_path, capfd):
@@ -191,18 +193,16 @@ def test_the_command_says_it_for_people(trained, tmp_path, capfd):
     result = json.loads(file.read_text())
     assert "leave out experts" in captured.err
     lines = captured.out.splitlines()
-    (title,) = (line for line in lines if line.startswith(LAYER))
-    layer = result["layers"][LAYER]
-    assert layer["experts"] == ["1", "2"]
-    assert f"{layer['tokens_computed_again']:,} tokens recomputed" in title
-    row = lines[lines.index(title) + 2].split()
-    share = layer["by"]["all"]["own_tokens"][0][0] / result["tokens_scored"]
-    assert row[:2] == ["1", f"{100 * share:.1f}%"]
-    assert row[2] == f"{layer['by']['all']['change']['value'][0][0]:+.4f}"
-    assert f"--steer {STEER}" in lines
-    assert sum(line.startswith("next characters") for line in lines) == 1
+    first, second = result["experts"]
+    assert (first["expert"], second["expert"]) == (1, 2)
+    row = next(line for line in lines if line.startswith(LAYER)).split()
+    share = first["own_tokens"] / result["tokens_scored"]
+    assert row[1:3] == ["1", f"{share:.4f}"]
+    assert row[3] == f"{first['change']:+.4f}"
+    assert any(line.split() == ["steer", STEER] for line in lines)
+    assert any("probability of classes of the next token" in line for line in lines)
     assert polyad(["experts", "knockout", *words]) == 0
-    assert "--steer" not in capfd.readouterr().out
+    assert "steer" not in capfd.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -241,15 +241,13 @@ def test_of_masked_text_hidden_tokens_are_counted(workers, tmp_path, texts):
     found = workers(2).run(knockout, folder, tokens=320, overrides=("evaluation.batch_size=3",))[0]
     # 320 tokens are eleven windows of 30 and two marks, each with 15% of its tokens hidden.
     assert (found["windows_read"], found["tokens_scored"]) == (11, 55)
-    for layer in found["layers"].values():
-        assert not any(name.startswith("read") for name in layer["by"])
-        assert sum(layer["by"]["position"]["tokens"]) == 55
-        assert sum(row[0] for row in layer["by"]["all"]["own_tokens"]) == 2 * 55
+    classes = frame_of(found, "classes")
+    assert not classes["by"].str.startswith("read").any()
+    for _, of_expert in classes[classes["by"] == "position"].groupby(["module", "expert"]):
+        assert of_expert["tokens"].sum() == 55
+    assert (frame_of(found, "experts").groupby("module")["own_tokens"].sum() == 2 * 55).all()
     # An atlas counts the text between the marks, which is hidden in part.
-    statistics = {
-        name: layer["statistics"]
-        for name, layer in both_forms(folder, Atlas, tokens=320)[0]["layers"].items()
-    }
+    atlas = both_forms(folder, Atlas, tokens=320)[0]
     text = TextSamples(
         open_evaluated(newest(folder), None, ()).task, "validation", 320, hidden=True
     )
@@ -261,7 +259,8 @@ def test_of_masked_text_hidden_tokens_are_counted(workers, tmp_path, texts):
                 text.forward(model, passages, {})
                 uses += (decisions[layer.name].coefficients()[1:-1] != 0).sum(0)
         assert uses.sum() == 2 * 11 * 30
-        assert statistics[layer.name]["frequency"] == pytest.approx((uses / (11 * 30)).tolist())
+        frequency = frame_of(atlas, "experts", module=layer.name)["frequency"]
+        assert list(frequency) == pytest.approx((uses / (11 * 30)).tolist())
     with pytest.raises(Exception, match="only a GPT-2 is steered") as caught:
         workers(1).run(knockout, folder, steerings=[parse_steering(STEER)])
     assert "ConfigError" in str(caught.value)

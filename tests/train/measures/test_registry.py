@@ -4,15 +4,17 @@
 """
 
 import json
+import textwrap
 from pathlib import Path
 
+import pandas as pd
 import pytest
 import torch
 
 from polyad.launch.cli import run as polyad
 from polyad.parallel.weights import load_model
 from tests.helpers.fine_tuned import table, trainer
-from tests.helpers.runs import measured, newest, run, write_config
+from tests.helpers.runs import frame_of, measured, newest, run, write_config
 
 pytestmark = pytest.mark.distributed
 
@@ -52,7 +54,7 @@ def test_one_process_and_two_say_what_the_router_says(workers, trained, prepared
         found, text = workers(size).run(
             even_measured, trained("smoe"), overrides=("evaluation.batch_size=3",)
         )[0]
-        assert found["layers"][LAYER] == pytest.approx(expected, rel=1e-6)
+        assert found["layers"] == [{"module": LAYER, "even": pytest.approx(expected, rel=1e-6)}]
         assert found["rows_read"] == -(-len(ids) // 32)
         assert f"{LAYER}  {expected:.4f}" in text
     assert 0 < expected < 1
@@ -64,7 +66,8 @@ def test_sequences_are_read_too(workers, tmp_path_factory):
     folder = trainer(workers, tmp_path_factory)("smoe", table(24, 1), held_out, steps=1)
     found = [workers(size).run(even_measured, folder, **options)[0][0] for size in (1, 2)]
     assert found[0]["rows_read"] == found[1]["rows_read"] == len(held_out)
-    assert found[1]["layers"] == pytest.approx(found[0]["layers"])
+    one, two = (frame_of(each, "layers") for each in found)
+    pd.testing.assert_frame_equal(one, two)
 
 
 @pytest.mark.slow
@@ -73,10 +76,16 @@ def test_commands_know_it_by_its_name(even, trained, tmp_path, capfd):
     file = tmp_path / "a.json"
     assert polyad([*words, "--json", str(file)]) == 0
     found = json.loads(file.read_text())
-    share = found["layers"][LAYER]
+    share = found["layers"][0]["even"]
     assert f"{LAYER}  {share:.4f}" in capfd.readouterr().out
     assert polyad(["experts", "odd"]) == 2
     assert "experts odd: " in capfd.readouterr().err
+
+
+def test_the_page_shows_this_measure():
+    page = (ROOT / "docs" / "write-a-measure.md").read_text()
+    source = (ROOT / "tests" / "helpers" / "even.py").read_text()
+    assert textwrap.indent(source[source.index("import pandas") :], "    ") in page
 
 
 def test_a_model_without_experts_is_refused(workers, tmp_path, prepared_path):

@@ -14,7 +14,7 @@ from polyad.train.experts.probing import routed_layers
 from polyad.train.measures.removal import Removal
 from polyad.train.reading import open_evaluated
 from tests.helpers.decoders import hub_folder, prepared_for
-from tests.helpers.runs import both_forms, newest
+from tests.helpers.runs import both_forms, frame_of, newest
 
 FAMILIES = ["olmoe", "mixtral", "qwen3_moe", "qwen2_moe", "granitemoe", "deepseek_v2", "gpt_oss"]
 EVERYDAY = {"olmoe", "mixtral", "qwen3_moe"}
@@ -29,7 +29,7 @@ def under_intervention(model, result, ids_BT):
     """Logits of the first model where all experts but those that stay are pruned."""
     asked = []
     for layer in routed_layers(model):
-        kept = {expert for (expert,) in result["kept"][layer.name]}
+        kept = {expert for (expert,) in frame_of(result, "kept", module=layer.name)["made_of"]}
         gone = tuple(each for each in range(layer.num_experts) if each not in kept)
         asked.append(Intervention(layer=layer.block, experts=gone, action=Action(how="prune")))
     with intervened(model, asked):
@@ -66,9 +66,11 @@ def test_a_smaller_folder_is_read_by_transformers(case, tmp_path):
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
     before = under_intervention(load_model(tmp_path / "hub"), result, ids_BT)
     torch.testing.assert_close(found, before, rtol=1e-4, atol=1e-4)
-    assert f"{experts} of {result['experts']} in each of" in text
-    assert len(result["loss_random"]) == 3
-    assert all(loss > 0 for loss in (result["loss"], result["loss_smaller"]))
+    assert result["experts_left"] == experts
+    losses = frame_of(result, "losses")
+    assert len(losses) == 2 + 3
+    assert (losses["loss"] > 0).all()
+    assert "these experts" in text
 
 
 def test_the_types_of_a_folder_stay(tmp_path):
@@ -113,14 +115,15 @@ def test_a_checkpoint_keeps_its_buffers_and_keys(by, finished, tmp_path):
         found = small(ids_BT).logits
     torch.testing.assert_close(found, under_intervention(whole, result, ids_BT))
     for block, layer in enumerate(routed_layers(whole)):
-        kept = [expert for (expert,) in result["kept"][layer.name]]
+        kept = [expert for (expert,) in frame_of(result, "kept", module=layer.name)["made_of"]]
         assert len(kept) == 6
         bias = whole.blocks[block].feed_forward.router.selection.balancing_bias
         assert torch.equal(
             small.blocks[block].feed_forward.router.selection.balancing_bias, bias[kept]
         )
     if by == "frequency":  # those that are used least are gone
-        assert result["loss_smaller"] != result["loss"]
+        whole, smaller, *_ = frame_of(result, "losses")["loss"]
+        assert smaller != whole
 
 
 @pytest.mark.slow
@@ -139,9 +142,9 @@ def test_merged_experts_are_means_by_use(finished, tmp_path):
     samples = TextSamples(opened.task, "train", 640, hidden=True)
     read(whole, layers, samples, (reader,), batch_size=4)
     moments = reader.moments.result()
-    assert any(len(group) > 1 for groups in result["kept"].values() for group in groups)
+    assert any(len(row["made_of"]) > 1 for row in result["kept"])
     for block, layer in enumerate(layers):
-        groups = result["kept"][layer.name]
+        groups = list(frame_of(result, "kept", module=layer.name)["made_of"])
         assert sorted(expert for group in groups for expert in group) == list(range(8))
         used_S = moments[layer.name].used_S
         for number, group in enumerate(groups):

@@ -83,7 +83,8 @@ def test_c_is_the_mean_of_errors_over_alexnets(workers, trained, tmp_path):
     one, *_ = workers(1).run(scored_set, trained, "c", tmp_path / "c")
     two, *_ = workers(2).run(scored_set, trained, "c", tmp_path / "c")
     for result in (one, two):
-        assert {n: c["error"] for n, c in result["corruptions"].items()} == pytest.approx(expected)
+        errors = {row["corruption"]: row["error"] for row in result["corruptions"]}
+        assert errors == pytest.approx(expected)
         mce = sum(error / ALEXNET_ERRORS[name] for name, error in expected.items()) / 15
         assert result["mce"] == pytest.approx(mce)
         assert result["top1"] == pytest.approx(1 - sum(expected.values()) / 15)

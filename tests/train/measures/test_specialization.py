@@ -14,7 +14,7 @@ from polyad.launch.cli import run as polyad
 from polyad.parallel.weights import load_model
 from polyad.train.report.command import report
 from tests.helpers.fine_tuned import one_by_one, table, trainer
-from tests.helpers.runs import measured, run, specialization, write_config
+from tests.helpers.runs import frame_of, measured, run, specialization, write_config
 
 pytestmark = pytest.mark.distributed
 
@@ -87,14 +87,14 @@ def test_text_is_as_counted_token_by_token(workers, runs, prepared_path):
     tokens, tokenizer, _ = token_by_token(runs["smoe"], prepared_path)
     assert found["tokens_scored"] == len(tokens)
     assert found["windows_scored"] == -(-len(tokens) // 32)
-    assert list(found["layers"]) == ["blocks.0.feed_forward", LAYER]
-    (level,) = found["layers"][LAYER]["levels"]
+    assert [row["module"] for row in found["levels"]] == ["blocks.0.feed_forward", LAYER]
+    level = found["levels"][1]
     scores = torch.stack([levels[0] for *_, levels in tokens]).double()
     experts = scores.argmax(-1).tolist()
     each = entropy(scores.numpy(), base=2, axis=1)
-    assert level["entropy_bits"]["value"] == pytest.approx(each.mean(), rel=1e-5)
+    assert level["entropy_bits"] == pytest.approx(each.mean(), rel=1e-5)
     used = entropy(scores.mean(0).numpy(), base=2)
-    assert level["usage_entropy_bits"]["value"] == pytest.approx(used, rel=1e-5)
+    assert level["usage_entropy_bits"] == pytest.approx(used, rel=1e-5)
     end = tokenizer.end_of_text_id
     labels = {
         "characters": [
@@ -103,35 +103,35 @@ def test_text_is_as_counted_token_by_token(workers, runs, prepared_path):
         "position": [f"{4 * (place // 4)} to {4 * (place // 4) + 3}" for _, place, _ in tokens],
     }
     for name, label in labels.items():
-        measures = level["labels"][name]
+        (measures,) = frame_of(found, "labels", module=LAYER, by=name).to_dict("records")
+        counted = frame_of(found, "counts", module=LAYER, by=name)
+        given = zip(counted["expert"], counted["class"], counted["tokens"], strict=True)
         counts = Counter(zip(experts, label, strict=True))
-        assert measures["counts"] == [
-            [counts[expert, group] for group in measures["classes"]] for expert in range(4)
-        ]
+        assert {(expert, group): tokens for expert, group, tokens in given} == counts
         bits = mutual_info_score(experts, label) / torch.log(torch.tensor(2.0)).item()
-        assert measures["information_bits"]["value"] == pytest.approx(bits, rel=1e-6, abs=1e-9)
+        assert measures["information_bits"] == pytest.approx(bits, rel=1e-6, abs=1e-9)
         ratio = normalized_mutual_info_score(experts, label)
-        assert measures["normalized_information"]["value"] == pytest.approx(ratio, rel=1e-6)
-        assert measures["purity"]["samples"] == found["windows_scored"]
-        low, high = measures["information_bits"]["interval"]
-        assert low <= measures["information_bits"]["value"] <= high
-    frequency = level["labels"]["frequency"]
-    assert sum(map(sum, frequency["counts"])) == len(tokens)
+        assert measures["normalized_information"] == pytest.approx(ratio, rel=1e-6)
+        low, high = (measures[f"information_bits_{end}"] for end in ("low", "high"))
+        assert low <= measures["information_bits"] <= high
+    assert frame_of(found, "counts", module=LAYER, by="frequency")["tokens"].sum() == len(tokens)
     # An expert follows the token more than any place in a window: chance is what shifting leaves.
-    characters = level["labels"]["characters"]
-    assert characters["information_bits"]["value"] > 2 * characters["information_bits_by_chance"]
+    (characters,) = frame_of(found, "labels", module=LAYER, by="characters").to_dict("records")
+    assert characters["information_bits"] > 2 * characters["information_bits_by_chance"]
 
 
 @pytest.mark.slow
 def test_levels_of_a_mumoe_are_apart(workers, runs, prepared_path):
-    found = workers(1).run(specialization, runs["mumoe"])[0]["layers"][LAYER]["levels"]
+    found = workers(1).run(specialization, runs["mumoe"])[0]
     tokens, *_ = token_by_token(runs["mumoe"], prepared_path)
-    assert [len(level["labels"]["position"]["experts"]) for level in found] == [6, 2]
-    for number, level in enumerate(found):
+    levels = frame_of(found, "levels", module=LAYER).to_dict("records")
+    assert [level["experts"] for level in levels] == [6, 2]
+    for number, level in enumerate(levels):
         scores = torch.stack([levels[number] for *_, levels in tokens]).double()
         each = entropy(scores.numpy(), base=2, axis=1)
-        assert level["entropy_bits"]["value"] == pytest.approx(each.mean(), rel=1e-5)
-        given = torch.tensor(level["labels"]["position"]["counts"]).sum(1)
+        assert level["entropy_bits"] == pytest.approx(each.mean(), rel=1e-5)
+        counted = frame_of(found, "counts", module=LAYER, level=number, by="position")
+        given = torch.tensor(counted.groupby("expert")["tokens"].sum().to_numpy())
         torch.testing.assert_close(given, scores.sum(0).to(given), rtol=1e-4, atol=1e-3)
 
 
@@ -155,16 +155,17 @@ def test_sequences_are_by_class(workers, tmp_path_factory, capfd):
     found, text = workers(2).run(measured, folder, "specialization")[0]
     _, tokens = one_by_one(folder, [row["text"] for row in held_out])
     assert found["sequences_scored"] == len(held_out)
-    for name, layer in found["layers"].items():
-        measures = layer["levels"][0]["labels"]["class"]
-        expected = torch.zeros(4, 3)
+    for measures in frame_of(found, "labels", by="class").to_dict("records"):
+        name = measures["module"]
+        expected = Counter[tuple[int, str]]()
         for row, given in zip(held_out, tokens, strict=True):
-            column = measures["classes"].index(row["label"])
-            expected[:, column] += torch.tensor(given[name]).sum(0)
-        assert measures["counts"] == expected.tolist()
-        assert measures["purity"]["value"] == pytest.approx(
-            float(expected.max(1).values.sum() / expected.sum())
-        )
+            for expert, count in enumerate(torch.tensor(given[name]).sum(0).tolist()):
+                expected[expert, row["label"]] += count
+        counted = frame_of(found, "counts", module=name)
+        ours = zip(counted["expert"], counted["class"], counted["tokens"], strict=True)
+        assert {(expert, group): n for expert, group, n in ours} == +expected
+        most = counted.groupby("expert")["tokens"].max().sum()
+        assert measures["purity"] == pytest.approx(most / counted["tokens"].sum())
     assert "polysemanticity" not in text
     # Of a split whose labels nobody has there is nothing to tell.
     hidden = [json.dumps(row | {"label": -1}) + "\n" for row in held_out]
@@ -181,23 +182,27 @@ def test_the_report_says_the_same(workers, runs, tmp_path):
     told = report(runs["smoe"], output=tmp_path / "page.html", tokens=10**9)
     found = workers(1).run(specialization, runs["smoe"])[0]
     assert told["units_read"] == found["tokens_scored"] - 1
-    (ours,), (theirs,) = (each["layers"][LAYER]["levels"] for each in
-                          (told["specialization"], found))  # fmt: skip
+    both = told["specialization"], found
     for label in ("characters", "position", "frequency"):
-        counts = torch.tensor(ours["labels"][label]["counts"])
-        difference = torch.tensor(theirs["labels"][label]["counts"]) - counts
+        ours, theirs = (
+            frame_of(each, "counts", module=LAYER, by=label).set_index(["expert", "class"])[
+                "tokens"
+            ]
+            for each in both
+        )
+        difference = theirs.sub(ours, fill_value=0)
         assert (difference.sum(), difference.abs().sum()) == (1, 1)
-    assert ours["entropy_bits"]["value"] == pytest.approx(theirs["entropy_bits"]["value"], rel=1e-3)
+    ours, theirs = (frame_of(each, "levels", module=LAYER)["entropy_bits"][0] for each in both)
+    assert ours == pytest.approx(theirs, rel=1e-3)
 
 
 @pytest.mark.slow
 def test_the_command_says_it_for_people(runs, capfd, tmp_path):
     assert polyad(["experts", "specialize", str(runs["smoe"])]) == 0
     lines = capfd.readouterr().out.splitlines()
-    (heads,) = (line for line in lines if "H_s" in line)
-    of_shares = "H_s H_u maximum I(E; Y) by chance normalized purity"
-    assert " ".join(heads.split()) == f"{of_shares} with the highest share by chance"
-    assert sum(line.startswith("  by ") for line in lines) == 2 * 3
+    (heads,) = (line for line in lines if "information bits by chance" in line)
+    rows = lines[lines.index(heads) + 1 :][: 2 * 3]
+    assert sum(" characters " in row for row in rows) == 2
     assert polyad(["experts", "specialize", str(runs["dense"])]) == 2
     error = capfd.readouterr().err.splitlines()[-1]
     assert f"error: {runs['dense']}" in error

@@ -1,5 +1,6 @@
 """`polyad experts splice`: the same feed-forwards in models of transformers, copies, processes."""
 
+import pandas as pd
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
@@ -9,14 +10,13 @@ from polyad.launch.cli import run as polyad
 from polyad.parallel.families import FamilyWeights
 from polyad.parallel.weights import load_model
 from polyad.train.config.run import load_config
-from polyad.train.config.text import flatten
 from polyad.train.errors import ConfigError
 from polyad.train.measures.splice import Splicing
 from polyad.train.reading import open_evaluated
 from tests.helpers.decoders import hub_folder, prepared_for, tokens, write_tokenizer
 from tests.helpers.everyday import everyday
 from tests.helpers.huggingface import save_reference
-from tests.helpers.runs import both_forms, records, run, write_config
+from tests.helpers.runs import both_forms, frame_of, records, run, write_config
 
 pytestmark = pytest.mark.distributed
 
@@ -90,7 +90,7 @@ def test_losses_are_those_of_transformers_with_the_same_feed_forwards(workers, g
     assert result["tokens"] == sum(len(after) for _, after in windows(data))
     cases = {"blocks.0.feed_forward": [0], "blocks.2.feed_forward": [2], "together": [0, 2]}
     for name, blocks in cases.items():
-        found = result["blocks"].get(name, result["together"])
+        (found,) = frame_of(result, "blocks", module=name).to_dict("records")
         for way, output in (("zeroed", lambda _, x: torch.zeros_like(x)), ("spliced", spliced)):
             hooks = in_place_of(theirs.transformer.h, blocks, output)
             assert found[way] == pytest.approx(loss_of(theirs, data), rel=1e-5), (name, way)
@@ -121,7 +121,7 @@ def test_active_experts_are_counted_at_tokens_of_the_text(workers, gpt2, tmp_pat
     loss_of(theirs, data)
     hook.remove()
     wanted = torch.cat(active).double().mean().item()
-    assert found["blocks"]["blocks.1.feed_forward"]["active"] == pytest.approx(wanted, rel=1e-3)
+    assert found["blocks"][0]["active"] == pytest.approx(wanted, rel=1e-3)
     assert 0 < wanted < 40
     assert len(windows(data)[-1][1]) < 24
 
@@ -144,7 +144,7 @@ def test_errors_are_those_on_what_enters_the_original_blocks(workers, gpt2):
     for hook in hooks:
         hook.remove()
     for block, (error, square) in sums.items():
-        nmse = result["blocks"][f"blocks.{block}.feed_forward"]["nmse"]
+        (nmse,) = frame_of(result, "blocks", module=f"blocks.{block}.feed_forward")["nmse"]
         assert nmse == pytest.approx(error / square, rel=1e-4)
         assert 0 < nmse < 1.5
 
@@ -156,13 +156,8 @@ def test_two_processes_find_what_one_finds(workers, gpt2):
     one, two = (
         workers(size).run(both_forms, root / "run", Splicing, **options)[0][0] for size in (1, 2)
     )
-    for result in (one, two):
-        del result["seconds"], result["processes"]
-    found = [flatten(result) for result in (one, two)]
-    assert found[0].keys() == found[1].keys()
-    for key, value in found[0].items():
-        same = found[1][key] == value
-        assert same or found[1][key] == pytest.approx(value, rel=1e-6), key
+    assert one["loss"] == pytest.approx(two["loss"], rel=1e-6)
+    pd.testing.assert_frame_equal(*(frame_of(each, "blocks") for each in (one, two)), rtol=1e-6)
 
 
 def test_the_command_shows_what_was_found_and_says_what_it_needs(gpt2, tmp_path, capfd):
@@ -201,9 +196,7 @@ def test_a_block_of_an_opened_mixture_becomes_another(workers, tmp_path, feed_fo
     for hook in hooks:
         hook.remove()
     result, _ = workers(1).run(both_forms, tmp_path / "run", Splicing)[0]
-    assert result["together"] == {
-        key: result["blocks"]["blocks.1.feed_forward"][key] for key in result["together"]
-    }
+    assert [row["module"] for row in result["blocks"]] == ["blocks.1.feed_forward"]
 
 
 @pytest.mark.slow
@@ -228,10 +221,9 @@ def test_a_copy_of_the_original_recovers_everything(workers, tmp_path, prepared_
     measure = Splicing.of(opened, "validation", asked, spliced)
     measure.read()
     found = measure.result()
-    assert found.together.spliced == found.loss
-    assert found.together.recovered == 1
-    assert found.blocks["blocks.1.feed_forward"].nmse == 0
-    assert found.together.zeroed != found.loss
+    (block,), loss = found.frames["blocks"].to_dict("records"), found.facts["loss"]
+    assert (block["spliced"], block["recovered"], block["nmse"]) == (loss, 1, 0)
+    assert block["zeroed"] != loss
 
 
 def test_without_a_teacher_the_original_is_named(workers, tmp_path, prepared_path):

@@ -36,7 +36,7 @@ from tests.helpers.decoders import Chosen, hub_folder, prepared_for
 from tests.helpers.everyday import everyday
 from tests.helpers.fine_tuned import SETTINGS, others, trainer
 from tests.helpers.little_memory import little_memory
-from tests.helpers.runs import both_forms, evaluation, measured, run, write_config
+from tests.helpers.runs import both_forms, counts_of, evaluation, measured, run, write_config
 from tests.launch.test_cli import error_line
 from tests.train.report.test_top_images import MODELS
 
@@ -60,7 +60,7 @@ def hub(tmp_path_factory):
 def traced(folder, output, kind=Trace, **options):
     """Rows in a known order, and the result."""
     found, text = both_forms(folder, kind, output=output, **options)
-    assert re.search(f"^written to +{output}$", text, re.MULTILINE)
+    assert re.search(f"^output +{output}$", text, re.MULTILINE)
     return rows_of(output), found
 
 
@@ -160,8 +160,8 @@ def test_summed_up_it_is_what_measures_and_evaluate_find(hub, tmp_path):
         folder, tmp_path / "t.parquet", TraceWithLoss, tokens=10**6, extra=["loss"], **asked
     )
     result = measured(folder, "specialization", **asked)[0]
-    for name, layer in result["layers"].items():
-        counts = np.array(layer["levels"][0]["labels"]["characters"]["counts"]).sum(1)
+    for name in [row["module"] for row in result["levels"]]:
+        counts = counts_of(result, name, "characters").sum(1)
         own = found[found["module"] == name]
         assert np.bincount(own["expert"], minlength=8).tolist() == counts.tolist()
     score = evaluation(folder, **asked | {"overrides": (*OVERRIDES, f"evaluation.stride={LENGTH}")})

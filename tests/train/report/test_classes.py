@@ -25,6 +25,7 @@ from polyad.train.tasks.sequences import SequenceTask
 from tests.helpers.everyday import everyday
 from tests.helpers.fine_tuned import KINDS, NAMES, counted, one_by_one, table, trainer
 from tests.helpers.pages import Page
+from tests.helpers.runs import counts_of, frame_of
 
 pytestmark = pytest.mark.distributed
 REPORT = Report(
@@ -56,32 +57,33 @@ def runs(train):
 def test_numbers_are_those_of_a_loop_over_rows(runs, tmp_path, kind):
     folder, rows = runs(kind), table(20, 1)
     result = report(folder, output=tmp_path / "page.html")
-    layers = result["specialization"]["layers"]
+    found = result["specialization"]
     names = sorted(NAMES.values())
     labels = [names.index(row["label"]) for row in rows]
     _, tokens = one_by_one(folder, [row["text"] for row in rows])
-    assert list(layers) == list(tokens[0])
+    levels = frame_of(found, "levels")
+    assert list(levels["module"].unique()) == list(tokens[0])
     by_place = {(row["layer"], row["expert"]): row for row in result["experts"]}
-    for layer, found in layers.items():
-        levels = [level["labels"]["class"] for level in found["levels"]]
+    for layer, of_layer in levels.groupby("module", sort=False):
         counts = counted(tokens, layer, labels, 3)
-        ours = np.concatenate([level["counts"] for level in levels])
+        tables = [counts_of(found, layer, "class", names, level) for level in of_layer["level"]]
+        ours = np.concatenate(tables)
         np.testing.assert_allclose(ours, counts, rtol=1e-4, atol=1e-4)
         if kind != "mumoe":
             length = sum(len(row["text"].encode()) for row in rows)
             assert ours.sum() == 2 * length  # top-2, and padding is no token
-        for level in levels:
-            table_SY = np.array(level["counts"])
+        for level, table_SY in enumerate(tables):
+            (measures,) = frame_of(found, "labels", module=layer, level=level).to_dict("records")
             parts = (table_SY.sum(1), table_SY.sum(0), table_SY.flatten())
             of_experts, of_classes, of_both = (entropy(part, base=2) for part in parts)
             bits = of_experts + of_classes - of_both
-            assert level["information_bits"]["value"] == pytest.approx(bits, abs=1e-9)
+            assert measures["information_bits"] == pytest.approx(bits, abs=1e-9)
             if kind != "mumoe":  # scikit-learn rounds what is no whole number
                 nats = mutual_info_score(None, None, contingency=table_SY)
-                value = level["information_bits"]["value"]
-                assert value == pytest.approx(nats / np.log(2), abs=1e-9)
-            for expert, share in zip(level["experts"], table_SY.sum(1), strict=True):
-                row = by_place.pop((layer, expert))
+                assert measures["information_bits"] == pytest.approx(nats / np.log(2), abs=1e-9)
+            for expert, share in enumerate(table_SY.sum(1)):
+                name = f"{level}.{expert}" if len(tables) > 1 else str(expert)
+                row = by_place.pop((layer, name))
                 assert row["share"] == pytest.approx(share / table_SY.sum())
     assert not by_place
 
@@ -96,7 +98,7 @@ def test_classes_that_look_like_markup_are_text(runs, tmp_path):
     assert "http" not in text.replace("http-equiv", "")
     read = HeldOut(
         data="d", split="validation", unit="sequence", units=1, of_units=1,
-        specialization=None, knockout=None,
+        levels=None, specialization=None, knockout=None,
     )  # fmt: skip
     layer = RoutedLayer(name="blocks.0.feed_forward", levels=(1,))
     effect = Effect("class", "<i>bad</i>", Change(2.0, 1.5, 2.5), 0.5)
@@ -114,7 +116,8 @@ def test_classes_that_look_like_markup_are_text(runs, tmp_path):
 def test_one_layer_or_nothing_is_read_if_it_is_asked_for(runs, tmp_path):
     output = tmp_path / "page.html"
     found = report(runs("smoe"), output=output, layers=["1"])
-    assert list(found["specialization"]["layers"]) == ["blocks.1.feed_forward"]
+    (level,) = found["specialization"]["levels"]
+    assert level["module"] == "blocks.1.feed_forward"
     assert report(runs("smoe"), output=output, tokens=0)["experts"] == []
     assert report(runs("smoe"), output=output, tokens=300)["units_read"] < 15
     assert report(runs("dense"), output=output)["experts"] == []

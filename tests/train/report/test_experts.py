@@ -15,7 +15,7 @@ from polyad.train.experts.probing import RoutedLayer
 from polyad.train.report.command import report
 from polyad.train.report.experts import harm
 from tests.helpers.pages import Page
-from tests.helpers.runs import knockout, run, write_config
+from tests.helpers.runs import counts_of, frame_of, knockout, run, write_config
 
 SMOE = {"kind": "smoe", "num_experts": 4, "expert_hidden_size": 32}
 TOKENS = 2000
@@ -65,46 +65,45 @@ def test_rows_have_the_numbers_of_the_knockout_and_the_largest_come_first(
     result = report(trained, output=tmp_path / "page.html", tokens=TOKENS, knockout=True, **asked)
     # What `polyad experts knockout` says of the same tokens.
     (found,) = workers(1).run(knockout, trained, split="validation", tokens=TOKENS, **asked)
-    assert result["knockout"]["layers"] == found["layers"]
+    for name in ("experts", "harmed", "classes", "focus"):
+        assert result["knockout"][name] == found[name]
     page = cells(tmp_path)
     rows = {each["anchor"]: each for each in result["experts"]}
     assert list(page) == list(rows)
     assert len(rows) == 6
     values = []
-    for name, layer in found["layers"].items():
-        for row, expert in enumerate(layer["experts"]):
-            anchor = f"b{name.split('.')[1]}e{expert}"
-            every = layer["by"]["all"]
-            change, whole = every["change"]["value"][row][0], every["tokens"][0]
-            candidates = []
-            for by, table in layer["by"].items():
-                for column, class_ in enumerate(table["classes"]):
-                    tokens, (value, low, high) = table["tokens"][column], (
-                        table["change"][key][row][column] for key in ("value", "low", "high")
-                    )  # fmt: skip
-                    if not by.startswith(("predicted ", "read ")) or tokens < 50:
-                        continue
-                    # The change of all tokens is the mean of both parts, by their tokens.
-                    elsewhere = (change * whole - value * tokens) / (whole - tokens)
-                    # One in 40 of 26 classes in all may lie above by chance.
-                    wider = norm.ppf(1 - 0.025 / 26) / norm.ppf(0.975)
-                    if value - wider * (value - low) > max(0, elsewhere):
-                        candidates.append((value, low, high, by, class_, elsewhere))
-            line = rows[anchor]
-            if not candidates:
-                assert (line["class"], line["elsewhere"]) == ("", None)
-                assert page[anchor]["Class of tokens"] == "no class stands out"
-                ends = (every["change"][key][row][0] for key in ("low", "high"))
-                assert shown(change, *ends, "+.2f") in page[anchor]["Change of loss without it"]
-                values.append(change)
+    of_experts = frame_of(found, "classes").groupby(["module", "expert"])
+    for (name, expert), classes in of_experts:
+        anchor = f"b{name.split('.')[1]}e{expert}"
+        (every,) = classes[classes["by"] == "all"].to_dict("records")
+        change, whole = every["change"], every["tokens"]
+        candidates = []
+        for each in classes.to_dict("records"):
+            by, tokens = each["by"], each["tokens"]
+            value, low, high = (each[f"change{end}"] for end in ("", "_low", "_high"))
+            if not by.startswith(("predicted ", "read ")) or tokens < 50:
                 continue
-            value, low, high, by, class_, elsewhere = max(candidates)
-            values.append(value)
-            assert (line["by"], line["class"]) == (by, class_)
-            assert (line["value"], line["low"], line["high"]) == (value, low, high)
-            assert line["elsewhere"] == pytest.approx(elsewhere)
-            assert shown(value, low, high, "+.2f") in page[anchor]["Change of loss without it"]
-            assert page[anchor]["Elsewhere"] == f"{elsewhere:+.2f}"
+            # The change of all tokens is the mean of both parts, by their tokens.
+            elsewhere = (change * whole - value * tokens) / (whole - tokens)
+            # One in 40 of 26 classes in all may lie above by chance.
+            wider = norm.ppf(1 - 0.025 / 26) / norm.ppf(0.975)
+            if value - wider * (value - low) > max(0, elsewhere):
+                candidates.append((value, low, high, by, each["class"], elsewhere))
+        line = rows[anchor]
+        if not candidates:
+            assert (line["class"], line["elsewhere"]) == ("", None)
+            assert page[anchor]["Class of tokens"] == "no class stands out"
+            ends = every["change_low"], every["change_high"]
+            assert shown(change, *ends, "+.2f") in page[anchor]["Change of loss without it"]
+            values.append(change)
+            continue
+        value, low, high, by, class_, elsewhere = max(candidates)
+        values.append(value)
+        assert (line["by"], line["class"]) == (by, class_)
+        assert (line["value"], line["low"], line["high"]) == (value, low, high)
+        assert line["elsewhere"] == pytest.approx(elsewhere)
+        assert shown(value, low, high, "+.2f") in page[anchor]["Change of loss without it"]
+        assert page[anchor]["Elsewhere"] == f"{elsewhere:+.2f}"
     assert [row["value"] for row in rows.values()] == sorted(values, reverse=True)
 
 
@@ -116,18 +115,19 @@ def test_without_a_knockout_rows_have_the_numbers_of_the_specialization(trained,
     assert list(page) == [row["anchor"] for row in rows]
     assert sorted(page) == [f"b{b}e{e}" for b in range(2) for e in range(4)]
     for row in rows:
-        (level,) = result["specialization"]["layers"][row["layer"]]["levels"]
-        expert = level["labels"]["characters"]["experts"].index(row["expert"])
-        counts_SY = np.array(level["labels"]["characters"]["counts"])
+        expert, found = int(row["expert"]), result["specialization"]
+        counts_SY = counts_of(found, row["layer"], "characters")
         share = (counts_SY.sum(1) / counts_SY.sum())[expert]
-        assert row["share"] == share
+        assert row["share"] == pytest.approx(share)
         told = page[row["anchor"]]
         assert told["Share of assignments"] == f"{100 * share:.2f}%"
         if not row["class"]:
             assert told["Gets most of"] in ("no class stands out", "not used by what was read")
             continue
-        counts_SY = np.array(level["labels"][row["by"]]["counts"])
-        column = level["labels"][row["by"]]["classes"].index(row["class"])
+        counts = frame_of(found, "counts", module=row["layer"], by=row["by"])
+        classes = sorted(counts["class"].unique())
+        counts_SY = counts_of(found, row["layer"], row["by"], classes)
+        column = classes.index(row["class"])
         lift_Y = counts_SY[expert] / counts_SY.sum(0) / share
         others_S = np.delete(counts_SY, column, axis=1).sum(1)
         assert row["low"] >= 1

@@ -17,7 +17,7 @@ from polyad.train.experts.probing import deciding, routed_layers
 from polyad.train.report.command import report
 from polyad.train.tasks.pixels import normalize
 from tests.helpers import images as made
-from tests.helpers.runs import run
+from tests.helpers.runs import counts_of, run
 
 pytestmark = pytest.mark.distributed
 MODELS = {
@@ -74,7 +74,7 @@ def test_a_head_of_experts_is_named_and_read(workers, tmp_path):
     words = "head: muMoE of 6 experts, cp of rank 4, entmax15 gate; dense"
     assert result["model"].endswith(words)
     assert words in (tmp_path / "run" / "report.html").read_text()
-    assert list(result["specialization"]["layers"]) == ["head"]
+    assert [row["module"] for row in result["specialization"]["levels"]] == ["head"]
     assert {row["layer"] for row in result["experts"] if row["top"]} == {"head"}
 
 
@@ -140,24 +140,22 @@ def test_rows_of_images_say_which_class_an_expert_gets_most_of(trained, tmp_path
     task = ImageClassification.open(load_config(trained / "config.yaml").for_task())
     labels = [int(sample.labels_B) for sample in task.held_out("validation")]
     text = (tmp_path / "page.html").read_text()
-    tables = {}
-    for name, layer in result["specialization"]["layers"].items():
+    tables, found = {}, result["specialization"]
+    for name in [row["module"] for row in found["levels"]]:
         a_BTS, _ = coefficients(trained, name)
         given_BS = (a_BTS if "channel" in name else (a_BTS > 0)).double().sum(1)
         counts = np.zeros((given_BS.shape[1], len(made.CLASSES)))
         for given_S, label in zip(given_BS, labels, strict=True):
             counts[:, label] += given_S.numpy()
-        (level,) = (each["labels"]["class"] for each in layer["levels"])
-        np.testing.assert_allclose(level["counts"], counts, rtol=1e-4, atol=1e-4)
-        tables[name] = level
-    assert len(result["experts"]) == sum(len(each["experts"]) for each in tables.values())
+        tables[name] = counts_of(found, name, "class", made.CLASSES)
+        np.testing.assert_allclose(tables[name], counts, rtol=1e-4, atol=1e-4)
+    assert len(result["experts"]) == sum(map(len, tables.values()))
     for row in result["experts"]:
-        level = tables[row["layer"]]
-        counts_SY, expert = np.array(level["counts"]), level["experts"].index(row["expert"])
+        counts_SY, expert = tables[row["layer"]], int(row["expert"])
         assert text.count(f'id="{row["anchor"]}"') == 1
         assert row["share"] == pytest.approx(counts_SY.sum(1)[expert] / counts_SY.sum())
         if row["class"]:
-            column = level["classes"].index(row["class"])
+            column = list(made.CLASSES).index(row["class"])
             times = counts_SY[expert, column] / counts_SY[:, column].sum() / row["share"]
             assert row["value"] == pytest.approx(times)
             assert f">class {row['class']}</td>" in text

@@ -12,7 +12,9 @@ from polyad.data.images.samples import EvaluationImages
 from polyad.parallel.weights import load_model
 from tests.helpers import images as made
 from tests.helpers.runs import (
+    counts_of,
     evaluation,
+    frame_of,
     measured,
     records,
     refusal,
@@ -103,22 +105,22 @@ def test_scores_and_rewriting_equal_a_computation_by_hand(workers, config, data)
         result = workers(size).run(rewriting, folder, of, split="test")[0]
         assert result["by"] == 30
         assert result["of"] == "Bright:0+Red"
-        assert result["mean_coefficients"] == pytest.approx(mean.tolist(), abs=1e-6)
-        _check_fairness(result["before"], right[:, 1], labels)
-        _check_fairness(result["after"], after, labels)
+        coefficients = [row["mean_coefficient"] for row in result["experts"]]
+        assert coefficients == pytest.approx(mean.tolist(), abs=1e-6)
+        _check_fairness(result, "before", right[:, 1], labels)
+        _check_fairness(result, "after", after, labels)
         assert (after != right[:, 1]).any()
         changes = {
-            (each["has_class"], each["has_others"]): each["accuracy"] - old["accuracy"]
-            for each, old in zip(
-                result["after"]["subpopulations"], result["before"]["subpopulations"], strict=True
-            )
+            (each["has_class"], each["has_others"]): each["after"] - each["before"]
+            for each in result["subpopulations"]
         }
         gain = changes.pop((False, True))
         expected = gain - sum(abs(change) for change in changes.values())
         assert result["rewrite_score"] == pytest.approx(expected)
 
 
-def _check_fairness(measured, right, labels):
+def _check_fairness(result, when, right, labels):
+    measured = {row["measure"]: row[when] for row in result["measures"]}
     of = {
         (bright, red): right[(labels[:, 1] == bright) & (labels[:, 0] == red)]
         for bright in (0, 1)
@@ -126,8 +128,8 @@ def _check_fairness(measured, right, labels):
     }
     accuracy = {place: float(each.mean()) for place, each in of.items()}
     said = {
-        (int(each["has_class"]), int(each["has_others"])): (each["images"], each["accuracy"])
-        for each in measured["subpopulations"]
+        (int(each["has_class"]), int(each["has_others"])): (each["images"], each[when])
+        for each in result["subpopulations"]
     }
     assert said == {p: (len(of[p]), pytest.approx(accuracy[p])) for p in of}
     mean = sum(accuracy.values()) / 4
@@ -175,20 +177,19 @@ def test_a_model_with_one_class_an_image_is_rewritten_too(workers, tmp_path):
     far = workers(1).run(rewriting, tmp_path / "run", "class=bee,by=1e6")[0]
     assert far["of"] == "bee"
     assert far["images_of_subpopulation"] > 0
-    assert far["after"]["target_accuracy"] == 1
-    assert far["after"]["others_accuracy"] == 0
+    after = frame_of(far, "measures").set_index("measure")["after"]
+    assert (after["target_accuracy"], after["others_accuracy"]) == (1, 0)
     same = workers(1).run(rewriting, tmp_path / "run", "class=1,by=0")[0]
-    assert same["before"] == same["after"] == far["before"]
+    for row, before in zip(same["measures"], far["measures"], strict=True):
+        assert row["before"] == row["after"] == before["before"]
     found = workers(1).run(specialization, tmp_path / "run")[0]
-    assert list(found["layers"]) == ["head"]
-    head = found["layers"]["head"]
-    assert head["experts"] == 4
-    by_class = head["levels"][0]["labels"]["class"]
+    assert [(row["module"], row["experts"]) for row in found["levels"]] == [("head", 4)]
+    classes = made.CLASSES
     labels = ImageData.open(ImageDataConfig(**data)).split("validation").labels
-    held = [int((labels == number).sum()) for number in range(len(by_class["classes"]))]
-    given = [sum(column) for column in zip(*by_class["counts"], strict=True)]
+    held = [int((labels == number).sum()) for number in range(len(classes))]
+    given = counts_of(found, "head", "class", classes).sum(0).tolist()
     assert given == pytest.approx(held)  # a head's coefficients of an image add up to 1
-    assert by_class["purity"]["samples"] == found["images_scored"] == sum(held)
+    assert found["images_scored"] == sum(held)
 
 
 @pytest.mark.parametrize(
@@ -226,8 +227,8 @@ def test_without_one_class_each_only_the_entropies_of_the_gate_are_known(workers
     folder = config.parent / "run"
     assert workers(1).run(run, config, "train.steps=1", "checkpoint.every=1") == [1]
     found, table = workers(1).run(measured, folder, "specialization")[0]
-    (level,) = found["layers"]["head"]["levels"]
-    assert "polysemanticity" not in found["layers"]["head"]
-    assert level["labels"] == {}
-    assert 0 <= level["entropy_bits"]["value"] <= level["usage_entropy_bits"]["value"] <= 2
-    assert "polysemanticity, information, purity: they need exactly one class per image" in table
+    (level,) = frame_of(found, "levels", module="head").to_dict("records")
+    assert "polysemanticity" not in found
+    assert found["labels"] == []
+    assert 0 <= level["entropy_bits"] <= level["usage_entropy_bits"] <= 2
+    assert "they need one class per image" in table
