@@ -11,7 +11,7 @@ import numpy.typing as npt
 from polyad.data.errors import DataError, check_attack
 from polyad.data.text.dataset import TokenStream
 from polyad.data.text.manifest import SplitInfo
-from polyad.data.text.tokenizers.tokenizer import Tokenizer, UnknownWordError
+from polyad.data.text.tokenizers.tokenizer import Tokenizer
 from polyad.data.text.writer import BATCH_CHARACTERS, encode_documents
 
 REPLACEMENT = "AAA"
@@ -107,7 +107,7 @@ def attacked_split(
                 np.array([*tokenizer.before, *ids, tokenizer.end_of_text_id])
                 for ids in encode_documents(tokenizer, changed)
             ]
-    except UnknownWordError as error:
+    except DataError as error:
         raise DataError(f"{stream.prefix}.bin: cannot be attacked: {error}") from None
     attacked = TokenStream.of(stream.prefix, documents, tokenizer.vocab_size)
     info = SplitInfo(

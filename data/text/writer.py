@@ -15,7 +15,7 @@ from polyad.data.errors import DataError
 from polyad.data.prepared import SPLITS, SplitName
 from polyad.data.text.dataset import token_dtype
 from polyad.data.text.manifest import SplitInfo
-from polyad.data.text.tokenizers.tokenizer import Tokenizer, UnknownWordError
+from polyad.data.text.tokenizers.tokenizer import Tokenizer
 
 PIECE_CHARACTERS = 128 * 1024
 """A document longer than this is encoded in pieces of about this many characters, on all cores."""
@@ -187,22 +187,26 @@ class DatasetWriter:
         """Waits for the previous batch, starts to encode the pending one, writes the previous."""
         pieces, self._pending, self._pending_characters = self._pending, [], 0
         before = self._running
-        texts = [piece.text for piece in pieces]
-        self._running = (pieces, self._thread.submit(self._encode, texts))
+        self._running = (pieces, self._thread.submit(self._encode, pieces))
         if before is not None:
             self._write(*before)
 
-    def _encode(self, texts: list[str]) -> list[list[int]]:
-        batch = self._tokenizer.encode_batch(texts)
+    def _encode(self, pieces: "list[_Piece]") -> list[list[int]]:
+        texts = [piece.text for piece in pieces]
+        try:
+            batch = self._tokenizer.encode_batch(texts)
+        except DataError:
+            for piece in pieces:
+                try:
+                    self._tokenizer.encode_batch([piece.text])
+                except DataError as error:
+                    raise DataError(f"{piece.name}: {error}") from None
+            raise
         self.special += self._tokenizer.special_in(texts, batch)
         return batch
 
     def _write(self, pieces: "list[_Piece]", future: "Future[list[list[int]]]") -> None:
-        try:
-            batch = future.result()
-        except UnknownWordError as error:
-            raise DataError(f"{pieces[error.row].name}: {error}") from None
-        for piece, ids in zip(pieces, batch, strict=True):
+        for piece, ids in zip(pieces, future.result(), strict=True):
             self._splits[piece.split].add(ids, piece.text, is_last=piece.is_last)
 
 

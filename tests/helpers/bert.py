@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from polyad.data.text.sources import open_source
-from polyad.data.text.tokenizers.vocabularies import SPECIAL
+from polyad.data.text.tokenizers.files import SPECIAL
 from polyad.model.bert import Bert, BertConfig
 from polyad.model.build import build_model, materialize
 from tests.helpers.prepared import silent

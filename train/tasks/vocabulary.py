@@ -10,9 +10,8 @@ from polyad.data.errors import DataError
 from polyad.data.json_reader import parse_json, read_json
 from polyad.data.text.dataset import PreparedData
 from polyad.data.text.manifest import TOKENIZER_FILES
-from polyad.data.text.tokenizers.files import load_tokenizer
+from polyad.data.text.tokenizers.files import VOCABULARY_FILE, load_tokenizer
 from polyad.data.text.tokenizers.tokenizer import Tokenizer
-from polyad.data.text.tokenizers.vocabularies import VOCABULARY_FILE
 from polyad.parallel.checkpoint.format import State
 from polyad.parallel.checkpoint.load import Checkpoint
 from polyad.parallel.families import GENERATION_FILE, FamilyWeights, Origin

@@ -1,37 +1,29 @@
 """Loads a tokenizer from a file, a folder, or the Hugging Face hub."""
 
-import contextlib
 import os
 import re
+from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from tokenizers import models
+from tokenizers import BertWordPieceTokenizer, models
 
 from polyad.data.errors import DataError, nearest, one_line, user_path
 from polyad.data.json_reader import read_bytes, read_json
 from polyad.data.text.manifest import (
     SENTENCEPIECE_FILE,
-    TOKENIZER_FILE,
     TOKENIZER_FILES,
     TokenizerFile,
 )
-from polyad.data.text.tokenizers.content import bytes_fingerprint
 from polyad.data.text.tokenizers.tokenizer import (
     KNOWN_END_OF_TEXT,
     TRAINED,
     Tokenizer,
     byte_level,
     choose_end_of_text,
-)
-from polyad.data.text.tokenizers.vocabularies import (
-    ABOUT_FILE,
-    VOCABULARY_FILE,
-    WordTokenizer,
-    is_word_vocabulary,
-    read_vocabulary,
+    fingerprint,
 )
 
 
@@ -66,7 +58,7 @@ class SentencePieceTokenizer(Tokenizer):
         self.end_of_text_id = vocabulary[self.end_of_text]
         self.begin_of_text = self.begin_of_text_id = None
         self.vocab_size = size
-        self.fingerprint = bytes_fingerprint(model, self.end_of_text)
+        self.fingerprint = fingerprint(model, self.end_of_text)
         self._threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else -1
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
@@ -135,11 +127,11 @@ class SentencePieceTokenizer(Tokenizer):
 
 BYTE_LEVEL_FILES = ("vocab.json", "merges.txt")
 """The two files of GPT-2."""
-KINDS = ((TOKENIZER_FILE,), (SENTENCEPIECE_FILE,), ("vocab.txt",), BYTE_LEVEL_FILES)
-"""File sets in which a tokenizer may be stored; the first that exists is used."""
-SECONDS = 10.0
-"""Seconds after which a hub that does not answer counts as unreachable."""
-
+VOCABULARY_FILE, ABOUT_FILE = "vocab.txt", "tokenizer_config.json"
+FILES = (*TOKENIZER_FILES, VOCABULARY_FILE, *BYTE_LEVEL_FILES, ABOUT_FILE)
+"""The files of a tokenizer."""
+SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+"""The special tokens of BERT."""
 _NAME = re.compile(r"(?:\w[\w.-]*/)?\w[\w.-]*", re.ASCII)
 _FILE_ENDINGS = (".json", ".model", ".txt", ".bin")
 
@@ -165,57 +157,68 @@ def fetch_tokenizer(name: str) -> Path:
     Raises:
         DataError: There is no such tokenizer, or the hub is unreachable.
     """
-    from huggingface_hub import get_session, hf_hub_download, hf_hub_url
-    from huggingface_hub.errors import EntryNotFoundError
+    from huggingface_hub import snapshot_download
 
-    reason = f"it has no {', '.join(kind[0] for kind in KINDS)}"
-    try:
-        if cached := _fetched(name, local=True):
-            return cached
-        # One request first: without a network the download itself would retry for half a minute.
-        get_session().head(hf_hub_url(name, TOKENIZER_FILE), timeout=SECONDS)
-        if found := _fetched(name, local=False):
-            with contextlib.suppress(EntryNotFoundError):
-                hf_hub_download(name, ABOUT_FILE)
-            return found
-    except Exception as error:  # of any network library that the hub's client uses
-        reason = one_line(error, 200)
+    reason = "it has no tokenizer"
+    for local in (True, False):
+        try:
+            folder = snapshot_download(name, allow_patterns=list(FILES), local_files_only=local)
+        except Exception as error:  # of any network library that the hub's client uses
+            reason = one_line(error, 200)
+        else:
+            if any((Path(folder) / file).is_file() for file in FILES):
+                return Path(folder)
     raise DataError(
-        f"{name}: no such tokenizer here or in the Hugging Face cache, and it cannot be downloaded "
-        f"from the hub: {reason}; on a machine with network access run `hf download {name} "
-        "--include '*token*' --local-dir DIR`, copy DIR here, and give DIR as the tokenizer"
+        f"{name}: no such tokenizer here, in the Hugging Face cache or on the hub: {reason}; on a "
+        f"machine with network access run `hf download {name} --include '*token*' --local-dir "
+        "DIR`, copy DIR here, and give DIR as the tokenizer"
     )
 
 
-def _fetched(name: str, *, local: bool) -> Path | None:
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
-
-    for kind in KINDS:
-        try:
-            files = [hf_hub_download(name, file, local_files_only=local) for file in kind]
-        except EntryNotFoundError as error:
-            if isinstance(error, LocalEntryNotFoundError) and not local:
-                raise  # the network fails, not the hub
-            continue
-        return Path(files[0]).parent
-    return None
-
-
 def snapshot_of(folder: Path) -> Path:
-    """Finds the snapshot in a folder of the hub's cache.
-
-    Returns:
-        The snapshot of `main`, or the only one; any other folder is returned unchanged.
-    """
-    snapshots = folder / "snapshots"
-    if not snapshots.is_dir():
-        return folder
+    """Finds the snapshot of `main` in a folder of the hub's cache; any other folder is returned
+    unchanged."""
     main = folder / "refs" / "main"
-    if main.is_file() and (named := snapshots / main.read_text().strip()).is_dir():
-        return named
-    found = [path for path in snapshots.iterdir() if path.is_dir()]
-    return found[0] if len(found) == 1 else folder
+    if not main.is_file():
+        return folder
+    return folder / "snapshots" / main.read_text().strip()
+
+
+def read_vocabulary(file: Path, end_of_text: str | None = None) -> Tokenizer:
+    """Reads BERT's `vocab.txt`, with one token per line.
+
+    WordPiece has words, and pieces that continue a word and begin with ## (Devlin et al. 2019 and
+    the released code).
+
+    Args:
+        file: The file; a `tokenizer_config.json` beside it says whether text is lower-cased.
+            Without one it is, if no token has an upper-case letter.
+        end_of_text: The token that ends each document; None for a well-known one, [SEP].
+
+    Raises:
+        DataError: It is not such a vocabulary.
+    """
+    # Not splitlines: Chinese vocabularies contain a token that is another line separator.
+    tokens = read_bytes(file).decode().removesuffix("\n").split("\n")
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    if len(vocabulary) < len(tokens):
+        twice, _ = Counter(tokens).most_common(1)[0]
+        raise DataError(f"not the vocab.txt of a BERT: {twice!r} appears twice")
+    about = read_about(file.parent)
+    lowercase = about.get("do_lower_case")
+    if lowercase is None:
+        ordinary = (token for token in vocabulary if token not in SPECIAL)
+        lowercase = not any(token != token.lower() for token in ordinary)
+    try:
+        backend = BertWordPieceTokenizer(
+            vocabulary,
+            lowercase=lowercase,
+            strip_accents=about.get("strip_accents"),
+            handle_chinese_chars=about.get("tokenize_chinese_chars", True),
+        )
+    except TypeError as error:
+        raise DataError(f"not the vocab.txt of a BERT: {error}") from None
+    return Tokenizer(backend.to_str(), end_of_text)
 
 
 def read_about(folder: Path) -> dict[str, Any]:
@@ -271,27 +274,17 @@ def load_tokenizer(path: str | Path, end_of_text: str | None = None) -> Tokenize
 
 
 def _load_folder(folder: Path, end_of_text: str | None) -> Tokenizer:
-    known = [folder / name for name in TOKENIZER_FILES]
-    file = next((candidate for candidate in known if candidate.exists()), None)
-
-    if file is None and (folder / VOCABULARY_FILE).is_file():
-        file = folder / VOCABULARY_FILE
-
-    def loaded(end: str | None) -> Tokenizer:
-        return _load_file(file, end) if file else _load_byte_level(folder, end)
-
     about = read_about(folder)
-    adds = about.get("add_bos_token")
     try:
         begin, end = (_token(about, key) for key in ("bos_token", "eos_token"))
+        names = (*TOKENIZER_FILES, VOCABULARY_FILE)
+        file = next((folder / name for name in names if (folder / name).is_file()), folder)
+        tokenizer = _load_file(file, end_of_text or end)
+        adds = about.get("add_bos_token")
+        return tokenizer if adds is None else tokenizer.with_begin_of_text(begin if adds else None)
     except DataError as error:
-        raise DataError(f"{folder / ABOUT_FILE}: {error}") from None
-    tokenizer = loaded(end_of_text or end)
-    if adds is None:
-        return tokenizer
-    try:
-        return tokenizer.with_begin_of_text(begin if adds else None)
-    except DataError as error:
+        if str(error).startswith(str(folder)):
+            raise
         raise DataError(f"{folder / ABOUT_FILE}: {error}") from None
 
 
@@ -304,43 +297,28 @@ def _load_file(path: Path, end_of_text: str | None) -> Tokenizer:
             f"Face hub{nearest(path.name, siblings)}"
         )
     try:
-        return _from_file(path, end_of_text)
+        if path.is_dir():
+            return _byte_level_of(path, end_of_text)
+        if path.name == VOCABULARY_FILE:
+            return read_vocabulary(path, end_of_text)
+        if path.suffix == ".model":
+            return SentencePieceTokenizer(read_bytes(path), end_of_text)
+        return Tokenizer(read_bytes(path).decode("utf-8-sig"), end_of_text)
     except DataError as error:
         raise DataError(f"{path}: {error}") from None
-    except MemoryError:
-        raise
     except Exception as error:  # the library raises bare Exception for a malformed file
-        raise DataError(f"{path}: not a tokenizer.json: {error}") from None
+        raise DataError(f"{path}: not a tokenizer: {one_line(error)}") from None
 
 
-def _load_byte_level(folder: Path, end_of_text: str | None) -> Tokenizer:
+def _byte_level_of(folder: Path, end_of_text: str | None) -> Tokenizer:
+    """Reads the files of GPT-2."""
     vocabulary, merges = (folder / name for name in BYTE_LEVEL_FILES)
     if not (vocabulary.exists() and merges.exists()):
         raise DataError(
-            f"{folder}: this folder has neither tokenizer.json nor vocab.txt nor vocab.json and "
-            f"merges.txt"
+            "this folder has neither tokenizer.json nor vocab.txt nor vocab.json and merges.txt"
         )
-    try:
-        model = models.BPE.from_file(str(vocabulary), str(merges))
-    except MemoryError:
-        raise
-    except Exception as error:  # the library raises bare Exception for a malformed file
-        raise DataError(f"{folder}: not GPT-2's vocab.json and merges.txt: {error}") from None
+    model = models.BPE.from_file(str(vocabulary), str(merges))
     backend = byte_level(model)
     known = [token for token in KNOWN_END_OF_TEXT if model.token_to_id(token) is not None]
     backend.add_special_tokens(known)
-    try:
-        return Tokenizer(backend.to_str(), end_of_text)
-    except DataError as error:
-        raise DataError(f"{folder}: {error}") from None
-
-
-def _from_file(file: Path, end_of_text: str | None) -> Tokenizer:
-    """Finds the class that reads a file."""
-    if file.name == VOCABULARY_FILE:
-        return read_vocabulary(file, end_of_text)
-    if file.suffix == ".model":
-        return SentencePieceTokenizer(read_bytes(file), end_of_text)
-    content = read_bytes(file).decode("utf-8-sig")
-    kind = WordTokenizer if is_word_vocabulary(content) else Tokenizer
-    return kind(content, end_of_text)
+    return Tokenizer(backend.to_str(), end_of_text)

@@ -1,6 +1,8 @@
 """Text to token ids and back, with a Hugging Face tokenizer that never ends a document itself."""
 
 import contextlib
+import hashlib
+import json
 import os
 import re
 import sys
@@ -12,14 +14,9 @@ from pathlib import Path
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from polyad.data.errors import DataError, nearest
+from polyad.data.errors import DataError, nearest, one_line
+from polyad.data.json_reader import parse_json
 from polyad.data.text.manifest import TOKENIZER_FILE, TokenizerFile
-from polyad.data.text.tokenizers.content import (
-    begin_of_text,
-    canonical,
-    fingerprint,
-    with_begin_of_text,
-)
 
 END_OF_TEXT = "<|endoftext|>"
 KNOWN_END_OF_TEXT = (
@@ -35,8 +32,8 @@ KNOWN_END_OF_TEXT = (
 )
 """Well-known end-of-text tokens, in order of preference."""
 PARALLELISM = "TOKENIZERS_PARALLELISM"
-MOST_IDS = 2**31 - 1
-"""Token ids are stored in at most 32 bits, signed."""
+CHANCE = ("dropout", "alpha", "nbest_size")
+"""Keys of a model (BPE or unigram) that make the encoding of a text random."""
 TRAINED = ("train:VOCAB_SIZE", "words", "words:VOCAB_SIZE")
 """Specifications of tokenizers that are trained on the train split."""
 
@@ -53,21 +50,6 @@ _PROBES = (
     ("\U0001e900\n", "\U0001e901"),  # rare letters: unknown ones may be fused
     ("\U0001e900", " \U0001e901"),
 )
-
-
-class UnknownWordError(DataError):
-    """A word that is not in a vocabulary without an unknown token.
-
-    Args:
-        row: Index of the text that contains it.
-        word: The word.
-    """
-
-    def __init__(self, row: int, word: str) -> None:
-        super().__init__(
-            f"the word {word!r:.80} is not in the vocabulary, which has no <unk> for such words"
-        )
-        self.row = row
 
 
 class Tokenizer:
@@ -99,16 +81,23 @@ class Tokenizer:
         vocabulary = self._backend.get_vocab(with_added_tokens=True)
         self.end_of_text = choose_end_of_text(vocabulary, end_of_text)
         self.end_of_text_id = vocabulary[self.end_of_text]
-        self.begin_of_text = begin_of_text(self._content)
-        self.begin_of_text_id = None
-        if self.begin_of_text is not None:
-            if self.begin_of_text not in vocabulary:
-                raise DataError(f"post_processor: the vocabulary has no {self.begin_of_text!r:.80}")
-            self.begin_of_text_id = vocabulary[self.begin_of_text]
+        self.begin_of_text_id = self._begins()
+        self.begin_of_text = None
+        if self.begin_of_text_id is not None:
+            self.begin_of_text = self._backend.id_to_token(self.begin_of_text_id)
         self.vocab_size = max(vocabulary.values()) + 1
-        if self.vocab_size > MOST_IDS:
-            raise DataError(f"token id {self.vocab_size - 1}: ids are below {MOST_IDS}")
-        self.fingerprint = fingerprint(self._content, self.end_of_text)
+        self.fingerprint = fingerprint(self._content.encode(), self.end_of_text)
+
+    def _begins(self) -> int | None:
+        """Returns the id that the file puts before a text; None if there is none, or if there is
+        one at the end too: such a template, like BERT's, encloses a sequence."""
+        try:
+            plain, whole = (
+                self._backend.encode("a", add_special_tokens=adds).ids for adds in (False, True)
+            )
+        except Exception:  # bare; a word vocabulary without an unknown token
+            return None
+        return whole[0] if whole[1:] == plain and len(whole) > len(plain) else None
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Encodes texts, in parallel if the machine has several cores.
@@ -123,25 +112,18 @@ class Tokenizer:
             DataError: A text cannot be distinguished from the end of a document in this vocabulary,
                 or has a word that is not in it.
         """
-        try:
-            encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
-        except Exception as error:  # bare; a word vocabulary without an unknown token
-            raise self._unknown_word(texts) or error from None
-        batch: list[list[int]] = [encoding.ids for encoding in encodings]
+        batch = self._encoded(texts)
         for row, ids in enumerate(batch):
             if self.end_of_text_id in ids:
                 batch[row] = self._encode_forged(texts[row])
         return batch
 
-    def _unknown_word(self, texts: Sequence[str]) -> UnknownWordError | None:
-        normalizer, splitter = self._backend.normalizer, self._backend.pre_tokenizer
-        for row, text in enumerate(texts):
-            clean = normalizer.normalize_str(text) if normalizer else text
-            words = splitter.pre_tokenize_str(clean) if splitter else [(clean, (0, 0))]
-            for word, _ in words:
-                if self._backend.token_to_id(word) is None:
-                    return UnknownWordError(row, word)
-        return None
+    def _encoded(self, texts: Sequence[str]) -> list[list[int]]:
+        try:
+            encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        except Exception as error:  # bare; a word vocabulary without an unknown token
+            raise DataError(f"a text cannot be encoded: {one_line(error)}") from None
+        return [encoding.ids for encoding in encodings]
 
     def _encode_forged(self, text: str) -> list[int]:
         """Encodes a text where the model itself (unigram, word level) emits the end: splits the
@@ -152,8 +134,7 @@ class Tokenizer:
         for piece in pieces[1:]:
             cut[-1] += head
             cut.append(tail + piece)
-        encodings = self._backend.encode_batch_fast(cut, add_special_tokens=False)
-        ids = [token for encoding in encodings for token in encoding.ids]
+        ids = [token for piece in self._encoded(cut) for token in piece]
         if self.end_of_text_id in ids:
             raise DataError(
                 f"a text contains what this tokenizer reads as its end-of-text token "
@@ -293,8 +274,18 @@ class Tokenizer:
             raise DataError(
                 f"the vocabulary has no token {token!r}, the bos_token that add_bos_token is about"
             )
-        content = with_begin_of_text(self._content, token, number)
-        return type(self)(content, self.end_of_text)
+        value = parse_json(self._content, "")
+        value["post_processor"] = None
+        if token is not None:
+            begin = [{"SpecialToken": {"id": token, "type_id": kind}} for kind in (0, 1)]
+            text = [{"Sequence": {"id": name, "type_id": kind}} for kind, name in enumerate("AB")]
+            value["post_processor"] = {
+                "type": "TemplateProcessing",
+                "single": [begin[0], text[0]],
+                "pair": [begin[0], text[0], begin[1], text[1]],
+                "special_tokens": {token: {"id": token, "ids": [number], "tokens": [token]}},
+            }
+        return type(self)(json.dumps(value, ensure_ascii=False), self.end_of_text)
 
     @cached_property
     def stop_ids(self) -> frozenset[int]:
@@ -320,9 +311,38 @@ class Tokenizer:
                 whole, first, second = self.encode_batch([left + right, left, right])
                 if whole != first + second:
                     return False
-        except UnknownWordError:
+        except DataError:
             return False
         return True
+
+
+def canonical(content: str) -> str:
+    """Rewrites a `tokenizer.json` in canonical form, without truncation, padding and `CHANCE`.
+
+    Args:
+        content: The text.
+
+    Returns:
+        The same tokenizer, keys sorted.
+    """
+    # The library's own serialization may change with its version, which would change the
+    # fingerprint of prepared data.
+    value = parse_json(content, "")
+    if not isinstance(value, dict) or "model" not in value:
+        raise DataError("not a tokenizer.json: no key 'model'")
+    value["truncation"] = value["padding"] = None
+    if isinstance(value["model"], dict):
+        value["model"] |= {key: None for key in CHANCE if key in value["model"]}
+    return json.dumps(value, ensure_ascii=False, sort_keys=True, separators=(",", ":"))
+
+
+def fingerprint(content: bytes, end_of_text: str) -> str:
+    """Digests the file of a tokenizer (a `tokenizer.json` in canonical form) and its end of text.
+
+    Returns:
+        A SHA-256, hexadecimal.
+    """
+    return hashlib.sha256(content + f"\0{end_of_text}".encode()).hexdigest()
 
 
 def special_line(counts: Mapping[str, int]) -> str:

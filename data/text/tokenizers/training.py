@@ -1,10 +1,11 @@
 """Loads the tokenizer that a user names, or trains it on the text."""
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Literal, NamedTuple, TypeAlias
 
-from tokenizers import models, pre_tokenizers, trainers
+import tokenizers
+from tokenizers import AddedToken, models, pre_tokenizers, trainers
 
 from polyad.data.errors import DataError
 from polyad.data.text.tokenizers.files import load_tokenizer
@@ -12,6 +13,8 @@ from polyad.data.text.tokenizers.tokenizer import END_OF_TEXT, Tokenizer, byte_l
 
 SMALLEST_VOCABULARY = 257
 """256 bytes and the end-of-text token."""
+UNKNOWN = "<unk>"
+"""The entry for words that a vocabulary of words lacks."""
 LARGEST_VOCABULARY = 10_000_000
 """Ten times the largest in use; the library aborts the process if memory runs out."""
 _LONG_WORD = re.compile(r"(\S{256}(?=\S)|\s{256}(?=\s))")
@@ -56,52 +59,69 @@ def train_tokenizer(
     return Tokenizer(backend.to_str(), end_of_text)
 
 
-Kind: TypeAlias = Literal["bytes", "words"]
+def train_words(texts: Iterator[str], vocab_size: int | None, end_of_text: str) -> Tokenizer:
+    """Collects the words of texts; each distinct word is kept in memory.
 
+    Args:
+        texts: The texts, read once; none begins or ends inside a word.
+        vocab_size: Maximum number of entries, including `<unk>` and the end-of-text token; None for
+            no limit.
+        end_of_text: The token that ends each document.
 
-class Training(NamedTuple):
-    """A tokenizer to train on text.
+    Returns:
+        The vocabulary: `<unk>`, the end-of-text token, and words by descending frequency, ties in
+            the order of their code points.
 
-    Attributes:
-        kind: Byte-level BPE, or all words separated by white space.
-        vocab_size: Requested number of entries; None for no limit (only for words).
+    Raises:
+        DataError: There are no words, or `<unk>` is the end-of-text token.
     """
+    if end_of_text == UNKNOWN or not end_of_text:
+        raise DataError(f"{end_of_text!r} cannot end a document of words; choose another token")
+    counts: Counter[str] = Counter()
+    for text in texts:
+        counts.update(text.split())
+    special = (UNKNOWN, end_of_text)
+    for token in special:
+        counts.pop(token, None)
+    if not counts:
+        raise DataError(
+            "words: the text of the train split has no words to build a vocabulary from"
+        )
+    words = sorted(counts, key=lambda word: (-counts[word], word))
+    entries = [*special, *words][:vocab_size]
+    vocabulary = {word: number for number, word in enumerate(entries)}
+    backend = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend.add_special_tokens([AddedToken(token, special=True) for token in special])
+    return Tokenizer(backend.to_str(), end_of_text)
 
-    kind: Kind
-    vocab_size: int | None
+
+SIZES = {"train": SMALLEST_VOCABULARY, "words": 3}
+"""The smallest size of a vocabulary of bytes and the end of text; of a word, `<unk>` and it."""
 
 
-_SIZED: dict[str, tuple[Kind, int, str]] = {
-    "train": ("bytes", SMALLEST_VOCABULARY, "256 bytes and the end-of-text token"),
-    "words": ("words", 3, "a word, <unk> and the end-of-text token"),
-}
-"""By the name before the colon: the kind, the smallest size, and what that has room for."""
-
-
-def training_wanted(spec: str) -> Training | None:
+def training_wanted(spec: str) -> tuple[str, int | None] | None:
     """Reads a tokenizer's specification.
 
     Returns:
-        The tokenizer to train on the train split, or None for a path or a name on the hub.
+        `train` or `words`, and the number of entries (None for no limit of words), of a tokenizer
+        to train on the train split; None for a path or a name on the hub.
 
     Raises:
         DataError: The part after the colon is not a valid size.
     """
-    name, colon, digits = spec.partition(":")
+    name, _, digits = spec.partition(":")
     if spec == "words":
-        return Training("words", None)
-    if spec == "train":
-        raise DataError("tokenizer 'train': its size is missing; write train:VOCAB_SIZE")
-    if not colon or name not in _SIZED:
+        return name, None
+    if name not in SIZES or (spec != "train" and ":" not in spec):
         return None
-    kind, least, what = _SIZED[name]
-    size = int(digits) if digits.isascii() and digits.isdigit() and len(digits) < 20 else -1
-    if not least <= size <= LARGEST_VOCABULARY:
+    size = int(digits) if digits.isdecimal() and len(digits) < 20 else -1
+    if not SIZES[name] <= size <= LARGEST_VOCABULARY:
         raise DataError(
             f"tokenizer {spec!r:.60}: VOCAB_SIZE in {name}:VOCAB_SIZE is a whole number of at "
-            f"least {least} ({what}) and at most {LARGEST_VOCABULARY:,}"
+            f"least {SIZES[name]} and at most {LARGEST_VOCABULARY:,}"
         )
-    return Training(kind, size)
+    return name, size
 
 
 def resolve_tokenizer(
@@ -128,9 +148,8 @@ def resolve_tokenizer(
         return load_tokenizer(spec, end_of_text)
     if training_texts is None:
         raise DataError(f"tokenizer {spec!r}: no text to train on here; name a tokenizer.json")
-    if wanted.kind == "words":
-        from polyad.data.text.tokenizers.vocabularies import train_words
-
-        return train_words(training_texts(), wanted.vocab_size, end_of_text or END_OF_TEXT)
-    assert wanted.vocab_size is not None
-    return train_tokenizer(training_texts(), wanted.vocab_size, end_of_text or END_OF_TEXT)
+    kind, size = wanted
+    if kind == "words":
+        return train_words(training_texts(), size, end_of_text or END_OF_TEXT)
+    assert size is not None
+    return train_tokenizer(training_texts(), size, end_of_text or END_OF_TEXT)

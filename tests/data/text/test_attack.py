@@ -9,7 +9,7 @@ from polyad.data.errors import DataError
 from polyad.data.text.attack import WordSwap, attacked_split
 from polyad.data.text.dataset import PreparedData
 from polyad.data.text.prepare import prepare
-from polyad.data.text.tokenizers.vocabularies import train_words
+from polyad.data.text.tokenizers.training import train_words
 
 TEXT = "  One, two;\n\n\tthree -- four\u00a0five\x1c6 "
 WORDS = TEXT.split()
@@ -126,12 +126,12 @@ def test_of_a_vocabulary_of_words_the_replacement_is_unknown(texts, tmp_path):
 def test_a_vocabulary_of_words_without_an_unknown_one_is_refused():
     import json
 
-    from polyad.data.text.tokenizers.vocabularies import WordTokenizer
+    from polyad.data.text.tokenizers.tokenizer import Tokenizer
 
     content = json.loads(train_words(iter(["one two"]), None, "<eos>").file_bytes())
     content["model"]["unk_token"] = "none of these"
-    tokenizer = WordTokenizer(json.dumps(content), "<eos>")
-    with pytest.raises(DataError, match="cannot be attacked: the word 'AAA' is not in the vocab"):
+    tokenizer = Tokenizer(json.dumps(content), "<eos>")
+    with pytest.raises(DataError, match="cannot be attacked: a text cannot be encoded"):
         attacked_split(OneDocument(), tokenizer, WordSwap(1.0))
 
 

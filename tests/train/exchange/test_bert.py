@@ -8,7 +8,7 @@ import yaml
 from safetensors.torch import load_file
 
 from polyad.data.text.prepare import prepare
-from polyad.data.text.tokenizers.vocabularies import SPECIAL, VOCABULARY_FILE
+from polyad.data.text.tokenizers.files import SPECIAL, VOCABULARY_FILE
 from polyad.launch.cli import run as polyad
 from polyad.model.build import build_model, materialize
 from polyad.model.lora import LoRAConfig, add_lora

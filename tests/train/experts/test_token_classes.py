@@ -4,10 +4,9 @@ import numpy as np
 import pytest
 import tokenizers
 import torch
-from tokenizers import decoders, models, pre_tokenizers
+from tokenizers import BertWordPieceTokenizer, decoders, models, pre_tokenizers
 
 from polyad.data.text.tokenizers.tokenizer import Tokenizer
-from polyad.data.text.tokenizers.vocabularies import wordpiece
 from polyad.train.experts.token_classes import (
     BINS,
     CHARACTERS,
@@ -91,7 +90,7 @@ def test_a_part_of_a_word_is_of_its_letters_and_a_special_token_of_nothing():
     }
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     vocabulary = {token: i for i, token in enumerate([*special, "a", *words])}
-    tokenizer = Tokenizer(wordpiece(vocabulary, lowercase=False).to_str(), "[SEP]")
+    tokenizer = Tokenizer(BertWordPieceTokenizer(vocabulary, lowercase=False).to_str(), "[SEP]")
     found = character_classes(tokenizer, np.arange(tokenizer.vocab_size))
     for token, expected in words.items():
         assert CHARACTERS[found[vocabulary[token]]] == expected, token

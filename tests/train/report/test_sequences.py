@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from polyad.data.text.tokenizers.vocabularies import SPECIAL, VOCABULARY_FILE
+from polyad.data.text.tokenizers.files import SPECIAL, VOCABULARY_FILE
 from polyad.parallel.checkpoint.load import Checkpoint
 from polyad.train.exchange.convert import convert
 from polyad.train.exchange.experts import Splitting

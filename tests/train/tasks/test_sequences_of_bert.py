@@ -7,8 +7,7 @@ import pytest
 import torch
 import yaml
 
-from polyad.data.text.tokenizers.files import load_tokenizer
-from polyad.data.text.tokenizers.vocabularies import SPECIAL, VOCABULARY_FILE
+from polyad.data.text.tokenizers.files import SPECIAL, VOCABULARY_FILE, load_tokenizer
 from polyad.parallel.checkpoint.load import Checkpoint
 from polyad.parallel.weights import load_model
 from polyad.train.exchange.convert import convert

@@ -142,7 +142,7 @@ def test_bad_files_are_one_line(tmp_path):
     with pytest.raises(DataError, match="no key 'model'"):
         load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text('{"model": {"type": "none"}}')
-    with pytest.raises(DataError, match=r"not a tokenizer\.json"):
+    with pytest.raises(DataError, match="not a tokenizer"):
         load_tokenizer(tmp_path)
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match=r"vocab\.json and merges\.txt"):
