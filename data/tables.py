@@ -272,6 +272,8 @@ def load_files(files: Sequence[Path], notes: list[str]) -> Any:
     ending = files[0].suffix.lower()
     if ending in SEPARATORS:
         return datasets.concatenate_datasets([_separated(file, notes) for file in files])
+    if empty := next((file for file in files if not file.stat().st_size), None):
+        raise DataError(f"{empty}: has no rows")
     paths = [str(file.resolve()) for file in files]
     with library_errors(files[0] if len(files) == 1 else files[0].parent):
         rows = datasets.load_dataset(BUILDERS[ending], data_files=paths, split="train")

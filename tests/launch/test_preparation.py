@@ -20,6 +20,7 @@ def words(text: Path, output: Path, tokenizer: Path) -> list[str]:
     return ["prepare", "--source", str(text), *options]
 
 
+@pytest.mark.slow
 def test_parts_are_joined(
     text: Path, tmp_path: Path, data: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

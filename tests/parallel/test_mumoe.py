@@ -57,15 +57,15 @@ ODD = {
 
 
 @everyday("parts", [2, 4], keep=[4])
-@pytest.mark.parametrize("model", CUT.values(), ids=list(CUT))
+@everyday("model", CUT.values(), keep=["cp"], ids=list(CUT))
 def test_a_cut_block_has_the_output_and_the_gradients_of_the_whole(workers, model, parts):
     results = workers(parts).run(block_against_the_whole, model, parts, 9)
     assert all(max(result.values()) < 1e-10 for result in results)
 
 
-@pytest.mark.parametrize("experts", [[16], [16, 4]])
+@everyday("experts", [[16], [16, 4]], keep=[[16]])
 @everyday("size", [2, 4], keep=[4])
-@pytest.mark.parametrize("factorization", ["cp", "tr", "tucker"])
+@everyday("factorization", ["cp", "tr", "tucker"], keep=["tr"])
 def test_each_process_holds_its_share_and_5_percent(workers, factorization, size, experts):
     wide = MODEL.model_dump() | {"hidden_size": 128, "vocab_size": 1001}
     section = {"kind": "mumoe", "factorization": factorization, "num_experts": experts}
@@ -75,7 +75,7 @@ def test_each_process_holds_its_share_and_5_percent(workers, factorization, size
         assert result["elements"] <= total * (1 / size + 0.05)
 
 
-@pytest.mark.parametrize("parts", [2, 4])
+@everyday("parts", [2, 4], keep=[2])
 @pytest.mark.parametrize("name", ["cp", "tr"])
 def test_a_block_exchanges_its_rank_and_its_width(workers, name, parts):
     tokens, width = 10, 36
@@ -122,7 +122,7 @@ def test_rows_below_those_that_are_cut_go_to_the_last_part(parts):
     assert torch.equal(gathered(places, shards), whole)
 
 
-@everyday("model", ODD.values(), keep=["cp", "tr"], ids=ODD)
+@everyday("model", ODD.values(), keep=["tr"], ids=ODD)
 def test_ranks_are_stored_rounded_up_and_change_nothing(workers, model):
     rank = model.feed_forward.rank
     assert rank % 8

@@ -213,12 +213,11 @@ SPARSE = {
     # Widths that are multiples of 8, which the grouped product takes in bf16.
     "smoe 32 wide": Kind(
         sparse("linear", "none", hidden_size=32),
-        everyday=["4 TP2 EP2 Z2 adamw bf16"],
         slow=[f"{each} adamw bf16" for each in over("2 EP2, 4 TP2 EP2")],
         bf16_rtol=3e-3,
     ),
     "smoe, noise": Kind(
-        moe_model(router_noise=2.0), ["2 TP2"], losses=LossConfig(importance=0.05, load=0.05),
+        moe_model(router_noise=2.0), slow=["2 TP2"], losses=LossConfig(importance=0.05, load=0.05),
         recorded=frozenset({"routing/load_loss"}),
     ),
 }  # fmt: skip
@@ -296,7 +295,7 @@ ROUTED = {
 }
 DENSE_LAYOUTS = ["2 TP2", "4 TP4", "4 TP2 SP", "2 Z3"]
 ROUTED_LAYOUTS = ["2 TP2", "2 EP2", "4 TP2 EP2 Z2", "4 TP2 EP2 SP", "4 EP2 Z3", "2 TP2 Z3 SP"]
-DECODERS_EVERYDAY = {"latent": "4 TP2 EP2 SP", "sinks": "4 TP2 EP2 Z2"}
+DECODERS_EVERYDAY = {"latent": "4 TP2 EP2 SP"}
 
 
 def losses_of_decoder(name: str) -> LossConfig:
@@ -432,7 +431,7 @@ WITH_SHARED_TOKENS = {
         MODEL.model_copy(update={"sequence_length": length}), everyday, slow, norms_rtol=1e-4,
         case={"micro_batch": 1},
     )
-    for length, everyday, slow in ((15, ["4 TP2 SP"], []), (3, [], ["4 TP4 SP"]))
+    for length, everyday, slow in ((15, [], ["4 TP2 SP"]), (3, [], ["4 TP4 SP"]))
 }  # fmt: skip
 
 # Adapters on frozen weights.
@@ -454,8 +453,7 @@ ADAPTED: dict[str, tuple[Any, LoRAConfig, list[str], tuple[str, ...]]] = {
     **{
         f"lora {kind}": (
             mumoe_model(factorization=kind, rank=8, expert_rank=ring), FACTORS,
-            ["2 TP2 Z3"] if kind == "cp" else [],
-            ("2 TP2 recompute", "2 TP2 compile") if kind == "cp" else (),
+            [], ("2 TP2 Z3", "2 TP2 recompute", "2 TP2 compile") if kind == "cp" else (),
         )
         for kind, ring in (("cp", 4), ("tr", 4), ("tt", 4), ("tucker", 3))
     },

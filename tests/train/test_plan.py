@@ -72,7 +72,6 @@ LAYOUTS = [
     ("gpt2/124m-smoe-16.yaml", 2, ("parallel.expert_parallel_size=2", "parallel.zero_stage=3")),
 ]
 EVERYDAY = [
-    ("gpt2/124m.yaml", 2, ("parallel.zero_stage=3",)),
     (
         "gpt2/124m-smoe-16.yaml",
         4,

@@ -114,6 +114,7 @@ def test_an_atlas_counts_the_tokens_of_a_trace_and_of_transformers(folder, rows)
     assert {*wanted, "mone"} == {*STATISTICS}
 
 
+@pytest.mark.slow
 def test_block_by_block_counts_the_tokens_of_a_trace(folder, rows):
     where, data, _ = folder
     options = asked(data, "validation")
@@ -195,7 +196,7 @@ def images_run(workers, root):
     return root / "run"
 
 
-@everyday("kind", ["pairs", "choices", "masked text", "images"], keep=["pairs"])
+@everyday("kind", ["pairs", "choices", "masked text", "images"], keep=[])
 def test_readers_of_other_tasks_count_the_tokens_of_a_trace(
     kind, workers, tmp_path_factory, tmp_path, texts
 ):

@@ -173,7 +173,7 @@ def test_sequences_are_by_class(workers, tmp_path_factory, capfd):
     capfd.readouterr()
     assert polyad(["experts", "specialize", str(folder), "--split", "test"]) == 2
     (line,) = capfd.readouterr().err.splitlines()
-    assert line.endswith("test.jsonl: its labels are hidden, so nothing can be scored")
+    assert line.endswith("table (test): its labels are hidden, so nothing can be scored")
 
 
 @pytest.mark.slow

@@ -18,23 +18,23 @@ CASES = {
         (), "row 2: has no label",
     ),
     "held-out rows without a label": (
-        LABELLED | {"dev.csv": f"{HEAD}a,\n"}, (), "dev.csv, row 1: has no label",
+        LABELLED | {"dev.csv": f"{HEAD}a,\n"}, (), "table (validation), row 1: has no label",
     ),
     "another label": (
         LABELLED | {"dev.csv": f"{HEAD}a,god\n"}, (),
-        "dev.csv, row 1: the label 'god' is not among the 3 of the training rows: 'bad', 'good', "
-        "'odd' (did you mean 'good'?)",
+        "table (validation), row 1: the label 'god' is not among the 3 of the training rows: "
+        "'bad', 'good', 'odd' (did you mean 'good'?)",
     ),
     "one class": (
         {"train.csv": [row | {"label": "good"} for row in ROWS]}, (),
         "all 12 rows have the label 'good': with one class there is nothing to learn",
     ),
     "one row": ({"train.csv": ROWS[:1]}, (), "with one class there is nothing to learn"),
-    "only a head": ({"train.csv": HEAD}, (), "train.csv: has no rows"),
+    "only a head": ({"train.csv": HEAD}, (), "table (train): has no rows"),
     "an empty file": ({"train.jsonl": ""}, (), "train.jsonl: has no rows"),
-    "no held-out rows": (LABELLED | {"dev.csv": HEAD}, (), "dev.csv: has no rows"),
+    "no held-out rows": (LABELLED | {"dev.csv": HEAD}, (), "table (validation): has no rows"),
     "no training rows": ({"test.csv": ROWS}, (), "has no split 'train'"),
-    "no tables": ({"rows.txt": "a"}, (), "no such file or folder with tables of splits"),
+    "no tables": ({"rows.txt": "a"}, (), "table: holds no table; a table is .csv"),
     "words as numbers": (LABELLED, ("data.task=regression",), "'good' is not a finite number"),
     "no choices": (
         LABELLED, ("data.task=multiple_choice",), "data.columns.choices: null is not allowed",
@@ -47,7 +47,7 @@ CASES = {
     "another column": (
         LABELLED, ("data.columns={text: text, label: lable}",), "no column 'lable'",
     ),
-    "no path": (LABELLED, ("data.path=nowhere.csv",), "nowhere.csv: no such file or folder"),
+    "no path": (LABELLED, ("data.path=nowhere.csv",), "nowhere.csv: there is no such file"),
     "no tokenizer": (LABELLED, ("data.tokenizer=null",), "data.tokenizer: is missing"),
     "another tokenizer": (LABELLED, ("data.tokenizer=missing.json",), "no such tokenizer"),
     "next token": (LABELLED, ("model.head=null",), "model.head: null predicts the next token"),
