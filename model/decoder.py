@@ -1,6 +1,6 @@
 """The decoder: a causal language model such as GPT-2, Llama and their mixtures of experts.
 
-`GPT2Config` (`model/gpt2.py`) and `DecoderConfig` (`model/decoder_config.py`) define its blocks.
+`GPT2Config` and `DecoderConfig` (`model/decoder_config.py`) define its blocks.
 
 Shapes: B batch, T tokens in a sequence, D width, V vocabulary, K classes, L blocks.
 """
@@ -31,7 +31,7 @@ from polyad.model.padding import LastToken, RealTokens
 from polyad.model.rotary import Rotation
 from polyad.model.settings import TransformerSettings, check_feed_forward
 from polyad.model.smoe.config import SelectingConfig
-from polyad.model.smoe.pool import document_starts
+from polyad.model.smoe.router import document_starts
 
 REPLACED = "model.replaced.feed_forward"
 """The key of the feed-forward in the replaced blocks."""

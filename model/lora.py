@@ -27,13 +27,12 @@ from polyad.model.attention import Attention
 from polyad.model.config import Config
 from polyad.model.feedforward import DenseFeedForward
 from polyad.model.initialization import ZEROS, Initializer, uniform
-from polyad.model.kernels.grouped import gelu_by_tanh, grouped_linear
+from polyad.model.kernels.grouped import ExpertWeights
 from polyad.model.layers import Region, same
-from polyad.model.mumoe.base import Factorized, contract
+from polyad.model.mumoe.factorizations import Factorized, contract
 from polyad.model.patterns import PatternError, kinds, matched
-from polyad.model.smoe.experts import Experts, ExpertWeights
-from polyad.model.smoe.layer import Router
-from polyad.model.smoe.scores import LinearScore, Score
+from polyad.model.smoe.experts import Experts
+from polyad.model.smoe.router import LinearScore, Router
 
 Patterns = Annotated[tuple[str, ...], Field(strict=False)]
 
@@ -180,9 +179,9 @@ class LoRAScore(LinearScore):
     """
 
     def __init__(self, score: LinearScore, config: LoRAConfig) -> None:
-        Score.__init__(self, score.std)
+        nn.Module.__init__(self)
         self.weight, self.bias = score.weight, score.bias
-        self.in_model_dtype = score.in_model_dtype
+        self.initial, self.in_model_dtype = score.initial, score.in_model_dtype
         self.lora = LowRank(score.weight, config)
 
     def columns(self, features: Tensor | None = None) -> Tensor:
@@ -250,38 +249,11 @@ class LoRAExperts(Experts):
         if experts.gate is not None:
             self.gate_lora = ExpertsLowRank("gate", experts.gate, config)
 
-    def split(self, sizes: list[int]) -> list[ExpertWeights]:
-        """See `StackedExperts.split`."""
+    def stacked(self) -> ExpertWeights:
+        """See `StackedExperts.stacked`."""
         beside = [self.up_lora, self.down_lora, *([self.gate_lora] if self.gate_lora else [])]
-        narrow = [x for adapter in beside for x in _aligned(*adapter.matrices())]
-        of_each = zip(*(torch.split(x, sizes) for x in narrow), strict=True)
-        return [
-            weights._replace(low_rank=some)
-            for weights, some in zip(super().split(sizes), of_each, strict=True)
-        ]
-
-    def forward(self, rows_MD: Tensor, counts_E: Tensor) -> Tensor:
-        """See `Experts.forward`: updates of the first layers are added before the activation."""
-        (weights,) = self.split([len(self.up)])
-        up_A, up_B, down_A, down_B, *of_gate = weights.low_rank
-        loop = self.config.experts == "loop"
-
-        def multiply(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-            return grouped_linear(rows, weight, counts_E, bias, loop=loop)
-
-        inner_MF = multiply(rows_MD, weights.up, weights.up_bias)
-        inner_MF = inner_MF + multiply(multiply(rows_MD, up_A), up_B)
-        if weights.gate is None:
-            inner_MF = (self.activation or gelu_by_tanh)(inner_MF)
-        else:
-            assert self.combine is not None
-            gate_A, gate_B = of_gate
-            gate_MF = multiply(rows_MD, weights.gate, weights.gate_bias)
-            gate_MF = gate_MF + multiply(multiply(rows_MD, gate_A), gate_B)
-            inner_MF = self.combine(gate_MF, inner_MF)
-        if self.training and self.config.expert_dropout:
-            inner_MF = self.dropout(inner_MF)
-        return multiply(inner_MF, weights.down) + multiply(multiply(inner_MF, down_A), down_B)
+        low_rank = tuple(x for adapter in beside for x in _aligned(*adapter.matrices()))
+        return super().stacked()._replace(low_rank=low_rank)
 
 
 class FactorLowRank(Adapter):

@@ -9,7 +9,7 @@ from torch import nn
 
 from polyad.model.layers import Region, same
 from polyad.model.lora import AdapterRegions, FactorLowRank, LoRAExperts, LowRank
-from polyad.model.mumoe.base import Factorized
+from polyad.model.mumoe.factorizations import Factorized
 from polyad.parallel import comm
 from polyad.parallel.regions import copy, sum_parts, tensor_group
 from polyad.parallel.sequence import Tokens

@@ -19,10 +19,9 @@ from torch.nn.functional import pad
 
 from polyad.model.feedforward import NOTHING_ELSE, BlockInput
 from polyad.model.kernels.rows import permute
-from polyad.model.smoe.dispatch import Dispatcher, DispatchRegions, Plan, make_plan
 from polyad.model.smoe.experts import StackedExperts
 from polyad.model.smoe.graph import AttentionGraph, Mixed, head_entropies
-from polyad.model.smoe.layer import SelectingMoE
+from polyad.model.smoe.layer import Dispatcher, DispatchRegions, Plan, SelectingMoE, make_plan
 from polyad.parallel import comm
 from polyad.parallel.regions import Group, OwnDropout, copy, sum_parts, tensor_group
 from polyad.parallel.shard import Placement, cut

@@ -18,12 +18,11 @@ from torch import Tensor, nn
 
 from polyad.model.layers import Region
 from polyad.model.lora import FactorLowRank
-from polyad.model.mumoe.base import Factorized, FactorRegions
+from polyad.model.mumoe.factorizations import Factorized, FactorRegions
 from polyad.model.mumoe.gating import GateRegions
 from polyad.model.mumoe.layer import MuMoE
-from polyad.model.mxd.gate import SparseGate
-from polyad.model.mxd.layer import SparseTable
-from polyad.model.smoe.selection import Selected
+from polyad.model.mxd.layer import SparseGate, SparseTable
+from polyad.model.smoe.router import Selected
 from polyad.parallel import comm
 from polyad.parallel.regions import Group, copy, sum_parts, tensor_group
 from polyad.parallel.shard import Axis, Placement, cut

@@ -186,7 +186,7 @@ def test_a_planted_violation_is_found(tmp_path: Path, file: str, text: str, reas
         ("parallel/comm.py", "import torch.distributed as dist\nfrom model.gpt2 import GPT2"),
         ("data/text/writer.py", "from megatron.core.datasets import indexed_dataset"),
         ("launch/cli.py", "from train.loop import train_loop\nimport torch"),
-        ("model/mumoe/cp.py", "from ..attention import x\nfrom . import base"),
+        ("model/mumoe/factorizations.py", "from ..attention import x\nfrom . import base"),
     ],
 )
 def test_what_is_allowed_passes(tmp_path: Path, file: str, text: str) -> None:

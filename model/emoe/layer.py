@@ -2,27 +2,134 @@
 
     y = sum_(e in TopK(x . mean K_e)) activation(x K_e^T + b_e) V_e + c
 
-With K = E it equals the dense feed-forward whose units the experts are.
+The experts are groups of the inner units of one dense feed-forward: the keys K are the rows of its
+first matrix, the values V the columns of its second one. With a gate, the keys are the gate's rows,
+and the activation is multiplied by x L_e^T + c_e, with L the rows of the up projection. With K = E
+it equals the dense feed-forward whose units the experts are.
 
-Shapes: N tokens, D width, E experts, K experts of a token, F inner units of one expert, U of all.
+Shapes: N tokens, D width, E experts, K experts of a token, F inner units of one expert, U = E F of
+all.
 """
 
 from collections.abc import Callable
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from polyad.model.emoe.config import EmergentMoEConfig
-from polyad.model.emoe.experts import MaskedDispatcher, UnitGroups
-from polyad.model.feedforward import FeedForwardContext
-from polyad.model.initialization import ZEROS, Initializer
-from polyad.model.smoe.dispatch import Dispatcher
+from polyad.model.feedforward import ACTIVATIONS, GATED, FeedForwardContext
+from polyad.model.initialization import ZEROS, Initializer, normal
+from polyad.model.kernels.grouped import ExpertWeights
 from polyad.model.smoe.experts import StackedExperts
-from polyad.model.smoe.graph import NoGraph
-from polyad.model.smoe.layer import Router, SelectingMoE
-from polyad.model.smoe.scores import CosineScore, LinearScore, Score, router_dtype
-from polyad.model.smoe.selection import Selected, Selection
+from polyad.model.smoe.graph import NoGraph, router_dtype
+from polyad.model.smoe.layer import Dispatched, Dispatcher, SelectingMoE, make_plan
+from polyad.model.smoe.router import (
+    CosineScore,
+    LinearScore,
+    Router,
+    Score,
+    Selected,
+    Selection,
+    spread,
+)
+
+
+class UnitGroups(StackedExperts):
+    """E groups of units: keys, an activation as in the dense feed-forward, values.
+
+    Args:
+        config: The layer's configuration.
+        context: Settings of the model.
+    """
+
+    inner_axes: ClassVar[dict[str, int]] = {
+        "keys": 1, "bias": 1, "linear": 1, "linear_bias": 1, "values": 1,
+    }  # fmt: skip
+
+    def __init__(self, config: EmergentMoEConfig, context: FeedForwardContext) -> None:
+        super().__init__(config, context, activation=context.activation)
+        experts, width = config.num_experts, context.hidden_size
+        inner = self.num_units = config.group_size(width)
+        self.keys = nn.Parameter(torch.empty(experts, inner, width))
+        self.bias = nn.Parameter(torch.empty(experts, inner)) if context.bias else None
+        self.values = nn.Parameter(torch.empty(experts, inner, width))
+        self.linear = self.linear_bias = None
+        if context.activation in GATED:
+            self.linear = nn.Parameter(torch.empty_like(self.keys))
+            self.linear_bias = nn.Parameter(torch.empty(experts, inner)) if context.bias else None
+
+    def initializers(self) -> dict[str, Initializer]:
+        """Returns the initializer of each parameter, per expert; see `model/initialization.py`."""
+        entries = {
+            "keys": normal(self.context.initializer_std).each_expert(),
+            "linear": normal(self.context.initializer_std).each_expert(),
+            "values": normal(self.context.residual_std).each_expert(),
+            "bias": ZEROS.each_expert(),
+            "linear_bias": ZEROS.each_expert(),
+        }
+        return {name: each for name, each in entries.items() if getattr(self, name) is not None}
+
+    def stacked(self) -> ExpertWeights:
+        """See `StackedExperts.stacked`."""
+        keys_EDF = self.keys.transpose(1, 2)
+        if self.linear is None:
+            return ExpertWeights(keys_EDF, self.bias, self.values)
+        linear_EDF = self.linear.transpose(1, 2)
+        return ExpertWeights(
+            linear_EDF, self.linear_bias, self.values, gate=keys_EDF, gate_bias=self.bias
+        )
+
+    def masked(self, tokens_ND: Tensor, weights_NE: Tensor) -> Tensor:
+        """Computes all units of all tokens in one product, with weight 0 for unused experts.
+
+        Args:
+            tokens_ND: Tokens.
+            weights_NE: The weights of every expert.
+
+        Returns:
+            [N, D].
+        """
+        keys, bias, up, up_bias = (
+            None if each is None else each.flatten(0, 1)
+            for each in (self.keys, self.bias, self.linear, self.linear_bias)
+        )
+        assert keys is not None
+        inner_NU, activation = linear(tokens_ND, keys, bias), self.context.activation
+        if up is None:
+            inner_NU = ACTIVATIONS[activation]()(inner_NU)
+        else:
+            inner_NU = GATED[activation](inner_NU, linear(tokens_ND, up, up_bias))
+        inner_NEF = inner_NU.view(-1, *self.keys.shape[:2]) * weights_NE.unsqueeze(-1)
+        output_ND: Tensor = inner_NEF.flatten(1) @ self.values.flatten(0, 1)
+        return output_ND
+
+
+class MaskedDispatcher(Dispatcher):
+    """A dispatcher that moves no tokens: every expert processes all of them."""
+
+    def forward(
+        self,
+        tokens_ND: Tensor,
+        selected: Selected,
+        experts: StackedExperts,
+        capacity_factor: float | None = None,
+    ) -> Dispatched:
+        """Sums the outputs of the chosen groups, like `Dispatcher.forward` for experts.
+
+        The result has a plan only if a capacity may drop assignments.
+        """
+        assert isinstance(experts, UnitGroups)
+        tokens_ND = self.regions.tokens(tokens_ND)
+        selected = selected._replace(weights_NK=self.regions.weights(selected.weights_NK))
+        plan = None
+        if capacity_factor is not None:
+            plan = make_plan(selected.expert_ids_NK, selected.counts_E, capacity_factor)
+            kept_NK = plan.kept_M()[plan.row_A].view_as(selected.weights_NK)
+            selected = selected._replace(weights_NK=selected.weights_NK * kept_NK)
+        weights_NE = spread(selected, experts.config.num_experts).to(tokens_ND.dtype)
+        return Dispatched(self.regions.output(experts.masked(tokens_ND, weights_NE)), plan)
 
 
 class AverageKeys(Score):
@@ -31,12 +138,6 @@ class AverageKeys(Score):
     The means are computed from the current keys, so the gate follows them in training and nothing
     is stored. The keys get no gradient from it; the tokens do, if a routing loss requires it.
     """
-
-    def features(self, experts: StackedExperts, dispatcher: Dispatcher) -> Tensor:
-        """Computes the mean key of each expert, without gradient."""
-        assert isinstance(experts, UnitGroups)
-        keys_EFD = experts.keys.detach()
-        return dispatcher.unit_means(keys_EFD.mean(1, dtype=router_dtype(keys_EFD.dtype)))
 
     def columns(self, features: Tensor | None = None) -> Tensor:
         """Returns the mean keys."""
@@ -47,6 +148,13 @@ class AverageKeys(Score):
         """See `Score.forward`; `features` are mean keys [E, D], in routing's precision."""
         assert features is not None
         return linear(u_ND.to(features.dtype), features)
+
+
+SCORES: dict[str, Callable[[EmergentMoEConfig, FeedForwardContext], Score]] = {
+    "avg_k": lambda config, context: AverageKeys(),
+    "linear": LinearScore,
+    "cosine": CosineScore,
+}
 
 
 class UnitSelection(Selection):
@@ -90,7 +198,12 @@ class EmergentMoE(SelectingMoE):
         super().__init__(
             config,
             context,
-            router=_make_router(config, context),
+            router=Router(
+                SCORES[config.score](config, context),
+                NoGraph(),
+                UnitSelection(config),
+                config.router_noise / config.num_experts,
+            ),
             dispatcher=MaskedDispatcher() if config.experts == "masked" else Dispatcher(),
             experts=UnitGroups(config, context),
         )
@@ -102,6 +215,13 @@ class EmergentMoE(SelectingMoE):
         """Returns the initializers of its own parameters; its parts have their own."""
         return {"output_bias": ZEROS, "unit": Initializer(_in_order)}
 
+    def expert_features(self) -> Tensor | None:
+        """Returns the mean key of each expert [E, D], without gradient, if the score reads it."""
+        if not isinstance(self.router.score, AverageKeys):
+            return None
+        keys_EFD = self.experts.keys.detach()
+        return self.dispatcher.unit_means(keys_EFD.mean(1, dtype=router_dtype(keys_EFD.dtype)))
+
     def add_bias(self, y_ND: Tensor, selected: Selected) -> Tensor:
         """Adds the output bias, once per token."""
         assert self.output_bias is not None
@@ -110,15 +230,6 @@ class EmergentMoE(SelectingMoE):
     def parameters_by_expert(self) -> list[nn.Parameter]:
         """Returns the experts' weights; the output bias belongs to all tokens."""
         return list(self.experts.parameters())
-
-
-def _make_router(config: EmergentMoEConfig, context: FeedForwardContext) -> Router:
-    score: Score = AverageKeys(context.initializer_std)
-    if config.score != "avg_k":
-        learned: dict[str, Callable[..., Score]] = {"linear": LinearScore, "cosine": CosineScore}
-        score = learned[config.score](config, context)
-    noise_std = config.router_noise / config.num_experts
-    return Router(score, NoGraph(), UnitSelection(config), noise_std)
 
 
 def _in_order(value: Tensor, generator: torch.Generator) -> Tensor:

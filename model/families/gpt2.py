@@ -7,10 +7,10 @@ fused q, k, v is the same.
 import re
 from typing import Any
 
+from polyad.model.decoder_config import GPT2Config
 from polyad.model.families.family import Family, Known, refuse_experts
 from polyad.model.families.keys import HuggingFaceError, dropouts, field, inner_size, only
 from polyad.model.families.tensors import parameter, transposed
-from polyad.model.gpt2 import GPT2Config
 
 _HEAD = "lm_head.weight"
 _FREE = frozenset({

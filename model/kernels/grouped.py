@@ -23,117 +23,104 @@ Drop: TypeAlias = Callable[[Tensor], Tensor]
 """An elementwise function of inner units, such as dropout."""
 
 
-class Gate(NamedTuple):
-    """The gate layer of experts with a gated activation."""
+class ExpertWeights(NamedTuple):
+    """The stacked weights of the experts of a layer."""
 
-    weight_EDF: Tensor
-    bias_EF: Tensor | None
-    combine: Callable[[Tensor, Tensor], Tensor]
-    """The activation: a function of the gate's and the first layer's output."""
-
-
-def gelu_by_tanh(x: Tensor) -> Tensor:
-    """The default activation of experts."""
-    return gelu(x, approximate="tanh")
-
-
-def one_by_one(
-    rows_MD: Tensor,
-    up_EDF: Tensor,
-    bias_EF: Tensor | None,
-    down_EFD: Tensor,
-    counts_E: Tensor,
-    drop: Drop | None = None,
-    activation: Drop | None = None,
-    gate: Gate | None = None,
-) -> Tensor:
-    """Reference implementation of `grouped`; reads the counts from the device."""
-    if not switch.can_read():
-        return by_grouped_products(
-            rows_MD, up_EDF, bias_EF, down_EFD, counts_E, drop, activation, gate
-        )
-    if gate is not None:
-        inner_MF = gate.combine(
-            grouped_linear(rows_MD, gate.weight_EDF, counts_E, gate.bias_EF, loop=True),
-            grouped_linear(rows_MD, up_EDF, counts_E, bias_EF, loop=True),
-        )
-        inner_MF = drop(inner_MF) if drop else inner_MF
-        return grouped_linear(inner_MF, down_EFD, counts_E, loop=True)
-    # Not by index: autograd would fill a gradient of all experts for each of them.
-    biases = [None] * len(up_EDF) if bias_EF is None else bias_EF.unbind(0)
-    counts = counts_E.tolist()
-    *rows_of_each, rest = torch.split(rows_MD, [*counts, len(rows_MD) - sum(counts)])
-    of_each = rows_of_each, up_EDF.unbind(0), biases, down_EFD.unbind(0)
-    outputs = []
-    for rows_mD, up_DF, bias_F, down_FD in zip(*of_each, strict=True):
-        inner_mF = rows_mD @ up_DF
-        if bias_F is not None:
-            inner_mF = inner_mF + bias_F
-        inner_mF = (activation or gelu_by_tanh)(inner_mF)
-        outputs.append((drop(inner_mF) if drop else inner_mF) @ down_FD)
-    return torch.cat([*outputs, rest])
+    up: Tensor
+    """[E, D, F]."""
+    up_bias: Tensor | None
+    """[E, F]."""
+    down: Tensor
+    """[E, F, D]."""
+    gate: Tensor | None = None
+    """[E, D, F]; None if the activation has no gate."""
+    gate_bias: Tensor | None = None
+    """[E, F]."""
+    low_rank: tuple[Tensor, ...] = ()
+    """LoRA's adapters of the experts: A and B of up, down, and a gate; see `model/lora.py`."""
 
 
 def grouped(
     rows_MD: Tensor,
-    up_EDF: Tensor,
-    bias_EF: Tensor | None,
-    down_EFD: Tensor,
+    weights: ExpertWeights,
     counts_E: Tensor,
+    activation: Callable[..., Tensor] | None = None,
     drop: Drop | None = None,
-    activation: Drop | None = None,
-    gate: Gate | None = None,
 ) -> Tensor:
-    """Runs every row through its expert.
+    """Runs every row through its expert, by the fastest implementation.
 
     Args:
         rows_MD: All rows of expert 0, then all of expert 1, and so on.
-        up_EDF: First layers.
-        bias_EF: Biases of the first layers; None if they have none.
-        down_EFD: Second layers.
+        weights: The weights of all experts.
         counts_E: Number of rows of each expert; may be 0. There may be further rows.
+        activation: The activation of the first layer's output, or with a gate layer a function of
+            the gate's and the first layer's output; None for GELU approximated by tanh.
         drop: Applied to the inner units after the activation; None for nothing.
-        activation: The activation; None for GELU approximated by tanh.
-        gate: The gate layer and its activation; None for an activation of the first layer alone.
 
     Returns:
         [M, D], in the same order. Rows after the last expert's hold arbitrary values, and so do
         their gradients.
     """
-    tensors = rows_MD, up_EDF, bias_EF, down_EFD, counts_E
-    if switch.REFERENCE:
-        return one_by_one(*tensors, drop, activation, gate)
-    takes_these = switch.on_cpu(rows_MD) or rows_MD.is_meta
-    is_plain = drop is None and activation is None and gate is None
-    if takes_these and is_plain:
-        return experts_on_cpu(*tensors)
-    return by_grouped_products(*tensors, drop, activation, gate)
+    is_plain = activation is None and drop is None and not weights.low_rank
+    if is_plain and not switch.REFERENCE and (switch.on_cpu(rows_MD) or rows_MD.is_meta):
+        return experts_on_cpu(rows_MD, *weights[:3], counts_E)
+    return by_products(rows_MD, weights, counts_E, activation, drop)
 
 
-def by_grouped_products(
+def by_products(
     rows_MD: Tensor,
-    up_EDF: Tensor,
-    bias_EF: Tensor | None,
-    down_EFD: Tensor,
+    weights: ExpertWeights,
     counts_E: Tensor,
+    activation: Callable[..., Tensor] | None = None,
     drop: Drop | None = None,
-    activation: Drop | None = None,
-    gate: Gate | None = None,
+    *,
+    loop: bool = False,
 ) -> Tensor:
-    """Computes `grouped` with grouped products, on any device."""
-    offsets_E = counts_E.cumsum(0, dtype=torch.int32)
-    inner_MF: Tensor = _grouped_mm(rows_MD, up_EDF, offsets_E)
-    if bias_EF is not None:
-        inner_MF = inner_MF + _of_each_row(bias_EF, offsets_E, rows_MD.shape[0])
-    if gate is None:
-        inner_MF = (activation or gelu_by_tanh)(inner_MF)
-    else:
-        gate_MF: Tensor = _grouped_mm(rows_MD, gate.weight_EDF, offsets_E)
-        if gate.bias_EF is not None:
-            gate_MF = gate_MF + _of_each_row(gate.bias_EF, offsets_E, rows_MD.shape[0])
-        inner_MF = gate.combine(gate_MF, inner_MF)
-    output_MD: Tensor = _grouped_mm(drop(inner_MF) if drop else inner_MF, down_EFD, offsets_E)
-    return output_MD
+    """Computes `grouped` layer by layer, on any device; with `loop` this is the reference."""
+    inner_MF = inner_units(rows_MD, weights, counts_E, activation, loop=loop)
+    inner_MF = drop(inner_MF) if drop else inner_MF
+    of_down = weights.low_rank[2:4]
+    return _adapted_linear(inner_MF, weights.down, counts_E, None, of_down, loop=loop)
+
+
+def inner_units(
+    rows_MD: Tensor,
+    weights: ExpertWeights,
+    counts_E: Tensor,
+    activation: Callable[..., Tensor] | None = None,
+    *,
+    loop: bool = False,
+) -> Tensor:
+    """Computes the inner units of each row's expert after the activation, [M, F]; see `grouped`."""
+    low_rank = weights.low_rank
+    inner_MF = _adapted_linear(
+        rows_MD, weights.up, counts_E, weights.up_bias, low_rank[:2], loop=loop
+    )
+    if weights.gate is None:
+        return activation(inner_MF) if activation else gelu(inner_MF, approximate="tanh")
+    assert activation is not None
+    gate_MF = _adapted_linear(
+        rows_MD, weights.gate, counts_E, weights.gate_bias, low_rank[4:], loop=loop
+    )
+    return activation(gate_MF, inner_MF)
+
+
+def _adapted_linear(
+    rows_MD: Tensor,
+    weight_EDF: Tensor,
+    counts_E: Tensor,
+    bias_EF: Tensor | None,
+    low_rank: tuple[Tensor, ...],
+    *,
+    loop: bool,
+) -> Tensor:
+    """Computes `grouped_linear`, plus the product with an adapter's two matrices if it has one."""
+    output_MF = grouped_linear(rows_MD, weight_EDF, counts_E, bias_EF, loop=loop)
+    if not low_rank:
+        return output_MF
+    A_EDr, B_ErF = low_rank
+    narrow_Mr = grouped_linear(rows_MD, A_EDr, counts_E, loop=loop)
+    return output_MF + grouped_linear(narrow_Mr, B_ErF, counts_E, loop=loop)
 
 
 def grouped_linear(

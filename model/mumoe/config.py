@@ -7,10 +7,7 @@ from pydantic import Field, field_validator
 
 from polyad.model.config import Config, SectionError
 from polyad.model.feedforward import GATED, DenseFeedForwardConfig, FeedForwardSettings
-from polyad.model.mumoe.base import Factorized, Sizes
-from polyad.model.mumoe.cp import CP
-from polyad.model.mumoe.tr import TensorRing, TensorTrain
-from polyad.model.mumoe.tucker import Tucker
+from polyad.model.mumoe.factorizations import CP, Factorized, Sizes, TensorRing, TensorTrain, Tucker
 
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 

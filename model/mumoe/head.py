@@ -14,7 +14,6 @@ from torch import Tensor
 
 from polyad.model.config import SectionError
 from polyad.model.initialization import Initializer
-from polyad.model.mumoe.base import Factorized, Sizes
 from polyad.model.mumoe.config import (
     FACTORIZATIONS,
     Count,
@@ -22,6 +21,7 @@ from polyad.model.mumoe.config import (
     FactorizedExperts,
     nearest_rank,
 )
+from polyad.model.mumoe.factorizations import Factorized, Sizes
 from polyad.model.mumoe.gating import Gate
 from polyad.model.mumoe.layer import gate_statistics
 from polyad.model.output import RoutingStats, StatisticsModule

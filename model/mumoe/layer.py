@@ -20,8 +20,8 @@ from polyad.model.feedforward import (
     refuse_autocast,
 )
 from polyad.model.initialization import Initializer
-from polyad.model.mumoe.base import Factorized
 from polyad.model.mumoe.config import MuMoEConfig
+from polyad.model.mumoe.factorizations import Factorized
 from polyad.model.mumoe.gating import Gate, GateOutput
 from polyad.model.output import RoutingStats, StatisticsModule, entropy
 from polyad.model.padding import RealTokens, counted, pack, unpack

@@ -172,14 +172,6 @@ class SelectingConfig(FeedForwardSettings, ABC):
         """Returns the width of the space of the cosine score."""
         return max(self.num_experts // 2, 8) if self.score_width is None else self.score_width
 
-    def scores_have_bias(self) -> bool:
-        """Whether the linear score has a bias if the model's layers have one."""
-        return True
-
-    def scores_in_model_dtype(self) -> bool:
-        """Whether the linear score multiplies in the model's precision, not at least fp32."""
-        return False
-
     def _placement(self) -> Placement:
         placement: Placement = getattr(self, self.placement_key)
         return placement
@@ -480,14 +472,6 @@ class SparseMoEConfig(SelectingConfig):
         if self.shared_hidden_size is not None:
             sizes.append({"shared_hidden_size": self.shared_hidden_size})
         return sizes
-
-    def scores_have_bias(self) -> bool:
-        """See `SelectingConfig.scores_have_bias`."""
-        return self.router_bias
-
-    def scores_in_model_dtype(self) -> bool:
-        """See `SelectingConfig.scores_in_model_dtype`."""
-        return self.router_dtype == "model"
 
     def used_experts(self) -> int:
         """See `SelectingConfig.used_experts`."""

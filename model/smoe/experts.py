@@ -1,11 +1,21 @@
-"""Experts: MLPs with stacked weights, applied to rows sorted by expert.
+"""Experts: MLPs with stacked weights, applied to rows sorted by expert; and sparse upcycling.
+
+Upcycling makes each expert a copy of a trained dense feed-forward:
+
+    up_e = up + noise * std(up) * n_e        n_e standard normal, separate for each expert e
+
+down and the gate are treated alike. With K > 1 and renormalized weights, these sum to 1, so the
+output equals that of the dense feed-forward whichever experts are selected. With K = 1, or
+`combine: softmax`, weights are scores and do not sum to 1. Source: Komatsuzaki et al. 2023, "Sparse
+upcycling: training mixture-of-experts from dense checkpoints".
 
 Shapes: M rows, E experts, D width, F inner width.
 """
 
 import functools
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -19,38 +29,9 @@ from polyad.model.feedforward import (
     GatedActivation,
     clamped_swiglu,
 )
-from polyad.model.initialization import ZEROS, Initializer, normal
-from polyad.model.kernels.grouped import Gate, gelu_by_tanh, grouped, one_by_one
+from polyad.model.initialization import ZEROS, Initializer, normal, seeded_generator
+from polyad.model.kernels.grouped import ExpertWeights, by_products, grouped, inner_units
 from polyad.model.smoe.config import SelectingConfig, SparseMoEConfig
-
-
-class ExpertWeights(NamedTuple):
-    """The stacked weights of some experts of a layer."""
-
-    up: Tensor
-    """[E, D, F]."""
-    up_bias: Tensor | None
-    """[E, F]."""
-    down: Tensor
-    """[E, F, D]."""
-    low_rank: tuple[Tensor, ...] = ()
-    """LoRA's adapters of the experts: A and B of up, down, and a gate; see `model/lora.py`."""
-    gate: Tensor | None = None
-    """[E, D, F]; None if the activation has no gate."""
-    gate_bias: Tensor | None = None
-    """[E, F]."""
-
-
-def activation_of_experts(
-    name: Activation | GatedActivation,
-) -> Callable[[Tensor], Tensor] | None:
-    """Returns the activation to pass to the kernels of experts; None for the built-in one, or for
-    one with a gate.
-
-    Args:
-        name: The name in the configuration.
-    """
-    return None if name == "gelu_tanh" or name in GATED else ACTIVATIONS[name]()
 
 
 class StackedExperts(nn.Module, ABC):
@@ -82,32 +63,15 @@ class StackedExperts(nn.Module, ABC):
         super().__init__()
         self.config, self.context = config, context
         self.dropout = nn.Dropout(dropout)
-        self.activation = activation_of_experts(activation)
-        self.combine: Callable[..., Tensor] | None = GATED.get(activation)
+        self.activation: Callable[..., Tensor] | None = GATED.get(activation)
+        """Of the first layer, or of the gate's and the first layer's output; None for the kernels'
+        built-in GELU approximated by tanh."""
+        if activation in ACTIVATIONS and activation != "gelu_tanh":
+            self.activation = ACTIVATIONS[activation]()
 
     @abstractmethod
     def stacked(self) -> ExpertWeights:
         """Returns the weights of all experts."""
-
-    def split(self, sizes: list[int]) -> list[ExpertWeights]:
-        """Splits the experts into groups that can be run one after the other.
-
-        Args:
-            sizes: Number of experts of each group.
-        """
-        whole = self.stacked()
-        if len(sizes) == 1:
-            return [whole]
-
-        def parts(x: Tensor | None) -> Iterable[Tensor | None]:
-            return [None] * len(sizes) if x is None else torch.split(x, sizes)
-
-        optional = zip(parts(whole.up_bias), parts(whole.gate), parts(whole.gate_bias), strict=True)
-        layers = zip(torch.split(whole.up, sizes), torch.split(whole.down, sizes), strict=True)
-        return [
-            ExpertWeights(up, up_bias, down, gate=gate, gate_bias=gate_bias)
-            for (up, down), (up_bias, gate, gate_bias) in zip(layers, optional, strict=True)
-        ]
 
     def forward(self, rows_MD: Tensor, counts_E: Tensor) -> Tensor:
         """Runs every row through its expert.
@@ -119,23 +83,11 @@ class StackedExperts(nn.Module, ABC):
         Returns:
             [M, D], in the same order; rows after the last expert hold arbitrary values.
         """
-        compute = one_by_one if self.config.experts == "loop" else grouped
         drop = self.dropout if self.training and self.dropout.p else None
-        weights = self.stacked()
-        gate = None
-        if weights.gate is not None:
-            assert self.combine is not None
-            gate = Gate(weights.gate, weights.gate_bias, self.combine)
-        return compute(
-            rows_MD,
-            weights.up,
-            weights.up_bias,
-            weights.down,
-            counts_E,
-            drop,
-            self.activation,
-            gate,
-        )
+        if self.config.experts == "loop":
+            weights = self.stacked()
+            return by_products(rows_MD, weights, counts_E, self.activation, drop, loop=True)
+        return grouped(rows_MD, self.stacked(), counts_E, self.activation, drop)
 
     @torch.no_grad()
     def inner(self, rows_MD: Tensor, expert: int) -> Tensor:
@@ -148,26 +100,9 @@ class StackedExperts(nn.Module, ABC):
         Returns:
             [M, F], without gradient.
         """
-        weights = self.split([1] * self.config.num_experts)[expert]
-        of_up, of_gate = weights.low_rank[:2], weights.low_rank[4:]
-        inner_MF = _first_layer(rows_MD, weights.up, weights.up_bias, of_up)
-        if weights.gate is None:
-            return (self.activation or gelu_by_tanh)(inner_MF)
-        assert self.combine is not None
-        gate_MF = _first_layer(rows_MD, weights.gate, weights.gate_bias, of_gate)
-        return self.combine(gate_MF, inner_MF)
-
-
-def _first_layer(
-    rows_MD: Tensor, weight_1DF: Tensor, bias_1F: Tensor | None, low_rank: tuple[Tensor, ...]
-) -> Tensor:
-    """Applies a layer of one expert, including LoRA's adapter."""
-    output_MF = rows_MD @ weight_1DF[0]
-    if bias_1F is not None:
-        output_MF = output_MF + bias_1F[0]
-    if low_rank:
-        output_MF = output_MF + rows_MD @ low_rank[0][0] @ low_rank[1][0]
-    return output_MF
+        counts_E = torch.zeros(self.config.num_experts, dtype=torch.int64)
+        counts_E[expert] = len(rows_MD)
+        return inner_units(rows_MD, self.stacked(), counts_E, self.activation, loop=True)
 
 
 class Experts(StackedExperts):
@@ -198,11 +133,11 @@ class Experts(StackedExperts):
         self.up_bias = nn.Parameter(torch.empty(experts, inner)) if context.bias else None
         self.down = nn.Parameter(torch.empty(experts, inner, width))
         self.gate = self.gate_bias = None
-        if self.combine is not None:
+        if config.activation in GATED:
             self.gate = nn.Parameter(torch.empty_like(self.up))
             self.gate_bias = nn.Parameter(torch.empty(experts, inner)) if context.bias else None
         if config.activation == "clamped_swiglu":
-            self.combine = functools.partial(
+            self.activation = functools.partial(
                 clamped_swiglu, alpha=config.swiglu_alpha, limit=config.swiglu_limit
             )
 
@@ -224,3 +159,61 @@ class Experts(StackedExperts):
         return ExpertWeights(
             self.up, self.up_bias, self.down, gate=self.gate, gate_bias=self.gate_bias
         )
+
+
+_COPIED = {
+    "experts.up": ("up.weight", True),
+    "experts.up_bias": ("up.bias", False),
+    "experts.gate": ("gate.weight", True),
+    "experts.gate_bias": ("gate.bias", False),
+    "experts.down": ("down.weight", True),
+    "output_bias": ("down.bias", False),
+}
+
+
+class DenseTensor(NamedTuple):
+    """The parameter of a dense model that is copied into the experts."""
+
+    name: str
+    is_weight: bool
+    """True for a matrix, which experts store transposed and which may get noise; else a bias."""
+
+
+def dense_tensor(name: str) -> DenseTensor | None:
+    """Finds the dense parameter from which a parameter of a sparse layer is copied.
+
+    Args:
+        name: The parameter's name in the sparse model, as in `named_parameters`.
+
+    Returns:
+        The dense parameter; None if it is not copied: a router's, or outside of sparse layers.
+    """
+    parts = re.fullmatch(r"(blocks\.\d+\.\w*feed_forward)\.(.+)", name)
+    if parts is None or parts[2] not in _COPIED:
+        return None
+    dense, is_weight = _COPIED[parts[2]]
+    return DenseTensor(f"{parts[1]}.{dense}", is_weight)
+
+
+def copies(value: Tensor, num_experts: int, noise: float, seed: int, name: str) -> Tensor:
+    """Stacks copies of a parameter, each with its own noise.
+
+    Args:
+        value: The parameter of one expert, in its orientation.
+        num_experts: E.
+        noise: Standard deviation of the noise, relative to that of the values; with 0 nothing is
+            drawn.
+        seed: The seed of the noise.
+        name: Name of the stacked parameter, on which the noise depends too.
+
+    Returns:
+        [E, ...], fp32. At most one expert's noise is in memory besides it.
+    """
+    stacked = torch.empty((num_experts, *value.shape), dtype=torch.float32)
+    stacked.copy_(value)
+    if noise:
+        scale = noise * value.std(correction=0)
+        for expert in range(num_experts):
+            generator = seeded_generator(seed, f"{name}/noise", expert)
+            stacked[expert] += scale * torch.randn(value.shape, generator=generator)
+    return stacked

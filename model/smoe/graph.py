@@ -28,12 +28,16 @@ from polyad.model.initialization import ZEROS, Initializer, constant
 from polyad.model.output import StatisticsModule, entropy
 from polyad.model.padding import RealTokens
 from polyad.model.smoe.config import SparseMoEConfig
-from polyad.model.smoe.scores import router_dtype
 
 ENTROPY_MOMENTUM = 0.99
 """Momentum of the running mean of head entropies, per step."""
 MEASURED_ROWS = 32
 """Number of query rows per sequence for which entropies are measured: a sample of all rows."""
+
+
+def router_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Returns the precision of routing: fp32, or the model's if higher."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 class Features(NamedTuple):

@@ -2,16 +2,24 @@
 
     y_i = sum_e TopK(p_i)_e g_e(u_i)
 
+The dispatcher sends tokens to their selected experts and combines the experts' outputs. Without a
+capacity no token is dropped, and there is no padding: assignments are sorted by expert, and each
+expert processes its own rows. A capacity counts the assignments of one micro-batch of one process,
+wherever the experts are: the same tokens are dropped in any parallel layout that cuts a step into
+the same micro-batches.
+
 Shapes: B batch, T tokens in a sequence, N real tokens (B T without padding), D width, E experts, K
-experts of a token.
+experts of a token, M = N K rows, F inner width of an expert.
 """
 
 import dataclasses
+import math
 from abc import abstractmethod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import dropout
 
 from polyad.model.feedforward import (
     NOTHING_ELSE,
@@ -22,187 +30,181 @@ from polyad.model.feedforward import (
     FeedForwardContext,
 )
 from polyad.model.initialization import ZEROS, Initializer, linear_initializers
-from polyad.model.output import RoutingStats, StatisticsModule, entropy, mean_of_samples
-from polyad.model.padding import RealTokens, counted, pack, unpack
+from polyad.model.kernels import rows
+from polyad.model.layers import Region, same
+from polyad.model.output import RoutingStats
+from polyad.model.padding import pack, unpack
 from polyad.model.smoe.config import SelectingConfig, SparseMoEConfig
-from polyad.model.smoe.dispatch import Dispatched, Dispatcher
 from polyad.model.smoe.experts import Experts, StackedExperts
-from polyad.model.smoe.graph import GRAPHS, Graph
-from polyad.model.smoe.losses import (
-    importance_loss,
-    load_balance_loss,
-    load_loss,
-    router_z_loss,
-    sequence_balance_loss,
-)
-from polyad.model.smoe.pool import Pool, within
-from polyad.model.smoe.scores import SCORES, Score
-from polyad.model.smoe.selection import Selected, Selection, TopK, spread
+from polyad.model.smoe.router import Router, Selected, make_router, spread
 
 
-class Routing(NamedTuple):
-    """The output of a router."""
+class Plan(NamedTuple):
+    """The order of rows by expert. Assignment a = n K + k is the k-th expert of token n."""
 
-    selected: Selected
-    stats: RoutingStats
-    """The statistics, with an empty name."""
+    assignment_M: Tensor
+    """The assignment of each row; rows are sorted by expert, then by assignment; dropped rows
+    come last."""
+    row_A: Tensor
+    """The row of each assignment."""
+    counts_E: Tensor
+    """Number of rows of each expert."""
+    drops: bool = False
+    """Whether rows may be dropped. Their number is known only on the device."""
+
+    def kept_M(self) -> Tensor:
+        """Returns whether each row is processed by an expert."""
+        row_M = torch.arange(self.row_A.shape[0], device=self.row_A.device)
+        return row_M < self.counts_E.sum()
 
 
-class Router(StatisticsModule):
-    """Scores each token, mixes the scores over a graph of tokens, and selects experts by them.
+def make_plan(
+    expert_ids_NK: Tensor,
+    counts_E: Tensor,
+    capacity_factor: float | None = None,
+) -> Plan:
+    """Sorts assignments by expert.
 
     Args:
-        score: The base score.
-        graph: The graph of tokens.
-        selection: The selection of experts.
-        noise_std: Standard deviation of the noise on logits in training; 0 adds none.
-        by_sigmoid: Whether scores are sigmoids of the logits, rather than their softmax. Statistics
-            and losses then use them divided by their sum.
-        pool: The experts that tokens can use in training; None for all.
+        expert_ids_NK: The experts of each token.
+        counts_E: Number of tokens of each expert.
+        capacity_factor: Maximum rows per expert, as a multiple of N K / E; None for no limit. An
+            expert keeps the rows of the first tokens.
+
+    Returns:
+        The plan.
+    """
+    expert_A = expert_ids_NK.reshape(-1)
+    num_experts = counts_E.shape[0]
+    # A GPU sorts by a few bits at a time.
+    key_A = expert_A.to(torch.int16) if num_experts <= 2**15 else expert_A
+    total = expert_A.numel()
+    sorted_A, assignment_A = key_A.sort(stable=True)
+    rank_A = torch.arange(total, device=expert_A.device)
+    if capacity_factor is None:
+        return Plan(
+            assignment_A, torch.empty_like(rank_A).scatter(0, assignment_A, rank_A), counts_E
+        )
+    # In floating point 1.1 x 50 / 5 is slightly more than 11; the result must be 11.
+    capacity = math.ceil(capacity_factor * total / num_experts - 1e-9)
+    first_E = counts_E.cumsum(0) - counts_E
+    dropped_A = rank_A - first_E[sorted_A.long()] >= capacity
+    assignment_M = assignment_A[dropped_A.to(torch.uint8).sort(stable=True).indices]
+    row_A = torch.empty_like(rank_A).scatter(0, assignment_M, rank_A)
+    return Plan(assignment_M, row_A, counts_E.clamp_max(capacity), drops=True)
+
+
+class Dispatched(NamedTuple):
+    """The result of dispatch."""
+
+    y_ND: Tensor
+    """The weighted sum over the experts of each token."""
+    plan: Plan | None
+    """The plan of the assignments; None if no rows were moved."""
+
+
+class DispatchRegions(NamedTuple):
+    """Where ranks that each have some inner units of every expert exchange tensors.
+
+    See `model/layers.py`.
     """
 
-    def __init__(
-        self,
-        score: Score,
-        graph: Graph,
-        selection: Selection,
-        noise_std: float = 0.0,
-        *,
-        by_sigmoid: bool = False,
-        pool: Pool | None = None,
-    ) -> None:
-        super().__init__()
-        self.score, self.graph, self.selection, self.pool = score, graph, selection, pool
-        self.noise_std, self.by_sigmoid = noise_std, by_sigmoid
+    tokens: Region = same
+    weights: Region = same
+    """Applied to the routing weights."""
+    output: Region = same
+    unit_mean: Region = same
+    """Applied to a mean over inner units."""
 
-    def scored(self, logits_NE: Tensor) -> Tensor:
-        """Computes the scores of logits [N, E]."""
-        return logits_NE.sigmoid() if self.by_sigmoid else logits_NE.softmax(-1)
+
+class Dispatcher(nn.Module):
+    """Dispatch within one process; expert parallelism replaces it with a subclass."""
+
+    regions: DispatchRegions = DispatchRegions()
 
     def forward(
-        self, u_BTD: Tensor, given: BlockInput = NOTHING_ELSE, features: Tensor | None = None
-    ) -> Routing:
-        """Selects the experts of every token.
+        self,
+        tokens_ND: Tensor,
+        selected: Selected,
+        experts: StackedExperts,
+        capacity_factor: float | None = None,
+    ) -> Dispatched:
+        """Computes y_n = sum_k weight_nk expert_nk(token_n).
 
         Args:
-            u_BTD: The input of the experts.
-            given: Further inputs, for the graph.
-            features: Values of the experts that the score reads; see `Score.features`.
+            tokens_ND: The input of the experts.
+            selected: The experts of each token, and their weights.
+            experts: The experts, or this rank's part of them.
+            capacity_factor: See `make_plan`.
 
         Returns:
-            Experts and weights of the N real tokens, and statistics.
+            The sums and the plan.
         """
-        real = given.real
-        u_ND = pack(u_BTD.flatten(0, 1), real)
-        logits_NE = noisy_NE = self.score(u_ND, features)
-        own_NE = scores_NE = self.scored(logits_NE)
-        if self.training and self.noise_std:
-            # From the default generator: every tensor-parallel rank draws the same numbers, and
-            # recomputation draws them again.
-            noisy_NE = logits_NE + self.noise_std * torch.randn_like(logits_NE)
-            scores_NE = self.scored(noisy_NE)
-        scores_BTE = unpack(scores_NE, real).view(*u_BTD.shape[:2], -1)
-        mixed = self.graph(scores_BTE, u_BTD, given)
-        mixed_NE = scores_NE
-        if mixed.scores_BTE is not scores_BTE:
-            mixed_NE = pack(mixed.scores_BTE.flatten(0, 1), real)
-        if self.pool is not None and self.training:
-            pooled_BTE = unpack(mixed_NE, real).view_as(scores_BTE)
-            pool_NE = pack(self.pool(pooled_BTE, given.document_start_BT).flatten(0, 1), real)
-            mixed_NE = within(mixed_NE, pool_NE)
-        is_own = mixed_NE is scores_NE and noisy_NE is logits_NE
-        selected: Selected = self.selection(mixed_NE, noisy_NE)
-        shares_NE = mixed_NE
-        if self.by_sigmoid:
-            shares_NE = mixed_NE / mixed_NE.sum(-1, keepdim=True)
-            own_NE = shares_NE if is_own else own_NE / own_NE.sum(-1, keepdim=True)
-        usage_E = None
-        if self.needs("usage_E") or self.needs("balance_loss"):
-            usage_E = shares_NE.mean(0)
-        load_E = selected.load(shares_NE.dtype)
-        stats = RoutingStats(
-            name="",
-            load_E=load_E,
-            usage_E=None if usage_E is None else self.for_loss("usage_E", usage_E),
-            entropy=entropy(shares_NE.detach()).mean() if self.measures else None,
-            dropped=load_E.new_zeros(()) if self.measures else None,
-            effective_neighbours=mixed.effective_neighbours,
-            head_entropy_A=mixed.head_entropy_A,
-            attention_head=mixed.attention_head,
-            tokens=None if real is None else counted(real, load_E.dtype),
-        )
-        if self.training:
-            own_E = usage_E if is_own else None
-            stats = stats.but(**self._losses(logits_NE, noisy_NE, own_NE, own_E, usage_E, load_E))
-            if "sequence_loss" in self.learns_from:
-                stats = stats.but(sequence_loss=self._of_sequences(own_NE, u_BTD, real))
-        return Routing(selected, self.with_samples(stats, [own_NE], u_BTD, real))
+        tokens_ND = self.regions.tokens(tokens_ND)
+        weights_NK = self.regions.weights(selected.weights_NK)
+        plan = make_plan(selected.expert_ids_NK, selected.counts_E, capacity_factor)
+        begun = self.begin(plan)
+        rows_MD = rows.take(tokens_ND, plan.assignment_M, plan.row_A)
+        if plan.drops:
+            # For dropped rows, both the expert's output and the input's gradient are undefined.
+            kept_M1 = plan.kept_M().unsqueeze(1)
+            rows_MD = self.compute(torch.where(kept_M1, rows_MD, 0), plan, experts, begun)
+            rows_MD = torch.where(kept_M1, rows_MD, 0)
+        else:
+            rows_MD = self.compute(rows_MD, plan, experts, begun)
+        if experts.dropout.p:
+            rows_MD = dropout(rows_MD, experts.dropout.p, experts.training)
+        weights_NK = weights_NK.to(rows_MD.dtype)
+        y_ND = rows.combine(rows_MD, weights_NK, plan.assignment_M, plan.row_A)
+        y_ND = self.regions.output(y_ND)
+        return Dispatched(y_ND, plan)
 
-    def _losses(
-        self,
-        logits_NE: Tensor,
-        noisy_NE: Tensor,
-        own_NE: Tensor,
-        own_E: Tensor | None,
-        usage_E: Tensor | None,
-        load_E: Tensor,
-    ) -> dict[str, Tensor]:
-        """Computes the auxiliary losses that are needed.
+    # What ranks know about one another's experts. Each rank computes values of its own experts and
+    # inner units, and reads those of all.
 
-        `own_NE` are the scores without noise and graph, and `own_E` is their mean, if known.
-        """
-        losses = {}
-        if usage_E is not None and self.needs("balance_loss"):
-            usage_E = self.for_loss("balance_loss", usage_E)
-            losses["balance_loss"] = load_balance_loss(usage_E, load_E)
-        if self.needs("z_loss"):
-            losses["z_loss"] = router_z_loss(self.for_loss("z_loss", logits_NE))
-        if self.needs("importance_loss"):
-            own_E = own_NE.mean(0) if own_E is None else own_E
-            losses["importance_loss"] = importance_loss(self.for_loss("importance_loss", own_E))
-        if noisy_NE is not logits_NE and self.needs("load_loss"):
-            losses["load_loss"] = load_loss(
-                self.for_loss("load_loss", logits_NE),
-                self.for_loss("load_loss", noisy_NE),
-                self.noise_std,
-                self.selection.top_k,
-            )
-        return losses
+    def all_experts(self, own: Tensor) -> Tensor:
+        """Gathers values of all experts [E, ...].
 
-    def _of_sequences(self, own_NE: Tensor, u_BTD: Tensor, real: RealTokens | None) -> Tensor:
-        """Computes the balance loss within sequences, without noise, graph, groups and bias."""
-        top_k = self.selection.top_k
-        best_NK = self.selection.agreed(own_NE.detach().topk(top_k, dim=-1).indices)
-        chosen_NE = torch.zeros_like(own_NE).scatter(1, best_NK, 1)
-        chosen_BE = mean_of_samples(chosen_NE, u_BTD, real)
-        return sequence_balance_loss(chosen_BE, mean_of_samples(own_NE, u_BTD, real), top_k)
-
-    def update(self, stats: RoutingStats, progress: float) -> None:
-        """Prepares the next optimizer step; called once after each.
+        Ranks that share experts have separate losses. The gradient of `own` is summed over all of
+        them, like that of an expert's weights, which processes the tokens of all ranks.
 
         Args:
-            stats: The layer's statistics, averaged over the step.
-            progress: Fraction of the run's steps that are done.
+            own: The values of this rank's experts.
         """
-        self.selection.update(stats.load_E, progress)
-        self.graph.update(stats.head_entropy_A)
+        return own
 
+    def unit_means(self, means: Tensor) -> Tensor:
+        """Averages over inner units: returns [E, ...] for all experts and units, differentiably.
 
-def make_router(config: SparseMoEConfig, context: FeedForwardContext) -> Router:
-    """Builds the router of a sparse mixture, with its score and its graph.
+        Ranks that share inner units have one loss: each gets its part of the gradient.
 
-    Args:
-        config: The layer's configuration.
-        context: Settings of the model.
-    """
-    return Router(
-        SCORES[config.score](config, context),
-        GRAPHS[config.graph](config, context),
-        TopK(config),
-        config.router_noise / config.num_experts,
-        by_sigmoid=config.score_function == "sigmoid",
-        pool=None if config.pool == "none" else Pool(config),
-    )
+        Args:
+            means: Means over this rank's units, for its experts.
+        """
+        return self.all_experts(self.regions.unit_mean(means))
+
+    def begin(self, plan: Plan) -> Any:
+        """Starts work that does not depend on the rows; its result is passed to `compute`.
+
+        Args:
+            plan: The plan of the assignments.
+        """
+        return None
+
+    def compute(self, rows_MD: Tensor, plan: Plan, experts: StackedExperts, begun: Any) -> Tensor:
+        """Runs rows, sorted by expert, through the experts.
+
+        Args:
+            rows_MD: The rows.
+            plan: The plan, with the number of rows of each expert.
+            experts: The experts.
+            begun: The result of `begin`.
+
+        Returns:
+            [M, D], in the same order; dropped rows hold arbitrary values.
+        """
+        output_MD: Tensor = experts(rows_MD, plan.counts_E)
+        return output_MD
 
 
 class SelectingMoE(FeedForward):
@@ -259,7 +261,7 @@ class SelectingMoE(FeedForward):
         if (plan := done.plan) is not None and plan.drops:
             kept_NK = plan.kept_M()[plan.row_A].view_as(selected.weights_NK)
             if self.router.measures:
-                stats = stats.but(dropped=1 - kept_NK.to(stats.load_E.dtype).mean())
+                stats = stats._replace(dropped=1 - kept_NK.to(stats.load_E.dtype).mean())
         if self.output_bias is not None:
             weights_NK = selected.weights_NK if kept_NK is None else selected.weights_NK * kept_NK
             y_ND = self.add_bias(y_ND, selected._replace(weights_NK=weights_NK))
@@ -272,8 +274,9 @@ class SelectingMoE(FeedForward):
         return y_BTD, stats
 
     def expert_features(self) -> Tensor | None:
-        """Returns the values of all ranks' experts that the score reads; see `Score.features`."""
-        return self.router.score.features(self.experts, self.dispatcher)
+        """Returns the values of all ranks' experts that the score reads, [E, ...]; by default
+        none."""
+        return None
 
     @abstractmethod
     def add_bias(self, y_ND: Tensor, selected: Selected) -> Tensor:
@@ -295,16 +298,6 @@ class SelectingMoE(FeedForward):
     def update(self, stats: RoutingStats, progress: float) -> None:
         """See `FeedForward.update`."""
         self.router.update(stats, progress)
-
-
-def shared_feed_forward(units: int, context: FeedForwardContext) -> DenseFeedForward:
-    """Builds the shared experts, a feed-forward that every token passes through.
-
-    Args:
-        units: Its inner width.
-        context: Settings of the model.
-    """
-    return DenseFeedForward(DenseFeedForwardConfig(hidden_size=units), context)
 
 
 class SparseMoE(SelectingMoE):
@@ -329,8 +322,9 @@ class SparseMoE(SelectingMoE):
         shape = config.num_experts, context.hidden_size
         self.output_bias = nn.Parameter(torch.empty(shape)) if context.bias else None
         if config.shared_hidden_size is not None:
+            dense = DenseFeedForwardConfig(hidden_size=config.shared_hidden_size)
             of_shared = dataclasses.replace(context, activation=config.activation)
-            self.shared = shared_feed_forward(config.shared_hidden_size, of_shared)
+            self.shared = DenseFeedForward(dense, of_shared)
             if config.shared_gate:
                 self.shared_gate = nn.Linear(context.hidden_size, 1, bias=False)
         self._std = context.initializer_std

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu, layer_norm, linear
 
 from polyad.model.feedforward import DenseFeedForwardConfig
-from polyad.model.mumoe.base import Factorized
 from polyad.model.mumoe.config import FactorizationName, MuMoEConfig
+from polyad.model.mumoe.factorizations import Factorized
 from polyad.model.mumoe.gating import EPSILON, entmax15
 from polyad.model.mumoe.layer import MuMoE
 from polyad.train.errors import ConfigError

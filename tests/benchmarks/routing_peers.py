@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from polyad.model.attention import AttentionTrace
 from polyad.model.build import build_model, initial_value, initial_values, place
 from polyad.model.decoder import Decoder
+from polyad.model.decoder_config import GPT2Config
 from polyad.model.feedforward import NOTHING_ELSE, BlockInput
-from polyad.model.gpt2 import GPT2Config
 from polyad.model.smoe.config import SparseMoEConfig
 from polyad.model.smoe.graph import Graph, Mixed, MixingGraph
-from polyad.model.smoe.selection import Selected, TopK
+from polyad.model.smoe.router import Selected, TopK
 from polyad.parallel.zero import DTYPES
 
 PLAIN = "plain"

@@ -6,7 +6,7 @@ Shapes: T tokens in a sequence.
 from typing import Any
 
 from polyad.launch.output import align
-from polyad.model.gpt2 import GPT2Config
+from polyad.model.decoder_config import GPT2Config
 from polyad.model.smoe.config import SparseMoEConfig
 from polyad.model.smoe.layer import SparseMoE
 from tests.benchmarks.routing_peers import MATERIALIZED, PLAIN, graphs_of

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from polyad.model.feedforward import DenseFeedForward, DenseFeedForwardConfig
 from polyad.model.smoe.config import SparseMoEConfig
 from polyad.model.smoe.layer import SparseMoE
-from polyad.model.smoe.scores import LinearScore
+from polyad.model.smoe.router import LinearScore
 from polyad.parallel.zero import import_deepspeed
 from tests.benchmarks.timed_layer import TimedLayer, context_of, of_ours, start
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from polyad.model.gpt2 import GPT2Config
+from polyad.model.decoder_config import GPT2Config
 from polyad.train.guard.failures import is_out_of_memory
 from polyad.train.loop.profiling import peak_memory_bytes
 from tests.benchmarks.step import OUT_OF_MEMORY

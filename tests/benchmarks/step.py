@@ -23,7 +23,7 @@ import torch
 
 from polyad.launch.command import Argument, Json, positive
 from polyad.launch.output import results
-from polyad.model.gpt2 import GPT2Config
+from polyad.model.decoder_config import GPT2Config
 from polyad.train.errors import ConfigError, RunError
 from polyad.train.guard.failures import is_out_of_memory
 from polyad.train.loop.metrics import LogConfig, peak_flops

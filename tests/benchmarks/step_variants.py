@@ -9,8 +9,8 @@ from torch.profiler import record_function
 from polyad.model.block import FeedForwardConfig
 from polyad.model.build import build_model, compile_model, materialize
 from polyad.model.decoder import Decoder
+from polyad.model.decoder_config import GPT2Config
 from polyad.model.feedforward import DenseFeedForwardConfig
-from polyad.model.gpt2 import GPT2Config
 from polyad.model.mumoe.config import MuMoEConfig
 from polyad.model.output import RoutingStats
 from polyad.model.smoe.config import SparseMoEConfig

@@ -10,10 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from polyad.model.build import build_model, place
 from polyad.model.decoder import Decoder
-from polyad.model.gpt2 import GPT2Config
-from polyad.model.smoe.dispatch import Dispatcher
-from polyad.model.smoe.layer import SparseMoE
-from polyad.model.smoe.selection import Selected
+from polyad.model.decoder_config import GPT2Config
+from polyad.model.smoe.layer import Dispatcher, SparseMoE
+from polyad.model.smoe.router import Selected
 from polyad.parallel import comm, expert
 from polyad.parallel.checkpoint.format import MASTER, Box
 from polyad.parallel.shard import placement_of

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 import torch
 
-from polyad.model.mumoe.base import Factorized, Sizes
 from polyad.model.mumoe.config import FACTORIZATIONS
+from polyad.model.mumoe.factorizations import Factorized, Sizes
 
 
 def make_sizes(**changes) -> Sizes:

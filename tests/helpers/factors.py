@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from polyad.model.build import build_model, place
 from polyad.model.decoder import Decoder
-from polyad.model.gpt2 import GPT2Config
+from polyad.model.decoder_config import GPT2Config
 from polyad.model.layers import same
 from polyad.parallel import comm, factors
 from polyad.parallel.checkpoint.format import MASTER, Box

@@ -9,7 +9,7 @@ import pytest
 import torch
 import yaml
 
-from polyad.model.smoe.selection import Selected
+from polyad.model.smoe.router import Selected
 from polyad.parallel.checkpoint.load import find_checkpoint
 from polyad.parallel.weights import load_model
 from polyad.train.config.run import load_config

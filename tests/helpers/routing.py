@@ -13,7 +13,7 @@ from polyad.model.build import materialize
 from polyad.model.feedforward import FeedForwardContext
 from polyad.model.mumoe.gating import Gate
 from polyad.model.smoe.config import SparseMoEConfig
-from polyad.model.smoe.selection import TopK
+from polyad.model.smoe.router import TopK
 
 
 def make_config(**overrides):

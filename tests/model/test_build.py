@@ -15,7 +15,7 @@ from polyad.model.build import (
     materialize,
     num_parameters,
 )
-from polyad.model.gpt2 import GPT2Config
+from polyad.model.decoder_config import GPT2Config
 from polyad.model.initialization import ZEROS, Initializer, normal
 
 

@@ -9,7 +9,7 @@ from polyad.model.build import build_model, materialize
 from polyad.model.mumoe.config import FACTORIZATIONS
 from polyad.model.mumoe.gating import ACTIVATIONS
 from polyad.model.smoe.graph import GRAPHS, AttentionGraph, SimilarityGraph, head_entropies
-from polyad.model.smoe.scores import SCORES
+from polyad.model.smoe.router import SCORES
 from tests.helpers.routing import assert_causal, logits_and_experts, scatter
 
 END = 18

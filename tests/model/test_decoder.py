@@ -9,7 +9,7 @@ from polyad.model.build import build_model, materialize, read_model_config
 from polyad.model.rotary import RotaryConfig, rotation
 from polyad.model.rotary_attention import attend_with_sinks
 from polyad.model.smoe.config import SparseMoEConfig
-from polyad.model.smoe.selection import TopK
+from polyad.model.smoe.router import TopK
 
 SMALL = {
     "kind": "decoder", "num_layers": 2, "hidden_size": 24, "num_heads": 4, "head_size": 6,

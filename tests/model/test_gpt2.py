@@ -4,8 +4,8 @@ from torch.nn.functional import cross_entropy
 
 from polyad.model.build import num_parameters
 from polyad.model.decoder import Decoder
+from polyad.model.decoder_config import GPT2Config
 from polyad.model.feedforward import FeedForward
-from polyad.model.gpt2 import GPT2Config
 from polyad.model.output import RoutingStats
 from polyad.train.tasks.random_input import flops_of_unit
 from tests.helpers.reference import reference_of

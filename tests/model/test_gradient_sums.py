@@ -6,7 +6,7 @@ A batch of equal sequences has as many times the gradient of one, so a sum that 
 import pytest
 import torch
 
-from polyad.model.kernels.grouped import by_grouped_products
+from polyad.model.kernels.grouped import by_products
 from polyad.model.layers import Embedding, LayerNorm
 from polyad.model.smoe import experts
 from tests.helpers.factorized import FACTORIZATIONS
@@ -44,7 +44,7 @@ def test_a_batch_of_equal_sequences_has_their_summed_gradient(
     small_model, random_ids, monkeypatch, name
 ):
     if name == "smoe-grouped":  # as on a GPU
-        monkeypatch.setattr(experts, "grouped", by_grouped_products)
+        monkeypatch.setattr(experts, "grouped", by_products)
     one_BT = random_ids(1, 8)
     model = small_model(torch.bfloat16, num_layers=1, feed_forward=FEED_FORWARDS[name])
     expected = gradients(model, one_BT)

@@ -14,7 +14,7 @@ from polyad.model.lora import (
     of_base,
 )
 from polyad.model.patterns import PatternError
-from polyad.model.smoe.scores import LinearScore
+from polyad.model.smoe.router import LinearScore
 from polyad.model.vit import ViTConfig
 from tests.helpers.small_decoders import small_decoder
 from tests.helpers.training import MODEL, moe_model, mumoe_model

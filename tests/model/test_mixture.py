@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from polyad.model.build import build_model, materialize, num_parameters, read_model_config
-from polyad.model.small_network import Convolution
+from polyad.model.mixture import Convolution
 
 CONVOLUTIONS = {"convolutions": [2, 3], "kernel_size": 2, "padding": 1, "hidden_sizes": [5, 6]}
 SECTION = {

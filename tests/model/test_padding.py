@@ -5,8 +5,8 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from polyad.model.build import build_model, materialize
+from polyad.model.decoder_config import GPT2Config
 from polyad.model.feedforward import BlockInput
-from polyad.model.gpt2 import GPT2Config
 from polyad.model.padding import RealTokens
 from polyad.model.smoe.graph import GRAPHS, head_entropies
 from tests.helpers.routing import make, make_config, make_context, make_trace

@@ -5,11 +5,10 @@ import torch
 
 from polyad.model.block import FEED_FORWARDS
 from polyad.model.build import build_model, materialize, num_parameters
-from polyad.model.decoder_config import DecoderConfig
+from polyad.model.decoder_config import DecoderConfig, GPT2Config
 from polyad.model.families.decoders import family_of
 from polyad.model.families.gpt2 import GPT2
 from polyad.model.families.keys import HuggingFaceError
-from polyad.model.gpt2 import GPT2Config
 from polyad.train.tasks.random_input import training_flops
 
 MODEL = {

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from polyad.model.build import num_parameters
-from polyad.model.gpt2 import GPT2Config
+from polyad.model.decoder_config import GPT2Config
 from polyad.parallel.shard import Axis, Placement
 from tests.helpers.everyday import everyday
 from tests.helpers.factors import (

@@ -10,7 +10,7 @@ import os
 
 import pytest
 
-from polyad.model.gpt2 import GPT2Config
+from polyad.model.decoder_config import GPT2Config
 from polyad.parallel.checkpoint.format import CheckpointError, verify_contents
 from polyad.parallel.checkpoint.manage import complete_checkpoints, put_back, remove_leftovers
 from tests.helpers.disk import Disk, write_tree

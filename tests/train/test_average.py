@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from polyad.launch.cli import run as polyad
-from polyad.model.smoe.scores import INITIAL_TEMPERATURE
+from polyad.model.smoe.router import INITIAL_TEMPERATURE
 from polyad.parallel.checkpoint.load import Checkpoint
 from polyad.parallel.weights import load_model
 from polyad.train.exchange.convert import convert

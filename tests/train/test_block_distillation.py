@@ -8,8 +8,8 @@ import torch
 
 from polyad.data.text.samples import TrainingData
 from polyad.model.build import build_model, place
+from polyad.model.decoder_config import GPT2Config
 from polyad.model.feedforward import DenseFeedForward
-from polyad.model.gpt2 import GPT2Config
 from polyad.parallel.weights import load_model
 from polyad.train.config.run import load_config
 from polyad.train.describe import describe_run

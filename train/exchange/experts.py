@@ -1,7 +1,7 @@
 """A dense model as one with experts: `polyad convert --upcycle` and `--split`; and `--merge`, back.
 
 `--upcycle` copies feed-forwards. Weights are made on demand, one parameter at a time; for copies
-and noise see `model/smoe/upcycling.py`. Routers are initialized as in a new run with the same seed.
+and noise see `model/smoe/experts.py`. Routers are initialized as in a new run with the same seed.
 
 `--split` groups the units of feed-forwards. It only permutes weights and stores the permutation in
 a buffer, so that `--merge` restores them bit for bit. For the grouping see
@@ -29,7 +29,7 @@ from polyad.model.feedforward import GATED
 from polyad.model.initialization import seeded_generator
 from polyad.model.settings import ModelSettings
 from polyad.model.smoe.config import SparseMoEConfig
-from polyad.model.smoe.upcycling import copies, dense_tensor
+from polyad.model.smoe.experts import copies, dense_tensor
 from polyad.parallel.weights import Weights
 from polyad.train.config.run import RunConfig
 from polyad.train.errors import ConfigError

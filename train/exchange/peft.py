@@ -17,7 +17,7 @@ from torch import Tensor
 
 from polyad.model.bert import BertConfig
 from polyad.model.build import build_model
-from polyad.model.decoder_config import DecoderConfig
+from polyad.model.decoder_config import DecoderConfig, GPT2Config
 from polyad.model.families.bert import BERT
 from polyad.model.families.decoders import computes_the_same
 from polyad.model.families.family import Family, Known
@@ -32,7 +32,6 @@ from polyad.model.families.low_rank import (
 )
 from polyad.model.families.registry import family_of_model
 from polyad.model.families.tensors import Piece
-from polyad.model.gpt2 import GPT2Config
 from polyad.model.lora import ExpertsLowRank, LowRank
 from polyad.parallel.adapted import AdaptedCheckpoint
 from polyad.parallel.families import FamilyWeights

@@ -18,12 +18,11 @@ from polyad.data.text.tokenizers.tokenizer import Tokenizer
 from polyad.model.bert import BertConfig
 from polyad.model.config_yaml import dump
 from polyad.model.decoder import DecoderSettings
-from polyad.model.decoder_config import DecoderConfig
+from polyad.model.decoder_config import DecoderConfig, GPT2Config
 from polyad.model.families.decoders import computes_the_same
 from polyad.model.families.family import CONFIG_FILE, Known
 from polyad.model.families.mixer import timm_call
 from polyad.model.families.registry import family_of_model
-from polyad.model.gpt2 import GPT2Config
 from polyad.model.mixer import MixerConfig
 from polyad.model.settings import ModelSettings
 from polyad.model.vision import ImageSettings

@@ -28,9 +28,9 @@ import torch
 from torch import Tensor, nn
 
 from polyad.model.mumoe.gating import Gate, GateOutput
-from polyad.model.mxd.gate import SparseGate
-from polyad.model.smoe.layer import Router, SelectingMoE
-from polyad.model.smoe.selection import Selected
+from polyad.model.mxd.layer import SparseGate
+from polyad.model.smoe.layer import SelectingMoE
+from polyad.model.smoe.router import Router, Selected
 from polyad.train.errors import ConfigError
 from polyad.train.experts.probing import RoutedLayer, uncompiled
 

@@ -23,10 +23,9 @@ from polyad.model.mixture import Mixture, MixtureGate, Shares
 from polyad.model.mumoe.gating import Gate
 from polyad.model.mumoe.head import MuMoEHead
 from polyad.model.mumoe.layer import MuMoE
-from polyad.model.mxd.gate import SparseGate
-from polyad.model.mxd.layer import SparseTable
-from polyad.model.smoe.layer import Router, SelectingMoE
-from polyad.model.smoe.selection import Selected, spread
+from polyad.model.mxd.layer import SparseGate, SparseTable
+from polyad.model.smoe.layer import SelectingMoE
+from polyad.model.smoe.router import Router, Selected, spread
 from polyad.train.errors import ConfigError
 
 MOST_LAYERS = 3

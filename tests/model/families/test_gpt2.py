@@ -5,11 +5,11 @@ import torch
 from transformers import GPT2Config as TheirConfig
 from transformers import GPT2LMHeadModel
 
+from polyad.model.decoder_config import GPT2Config
 from polyad.model.families.family import Known
 from polyad.model.families.gpt2 import GPT2
 from polyad.model.families.keys import HuggingFaceError
 from polyad.model.families.registry import family_of_files
-from polyad.model.gpt2 import GPT2Config
 
 SIZES = {
     "124m": (12, 768, 12, 124_439_808),

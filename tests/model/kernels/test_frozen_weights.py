@@ -14,12 +14,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from polyad.model.kernels.cpu import experts as cpu
 from polyad.model.kernels.cpu.experts import experts_on_cpu
-from polyad.model.kernels.grouped import by_grouped_products, grouped_linear
+from polyad.model.kernels.grouped import ExpertWeights, by_products, grouped_linear
 from polyad.model.kernels.rows import combine
 from polyad.model.lora import LoRAConfig, LoRAExperts
-from polyad.model.smoe.dispatch import make_plan
 from polyad.model.smoe.experts import Experts
-from polyad.model.smoe.selection import count
+from polyad.model.smoe.layer import make_plan
+from polyad.model.smoe.router import count
 from tests.helpers.routing import make, make_config, make_context
 
 COUNTS = [5, 0, 9, 2]
@@ -98,8 +98,8 @@ def test_an_expert_without_a_bias_has_no_sum_for_it():
 def test_grouped_products_compute_what_is_wanted(wanted):
     counts_E = torch.tensor(COUNTS)
 
-    def run(*given):
-        return by_grouped_products(*given, counts_E)
+    def run(rows_MD, *weights):
+        return by_products(rows_MD, ExpertWeights(*weights), counts_E)
 
     expected, _ = gradients(run, leaves(), (True,) * 4)
     found, did = gradients(run, leaves(), wanted)

@@ -3,6 +3,7 @@
 Shapes: B batch, S tokens, T of them queries, F features or inner width, E experts, M rows, D width.
 """
 
+import functools
 import os
 import re
 import subprocess
@@ -31,6 +32,7 @@ CHECKS = (
     "test_faketensor",
     "test_aot_dispatch_static",
 )
+LOOP = functools.partial(grouped.by_products, loop=True)
 OURS = {"experts_on_cpu", "experts_on_cpu_backward"}
 OURS |= {"_embedding_bag", "_embedding_bag_forward_only"}  # of rows
 
@@ -65,22 +67,23 @@ def leaving_out(compute):
 def running(compute, drop=None, counts_E=COUNTS):
     def call(rows_MD, up_EDF, *others):
         bias_EF, down_EFD = others if len(others) == 2 else (None, *others)
-        return compute(rows_MD, up_EDF, bias_EF, down_EFD, counts_E.to(rows_MD.device), drop)
+        weights = grouped.ExpertWeights(up_EDF, bias_EF, down_EFD)
+        return compute(rows_MD, weights, counts_E.to(rows_MD.device), drop=drop)
 
     return call
 
 
 # Name: how to call it, its definition, and its inputs.
 OPERATIONS = {
-    "experts": (running(grouped.grouped), running(grouped.one_by_one), experts_inputs()),
+    "experts": (running(grouped.grouped), running(LOOP), experts_inputs()),
     "experts without a bias": (
         running(grouped.grouped),
-        running(grouped.one_by_one),
+        running(LOOP),
         experts_inputs(bias=False),
     ),
     "experts that leave rows out": (
         leaving_out(grouped.grouped),
-        leaving_out(grouped.one_by_one),
+        leaving_out(LOOP),
         experts_inputs(),
     ),
     "rows permuted": (
@@ -200,7 +203,8 @@ def test_shapes_are_known_without_numbers(name, kind):
 def _with_counts(counts_E):
     def call(rows_MD, up_EDF, *others):
         bias_EF, down_EFD = others if len(others) == 2 else (None, *others)
-        return grouped.grouped(rows_MD, up_EDF, bias_EF, down_EFD, counts_E)
+        weights = grouped.ExpertWeights(up_EDF, bias_EF, down_EFD)
+        return grouped.grouped(rows_MD, weights, counts_E)
 
     return call
 
@@ -265,8 +269,8 @@ def test_second_derivatives_are_refused_or_right(name, power, way):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_grouped_products_are_the_definition(dtype, drop):
     inputs = [x.to(dtype).double() for x in experts_inputs()]
-    exact = with_gradients(running(grouped.one_by_one, drop), inputs, torch.float64)
-    ours = with_gradients(running(grouped.by_grouped_products, drop), inputs, dtype)
+    exact = with_gradients(running(LOOP, drop), inputs, torch.float64)
+    ours = with_gradients(running(grouped.by_products, drop), inputs, dtype)
     assert_close(ours, exact, dtype)
 
 

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from polyad.model.kernels.cpu.threads import parallel_for
+from polyad.model.kernels.cpu.experts import parallel_for
 
 
 def test_every_item_is_taken_once(threads):

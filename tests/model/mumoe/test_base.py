@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn.functional import gelu
 
-from polyad.model.mumoe.base import contract
+from polyad.model.mumoe.factorizations import contract
 
 
 def operands(rows):

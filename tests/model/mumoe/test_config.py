@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 
 from polyad.model.config import SectionError
-from polyad.model.gpt2 import GPT2Config
+from polyad.model.decoder_config import GPT2Config
 from polyad.model.mumoe.config import FACTORIZATIONS, MuMoEConfig
 from polyad.train.config.rules import validate
 from polyad.train.config.run import parse_config

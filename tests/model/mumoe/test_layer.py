@@ -10,8 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import gelu, layer_norm, silu
 
 from polyad.model.build import build_model, compile_model, materialize, matrix_dimensions
+from polyad.model.decoder_config import GPT2Config
 from polyad.model.feedforward import DenseFeedForward, DenseFeedForwardConfig, FeedForwardContext
-from polyad.model.gpt2 import GPT2Config
 from polyad.model.mumoe.config import FACTORIZATIONS, MuMoEConfig
 from polyad.model.mumoe.gating import NORMS, GateOutput, entmax15
 from polyad.model.mumoe.layer import MuMoE, gate_statistics

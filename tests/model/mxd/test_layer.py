@@ -6,13 +6,12 @@ from torch.nn.functional import gelu, normalize, silu
 
 from polyad.model.block import build_feedforward
 from polyad.model.build import build_model, initial_values, materialize
+from polyad.model.decoder_config import GPT2Config
 from polyad.model.feedforward import FeedForwardContext
-from polyad.model.gpt2 import GPT2Config
-from polyad.model.mumoe.base import Sizes
-from polyad.model.mumoe.cp import CP
+from polyad.model.mumoe.factorizations import CP, Sizes
 from polyad.model.mxd.config import MixtureOfDecodersConfig, TranscoderConfig
 from polyad.model.mxd.layer import MULTIPLIED_WHOLE, sum_of_rows
-from polyad.model.smoe.selection import spread
+from polyad.model.smoe.router import spread
 
 WIDTH = 8
 

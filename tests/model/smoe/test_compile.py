@@ -6,7 +6,7 @@ from torch import _dynamo
 
 from polyad.model.build import compile_model
 from polyad.model.output import ask_for_statistics
-from polyad.model.smoe.scores import SCORES
+from polyad.model.smoe.router import SCORES
 from tests.helpers.everyday import everyday
 from tests.helpers.routed_models import (
     GRAPH_OPTIONS,

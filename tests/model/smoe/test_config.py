@@ -6,7 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from polyad.model.build import build_model
-from polyad.model.gpt2 import GPT2Config
+from polyad.model.decoder_config import GPT2Config
 from polyad.model.smoe.config import SparseMoEConfig
 from polyad.train.config.run import RunConfig, parse_config
 from tests.helpers.sections import section_of

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from polyad.model.kernels import rows
-from polyad.model.smoe.dispatch import Dispatcher, make_plan
 from polyad.model.smoe.experts import Experts
-from polyad.model.smoe.selection import Selected, count
+from polyad.model.smoe.layer import Dispatcher, make_plan
+from polyad.model.smoe.router import Selected, count
 from tests.helpers.routing import make, make_config, make_context
 
 IDS = torch.tensor([[2, 0], [0, 1], [2, 0]])

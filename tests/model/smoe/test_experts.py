@@ -9,7 +9,7 @@ import torch
 from polyad.model.build import build_model, initial_value, initial_values
 from polyad.model.kernels import grouped as kernels
 from polyad.model.kernels.cpu.experts import experts_on_cpu
-from polyad.model.kernels.grouped import by_grouped_products
+from polyad.model.kernels.grouped import by_products
 from polyad.model.smoe.experts import Experts
 from tests.helpers.everyday import everyday
 from tests.helpers.routing import make, make_config, make_context
@@ -43,9 +43,7 @@ def test_experts_equal_numbers_worked_out_by_hand():
 
 def on_device(experts):
     """The grouped product of a GPU, on this processor."""
-    return lambda rows_MD, counts_E: by_grouped_products(
-        rows_MD, experts.up, experts.up_bias, experts.down, counts_E
-    )
+    return lambda rows_MD, counts_E: by_products(rows_MD, experts.stacked(), counts_E)
 
 
 def run(kind, counts, bias, dtype, inner=24):

@@ -9,11 +9,10 @@ from torch.nn.functional import dropout, gelu
 
 from polyad.model.attention import KeyValueCache
 from polyad.model.build import build_model, num_parameters
+from polyad.model.decoder_config import GPT2Config
 from polyad.model.feedforward import BlockInput
-from polyad.model.gpt2 import GPT2Config
-from polyad.model.smoe.dispatch import make_plan
-from polyad.model.smoe.layer import SparseMoE
-from polyad.model.smoe.scores import SCORES
+from polyad.model.smoe.layer import SparseMoE, make_plan
+from polyad.model.smoe.router import SCORES
 from tests.helpers.routed_models import (
     V_MOE,
     assert_same_step,

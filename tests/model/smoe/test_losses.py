@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from polyad.model.output import AUXILIARY_LOSSES, ask_for_statistics
-from polyad.model.smoe.layer import make_router
 from polyad.model.smoe.losses import (
     importance_loss,
     load_balance_loss,
@@ -14,7 +13,7 @@ from polyad.model.smoe.losses import (
     router_z_loss,
     sequence_balance_loss,
 )
-from polyad.model.smoe.selection import Selected
+from polyad.model.smoe.router import Selected, make_router
 from tests.helpers.routing import make, make_config
 
 SCORES = torch.tensor([[0.7, 0.1, 0.1, 0.1], [0.4, 0.3, 0.2, 0.1]], dtype=torch.float64)

@@ -7,8 +7,8 @@ from polyad.model.build import build_model, materialize
 from polyad.model.feedforward import BlockInput
 from polyad.model.output import ask_for_statistics
 from polyad.model.padding import RealTokens
-from polyad.model.smoe.layer import SparseMoE, make_router
-from polyad.model.smoe.pool import Pool, document_starts, within
+from polyad.model.smoe.layer import SparseMoE
+from polyad.model.smoe.router import Pool, document_starts, make_router, within
 from tests.helpers.routing import make, make_config, make_context
 
 P_TE = torch.tensor(

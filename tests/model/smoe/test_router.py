@@ -6,8 +6,7 @@ import torch
 from polyad.model.build import build_model
 from polyad.model.feedforward import BlockInput
 from polyad.model.smoe.graph import GRAPHS
-from polyad.model.smoe.layer import make_router
-from polyad.model.smoe.scores import SCORES
+from polyad.model.smoe.router import SCORES, make_router
 from tests.helpers.routing import make, make_config, make_context, make_trace
 
 every_score = pytest.mark.parametrize("score", SCORES)

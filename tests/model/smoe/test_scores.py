@@ -7,7 +7,7 @@ from polyad.model.build import build_model, materialize
 from polyad.model.smoe.config import GraphName, ScoreName
 from polyad.model.smoe.graph import GRAPHS
 from polyad.model.smoe.layer import SparseMoE
-from polyad.model.smoe.scores import SCORES, CosineScore, LinearScore, RandomScore
+from polyad.model.smoe.router import SCORES, CosineScore, LinearScore, RandomScore
 from tests.helpers.routing import make, make_config, make_context
 
 every_score = pytest.mark.parametrize("score", SCORES)

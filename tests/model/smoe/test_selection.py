@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from polyad.model.build import materialize, place
-from polyad.model.smoe.selection import TopK
+from polyad.model.smoe.router import TopK
 from tests.helpers.routing import make_config
 
 SCORES = torch.tensor([[0.1, 0.5, 0.15, 0.25]], dtype=torch.float64)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from polyad.model.smoe.upcycling import copies, dense_tensor
+from polyad.model.smoe.experts import copies, dense_tensor
 
 
 def test_what_is_copied_is_named_and_the_rest_is_not():

@@ -17,7 +17,7 @@ from polyad.model.families.decoders import DECODERS, family_of
 from polyad.model.families.family import Known
 from polyad.model.families.keys import HuggingFaceError
 from polyad.model.output import ask_for_statistics
-from polyad.model.smoe.selection import Selected, spread
+from polyad.model.smoe.router import Selected, spread
 from polyad.parallel.families import FamilyWeights
 from polyad.parallel.tensor_folder import TensorFolder
 from polyad.train.exchange.convert import convert

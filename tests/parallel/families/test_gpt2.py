@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from polyad.model.decoder_config import GPT2Config
 from polyad.model.families.keys import HuggingFaceError
-from polyad.model.gpt2 import GPT2Config
 from polyad.parallel.checkpoint.format import MASTER, Box
 from polyad.parallel.families import FamilyWeights, is_huggingface_folder
 from polyad.parallel.weights import load_model

@@ -9,7 +9,7 @@ import torch
 from polyad.data.text.tokenizers.files import load_tokenizer
 from polyad.launch.cli import run as polyad
 from polyad.model.build import build_model, materialize
-from polyad.model.gpt2 import GPT2Config
+from polyad.model.decoder_config import GPT2Config
 from polyad.train.errors import ConfigError
 from polyad.train.evaluation.generate import (
     Sampling,

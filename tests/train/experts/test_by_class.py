@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from polyad.model.smoe.selection import Selected
+from polyad.model.smoe.router import Selected
 from polyad.train.experts.by_class import ExpertsByClass
 from polyad.train.experts.information import information_bits
 from polyad.train.experts.probing import Decision, RoutedLayer

@@ -7,7 +7,7 @@ import torch
 
 from polyad.data.text.dataset import PreparedData
 from polyad.data.text.windows import EvaluationWindows, SpreadWindows
-from polyad.model.smoe.selection import Selected
+from polyad.model.smoe.router import Selected
 from polyad.parallel.weights import load_model
 from polyad.train.experts.fluctuation import (
     Differences,

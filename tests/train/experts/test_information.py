@@ -9,7 +9,7 @@ import torch
 from scipy.stats import entropy
 from sklearn.metrics import mutual_info_score, normalized_mutual_info_score
 
-from polyad.model.smoe.selection import Selected
+from polyad.model.smoe.router import Selected
 from polyad.train.errors import ConfigError
 from polyad.train.experts.fluctuation import encode
 from polyad.train.experts.information import (

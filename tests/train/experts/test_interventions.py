@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from polyad.model.build import build_model, materialize
-from polyad.model.gpt2 import GPT2Config
+from polyad.model.decoder_config import GPT2Config
 from polyad.train.errors import ConfigError
 from polyad.train.experts.actions import CONTRIBUTION, HOWS, Action, intervening
 from polyad.train.experts.interventions import Intervention, intervened, parse_intervention

@@ -10,8 +10,8 @@ from torch.nn.functional import cross_entropy
 
 from polyad.model.bert import BertConfig
 from polyad.model.build import build_model, materialize
+from polyad.model.decoder_config import GPT2Config
 from polyad.model.emoe.layer import EmergentMoE
-from polyad.model.gpt2 import GPT2Config
 from polyad.train.errors import ConfigError
 from polyad.train.experts.actions import CONTRIBUTION, Action
 from polyad.train.experts.class_changes import ChangeSums

@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import cosine_similarity, gelu
 
 from polyad.model.build import build_model, materialize
-from polyad.model.gpt2 import GPT2Config
+from polyad.model.decoder_config import GPT2Config
 from polyad.train.experts.probing import Decision, RoutedLayer, deciding, routed_layers
 from polyad.train.experts.similarity import ExpertSimilarity
 

@@ -8,9 +8,9 @@ import torch
 
 from polyad.launch.cli import run as polyad
 from polyad.model.build import build_model, materialize
-from polyad.model.gpt2 import GPT2Config
+from polyad.model.decoder_config import GPT2Config
 from polyad.model.mumoe.config import FACTORIZATIONS
-from polyad.model.smoe.scores import SCORES
+from polyad.model.smoe.router import SCORES
 from polyad.train.errors import ConfigError
 from polyad.train.evaluation.generate import Sampling, generate_ids
 from polyad.train.experts.steering import (

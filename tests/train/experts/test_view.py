@@ -6,7 +6,7 @@ import torch
 import polyad
 from polyad.launch.cli import run as command
 from polyad.model.build import build_model, materialize
-from polyad.model.gpt2 import GPT2Config
+from polyad.model.decoder_config import GPT2Config
 from polyad.train.errors import ConfigError
 from polyad.train.experts.interventions import intervened, parse_intervention
 from tests.helpers.everyday import everyday

@@ -12,7 +12,7 @@ from polyad.data.text.prepare import prepare
 from polyad.model import block
 from polyad.model.bert import BertConfig
 from polyad.model.build import build_model, matrix_dimensions
-from polyad.model.gpt2 import GPT2Config
+from polyad.model.decoder_config import GPT2Config
 from polyad.model.mixer import MixerConfig
 from polyad.model.vit import ViTConfig
 from polyad.parallel.checkpoint.load import Checkpoint

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from polyad.model.bert import BertConfig
-from polyad.model.gpt2 import GPT2Config
+from polyad.model.decoder_config import GPT2Config
 from polyad.model.settings import ModelSettings
 from polyad.train.errors import ConfigError
 from polyad.train.tasks.random_input import flops_of_unit, random_batch

@@ -1,4 +1,4 @@
-"""The interface of all factorizations of the experts' weight tensor.
+"""Factorizations of the experts' weight tensor: CP, tensor ring, tensor train and Tucker.
 
 All experts of a linear layer form one tensor W of shape [N_1, ..., N_E, I, O], with one expert mode
 per level of the hierarchy. For a token z with coefficients a_1, ..., a_E over the experts of each
@@ -9,10 +9,13 @@ level the layer computes
 from the factors of W, which is never materialized. The experts' biases are an extra row of the
 input factor, as for a constant input of 1; it is added, so that nothing is concatenated.
 
+Source: Oldfield et al. 2024, equations 3 and 5, appendices D.1.3 and E.
+
 Shapes: M tokens, E levels, N experts of a level, R rank, I input width, O output width, C summed
-values of a token, K columns of a factor.
+values of a token, K columns of a factor; P and Q ranks of expert modes.
 """
 
+import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -24,7 +27,13 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import gelu
 
-from polyad.model.initialization import Initializer, orthogonal, uniform
+from polyad.model.initialization import (
+    Initializer,
+    around_one,
+    diagonal_around_one,
+    orthogonal,
+    uniform,
+)
 from polyad.model.layers import Region, same
 
 
@@ -313,3 +322,176 @@ def _split(factor: Tensor, modes: int, rows: int) -> tuple[Tensor, Tensor]:
     """Returns the matrix that multiplies tokens, and the row below it; empty if there is none."""
     matrix = factor.flatten(0, modes - 1).flatten(1)
     return matrix[:rows], matrix[rows:].flatten()
+
+
+class CP(Factorized):
+    """Factors [N, R] of every level, [I + 1, R] and [R, O]."""
+
+    mixes_parts: ClassVar[bool] = True
+
+    @classmethod
+    def factor_shapes(cls, sizes: Sizes) -> dict[str, tuple[int, ...]]:
+        """See `Factorized`."""
+        experts: dict[str, tuple[int, ...]] = {
+            expert_factor(level): (number, sizes.rank)
+            for level, number in enumerate(sizes.num_experts)
+        }
+        return experts | {
+            "input_factor": (sizes.input_rows, sizes.rank),
+            "output_factor": (sizes.rank, sizes.outputs),
+        }
+
+    @classmethod
+    def rank_axes(cls, sizes: Sizes, parts: int) -> dict[str, int]:
+        """R, also of expert factors: a term of the sum is a column of each factor."""
+        experts = {expert_factor(level): 1 for level in range(len(sizes.num_experts))}
+        return experts | {"input_factor": 1, "output_factor": 0}
+
+    @classmethod
+    def output_fan(cls, sizes: Sizes) -> int:
+        """See `Factorized`."""
+        return sizes.rank
+
+    def expert_initializer(self, level: int) -> Initializer:
+        """N(1, 1): experts start equal except for noise; further levels have less noise or none."""
+        return around_one(self.sizes.level_std if level else self.sizes.expert_std)
+
+    def mix(self, contracted: Tensor, coefficients: Sequence[Tensor]) -> Tensor:
+        """See `Factorized.mix`; [M, R] to [M, R]."""
+        for a_MN, factor_NR in zip(coefficients, self.expert_factors(), strict=True):
+            contracted = contracted * contract(a_MN, factor_NR)
+        return contracted
+
+
+class TensorRing(Factorized):
+    """Factors [N, P, Q] of the first level, [N, Q, Q] of others, [I + 1, Q, R] and [P, R, O]."""
+
+    @classmethod
+    def first_rank(cls, sizes: Sizes) -> int:
+        """Returns P."""
+        return sizes.expert_rank
+
+    @classmethod
+    def factor_shapes(cls, sizes: Sizes) -> dict[str, tuple[int, ...]]:
+        """See `Factorized`."""
+        first, ring = cls.first_rank(sizes), sizes.expert_rank
+        experts: dict[str, tuple[int, ...]] = {
+            expert_factor(level): (number, ring if level else first, ring)
+            for level, number in enumerate(sizes.num_experts)
+        }
+        return experts | {
+            "input_factor": (sizes.input_rows, ring, sizes.rank),
+            "output_factor": (first, sizes.rank, sizes.outputs),
+        }
+
+    @classmethod
+    def rank_axes(cls, sizes: Sizes, parts: int) -> dict[str, int]:
+        """Q of the input and P of the output factor if these divide evenly, otherwise R."""
+        return {
+            "input_factor": 2 if sizes.expert_rank % parts else 1,
+            "output_factor": 1 if cls.first_rank(sizes) % parts else 0,
+        }
+
+    @classmethod
+    def output_fan(cls, sizes: Sizes) -> int:
+        """R3 R1."""
+        return sizes.rank * cls.first_rank(sizes)
+
+    def expert_initializer(self, level: int) -> Initializer:
+        """A diagonal slice of N(1, 1) per expert; in further levels closer to the identity."""
+        return diagonal_around_one(self.sizes.level_std if level else self.sizes.expert_std)
+
+    def mix(self, contracted: Tensor, coefficients: Sequence[Tensor]) -> Tensor:
+        """See `Factorized.mix`; [M, Q R] to [M, P R]."""
+        input_MQR = contracted.view(-1, self.sizes.expert_rank, self.sizes.rank)
+        chosen_MPQ = self.regions.experts(self.mix_experts(coefficients))
+        return (chosen_MPQ @ input_MQR).flatten(1)
+
+    def mix_experts(self, coefficients: Sequence[Tensor]) -> Tensor:
+        """Computes the matrix that a token's coefficients select: a product over levels.
+
+        Args:
+            coefficients: The coefficients of each level, [M, N].
+
+        Returns:
+            [M, P, Q].
+        """
+        first_MPQ, *further = (
+            contract(a_MN, factor_NPQ).view(-1, *factor_NPQ.shape[1:])
+            for a_MN, factor_NPQ in zip(coefficients, self.expert_factors(), strict=True)
+        )
+        return functools.reduce(torch.matmul, further, first_MPQ)
+
+
+class TensorTrain(TensorRing):
+    """A ring with P = 1."""
+
+    @classmethod
+    def first_rank(cls, sizes: Sizes) -> int:
+        """Returns P = 1."""
+        return 1
+
+    def expert_initializer(self, level: int) -> Initializer:
+        """N(1, 1) / sqrt(Q) in every entry; further levels as in a ring. Not from the paper.
+
+        A diagonal slice [1, Q] would be zero except for its first entry and disable Q - 1 of the
+        paths. An output is the sum of Q paths, so the scale gives it the same variance as in CP and
+        the ring.
+        """
+        if level:
+            return super().expert_initializer(level)
+        return around_one(self.sizes.expert_std, 1 / math.sqrt(self.sizes.expert_rank))
+
+
+class Tucker(Factorized):
+    """Factors [N, Q] of every level, [I + 1, S] and [T, O]; a core [S, Q, ..., Q, T]."""
+
+    core: Tensor
+
+    @classmethod
+    def factor_shapes(cls, sizes: Sizes) -> dict[str, tuple[int, ...]]:
+        """See `Factorized`."""
+        experts: dict[str, tuple[int, ...]] = {
+            expert_factor(level): (number, sizes.expert_rank)
+            for level, number in enumerate(sizes.num_experts)
+        }
+        ranks = (sizes.expert_rank,) * len(sizes.num_experts)
+        return experts | {
+            "input_factor": (sizes.input_rows, sizes.rank),
+            "core": (sizes.rank, *ranks, sizes.rank),
+            "output_factor": (sizes.rank, sizes.outputs),
+        }
+
+    @classmethod
+    def rank_axes(cls, sizes: Sizes, parts: int) -> dict[str, int]:
+        """S of the input and T of the output factor; each rank keeps a part of the core."""
+        return {"input_factor": 1, "core": 0, "output_factor": 0}
+
+    @classmethod
+    def output_fan(cls, sizes: Sizes) -> int:
+        """R_O."""
+        return sizes.rank
+
+    def expert_initializer(self, level: int) -> Initializer:
+        """N(1, 1); further levels with less noise or none."""
+        return around_one(self.sizes.level_std if level else self.sizes.expert_std)
+
+    def initializers(self) -> dict[str, Initializer]:
+        """Initializes the core like any factor: uniformly, by the number of summed terms."""
+        fan = math.prod(self.core.shape[:-1])
+        return super().initializers() | {"core": uniform(1 / math.sqrt(fan))}
+
+    def mix(self, contracted: Tensor, coefficients: Sequence[Tensor]) -> Tensor:
+        """See `Factorized.mix`; [M, S] to [M, T]."""
+        h = contract(contracted, self.regions.core(self.core))  # [M, Q ... Q T]
+        for a_MN, factor_NQ in zip(coefficients, self.expert_factors(), strict=True):
+            a_MQ = self.regions.experts(contract(a_MN, factor_NQ))
+            h_MQX = h.view(*a_MQ.shape, -1)
+            h = (a_MQ.unsqueeze(1) @ h_MQX).squeeze(1)  # one Q fewer
+        return h
+
+
+def _contracted(sizes: Sizes) -> list[int]:
+    """Returns the number of values per token before the contraction with each level."""
+    levels = range(len(sizes.num_experts), 0, -1)
+    return [sizes.expert_rank**level * sizes.rank for level in levels]
