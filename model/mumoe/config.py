@@ -1,5 +1,7 @@
 """The keys of a multilinear mixture of experts, and what follows from them."""
 
+import dataclasses
+from bisect import bisect_right
 from collections.abc import Callable
 from typing import Annotated, Literal, Self
 
@@ -7,22 +9,15 @@ from pydantic import Field, field_validator
 
 from polyad.model.config import Config, SectionError
 from polyad.model.feedforward import GATED, DenseFeedForwardConfig, FeedForwardSettings
-from polyad.model.mumoe.factorizations import CP, Factorized, Sizes, TensorRing, TensorTrain, Tucker
+from polyad.model.mumoe.factorizations import FACTORIZATIONS, Factorized, Sizes
 
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 
-# To add a factorization, write a module and add a line here and a name to `FactorizationName`.
-FACTORIZATIONS: dict[str, type[Factorized]] = {
-    "cp": CP,
-    "tr": TensorRing,
-    "tt": TensorTrain,
-    "tucker": Tucker,
-}
 FactorizationName = Literal["cp", "tr", "tt", "tucker"]
 
 
-class FactorizedExperts(Config):
-    """What every layer of factorized experts says."""
+class ExpertLevels(Config):
+    """What every layer of experts in a hierarchy says."""
 
     num_experts: tuple[int, ...] = (64,)
     """Number of experts N, as a list with one number per level of a hierarchy: [256], or [128, 4].
@@ -36,13 +31,80 @@ class FactorizedExperts(Config):
             raise ValueError("a list of numbers from 1, one for each level, as in [256]")
         return tuple(numbers)
 
-    @field_validator("rank", mode="before", check_fields=False)
+
+class FactorizedExperts(ExpertLevels):
+    """What every layer of factorized experts and their gate say."""
+
+    factorization: FactorizationName = "cp"
+    """Factorization of the tensor of all experts' weights: `cp`, `tr` (tensor ring), `tt` (tensor
+    train) or `tucker`."""
+    rank: int | Literal["match-dense"] = "match-dense"
+    """Rank R of the input and output factors (R3 of a tensor ring); `match-dense`: the rank at
+    which the parameter count is closest to that of a dense block of the same hidden_size (a gated
+    one if this one is gated), or of a linear head."""
+    expert_rank: Count = 4
+    """Rank of the expert modes: R1 = R2 of a tensor ring, R2 of a tensor train, the rank of each
+    expert mode of Tucker; not used by CP."""
+    gate: Literal["entmax15", "softmax"] = "entmax15"
+    """How normalized scores become coefficients of the experts: `entmax15`, which gives most
+    experts a coefficient of exactly 0, or `softmax`."""
+    gate_norm: Literal["layer", "batch"] = "layer"
+    """How scores are normalized: `layer`, over the experts of a token, or in a head of an image; or
+    `batch`, over the tokens or images of a batch (only for vision models, because it leaks
+    information about later tokens)."""
+    level_std: Annotated[float, Field(ge=0, le=1e6)] = 0.0
+    """Standard deviation of the initial expert factors of all levels after the first, around one or
+    the identity. With 0, as in the paper, the experts of these levels start equal and always get
+    equal gradients (the gate starts at zero), so that such a level learns nothing; 0.1 makes them
+    differ."""
+
+    @field_validator("rank", mode="before")
     @classmethod
     def _is_rank(cls, value: object) -> object:
         # Not a union type: pydantic's error would list the errors of every member.
         if value != "match-dense" and (type(value) is not int or value < 1):
             raise ValueError("1 or more, or match-dense")
         return value
+
+    @property
+    def factorized(self) -> type[Factorized]:
+        """The class of the factorized layers."""
+        return FACTORIZATIONS[self.factorization]
+
+    def sizes(self, inputs: int, outputs: int) -> Sizes:
+        """Returns the sizes of a layer of I inputs and O outputs, once the rank is a number."""
+        assert isinstance(self.rank, int), "of_model() fills the rank in"
+        names = {field.name for field in dataclasses.fields(Sizes)} & set(type(self).model_fields)
+        keys = {name: getattr(self, name) for name in names}
+        return Sizes(inputs=inputs, outputs=outputs, **keys)
+
+    def nearest_rank(self, parameters: Callable[[Self], int], dense: int) -> Self:
+        """Returns a copy with the rank whose parameter count is closest to that without experts.
+
+        Args:
+            parameters: Counts the parameters of a layer; the count grows with the rank.
+            dense: The number to match.
+
+        Raises:
+            SectionError: Even rank 1 has more.
+        """
+
+        def excess(rank: int) -> int:
+            return parameters(self.model_copy(update={"rank": rank})) - dense
+
+        if excess(1) > 0:
+            raise SectionError(
+                f"@rank: match-dense is not allowed with @num_experts: {list(self.num_experts)}: "
+                f"even at rank 1 the experts and their gate have {excess(1) + dense:,} parameters, "
+                f"but the layers that they replace only {dense:,}; use fewer experts, or give a "
+                "number"
+            )
+        high = 2
+        while excess(high) <= 0:
+            high *= 2
+        high = bisect_right(range(high), 0, lo=1, key=excess)  # the first rank with more
+        rank = high - 1 if -excess(high - 1) <= excess(high) else high
+        return self.model_copy(update={"rank": rank})
 
 
 class MuMoEConfig(FactorizedExperts, FeedForwardSettings):
@@ -54,16 +116,6 @@ class MuMoEConfig(FactorizedExperts, FeedForwardSettings):
 
     kind: Literal["mumoe"] = "mumoe"
     """The kind of feed-forward."""
-    factorization: FactorizationName = "cp"
-    """Factorization of the tensor of all experts' weights: `cp`, `tr` (tensor ring), `tt` (tensor
-    train) or `tucker`."""
-    rank: int | Literal["match-dense"] = "match-dense"
-    """Rank R of the input and output factors (R3 of a tensor ring); `match-dense`: the rank at
-    which the block has the parameter count closest to a dense block of the same hidden_size (a
-    gated one if this one is gated)."""
-    expert_rank: Count = 4
-    """Rank of the expert modes: R1 = R2 of a tensor ring, R2 of a tensor train, the rank of each
-    expert mode of Tucker; not used by CP."""
     hidden_size: Count | None = None
     """Inner width F, in units; null: four times the model's width."""
     activation: Literal["gelu", "swiglu", "geglu"] = "gelu"
@@ -72,15 +124,9 @@ class MuMoEConfig(FactorizedExperts, FeedForwardSettings):
     bias: bool = True
     """Whether the experts of each layer have a bias. It is a row of the input factor, so weight
     decay applies to it."""
-    gate: Literal["entmax15", "softmax"] = "entmax15"
-    """How normalized scores become coefficients of the experts: `entmax15`, which gives most
-    experts a coefficient of exactly 0, or `softmax`."""
     gate_input: Literal["residual", "normalized"] = "residual"
     """Input of the gate: `residual`, the residual stream before the block's LayerNorm, or
     `normalized`, the input of the experts, after it."""
-    gate_norm: Literal["layer", "batch"] = "layer"
-    """How scores are normalized: `layer`, over the experts of a token, or `batch`, over the tokens
-    of a batch (only for vision models, because it leaks information about later tokens)."""
     gate_norm_epsilon: Annotated[float, Field(gt=0, le=1e6)] = 1.0e-5
     """Epsilon that is added to the variance of the scores before the square root by which they are
     divided. While scores are near zero, as at the start, the gate's gradients are divided by the
@@ -105,11 +151,6 @@ class MuMoEConfig(FactorizedExperts, FeedForwardSettings):
     and one level, the experts' weights in a layer with I inputs have the standard deviation
     factor_scale^2 sqrt((1 + expert_std^2) / I) / 3, whatever the rank: GPT-2's 0.02 needs 1.08 for
     I = 768 and 1.53 for I = 3072."""
-    level_std: Annotated[float, Field(ge=0, le=1e6)] = 0.0
-    """Standard deviation of the initial expert factors of all levels after the first, around one or
-    the identity. With 0, as in the paper, the experts of these levels start equal and always get
-    equal gradients (the gate starts at zero), so that such a level learns nothing; 0.1 makes them
-    differ."""
     scale_residual_init: bool = False
     """Whether the initial output factor of the second layer is divided by sqrt(2 L), with L blocks,
     in GPT-2, like its other projections onto the residual stream. The paper does not do this, and
@@ -119,7 +160,11 @@ class MuMoEConfig(FactorizedExperts, FeedForwardSettings):
         """See `FeedForwardSettings.of_model`: replaces `match-dense` by the rank as a number."""
         if self.rank != "match-dense":
             return self
-        return self.model_copy(update={"rank": self._nearest_rank(width, bias)})
+        dense = DenseFeedForwardConfig(hidden_size=self.hidden_size)
+        gated = self.activation in GATED
+        return self.nearest_rank(
+            lambda config: config.parameters(width), dense.parameters(width, bias, gated)
+        )
 
     def check_model(self, *, num_layers: int, num_heads: int | None, causal: bool) -> None:
         """See `FeedForwardSettings.check_model`: norms in a language model must not see later
@@ -148,11 +193,10 @@ class MuMoEConfig(FactorizedExperts, FeedForwardSettings):
         Args:
             width: D.
         """
-        assert isinstance(self.rank, int), "of_model() fills the rank in"
         inner = self.inner_size(width)
-        first = self._sizes(width, inner, self.rank)
+        first = self.sizes(width, inner)
         gate = {"up_gate": first} if self.activation in GATED else {}
-        return gate | {"up": first, "down": self._sizes(inner, width, self.rank)}
+        return gate | {"up": first, "down": self.sizes(inner, width)}
 
     def parameters(self, width: int) -> int:
         """Counts the parameters of a block's feed-forward, including the gate.
@@ -163,57 +207,3 @@ class MuMoEConfig(FactorizedExperts, FeedForwardSettings):
         sizes = self.layer_sizes(width).values()
         layers = sum(self.factorized.num_parameters(each) for each in sizes)
         return sum(self.num_experts) * width + layers
-
-    @property
-    def factorized(self) -> type[Factorized]:
-        """The class of the factorized layers."""
-        return FACTORIZATIONS[self.factorization]
-
-    def _sizes(self, inputs: int, outputs: int, rank: int) -> Sizes:
-        return Sizes(
-            num_experts=self.num_experts,
-            inputs=inputs,
-            outputs=outputs,
-            rank=rank,
-            expert_rank=self.expert_rank,
-            bias=self.bias,
-            expert_std=self.expert_std,
-            orthogonal=self.factor_start == "orthogonal",
-            factor_scale=self.factor_scale,
-            level_std=self.level_std,
-        )
-
-    def _nearest_rank(self, width: int, bias: bool) -> int:
-        """Returns the rank whose block has a parameter count closest to the dense one's."""
-        dense = DenseFeedForwardConfig(hidden_size=self.hidden_size).parameters(
-            width, bias, self.activation in GATED
-        )
-
-        def parameters(rank: int) -> int:
-            return self.model_copy(update={"rank": rank}).parameters(width)
-
-        if parameters(1) > dense:
-            raise SectionError(
-                f"@rank: match-dense is not allowed with @num_experts: {list(self.num_experts)}: "
-                f"even at rank 1 the experts and their gate have {parameters(1):,} parameters, but "
-                f"the dense block only {dense:,}; use fewer experts, or give a number"
-            )
-        return nearest_rank(parameters, dense)
-
-
-def nearest_rank(parameters: Callable[[int], int], target: int) -> int:
-    """Returns the rank whose parameter count is closest to a target.
-
-    Args:
-        parameters: Counts the parameters at a rank; the count grows with the rank, and is at most
-            the target at rank 1.
-        target: The target count.
-    """
-    # Either the last rank with at most the target, or the next one.
-    low, high = 1, 2
-    while parameters(high) <= target:
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if parameters(middle) <= target else (low, middle)
-    return low if target - parameters(low) <= parameters(high) - target else high

@@ -20,7 +20,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -51,9 +51,9 @@ class Sizes:
     """R of the input and the output factor (tensor ring and train: R3)."""
     expert_rank: int
     """R1 = R2 of a ring, R2 of a train, R_N of Tucker; unused by CP."""
-    bias: bool
+    bias: bool = True
     """Whether every expert has a bias."""
-    orthogonal: bool = False
+    factor_start: Literal["uniform", "orthogonal"] = "uniform"
     """Whether input and output factors are initialized with orthogonal rows or columns."""
     factor_scale: float = 1.0
     """Factor of the initial values of input and output factors."""
@@ -120,9 +120,21 @@ class Factorized(nn.Module, ABC):
 
     @classmethod
     @abstractmethod
+    def expert_shape(cls, sizes: Sizes, level: int) -> tuple[int, ...]:
+        """Returns the shape of one expert's slice of the expert factor of a level."""
+
+    @classmethod
     def factor_shapes(cls, sizes: Sizes) -> dict[str, tuple[int, ...]]:
         """Returns the shapes of the factors by name; expert factors are named
-        `expert_factor_LEVEL`."""
+        `expert_factor_LEVEL`. By default input and output factors are matrices."""
+        experts = {
+            expert_factor(level): (number, *cls.expert_shape(sizes, level))
+            for level, number in enumerate(sizes.num_experts)
+        }
+        return experts | {
+            "input_factor": (sizes.input_rows, sizes.rank),
+            "output_factor": (sizes.rank, sizes.outputs),
+        }
 
     @classmethod
     @abstractmethod
@@ -137,14 +149,10 @@ class Factorized(nn.Module, ABC):
             Axes by factor; a factor that is not listed is replicated.
         """
 
-    @classmethod
-    @abstractmethod
-    def output_fan(cls, sizes: Sizes) -> int:
-        """Returns the number of products that an output sums in the output factor."""
-
-    @abstractmethod
     def expert_initializer(self, level: int) -> Initializer:
-        """Returns the initializer of the expert factor of a level."""
+        """Returns the initializer of the expert factor of a level: by default N(1, 1), so that
+        experts start equal except for noise; further levels have less noise or none."""
+        return around_one(self.sizes.level_std if level else self.sizes.expert_std)
 
     @abstractmethod
     def mix(self, contracted: Tensor, coefficients: Sequence[Tensor]) -> Tensor:
@@ -189,8 +197,9 @@ class Factorized(nn.Module, ABC):
 
             factor_scale^4 (1 + expert_std^2) (1 + level_std^2)^(E - 1) / (9 I)
 
-        over its experts and their entries, whatever the rank: each of `output_fan` paths
-        contributes 1 / (3 I) from its input factor and 1 / (3 output_fan) from its output factor.
+        over its experts and their entries, whatever the rank: each of P paths that
+        an output sums contributes 1 / (3 I) from its input factor and 1 / (3 P) from its output
+        factor.
         Tucker's core is one more factor and contributes a third. `output_scale` multiplies the
         standard deviation.
         """
@@ -199,16 +208,16 @@ class Factorized(nn.Module, ABC):
             expert_factor(level): self.expert_initializer(level)
             for level in range(len(sizes.num_experts))
         }
-        outputs = self.output_factor.dim() - 1
+        paths = self.factor_shapes(sizes)["output_factor"][:-1]
         return experts | {
             "input_factor": self._start(sizes.inputs),
-            "output_factor": self._start(self.output_fan(sizes), outputs, self.output_scale),
+            "output_factor": self._start(math.prod(paths), len(paths), self.output_scale),
         }
 
     def _start(self, fan: int, modes: int = 1, scale: float = 1.0) -> Initializer:
         """Initializes a factor seen as a matrix from its first modes to the others."""
         bound = scale * self.sizes.factor_scale / math.sqrt(fan)
-        if self.sizes.orthogonal:
+        if self.sizes.factor_start == "orthogonal":
             return orthogonal(bound / math.sqrt(3), modes)  # same RMS as uniform entries
         return uniform(bound)
 
@@ -325,36 +334,23 @@ def _split(factor: Tensor, modes: int, rows: int) -> tuple[Tensor, Tensor]:
 
 
 class CP(Factorized):
-    """Factors [N, R] of every level, [I + 1, R] and [R, O]."""
+    """W is a sum of R outer products: factors [N, R] of every level, [I + 1, R] and [R, O].
+
+    W_(n..., i, o) = sum_r U1_(n, r) ... U2_(i, r) U3_(r, o)     y = ((a U1) * ... * (z U2)) U3
+    """
 
     mixes_parts: ClassVar[bool] = True
 
     @classmethod
-    def factor_shapes(cls, sizes: Sizes) -> dict[str, tuple[int, ...]]:
+    def expert_shape(cls, sizes: Sizes, level: int) -> tuple[int, ...]:
         """See `Factorized`."""
-        experts: dict[str, tuple[int, ...]] = {
-            expert_factor(level): (number, sizes.rank)
-            for level, number in enumerate(sizes.num_experts)
-        }
-        return experts | {
-            "input_factor": (sizes.input_rows, sizes.rank),
-            "output_factor": (sizes.rank, sizes.outputs),
-        }
+        return (sizes.rank,)
 
     @classmethod
     def rank_axes(cls, sizes: Sizes, parts: int) -> dict[str, int]:
         """R, also of expert factors: a term of the sum is a column of each factor."""
         experts = {expert_factor(level): 1 for level in range(len(sizes.num_experts))}
         return experts | {"input_factor": 1, "output_factor": 0}
-
-    @classmethod
-    def output_fan(cls, sizes: Sizes) -> int:
-        """See `Factorized`."""
-        return sizes.rank
-
-    def expert_initializer(self, level: int) -> Initializer:
-        """N(1, 1): experts start equal except for noise; further levels have less noise or none."""
-        return around_one(self.sizes.level_std if level else self.sizes.expert_std)
 
     def mix(self, contracted: Tensor, coefficients: Sequence[Tensor]) -> Tensor:
         """See `Factorized.mix`; [M, R] to [M, R]."""
@@ -364,7 +360,14 @@ class CP(Factorized):
 
 
 class TensorRing(Factorized):
-    """Factors [N, P, Q] of the first level, [N, Q, Q] of others, [I + 1, Q, R] and [P, R, O]."""
+    """W is a product of small matrices, one per mode: factors [N, P, Q] of the first level, [N, Q,
+    Q] of others, [I + 1, Q, R] and [P, R, O].
+
+        W_(n_1 ... n_E, i, o) = trace(U1_(:, n_1, :) ... U2_(:, i, :) U3_(:, o, :))
+
+    A token's coefficients select a matrix [P, Q] and its input a matrix [Q, R]; the output factor
+    contracts their product: two large matrix products with a small one per token in between.
+    """
 
     @classmethod
     def first_rank(cls, sizes: Sizes) -> int:
@@ -372,16 +375,16 @@ class TensorRing(Factorized):
         return sizes.expert_rank
 
     @classmethod
+    def expert_shape(cls, sizes: Sizes, level: int) -> tuple[int, ...]:
+        """See `Factorized`."""
+        return (sizes.expert_rank if level else cls.first_rank(sizes), sizes.expert_rank)
+
+    @classmethod
     def factor_shapes(cls, sizes: Sizes) -> dict[str, tuple[int, ...]]:
         """See `Factorized`."""
-        first, ring = cls.first_rank(sizes), sizes.expert_rank
-        experts: dict[str, tuple[int, ...]] = {
-            expert_factor(level): (number, ring if level else first, ring)
-            for level, number in enumerate(sizes.num_experts)
-        }
-        return experts | {
-            "input_factor": (sizes.input_rows, ring, sizes.rank),
-            "output_factor": (first, sizes.rank, sizes.outputs),
+        return super().factor_shapes(sizes) | {
+            "input_factor": (sizes.input_rows, sizes.expert_rank, sizes.rank),
+            "output_factor": (cls.first_rank(sizes), sizes.rank, sizes.outputs),
         }
 
     @classmethod
@@ -391,11 +394,6 @@ class TensorRing(Factorized):
             "input_factor": 2 if sizes.expert_rank % parts else 1,
             "output_factor": 1 if cls.first_rank(sizes) % parts else 0,
         }
-
-    @classmethod
-    def output_fan(cls, sizes: Sizes) -> int:
-        """R3 R1."""
-        return sizes.rank * cls.first_rank(sizes)
 
     def expert_initializer(self, level: int) -> Initializer:
         """A diagonal slice of N(1, 1) per expert; in further levels closer to the identity."""
@@ -444,37 +442,32 @@ class TensorTrain(TensorRing):
 
 
 class Tucker(Factorized):
-    """Factors [N, Q] of every level, [I + 1, S] and [T, O]; a core [S, Q, ..., Q, T]."""
+    """W is a small core tensor [S, Q, ..., Q, T] with a factor on each mode: [N, Q] of every level,
+    [I + 1, S] and [T, O], here with S = T = R.
+
+        W_(n..., i, o) = sum_(q..., s, t) Z_(s, q..., t) U1_(n, q) ... U2_(i, s) U3_(t, o)
+
+    One expert's matrix has rank at most R, for R x R entries of the core: the paper's reason to
+    prefer the other factorizations.
+    """
 
     core: Tensor
 
     @classmethod
+    def expert_shape(cls, sizes: Sizes, level: int) -> tuple[int, ...]:
+        """See `Factorized`."""
+        return (sizes.expert_rank,)
+
+    @classmethod
     def factor_shapes(cls, sizes: Sizes) -> dict[str, tuple[int, ...]]:
         """See `Factorized`."""
-        experts: dict[str, tuple[int, ...]] = {
-            expert_factor(level): (number, sizes.expert_rank)
-            for level, number in enumerate(sizes.num_experts)
-        }
         ranks = (sizes.expert_rank,) * len(sizes.num_experts)
-        return experts | {
-            "input_factor": (sizes.input_rows, sizes.rank),
-            "core": (sizes.rank, *ranks, sizes.rank),
-            "output_factor": (sizes.rank, sizes.outputs),
-        }
+        return super().factor_shapes(sizes) | {"core": (sizes.rank, *ranks, sizes.rank)}
 
     @classmethod
     def rank_axes(cls, sizes: Sizes, parts: int) -> dict[str, int]:
         """S of the input and T of the output factor; each rank keeps a part of the core."""
         return {"input_factor": 1, "core": 0, "output_factor": 0}
-
-    @classmethod
-    def output_fan(cls, sizes: Sizes) -> int:
-        """R_O."""
-        return sizes.rank
-
-    def expert_initializer(self, level: int) -> Initializer:
-        """N(1, 1); further levels with less noise or none."""
-        return around_one(self.sizes.level_std if level else self.sizes.expert_std)
 
     def initializers(self) -> dict[str, Initializer]:
         """Initializes the core like any factor: uniformly, by the number of summed terms."""
@@ -491,7 +484,10 @@ class Tucker(Factorized):
         return h
 
 
-def _contracted(sizes: Sizes) -> list[int]:
-    """Returns the number of values per token before the contraction with each level."""
-    levels = range(len(sizes.num_experts), 0, -1)
-    return [sizes.expert_rank**level * sizes.rank for level in levels]
+FACTORIZATIONS: dict[str, type[Factorized]] = {
+    "cp": CP,
+    "tr": TensorRing,
+    "tt": TensorTrain,
+    "tucker": Tucker,
+}
+"""To add a factorization, write a class and add a line here and a name to `FactorizationName`."""

@@ -19,7 +19,6 @@ from polyad.model.feedforward import (
     FeedForwardContext,
     refuse_autocast,
 )
-from polyad.model.initialization import Initializer
 from polyad.model.mumoe.config import MuMoEConfig
 from polyad.model.mumoe.factorizations import Factorized
 from polyad.model.mumoe.gating import Gate, GateOutput
@@ -63,10 +62,6 @@ class MuMoE(FeedForward, StatisticsModule):
         scale = scale if config.scale_residual_init else 1.0
         self.down = config.factorized(sizes["down"], scale, activated=combine is None)
         self.dropout = nn.Dropout(context.dropout)
-
-    def initializers(self) -> dict[str, Initializer]:
-        """Empty: it has no parameters of its own, and its parts have their own initializers."""
-        return {}
 
     def forward(
         self,
@@ -138,7 +133,7 @@ def gate_statistics(
     for level_M, a_MN in zip(entropies[1:], levels[1:], strict=True):
         entropy_M = entropy_M + level_M
         largest_M = largest_M * a_MN.amax(-1)
-    return stats.but(
+    return stats._replace(
         entropy=entropy_M.mean(),
         effective_experts=entropy_M.exp().mean(),
         dominated=_dominance(largest_M).mean(),

@@ -14,13 +14,13 @@ from polyad.model.feedforward import (
     FeedForwardSettings,
     GatedActivation,
 )
-from polyad.model.mumoe.config import FactorizedExperts
+from polyad.model.mumoe.config import ExpertLevels
 
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 MATCH_DENSE: Literal["match-dense"] = "match-dense"
 
 
-class SparseTableConfig(FactorizedExperts, FeedForwardSettings, ABC):
+class SparseTableConfig(ExpertLevels, FeedForwardSettings, ABC):
     """The keys that a mixture of decoders and a transcoder share."""
 
     num_experts: tuple[int, ...] = (1024,)

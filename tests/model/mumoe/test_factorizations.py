@@ -224,7 +224,9 @@ def test_slices_can_start_nearer_to_one_another():
 
 @every_factorization
 def test_orthogonal_factors_are_of_the_size_of_uniform_ones(name):
-    uniform, orthogonal = (initialized(name, **LARGE, orthogonal=each) for each in (False, True))
+    uniform, orthogonal = (
+        initialized(name, **LARGE, factor_start=each) for each in ("uniform", "orthogonal")
+    )
     for factor, modes in (("input_factor", 1), ("output_factor", -1)):
         ours = getattr(orthogonal, factor).double()
         rows = math.prod(ours.shape[:modes])
@@ -239,12 +241,10 @@ def test_orthogonal_factors_are_of_the_size_of_uniform_ones(name):
 
 
 @every_factorization
-@pytest.mark.parametrize("orthogonal", [False, True])
-def test_a_scale_multiplies_input_and_output_factors_and_no_others(name, orthogonal):
+@pytest.mark.parametrize("start", ["uniform", "orthogonal"])
+def test_a_scale_multiplies_input_and_output_factors_and_no_others(name, start):
     plain, scaled = (
-        dict(
-            initialized(name, **LARGE, orthogonal=orthogonal, factor_scale=each).named_parameters()
-        )
+        dict(initialized(name, **LARGE, factor_start=start, factor_scale=each).named_parameters())
         for each in (1.0, 0.3)
     )
     for factor, values in plain.items():
@@ -253,7 +253,7 @@ def test_a_scale_multiplies_input_and_output_factors_and_no_others(name, orthogo
 
 
 @every_factorization
-@pytest.mark.parametrize("orthogonal", [False, True])
+@pytest.mark.parametrize("start", ["uniform", "orthogonal"])
 @everyday(
     "changes",
     [
@@ -266,8 +266,8 @@ def test_a_scale_multiplies_input_and_output_factors_and_no_others(name, orthogo
     keep=[{"factor_scale": 0.5, "expert_std": 2.0}],
     ids=str,
 )
-def test_the_whole_tensor_starts_with_the_variance_that_is_said(name, orthogonal, changes):
-    sizes = LARGE | {"num_experts": (512,), "bias": False, "orthogonal": orthogonal} | changes
+def test_the_whole_tensor_starts_with_the_variance_that_is_said(name, start, changes):
+    sizes = LARGE | {"num_experts": (512,), "bias": False, "factor_start": start} | changes
     layer = initialized(name, **sizes)
     scale, expert, level = (
         changes.get(key, default)
@@ -284,12 +284,12 @@ def test_the_whole_tensor_starts_with_the_variance_that_is_said(name, orthogonal
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("inputs", "outputs", "scale"), [(768, 3072, 1.08), (3072, 768, 1.53)])
-@pytest.mark.parametrize("orthogonal", [False, True])
+@pytest.mark.parametrize("start", ["uniform", "orthogonal"])
 def test_cp_starts_with_the_size_of_gpt2s_weights_at_the_scale_that_is_said(
-    inputs, outputs, scale, orthogonal
+    inputs, outputs, scale, start
 ):
     sizes = {"num_experts": (64,), "inputs": inputs, "outputs": outputs, "rank": 599}
-    layer = initialized("cp", **sizes, factor_scale=scale, orthogonal=orthogonal)
+    layer = initialized("cp", **sizes, factor_scale=scale, factor_start=start)
     mean_squares = [  # of some experts: each is U2 diag(U1_n) U3
         ((layer.input_factor[:-1] * u_R) @ layer.output_factor).square().mean()
         for u_R in layer.expert_factor_0[:16]
