@@ -6,7 +6,7 @@ heads, H width of one head, M = A H: D, or a part of it under tensor parallelism
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from polyad.model.initialization import Initializer, linear_initializers
 from polyad.model.rotary import Rotation
+
+if TYPE_CHECKING:
+    from polyad.model.feedforward import FeedForwardContext
 
 
 class LayerCache:
@@ -202,31 +205,16 @@ class SelfAttention(Attention):
     To split it over ranks, split the A dimension, not the rows.
 
     Args:
-        hidden_size: D, a multiple of num_heads.
-        num_heads: A.
-        bias: Whether both projections have a bias.
-        dropout: Dropout probability of the attention weights and of the output.
-        initializer_std: Standard deviation of the initial fused weight.
-        residual_std: Standard deviation of the output projection's initial weight.
-        causal: Whether tokens do not attend to later tokens.
+        context: Settings of the model; D is a multiple of A.
     """
 
-    def __init__(
-        self,
-        *,
-        hidden_size: int,
-        num_heads: int,
-        bias: bool,
-        dropout: float,
-        initializer_std: float,
-        residual_std: float,
-        causal: bool = True,
-    ) -> None:
-        super().__init__(dropout, initializer_std, residual_std)
-        self.causal = causal
-        self.head_size = hidden_size // num_heads
-        self.qkv = nn.Linear(hidden_size, 3 * hidden_size, bias=bias)
-        self.projection = nn.Linear(hidden_size, hidden_size, bias=bias)
+    def __init__(self, context: "FeedForwardContext") -> None:
+        super().__init__(context.dropout, context.initializer_std, context.residual_std)
+        assert context.num_heads is not None
+        self.causal, width = context.causal, context.hidden_size
+        self.head_size = width // context.num_heads
+        self.qkv = nn.Linear(width, 3 * width, bias=context.bias)
+        self.projection = nn.Linear(width, width, bias=context.bias)
 
     def initializers(self) -> dict[str, Initializer]:
         """See `Attention.initializers`."""

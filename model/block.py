@@ -7,6 +7,7 @@ To add a kind of feed-forward, write a config class and a module, and add one me
 Shapes: B batch, T tokens in a sequence, D width.
 """
 
+import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -243,19 +244,12 @@ def build_block(
         drop_path: See `Block`.
         kind: The block class, which sets the order of branches and LayerNorms.
     """
-    assert context.num_heads is not None
-    attention = SelfAttention(
-        hidden_size=context.hidden_size,
-        num_heads=context.num_heads,
-        bias=context.bias,
-        dropout=context.dropout,
-        initializer_std=attention_std or context.initializer_std,
-        residual_std=attention_std or context.residual_std,
-        causal=context.causal,
-    )
-    width, bias = context.hidden_size, context.bias
+    width, bias, of_attention = context.hidden_size, context.bias, context
+    if attention_std is not None:
+        std = attention_std
+        of_attention = dataclasses.replace(context, initializer_std=std, residual_std=std)
     return kind(
-        attention,
+        SelfAttention(of_attention),
         build_feedforward(feed_forward, context),
         build_norm=lambda: LayerNorm(width, eps=layer_norm_epsilon, bias=bias),
         drop_path=drop_path,

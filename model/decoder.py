@@ -21,14 +21,13 @@ from polyad.model.feedforward import BlockInput
 from polyad.model.heads import (
     ClassificationHeadConfig,
     SequenceHead,
-    TiedHead,
-    UntiedHead,
+    VocabularyHead,
 )
 from polyad.model.initialization import Initializer, norm_initializers, normal
 from polyad.model.layers import Embedding
 from polyad.model.output import ModelOutput
 from polyad.model.padding import LastToken, RealTokens
-from polyad.model.rotary import Rotation
+from polyad.model.rotary import RotaryConfig, rotation
 from polyad.model.settings import TransformerSettings, check_feed_forward
 from polyad.model.smoe.config import SelectingConfig
 from polyad.model.smoe.router import document_starts
@@ -47,15 +46,21 @@ class ReplacedConfig(Config):
     all of these blocks have them."""
 
 
-class Multipliers(NamedTuple):
-    """Constants of Granite's models; 1 in other models."""
+class DecoderParts(NamedTuple):
+    """Parts that only some decoders have."""
 
-    embedding: float = 1.0
-    """Factor of the token embedding."""
-    residual: float = 1.0
-    """Factor of each branch before it is added."""
-    logits: float = 1.0
-    """Factor of the logits."""
+    rotary: RotaryConfig | None = None
+    """The rotation of positions; None: positions are learned."""
+    rotated_size: int = 0
+    """Number of rotated units of a head."""
+    pad_id: int | None = None
+    """The token whose embedding starts at zero and gets no gradient; None if there is none."""
+    head_bias: bool = False
+    """Whether the output head has a bias."""
+    embedding_multiplier: float = 1.0
+    """Factor of the token embedding (Granite)."""
+    logits_multiplier: float = 1.0
+    """Factor of the logits (Granite)."""
 
 
 class DecoderSettings(TransformerSettings, ABC):
@@ -145,30 +150,9 @@ class DecoderSettings(TransformerSettings, ABC):
     def build_norm(self) -> nn.Module:
         """Builds the norm before the head, on the current default device."""
 
-    def rotation(self, positions_T: Tensor, dtype: torch.dtype) -> Rotation | None:
-        """Computes the rotation of positions; None if positions are learned, which is the default.
-
-        Args:
-            positions_T: Positions of tokens.
-            dtype: The model's precision.
-        """
-        return None
-
-    def learns_positions(self) -> bool:
-        """Whether the model has an embedding of positions."""
-        return True
-
-    def multipliers(self) -> Multipliers:
-        """Constants by which parts are multiplied."""
-        return Multipliers()
-
-    def padding(self) -> int | None:
-        """The token whose embedding starts at zero and gets no gradient; None if there is none."""
-        return None
-
-    def has_head_bias(self) -> bool:
-        """Whether the output head has a bias."""
-        return False
+    def parts(self) -> DecoderParts:
+        """Returns the parts that only some decoders have; by default none."""
+        return DecoderParts()
 
     def residual_std(self) -> float:
         """Standard deviation of the initial weights whose output is added to the residual stream.
@@ -234,11 +218,11 @@ class Decoder(nn.Module):
 
     def __init__(self, config: DecoderSettings) -> None:
         super().__init__()
-        self.config = config
-        width = config.hidden_size
-        self.token_embedding = Embedding(config.known_vocab_size(), width, pad_id=config.padding())
+        self.config, self.parts = config, config.parts()
+        width, vocab_size = config.hidden_size, config.known_vocab_size()
+        self.token_embedding = Embedding(vocab_size, width, pad_id=self.parts.pad_id)
         self.position_embedding: Embedding | None = None
-        if config.learns_positions():
+        if self.parts.rotary is None:
             self.position_embedding = Embedding(config.sequence_length, width)
         self.dropout = nn.Dropout(config.dropout)
         feed_forwards = config.block_feed_forwards()
@@ -247,17 +231,17 @@ class Decoder(nn.Module):
             for number, feed_forward in enumerate(feed_forwards)
         )
         self.final_norm = config.build_norm()
-        self.head: nn.Module = TiedHead()
+        self.head: nn.Module = VocabularyHead(
+            vocab_size,
+            None if config.tied_embeddings else width,
+            bias=self.parts.head_bias,
+            initializer_std=config.initializer_range,
+        )
         self.last_token: LastToken | None = None
         if config.head is not None:
             self.last_token = LastToken()
             dropout = config.head.known_dropout(config.dropout)
             self.head = SequenceHead(config.head, width, dropout, config.initializer_range)
-        elif not config.tied_embeddings:
-            self.head = UntiedHead(
-                config.known_vocab_size(), width, config.initializer_range, config.has_head_bias()
-            )
-        self.multipliers = config.multipliers()
         self._routes = any(each.kind != "dense" for each in feed_forwards)
         self._end_of_text_id = config.known_end_of_text_id()
 
@@ -272,7 +256,7 @@ class Decoder(nn.Module):
         """Returns the initializers of parameters outside the blocks; see
         `model/initialization.py`."""
         start = normal(self.config.initializer_range)
-        entries = {"token_embedding.weight": start.without_row(self.config.padding())}
+        entries = {"token_embedding.weight": start.without_row(self.parts.pad_id)}
         if self.position_embedding is not None:
             entries["position_embedding.weight"] = start
         return entries | norm_initializers("final_norm", self.final_norm)
@@ -336,15 +320,18 @@ class Decoder(nn.Module):
             mask_BT: See `forward`.
         """
         real = RealTokens.of(mask_BT) if self._routes else None
-        return BlockInput(real=real, rotation=self.config.rotation(positions_T, dtype))
+        turn, rotary = None, self.parts.rotary
+        if rotary is not None:
+            turn = rotation(rotary, self.parts.rotated_size, positions_T, dtype)
+        return BlockInput(real=real, rotation=turn)
 
     def embed(self, input_ids_BT: Tensor, positions_T: Tensor) -> Tensor:
         """Returns the input of the first block [B, T, D]."""
         x_BTD = self.token_embedding(input_ids_BT)
         if self.position_embedding is not None:
             x_BTD = x_BTD + self.position_embedding(positions_T)
-        if self.multipliers.embedding != 1:
-            x_BTD = x_BTD * self.multipliers.embedding
+        if self.parts.embedding_multiplier != 1:
+            x_BTD = x_BTD * self.parts.embedding_multiplier
         embedded_BTD: Tensor = self.dropout(x_BTD)
         return embedded_BTD
 
@@ -353,8 +340,8 @@ class Decoder(nn.Module):
         # Accessed only if needed: ZeRO 3 would gather it.
         embedding_VD = self.token_embedding.weight if self.config.tied_embeddings else None
         normalized_BTD = self.final_norm(x_BTD)
-        if self.multipliers.logits != 1:
-            normalized_BTD = normalized_BTD * self.multipliers.logits
+        if self.parts.logits_multiplier != 1:
+            normalized_BTD = normalized_BTD * self.parts.logits_multiplier
         scored: Tensor = self.head(normalized_BTD, embedding_VD, target_ids_BT)
         return scored
 

@@ -4,16 +4,14 @@ Source of GPT-2: Radford et al. 2019, "Language models are unsupervised multitas
 released code.
 """
 
-import functools
 import math
 from typing import Annotated, Any, Literal, Self
 
-import torch
 from pydantic import Field, field_validator, model_validator
-from torch import Tensor, nn
+from torch import nn
 
 from polyad.model.block import Block, FeedForwardConfig, build_block, build_feedforward
-from polyad.model.decoder import DecoderSettings, Multipliers, ReplacedConfig
+from polyad.model.decoder import DecoderParts, DecoderSettings, ReplacedConfig
 from polyad.model.feedforward import (
     Activation,
     DenseFeedForwardConfig,
@@ -21,8 +19,8 @@ from polyad.model.feedforward import (
 )
 from polyad.model.heads import ClassificationHeadConfig
 from polyad.model.layers import LayerNorm, NormName, build_norm
-from polyad.model.rotary import RotaryConfig, Rotation, rotation
-from polyad.model.rotary_attention import AttentionSettings, LatentConfig, build_attention
+from polyad.model.rotary import RotaryConfig
+from polyad.model.rotary_attention import GroupedAttention, LatentAttention, LatentConfig
 from polyad.model.settings import Count
 from polyad.model.smoe.config import Placement, SparseMoEConfig, check_placement
 
@@ -291,28 +289,15 @@ class DecoderConfig(DecoderSettings):
             return block in placement
         return (block + 1) % placement == 0
 
-    def rotation(self, positions_T: Tensor, dtype: torch.dtype) -> Rotation | None:
-        """See `DecoderSettings.rotation`."""
-        if self.rotary is None:
-            return None
-        return rotation(self.rotary, self._rotated_size(), positions_T, dtype)
-
-    def learns_positions(self) -> bool:
-        """See `DecoderSettings.learns_positions`."""
-        return self.rotary is None
-
-    def padding(self) -> int | None:
-        """See `DecoderSettings.padding`."""
-        return self.pad_id
-
-    def has_head_bias(self) -> bool:
-        """See `DecoderSettings.has_head_bias`."""
-        return self.head_bias
-
-    def multipliers(self) -> Multipliers:
-        """See `DecoderSettings.multipliers`."""
-        return Multipliers(
-            self.embedding_multiplier, self.residual_multiplier, 1 / self.logits_divisor
+    def parts(self) -> DecoderParts:
+        """See `DecoderSettings.parts`."""
+        return DecoderParts(
+            self.rotary,
+            self._rotated_size(),
+            self.pad_id,
+            self.head_bias,
+            self.embedding_multiplier,
+            1 / self.logits_divisor,
         )
 
     def build_norm(self) -> nn.Module:
@@ -322,31 +307,12 @@ class DecoderConfig(DecoderSettings):
     def build_block(self, feed_forward: FeedForwardConfig, number: int) -> Block:
         """See `DecoderSettings.build_block`."""
         context = self.context(self.initializer_range, self.residual_std())
-        attention = AttentionSettings(
-            hidden_size=self.hidden_size,
-            num_heads=self.num_heads,
-            num_key_value_heads=self.known_key_value_heads(),
-            head_size=self.known_head_size(),
-            bias=self.attention_bias,
-            output_bias=self.attention_output_bias,
-            query_key_norm=self.query_key_norm,
-            norm_epsilon=self.norm_epsilon,
-            clip=self.query_key_value_clip,
-            scale=self.attention_scale,
-            window=self.sliding_window if self.slides(number) else None,
-            sinks=self.attention_sinks,
-            rotary=self.rotary,
-            latent=self.latent_attention,
-            dropout=self.dropout,
-            initializer_std=self.initializer_range,
-            residual_std=self.residual_std(),
-        )
+        attention = GroupedAttention if self.latent_attention is None else LatentAttention
+        window = self.sliding_window if self.slides(number) else None
         return Block(
-            build_attention(attention),
+            attention(self, window),
             build_feedforward(feed_forward, context),
-            build_norm=functools.partial(
-                build_norm, self.norm, self.hidden_size, self.norm_epsilon
-            ),
+            build_norm=self.build_norm,
             residual_multiplier=self.residual_multiplier,
         )
 

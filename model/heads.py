@@ -20,7 +20,7 @@ from polyad.model.initialization import (
     norm_initializers,
     normal,
 )
-from polyad.model.kernels.linear_cross_entropy import VocabularyPart, losses, scores
+from polyad.model.kernels.linear_cross_entropy import VocabularyPart, losses
 from polyad.model.layers import LayerNorm, Region, same
 
 HEAD = "head."
@@ -28,73 +28,37 @@ HEAD = "head."
 
 
 class VocabularyHead(nn.Module):
-    """The base class of heads that score a vocabulary, whose rows may be split over ranks."""
+    """Scores the vocabulary, whose rows may be split over ranks.
 
-    def __init__(self) -> None:
+    Args:
+        vocab_size: V.
+        width: D, if it has a matrix of its own; None: it uses the token embedding.
+        bias: Whether it has a bias.
+        initializer_std: Standard deviation of the initial weights.
+        ranked: Whether it returns without gradients whether each target scores highest.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        width: int | None = None,
+        *,
+        bias: bool = False,
+        initializer_std: float = 0.0,
+        ranked: bool = False,
+    ) -> None:
         super().__init__()
+        self.weight = None if width is None else nn.Parameter(torch.empty(vocab_size, width))
+        self.bias = nn.Parameter(torch.empty(vocab_size)) if bias else None
+        self._initializer_std, self._ranked = initializer_std, ranked
         self.input: Region = same
         """Applied to the input of the product with the vocabulary."""
         self.part: VocabularyPart | None = None
         """The rows on this rank; None for the whole vocabulary, without padding."""
 
-    def logits(self, x: Tensor, weight_VD: Tensor, bias_V: Tensor | None = None) -> Tensor:
-        """Multiplies by the vocabulary matrix.
-
-        Args:
-            x: The input, [..., D].
-            weight_VD: The vocabulary matrix.
-            bias_V: Bias added to the logits.
-
-        Returns:
-            [..., V].
-        """
-        logits = linear(self.input(x), weight_VD, bias_V)
-        return logits if self.part is None else self.part.without_padding(logits)
-
-
-class TiedHead(VocabularyHead):
-    """The output head without parameters of its own: it uses the token embedding."""
-
-    def forward(
-        self, x_BTD: Tensor, weight_VD: Tensor, target_ids_BT: Tensor | None = None
-    ) -> Tensor:
-        """Scores every token of the vocabulary.
-
-        Args:
-            x_BTD: The residual stream after the last norm.
-            weight_VD: The token embedding.
-            target_ids_BT: The targets, to compute a loss.
-
-        Returns:
-            Logits [B, T, V]; with targets the result of `losses`, without storing logits.
-        """
-        if target_ids_BT is not None:
-            return losses(self.input(x_BTD), weight_VD, target_ids_BT, self.part)
-        return self.logits(x_BTD, weight_VD)
-
-
-class UntiedHead(VocabularyHead):
-    """The output head with its own matrix.
-
-    Args:
-        vocab_size: V.
-        width: D.
-        initializer_std: Standard deviation of the initial weights.
-        bias: Whether it has a bias.
-    """
-
-    def __init__(
-        self, vocab_size: int, width: int, initializer_std: float, bias: bool = False
-    ) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(vocab_size, width))
-        self.bias = nn.Parameter(torch.empty(vocab_size)) if bias else None
-        self._initializer_std = initializer_std
-
     def initializers(self) -> dict[str, Initializer]:
-        """Initializes it like the token embedding; see `model/initialization.py`."""
-        entries = {"weight": normal(self._initializer_std)}
-        return entries if self.bias is None else entries | {"bias": ZEROS}
+        """Initializes a matrix like the token embedding; see `model/initialization.py`."""
+        return {"weight": normal(self._initializer_std), "bias": ZEROS}
 
     def forward(
         self,
@@ -105,18 +69,22 @@ class UntiedHead(VocabularyHead):
         """Scores every token of the vocabulary.
 
         Args:
-            x_BTD: The residual stream after the last norm.
-            embedding_VD: Unused; the tied head takes it.
+            x_BTD: The residual stream after the last norm, or the vectors of scored positions.
+            embedding_VD: The token embedding; only used without a matrix of its own.
             target_ids_BT: The targets, to compute a loss.
 
         Returns:
             Logits [B, T, V]; with targets the result of `losses`, without storing logits.
         """
+        weight_VD = embedding_VD if self.weight is None else self.weight
+        assert weight_VD is not None
+        x_BTD = self.input(x_BTD)
         if target_ids_BT is not None:
             return losses(
-                self.input(x_BTD), self.weight, target_ids_BT, self.part, bias_V=self.bias
+                x_BTD, weight_VD, target_ids_BT, self.part, self.bias, ranked=self._ranked
             )
-        return self.logits(x_BTD, self.weight, self.bias)
+        logits_BTV = linear(x_BTD, weight_VD, self.bias)
+        return logits_BTV if self.part is None else self.part.without_padding(logits_BTV)
 
 
 class ClassificationHeadConfig(Config):
@@ -182,41 +150,6 @@ class SequenceHead(nn.Module):
         return linear(self.dropout(z_BD), self.weight)
 
 
-class MaskedTokenDecoder(VocabularyHead):
-    """Scores the vocabulary with the token embedding and its own bias.
-
-    Args:
-        vocab_size: V.
-    """
-
-    def __init__(self, vocab_size: int) -> None:
-        super().__init__()
-        self.bias = nn.Parameter(torch.empty(vocab_size))
-
-    def initializers(self) -> dict[str, Initializer]:
-        """Returns the initializer of the bias: zeros."""
-        return {"bias": ZEROS}
-
-    def forward(
-        self, x_BPD: Tensor, embedding_VD: Tensor, target_ids_BP: Tensor | None = None
-    ) -> Tensor:
-        """Scores every token of the vocabulary.
-
-        Args:
-            x_BPD: The head's hidden vectors at the positions.
-            embedding_VD: The token embedding.
-            target_ids_BP: The targets, to compute a loss.
-
-        Returns:
-            Logits [B, P, V]; with targets the result of `scores`, without storing logits.
-        """
-        if target_ids_BP is not None:
-            return scores(
-                self.input(x_BPD), embedding_VD, target_ids_BP, self.part, bias_V=self.bias
-            )
-        return self.logits(x_BPD, embedding_VD, self.bias)
-
-
 class MaskedLanguageHead(nn.Module):
     """A layer with an activation and LayerNorm, then the vocabulary.
 
@@ -240,7 +173,7 @@ class MaskedLanguageHead(nn.Module):
         self.transform = nn.Linear(width, width)
         self.activation = ACTIVATIONS[activation]()
         self.norm = LayerNorm(width, eps=epsilon)
-        self.decoder = MaskedTokenDecoder(vocab_size)
+        self.decoder = VocabularyHead(vocab_size, bias=True, ranked=True)
         self._std = initializer_std
 
     def initializers(self) -> dict[str, Initializer]:
@@ -253,7 +186,7 @@ class MaskedLanguageHead(nn.Module):
     def forward(
         self, x_BPD: Tensor, embedding_VD: Tensor, target_ids_BP: Tensor | None = None
     ) -> Tensor:
-        """Scores every token of the vocabulary; see `MaskedTokenDecoder.forward`.
+        """Scores every token of the vocabulary; see `VocabularyHead.forward`.
 
         Args:
             x_BPD: The last block's output at the positions to score.

@@ -10,7 +10,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Annotated, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated
 
 import torch
 from pydantic import Field
@@ -21,7 +21,10 @@ from polyad.model.attention import Attention, AttentionTrace, LayerCache
 from polyad.model.config import Config
 from polyad.model.initialization import ZEROS, Initializer, linear_initializers
 from polyad.model.layers import Region, RMSNorm, same
-from polyad.model.rotary import RotaryConfig, Rotation, logit_scale
+from polyad.model.rotary import Rotation, logit_scale
+
+if TYPE_CHECKING:
+    from polyad.model.decoder_config import DecoderConfig
 
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 _LATENT_EPSILON = 1e-6
@@ -48,44 +51,23 @@ class LatentConfig(Config):
     """Number of units per head of values."""
 
 
-class AttentionSettings(NamedTuple):
-    """The parts of a model's configuration that its attention reads."""
-
-    hidden_size: int
-    num_heads: int
-    num_key_value_heads: int
-    head_size: int
-    bias: bool
-    """Whether the projections to queries, keys and values have a bias."""
-    output_bias: bool
-    query_key_norm: Literal["none", "head", "all"]
-    norm_epsilon: float
-    clip: float | None
-    """Bound of queries, keys and values."""
-    scale: float | None
-    window: int | None
-    """Number of tokens that a token attends to, including itself; None for all earlier ones."""
-    sinks: bool
-    rotary: RotaryConfig | None
-    latent: LatentConfig | None
-    dropout: float
-    initializer_std: float
-    residual_std: float
-
-
 class RotaryAttention(Attention):
     """The base class: queries, keys and values of any shape, then causal attention.
 
     Args:
-        settings: The model's attention settings.
+        config: The model's configuration.
+        window: Number of tokens that a token attends to, including itself; None for all earlier
+            ones.
     """
 
-    def __init__(self, settings: AttentionSettings) -> None:
-        super().__init__(settings.dropout, settings.initializer_std, settings.residual_std)
-        self.settings, self.window = settings, settings.window
-        self.sinks = nn.Parameter(torch.empty(settings.num_heads)) if settings.sinks else None
-        scale = settings.head_size**-0.5 if settings.scale is None else settings.scale
-        self.scale = scale * (1.0 if settings.rotary is None else logit_scale(settings.rotary))
+    def __init__(self, config: "DecoderConfig", window: int | None) -> None:
+        super().__init__(config.dropout, config.initializer_range, config.residual_std())
+        self.config, self.window = config, window
+        self.head_size = config.known_head_size()
+        has_sinks = config.attention_sinks
+        self.sinks = nn.Parameter(torch.empty(config.num_heads)) if has_sinks else None
+        scale = self.head_size**-0.5 if config.attention_scale is None else config.attention_scale
+        self.scale = scale * (1.0 if config.rotary is None else logit_scale(config.rotary))
 
     def initializers(self) -> dict[str, Initializer]:
         """Returns the initializers: normal matrices, zero biases and zero sinks."""
@@ -212,47 +194,45 @@ class GroupedAttention(RotaryAttention):
     """Grouped-query attention (Ainslie et al. 2023): G key and value heads for A query heads.
 
     Args:
-        settings: The model's attention settings.
+        config: See `RotaryAttention`.
+        window: See `RotaryAttention`.
     """
 
-    def __init__(self, settings: AttentionSettings) -> None:
-        super().__init__(settings)
-        width, bias = settings.hidden_size, settings.bias
-        of_queries = settings.num_heads * settings.head_size
-        of_keys = settings.num_key_value_heads * settings.head_size
+    def __init__(self, config: "DecoderConfig", window: int | None) -> None:
+        super().__init__(config, window)
+        width, bias, norm = config.hidden_size, config.attention_bias, config.query_key_norm
+        of_queries = config.num_heads * self.head_size
+        of_keys = config.known_key_value_heads() * self.head_size
         self.query = nn.Linear(width, of_queries, bias=bias)
         self.key = nn.Linear(width, of_keys, bias=bias)
         self.value = nn.Linear(width, of_keys, bias=bias)
         self.query_norm = self.key_norm = None
-        if settings.query_key_norm != "none":
-            whole = settings.query_key_norm == "all"
-            sizes = (of_queries, of_keys) if whole else (settings.head_size,) * 2
-            self.query_norm, self.key_norm = (
-                RMSNorm(size, settings.norm_epsilon) for size in sizes
-            )
-        self.projection = nn.Linear(of_queries, width, bias=settings.output_bias)
+        if norm != "none":
+            sizes = (of_queries, of_keys) if norm == "all" else (self.head_size,) * 2
+            self.query_norm, self.key_norm = (RMSNorm(size, config.norm_epsilon) for size in sizes)
+        self.projection = nn.Linear(of_queries, width, bias=config.attention_output_bias)
         self.own_heads: Region = same
         """Selects the keys and values, [B, G, T, H], for this rank's queries, if ranks share the
         query heads of a key head and each has all keys."""
 
     def heads(self, x_BTD: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
         """See `RotaryAttention.heads`."""
-        settings = self.settings
+        norm_of, clip = self.config.query_key_norm, self.config.query_key_value_clip
+        rotary = self.config.rotary
         parts = [self.query(x_BTD), self.key(x_BTD), self.value(x_BTD)]
         norms: list[Callable[[Tensor], Tensor] | None] = [self.query_norm, self.key_norm, None]
-        if settings.query_key_norm == "all":
+        if norm_of == "all":
             parts = [x if norm is None else norm(x) for x, norm in zip(parts, norms, strict=True)]
-        if settings.clip is not None:
-            parts = [x.clamp(-settings.clip, settings.clip) for x in parts]
-        parts = [x.unflatten(-1, (-1, settings.head_size)) for x in parts]
-        if settings.query_key_norm == "head":
+        if clip is not None:
+            parts = [x.clamp(-clip, clip) for x in parts]
+        parts = [x.unflatten(-1, (-1, self.head_size)) for x in parts]
+        if norm_of == "head":
             parts = [x if norm is None else norm(x) for x, norm in zip(parts, norms, strict=True)]
         q_BATH, k_BGTH, v_BGTH = (x.transpose(1, 2) for x in parts)
         k_BGTH, v_BGTH = self.own_heads(k_BGTH), self.own_heads(v_BGTH)
-        assert (rotation is None) == (settings.rotary is None)
-        if rotation is None or settings.rotary is None:
+        assert (rotation is None) == (rotary is None)
+        if rotation is None or rotary is None:
             return q_BATH, k_BGTH, v_BGTH
-        rotary = settings.rotary
         return rotation.turn(q_BATH, rotary), rotation.turn(k_BGTH, rotary), v_BGTH
 
 
@@ -260,41 +240,43 @@ class LatentAttention(RotaryAttention):
     """Multi-head latent attention; see `LatentConfig`.
 
     Args:
-        settings: The model's attention settings.
+        config: See `RotaryAttention`.
+        window: See `RotaryAttention`.
     """
 
-    def __init__(self, settings: AttentionSettings) -> None:
-        latent = settings.latent
+    def __init__(self, config: "DecoderConfig", window: int | None) -> None:
+        super().__init__(config, window)
+        latent = config.latent_attention
         assert latent is not None
-        super().__init__(settings)
-        self.latent = latent
-        width, heads, rank = settings.hidden_size, settings.num_heads, latent.key_value_rank
-        of_queries = heads * (latent.plain_size + latent.rotated_size)
+        self.latent, bias = latent, config.attention_bias
+        width, heads, rank = config.hidden_size, config.num_heads, latent.key_value_rank
+        of_queries = heads * self.head_size
         if latent.query_rank is None:
             self.query = nn.Linear(width, of_queries, bias=False)
         else:
-            self.query_down = nn.Linear(width, latent.query_rank, bias=settings.bias)
+            self.query_down = nn.Linear(width, latent.query_rank, bias=bias)
             self.query_norm = RMSNorm(latent.query_rank, _LATENT_EPSILON)
             self.query_up = nn.Linear(latent.query_rank, of_queries, bias=False)
         self.shared_key: Region = same
         """Applied to the rotated part of the key; each rank has the gradient of its own heads."""
-        self.key_value_down = nn.Linear(width, rank + latent.rotated_size, bias=settings.bias)
+        self.key_value_down = nn.Linear(width, rank + latent.rotated_size, bias=bias)
         self.key_value_norm = RMSNorm(rank, _LATENT_EPSILON)
         of_both = heads * (latent.plain_size + latent.value_size)
         self.key_value_up = nn.Linear(rank, of_both, bias=False)
-        self.projection = nn.Linear(heads * latent.value_size, width, bias=settings.output_bias)
+        self.projection = nn.Linear(
+            heads * latent.value_size, width, bias=config.attention_output_bias
+        )
 
     def heads(self, x_BTD: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
         """See `RotaryAttention.heads`."""
-        latent, rotary = self.latent, self.settings.rotary
+        latent, rotary = self.latent, self.config.rotary
         assert rotation is not None
         assert rotary is not None
         if latent.query_rank is None:
             q_BTM = self.query(x_BTD)
         else:
             q_BTM = self.query_up(self.query_norm(self.query_down(x_BTD)))
-        head_size = latent.plain_size + latent.rotated_size
-        q_BATH = q_BTM.unflatten(-1, (-1, head_size)).transpose(1, 2)
+        q_BATH = q_BTM.unflatten(-1, (-1, self.head_size)).transpose(1, 2)
         plain_q, rotated_q = q_BATH.split([latent.plain_size, latent.rotated_size], -1)
         c_BTC, rotated_k = self.key_value_down(x_BTD).split(
             [latent.key_value_rank, latent.rotated_size], -1
@@ -307,8 +289,3 @@ class LatentAttention(RotaryAttention):
         rotated_q = rotation.turn(rotated_q, rotary)
         rotated_k = rotation.turn(rotated_k.unsqueeze(1), rotary).expand_as(rotated_q)
         return torch.cat((plain_q, rotated_q), -1), torch.cat((plain_k, rotated_k), -1), v_BATV
-
-
-def build_attention(settings: AttentionSettings) -> RotaryAttention:
-    """Builds the attention of a decoder block, on the current default device."""
-    return GroupedAttention(settings) if settings.latent is None else LatentAttention(settings)

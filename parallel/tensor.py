@@ -73,7 +73,7 @@ def parallelize_tensors(model: nn.Module, world: comm.World, tokens: Tokens | No
 
 def _cut_grouped(layer: GroupedAttention, layers: "_Layers", world: comm.World) -> None:
     """Splits query heads, and key and value heads if there are enough of them."""
-    parts, groups = world.tensor_parallel_size, layer.settings.num_key_value_heads
+    parts, groups = world.tensor_parallel_size, layer.config.known_key_value_heads()
     layer.add_module("query", layers.column(layer.query))
     is_cut = groups % parts == 0
     cut_or_shared = layers.column if is_cut else layers.shared
@@ -86,7 +86,7 @@ def _cut_grouped(layer: GroupedAttention, layers: "_Layers", world: comm.World) 
         return
     group = tensor_group()
     for norm, of_part in ((layer.query_norm, True), (layer.key_norm, is_cut)):
-        if layer.settings.query_key_norm == "all" and of_part:
+        if layer.config.query_key_norm == "all" and of_part:
             _cut_vector(norm, "weight", world)
             norm.mean = group.mean
         else:

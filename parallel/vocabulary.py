@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from polyad.model.bert import Bert
 from polyad.model.decoder import Decoder
-from polyad.model.heads import MaskedLanguageHead, MaskedTokenDecoder, UntiedHead, VocabularyHead
+from polyad.model.heads import MaskedLanguageHead, VocabularyHead
 from polyad.model.kernels.linear_cross_entropy import VocabularyPart
 from polyad.model.layers import embed
 from polyad.parallel import comm
@@ -57,10 +57,8 @@ def _cut_rows(model: Decoder | Bert, axis: Axis, part: VocabularyPart, *, replic
     """Keeps this rank's rows of the embedding, and of the head's own parameters."""
     head = _head(model)
     owners: list[tuple[nn.Module, str]] = [(model.token_embedding, "weight")]
-    if isinstance(head, UntiedHead):
+    if head is not None:
         owners += [(head, name) for name, _ in head.named_parameters()]
-    elif isinstance(head, MaskedTokenDecoder):
-        owners.append((head, "bias"))
     for owner, name in owners:
         shape = tuple(owner.get_parameter(name).shape)
         cut(owner, name, Placement.cut(shape, {0: axis}, replicated=replicated))

@@ -6,7 +6,7 @@ scaled in the backward pass. That takes as many products as with all logits, and
 values rather than several times N V.
 
 PyTorch 2.13 has such an operation; this one also supports a vocabulary that is split over ranks,
-sums the gradient of W in fp32, and works with any version.
+and sums the gradient of W in fp32.
 
 Shapes: N tokens, D width, V vocabulary (of this rank, with padding), C tokens of a chunk.
 """
@@ -115,45 +115,25 @@ def token_scores(
     return TokenScores(*map(torch.cat, zip(*chunks, strict=True)))
 
 
-def token_losses(
-    x_ND: Tensor,
-    weight_VD: Tensor,
-    targets_N: Tensor,
-    part: VocabularyPart | None = None,
-    bias_V: Tensor | None = None,
-) -> Tensor:
-    """Returns `linear_cross_entropy` of each token, [N] in fp32, without gradients."""
-    return token_scores(x_ND, weight_VD, targets_N, part, bias_V).losses_N
-
-
 def losses(
     x_BTD: Tensor,
     weight_VD: Tensor,
     targets_BT: Tensor,
     part: VocabularyPart | None = None,
     bias_V: Tensor | None = None,
+    *,
+    ranked: bool = False,
 ) -> Tensor:
-    """Returns the mean loss of the targets, or without gradients the loss of each [B, T]."""
+    """Returns the mean loss of the targets; without gradients the loss of each [B, T], or if
+    `ranked` [B, T, 2], with 1 where the target scores highest."""
     arguments = x_BTD.flatten(0, 1), weight_VD, targets_BT.flatten(), part, bias_V
     if torch.is_grad_enabled():
         return linear_cross_entropy(*arguments)
-    return token_losses(*arguments).view_as(targets_BT)
-
-
-def scores(
-    x_BTD: Tensor,
-    weight_VD: Tensor,
-    targets_BT: Tensor,
-    part: VocabularyPart | None = None,
-    bias_V: Tensor | None = None,
-) -> Tensor:
-    """Returns `losses`, or without gradients [B, T, 2], with 1 where the target scores highest."""
-    arguments = x_BTD.flatten(0, 1), weight_VD, targets_BT.flatten(), part, bias_V
-    if torch.is_grad_enabled():
-        return linear_cross_entropy(*arguments)
-    both = token_scores(*arguments)
-    stacked_N2 = torch.stack([both.losses_N, both.best_N.to(both.losses_N.dtype)], dim=-1)
-    return stacked_N2.view(*targets_BT.shape, 2)
+    losses_N, best_N = token_scores(*arguments)
+    if not ranked:
+        return losses_N.view_as(targets_BT)
+    both_N2 = torch.stack([losses_N, best_N.to(losses_N.dtype)], dim=-1)
+    return both_N2.view(*targets_BT.shape, 2)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

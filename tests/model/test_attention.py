@@ -3,14 +3,13 @@ import torch
 
 from polyad.model.attention import SelfAttention
 from tests.helpers.allocated import Allocated
+from tests.helpers.routing import make_context
 
 
 @pytest.fixture
 def attention():
     torch.manual_seed(0)
-    return SelfAttention(
-        hidden_size=24, num_heads=3, bias=True, dropout=0.0, initializer_std=0.02, residual_std=0.02
-    )
+    return SelfAttention(make_context(hidden_size=24))
 
 
 def test_trace_is_handed_out_only_when_asked(attention):
@@ -65,14 +64,7 @@ def test_the_head_that_was_asked_for_has_its_part_in_the_gradient(attention):
 def test_dropout_acts_on_the_weights_and_on_the_output():
     def outputs(dropout):
         torch.manual_seed(0)
-        layer = SelfAttention(
-            hidden_size=24,
-            num_heads=3,
-            bias=False,
-            dropout=dropout,
-            initializer_std=0.02,
-            residual_std=0.02,
-        )
+        layer = SelfAttention(make_context(hidden_size=24, bias=False, dropout=dropout))
         return layer(torch.ones(4, 64, 24))[0]
 
     assert not (outputs(0.0) == 0).any()

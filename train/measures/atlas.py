@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 
 from polyad.model.decoder import Decoder
-from polyad.model.heads import UntiedHead
 from polyad.parallel import comm
 from polyad.parallel.streamed import Streamed, parts_of
 from polyad.train.errors import ConfigError
@@ -320,7 +319,8 @@ def raised_tokens(
         Tokens for each expert, the highest first; none for unused experts.
     """
     norm, head = model.final_norm, model.head
-    weight_VD = head.weight if isinstance(head, UntiedHead) else model.token_embedding.weight
+    weight_VD = model.token_embedding.weight if head.weight is None else head.weight
+    assert isinstance(weight_VD, Tensor)
     direction_SD = mean_SD.to(weight_VD.device, torch.float32)
     if isinstance(norm, nn.LayerNorm):
         direction_SD = direction_SD - direction_SD.mean(-1, keepdim=True)

@@ -107,9 +107,7 @@ def test_posterior_equals_its_definition(causal, length, options, head):
 
 def attend(bias=True):
     """An attention with scattered weights, its input and its output."""
-    attention = SelfAttention(
-        hidden_size=12, num_heads=3, bias=bias, dropout=0.0, initializer_std=0.3, residual_std=0.3
-    ).double()
+    attention = SelfAttention(make_context(hidden_size=12, bias=bias)).double()
     scatter(attention, 0.5)
     x_BTD = torch.randn(2, 20, 12, dtype=torch.float64, requires_grad=True)
     return attention, x_BTD, *attention(x_BTD, traced_head=torch.tensor([0]))
