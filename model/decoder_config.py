@@ -7,7 +7,7 @@ released code.
 import math
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 from torch import nn
 
 from polyad.model.block import Block, FeedForwardConfig, build_block, build_feedforward
@@ -22,7 +22,7 @@ from polyad.model.layers import LayerNorm, NormName, build_norm
 from polyad.model.rotary import RotaryConfig
 from polyad.model.rotary_attention import GroupedAttention, LatentAttention, LatentConfig
 from polyad.model.settings import Count
-from polyad.model.smoe.config import Placement, SparseMoEConfig, check_placement
+from polyad.model.smoe.config import Placement, SparseMoEConfig, is_placed
 
 
 class GPT2Config(DecoderSettings):
@@ -174,11 +174,6 @@ class DecoderConfig(DecoderSettings):
     head: ClassificationHeadConfig | None = None
     """A classification head for whole sequences; null: the model predicts the next token."""
 
-    @field_validator("sliding_window_blocks", mode="before")
-    @classmethod
-    def _is_placement(cls, value: object) -> object:
-        return check_placement(value)
-
     @model_validator(mode="after")
     def _attention_fits(self) -> Self:
         heads, groups = self.num_heads, self.known_key_value_heads()
@@ -279,15 +274,8 @@ class DecoderConfig(DecoderSettings):
         return self.head_size or self.hidden_size // self.num_heads
 
     def slides(self, block: int) -> bool:
-        """Returns whether a block has the sliding window.
-
-        Args:
-            block: Number of the block, from 0.
-        """
-        placement = self.sliding_window_blocks
-        if isinstance(placement, list):
-            return block in placement
-        return (block + 1) % placement == 0
+        """Returns whether a block, given by its number from 0, has the sliding window."""
+        return is_placed(self.sliding_window_blocks, block)
 
     def parts(self) -> DecoderParts:
         """See `DecoderSettings.parts`."""

@@ -3,7 +3,7 @@
 import math
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from polyad.model.config import SectionError
 from polyad.model.feedforward import DenseFeedForwardConfig
@@ -12,7 +12,6 @@ from polyad.model.smoe.config import (
     Placement,
     Positive,
     SelectingConfig,
-    check_placement,
 )
 
 
@@ -63,26 +62,14 @@ class EmergentMoEConfig(SelectingConfig):
     what a token does not use; `grouped` and `loop` (as for smoe) compute only what it uses. With
     expert parallelism, `masked` means `grouped`."""
 
-    @field_validator("blocks", mode="before")
-    @classmethod
-    def _is_placement(cls, value: object) -> object:
-        return check_placement(value)
-
     @model_validator(mode="after")
     def _agree(self) -> Self:
-        self.check_placement_once()
         if self.used_experts() < 1:
             raise SectionError(
                 f"@top_k: {self.top_k} of @num_experts: {self.num_experts} leaves no expert with "
                 f"@select: not_top_k"
             )
-        if self.router_noise and self.select != "top_k":
-            raise SectionError(
-                f"@router_noise: {self.router_noise:g} is not allowed with @select: {self.select}; "
-                "allowed: 0"
-            )
-        self.check_number("top_k", self.used_experts())
-        self.check_capacity()
+        self.check_keys("top_k", ("router_noise", 0, "@select: top_k", self.select == "top_k"))
         return self
 
     def weighs_experts(self) -> bool:

@@ -5,7 +5,7 @@ from bisect import bisect_right
 from collections.abc import Callable
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import BeforeValidator, Field
 
 from polyad.model.config import Config, SectionError
 from polyad.model.feedforward import GATED, DenseFeedForwardConfig, FeedForwardSettings
@@ -16,29 +16,34 @@ Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 FactorizationName = Literal["cp", "tr", "tt", "tucker"]
 
 
-class ExpertLevels(Config):
-    """What every layer of experts in a hierarchy says."""
-
-    num_experts: tuple[int, ...] = (64,)
-    """Number of experts N, as a list with one number per level of a hierarchy: [256], or [128, 4].
-    With several levels, the coefficient of a leaf is the product over levels."""
-
-    @field_validator("num_experts", mode="before")
-    @classmethod
-    def _is_levels(cls, value: object) -> object:
-        numbers = list(value) if isinstance(value, list | tuple) else []
-        if not numbers or any(type(number) is not int or number < 1 for number in numbers):
-            raise ValueError("a list of numbers from 1, one for each level, as in [256]")
-        return tuple(numbers)
+def check_levels(value: object) -> object:
+    """Checks parsed numbers of experts before pydantic, for one error in one line."""
+    numbers = list(value) if isinstance(value, list | tuple) else []
+    if not numbers or any(type(number) is not int or number < 1 for number in numbers):
+        raise ValueError("a list of numbers from 1, one for each level, as in [256]")
+    return tuple(numbers)
 
 
-class FactorizedExperts(ExpertLevels):
+def check_rank(value: object) -> object:
+    """Checks a parsed rank likewise."""
+    if value != "match-dense" and (type(value) is not int or value < 1):
+        raise ValueError("1 or more, or match-dense")
+    return value
+
+
+Levels = Annotated[tuple[int, ...], BeforeValidator(check_levels)]
+
+
+class FactorizedExperts(Config):
     """What every layer of factorized experts and their gate say."""
 
+    num_experts: Levels = (64,)
+    """Number of experts N, as a list with one number per level of a hierarchy: [256], or [128, 4].
+    With several levels, the coefficient of a leaf is the product over levels."""
     factorization: FactorizationName = "cp"
     """Factorization of the tensor of all experts' weights: `cp`, `tr` (tensor ring), `tt` (tensor
     train) or `tucker`."""
-    rank: int | Literal["match-dense"] = "match-dense"
+    rank: Annotated[int | Literal["match-dense"], BeforeValidator(check_rank)] = "match-dense"
     """Rank R of the input and output factors (R3 of a tensor ring); `match-dense`: the rank at
     which the parameter count is closest to that of a dense block of the same hidden_size (a gated
     one if this one is gated), or of a linear head."""
@@ -57,14 +62,6 @@ class FactorizedExperts(ExpertLevels):
     the identity. With 0, as in the paper, the experts of these levels start equal and always get
     equal gradients (the gate starts at zero), so that such a level learns nothing; 0.1 makes them
     differ."""
-
-    @field_validator("rank", mode="before")
-    @classmethod
-    def _is_rank(cls, value: object) -> object:
-        # Not a union type: pydantic's error would list the errors of every member.
-        if value != "match-dense" and (type(value) is not int or value < 1):
-            raise ValueError("1 or more, or match-dense")
-        return value
 
     @property
     def factorized(self) -> type[Factorized]:

@@ -4,7 +4,7 @@ import math
 from abc import ABC
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from polyad.model.config import SectionError
 from polyad.model.feedforward import (
@@ -14,16 +14,23 @@ from polyad.model.feedforward import (
     FeedForwardSettings,
     GatedActivation,
 )
-from polyad.model.mumoe.config import ExpertLevels
+from polyad.model.mumoe.config import Levels
 
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 MATCH_DENSE: Literal["match-dense"] = "match-dense"
 
 
-class SparseTableConfig(ExpertLevels, FeedForwardSettings, ABC):
+def check_size(value: object) -> object:
+    """Checks a parsed width before pydantic, whose error for a union lists every member's."""
+    if value not in (None, MATCH_DENSE) and (type(value) is not int or value < 1):
+        raise ValueError("1 or more, match-dense or null")
+    return value
+
+
+class SparseTableConfig(FeedForwardSettings, ABC):
     """The keys that a mixture of decoders and a transcoder share."""
 
-    num_experts: tuple[int, ...] = (1024,)
+    num_experts: Levels = (1024,)
     """Number of experts N, as a list: [1024] gives each expert its own score; [147, 147] uses
     product keys, where an expert's score is the sum of one score per level (21,609 experts at the
     cost of 294)."""
@@ -92,21 +99,15 @@ class MixtureOfDecodersConfig(SparseTableConfig):
 
     kind: Literal["mxd"] = "mxd"
     """The kind of feed-forward."""
-    hidden_size: Count | Literal["match-dense"] | None = None
+    hidden_size: Annotated[Count | Literal["match-dense"] | None, BeforeValidator(check_size)] = (
+        None
+    )
     """Inner width H of the dense part, in units; null: four times the model's width; `match-dense`:
     the width at which the block has the parameter count closest to a dense block with four times
     the model's width (a gated one if this one is gated)."""
     activation: Activation | GatedActivation = "gelu_tanh"
     """Activation of the dense part, that of the feed-forward which it replaces: `gelu_tanh`,
     `gelu`, `quick_gelu`, or with a gate `swiglu`, `geglu`, `clamped_swiglu`."""
-
-    @field_validator("hidden_size", mode="before")
-    @classmethod
-    def _is_size(cls, value: object) -> object:
-        # Not by pydantic: its error for a union lists the errors of every member.
-        if value not in (None, MATCH_DENSE) and (type(value) is not int or value < 1):
-            raise ValueError("1 or more, match-dense or null")
-        return value
 
     def inner_size(self, width: int) -> int:
         """Returns the inner width H of the dense part, once it is a number."""

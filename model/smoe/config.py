@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self, TypeAlias
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from polyad.model.config import SectionError
 from polyad.model.feedforward import (
@@ -20,9 +20,6 @@ ScoreName = Literal["linear", "cosine", "random"]
 GraphName = Literal["none", "similarity", "attention"]
 PoolName = Literal["none", "document", "prefix"]
 LOWEST_ENTROPY: Literal["lowest_entropy"] = "lowest_entropy"
-Placement: TypeAlias = int | list[int]
-"""Blocks that have experts: 1 all of them, n the last of every n, or a list of block numbers, from
-0."""
 
 
 def check_placement(value: object) -> object:
@@ -35,6 +32,35 @@ def check_placement(value: object) -> object:
     if any(type(number) is not int or number < least for number in numbers):
         raise ValueError("1 or more, or a list of block numbers from 0")
     return value
+
+
+Placement: TypeAlias = Annotated[int | list[int], BeforeValidator(check_placement)]
+"""Blocks that have something: 1 all of them, n the last of every n blocks, or a list of block
+numbers, from 0."""
+
+
+def is_placed(placement: Placement, block: int) -> bool:
+    """Returns whether a placement has a block, given by its number from 0."""
+    if isinstance(placement, list):
+        return block in placement
+    return (block + 1) % placement == 0
+
+
+def check_head(value: object) -> object:
+    """Checks the parsed number of a head before pydantic; see `check_placement`."""
+    if value != LOWEST_ENTROPY and (type(value) is not int or value < 0):
+        raise ValueError(f"{LOWEST_ENTROPY}, or the number of a head from 0")
+    return value
+
+
+def at_most(key: str, value: int, limit_key: str, limit: int) -> None:
+    """Checks that a value is at most another one.
+
+    Raises:
+        SectionError: It is more.
+    """
+    if value > limit:
+        raise SectionError(f"@{key}: {value} is more than {limit_key}: {limit}")
 
 
 class SelectingConfig(FeedForwardSettings, ABC):
@@ -63,50 +89,35 @@ class SelectingConfig(FeedForwardSettings, ABC):
     def dense(self) -> DenseFeedForwardConfig:
         """Returns the feed-forward of the blocks without experts."""
 
-    def check_placement_once(self) -> None:
-        """Checks that no block is listed twice.
+    def check_keys(self, top_key: str, *needs: tuple[str, object, str, bool]) -> None:
+        """Checks the keys against one another.
+
+        Args:
+            top_key: The key that sets the number of experts per token.
+            needs: For each key that another value may make ineffective: its default, the value that
+                any other one needs, and whether it is there.
 
         Raises:
-            SectionError: A block is.
+            SectionError: A block is listed twice, a token uses more experts than there are, or a
+                key is ineffective.
         """
         placement = self._placement()
         if isinstance(placement, list) and len(set(placement)) < len(placement):
             raise SectionError(f"@{self.placement_key}: {placement} names a block twice")
+        at_most(top_key, self.known_final_top_k(), "@num_experts", self.num_experts)
+        capacity = (
+            "evaluation_capacity_factor",
+            None,
+            "@capacity_factor",
+            bool(self.capacity_factor),
+        )
+        for key, default, needed, is_there in (capacity, *needs):
+            if (value := getattr(self, key)) != default and not is_there:
+                raise SectionError(f"@{key}: {str(value).lower()} needs {needed}")
 
-    def check_number(self, key: str, top_k: int) -> None:
-        """Checks that there are at least as many experts as a token uses.
-
-        Args:
-            key: The key that sets `top_k`.
-            top_k: Number of experts per token.
-
-        Raises:
-            SectionError: There are fewer.
-        """
-        if top_k > self.num_experts:
-            raise SectionError(f"@{key}: {top_k} is more than @num_experts: {self.num_experts}")
-
-    def check_capacity(self) -> None:
-        """Checks that there is no capacity in evaluation alone.
-
-        Raises:
-            SectionError: There is.
-        """
-        if self.capacity_factor is None and self.evaluation_capacity_factor is not None:
-            raise SectionError(
-                f"@evaluation_capacity_factor: {self.evaluation_capacity_factor} needs "
-                "@capacity_factor, which is null: no token is dropped"
-            )
-
-    def check_blocks(self, num_layers: int) -> None:
-        """Checks that the model has the listed blocks.
-
-        Args:
-            num_layers: Number of blocks of the model.
-
-        Raises:
-            SectionError: It does not, or no block would have experts.
-        """
+    def check_model(self, *, num_layers: int, num_heads: int | None, causal: bool) -> None:
+        """See `FeedForwardSettings.check_model`: the model has the listed blocks, some block has
+        experts, and a language model drops no tokens depending on the rest of the batch."""
         placement = self._placement()
         listed = placement if isinstance(placement, list) else []
         routed = any(self.routes(block) for block in range(num_layers))
@@ -115,26 +126,11 @@ class SelectingConfig(FeedForwardSettings, ABC):
                 f"@{self.placement_key}: {placement} is not allowed: the model has blocks 0 to "
                 f"{num_layers - 1}, and at least one needs experts"
             )
-
-    def check_drops(self, causal: bool) -> None:
-        """Checks that a language model does not drop tokens depending on the rest of the batch.
-
-        Args:
-            causal: Whether it is a causal language model.
-
-        Raises:
-            SectionError: It would.
-        """
         if causal and self.capacity_factor is not None:
             raise SectionError(
                 f"@capacity_factor: {self.capacity_factor} drops tokens depending on the rest of "
                 "the batch, which is not allowed in a language model; allowed: null"
             )
-
-    def check_model(self, *, num_layers: int, num_heads: int | None, causal: bool) -> None:
-        """See `FeedForwardSettings.check_model`: checks blocks and leaks."""
-        self.check_blocks(num_layers)
-        self.check_drops(causal)
 
     def routes(self, block: int) -> bool:
         """Returns whether a block has experts.
@@ -142,10 +138,7 @@ class SelectingConfig(FeedForwardSettings, ABC):
         Args:
             block: Number of the block, from 0.
         """
-        placement = self._placement()
-        if isinstance(placement, list):
-            return block in placement
-        return (block + 1) % placement == 0
+        return is_placed(self._placement(), block)
 
     def of_block(self, block: int) -> Self | DenseFeedForwardConfig:
         """Returns the feed-forward of one block: this one, or a dense one.
@@ -248,7 +241,9 @@ class SparseMoEConfig(SelectingConfig):
     """Temperature of the similarity graph, which weights tokens by exp(similarity / tau)."""
     sigma: Positive = 1.0
     """Standard deviation, in the attention graph, of a token's output around that of a head."""
-    attention_head: Literal["lowest_entropy"] | Annotated[int, Field(ge=0)] = LOWEST_ENTROPY
+    attention_head: Annotated[
+        Literal["lowest_entropy"] | Annotated[int, Field(ge=0)], BeforeValidator(check_head)
+    ] = LOWEST_ENTROPY
     """Head of the attention graph: the one whose attention has the `lowest_entropy` (as a running
     mean), or a fixed one, given by its number from 0."""
     head_mean: bool = True
@@ -309,69 +304,51 @@ class SparseMoEConfig(SelectingConfig):
     float64, nor with widths that are not multiples of 8) and into shared buffers on a CPU; or
     `loop`, one after the other, which is the reference."""
 
-    @field_validator("placement", mode="before")
-    @classmethod
-    def _is_placement(cls, value: object) -> object:
-        return check_placement(value)
-
-    @field_validator("attention_head", mode="before")
-    @classmethod
-    def _is_head(cls, value: object) -> object:
-        # Before pydantic: its error for a union lists every member's.
-        if value != LOWEST_ENTROPY and (type(value) is not int or value < 0):
-            raise ValueError(f"{LOWEST_ENTROPY}, or the number of a head from 0")
-        return value
-
     @model_validator(mode="after")
     def _agree(self) -> Self:
-        self.check_placement_once()
-        self.check_number("top_k", self.top_k)
-        self.check_number("final_top_k", self.known_final_top_k())
-        if self.final_top_k is not None and self.final_top_k < self.top_k:
+        last, within = self.known_final_top_k(), self.num_experts // self.num_groups
+        by_attention, clamped = self.graph == "attention", self.activation == "clamped_swiglu"
+        is_pooled, (least, most) = self.pool != "none", self.pool_bounds()
+        self.check_keys(
+            "top_k" if self.final_top_k is None else "final_top_k",
+            ("attention_head", LOWEST_ENTROPY, "@graph: attention", by_attention),
+            ("head_mean", True, "@graph: attention", by_attention),
+            ("router_dtype", "fp32", "@score: linear", self.score != "cosine"),
+            ("shared_gate", False, "@shared_hidden_size", self.shared_hidden_size is not None),
+            ("swiglu_alpha", 1.702, "@activation: clamped_swiglu", clamped),
+            ("swiglu_limit", 7.0, "@activation: clamped_swiglu", clamped),
+            ("pool_least", None, "@pool", is_pooled),
+            ("pool_most", None, "@pool", is_pooled),
+            # A pool is chosen by means of probabilities.
+            ("pool", "none", "@score_function: softmax", self.score_function == "softmax"),
+            # The best groups may have fewer experts of a pool than a token uses.
+            ("pool", "none", "@num_groups: 1", self.num_groups == 1),
+            # The load that noise makes likely would be that without a pool.
+            ("pool", "none", "@router_noise: 0", self.router_noise == 0),
+        )
+        if last < self.top_k:
             raise SectionError(
-                f"@final_top_k: {self.final_top_k} is less than @top_k: {self.top_k}; "
-                f"it can only grow"
+                f"@final_top_k: {last} is less than @top_k: {self.top_k}; it can only grow"
             )
-        self._check_groups()
-        self._check_options()
-        if self.graph != "attention":
-            for name, default in (("attention_head", LOWEST_ENTROPY), ("head_mean", True)):
-                if (value := getattr(self, name)) != default:
-                    shown = "false" if value is False else value
-                    raise SectionError(
-                        f"@{name}: {shown} needs @graph: attention, not {self.graph}"
-                    )
-        self.check_capacity()
-        self._check_pool()
+        if self.num_experts % self.num_groups:
+            raise SectionError(
+                f"@num_experts: {self.num_experts} is not a multiple of @num_groups: "
+                f"{self.num_groups}"
+            )
+        at_most("top_groups", self.top_groups, "@num_groups", self.num_groups)
+        at_most("top_k", last, "the experts of @top_groups", self.top_groups * within)
+        if self.group_score == "best_two" and within < 2:
+            raise SectionError(
+                "@group_score: best_two needs groups of at least two experts, but @num_groups: "
+                f"{self.num_groups} gives groups of {within}"
+            )
+        if is_pooled and least < last:
+            raise SectionError(
+                f"@pool_least: {least} is less than the {last} experts that a token uses"
+            )
+        at_most("pool_most", most, "@num_experts", self.num_experts)
+        at_most("pool_least", least, "@pool_most", most)
         return self
-
-    def _check_pool(self) -> None:
-        """Checks the bounds of a pool, and that all expert rankings can be limited to it."""
-        if self.pool == "none":
-            for name in ("pool_least", "pool_most"):
-                if (value := getattr(self, name)) is not None:
-                    raise SectionError(f"@{name}: {value} needs @pool, which is none")
-            return
-        least, most = self.pool_bounds()
-        if least < self.known_final_top_k():
-            raise SectionError(
-                f"@pool_least: {least} is less than the {self.known_final_top_k()} experts that a "
-                f"token uses (@top_k, @final_top_k)"
-            )
-        if most > self.num_experts:
-            raise SectionError(f"@pool_most: {most} is more than @num_experts: {self.num_experts}")
-        if least > most:
-            raise SectionError(f"@pool_least: {least} is more than @pool_most: {most}")
-        for name, allowed, why in (
-            ("score_function", "softmax", "a mean is taken of probabilities"),
-            ("num_groups", 1, "the best groups may have fewer experts of a pool than a token uses"),
-            ("router_noise", 0.0, "the load that it makes likely would be that without a pool"),
-        ):
-            if (value := getattr(self, name)) != allowed:
-                raise SectionError(
-                    f"@pool: {self.pool} is not allowed with @{name}: {value}: {why}; allowed: "
-                    f"{allowed}"
-                )
 
     def pool_bounds(self) -> tuple[int, int]:
         """Returns the minimum and maximum number of experts in a pool."""
@@ -382,51 +359,14 @@ class SparseMoEConfig(SelectingConfig):
         """See `FeedForwardSettings.reads_documents`: pools are per document."""
         return self.pool != "none"
 
-    def _check_groups(self) -> None:
-        if self.num_experts % self.num_groups:
-            raise SectionError(
-                f"@num_experts: {self.num_experts} is not a multiple of @num_groups: "
-                f"{self.num_groups}"
-            )
-        if self.top_groups > self.num_groups:
-            raise SectionError(
-                f"@top_groups: {self.top_groups} is more than @num_groups: {self.num_groups}"
-            )
-        within = self.num_experts // self.num_groups
-        if self.known_final_top_k() > self.top_groups * within:
-            raise SectionError(
-                f"@top_k: {self.known_final_top_k()} is more than the "
-                f"{self.top_groups * within} experts of @top_groups: {self.top_groups}"
-            )
-        if self.group_score == "best_two" and within < 2:
-            raise SectionError(
-                "@group_score: best_two needs groups of at least two experts, but @num_groups: "
-                f"{self.num_groups} gives groups of {within}"
-            )
-
-    def _check_options(self) -> None:
-        """Checks that no option is set that another one makes ineffective."""
-        if self.router_dtype != "fp32" and self.score not in ("linear", "random"):
-            raise SectionError(
-                f"@router_dtype: {self.router_dtype} needs @score: linear, not {self.score}"
-            )
-        if self.shared_gate and self.shared_hidden_size is None:
-            raise SectionError("@shared_gate: true needs @shared_hidden_size, which is null")
-        if self.activation != "clamped_swiglu":
-            for name, default in (("swiglu_alpha", 1.702), ("swiglu_limit", 7.0)):
-                if (value := getattr(self, name)) != default:
-                    raise SectionError(
-                        f"@{name}: {value:g} needs @activation: clamped_swiglu, not "
-                        f"{self.activation}"
-                    )
-
     def dense(self) -> DenseFeedForwardConfig:
         """Returns the feed-forward of the blocks without experts."""
         return DenseFeedForwardConfig(hidden_size=self.dense_hidden_size)
 
     def check_model(self, *, num_layers: int, num_heads: int | None, causal: bool) -> None:
-        """See `SelectingConfig.check_model`: also checks the head of an attention graph."""
-        self.check_blocks(num_layers)
+        """See `SelectingConfig.check_model`; also checks the head of an attention graph, and the
+        pool."""
+        super().check_model(num_layers=num_layers, num_heads=num_heads, causal=causal)
         if self.graph == "attention" and num_heads is None:
             raise SectionError(
                 "@graph: attention is not allowed in a model without attention; allowed: none, "
@@ -437,7 +377,6 @@ class SparseMoEConfig(SelectingConfig):
                 f"@attention_head: {self.fixed_head} is not allowed: the model has heads 0 to "
                 f"{num_heads - 1}"
             )
-        self.check_drops(causal)
         if causal and self.pool == "document":
             raise SectionError(
                 "@pool: document makes routing in training depend on the tokens to be predicted, "
