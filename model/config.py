@@ -1,8 +1,12 @@
 """The base class of every configuration model in this package."""
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, field_validator
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, field_validator
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 LARGEST_WHOLE_NUMBER = 2**63 - 1
 LARGEST, SMALLEST = 1e30, 1e-30
@@ -29,6 +33,33 @@ class SectionError(ValueError):
             section: The dotted key of the section.
         """
         return self._message.replace("@", f"{section}.")
+
+
+@dataclass(frozen=True)
+class NameIn:
+    """Annotates a string that has to be a name in a registry, to which plugins may add."""
+
+    registry: Callable[[], Mapping[str, object]]
+    """Returns the registry; called when a value is checked, when plugins have been imported."""
+
+    def __get_pydantic_core_schema__(
+        self, source: type, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        """Checks the name; the error is that of a `Literal` of all names."""
+        return core_schema.no_info_after_validator_function(self._checked, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: object) -> JsonSchemaValue:
+        """Lists the names."""
+        return {"type": "string", "enum": list(self.registry())}
+
+    def _checked(self, name: str) -> str:
+        *names, last = map(repr, self.registry())
+        if repr(name) not in (*names, last):
+            expected = f"{', '.join(names)} or {last}" if names else last
+            raise PydanticCustomError(
+                "literal_error", "Input should be {expected}", {"expected": expected}
+            )
+        return name
 
 
 class Config(BaseModel):

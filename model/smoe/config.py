@@ -1,11 +1,12 @@
 """The keys of a sparse mixture of experts, and the base class of all kinds that select experts."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self, TypeAlias
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from polyad.model.config import SectionError
+from polyad.model.config import NameIn, SectionError
 from polyad.model.feedforward import (
     Activation,
     DenseFeedForwardConfig,
@@ -16,10 +17,24 @@ from polyad.model.feedforward import (
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Positive = Annotated[float, Field(ge=1e-6, le=1e6)]
 Probability = Annotated[float, Field(ge=0, lt=1)]
-ScoreName = Literal["linear", "cosine", "random"]
-GraphName = Literal["none", "similarity", "attention"]
 PoolName = Literal["none", "document", "prefix"]
 LOWEST_ENTROPY: Literal["lowest_entropy"] = "lowest_entropy"
+
+
+def _scores() -> Mapping[str, object]:
+    from polyad.model.smoe.router import SCORES
+
+    return SCORES
+
+
+def _graphs() -> Mapping[str, object]:
+    from polyad.model.smoe.graph import GRAPHS
+
+    return GRAPHS
+
+
+ScoreName = Annotated[str, NameIn(_scores)]
+GraphName = Annotated[str, NameIn(_graphs)]
 
 
 def check_placement(value: object) -> object:

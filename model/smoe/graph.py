@@ -7,7 +7,7 @@ Source: Nguyen et al. 2025, "Improving routing in sparse mixture of experts with
 The paper mentions no mask; in a language model S must be causal, or the experts of a token depend
 on the tokens to be predicted.
 
-To add a graph, write a class here and add a line to `GRAPHS` and a name to `GraphName`.
+To add a graph, write a class here and add a line to `GRAPHS`, also in a plugin.
 
 Shapes: B batch, T routed tokens, S tokens seen in all (T except in generation), D width, E experts,
 A heads, H width of one head, G heads that the graph chooses from (A, or this rank's part of them),

@@ -1,7 +1,7 @@
 """The router of a sparse mixture: base scores, a graph of tokens, pools, and top-K selection.
 
 Base scores are logits over the experts, computed from each token alone. To add a score, write a
-class here and add a line to `SCORES` and a name to `ScoreName`.
+class here and add a line to `SCORES`, also in a plugin.
 
 Pools restrict the experts that the tokens of a document may use in training (EMO):
 
