@@ -2,11 +2,20 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Union
 
-from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    SerializationInfo,
+    TypeAdapter,
+    field_validator,
+)
 from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+from pydantic_core import CoreSchema, PydanticCustomError, PydanticKnownError, core_schema
 
 LARGEST_WHOLE_NUMBER = 2**63 - 1
 LARGEST, SMALLEST = 1e30, 1e-30
@@ -60,6 +69,54 @@ class NameIn:
                 "literal_error", "Input should be {expected}", {"expected": expected}
             )
         return name
+
+
+@dataclass(frozen=True)
+class SectionIn:
+    """Annotates a section whose `kind` names its class in a registry, to which plugins may add."""
+
+    registry: Callable[[], "Mapping[str, type[Config]]"]
+    """Returns the classes by kind; called when a section is checked."""
+    default: str
+    """The kind of a section without one."""
+
+    def __get_pydantic_core_schema__(
+        self, source: type, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        """Checks a section by its class; errors are those of a union by `kind`."""
+        dump = core_schema.plain_serializer_function_ser_schema(_dumped, info_arg=True)
+        return core_schema.no_info_plain_validator_function(self._checked, serialization=dump)
+
+    def __get_pydantic_json_schema__(
+        self, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        """Lists the classes."""
+        kinds = tuple(self.registry().values())
+        known: Any = Annotated[Union[kinds], Field(discriminator="kind")]  # noqa: UP007  # of a tuple
+        found: JsonSchemaValue = handler(TypeAdapter(known).core_schema)
+        return found
+
+    def _checked(self, value: object) -> "Config":
+        known = self.registry()
+        if isinstance(value, Config):
+            return value
+        if not isinstance(value, dict):
+            raise PydanticKnownError("model_attributes_type")
+        kind = value.get("kind", self.default)
+        if not isinstance(kind, str) or kind not in known:
+            told = {"discriminator": "'kind'", "tag": str(kind)}
+            expected = ", ".join(map(repr, known))
+            raise PydanticKnownError("union_tag_invalid", told | {"expected_tags": expected})
+        return known[kind].model_validate({"kind": kind} | value)
+
+
+def _dumped(section: "Config", info: SerializationInfo) -> dict[str, Any]:
+    return section.model_dump(
+        mode=info.mode,
+        exclude_unset=info.exclude_unset,
+        exclude_defaults=info.exclude_defaults,
+        exclude_none=info.exclude_none,
+    )
 
 
 class Config(BaseModel):

@@ -33,7 +33,7 @@ def test_replaced_blocks_have_the_other_feed_forward_and_the_rest_their_own(kind
     config = replaced(kind, (0, 2), model)
     built = build_model(config)
     kinds = [type(block.feed_forward) for block in built.blocks]
-    other, own = FEED_FORWARDS[kind], FEED_FORWARDS["dense"]
+    other, own = FEED_FORWARDS[kind].build, FEED_FORWARDS["dense"].build
     assert kinds == [other, own, other]
     plain = build_model(config.original())
     difference = sum(

@@ -1,0 +1,58 @@
+"""Parts of a model that a plugin adds by a line in a registry: `tests/helpers/plugged.py`."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.helpers.runs import write_config
+
+ROOT = Path(__file__).parents[2]
+SECTIONS = [
+    {"kind": "scaled", "factor": 0.5},
+    {"kind": "smoe", "num_experts": 4, "score": "halved", "graph": "itself"},
+]
+
+
+def polyad(
+    *words: object, plugin: str = "tests.helpers.plugged"
+) -> subprocess.CompletedProcess[str]:
+    added = {"POLYAD_PLUGINS": plugin, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "polyad.launch", *map(str, words)]
+    return subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, env=os.environ | added, timeout=300
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("section", SECTIONS, ids=["feed-forward", "score and graph"])
+def test_a_run_trains_resumes_and_is_evaluated(section, tmp_path, prepared_path):
+    config = write_config(
+        tmp_path / "config.yaml", prepared_path, model__feed_forward=section, train__steps=2
+    )
+    assert (done := polyad("train", config)).returncode == 0, done.stderr
+    written = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+    assert written["model"]["feed_forward"].items() >= section.items()
+    assert "3 steps done" in polyad("train", tmp_path / "run", "train.steps=3").stdout
+    found = json.loads(polyad("evaluate", tmp_path / "run", "--json", "-").stdout)
+    assert found["loss"] > 0
+
+
+def test_without_the_plugin_the_names_are_refused_and_with_it_the_schema_has_them(
+    tmp_path, prepared_path
+):
+    config = write_config(tmp_path / "config.yaml", prepared_path, model__feed_forward=SECTIONS[1])
+    done = polyad("validate", config, plugin="")
+    assert done.returncode == 2
+    said = "model.feed_forward.score: 'halved' is not allowed: "
+    assert f"{said}input should be 'linear', 'cosine' or 'random'" in done.stderr
+    config = write_config(tmp_path / "other.yaml", prepared_path, model__feed_forward=SECTIONS[0])
+    done = polyad("validate", config, plugin="")
+    assert "model.feed_forward.kind: 'scaled' is not allowed: dense, mumoe" in done.stderr
+    schema = json.loads(polyad("schema").stdout)["$defs"]
+    assert "halved" in schema["SparseMoEConfig"]["properties"]["score"]["enum"]
+    assert schema["ScaledConfig"]["properties"]["factor"]["default"] == 2.0
