@@ -62,7 +62,7 @@ def hub(tmp_path, trained):
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_HEAD(self):
             asked.append(self.path)
-            owner, _, name = self.path.partition("/resolve/main/")
+            owner, _, name = self.path.partition(f"/resolve/{COMMIT}/")
             file = tmp_path / "files" / name
             if owner == "/someone/small" and file.is_file():
                 self.send_response(200)
@@ -113,7 +113,7 @@ def test_a_name_is_downloaded_once_and_then_found_in_the_cache(tmp_path, hub, tr
     expected = f"{trained.fingerprint} 400 {END_OF_TEXT}"
     found, missing = load(["someone/small", "someone/other"], HF_ENDPOINT=endpoint, **places)
     assert found == expected
-    assert "/someone/small/resolve/main/tokenizer.json" in asked
+    assert f"/someone/small/resolve/{COMMIT}/tokenizer.json" in asked
     assert missing.startswith("someone/other: no such tokenizer here")
     assert "404" in missing
     # The second time no file is asked for, and no network is needed.
