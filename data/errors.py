@@ -1,9 +1,7 @@
 """The error of `data` for bad input, and checks of paths and names."""
 
 import difflib
-import os
 import re
-import signal
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -26,75 +24,14 @@ class DataError(ValueError):
 _OF_A_LOADER = re.compile(r"Caught \w+ in DataLoader worker.*\n[\w.]+: (.*?)\s*\Z", re.DOTALL)
 
 
-_LOADER_ENDED = re.compile(
-    r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (?:is killed by signal: (.+?)\.|exited)"
-)
-
-
-def loader_ended(error: BaseException | None) -> str | None:
-    """Describes how a loader process ended, if that is what caused an error.
-
-    Torch raises the error wherever the reading process is at that moment, and again when the next
-    batch is due; only the first error knows the signal.
-
-    Args:
-        error: The error that ended a command.
-
-    Returns:
-        One line: which process, why, and what to try; None if the error has another cause.
-    """
-    line = None
-    while error is not None:
-        if found := _LOADER_ENDED.match(str(error)):
-            line = _line_of(found[1], found[2])
-            if found[2]:
-                break
-        error = error.__cause__ or error.__context__
-    return line
-
-
-def _line_of(process: str, description: str | None) -> str:
-    number = next((n for n in signal.Signals if signal.strsignal(n) == description), None)
-    reason = f"signal {number.value} ({number.name})" if number else (description or "itself")
-    if number == signal.SIGKILL:
-        reason += ", as Linux does where memory runs out"
-    elif number == signal.SIGBUS:
-        reason += ", as where /dev/shm is full"
-    return (
-        f"a loader process (pid {process}) was ended by {reason}: "
-        f"try fewer of them (data.num_workers; 0 reads in the process that trains)"
-    )
-
-
-MAX_NAME_BYTES = 255
-"""Maximum length of one name in a path, in bytes: the limit of nearly every file system."""
-MAX_PATH_BYTES = 3840
-"""Maximum length of a folder's path, in bytes: Linux allows 4,096; the rest is for file names."""
-
-
-def path_fault(text: str) -> str | None:
-    """Returns why no file or folder can have this path on any file system; None if one can."""
-    if not text:  # for example an unset shell variable
-        return "the path is empty"
-    if "\0" in text:
-        return "a path holds no NUL"
-    longest = max(len(os.fsencode(name)) for name in text.split("/"))
-    if longest > MAX_NAME_BYTES:
-        return f"a name of {longest:,} bytes is too long, at most {MAX_NAME_BYTES} are allowed"
-    size = len(os.fsencode(text))
-    if size > MAX_PATH_BYTES:
-        return f"a path of {size:,} bytes is too long, at most {MAX_PATH_BYTES:,} are allowed"
-    return None
-
-
 def check_path(text: str | None) -> str | None:
-    """Returns a path of a configuration, after checking that a file can have it.
+    """Returns a path of a configuration, after checking that it is not empty.
 
     Raises:
-        ValueError: No file can have it.
+        ValueError: It is, as of an unset shell variable.
     """
-    if text is not None and (fault := path_fault(text)):
-        raise ValueError(fault)
+    if text == "":
+        raise ValueError("the path is empty")
     return text
 
 
@@ -108,10 +45,10 @@ def user_path(text: str | Path) -> Path:
         The path.
 
     Raises:
-        DataError: No file can have this path, or it names a user that does not exist.
+        DataError: It is empty, or names a user that does not exist.
     """
-    if fault := path_fault(str(text)):
-        raise DataError(f"{str(text)!r}: {fault}")
+    if not str(text):
+        raise DataError("'': the path is empty")
     try:
         return Path(text).expanduser()
     except RuntimeError:

@@ -1,8 +1,7 @@
-"""Files and folders that appear complete or not at all, even if the process is killed; locks;
-and temporary folders of one process, or of one user on a node."""
+"""Files and folders that appear complete or not at all, even if the process is killed, and
+temporary folders of one process, or of one user on a node."""
 
 import contextlib
-import errno
 import fcntl
 import hashlib
 import os
@@ -11,15 +10,10 @@ import secrets
 import shutil
 import socket
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
 
 from polyad.data.errors import DataError
-
-NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL)
-"""Errors of file systems without locks."""
 
 
 @contextlib.contextmanager
@@ -51,11 +45,11 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 @contextlib.contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """Yields an empty file beside `path`, which replaces it when the block ends without error.
+    """Yields an empty file that replaces `path` when the block ends without error.
 
-    The file's name is its own, so that several processes may write the same `path`: the last one
-    that ends wins. After an error it is deleted; files left by killed processes of this host are
-    deleted by the next call. A link stays: the file that it names is replaced. What is neither
+    It is in a folder of its own, so that several processes may write the same `path`: the last one
+    that ends wins. After an error it is deleted; what killed processes of this host left is deleted
+    by the next call. A link stays: the file that it names is replaced. What is neither
     file nor link to one, such as `/dev/stdout` or a pipe, is yielded itself.
 
     Args:
@@ -69,29 +63,14 @@ def whole_file(path: Path) -> Iterator[Path]:
         return
     if path.is_symlink():
         path = path.resolve()
-    partial, descriptor = _locked_file(path)
-    try:
+    with temporary_folder(f".{path.name[:50]}.", path.parent, ".partial") as folder:
+        partial = folder / path.name
+        with named(path):
+            partial.touch()
         if path.exists():
             shutil.copymode(path, partial)
         yield partial
         partial.replace(path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
-    finally:
-        os.close(descriptor)
-
-
-def _locked_file(path: Path) -> tuple[Path, int]:
-    while True:
-        partial = _unused(path.parent, f".{path.name[:50]}.", ".partial")
-        with named(path):
-            descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        with contextlib.suppress(OSError):  # without locks, no process will remove it
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        if os.fstat(descriptor).st_nlink:
-            return partial, descriptor
-        os.close(descriptor)  # another process took it for a leftover before it was locked
 
 
 @contextlib.contextmanager
@@ -132,50 +111,6 @@ def digest_of(path: Path) -> str:
 
 
 @contextlib.contextmanager
-def locked(
-    path: Path,
-    *,
-    wait: bool,
-    without_locks: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
-) -> Iterator[bool]:
-    """Holds a lock within the block; yields False if another process holds it and `wait` is off.
-
-    On a file system without locks, every process enters the context that `without_locks` returns.
-
-    Args:
-        path: The lock file; it is created, with its folder, and may be removed by the process that
-            holds the lock.
-        wait: Whether to wait for the process that holds it.
-        without_locks: Returns the context to enter where there are no locks.
-    """
-    while True:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-            except BlockingIOError:
-                yield False
-                return
-            except OSError as error:
-                if error.errno not in NO_LOCKS:
-                    raise
-                with without_locks():
-                    yield True
-                return
-            if _is_at(file, path):
-                yield True
-                return
-        # The previous holder removed the file while this process waited: the lock protects nothing.
-
-
-def _is_at(file: IO[str], path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(file.fileno()), path.stat())
-    except FileNotFoundError:
-        return False
-
-
-@contextlib.contextmanager
 def temporary_folder(name: str, parent: Path | None = None, ending: str = "") -> Iterator[Path]:
     """Creates a folder that is removed when the block ends, unless it was renamed by then.
 
@@ -211,10 +146,10 @@ def _unused(parent: Path, name: str, ending: str) -> Path:
     pattern = re.compile(rf"{re.escape(f'{name}{host}')}[0-9a-f]{{8}}{re.escape(ending)}")
     for path in [path for path in parent.iterdir() if pattern.fullmatch(path.name)]:
         with contextlib.suppress(OSError):  # in use, owned by another user, or already gone
-            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECTORY)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
+                shutil.rmtree(path, ignore_errors=True)
             finally:
                 os.close(descriptor)
     return parent / f"{name}{host}{secrets.token_hex(4)}{ending}"

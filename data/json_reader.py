@@ -36,16 +36,13 @@ def read_bytes(path: Path, error: type[ValueError] = DataError) -> bytes:
         raise error(f"{path}: cannot be read: {fault.strerror or fault}") from None
 
 
-def parse_json(
-    content: bytes | str, place: str, *, error: type[ValueError] = DataError, once: bool = False
-) -> Any:
+def parse_json(content: bytes | str, place: str, *, error: type[ValueError] = DataError) -> Any:
     """Parses JSON, with or without a byte order mark.
 
     Args:
         content: The JSON document.
         place: File, and line or member if any: the prefix of the error; empty for no prefix.
         error: The exception type to raise.
-        once: Whether a repeated key in an object is an error; otherwise the last one counts.
 
     Raises:
         ValueError: As `error`: it is not JSON.
@@ -55,9 +52,7 @@ def parse_json(
         if isinstance(content, bytes):
             content = content.decode("utf-8-sig")
         text = content.removeprefix("\ufeff")
-        return json.loads(text, object_pairs_hook=_with_keys_once if once else None)
-    except KeyError as fault:
-        raise error(f"{before}has the key {fault.args[0]!r} twice") from None
+        return json.loads(text)
     except UnicodeDecodeError as fault:
         raise error(f"{before}is not UTF-8: {fault.reason} at byte {fault.start:,}") from None
     except RecursionError:
@@ -67,12 +62,3 @@ def parse_json(
         line = f"line {fault.lineno}, column {fault.colno}"
         where = line if several else f"character {fault.pos + 1:,}"
         raise error(f"{before}is not JSON: {fault.msg} at {where}") from None
-
-
-def _with_keys_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in found:
-            raise KeyError(name)
-        found[name] = value
-    return found

@@ -8,8 +8,7 @@ generalization").
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
@@ -21,48 +20,6 @@ SPLIT_NAMES = {
     "test": "test",
 }
 """Names of folders and files that hold a split, and the split that they mean."""
-
-
-def named_classes(schema: Any, column: str) -> list[str] | None:
-    """Returns the class names of a label column, which `datasets` stores in a schema's metadata.
-
-    Args:
-        schema: The schema of a Parquet or Arrow file.
-        column: The column of the labels.
-
-    Returns:
-        A name for each number from 0; None if the file has none.
-    """
-    from datasets import ClassLabel, Features
-
-    try:
-        feature = Features.from_arrow_schema(schema).get(column)
-    except (ValueError, KeyError, TypeError):
-        return None
-    names = feature.names if isinstance(feature, ClassLabel) else None
-    return each_once(names) if names else None
-
-
-def schema_of(file: Path) -> Any:
-    """Reads the schema of a Parquet or Arrow file.
-
-    Raises:
-        DataError: It cannot be read.
-    """
-    import pyarrow
-    import pyarrow.parquet
-
-    kind = "Parquet" if file.suffix.lower() == ".parquet" else "Arrow"
-    try:
-        if kind == "Parquet":
-            return pyarrow.parquet.read_schema(file)
-        with pyarrow.memory_map(str(file)) as mapped:
-            try:
-                return pyarrow.ipc.open_stream(mapped).schema
-            except pyarrow.ArrowInvalid:
-                return pyarrow.ipc.open_file(mapped).schema
-    except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(f"{file}: cannot be read as {kind}: {str(error)[:120]}") from None
 
 
 def each_once(names: Sequence[str]) -> list[str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from polyad.data.errors import DataError, listed, one_line, user_path
-from polyad.data.names import SPLIT_NAMES, named_classes, schema_of
+from polyad.data.names import SPLIT_NAMES
 from polyad.data.prepared import SPLITS
 
 HUB = "hub:"
@@ -277,9 +277,11 @@ def load_files(files: Sequence[Path], notes: list[str]) -> Any:
     paths = [str(file.resolve()) for file in files]
     with library_errors(files[0] if len(files) == 1 else files[0].parent):
         rows = datasets.load_dataset(BUILDERS[ending], data_files=paths, split="train")
-    for column, feature in rows.features.items():
-        if isinstance(feature, datasets.ClassLabel):
-            _check_names(files, column)
+        for file, path in zip(files[1:], paths[1:], strict=True):
+            other = datasets.load_dataset(
+                BUILDERS[ending], data_files=path, split="train", streaming=True
+            )
+            _check_names(file, other.features or {}, rows.features)
     return rows
 
 
@@ -307,12 +309,11 @@ def _separated(file: Path, notes: list[str]) -> Any:
         return datasets.Dataset(pyarrow.csv.read_csv(file, read, parse, words))
 
 
-def _check_names(files: Sequence[Path], column: str) -> None:
-    first = named_classes(schema_of(files[0]), column)
-    for file in files[1:]:
-        names = named_classes(schema_of(file), column)
-        if names != first:
+def _check_names(file: Path, features: Mapping[str, Any], first: Mapping[str, Any]) -> None:
+    for column, feature in first.items():
+        mine, theirs = (getattr(each, "names", None) for each in (feature, features.get(column)))
+        if mine != theirs:
             raise DataError(
-                f"{file}: names the numbers in {column!r} {listed(names or (), 5)}, and "
-                f"{files[0]} {listed(first or (), 5)}: the files of one split need the same names"
+                f"{file}: names the numbers in {column!r} {listed(theirs or (), 5)}, another file "
+                f"{listed(mine or (), 5)}: the files of one split need the same names"
             )

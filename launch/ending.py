@@ -11,7 +11,6 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from polyad.data.errors import loader_ended
 from polyad.launch.machine import is_main, rank_of_process
 from polyad.launch.processes import ignore_further_signals
 from polyad.parallel.addresses import is_one_host
@@ -78,7 +77,7 @@ def _report(error: Exception) -> int:
         status = 2 if error.errno == errno.ENAMETOOLONG else 1
         _say(f"{where}{error.strerror}", status)
         return status
-    if line := loader_ended(error) or _peer_ended(error):
+    if line := _peer_ended(error):
         _say(line, 1)
         return 1
     if rank_of_process() and _meeting("has_met"):

@@ -8,7 +8,6 @@ from typing import Any
 from tqdm import tqdm
 
 from polyad.data.errors import DataError, user_path
-from polyad.data.prepared import PreparedFolder
 from polyad.data.text.dataset import PreparedData, check_prepared
 from polyad.data.text.manifest import Manifest
 from polyad.launch.command import UsageError
@@ -151,12 +150,12 @@ def verify_data(folders: Sequence[str]) -> Values:
     }
 
 
-def _stored(path: Path) -> PreparedFolder:
+def _stored(path: Path) -> PreparedData:
     check_prepared(path)
     return PreparedData(path, Manifest.read(path))
 
 
-def _verified(folder: PreparedFolder, bar: Any) -> Values:
+def _verified(folder: PreparedData, bar: Any) -> Values:
     files = [
         {**each._asdict(), "status": "damaged" if each.reason else "verified"}
         for each in folder.reports(bar.update)

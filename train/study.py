@@ -21,11 +21,12 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 import pandas
+from filelock import FileLock, Timeout
 from pydantic import AfterValidator, Field, ValidationError, model_validator
 from scipy import stats
 
-from polyad.data.errors import MAX_NAME_BYTES, check_path
-from polyad.data.files import locked, write_whole
+from polyad.data.errors import check_path
+from polyad.data.files import write_whole
 from polyad.data.json_reader import read_json
 from polyad.model.build import count_parameters
 from polyad.model.config import Config
@@ -98,11 +99,10 @@ class StudyConfig(Config):
     @model_validator(mode="after")
     def _names_fit(self) -> "StudyConfig":
         for name in [*self.variants, *self.tasks]:
-            if not re.fullmatch(rf"[A-Za-z0-9][A-Za-z0-9_.+-]{{,{MAX_NAME_BYTES - 1}}}", name):
+            if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.+-]{,254}", name):
                 raise ValueError(
                     f"variants, tasks: {shown(name)} is not allowed; a name has letters, digits "
-                    "and any of _ . + -, starts with a letter or digit, and has at most "
-                    f"{MAX_NAME_BYTES} bytes"
+                    "and any of _ . + -, starts with a letter or digit, and has at most 255 bytes"
                 )
         for key, name in [("baseline", self.baseline), *(("grids", name) for name in self.grids)]:
             if name not in self.variants:
@@ -384,15 +384,18 @@ def finish_runs(study: Study, polyad: Polyad, say: Callable[[str], None]) -> pan
         if not len(left):
             return frame
         run = study.runs[left[0]]
-        with locked(run.folder.with_name(f".{run.folder.name}.lock"), wait=False) as ours:
-            if ours:
-                total, finished, seconds = progress(study, frame)
-                time_left = "" if math.isnan(seconds) else f"; about {duration(seconds)} left"
-                say(f"\n== run {finished + 1} of {total}: {run}{time_left}")
-                _finish(study, run, polyad)
-            else:
-                say(f"{run}: is left to another start of this study, which has begun it")
-                elsewhere.add(left[0])
+        lock = FileLock(run.folder.with_name(f".{run.folder.name}.lock"), timeout=0)
+        try:
+            held = lock.acquire()
+        except Timeout:
+            say(f"{run}: is left to another start of this study, which has begun it")
+            elsewhere.add(left[0])
+            continue
+        with held:
+            total, finished, seconds = progress(study, frame)
+            time_left = "" if math.isnan(seconds) else f"; about {duration(seconds)} left"
+            say(f"\n== run {finished + 1} of {total}: {run}{time_left}")
+            _finish(study, run, polyad)
         frame = results_of(study)
 
 

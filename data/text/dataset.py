@@ -7,17 +7,17 @@ each), and the numbers 0 to D (8 each), which are the bounds of documents in seq
 """
 
 import functools
+import hashlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from typing_extensions import override
 
 from polyad.data.errors import DataError, nearest, user_path
-from polyad.data.prepared import MANIFEST_FILE, SPLITS, PreparedFolder, SplitName
+from polyad.data.prepared import MANIFEST_FILE, SPLITS, SplitName
 from polyad.data.text.manifest import FILES, Manifest
 from polyad.data.text.tokenizers.files import load_tokenizer
 from polyad.data.text.tokenizers.tokenizer import Tokenizer
@@ -188,7 +188,28 @@ class TokenStream:
         return {name: getattr(self, name) for name in names}
 
 
-class PreparedData(PreparedFolder):
+PIECE_BYTES = 2**20
+"""Bytes that are read and checked at a time: such a piece fits into a core's cache."""
+
+Read = Callable[[int], None]
+"""Called with the number of bytes after each read. An exception that it raises ends the reading."""
+
+
+class FileReport(NamedTuple):
+    """The result of reading a file of a prepared folder.
+
+    Attributes:
+        name: The name of the file.
+        bytes: Its size; 0 if it is missing.
+        reason: One line on why it is damaged; None if it is intact.
+    """
+
+    name: str
+    bytes: int
+    reason: str | None
+
+
+class PreparedData:
     """A folder made by `polyad prepare`; use `open`.
 
     Attributes:
@@ -256,10 +277,37 @@ class PreparedData(PreparedFolder):
         vocab_size = self.manifest.tokenizer.vocab_size
         return TokenStream(self.path / name, info.tokens, info.documents, vocab_size)
 
-    @property
-    @override
-    def digests(self) -> Mapping[str, str]:
-        return self.manifest.sha256
+    def bytes_to_verify(self) -> int:
+        """Returns the bytes that `reports` reads."""
+        return sum(_size(self.path / name) for name in self.manifest.sha256)
+
+    def reports(self, read: Read = lambda count: None) -> Iterator[FileReport]:
+        """Reads every file and compares its digest, even after a damaged one.
+
+        Args:
+            read: Called as the files are read.
+
+        Yields:
+            The result for each file.
+        """
+        for name, sha256 in self.manifest.sha256.items():
+            path, digest, reason = self.path / name, hashlib.sha256(), None
+            try:
+                with path.open("rb") as file:
+                    while piece := file.read(PIECE_BYTES):
+                        digest.update(piece)
+                        read(len(piece))
+                if digest.hexdigest() != sha256:
+                    reason = f"{path}: damaged: its SHA-256 is not that of {MANIFEST_FILE}"
+            except OSError as error:
+                reason = f"{path}: cannot be read: {error.strerror or error}"
+            yield FileReport(name, _size(path), reason)
+
+    def faults(self, read: Read = lambda count: None) -> Iterator[tuple[str, str]]:
+        """Names each damaged file of `reports`, and says in one line what is wrong with it."""
+        for report in self.reports(read):
+            if report.reason is not None:
+                yield report.name, report.reason
 
     def verify(self) -> None:
         """Reads every byte of every file and compares it with the manifest's digests.
@@ -333,3 +381,7 @@ def _check_size(path: Path, expected: int) -> None:
             f"{path}: {size:,} bytes where {MANIFEST_FILE} says {expected:,}: cut short, or of "
             "another data set; prepare the data again"
         )
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.is_file() else 0

@@ -123,7 +123,7 @@ def test_the_next_writer_removes_what_a_killed_one_left_and_not_what_is_in_use(t
         processes[0].wait()
         assert left.exists()
         write_whole(path, "whole")
-        assert sorted(tmp_path.iterdir()) == sorted([path, used])
+        assert sorted(tmp_path.iterdir()) == sorted([path, used.parent])
     finally:
         for process in processes:
             process.kill()

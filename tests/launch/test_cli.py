@@ -138,7 +138,7 @@ def test_version_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
         (["prepare", "--source", "x"], "--output"),
         (["prepare", "--source", "x", "--output", "y"], "--tokenizer"),
         (["prepare", "--join", "--source", "x", "--output", "y"], "--source"),
-        (["prepare", "--source", "x" * 300, "--tokenizer", "words", "--output", "y"], "300 bytes"),
+        (["prepare", "--source", "x" * 300, "--tokenizer", "words", "--output", "y"], "too long"),
         (["launch", "x.yaml"], "--processes-per-node"),
         (["launch", "x.yaml", "--processes-per-node", "two"], "'two'"),
         (["validate", "x.yaml", "--process", "2"], "nearest is --processes"),

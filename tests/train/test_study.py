@@ -15,9 +15,9 @@ from typing import Any
 import psutil
 import pytest
 import yaml
+from filelock import FileLock
 from scipy import stats
 
-from polyad.data.files import locked
 from polyad.launch.cli import run as polyad
 from polyad.train.config.gone import GONE
 from polyad.train.errors import ConfigError, RunError, Stopped
@@ -315,7 +315,7 @@ def test_a_run_that_a_signal_stopped_stops_the_study(study: Any) -> None:
 def test_a_run_that_another_start_has_begun_is_left_to_it(study: Any) -> None:
     known, play, said = study(), Played(LOSSES), list[str]()
     folder = known.runs[0].folder
-    with locked(folder.with_name(f".{folder.name}.lock"), wait=False):
+    with FileLock(folder.with_name(f".{folder.name}.lock")):
         finish_runs(known, play, said.append)
     assert len(play.trained) == 5
     assert "dense, seed 1: is left to another start of this study, which has begun it" in said

@@ -1,6 +1,7 @@
 """A run's folder: checks that it is usable and has room, and the lock of a start of the run."""
 
 import contextlib
+import errno
 import os
 import secrets
 import socket
@@ -13,7 +14,7 @@ from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 from pydantic import AfterValidator
 
 from polyad.data.errors import check_path
-from polyad.data.files import NO_LOCKS, write_whole
+from polyad.data.files import write_whole
 from polyad.model.config import Config
 from polyad.parallel import comm
 from polyad.parallel.checkpoint.manage import (
@@ -24,6 +25,8 @@ from polyad.parallel.checkpoint.manage import (
 )
 from polyad.train.errors import ConfigError, RunError
 
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL)
+"""Errors of file systems without locks."""
 LOCK_FILE = ".lock"
 TOKEN_FILE = ".start"
 SEEN_WITHIN = 10.0

@@ -75,7 +75,9 @@ def test_a_page_that_does_not_fit_says_so(finished, monkeypatch, capfd):
     usual = Path.write_bytes
 
     def full(self, *given, **named):
-        return usual(Path("/dev/full") if self.name.endswith(".partial") else self, *given, **named)
+        return usual(
+            Path("/dev/full") if self.parent.name.endswith(".partial") else self, *given, **named
+        )
 
     monkeypatch.setattr(Path, "write_bytes", full)
     assert polyad(["report", str(finished), "--tokens", "0"]) == 1
