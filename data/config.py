@@ -2,9 +2,9 @@
 
 import re
 from collections import Counter
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from polyad.data.errors import check_path, user_path
 
@@ -33,7 +33,7 @@ class Config(BaseModel):
 class MixtureSource(Config):
     """One of the prepared folders of a data mixture."""
 
-    path: str
+    path: Annotated[str, AfterValidator(check_path)]
     """Folder created by `polyad prepare`."""
 
     weight: float = Field(ge=1e-9, le=1e9, allow_inf_nan=False)
@@ -42,13 +42,6 @@ class MixtureSource(Config):
 
     name: str | None = None
     """Name under which its validation loss is reported; null: the name of the folder."""
-
-    @field_validator("path")
-    @classmethod
-    def _path_can_be(cls, path: str) -> str:
-        check_path(path)
-        user_path(path)
-        return path
 
     @field_validator("name")
     @classmethod
@@ -79,17 +72,12 @@ class DataConfig(DataSettings):
     kind: Literal["text"] = "text"
     """Text for next-token prediction."""
 
-    path: str | None = None
+    path: Annotated[str | None, AfterValidator(check_path)] = None
     """Folder created by `polyad prepare`, with the tokens of the train, validation and test splits
     and the tokenizer."""
 
     mixture: list[MixtureSource] | None = Field(default=None, min_length=1)
     """Several prepared folders instead of one `path`, all prepared with the same tokenizer."""
-
-    @field_validator("path")
-    @classmethod
-    def _path_can_be(cls, path: str | None) -> str | None:
-        return check_path(path)
 
     @model_validator(mode="after")
     def _path_or_mixture(self) -> "DataConfig":

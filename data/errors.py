@@ -25,13 +25,13 @@ _OF_A_LOADER = re.compile(r"Caught \w+ in DataLoader worker.*\n[\w.]+: (.*?)\s*\
 
 
 def check_path(text: str | None) -> str | None:
-    """Returns a path of a configuration, after checking that it is not empty.
+    """Returns a path of a configuration, after checking that `user_path` expands it.
 
     Raises:
-        ValueError: It is, as of an unset shell variable.
+        DataError: It does not.
     """
-    if text == "":
-        raise ValueError("the path is empty")
+    if text is not None:
+        user_path(text)
     return text
 
 

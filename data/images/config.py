@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, Field, field_validator
 
 from polyad.data.config import Config, DataSettings
 from polyad.data.errors import check_path
@@ -66,7 +66,7 @@ class ImageDataConfig(DataSettings):
     kind: Literal["images"] = "images"
     """Images, each with one class."""
 
-    path: str
+    path: Annotated[str, AfterValidator(check_path)]
     """A folder with one folder per class, perhaps inside train, val and test; .parquet files or
     WebDataset's .tar files, or a folder of them; a folder saved by Hugging Face's datasets;
     hub:OWNER/NAME[:CONFIG]; or digits."""
@@ -103,12 +103,6 @@ class ImageDataConfig(DataSettings):
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Fraction of every target that is spread evenly over all classes; 0 turns label smoothing
     off."""
-
-    @field_validator("path")
-    @classmethod
-    def _path_can_be(cls, path: str) -> str:
-        check_path(path)
-        return path
 
     @property
     def mixes(self) -> bool:

@@ -30,6 +30,7 @@ from polyad.data.text.manifest import (
 from polyad.data.text.sources import (
     EMPTY,
     UNREADABLE,
+    Document,
     Part,
     ReadOptions,
     Source,
@@ -39,7 +40,7 @@ from polyad.data.text.sources import (
 from polyad.data.text.splits import Sources, documents_needed
 from polyad.data.text.tokenizers.tokenizer import Tokenizer, all_cores, special_line
 from polyad.data.text.tokenizers.training import resolve_tokenizer, training_wanted
-from polyad.data.text.writer import DatasetWriter, SplitWriter, cut_between_words
+from polyad.data.text.writer import SplitWriter, cut_between_words, write_documents
 
 HELD_OUT = 0.05
 """Default share of the text held out for each split that has no source of its own."""
@@ -189,24 +190,24 @@ def _loaded_tokenizer(config: PrepareConfig) -> Tokenizer | None:
     return None
 
 
+_AS_ASKED = (
+    "source", "validation_source", "test_source", "end_of_text", "text_key", "file_format", "part"
+)  # fmt: skip
+"""Fields of a request that are those of `PrepareConfig`."""
+
+
 def _request(
     config: PrepareConfig, by_split: dict[SplitName, Source], loaded: Tokenizer | None
 ) -> Request:
     fractions = _fractions(config, by_split)
     has_text_files = any(each.has_text_files for each in by_split.values())
     return Request(
-        source=config.source,
-        validation_source=config.validation_source,
-        test_source=config.test_source,
+        **{name: getattr(config, name) for name in _AS_ASKED},
         tokenizer=loaded.fingerprint if loaded else config.tokenizer,
-        end_of_text=config.end_of_text,
         validation_fraction=fractions["validation"],
         test_fraction=fractions["test"],
-        text_key=config.text_key,
         listings={name: text.listing_digest() for name, text in by_split.items()},
         documents=config.documents if has_text_files else None,
-        file_format=config.file_format,
-        part=config.part,
     )
 
 
@@ -285,15 +286,18 @@ def _encoded(
 ) -> dict[SplitName, SplitInfo]:
     """Writes the tokens of all splits into a folder."""
     progress.start("encoding", sources.total_bytes)
-    with contextlib.closing(DatasetWriter(folder, tokenizer)) as writer:
-        done = 0
+    done = 0
+
+    def documents() -> Iterator[tuple[SplitName, Document]]:
+        nonlocal done
         for split, document in sources.assigned(left_out):
-            writer.add(split, document.text, document.name)
+            yield split, document
             done += document.size
             progress.update(done)
-        splits = writer.finish()
-        progress.finish(done, writer.tokens)
-    if line := special_line(writer.special):
+
+    splits, special = write_documents(folder, tokenizer, documents())
+    progress.finish(done, sum(split.tokens for split in splits.values()))
+    if line := special_line(special):
         progress.say(line)
     return splits
 

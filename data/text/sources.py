@@ -299,10 +299,8 @@ def _copied(spec: str, path: str, options: ReadOptions) -> dict[SplitName, Sourc
 
 
 def _other_splits(names: list[str]) -> LeftOut:
-    left_out = LeftOut()
-    for _ in names:
-        left_out.add(f"splits other than {', '.join(SPLITS)}")
-    return left_out
+    reason = f"splits other than {', '.join(SPLITS)}"
+    return LeftOut({reason: len(names)} if names else {})
 
 
 def _rows(spec: str, path: str, options: ReadOptions) -> dict[SplitName, Source]:

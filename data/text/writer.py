@@ -1,9 +1,10 @@
 """Writes documents to the files of their splits: encodes them in batches, with bounded memory."""
 
+import contextlib
 import re
 import warnings
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import chain, islice
 from pathlib import Path
@@ -15,6 +16,7 @@ from polyad.data.errors import DataError
 from polyad.data.prepared import SPLITS, SplitName
 from polyad.data.text.dataset import token_dtype
 from polyad.data.text.manifest import SplitInfo
+from polyad.data.text.sources import Document
 from polyad.data.text.tokenizers.tokenizer import Tokenizer
 
 PIECE_CHARACTERS = 128 * 1024
@@ -117,7 +119,16 @@ def _builder(path: Path, dtype: type[np.uint16] | type[np.int32]) -> Any:
     return IndexedDatasetBuilder(str(path), dtype)
 
 
-class DatasetWriter:
+class _Piece(NamedTuple):
+    split: SplitName
+    text: str
+    is_last: bool
+    name: str
+
+
+def write_documents(
+    folder: Path, tokenizer: Tokenizer, documents: Iterable[tuple[SplitName, Document]]
+) -> tuple[dict[SplitName, SplitInfo], Counter[str]]:
     """Encodes documents of all splits together and writes each to the files of its split.
 
     A batch is encoded in a separate thread, which needs Python's lock only at its end, while the
@@ -126,99 +137,81 @@ class DatasetWriter:
     Args:
         folder: The folder to write to.
         tokenizer: Encodes the text.
+        documents: The documents, each with its split.
 
-    Attributes:
-        special: Special tokens in the text that were encoded as ordinary characters.
+    Returns:
+        The counts of each split, and how many special tokens of which kind in the text were encoded
+        as ordinary characters.
+
+    Raises:
+        DataError: A document cannot be encoded.
     """
+    special: Counter[str] = Counter()
 
-    def __init__(self, folder: Path, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self.special: Counter[str] = Counter()
-        self._in_pieces = tokenizer.encodes_in_pieces()
-        self._pending: list[_Piece] = []
-        self._pending_characters = 0
-        self._running: tuple[list[_Piece], Future[list[list[int]]]] | None = None
-        self._splits = {name: SplitWriter(folder / name, tokenizer) for name in SPLITS}
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="encode")
-
-    @property
-    def tokens(self) -> int:
-        """Tokens written so far, in all splits."""
-        return sum(writer.tokens for writer in self._splits.values())
-
-    def add(self, split: SplitName, text: str, name: str) -> None:
-        """Appends a document.
-
-        Args:
-            split: The split that it belongs to.
-            text: Its text.
-            name: Its name, for error messages.
-        """
-        pieces = cut_between_words(text) if self._in_pieces else iter([text])
-        held = next(pieces)
-        for piece in pieces:
-            self._add_piece(_Piece(split, held, False, name))
-            held = piece
-        self._add_piece(_Piece(split, held, True, name))
-
-    def finish(self) -> dict[SplitName, SplitInfo]:
-        """Encodes what is pending and finishes all files.
-
-        Returns:
-            The counts of each split.
-        """
-        self._encode_pending()
-        self._encode_pending()
-        return {name: writer.finish() for name, writer in self._splits.items()}
-
-    def close(self) -> None:
-        """Closes the files, finished or not."""
-        self._thread.shutdown(cancel_futures=True)
-        for writer in self._splits.values():
-            writer.close()
-
-    def _add_piece(self, piece: "_Piece") -> None:
-        self._pending.append(piece)
-        self._pending_characters += len(piece.text)
-        if self._pending_characters >= BATCH_CHARACTERS:
-            self._encode_pending()
-
-    def _encode_pending(self) -> None:
-        """Waits for the previous batch, starts to encode the pending one, writes the previous."""
-        pieces, self._pending, self._pending_characters = self._pending, [], 0
-        before = self._running
-        self._running = (pieces, self._thread.submit(self._encode, pieces))
-        if before is not None:
-            self._write(*before)
-
-    def _encode(self, pieces: "list[_Piece]") -> list[list[int]]:
+    def encode(pieces: list[_Piece]) -> list[list[int]]:
         texts = [piece.text for piece in pieces]
         try:
-            batch = self._tokenizer.encode_batch(texts)
+            batch = tokenizer.encode_batch(texts)
         except DataError:
             for piece in pieces:
                 try:
-                    self._tokenizer.encode_batch([piece.text])
+                    tokenizer.encode_batch([piece.text])
                 except DataError as error:
                     raise DataError(f"{piece.name}: {error}") from None
             raise
-        self.special += self._tokenizer.special_in(texts, batch)
+        special.update(tokenizer.special_in(texts, batch))
         return batch
 
-    def _write(self, pieces: "list[_Piece]", future: "Future[list[list[int]]]") -> None:
-        for piece, ids in zip(pieces, future.result(), strict=True):
-            self._splits[piece.split].add(ids, piece.text, is_last=piece.is_last)
+    with contextlib.ExitStack() as stack:
+        splits = {
+            name: stack.enter_context(contextlib.closing(SplitWriter(folder / name, tokenizer)))
+            for name in SPLITS
+        }
+        thread = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="encode"))
+        waiting: deque[tuple[list[_Piece], Future[list[list[int]]]]] = deque()
+
+        def write_first() -> None:
+            pieces, future = waiting.popleft()
+            for piece, ids in zip(pieces, future.result(), strict=True):
+                splits[piece.split].add(ids, piece.text, is_last=piece.is_last)
+
+        for batch in _batches(_pieces(tokenizer, documents)):
+            waiting.append((batch, thread.submit(encode, batch)))
+            if len(waiting) > 1:
+                write_first()
+        if waiting:
+            write_first()
+        return {name: writer.finish() for name, writer in splits.items()}, special
 
 
-class _Piece(NamedTuple):
-    split: SplitName
-    text: str
-    is_last: bool
-    name: str
+def _pieces(
+    tokenizer: Tokenizer, documents: Iterable[tuple[SplitName, Document]]
+) -> Iterator[_Piece]:
+    cuts = tokenizer.encodes_in_pieces()
+    for split, document in documents:
+        pieces = cut_between_words(document.text) if cuts else iter([document.text])
+        held = next(pieces)
+        for piece in pieces:
+            yield _Piece(split, held, False, document.name)
+            held = piece
+        yield _Piece(split, held, True, document.name)
+
+
+def _batches(pieces: Iterator[_Piece]) -> Iterator[list[_Piece]]:
+    batch: list[_Piece] = []
+    characters = 0
+    for piece in pieces:
+        batch.append(piece)
+        characters += len(piece.text)
+        if characters >= BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
 
 
 def encode_documents(tokenizer: Tokenizer, texts: Sequence[str]) -> Iterator[list[int]]:
-    """Encodes whole documents as `DatasetWriter` does, long ones in pieces.
+    """Encodes whole documents as `write_documents` does, long ones in pieces.
 
     Args:
         tokenizer: The tokenizer.

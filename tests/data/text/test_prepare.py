@@ -26,12 +26,12 @@ PREPARE_SLOWLY = """
 import sys, time, polyad.data.text.writer
 from polyad.data.text.prepare import prepare
 polyad.data.text.writer.BATCH_CHARACTERS = 1000
-add = polyad.data.text.writer.DatasetWriter.add
-def slow(*given):
-    add(*given)
+add = polyad.data.text.writer.SplitWriter.add
+def slow(*given, **named):
+    add(*given, **named)
     print("document", flush=True)
     time.sleep(0.2)
-polyad.data.text.writer.DatasetWriter.add = slow
+polyad.data.text.writer.SplitWriter.add = slow
 prepare(sys.argv[1], sys.argv[2], sys.argv[3])
 """
 THREADS = """
@@ -269,10 +269,10 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path, library_text, prepared_p
 
 
 def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path, texts, prepared_path, monkeypatch):
-    def full(self, *document):
+    def full(self, *piece, is_last):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("polyad.data.text.writer.DatasetWriter.add", full)
+    monkeypatch.setattr("polyad.data.text.writer.SplitWriter.add", full)
     with pytest.raises(DataError, match=r"out: cannot be written: No space left"):
         silent(str(texts), str(prepared_path), tmp_path / "out")
     assert os.listdir(tmp_path) == []
