@@ -127,7 +127,7 @@ class Evaluated(NamedTuple):
             *(model, layers, samples, (reader,)),
             batch_size=self.batch_size,
             world=world,
-            told="mean outputs",
+            label="mean outputs",
         )
         moments = reader.moments
         found = moments.result(lambda values: comm.sum_over_samples(values.to(world.device), world))
@@ -369,7 +369,7 @@ def read(
     *,
     batch_size: int,
     world: comm.World | None = None,
-    told: str = "",
+    label: str = "",
     report: Callable[[float], None] = lambda share: None,
 ) -> None:
     """Reads held-out samples and all routers' decisions once, for all measures.
@@ -381,13 +381,13 @@ def read(
         measures: each gets every batch of this process.
         batch_size: samples per forward pass.
         world: the processes that share the samples; None: this one reads all.
-        told: label on the console; empty: no output.
+        label: label on the console; empty: no output.
         report: called with the share done.
     """
     device, done = device_of(model), 0
     rank, ranks = (world.data_parallel_rank, world.data_parallel_size) if world else (0, 1)
-    if told and (world is None or world.is_main):
-        report = Progress(told, samples.amount, samples.unit)
+    if label and (world is None or world.is_main):
+        report = Progress(label, samples.amount, samples.unit)
     if isinstance(model, Streamed):
         progress = report if isinstance(report, Progress) else None
         _read_streamed(model, layers, samples, measures, batch_size, progress)

@@ -110,30 +110,30 @@ class Atlas(Examination):
         cls,
         opened: Evaluated,
         split: str,
-        asked: AtlasOptions,
+        settings: AtlasOptions,
         model: nn.Module,
         world: comm.World,
     ) -> Tables:
         """Reads the text twice: for the statistics, and for the changes in loss."""
-        chosen = chosen_experts(model, str(opened.weights.folder), asked)
+        chosen = chosen_experts(model, str(opened.weights.folder), settings)
         layers, columns = [layer for layer, _ in chosen], [each for _, each in chosen]
         for layer in layers:
-            check_action(layer, Action(how=asked.how), f"--how {asked.how}")
-            if asked.unembed is not None and (layer.shares or not isinstance(model, Decoder)):
+            check_action(layer, Action(how=settings.how), f"--how {settings.how}")
+            if settings.unembed is not None and (layer.shares or not isinstance(model, Decoder)):
                 raise ConfigError(
-                    f"--unembed: {asked.unembed} is not allowed with {layer.title}; allowed with: "
-                    "sparse experts of a model that predicts the next token"
+                    f"--unembed: {settings.unembed} is not allowed with {layer.title}; allowed "
+                    "with: sparse experts of a model that predicts the next token"
                 )
         assert isinstance(opened.task, TextTask)
-        text = TextSamples(opened.task, split, asked.tokens, hidden=True)
+        text = TextSamples(opened.task, split, settings.tokens, hidden=True)
         subject = Subject(model, layers, text, opened.batch_size)
 
         def summed(values: Any) -> Any:
             return comm.sum_over_samples(values.to(world.device), world)
 
         moments = _moments(subject, world, summed)
-        sets = [_sets(model, layer, moments[layer.name], asked) for layer in layers]
-        actions = [Action(how=asked.how, mean_SD=moments[each.name].mean_SD) for each in layers]
+        sets = [_sets(model, layer, moments[layer.name], settings) for layer in layers]
+        actions = [Action(how=settings.how, mean_SD=moments[each.name].mean_SD) for each in layers]
         measure = KnockOuts(
             *(subject, columns),
             actions=actions,
@@ -156,15 +156,15 @@ class Atlas(Examination):
             **_together(found.together, sets),
         }
         titles = {**tables.titles, **TITLES}
-        if asked.unembed is not None:
+        if settings.unembed is not None:
             end = model.part(*parts_of(model)[-1]) if isinstance(model, Streamed) else nullcontext()
             with end:
                 frames["unembedded"] = _unembedded(
-                    model, text, found.layers, moments, asked.unembed
+                    model, text, found.layers, moments, settings.unembed
                 )
             titles["unembedded"] = UNEMBEDDED
         return Tables(
-            facts={**tables.facts, "how": asked.how},
+            facts={**tables.facts, "how": settings.how},
             frames=frames,
             titles={name: title for name, title in titles.items() if name in frames},
         )
@@ -257,7 +257,7 @@ def _moments(subject: Subject, world: comm.World, summed: Summed) -> Mapping[str
         *(model, layers, samples, (reader,)),
         batch_size=batch_size,
         world=world,
-        told="read experts",
+        label="read experts",
     )
     return reader.moments.result(summed)
 
@@ -274,15 +274,15 @@ class _Sets(NamedTuple):
         return sorted({experts for _, experts in self.chosen})
 
 
-def _sets(model: nn.Module, layer: RoutedLayer, moments: Moments, asked: AtlasOptions) -> _Sets:
+def _sets(model: nn.Module, layer: RoutedLayer, moments: Moments, settings: AtlasOptions) -> _Sets:
     """The lowest quarter and half of experts by each statistic, and random sets."""
     chosen: list[tuple[str, tuple[int, ...]]] = []
     experts = layer.num_experts
-    if asked.experts or len(layer.levels) > 1:  # a set in one level is not a share of a layer
+    if settings.experts or len(layer.levels) > 1:  # a set in one level is not a share of a layer
         return _Sets(chosen)
     for share in SHARES:
         size = experts // share
-        left_over = asked.how == "prune" and experts - size < experts_of_a_token(model, layer)
+        left_over = settings.how == "prune" and experts - size < experts_of_a_token(model, layer)
         if size < 2 or left_over:
             continue
         for name, each_S in moments.statistics().items():

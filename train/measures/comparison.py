@@ -47,7 +47,7 @@ class Comparison(Measure):
     name = "compare"
     doing = "comparing routing"
     needs_whole = "two models read each batch together"
-    told = "compare"
+    label = "compare"
 
     def __init__(
         self, subject: Subject, opened: Evaluated, other: Weights, before: nn.Module
@@ -68,10 +68,10 @@ class Comparison(Measure):
 
     @classmethod
     def of(
-        cls, opened: Evaluated, split: str, asked: tuple[Weights, int], model: nn.Module
+        cls, opened: Evaluated, split: str, settings: tuple[Weights, int], model: nn.Module
     ) -> Self:
         """The measure of `polyad compare`, with the result of `checked`."""
-        other, units = asked
+        other, units = settings
         device = next(model.parameters()).device
         before = load_model(other, device, opened.config.train.precision)
         samples = probe_of(opened.task, units, split)

@@ -120,7 +120,7 @@ class KnockOuts(Measure):
     name = "knockout"
     doing = "removing experts"
     needs_whole = None
-    told = "leave out experts"
+    label = "leave out experts"
 
     def __init__(
         self,
@@ -176,13 +176,13 @@ class KnockOuts(Measure):
         return Options(**options)
 
     @classmethod
-    def of(cls, opened: Evaluated, split: str, asked: Options, model: nn.Module) -> Self:
+    def of(cls, opened: Evaluated, split: str, settings: Options, model: nn.Module) -> Self:
         """The measure of `polyad experts knockout`."""
-        chosen = chosen_experts(model, str(opened.weights.folder), asked)
+        chosen = chosen_experts(model, str(opened.weights.folder), settings)
         assert isinstance(opened.task, TextTask)
-        text = TextSamples(opened.task, split, asked.tokens, hidden=True)
+        text = TextSamples(opened.task, split, settings.tokens, hidden=True)
         subject = Subject(model, [layer for layer, _ in chosen], text, opened.batch_size)
-        return cls(subject, [columns for _, columns in chosen], asked.steerings)
+        return cls(subject, [columns for _, columns in chosen], settings.steerings)
 
     def read(self, world: comm.World | None = None) -> None:
         """Reads the text; block by block if the model is larger than memory."""
@@ -194,7 +194,7 @@ class KnockOuts(Measure):
         for takers, together in zip(by_layer, self._together, strict=False):
             takers.append(together)
         streamed = StreamedKnockOut(model, layers, by_layer, self._text, self._columns, batch_size)
-        streamed.read(self.told)
+        streamed.read(self.label)
 
     def add(self, reading: Reading) -> None:
         """Adds a batch."""
@@ -229,18 +229,18 @@ class KnockOuts(Measure):
 
 
 def chosen_experts(
-    model: nn.Module, place: str, asked: Options
+    model: nn.Module, place: str, settings: Options
 ) -> list[tuple[RoutedLayer, list[int]]]:
     """Returns the layers, and the columns of the experts to remove in each."""
-    routed, steerings, experts = routed_layers(model), asked.steerings, asked.experts
+    routed, steerings, experts = routed_layers(model), settings.steerings, settings.experts
     if not routed:
         raise ConfigError(f"{place}: its model has no experts")
     if steerings and not isinstance(model, Decoder):
         raise ConfigError(f"--steer {steerings[0]}: {place}: only a GPT-2 is steered")
     for steering in steerings:
         gate_column(model, steering)  # raises if it does not exist
-    if not steerings or asked.layers or experts:
-        layers = choose_layers(routed, asked.layers)
+    if not steerings or settings.layers or experts:
+        layers = choose_layers(routed, settings.layers)
         check_experts(layers, experts)
         return [(layer, columns_of(layer, experts)) for layer in layers]
     by_block = {layer.block: layer for layer in routed}

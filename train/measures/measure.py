@@ -65,7 +65,7 @@ class Examination(ABC):
             options: options of this examination.
 
         Returns:
-            The argument `asked` of `take`.
+            The argument `settings` of `take`.
 
         Raises:
             ConfigError: the weights, the data or an option are not allowed.
@@ -74,14 +74,14 @@ class Examination(ABC):
     @classmethod
     @abstractmethod
     def take(
-        cls, opened: Evaluated, split: str, asked: Any, model: nn.Module, world: comm.World
+        cls, opened: Evaluated, split: str, settings: Any, model: nn.Module, world: comm.World
     ) -> Tables:
         """Examines the weights; all processes call it.
 
         Args:
             opened: weights and data.
             split: name of the split.
-            asked: the result of `checked`.
+            settings: the result of `checked`.
             model: the weights' model, in evaluation mode, whole on each process.
             world: this process.
 
@@ -94,11 +94,11 @@ class Measure(Examination):
     """A measure that accumulates over a model's pass over held-out samples.
 
     Attributes:
-        told: label of its progress.
+        label: label of its progress.
         blocks: the blocks whose inputs it needs.
     """
 
-    told: ClassVar[str] = "measure experts"
+    label: ClassVar[str] = "measure experts"
     blocks: Sequence[int] = ()
 
     def __init__(self, subject: Subject) -> None:
@@ -118,15 +118,15 @@ class Measure(Examination):
 
     @classmethod
     def take(
-        cls, opened: Evaluated, split: str, asked: Any, model: nn.Module, world: comm.World
+        cls, opened: Evaluated, split: str, settings: Any, model: nn.Module, world: comm.World
     ) -> Tables:
         """Reads the samples once."""
-        taken = cls.of(opened, split, asked, model)
+        taken = cls.of(opened, split, settings, model)
         taken.read(world)
         return taken.result(lambda values: comm.sum_over_samples(values, world))
 
     @classmethod
-    def of(cls, opened: Evaluated, split: str, asked: Any, model: nn.Module) -> Self:
+    def of(cls, opened: Evaluated, split: str, settings: Any, model: nn.Module) -> Self:
         """Makes the measure of a command, for all layers with experts and all samples; see
         `take`."""
         head = routed_head(model)
@@ -141,7 +141,7 @@ class Measure(Examination):
         """Reads its samples in a separate pass for this measure; see
         `polyad.train.reading.read`."""
         model, layers, samples, batch_size = self.subject
-        read(model, layers, samples, [self], batch_size=batch_size, world=world, told=self.told)
+        read(model, layers, samples, [self], batch_size=batch_size, world=world, label=self.label)
 
     @abstractmethod
     def add(self, reading: Reading) -> None:
@@ -222,12 +222,12 @@ def examine(
         ValueError: with an `exit_status` of 2: one line says what is wrong.
     """
     opened = open_evaluated(path, data, overrides, weights, base, interventions)
-    asked = kind.checked(opened, split, **options)
+    settings = kind.checked(opened, split, **options)
     if kind.reads_split:
         opened.task.check_split(split)
     started, reads = time.monotonic(), split if kind.reads_split else None
     with opened.loaded(kind.doing, reads, needs_whole=kind.needs_whole) as (model, world):
-        result = kind.take(opened, split, asked, model, world)
+        result = kind.take(opened, split, settings, model, world)
         seconds = time.monotonic() - started
     about = opened.about()
     if kind.reads_split:

@@ -83,33 +83,33 @@ class Removal(Examination):
     def checked(cls, opened: Evaluated, split: str, **options: Any) -> RemovalOptions:
         """The fields of `RemovalOptions`."""
         needs_text(cls.name, opened)
-        asked, counts = RemovalOptions(**options), dict[str, int]()
+        settings, counts = RemovalOptions(**options), dict[str, int]()
         for key, each in sections_of(cls.name, opened).items():
-            if asked.merge and each.num_groups > 1:
+            if settings.merge and each.num_groups > 1:
                 raise ConfigError(
                     f"--merge: is not allowed with {key}.num_groups: {each.num_groups}; experts of "
                     "different groups cannot be merged"
                 )
-            check_share(key, each, asked.keep)
-            counts[key] = left_of(each, asked.keep)
+            check_share(key, each, settings.keep)
+            counts[key] = left_of(each, settings.keep)
         if len(set(counts.values())) > 1:
-            told = ", ".join(f"{left} in {key}" for key, left in counts.items())
+            counted = ", ".join(f"{left} in {key}" for key, left in counts.items())
             raise ConfigError(
-                f"--keep: {asked.keep:g} leaves {told}, but all layers must keep equally many"
+                f"--keep: {settings.keep:g} leaves {counted}, but all layers must keep equally many"
             )
         format_of(opened)
-        refuse_what_is_there(asked.output)
+        refuse_what_is_there(settings.output)
         # Made of any experts: whatever is wrong with the smaller model is known before the reading.
         kept = [Group.alone(expert) for expert in range(min(counts.values()))]
-        Pruning({"": kept}, asked.text).of(opened.weights)
-        return asked
+        Pruning({"": kept}, settings.text).of(opened.weights)
+        return settings
 
     @classmethod
     def take(
         cls,
         opened: Evaluated,
         split: str,
-        asked: RemovalOptions,
+        settings: RemovalOptions,
         model: nn.Module,
         world: comm.World,
     ) -> Tables:
@@ -118,30 +118,37 @@ class Removal(Examination):
 
         needs_one_process(cls.name, world)
         layers = sparse_layers(model)
-        calibration = calibration_of(opened, asked.calibrate)
+        calibration = calibration_of(opened, settings.calibrate)
         scores, moments = scored(
-            *(calibration, model, layers, world), by=asked.by, tokens=asked.tokens, seed=asked.seed
+            *(calibration, model, layers, world),
+            by=settings.by,
+            tokens=settings.tokens,
+            seed=settings.seed,
         )
-        choose = _merged if asked.merge else highest
+        choose = _merged if settings.merge else highest
         groups = {
             layer.name: choose(
-                scores[layer.name], moments[layer.name], config_of(model, layer), asked.keep
+                scores[layer.name], moments[layer.name], config_of(model, layer), settings.keep
             )
             for layer in layers
         }
         form = format_of(opened)
         written = convert(
-            opened.weights.folder, asked.output, form, Pruning(groups, asked.text), opened.choice
+            opened.weights.folder,
+            settings.output,
+            form,
+            Pruning(groups, settings.text),
+            opened.choice,
         )
-        samples = text_of(opened, split, asked.tokens)
+        samples = text_of(opened, split, settings.tokens)
         whole, tokens = mean_loss(model, samples, opened.batch_size, "held-out text")
         at_random = []
         for number in range(RANDOM_CHOICES):
-            chosen = random_groups(model, layers, asked.keep, seed=asked.seed + 1 + number)
+            chosen = random_groups(model, layers, settings.keep, seed=settings.seed + 1 + number)
             with intervened(model, without(layers, chosen)):
-                told = f"without random experts {number + 1}/{RANDOM_CHOICES}"
-                at_random.append(mean_loss(model, samples, opened.batch_size, told)[0])
-        smaller = _loss_of_written(opened, asked.output, split, asked.tokens)
+                label = f"without random experts {number + 1}/{RANDOM_CHOICES}"
+                at_random.append(mean_loss(model, samples, opened.batch_size, label)[0])
+        smaller = _loss_of_written(opened, settings.output, split, settings.tokens)
         kept = [
             {"module": name, "expert": expert, "made_of": list(group.experts)}
             for name, each in groups.items()
@@ -151,8 +158,8 @@ class Removal(Examination):
         costs += [(f"random experts {n + 1}", loss) for n, loss in enumerate(at_random)]
         return Tables(
             facts={
-                "by": asked.by,
-                "merged": asked.merge,
+                "by": settings.by,
+                "merged": settings.merge,
                 "calibrated_on": f"train of {calibration.task.name}",
                 "experts": layers[0].num_experts,
                 "experts_left": len(next(iter(groups.values()))),
@@ -225,12 +232,12 @@ def check_share(key: str, config: SparseMoEConfig, keep: float) -> None:
     )
     least, most = within * groups, config.num_experts - groups
     if not least <= left <= most:
-        told = f"{key}.top_k: {config.top_k}"
+        used = f"{key}.top_k: {config.top_k}"
         if groups > 1:
-            told += f" of {key}.top_groups: {config.top_groups} of num_groups: {groups}"
+            used += f" of {key}.top_groups: {config.top_groups} of num_groups: {groups}"
         allowed = f"{least} to {most} are allowed" if least <= most else "no number is allowed"
         raise ConfigError(
-            f"--keep: {keep:g} leaves {left} of {config.num_experts} experts; {allowed} with {told}"
+            f"--keep: {keep:g} leaves {left} of {config.num_experts} experts; {allowed} with {used}"
         )
 
 
@@ -325,7 +332,7 @@ def scored(
         *(model, layers, subject.samples, (reader, probabilities)),
         batch_size=subject.batch_size,
         world=world,
-        told="read experts",
+        label="read experts",
     )
     moments = reader.moments.result()
     found: Mapping[str, Tensor]
@@ -428,7 +435,7 @@ class _Losses:
 
 
 def mean_loss(
-    model: nn.Module, samples: TextSamples, batch_size: int, told: str
+    model: nn.Module, samples: TextSamples, batch_size: int, label: str
 ) -> tuple[float, int]:
     """Computes the mean loss of predicted tokens, in nats, and their number.
 
@@ -436,10 +443,10 @@ def mean_loss(
         model: in evaluation mode, whole on this process.
         samples: the samples to read.
         batch_size: windows per forward pass.
-        told: label on the console.
+        label: label on the console.
     """
     taken = _Losses(model)
-    read(model, [], samples, [taken], batch_size=batch_size, told=told)
+    read(model, [], samples, [taken], batch_size=batch_size, label=label)
     return taken.total / max(1, taken.tokens), taken.tokens
 
 

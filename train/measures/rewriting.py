@@ -210,14 +210,14 @@ class Rewriting(Examination):
         cls,
         opened: Evaluated,
         split: str,
-        asked: tuple[Rewrite, list[int]],
+        settings: tuple[Rewrite, list[int]],
         model: nn.Module,
         world: comm.World,
     ) -> Tables:
         """Reads the subpopulation, and then the split."""
         import pandas as pd
 
-        (rewrite, members), task = asked, opened.images(cls.name, attributes=True)
+        (rewrite, members), task = settings, opened.images(cls.name, attributes=True)
         head = routed_head(model)
         if head is None:
             raise ConfigError(
@@ -227,7 +227,7 @@ class Rewriting(Examination):
 
         def read_all(samples: ImageSamples, measure: Reader, title: str) -> None:
             size = opened.batch_size
-            read(model, [head], samples, [measure], batch_size=size, world=world, told=title)
+            read(model, [head], samples, [measure], batch_size=size, world=world, label=title)
 
         workers = task.settings.num_workers
         mean = _MeanCoefficients(head, world.device)

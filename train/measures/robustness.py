@@ -58,12 +58,12 @@ class Robustness(Examination):
         cls,
         opened: Evaluated,
         split: str,
-        asked: tuple[str, Path],
+        settings: tuple[str, Path],
         model: nn.Module,
         world: comm.World,
     ) -> Tables:
         """Reads the images of the set."""
-        (name, folder), task = asked, opened.images(cls.name)
+        (name, folder), task = settings, opened.images(cls.name)
         found = _SETS[name](Scorer(task, model, opened.batch_size, world), folder)
         about = {"set": f"ImageNet-{name.upper()}", "folder": str(folder)}
         return found.with_facts(about, {"image_size": task.model.image_size})
@@ -113,7 +113,7 @@ class Scorer(NamedTuple):
     batch_size: int
     world: comm.World
 
-    def logits(self, images: EvaluationImages, told: str) -> tuple[Tensor, Tensor]:
+    def logits(self, images: EvaluationImages, label: str) -> tuple[Tensor, Tensor]:
         """Logits [N, K] in fp32 and labels [N] of all images in order, on each process."""
         samples = ImageSamples(self.task, images=images, num_workers=self.task.settings.num_workers)
         kept = _Logits()
@@ -121,7 +121,7 @@ class Scorer(NamedTuple):
             *(self.model, [], samples, [kept]),
             batch_size=self.batch_size,
             world=self.world,
-            told=told,
+            label=label,
         )
         parts = [part for parts in comm.from_all(kept.parts) for part in parts]
         number_N, logits_NK, labels_N = (torch.cat(each) for each in zip(*parts, strict=True))
@@ -129,7 +129,7 @@ class Scorer(NamedTuple):
         return logits_NK[order_N], labels_N[order_N]
 
     def files(
-        self, files: ImageSplit, told: str, resize: float | None = None
+        self, files: ImageSplit, label: str, resize: float | None = None
     ) -> tuple[Tensor, Tensor]:
         """The same for files, whose shorter side is resized to `resize` times the model's before
         the crop; None: as configured."""
@@ -137,7 +137,7 @@ class Scorer(NamedTuple):
         if resize is not None:
             settings = settings.model_copy(update={"evaluation_resize": resize})
         images = EvaluationImages(files, settings, self.task.model.image_size)
-        return self.logits(images, told)
+        return self.logits(images, label)
 
 
 def _corrupted(scorer: Scorer, folder: Path) -> Tables:

@@ -58,7 +58,7 @@ class Specialization(Measure):
     """
 
     name = "specialization"
-    told = "measure routing"
+    label = "measure routing"
     needs_whole = None
 
     def __init__(self, subject: Subject, *, leave_out: bool = True) -> None:

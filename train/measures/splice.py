@@ -66,7 +66,7 @@ class Splicing(Measure):
 
     name = "splice"
     doing = "splicing feed-forwards"
-    told = "splice feed-forwards"
+    label = "splice feed-forwards"
 
     def __init__(
         self, subject: Subject, originals: Mapping[int, FeedForward], teacher: str
@@ -105,18 +105,18 @@ class Splicing(Measure):
         return SpliceOptions(teacher, options.get("tokens") or TOKENS)
 
     @classmethod
-    def of(cls, opened: Evaluated, split: str, asked: SpliceOptions, model: nn.Module) -> Self:
+    def of(cls, opened: Evaluated, split: str, settings: SpliceOptions, model: nn.Module) -> Self:
         """See `Measure.of`."""
         config = opened.weights.model_config()
         assert isinstance(config, DecoderSettings)
         device = next(model.parameters()).device
         precision = opened.config.train.precision
         originals = original_feed_forwards(
-            asked.teacher, config.replaced_blocks(), device, precision
+            settings.teacher, config.replaced_blocks(), device, precision
         )
-        text = TextSamples(opened.text(f"experts {cls.name}"), split, asked.tokens)
+        text = TextSamples(opened.text(f"experts {cls.name}"), split, settings.tokens)
         subject = Subject(model, [], text, opened.batch_size)
-        return cls(subject, originals, str(asked.teacher.folder))
+        return cls(subject, originals, str(settings.teacher.folder))
 
     def read(self, world: comm.World | None = None) -> None:
         """Reads the text, with hooks on the replaced blocks' outputs."""

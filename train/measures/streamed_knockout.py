@@ -79,17 +79,17 @@ class StreamedKnockOut:
         self._loss_BP: list[Tensor] = []
 
     @torch.inference_mode()
-    def read(self, told: str) -> None:
+    def read(self, label: str) -> None:
         """Reads everything.
 
         Args:
-            told: label on the console.
+            label: label on the console.
         """
         blocks = len(self._model.blocks)
         self._read_whole(blocks)
         groups = list(self._groups())
         parts, done = sum(blocks - min(group) + 1 for group in groups), 0
-        progress = Progress(told, parts, "blocks")
+        progress = Progress(label, parts, "blocks")
         for group in groups:
             lacking: list[_Lacking] = []
             for block in range(min(group), blocks):

@@ -102,38 +102,38 @@ class Trace(Examination):
     @classmethod
     def checked(cls, opened: Evaluated, split: str, **options: Any) -> Options:
         """Checks the fields of `Options`."""
-        asked = Options(**options)
-        check_output("--output", asked.output, comm.environment_world_size())
-        for name in asked.extra:
+        settings = Options(**options)
+        check_output("--output", settings.output, comm.environment_world_size())
+        for name in settings.extra:
             if name not in EXTRA:
                 raise ConfigError(f"--with: {name} is not allowed; allowed: {', '.join(EXTRA)}")
-        if "loss" in asked.extra:
+        if "loss" in settings.extra:
             opened.text("--with loss")
-        return asked
+        return settings
 
     @classmethod
     def take(
-        cls, opened: Evaluated, split: str, asked: Options, model: nn.Module, world: comm.World
+        cls, opened: Evaluated, split: str, settings: Options, model: nn.Module, world: comm.World
     ) -> Tables:
         """Reads the samples once; each process writes what it reads."""
-        layers = _chosen(model, str(opened.weights.folder), asked)
-        samples = samples_of(opened.task, split, asked.tokens)
-        of_tokens = OF_TOKENS[type(samples)] + (("loss",) if "loss" in asked.extra else ())
-        form = Form(layers, of_tokens, asked.extra)
+        layers = _chosen(model, str(opened.weights.folder), settings)
+        samples = samples_of(opened.task, split, settings.tokens)
+        of_tokens = OF_TOKENS[type(samples)] + (("loss",) if "loss" in settings.extra else ())
+        form = Form(layers, of_tokens, settings.extra)
         rank, ranks = world.rank, world.size
         about = {**_about(opened, split, samples), "part": rank, "parts": ranks}
-        with whole_output(asked.output, rank, ranks) as path:
+        with whole_output(settings.output, rank, ranks) as path:
             file = TraceFile(path, form.schema(about))
             try:
-                trace = cls(samples, model, form, asked.top or TOP, file.add)
+                trace = cls(samples, model, form, settings.top or TOP, file.add)
                 size = opened.batch_size
-                read(model, layers, samples, [trace], batch_size=size, world=world, told="trace")
+                read(model, layers, samples, [trace], batch_size=size, world=world, label="trace")
             finally:
                 file.close()
             counts = torch.tensor([file.rows, trace.tokens, path.stat().st_size])
             rows, tokens, size = comm.sum_over_ranks(counts.to(world.device)).tolist()
         facts = {
-            "output": str(asked.output),
+            "output": str(settings.output),
             "files": ranks,
             "bytes": size,
             "rows": rows,
@@ -229,16 +229,16 @@ class TraceWithLoss(Trace):
     needs_whole = "--with loss: a loss is known after the last block alone"
 
 
-def _chosen(model: nn.Module, place: str, asked: Options) -> list[RoutedLayer]:
+def _chosen(model: nn.Module, place: str, settings: Options) -> list[RoutedLayer]:
     """The layers to write."""
     head = routed_head(model)
     routed = [*routed_layers(model), *([head] if head else [])]
     if not routed:
         raise ConfigError(f"{place}: its model has no experts, in blocks or as its head")
-    layers = choose_layers(routed, asked.layers or (EVERY,))
-    if asked.top is not None and not any(layer.shares for layer in layers):
+    layers = choose_layers(routed, settings.layers or (EVERY,))
+    if settings.top is not None and not any(layer.shares for layer in layers):
         raise ConfigError(
-            f"--top: {asked.top} is not allowed: a router of {place} selects whole experts, and "
+            f"--top: {settings.top} is not allowed: a router of {place} selects whole experts, and "
             "all of them are written; allowed with: a muMoE, a mixture of networks"
         )
     return layers

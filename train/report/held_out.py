@@ -130,7 +130,7 @@ def _read(
     elif isinstance(samples, ImageSamples):
         top_images = TopImages(layers, samples, options.top, device)
         readers.append(top_images)
-    read(model, layers, samples, readers, batch_size=batch_size, told=f"read {options.split}")
+    read(model, layers, samples, readers, batch_size=batch_size, label=f"read {options.split}")
     shown: dict[str, list[ShownExpert]] = {}
     images, units = None, samples.amount
     if top_text is not None:
