@@ -55,17 +55,6 @@ def user_path(text: str | Path) -> Path:
         raise DataError(f"{text}: there is no user of that name") from None
 
 
-def check_at_least(least: int, **numbers: int) -> None:
-    """Checks that numbers, given by name, are at least `least`.
-
-    Raises:
-        DataError: One is below `least`.
-    """
-    for name, value in numbers.items():
-        if value < least:
-            raise DataError(f"{name} {value}: at least {least}")
-
-
 def check_attack(rate: float, seed: int) -> None:
     """Checks the strength and the seed of an attack on held-out samples.
 

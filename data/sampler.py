@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from polyad.data.errors import DataError, check_at_least
+from polyad.data.errors import DataError
 
 
 class _MicroBatches(Sampler[list[int]]):
@@ -74,7 +74,7 @@ def micro_batches(
         samples: The samples.
         start_step: First step, from 0; a resumed run passes the step where it stopped.
         num_steps: Steps to read.
-        global_batch_size: B, samples of a step over all ranks.
+        global_batch_size: B, samples of a step over all ranks, a multiple of m * D.
         micro_batch_size: m, samples of one forward pass of one rank.
         data_parallel_rank: This rank, from 0.
         data_parallel_size: D, the number of data-parallel ranks.
@@ -84,12 +84,7 @@ def micro_batches(
     Returns:
         Iterator over num_steps * B / (m * D) micro-batches: m samples stacked, for example token
         ids of shape (m, T + 1) from samples of shape (T + 1,).
-
-    Raises:
-        DataError: The sizes do not divide, or a number is out of range.
     """
-    _check_sizes(global_batch_size, micro_batch_size, data_parallel_rank, data_parallel_size)
-    check_at_least(0, start_step=start_step, num_steps=num_steps, num_workers=num_workers)
     return _read(
         samples,
         _MicroBatches(
@@ -185,22 +180,6 @@ class _Loaders(SpawnContext):
     Process = _Loader
 
 
-def _check_sizes(global_batch: int, micro_batch: int, rank: int, ranks: int) -> None:
-    check_at_least(
-        1, global_batch_size=global_batch, micro_batch_size=micro_batch, data_parallel_size=ranks
-    )
-    if not 0 <= rank < ranks:
-        raise DataError(f"data_parallel_rank {rank}: at least 0 and below {ranks}")
-    unit = micro_batch * ranks
-    if global_batch % unit:
-        below = global_batch // unit * unit
-        near = f"{below} or {below + unit}" if below else str(unit)
-        raise DataError(
-            f"global_batch_size {global_batch}: not a multiple of micro_batch_size {micro_batch} x "
-            f"data_parallel_size {ranks} = {unit}; {near} would fit"
-        )
-
-
 class Numbered(Dataset[tuple[Any, int]]):
     """Samples, each with the number under which it was requested.
 
@@ -240,11 +219,10 @@ def evaluation_batches(
         mask of the samples that count [B]: the last batches are padded with the last sample.
 
     Raises:
-        DataError: There is no sample, or a number is out of its range.
+        DataError: There is no sample.
     """
     if total < 1:
         raise DataError("no samples to evaluate on")
-    check_at_least(1, batch_size=batch_size)
     size = min(batch_size, math.ceil(total / ranks))  # not larger than one batch needs
     rounds = math.ceil(total / (size * ranks))
     firsts = [size * (ranks * number + rank) for number in range(rounds)]

@@ -3,6 +3,7 @@
 import random
 import re
 from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -12,8 +13,10 @@ from polyad.data.errors import DataError, check_attack
 from polyad.data.text.dataset import TokenStream
 from polyad.data.text.manifest import SplitInfo
 from polyad.data.text.tokenizers.tokenizer import Tokenizer
-from polyad.data.text.writer import BATCH_CHARACTERS, encode_documents
+from polyad.data.text.writer import encode_documents
 
+AT_ONCE = 256
+"""Number of documents that are encoded together."""
 REPLACEMENT = "AAA"
 """The word of TextAttack's word swap, which the papers use."""
 _WORD = re.compile(r"\S+")
@@ -95,9 +98,10 @@ def attacked_split(
     """
     words = replaced = of_text = size = 0
     documents: list[npt.NDArray[np.int64]] = []
+    texts = enumerate(_documents(stream, tokenizer, report))
     try:
-        for first, texts in _batches(_documents(stream, tokenizer, report)):
-            swapped = [attack(text, first + row) for row, text in enumerate(texts)]
+        while batch := list(islice(texts, AT_ONCE)):
+            swapped = [attack(text, number) for number, text in batch]
             words += sum(each.words for each in swapped)
             replaced += sum(each.replaced for each in swapped)
             changed = [each.text for each in swapped]
@@ -127,17 +131,3 @@ def _documents(
         read += length
         if report is not None:
             report(read / stream.num_tokens)
-
-
-def _batches(texts: Iterator[str]) -> Iterator[tuple[int, list[str]]]:
-    """Groups documents into batches, each with the number of its first document."""
-    batch: list[str] = []
-    first, characters = 0, 0
-    for text in texts:
-        batch.append(text)
-        characters += len(text)
-        if characters >= BATCH_CHARACTERS:
-            yield first, batch
-            first, batch, characters = first + len(batch), [], 0
-    if batch:
-        yield first, batch

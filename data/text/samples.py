@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import Dataset
 
 from polyad.data.config import DataConfig
-from polyad.data.errors import DataError, check_at_least
+from polyad.data.errors import DataError
 from polyad.data.order import shuffled
 from polyad.data.text.dataset import PreparedData, TokenStream
 from polyad.data.text.manifest import TokenizerInfo
@@ -43,8 +43,6 @@ class TrainingSamples(Dataset[torch.Tensor]):
     """
 
     def __init__(self, stream: TokenStream, sequence_length: int, seed: int) -> None:
-        check_at_least(1, sequence_length=sequence_length)
-        check_at_least(0, seed=seed)
         if stream.num_tokens < sequence_length + 1:
             raise DataError(
                 f"{stream.prefix}.bin: {stream.num_tokens:,} tokens, but one sample of sequence "

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from polyad.data.errors import DataError, check_at_least
+from polyad.data.errors import DataError
 from polyad.data.text.dataset import TokenStream
 
 
@@ -60,7 +60,6 @@ class EvaluationWindows:
         begin_of_text_id: int | None = None,
         max_windows: int | None = None,
     ) -> None:
-        check_at_least(1, sequence_length=sequence_length)
         if not 1 <= stride <= sequence_length:
             raise DataError(
                 f"stride {stride}: at least 1 and at most the sequence length, {sequence_length}"
@@ -164,22 +163,10 @@ def window_batches(
         Iterator over ceil(len(windows) / (B * world_size)) batches of tensors of shape (B, T), or
         with fewer rows if one batch has room for all. Each window goes to one rank; unscored
         windows pad the last batches.
-
-    Raises:
-        DataError: A number is out of its range.
     """
-    check_at_least(1, batch_size=batch_size)
-    if not 0 <= rank < world_size:
-        raise DataError(f"rank {rank}: at least 0 and below the world size, {world_size}")
     # Not larger than one batch needs: unscored windows take memory.
     most = max(1, math.ceil(len(windows) / world_size))
-    return _window_batches(windows, min(batch_size, most), rank, world_size)
-
-
-def _window_batches(
-    windows: EvaluationWindows | SpreadWindows, batch_size: int, rank: int, world_size: int
-) -> Iterator[WindowBatch]:
-    total = len(windows)
+    batch_size, total = min(batch_size, most), len(windows)
     for begin in range(0, total, batch_size * world_size):
         first = begin + rank * batch_size
         rows = [

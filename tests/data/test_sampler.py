@@ -180,22 +180,6 @@ def test_split_shorter_than_a_sample_is_refused(prepared):
     assert f"needs {stream.num_tokens + 1:,}" in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "expected"),
-    [
-        ((12, 4, 0, 2), "global_batch_size 12: not a multiple .* = 8; 8 or 16 would fit"),
-        ((3, 4, 0, 1), "= 4; 4 would fit"),
-        ((8, 0, 0, 1), "micro_batch_size 0"),
-        ((8, 4, 2, 2), "data_parallel_rank 2"),
-        ((8, 4, 0, 0), "data_parallel_size 0"),
-    ],
-)
-def test_sizes_that_do_not_divide_are_refused(samples, sizes, expected):
-    names = ("global_batch_size", "micro_batch_size", "data_parallel_rank", "data_parallel_size")
-    with pytest.raises(DataError, match=expected):
-        micro_batches(samples, start_step=0, num_steps=1, **dict(zip(names, sizes, strict=True)))
-
-
 @everyday("end", ["del cycle; gc.collect()", "pass"], keep=[])
 def test_a_process_ends_that_leaves_a_loader_as_garbage_or_open(end: str, tmp_path: Path) -> None:
     """Its workers ignore SIGTERM, by which torch and multiprocessing would end them.

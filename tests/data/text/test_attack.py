@@ -77,7 +77,7 @@ def test_nothing_replaced_gives_the_same_tokens(prepared):
 
 def test_long_documents_and_small_batches_give_the_same_tokens(prepared, monkeypatch):
     # Both sizes far below the documents', so that each comes in pieces and a batch of its own.
-    monkeypatch.setattr("polyad.data.text.attack.BATCH_CHARACTERS", 50)
+    monkeypatch.setattr("polyad.data.text.attack.AT_ONCE", 1)
     pieces = cut_small(monkeypatch)
     split = prepared.split("train")
     assert_same(attacked_split(split, prepared.tokenizer(), WordSwap(0.0)).stream, split)
