@@ -15,6 +15,8 @@ OF_THE_USER = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_
 """Environment variables with which the user configures malloc; then nothing is changed."""
 LARGEST = 2**31 - 1
 """Maximum size of a block that is kept, in bytes: the limit of `mallopt`."""
+USUAL = 2**17
+"""glibc's default of both thresholds, in bytes."""
 
 
 def keep_freed_memory() -> bool:
@@ -32,15 +34,26 @@ def keep_freed_memory() -> bool:
     Returns:
         Whether malloc was configured.
     """
+    # -1: memory at the end of the heap is never returned.
+    return _configure_malloc((M_MMAP_THRESHOLD, LARGEST), (M_TRIM_THRESHOLD, -1))
+
+
+def return_freed_memory() -> bool:
+    """Undoes `keep_freed_memory`: large blocks are separate mappings again, returned when freed.
+
+    For a model larger than memory, whose blocks are read one after the other: in a heap that keeps
+    everything, what small tensors leave between the large ones would be lost.
+    """
+    return _configure_malloc((M_MMAP_THRESHOLD, USUAL), (M_TRIM_THRESHOLD, USUAL))
+
+
+def _configure_malloc(*options: tuple[int, int]) -> bool:
     if sys.platform != "linux" or any(name in os.environ for name in OF_THE_USER):
         return False
     if "glibc.malloc." in os.environ.get("GLIBC_TUNABLES", ""):
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none
-    if mallopt is None:
-        return False
-    # -1: memory at the end of the heap is never returned.
-    return bool(mallopt(M_MMAP_THRESHOLD, LARGEST)) and bool(mallopt(M_TRIM_THRESHOLD, -1))
+    return mallopt is not None and all(mallopt(*option) for option in options)
 
 
 def keep_few_products() -> None:

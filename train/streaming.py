@@ -19,7 +19,7 @@ from polyad.data.files import named, temporary_folder
 from polyad.model.decoder import DecoderSettings
 from polyad.model.output import ModelOutput
 from polyad.parallel import comm
-from polyad.parallel.host_memory import free_memory, keep_few_products
+from polyad.parallel.host_memory import free_memory, keep_few_products, return_freed_memory
 from polyad.parallel.streamed import Streamed, bytes_of_weights, parts_of
 from polyad.parallel.weights import Weights, load_model
 from polyad.parallel.zero import DTYPES, Precision
@@ -64,6 +64,7 @@ def opened_model(
         yield whole_model(weights, world.device, precision, refusal)
         return
     keep_few_products()
+    return_freed_memory()
     model = Streamed(weights, world.device, precision)
     if model.largest > ROOM * free:
         raise ConfigError(
