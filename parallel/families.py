@@ -92,10 +92,6 @@ class FamilyWeights(FolderWeights):
         tensors = TensorFolder(folder, HuggingFaceError, self.family.plain_name)
         self.family = self.family.for_names(tensors.names())
         super().__init__(folder, tensors, {}, HuggingFaceError)
-        try:
-            self.family.check_counts(self._tree, tensors.names(), self._shape)
-        except HuggingFaceError as error:
-            raise HuggingFaceError(f"{place}: {error}") from None
         self.config: Any = self.family.read_config(self._tree, self._shape, str(place))
         self.seed = 0
         """The seed of a new head; set by a run."""

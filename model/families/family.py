@@ -162,39 +162,6 @@ class Family:
         named = [*model.named_parameters(), *buffers]
         return {name: tuple(each.shape) for name, each in named}
 
-    def check_counts(self, tree: Tree, names: Collection[str], shape_of: ShapeOf) -> None:
-        """Compares the numbers of layers and experts with a folder, before either are listed.
-
-        Args:
-            tree: The content of config.json.
-            names: Plain names of all tensors.
-            shape_of: Their shapes.
-
-        Raises:
-            HuggingFaceError: A number is larger than what the folder contains, or a key has another
-                form than its family's.
-        """
-        section = self.section(tree)
-        check_forms(section)
-        before, _, after = map(re.escape, self.block.partition("{}"))
-        block = re.compile(rf"{before}(\d+){after}(?:.*\.experts\.(\d+)\.)?")
-        found = [match for name in names if (match := block.match(name))]
-        experts = len({match[2] for match in found if match[2]})
-        rule = self.inside.get("feed_forward.experts.down")
-        if isinstance(rule, Rule):
-            stacks = [shape_of(name) or () for name in names if name.endswith(rule.names[0])]
-            experts = max((experts, *(shape[0] for shape in stacks if shape)))
-        for key in self.keys:
-            for ours, count, thing in (
-                ("num_layers", len({match[1] for match in found}), "blocks"),
-                ("feed_forward.num_experts", experts, "experts in a block"),
-            ):
-                theirs = key.names.get(ours)
-                for each in () if theirs is None else (theirs, *key.reads):
-                    if (section.get(each) or 0) > count:
-                        there = f"the folder has tensors of {count} {thing}"
-                        raise HuggingFaceError(f"{each}: {section[each]}, but {there}")
-
     def read_config(self, tree: Tree, shape_of: ShapeOf, origin: str) -> ModelSettings:
         """Reads the configuration of a folder.
 
@@ -211,6 +178,7 @@ class Family:
         """
         try:
             section = self.section(tree)
+            check_forms(section)
             for key in (*self.keys, *_REFUSED):
                 key.refuse(section)
             self._refuse_quantized(section)

@@ -3,6 +3,7 @@
 Reading uses the library's default for a missing key; writing writes every value.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -15,21 +16,16 @@ ACTIVATIONS = {
 }  # fmt: skip
 """Our names by transformers'; if there are two, the first is written."""
 
-_SIZES = frozenset({
-    "decoder_sparse_step", "head_dim", "hidden_size", "image_size", "intermediate_size",
-    "kv_lora_rank", "max_position_embeddings", "moe_intermediate_size", "n_embd", "n_group",
-    "n_head", "n_inner", "n_layer", "n_positions", "n_routed_experts", "num_attention_heads",
-    "num_channels", "num_experts", "num_experts_per_tok", "num_hidden_layers",
-    "num_key_value_heads", "num_local_experts", "patch_size", "q_lora_rank", "qk_head_dim",
-    "qk_nope_head_dim", "qk_rope_head_dim", "topk_group", "type_vocab_size", "v_head_dim",
-    "vocab_size",
-})  # fmt: skip
-"""Keys of any family whose value is a positive whole number, or null."""
-_COUNTS = frozenset({
-    "first_k_dense_replace", "max_window_layers", "n_shared_experts", "num_nextn_predict_layers",
-    "shared_expert_intermediate_size", "shared_intermediate_size", "sliding_window",
-})  # fmt: skip
-"""The same, where 0 means none."""
+_SIZES = re.compile(
+    r"(n|num)_\w+|\w+_(size|dim|rank|step|replace|group)|"
+    r"max_position_embeddings|max_window_layers|sliding_window"
+)
+"""Keys of any family whose value is a whole number, or null."""
+_MAY_BE_0 = re.compile(
+    r"first_k_dense_replace|max_window_layers|n_shared_experts|num_nextn_predict_layers|"
+    r"shared_\w+|sliding_window"
+)
+"""Those of them where 0 means none."""
 _FLAGS = frozenset({
     "attention_bias", "mlp_bias", "norm_topk_prob", "qkv_bias", "rope_interleave",
     "tie_word_embeddings", "use_sliding_window",
@@ -45,7 +41,7 @@ class HuggingFaceError(ValueError):
 
 
 def check_forms(section: Tree) -> None:
-    """Checks the types of the keys that other keys are read with, before any list is made of them.
+    """Checks the types of the keys that other keys are read with.
 
     Raises:
         HuggingFaceError: One has another form.
@@ -54,11 +50,11 @@ def check_forms(section: Tree) -> None:
     def refuse(key: str, needed: str) -> None:
         raise HuggingFaceError(f"{key}: {section[key]!r:.60} is not supported; it must be {needed}")
 
-    for key in section.keys() & (_SIZES | _COUNTS):
-        least = int(key in _SIZES)
-        value = section[key]
-        if value is not None and (type(value) is not int or not least <= value < 2**31):
-            refuse(key, f"a whole number of at least {least}, below 2^31")
+    for key, value in section.items():
+        if _SIZES.fullmatch(key) and value is not None:
+            least = 0 if _MAY_BE_0.fullmatch(key) else 1
+            if type(value) is not int or not least <= value < 2**31:
+                refuse(key, f"a whole number of at least {least}, below 2^31")
     for key in section.keys() & _FLAGS:
         if section[key] is not None and not isinstance(section[key], bool):
             refuse(key, "true or false")

@@ -26,22 +26,6 @@ _ARGUMENTS = ("mlp_ratio", "img_size", "in_chans", "num_classes", "patch_size", 
 """`model_args` that follow from tensor shapes, or only matter in training."""
 
 
-def timm_call(config: MixerConfig) -> str | None:
-    """Returns the timm call that builds a Mixer without a name in timm; None if it has a name.
-
-    Args:
-        config: The configuration, with the number of classes.
-    """
-    if _name(config) is not None:
-        return None
-    return (
-        f"timm.models.mlp_mixer.MlpMixer(num_classes={config.known_num_classes()}, "
-        f"img_size={config.image_size}, patch_size={config.patch_size}, "
-        f"num_blocks={config.num_layers}, embed_dim={config.hidden_size}, "
-        f"mlp_ratio={_ratios(config)})"
-    )
-
-
 def _read(tree: Tree, shape_of: ShapeOf) -> dict[str, Any]:
     arguments = tree.get("model_args") or {}
     if not isinstance(arguments, dict):

@@ -21,7 +21,6 @@ from polyad.model.decoder import DecoderSettings
 from polyad.model.decoder_config import DecoderConfig, GPT2Config
 from polyad.model.families.decoders import computes_the_same
 from polyad.model.families.family import CONFIG_FILE, Known
-from polyad.model.families.mixer import timm_call
 from polyad.model.families.registry import family_of_model
 from polyad.model.mixer import MixerConfig
 from polyad.model.settings import ModelSettings
@@ -99,10 +98,6 @@ def _write_pixels(
         if settings is not None:
             _write_json(staging / PREPROCESSOR_FILE, transformers_file(settings, config.image_size))
         return {}
-    if (call := timm_call(config)) is not None:
-        weights.notes.append(
-            f"timm has no named Mixer of this size: build it with {call} and load {WEIGHTS_FILE}"
-        )
     keys = timm_keys(settings, config.image_size) if settings else {}
     return {"pretrained_cfg": tree["pretrained_cfg"] | keys}
 
