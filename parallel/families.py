@@ -74,7 +74,7 @@ class Origin(Record):
 
 
 class FamilyWeights(FolderWeights):
-    """The weights of such a folder, as a `WeightSource` that only reads the requested boxes.
+    """The weights of such a folder, as a `Source` that only reads the requested boxes.
 
     Args:
         folder: the folder, with config.json and model.safetensors, or shards and

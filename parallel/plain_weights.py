@@ -13,10 +13,11 @@ import torch
 from pydantic import ValidationError
 from torch import nn
 
-from polyad.model.build import ModelSizeError, build_model, read_model_config
+from polyad.model.build import build_model, read_model_config
 from polyad.model.config_yaml import load
 from polyad.model.settings import ModelSettings
 from polyad.parallel.fragments import persistent_buffers
+from polyad.parallel.records import fault_of
 from polyad.parallel.tensor_file import DTYPE_NAMES
 from polyad.parallel.tensor_folder import (
     INDEX_FILE,
@@ -45,7 +46,7 @@ def is_plain_folder(path: Path) -> bool:
 
 
 class PlainWeights(FolderWeights):
-    """The weights of such a folder, as a `WeightSource`.
+    """The weights of such a folder, as a `Source`.
 
     Args:
         folder: the folder.
@@ -101,34 +102,22 @@ class PlainWeights(FolderWeights):
             )
         try:
             return build_model(self._config)
-        except ModelSizeError:
-            raise PlainWeightsError(
-                f"{self.folder / CONFIG_FILE}: asks for more elements than a tensor can have"
-            ) from None
         except ValueError as error:
             raise PlainWeightsError(f"{self.folder / CONFIG_FILE}: {error}") from None
 
 
 def _read_config(path: Path) -> ModelSettings:
-    if not path.exists():
-        raise PlainWeightsError(
-            f"{path}: there is no such file; next to {WEIGHTS_FILE} it must describe the model of "
-            "the weights in its section `model`"
-        )
     try:
         tree = load(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise PlainWeightsError(f"{path}: cannot be read: {' '.join(str(error).split())}") from None
-    section = tree.get("model") if isinstance(tree, dict) else None
-    if not isinstance(section, dict):
-        raise PlainWeightsError(f"{path}: has no section `model`")
-    try:
+        section = tree.get("model") if isinstance(tree, dict) else None
+        if section is None:
+            raise PlainWeightsError("has no section `model`, which describes the weights' model")
         config = read_model_config(section)
+        if missing := config.left_to_data():
+            raise PlainWeightsError(f"{missing}: is missing")
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        key = ".".join(("model", *map(str, first["loc"])))
-        message = first["msg"].removeprefix("Value error, ")
-        raise PlainWeightsError(f"{path}: {key}: {message}") from None
-    if missing := config.left_to_data():
-        raise PlainWeightsError(f"{path}: {missing}: is missing")
+        raise PlainWeightsError(f"{path}: model.{fault_of(error)}") from None
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())
+        raise PlainWeightsError(f"{path}: {reason}") from None
     return config

@@ -1,7 +1,7 @@
 """Sources of a run's weights and optimizer state, read one box at a time.
 
-An engine reads only boxes of tensors that its rank holds, so no process ever has the whole model. A
-checkpoint is a `Source`; initial values and folders of weights are a `WeightSource`.
+An engine reads only boxes of tensors that its rank holds, so no process ever has the whole model.
+Sources are checkpoints, folders of weights, initial values, and combinations of them.
 """
 
 from abc import ABC, abstractmethod
@@ -15,13 +15,12 @@ from polyad.parallel.checkpoint.format import MASTER, OF_WEIGHTS, Box
 
 
 class Source(ABC):
-    """A source of the parameters of an engine."""
+    """A source of the parameters of an engine: of weights only, unless methods are overridden."""
 
-    @abstractmethod
     def read(self, box: Box) -> torch.Tensor:
         """Reads a box of a master weight, of its moving average or of an optimizer state.
 
-        A source without averages returns the weights for them.
+        A source without averages returns the weights for them, one without optimizer state zeros.
 
         Args:
             box: the box; its shape is that of the tensor in the model.
@@ -29,33 +28,22 @@ class Source(ABC):
         Returns:
             The values with shape `box.size`, fp32; the caller must not write to them.
         """
+        return self.weight(box) if box.field in OF_WEIGHTS else torch.zeros(box.size)
 
-    @abstractmethod
+    def weight(self, box: Box) -> torch.Tensor:
+        """Reads a box of a weight, fp32."""
+        return self.read(box._replace(field=MASTER))
+
     def step(self, name: str) -> float:
         """Returns the number of optimizer steps of a parameter."""
+        return 0.0
 
     @abstractmethod
     def buffer(self, name: str) -> torch.Tensor:
         """Returns a whole persistent buffer."""
 
 
-class WeightSource(Source):
-    """A source of weights only: the step is 0, and optimizer state starts at zero."""
-
-    def read(self, box: Box) -> torch.Tensor:
-        """Reads a box of a weight; returns zeros for optimizer state."""
-        return self.weight(box) if box.field in OF_WEIGHTS else torch.zeros(box.size)
-
-    @abstractmethod
-    def weight(self, box: Box) -> torch.Tensor:
-        """Reads a box of a weight, fp32."""
-
-    def step(self, name: str) -> float:
-        """Returns 0."""
-        return 0.0
-
-
-class InitialWeights(WeightSource):
+class InitialWeights(Source):
     """The source of a new run: draws each parameter from its own generator.
 
     Only one parameter, or some of its experts, is in memory at a time. Values are exact fp32
@@ -84,7 +72,7 @@ class InitialWeights(WeightSource):
         return initial_value(self._model, name, self._seed)
 
 
-class WeightsOnly(WeightSource):
+class WeightsOnly(Source):
     """Another source as the start of a run: its weights and buffers, without moments and steps."""
 
     def __init__(self, source: Source) -> None:
@@ -92,7 +80,7 @@ class WeightsOnly(WeightSource):
 
     def weight(self, box: Box) -> torch.Tensor:
         """Reads a box of a weight, also for a moving average, which starts from it."""
-        return self._source.read(box._replace(field=MASTER))
+        return self._source.weight(box)
 
     def buffer(self, name: str) -> torch.Tensor:
         """Returns a whole buffer: buffers count as weights."""

@@ -17,7 +17,7 @@ from polyad.data.json_reader import read_bytes
 from polyad.parallel.checkpoint.format import MASTER, Box
 from polyad.parallel.mxfp4 import BLOCKS, SCALES, Quantized, fault_of_pair
 from polyad.parallel.records import FormError, PlainName, Record, parsed
-from polyad.parallel.source import WeightSource
+from polyad.parallel.source import Source
 from polyad.parallel.tensor_file import DTYPE_NAMES
 
 WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
@@ -212,7 +212,7 @@ class TensorFolder:
         return self._open[path]
 
 
-class FolderWeights(WeightSource):
+class FolderWeights(Source):
     """Weights in such a folder; only the requested boxes are read.
 
     Args:

@@ -13,6 +13,7 @@ from typing import Any
 
 from polyad.model.bert import BertConfig
 from polyad.model.families.family import (
+    FP32_TEXT,
     Family,
     Known,
     ShapeOf,
@@ -58,26 +59,18 @@ def _num_classes(config: BertConfig) -> int:
     return head.num_classes or 0 if isinstance(head, ClassificationHeadConfig) else 0
 
 
-def _write(family: Family, config: BertConfig, known: Known) -> dict[str, Any]:
+def _written(config: BertConfig, known: Known) -> dict[str, Any]:
     head, about = config.head, {}
     if isinstance(head, ClassificationHeadConfig):
         names = labels_or_numbers(known.class_names, head.known_num_classes())
         about = {"classifier_dropout": head.dropout, **label_keys(names)}
-    return {
-        "architectures": [_CLASSES[head.kind]],
-        "model_type": "bert",
-        **family.written_keys(config),
-        "pad_token_id": known.pad_id,
-        **about,
-        "dtype": "float32",
-        "use_cache": True,
-    }
+    return {"pad_token_id": known.pad_id, **about, **FP32_TEXT}
 
 
 BERT = Family(
     title="Hugging Face's BERT",
     config=BertConfig,
-    is_of=lambda tree: tree.get("model_type") == "bert",
+    model_types=("bert",),
     prefix="bert.",
     without_prefix=re.compile(r"(cls|classifier)\..*"),
     has_prefix=lambda config: config.head.kind != "none",
@@ -131,5 +124,6 @@ BERT = Family(
     free=lambda config: _FREE,
     num_classes=_num_classes,
     check=lambda config: refuse_experts(config, "BERT"),
-    write=_write,
+    architecture=lambda config: _CLASSES[config.head.kind],
+    written=_written,
 )

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from polyad.model.decoder_config import DecoderConfig
-from polyad.model.families.family import Family, Known, Rules, refuse_replaced
+from polyad.model.families.family import FP32_TEXT, Family, Known, Rules, refuse_replaced
 from polyad.model.families.keys import (
     HuggingFaceError,
     Key,
@@ -553,7 +553,7 @@ def _decoder(
     return Family(
         title=f"transformers' {title}",
         config=DecoderConfig,
-        is_of=lambda tree: tree.get("model_type") == model_type,
+        model_types=(model_type,),
         prefix="model.",
         without_prefix=re.compile(r"lm_head\..*"),
         outside={"token_embedding": "embed_tokens", "final_norm": "norm", "head": "lm_head"},
@@ -564,23 +564,10 @@ def _decoder(
         keys=keys,
         known_keys=IGNORED_KEYS,
         free=lambda config: FREE,
-        write=lambda family, config, known: _write(family, config, known, model_type, classes),
+        architecture=lambda config: f"{classes}ForCausalLM",
+        written=lambda config, known: {"eos_token_id": known.end_of_text_id, **FP32_TEXT},
         **more,
     )
-
-
-def _write(
-    family: Family, config: DecoderConfig, known: Known, model_type: str, classes: str
-) -> dict[str, Any]:
-    config = config.filled()
-    return {
-        "architectures": [f"{classes}ForCausalLM"],
-        "model_type": model_type,
-        **family.written_keys(config),
-        "eos_token_id": known.end_of_text_id,
-        "dtype": "float32",
-        "use_cache": True,
-    }
 
 
 def _by_layers(tree: Tree, block: int) -> bool:

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from polyad.model.build import build_model
 from polyad.model.decoder import DecoderSettings
+from polyad.model.decoder_config import DecoderConfig
 from polyad.model.families.keys import HuggingFaceError, Key, Tree, absent, check_forms, nested
 from polyad.model.families.tensors import Piece, Rule, Shape
 from polyad.model.settings import ModelSettings
@@ -19,6 +20,8 @@ CONFIG_FILE = "config.json"
 _BLOCK = re.compile(r"blocks\.(\d+)\.(.+)")
 _NONE = re.compile(r"(?!)")
 """Matches nothing."""
+FP32_TEXT = {"dtype": "float32", "use_cache": True}
+"""The last keys of every text model that is written."""
 _REFUSED = (absent("pruned_heads"),)
 """Options of every transformers family that are not supported here."""
 
@@ -50,8 +53,8 @@ class Family:
     """A name for error messages."""
     config: type[ModelSettings]
     """The configuration class of our model."""
-    is_of: Callable[[Tree], bool]
-    """Returns whether a config.json belongs to this family."""
+    model_types: tuple[str, ...]
+    """The values of `model_type` in config.json that belong to this family."""
 
     outside: Rules
     """Rules for parameters outside of blocks."""
@@ -104,8 +107,14 @@ class Family:
     """Returns the number of classes of the head; 0 without one."""
     check: Callable[[Any], None] = lambda config: None
     """Raises a `HuggingFaceError` if they have no equivalent of our model."""
-    write: Callable[["Family", Any, Known], dict[str, Any]] | None = None
-    """Returns the content of config.json for a checked model; None: such folders are read-only."""
+    architecture: Callable[[Any], str | None] = lambda config: None
+    """Returns the class that a model is written as; None: such folders are read-only."""
+    written: Callable[[Any, Known], dict[str, Any]] = lambda config, known: {}
+    """Returns the keys that are written after `keys`."""
+
+    def is_of(self, tree: Tree) -> bool:
+        """Returns whether a config.json belongs to this family."""
+        return tree.get("model_type") in self.model_types
 
     def plain_name(self, stored: str) -> str:
         """Returns the plain name of a tensor in a file."""
@@ -207,16 +216,18 @@ class Family:
         """
         refuse_replaced(config)
         self.check(config)
-        assert self.write is not None
         assert config.left_to_data() is None
-        return self.write(self, config, known)
-
-    def written_keys(self, config: ModelSettings) -> dict[str, Any]:
-        """Returns the values that `keys` write."""
-        tree: dict[str, Any] = {}
+        if isinstance(config, DecoderConfig):
+            config = config.filled()
+        tree = self._class_keys(config)
         for key in self.keys:
             tree |= key.write(config)
-        return tree
+        return tree | self.written(config, known)
+
+    def _class_keys(self, config: ModelSettings) -> dict[str, Any]:
+        architecture = self.architecture(config)
+        assert architecture is not None
+        return {"architectures": [architecture], "model_type": self.model_types[0]}
 
     def their_keys(self) -> dict[str, str]:
         """Maps our keys to theirs, for error messages."""

@@ -5,10 +5,9 @@ fused q, k, v is the same.
 """
 
 import re
-from typing import Any
 
 from polyad.model.decoder_config import GPT2Config
-from polyad.model.families.family import Family, Known, refuse_experts
+from polyad.model.families.family import FP32_TEXT, Family, refuse_experts
 from polyad.model.families.keys import HuggingFaceError, dropouts, field, inner_size, only
 from polyad.model.families.tensors import parameter, transposed
 
@@ -33,22 +32,10 @@ def _check(config: GPT2Config) -> None:
     refuse_experts(config, "GPT-2")
 
 
-def _write(family: Family, config: GPT2Config, known: Known) -> dict[str, Any]:
-    return {
-        "architectures": ["GPT2LMHeadModel"],
-        "model_type": "gpt2",
-        **family.written_keys(config),
-        "bos_token_id": known.end_of_text_id,
-        "eos_token_id": known.end_of_text_id,
-        "dtype": "float32",
-        "use_cache": True,
-    }
-
-
 GPT2 = Family(
     title="Hugging Face's GPT-2",
     config=GPT2Config,
-    is_of=lambda tree: tree.get("model_type") == "gpt2",
+    model_types=("gpt2",),
     prefix="transformer.",  # the hub's first files have none, like those of `GPT2Model`
     without_prefix=re.compile(re.escape(_HEAD)),
     outside={
@@ -90,5 +77,10 @@ GPT2 = Family(
     ),
     free=_free,
     check=_check,
-    write=_write,
+    architecture=lambda config: "GPT2LMHeadModel",
+    written=lambda config, known: {
+        "bos_token_id": known.end_of_text_id,
+        "eos_token_id": known.end_of_text_id,
+        **FP32_TEXT,
+    },
 )

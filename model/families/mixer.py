@@ -9,6 +9,7 @@ from polyad.model.families.tensors import Shape
 from polyad.model.families.vision import FREE, check_image_model, classes_of
 from polyad.model.feedforward import DenseFeedForwardConfig
 from polyad.model.mixer import CHANNELS, TOKENS, MixerConfig
+from polyad.model.settings import ModelSettings
 
 EPSILON = 1e-6
 """Epsilon of every LayerNorm in timm's Mixer."""
@@ -27,6 +28,7 @@ _ARGUMENTS = ("mlp_ratio", "img_size", "in_chans", "num_classes", "patch_size", 
 
 
 def _read(tree: Tree, shape_of: ShapeOf) -> dict[str, Any]:
+    only("global_pool", "avg").refuse(tree)
     arguments = tree.get("model_args") or {}
     if not isinstance(arguments, dict):
         raise HuggingFaceError(f"model_args: {arguments!r:.60} is not an object of keys")
@@ -79,7 +81,7 @@ def _check(config: MixerConfig) -> None:
         )
 
 
-def _write(family: Family, config: MixerConfig, known: Known) -> dict[str, Any]:
+def _written(config: MixerConfig, known: Known) -> dict[str, Any]:
     size, ratios = config.image_size, _ratios(config)
     own = f"mixer_w{config.hidden_size}_l{config.num_layers}_p{config.patch_size}_{size}"
     return {
@@ -114,10 +116,21 @@ def _ratios(config: MixerConfig) -> tuple[float, float]:
     return ratios[0], ratios[1]
 
 
-MIXER = Family(
+class _Timm(Family):
+    """timm's files name a model in `architecture`, and no class."""
+
+    def is_of(self, tree: Tree) -> bool:
+        """See `Family.is_of`."""
+        return str(tree.get("architecture", "")).startswith("mixer_")
+
+    def _class_keys(self, config: ModelSettings) -> dict[str, Any]:
+        return {}
+
+
+MIXER = _Timm(
     title="timm's Mixer",
     config=MixerConfig,
-    is_of=lambda tree: str(tree.get("architecture", "")).startswith("mixer_"),
+    model_types=(),
     outside={"patch_embedding": "stem.proj", "final_norm": "norm", "head": "head"},
     block="blocks.{}.",
     inside={
@@ -129,12 +142,11 @@ MIXER = Family(
         "channel_feed_forward.down": "mlp_channels.fc2",
     },
     may_lack_head=True,
-    keys=(only("global_pool", "avg"),),
     further=_read,
     free=lambda config: FREE,
     width=_width,
     labels=_labels,
     num_classes=lambda config: config.num_classes,
     check=_check,
-    write=_write,
+    written=_written,
 )

@@ -88,21 +88,15 @@ def _check(config: ViTConfig) -> None:
             )
 
 
-def _write(family: Family, config: ViTConfig, known: Known) -> dict[str, Any]:
+def _written(config: ViTConfig, known: Known) -> dict[str, Any]:
     names = labels_or_numbers(known.class_names, config.known_num_classes())
-    return {
-        "architectures": ["ViTForImageClassification"],
-        "model_type": "vit",
-        **family.written_keys(config),
-        **label_keys(names),
-        "dtype": "float32",
-    }
+    return {**label_keys(names), "dtype": "float32"}
 
 
 VIT = Family(
     title="transformers' ViT",
     config=ViTConfig,
-    is_of=lambda tree: tree.get("model_type") == "vit",
+    model_types=("vit",),
     prefix="vit.",
     without_prefix=re.compile(r"classifier\..*"),
     outside={
@@ -130,7 +124,8 @@ VIT = Family(
     free=lambda config: FREE,
     num_classes=lambda config: config.num_classes,
     check=_check,
-    write=_write,
+    architecture=lambda config: "ViTForImageClassification",
+    written=_written,
 )
 
 
@@ -144,7 +139,7 @@ def _tower(tree: Tree) -> Tree:
 CLIP = Family(
     title="transformers' CLIP",
     config=ViTConfig,
-    is_of=lambda tree: tree.get("model_type") in ("clip", "clip_vision_model"),
+    model_types=("clip", "clip_vision_model"),
     prefix="vision_model.",
     outside={
         "patch_embedding.bias": parameter("embeddings.patch_embedding.bias", optional=True),

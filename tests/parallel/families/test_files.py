@@ -140,7 +140,7 @@ def test_a_size_that_is_none_is_refused(case, tmp_path):
 @pytest.mark.parametrize(
     ("case", "change", "message"),
     [
-        ("olmoe", {"num_experts": 9}, "mlp.gate.weight is [8, 32], config.json says [9, 32]"),
+        ("olmoe", {"num_experts": 9}, "no tensor layers.0.mlp.experts.8.gate_proj.weight"),
         (FUSED, {"num_experts": 9}, "mlp.gate.weight is [8, 32], config.json says [9, 32]"),
         ("llama", {"num_hidden_layers": 4}, "no tensor layers.3.input_layernorm.weight"),
         ("qwen3", {"num_key_value_heads": 0}, "num_key_value_heads: 0 is not supported; it must"),

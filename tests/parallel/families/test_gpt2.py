@@ -207,7 +207,6 @@ def test_files_that_cannot_be_read_are_refused_by_name(folder, tmp_path):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"n_layer": 9000}, ["config.json: n_layer: 9000, but the folder has tensors of 2"]),
         ({"n_embd": 2**31 - 8}, ["config.json: asks for more"]),
         (
             {"vocab_size": 10**19},
