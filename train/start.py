@@ -35,7 +35,7 @@ from polyad.train.config.run import RunConfig, load_config, parse_config
 from polyad.train.errors import ConfigError, RunError
 from polyad.train.guard.run_folder import LOCK_FILE, TOKEN_FILE, check_place
 from polyad.train.loop.muon import matrices
-from polyad.train.loop.optimizer import learning_rate, state_tensors
+from polyad.train.loop.optimizer import learning_rate
 from polyad.train.loop.trackers import check_trackers
 from polyad.train.state import TrainState
 from polyad.train.tasks.images import ImageClassification
@@ -184,7 +184,7 @@ def find_start(plan: Plan) -> Plan:
     resume = find_resume(config, task)
     init, base_digest = None, None
     if resume is not None:
-        check_resume(config, resume)
+        resume.check_model(model_of(config))
         if teacher is not None and config.distill.blocks is not None:
             key = f"distill.teacher: {config.distill.teacher}"
             teacher = of_step(teacher, resume.state.teacher_step, key)
@@ -245,7 +245,7 @@ def verify_start(plan: Plan) -> Plan:
     """
     resume = newest_verified(plan.resume, plan.checkpoints)
     if resume is not None and (plan.resume is None or resume.folder != plan.resume.folder):
-        check_resume(plan.config, resume)
+        resume.check_model(model_of(plan.config))
     if resume is None and isinstance(plan.init, Checkpoint):
         verify_together(plan.init)
     return replace(plan, resume=resume)
@@ -262,21 +262,6 @@ def checkpoint_bytes(config: RunConfig, model: nn.Module) -> int:
     return 4 * sum(
         p.numel() * (1 + p.requires_grad * config.tensors_per_weight(is_matrix=name in of_muon))
         for name, p in kept
-    )
-
-
-def check_resume(config: RunConfig, checkpoint: Checkpoint) -> None:
-    """Checks that a checkpoint has everything that a run needs to continue.
-
-    Raises:
-        CheckpointError: the checkpoint belongs to another model, or is incomplete.
-    """
-    model = model_of(config)
-    checkpoint.check_model(model)
-    trained = [name for name, p in model.named_parameters() if p.requires_grad]
-    of_muon = matrices(name for name, _ in model.named_parameters())
-    checkpoint.check_resume(
-        {name: state_tensors(config.optimizer, is_matrix=name in of_muon) for name in trained}
     )
 
 

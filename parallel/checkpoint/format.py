@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import xxhash
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict
 
 from polyad.parallel.records import Count, FormError, PlainName, Record, parsed
 
@@ -124,38 +124,22 @@ class Index(Record):
 
 
 class State(Record):
-    """The whole content of `state.json`; older checkpoints lack some keys, newer ones have more.
+    """The keys of `state.json` that are read by themselves.
 
-    `polyad.train.state.TrainState` documents the keys.
+    `polyad.train.state.TrainState` documents all keys.
     """
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=True)
 
     step: Count = 0
-    samples: Count = 0
-    tokens: Count = 0
-    """The count of language modelling; other tasks have their own key."""
-    skipped_steps: Count = 0
-    skipped_in_a_row: Count = 0
-    recent_losses: tuple[float, ...] = ()
-    recent_grad_norms: tuple[float, ...] = ()
-    spikes: Count = 0
-    spikes_in_a_row: Count = 0
     unfinished: dict[str, Any] | None = None
     """The record of a step whose validation is pending."""
-    best_score: float | None = None
-    best_step: Count = 0
-    validations_since_best: Count = 0
-    first_loss: float | None = None
-    seconds: float = 0.0
     data_fingerprint: str = ""
     tokenizer_fingerprint: str | None = None
     end_of_text: str | None = None
     base_digest: str | None = None
     teacher_step: Count | None = None
-    vocab_size: Count = 0
     world_size: Count = 1
-    versions: dict[str, str] = Field(default_factory=dict)
     saved_at: float | None = None
     huggingface: dict[str, Any] | None = None
     """The `Origin` of initial weights from another library's folder, as JSON."""

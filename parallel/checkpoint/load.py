@@ -9,7 +9,7 @@ code. `../CHECKPOINTS.md` describes the format and its guarantees.
 import math
 import os
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TypeAlias, TypeVar
@@ -32,7 +32,6 @@ from polyad.parallel.checkpoint.format import (
     MANIFEST_FILE,
     MASTER,
     RANDOM,
-    STATE_FILE,
     Box,
     CheckpointError,
     Contents,
@@ -60,8 +59,6 @@ T = TypeVar("T")
 Choose: TypeAlias = Callable[[Path], Path]
 """Returns the checkpoint for a path, like `newest_of` and `best_checkpoint`."""
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-_NEEDED_TO_RESUME = {"step", "samples", "data_fingerprint", "tokenizer_fingerprint"}
-"""Keys of `state.json` that are required to resume; every version writes them."""
 _NUMPY = {"F32": "<f4", "U8": "u1", "I64": "<i8", "BOOL": "?"}
 
 
@@ -238,26 +235,6 @@ class Checkpoint(Source):
         except ValueError as error:
             raise damaged(path, f"section `model`: {error}") from None
         self.check_model(model)
-
-    def check_resume(self, state_fields: Mapping[str, Collection[str]]) -> None:
-        """Checks that a run can resume from it, which needs more than weights.
-
-        Args:
-            state_fields: the optimizer state fields of each weight, by name.
-
-        Raises:
-            DamagedCheckpoint: something is missing.
-        """
-        if lacking := _NEEDED_TO_RESUME - self.state.model_fields_set:
-            raise damaged(self.folder / STATE_FILE, f"{min(lacking)}: is missing")
-        for name in self.shapes():
-            if name not in state_fields:
-                continue
-            for field in state_fields[name]:
-                if field not in self.tensors[name]:
-                    raise damaged(self.folder / INDEX_FILE, f"it has no {field} of {name}")
-            if EMA not in self.tensors[name] and any(EMA in f for f in self.tensors.values()):
-                raise damaged(self.folder / INDEX_FILE, f"it has no {EMA} of {name}")
 
     def buffer(self, name: str) -> torch.Tensor:
         """Returns a whole persistent buffer of the model."""
