@@ -60,7 +60,7 @@ def _stop(number: int, line: str) -> int:
     if is_main() and SAID_ABOVE not in os.environ:
         _say(line, 128 + number)
     else:
-        _tell_others(line, 128 + number, said=True)
+        _tell_others(line, 128 + number, printed=True)
     return 0 if tell_launcher(number) else 128 + number
 
 
@@ -83,7 +83,7 @@ def _report(error: Exception) -> int:
     if rank_of_process() and _meeting("has_met"):
         time.sleep(OTHERS_SPEAK_FIRST)  # often a consequence of rank 0's failure
     traceback.print_exc()
-    _tell_others(f"{type(error).__name__}: {error}", 1, said=True)
+    _tell_others(f"{type(error).__name__}: {error}", 1, printed=True)
     return 1
 
 
@@ -118,18 +118,18 @@ def _say(message: str, status: int) -> None:
         kind = "" if status - 128 in STOP_SIGNALS else "error: "
         print(f"polyad: {kind}{name}{one_line(message)}", file=sys.stderr, flush=True)
     if not rank:
-        _tell_others(message, status, said=True)
+        _tell_others(message, status, printed=True)
 
 
-def _tell_others(message: str, status: int, *, said: bool = False) -> None:
+def _tell_others(message: str, status: int, *, printed: bool = False) -> None:
     """Notifies processes that still wait to connect to this one.
 
     Args:
         message: the error.
         status: this process's exit status.
-        said: whether the line has been printed on this host.
+        printed: whether the line has been printed on this host.
     """
-    _meeting("leave_word", one_line(message), status, said=said)
+    _meeting("report_failure", one_line(message), status, printed=printed)
 
 
 def _meeting(function: str, *arguments: Any, **named: Any) -> Any:

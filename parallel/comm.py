@@ -19,7 +19,7 @@ from torch.distributed import distributed_c10d
 from polyad.parallel.addresses import stay_on_loopback
 from polyad.parallel.dims import LayoutError
 from polyad.parallel.host_memory import keep_freed_memory
-from polyad.parallel.meeting import MeetingError, meet
+from polyad.parallel.meeting import MeetingError, join
 from polyad.parallel.megatron import join_groups
 
 T = TypeVar("T")
@@ -200,7 +200,7 @@ def _join(options: dict[str, Any], facts: Mapping[str, str], timeout_minutes: fl
     rank, size = environment_rank(), environment_world_size()
     stay_on_loopback()
     if size > 1:
-        store = meet(facts, timeout_minutes)
+        store = join(timeout_minutes).meet(facts)
     backend = "nccl" if "device_id" in options else "gloo"
     try:
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, **options)

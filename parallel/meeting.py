@@ -57,61 +57,29 @@ class MeetingError(RuntimeError):
         self.exit_status = status
 
 
-def meet(facts: Mapping[str, str], timeout_minutes: float) -> Store:
-    """Waits for all processes, and compares their settings.
+def join(timeout_minutes: float = FIRST_MINUTES) -> "Meeting":
+    """Returns this process's meeting with the others, which it joins at the first call.
 
     Args:
-        facts: names and values that must be equal on every process.
-        timeout_minutes: how long to wait for the others.
-
-    Returns:
-        The store, for `init_process_group`.
+        timeout_minutes: how long to wait for the store, and then for the others.
 
     Raises:
-        DisagreementError: on every process, if the facts of one differ from those of rank 0.
-        MeetingError: one did not arrive in time, or ended before it arrived.
+        MeetingError: rank 0 did not arrive in time, or cannot listen.
     """
-    return _Meeting.joined(timeout_minutes).meet(facts)
+    return Meeting.joined(timeout_minutes)
 
 
-def agree(name: str, facts: Mapping[str, str]) -> None:
-    """Compares some settings of processes that have yet to meet.
-
-    Args:
-        name: the name of this comparison, the same on all processes.
-        facts: as in `meet`.
-
-    Raises:
-        DisagreementError: on every process, if the facts of one differ from those of rank 0.
-        MeetingError: rank 0 did not arrive in time, or a process ended before it arrived.
-    """
-    _Meeting.joined(FIRST_MINUTES).agree(name, facts)
-
-
-def told_by_first(name: str, value: str | None) -> str:
-    """Broadcasts a value from rank 0 to processes that have yet to meet.
-
-    Args:
-        name: the name of the value; not used before.
-        value: the value on rank 0; ignored on the others.
-
-    Raises:
-        MeetingError: rank 0 did not arrive in time, or ended before it sent the value.
-    """
-    return _Meeting.joined(FIRST_MINUTES).told_by_first(name, value)
-
-
-def leave_word(line: str, status: int, *, said: bool = False) -> None:
+def report_failure(line: str, status: int, *, printed: bool = False) -> None:
     """Tells the others that this process ends before it has met them; does nothing afterwards.
 
     Args:
         line: the error message.
         status: its exit status.
-        said: whether no other process of its host has to print it; otherwise `may_print` follows.
+        printed: whether no other process of its host has to print it; else `may_print` follows.
     """
     with suppress(MeetingError, ValueError, OSError, RuntimeError):  # nobody is there to read it
-        if _can_tell():
-            _Meeting.joined(LINGER / 60).leave_word(line, status, said=said)
+        if _others_may_wait():
+            join(LINGER / 60).report_failure(line, status, printed=printed)
 
 
 def may_print(patience: float) -> bool:
@@ -124,8 +92,8 @@ def may_print(patience: float) -> bool:
         patience: seconds to wait for an earlier process.
     """
     with suppress(MeetingError, ValueError, OSError, RuntimeError):
-        if _can_tell():
-            return _Meeting.joined(LINGER / 60).may_print(patience)
+        if _others_may_wait():
+            return join(LINGER / 60).may_print(patience)
     if os.environ.get("RANK", "0") != "0":
         time.sleep(patience * (1 + _has_one_before()))
     return True
@@ -133,17 +101,17 @@ def may_print(patience: float) -> bool:
 
 def has_met() -> bool:
     """Returns whether this process has met the others, or knows that they end."""
-    return dist.is_initialized() or (_Meeting.here is not None and _Meeting.here.is_over)
+    return dist.is_initialized() or (Meeting.here is not None and Meeting.here.is_over)
 
 
 def _has_one_before() -> bool:
     return os.environ.get("LOCAL_RANK", "0") != "0"
 
 
-def _can_tell() -> bool:
+def _others_may_wait() -> bool:
     """Returns whether others may be waiting in the meeting; later, the group detects failures."""
     several = int(os.environ.get("WORLD_SIZE", "1")) > 1
-    return several and not dist.is_initialized() and not _Meeting.lost
+    return several and not dist.is_initialized() and not Meeting.lost
 
 
 def comparison(told: Sequence[tuple[str, Mapping[str, str]]]) -> list[str]:
@@ -176,10 +144,10 @@ def _some(names: list[str]) -> str:
     return ", ".join(unique[:5]) + more
 
 
-class _Meeting:
-    """One process's view of the meeting; created by `joined`."""
+class Meeting:
+    """One process's view of the meeting: see `join`."""
 
-    here: "_Meeting | None" = None
+    here: "Meeting | None" = None
     """The meeting of this process, once it has found the store."""
     lost = False
     """Whether it did not find the store in time."""
@@ -201,12 +169,8 @@ class _Meeting:
         self._come()
 
     @classmethod
-    def joined(cls, timeout_minutes: float) -> "_Meeting":
-        """Returns the meeting of this process, joining it if needed.
-
-        Args:
-            timeout_minutes: how long to wait for the store, and then for the others.
-        """
+    def joined(cls, timeout_minutes: float) -> "Meeting":
+        """See `join`."""
         if cls.here is None:
             try:
                 cls.here = cls(timeout_minutes)
@@ -231,7 +195,18 @@ class _Meeting:
             self._store.set(came, self._host)
 
     def meet(self, facts: Mapping[str, str]) -> Store:
-        """See the function `meet`."""
+        """Waits for all processes, and compares their settings.
+
+        Args:
+            facts: names and values that must be equal on every process.
+
+        Returns:
+            The store, for `init_process_group`.
+
+        Raises:
+            DisagreementError: on every process, if the facts of one differ from those of rank 0.
+            MeetingError: one did not arrive in time, or ended before it arrived.
+        """
         self.agree("facts", facts)
         with self._rank_zero_is_there():
             self._store.add("met", 1)
@@ -241,38 +216,54 @@ class _Meeting:
         return PrefixStore("group", self._store)
 
     def agree(self, name: str, facts: Mapping[str, str]) -> None:
-        """See the function `agree`."""
+        """Compares some settings of processes that have yet to meet.
+
+        Args:
+            name: the name of this comparison, the same on all processes.
+            facts: as in `meet`.
+
+        Raises:
+            DisagreementError, MeetingError: as in `meet`.
+        """
         mine: dict[str, Any] = {"host": self._name(), "facts": dict(facts)}
-        first = json.loads(self.told_by_first(name, json.dumps(mine)))
+        first = json.loads(self.broadcast_from_rank0(name, json.dumps(mine)))
         differences = comparison([(each["host"], each["facts"]) for each in (first, mine)])
         if differences:
             others = [each.partition(":")[0] for each in differences[1:]]
             more = f"; {_some(others)} differ too" if others else ""
             line = f"{differences[0]}; all processes need the same{more}"
-            self.leave_word(line, DisagreementError.exit_status, agreement=True)
+            self.report_failure(line, DisagreementError.exit_status, disagreement=True)
             raise DisagreementError(line)
 
-    def told_by_first(self, name: str, value: str | None) -> str:
-        """See the function `told_by_first`."""
+    def broadcast_from_rank0(self, name: str, value: str | None) -> str:
+        """Broadcasts a value from rank 0 to processes that have yet to meet.
+
+        Args:
+            name: the name of the value; not used before.
+            value: the value on rank 0; ignored on the others.
+
+        Raises:
+            MeetingError: rank 0 did not arrive in time, or ended before it sent the value.
+        """
         with self._rank_zero_is_there():
             if self._rank == 0:
-                self._store.set(f"told/{name}", value or "")
-            self._wait(lambda: self._store.check([f"told/{name}"]))
-            return self._store.get(f"told/{name}").decode()
+                self._store.set(f"from-0/{name}", value or "")
+            self._wait(lambda: self._store.check([f"from-0/{name}"]))
+            return self._store.get(f"from-0/{name}").decode()
 
-    def leave_word(
-        self, line: str, status: int, *, said: bool = False, agreement: bool = False
+    def report_failure(
+        self, line: str, status: int, *, printed: bool = False, disagreement: bool = False
     ) -> None:
-        """See the function `leave_word`; only the first message counts."""
+        """See the function `report_failure`; only the first failure counts."""
         if not self.is_over:
             self.is_over = True
-            if self._store.add("words", 1) == 1:
-                word = {"host": self._name(), "line": line, "status": status}
-                self._store.set("word", json.dumps(word | {"agreement": agreement}))
-        if said:
-            self._store.add(f"said/{self._node}", 1)
+            if self._store.add("failures", 1) == 1:
+                failure = {"host": self._name(), "line": line, "status": status}
+                self._store.set("failure", json.dumps(failure | {"disagreement": disagreement}))
+        if printed:
+            self._store.add(f"printed/{self._node}", 1)
             self._store.add("ended", 1)
-        if said and self._rank == 0 and STORE not in os.environ and not self._agents:
+        if printed and self._rank == 0 and STORE not in os.environ and not self._agents:
             # The store ends with this process: the others should read it first.
             until = time.monotonic() + LINGER
             while self._store.add("ended", 0) < self._size and time.monotonic() < until:
@@ -280,11 +271,11 @@ class _Meeting:
 
     def may_print(self, patience: float) -> bool:
         """See the function `may_print`."""
-        said = f"said/{self._node}"
+        printed = f"printed/{self._node}"
         until = time.monotonic() + patience * _has_one_before()
-        while not self._store.check([said]) and time.monotonic() < until:
+        while not self._store.check([printed]) and time.monotonic() < until:
             time.sleep(0.02)
-        is_first = self._store.add(said, 1) == 1
+        is_first = self._store.add(printed, 1) == 1
         if self._rank:
             self._store.add("ended", 1)
         return is_first
@@ -305,32 +296,29 @@ class _Meeting:
     def _wait(self, done: Callable[[], bool]) -> None:
         pause = 0.005
         while not done():
-            if self._store.check(["word"]):
-                self._hear(json.loads(self._store.get("word")))
+            if self._store.check(["failure"]):
+                self._end_with(json.loads(self._store.get("failure")))
             if time.monotonic() > self._until:
                 raise MeetingError(self._missing())
             time.sleep(pause)
             pause = min(_LONGEST_PAUSE, 1.5 * pause)
 
-    def _hear(self, word: dict[str, Any]) -> None:
+    def _end_with(self, failure: dict[str, Any]) -> None:
         self.is_over = True
-        if word["agreement"]:
-            raise DisagreementError(word["line"])
-        raise MeetingError(f"{word['host']} ended before the first step: {word['line']}",
-                           word["status"])  # fmt: skip
+        if failure["disagreement"]:
+            raise DisagreementError(failure["line"])
+        raise MeetingError(
+            f"{failure['host']} ended before the first step: {failure['line']}", failure["status"]
+        )
 
     def _missing(self) -> str:
-        """Lists the processes that have not arrived, by rank and node."""
+        """Lists the processes that have not arrived."""
         absent = [rank for rank in range(self._size) if not self._store.check([f"came/{rank}"])]
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        nodes = list(dict.fromkeys(rank // local for rank in absent))
         if not absent:  # they arrived, and left without a message
             return f"not all of {self._size} processes came to agree within {self._minutes:g} min"
         return (
-            f"{len(absent)} of {self._size} processes did not come within {self._minutes:g} min: "
-            f"rank{'s'[: len(absent) > 1]} {_some([str(rank) for rank in absent])}, of node"
-            f"{'s'[: len(nodes) > 1]} {_some([str(node) for node in nodes])}; look at the output "
-            f"there (parallel.timeout_minutes is how long they are waited for)"
+            f"{len(absent)} of {self._size} processes did not come within {self._minutes:g} min "
+            f"(parallel.timeout_minutes): ranks {_some([str(rank) for rank in absent])}"
         )
 
     def _opened(self) -> Store:
@@ -351,15 +339,10 @@ class _Meeting:
         try:
             store = TCPStore(host, port, self._size, hosting, **options)
         except dist.DistError as error:
-            reason = str(error).splitlines()[0]
-            if hosting:
-                raise MeetingError(
-                    f"MASTER_PORT: {port}: rank 0 cannot listen there, at {host} (MASTER_ADDR): "
-                    f"{reason}"
-                ) from error
+            task = "listen" if hosting else "reach the store of rank 0"
             raise MeetingError(
-                f"MASTER_PORT: {port}: there is no store of rank 0 at {host} (MASTER_ADDR): "
-                f"{reason}"
+                f"MASTER_PORT: {port}: rank {self._rank} cannot {task} there, at {host} "
+                f"(MASTER_ADDR): {str(error).splitlines()[0]}"
             ) from error
         return PrefixStore(restart, store) if self._agents else store
 

@@ -79,14 +79,15 @@ class Analysis:
         prepare_environment()
         from polyad.parallel import comm
         from polyad.parallel.checkpoint.load import best_checkpoint, newest_of, read_newest
-        from polyad.parallel.meeting import agree
+        from polyad.parallel.meeting import join
 
         command, choose = self, best_checkpoint if self.best else newest_of
         with results(self.json) as show:
             if comm.environment_world_size() > 1:
                 facts = {"name": type(self).__name__, **vars(self)}
                 del facts["json"]
-                agree("the command", {f"the command's {key}": f"{facts[key]}" for key in facts})
+                shown = {f"the command's {key}": f"{value}" for key, value in facts.items()}
+                join().agree("the command", shown)
                 command, choose = self.chosen(choose), newest_of
             result, text = read_newest(command.path, command.measured, choose)
             if is_main():

@@ -49,7 +49,7 @@ from polyad.parallel.checkpoint.manage import (
 )
 from polyad.parallel.families import is_huggingface_folder
 from polyad.parallel.fragments import persistent_buffers
-from polyad.parallel.meeting import told_by_first
+from polyad.parallel.meeting import join
 from polyad.parallel.plain_weights import is_plain_folder
 from polyad.parallel.source import Source
 from polyad.parallel.tensor_file import DTYPE_NAMES
@@ -401,7 +401,7 @@ def chosen_by_main(name: str, path: Path, choose: Choose) -> Path:
         choose: chooses the checkpoint for the path.
     """
     chosen = f"{choose(path)}" if comm.environment_rank() == 0 else None
-    return Path(told_by_first(name, chosen))
+    return Path(join().broadcast_from_rank0(name, chosen))
 
 
 def _identity(folder: Path) -> int | None:

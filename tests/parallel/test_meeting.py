@@ -24,7 +24,7 @@ rank, what, minutes = sys.argv[1:]
 meeting.LINGER = 3.0
 time.sleep(float(what.partition("later ")[2] or 0))
 if what.startswith("fail"):
-    meeting.leave_word("data.path: gone: no such folder", 2, said=True)
+    meeting.report_failure("data.path: gone: no such folder", 2, printed=True)
     sys.exit(2)
 try:
     comm.initialize(float(minutes), facts={"seed": "1" if what != "other" else "2"})
@@ -32,7 +32,7 @@ try:
     comm.shutdown()
 except Exception as error:
     print(type(error).__name__, error)
-    meeting.leave_word(str(error), error.exit_status, said=True)
+    meeting.report_failure(str(error), error.exit_status, printed=True)
     sys.exit(error.exit_status)
 """
 
@@ -100,7 +100,10 @@ def test_a_process_that_fails_ends_those_that_wait(failing: int, place: dict[str
 def test_a_process_that_does_not_come_is_named_at_the_deadline(place: dict[str, str]) -> None:
     ((status, said),) = ends([start(place, 0, "", size=3, minutes=0.05)])
     assert status == 1
-    assert "2 of 3 processes did not come within 0.05 min: ranks 1, 2, of nodes 1, 2" in said
+    assert (
+        "2 of 3 processes did not come within 0.05 min (parallel.timeout_minutes): ranks 1, 2"
+        in said
+    )
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from polyad.parallel import comm
-from polyad.parallel.meeting import has_met, leave_word
+from polyad.parallel.meeting import has_met, report_failure
 from polyad.train.errors import (
     STOP_SIGNALS,
     Stopped,
@@ -154,7 +154,7 @@ class StopSignals:
         if self._saving or not (twice or (at_once and not again)):
             return
         if not self._alone and not is_under_agent():  # the others may be waiting for this process
-            leave_word(one_line(stop_line(number, self.kept())), 128 + number, said=True)
+            report_failure(one_line(stop_line(number, self.kept())), 128 + number, printed=True)
         end_at_once(number, self.kept())
 
     def _watch(self) -> None:
