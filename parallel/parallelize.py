@@ -21,7 +21,6 @@ from polyad.model.mxd.layer import SparseTable
 from polyad.model.smoe.graph import AttentionGraph
 from polyad.model.smoe.layer import SelectingMoE
 from polyad.parallel import comm, expert
-from polyad.parallel.adapters import cut_adapters
 from polyad.parallel.config import ParallelConfig
 from polyad.parallel.dims import Dims
 from polyad.parallel.factors import pad_ranks, parallelize_factors, parallelize_table
@@ -31,7 +30,7 @@ from polyad.parallel.megatron import Mpu
 from polyad.parallel.regions import data_group
 from polyad.parallel.sequence import Tokens, cut_sequence, sum_gradients
 from polyad.parallel.source import Source
-from polyad.parallel.tensor import parallelize_tensors
+from polyad.parallel.tensor import cut_adapters, parallelize_tensors
 from polyad.parallel.vocabulary import pad_vocabulary, token_losses
 from polyad.parallel.zero import (
     DTYPES,
