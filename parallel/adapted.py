@@ -24,6 +24,7 @@ from polyad.parallel.checkpoint.format import (
     damaged,
 )
 from polyad.parallel.checkpoint.load import Checkpoint
+from polyad.parallel.records import fault_of
 from polyad.parallel.tensor_folder import differing_shapes
 
 
@@ -163,9 +164,7 @@ def lora_of(checkpoint: Checkpoint) -> LoRAConfig | None:
     try:
         return AdaptConfig.model_validate(section).lora
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        key = ".".join(("adapt", *map(str, first["loc"])))
-        raise damaged(checkpoint.folder / "config.yaml", f"{key}: {first['msg']}") from None
+        raise damaged(checkpoint.folder / "config.yaml", f"adapt.{fault_of(error)}") from None
 
 
 def base_of(checkpoint: Checkpoint) -> Path:

@@ -8,10 +8,9 @@ converted: a string is never accepted as a number, and unknown keys are errors i
 import reprlib
 from typing import Annotated, Any, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 T = TypeVar("T")
-Count = Annotated[int, Field(ge=0, lt=2**63)]
 _SHOWN = 60
 _MESSAGES = {"missing": "is missing", "extra_forbidden": "is not known here"}
 _QUOTE = reprlib.Repr()

@@ -93,14 +93,8 @@ def _opened(path: Path, above: tuple[Path, ...], given: Path | None = None) -> C
     folder, config = checkpoint.folder, checkpoint.model_config()
     if folder.resolve() in above:
         raise CheckpointError(f"{folder}: its adapters are their own base: checkpoint.init_from")
-    place, named = (
-        (base_of(checkpoint), "checkpoint.init_from")
-        if given is None
-        else (
-            given,
-            "--base",
-        )
-    )
+    place = base_of(checkpoint) if given is None else given
+    named = "checkpoint.init_from" if given is None else "--base"
     try:
         base = _open(place, "trained", (*above, folder.resolve()))
         last = config.last_parameter()  # checked before building a wrong number of layers

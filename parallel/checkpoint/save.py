@@ -38,7 +38,6 @@ from polyad.parallel.checkpoint.manage import (
     Retention,
     make_folder,
     prune,
-    reason_of,
     remove_file,
     remove_or_warn,
     remove_tree,
@@ -56,6 +55,7 @@ from polyad.parallel.checkpoint.snapshot import (
     SnapshotMemory,
     Task,
     memory_needed,
+    reason_for_save_error,
 )
 from polyad.parallel.fragments import persistent_buffers, shares
 from polyad.parallel.shard import placement_of
@@ -295,10 +295,8 @@ def together(step: int, work: Callable[[], T]) -> T:
     reason = None
     try:
         result = work()
-    except OSError as error:
-        reason = reason_of(error)
-    except NotFiniteError as error:
-        reason = str(error)
+    except (OSError, NotFiniteError) as error:
+        reason = reason_for_save_error(error)
     raise_together(step, reason)
     return result
 

@@ -114,7 +114,7 @@ class Task:
                 for place, values in self._copies:
                     copy_tensor(place, values)
         except Exception as error:  # raised later, when ranks exchange errors
-            self.error = _in_one_line(error)
+            self.error = reason_for_save_error(error)
             return
         finally:
             self._copies.clear()
@@ -124,18 +124,18 @@ class Task:
             self.result = self._work(self._check)
         except _GivenUp:
             pass
-        except OSError as error:
-            self.error = reason_of(error)
-        except NotFiniteError as error:
-            self.error = str(error)
         except Exception as error:
-            traceback.print_exc()
-            self.error = _in_one_line(error)
+            if not isinstance(error, OSError | NotFiniteError):
+                traceback.print_exc()
+            self.error = reason_for_save_error(error)
 
 
-def _in_one_line(error: Exception) -> str:
-    lines = str(error).splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0]}"
+def reason_for_save_error(error: Exception) -> str:
+    """Returns the reason of a failed save in one line."""
+    if isinstance(error, OSError):
+        return reason_of(error)
+    first = (str(error).splitlines() or [""])[0]
+    return first if isinstance(error, NotFiniteError) else f"{type(error).__name__}: {first}"
 
 
 def copy_tensor(place: torch.Tensor, values: torch.Tensor) -> None:
