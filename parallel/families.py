@@ -15,7 +15,7 @@ from torch import Tensor
 from polyad.data.names import each_once
 from polyad.model.build import ModelSizeError, build_model, initial_value
 from polyad.model.decoder_config import DecoderConfig
-from polyad.model.families.decoders import comparable
+from polyad.model.families.decoders import comparable, flat
 from polyad.model.families.family import CONFIG_FILE, Family
 from polyad.model.families.keys import HuggingFaceError
 from polyad.model.families.registry import family_of_files
@@ -368,15 +368,6 @@ def _assembled(
         if value is not None:
             piece.write(stored, value)
     return stored.to(dtype)
-
-
-def flat(values: Mapping[str, Any], before: str = "model") -> dict[str, Any]:
-    """Flattens nested sections to values by full keys."""
-    found: dict[str, Any] = {}
-    for key, value in values.items():
-        name = f"{before}.{key}"
-        found |= flat(value, name) if isinstance(value, dict) else {name: value}
-    return found
 
 
 def _is_copy(tensors: TensorFolder, name: str, other: str) -> bool:

@@ -9,7 +9,7 @@ save_original_format=False)`.
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from polyad.model.decoder_config import DecoderConfig
@@ -774,7 +774,7 @@ def family_of(config: DecoderConfig) -> Family:
             "names"
         )
     refuse_replaced(config)
-    wanted, nearest = comparable(config, is_written=True), list[str]()
+    wanted, nearest = flat(comparable(config, is_written=True)), list[str]()
     for family in DECODERS:
         try:
             tree = family.write_config(config, Known())
@@ -782,7 +782,12 @@ def family_of(config: DecoderConfig) -> Family:
         except (HuggingFaceError, AttributeError, AssertionError):
             continue
         assert isinstance(again, DecoderConfig)
-        differing = _differing(wanted, comparable(again, is_written=True))
+        theirs = flat(comparable(again, is_written=True))
+        differing = [
+            f"{key}: {theirs.get(key)!r} in place of {wanted.get(key)!r}"
+            for key in wanted | theirs
+            if theirs.get(key) != wanted.get(key)
+        ]
         if not differing:
             return family
         if not nearest or len(differing) < len(nearest):
@@ -794,15 +799,12 @@ def family_of(config: DecoderConfig) -> Family:
     )
 
 
-def _differing(ours: dict[str, Any], theirs: dict[str, Any], before: str = "model.") -> list[str]:
-    """Lists keys whose values differ, in readable form."""
-    found: list[str] = []
-    for key in {**ours, **theirs}:
-        one, other = ours.get(key), theirs.get(key)
-        if isinstance(one, dict) and isinstance(other, dict):
-            found += _differing(one, other, f"{before}{key}.")
-        elif one != other:
-            found.append(f"{before}{key}: {other!r} in place of {one!r}")
+def flat(values: Mapping[str, Any], before: str = "model") -> dict[str, Any]:
+    """Flattens nested sections to values by full keys."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        name = f"{before}.{key}"
+        found |= flat(value, name) if isinstance(value, dict) else {name: value}
     return found
 
 
