@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from polyad.model.layers import Region
 from polyad.parallel import comm
 from polyad.parallel.megatron import (
     data_parallel_group,
@@ -43,13 +44,17 @@ class Group(NamedTuple):
             part: This rank's part, equal in size on all ranks.
             axis: The axis along which the parts are concatenated.
         """
-        whole: Tensor = _Gather.apply(part, axis, self, True)
-        return whole
+        return _with_gradient(
+            part,
+            lambda x: self._gathered(x, axis),
+            lambda gradient: self._summed_part(gradient, axis),
+        )
 
     def gather_equal(self, part: Tensor, axis: int) -> Tensor:
         """Gathers the parts; backward takes this rank's part of a gradient equal on all ranks."""
-        whole: Tensor = _Gather.apply(part, axis, self, False)
-        return whole
+        return _with_gradient(
+            part, lambda x: self._gathered(x, axis), lambda gradient: self._own(gradient, axis)
+        )
 
     def sum_and_scatter(self, whole: Tensor, axis: int) -> Tensor:
         """Reduce-scatters a tensor; backward gathers the gradients.
@@ -59,35 +64,37 @@ class Group(NamedTuple):
             axis: The axis along which the sum is split; its size is a multiple of the number of
                 ranks.
         """
-        part: Tensor = _Scatter.apply(whole, axis, self, True)
-        return part
+        return _with_gradient(
+            whole,
+            lambda x: self._summed_part(x, axis),
+            lambda gradient: self._gathered(gradient, axis),
+        )
 
     def scatter(self, whole: Tensor, axis: int) -> Tensor:
         """Takes this rank's part of a tensor equal on all ranks; backward gathers the gradients."""
-        part: Tensor = _Scatter.apply(whole, axis, self, False)
-        return part
+        return _with_gradient(
+            whole, lambda x: self._own(x, axis), lambda gradient: self._gathered(gradient, axis)
+        )
 
     def sum_gradient(self, x: Tensor) -> Tensor:
         """The identity; backward all-reduces the gradient, in fp32. For small parameters.
 
         `copy` is the equivalent for activations, which sums in their own precision.
         """
-        same: Tensor = _SummedGradient.apply(x, self)
-        return same
+        return _with_gradient(x, lambda x: x.view_as(x), self.total_in_fp32)
 
     def mean(self, x: Tensor) -> Tensor:
         """Averages over ranks, each of which has its own loss.
 
         The total loss is the mean of theirs, so the gradient is the mean of the gradients, too.
         """
-        mean: Tensor = _Mean.apply(x, self, True)
-        return mean
+        # Each rank has a summand of the gradient.
+        return _with_gradient(x, self._mean, self._mean)
 
     def mean_of_parts(self, x: Tensor) -> Tensor:
         """Averages over ranks that all have the same loss; backward each gets its part of a
         gradient that is equal on all ranks."""
-        mean: Tensor = _Mean.apply(x, self, False)
-        return mean
+        return _with_gradient(x, self._mean, lambda gradient: gradient / self.size)
 
     def exchange(self, rows_MD: Tensor, receive: list[int], send: list[int]) -> Tensor:
         """Exchanges rows (all-to-all); backward sends the gradients back.
@@ -97,8 +104,11 @@ class Group(NamedTuple):
             receive: Number of rows from each rank.
             send: Number of rows to each rank.
         """
-        arrived_MD: Tensor = _Exchange.apply(rows_MD, receive, send, self)
-        return arrived_MD
+        return _with_gradient(
+            rows_MD,
+            lambda rows: self._exchanged(rows, receive, send),
+            lambda gradient: self._exchanged(gradient, send, receive),
+        )
 
     # The methods below have no gradient.
 
@@ -117,6 +127,25 @@ class Group(NamedTuple):
     def of_first(self, x: Tensor) -> Tensor:
         """Broadcasts the value of the group's first rank."""
         return wait(torch.ops._c10d_functional.broadcast(x, 0, self.name))
+
+    def _mean(self, x: Tensor) -> Tensor:
+        return self.total(x) / self.size
+
+    def _gathered(self, part: Tensor, axis: int) -> Tensor:
+        whole = self.all_parts(part)
+        return torch.cat(whole.chunk(self.size), axis) if axis else whole
+
+    def _own(self, whole: Tensor, axis: int) -> Tensor:
+        return whole.chunk(self.size, axis)[self.rank].contiguous()
+
+    def _summed_part(self, whole: Tensor, axis: int) -> Tensor:
+        return wait(self.start_sum(torch.cat(whole.chunk(self.size, axis)) if axis else whole))
+
+    def _exchanged(self, rows: Tensor, receive: list[int], send: list[int]) -> Tensor:
+        started = torch.ops._c10d_functional.all_to_all_single(
+            rows.contiguous(), receive, send, self.name
+        )
+        return wait(started)
 
     # The results of the methods below must be waited for, with `wait`, before they are read.
 
@@ -210,86 +239,19 @@ class OwnDropout(nn.Dropout):
             return super().forward(x)
 
 
-def _gathered(part: Tensor, axis: int, group: Group) -> Tensor:
-    whole = group.all_parts(part)
-    return torch.cat(whole.chunk(group.size), axis) if axis else whole
-
-
-def _own(whole: Tensor, axis: int, group: Group) -> Tensor:
-    return whole.chunk(group.size, axis)[group.rank].contiguous()
-
-
-def _summed_part(whole: Tensor, axis: int, group: Group) -> Tensor:
-    return wait(group.start_sum(torch.cat(whole.chunk(group.size, axis)) if axis else whole))
-
-
-class _Gather(torch.autograd.Function):
+class _WithGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, part: Tensor, axis: int, group: Group, in_parts: bool) -> Tensor:
-        ctx.axis, ctx.group, ctx.in_parts = axis, group, in_parts
-        return _gathered(part, axis, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        cut = _summed_part if ctx.in_parts else _own
-        return cut(gradient, ctx.axis, ctx.group), None, None, None
-
-
-class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, whole: Tensor, axis: int, group: Group, in_parts: bool) -> Tensor:
-        ctx.axis, ctx.group = axis, group
-        return (_summed_part if in_parts else _own)(whole, axis, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        return _gathered(gradient, ctx.axis, ctx.group), None, None, None
-
-
-class _SummedGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.group.total_in_fp32(gradient), None
-
-
-class _Mean(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, in_parts: bool) -> Tensor:
-        ctx.group, ctx.in_parts = group, in_parts
-        return group.total(x) / group.size
+    def forward(ctx: Any, x: Tensor, forward: Region, backward: Region) -> Tensor:
+        ctx.function = backward
+        return forward(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        if ctx.in_parts:  # each rank has a summand of it
-            gradient = ctx.group.total(gradient)
-        return gradient / ctx.group.size, None, None
+        return ctx.function(gradient), None, None
 
 
-class _Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, rows_MD: Tensor, receive: list[int], send: list[int], group: Group
-    ) -> Tensor:
-        ctx.back, ctx.group = (send, receive), group
-        return _exchanged(rows_MD, group, receive, send)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient_MD: Tensor) -> tuple[Tensor, None, None, None]:
-        return _exchanged(gradient_MD, ctx.group, *ctx.back), None, None, None
-
-
-def _exchanged(rows: Tensor, group: Group, receive: list[int], send: list[int]) -> Tensor:
-    started = torch.ops._c10d_functional.all_to_all_single(
-        rows.contiguous(), receive, send, group.name
-    )
-    return wait(started)
+def _with_gradient(x: Tensor, forward: Region, backward: Region) -> Tensor:
+    """Applies a function whose gradient is another function of the gradient of its result."""
+    y: Tensor = _WithGradient.apply(x, forward, backward)
+    return y
