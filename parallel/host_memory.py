@@ -2,7 +2,6 @@
 that keep freed memory for reuse when training on a CPU."""
 
 import ctypes
-import gc
 import os
 import resource
 import sys
@@ -63,17 +62,6 @@ def keep_few_products() -> None:
     gigabytes in bf16, since each takes from 1 MB with few rows to 14 MB with 900.
     """
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "16")
-
-
-def give_back_freed_memory() -> None:
-    """Returns kept memory to the system, to avoid a fragmented heap in later allocations.
-
-    Does nothing without glibc.
-    """
-    gc.collect()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
-    if trim is not None:
-        trim(0)
 
 
 def free_memory(root: Path = Path("/")) -> int:

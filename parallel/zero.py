@@ -365,25 +365,6 @@ class Engine:
             self._average(1 - self._average_decay)
         return StepResult(applied, self._grad_norm())
 
-    def tensors(self) -> dict[str, list[torch.Tensor]]:
-        """Returns what this rank holds between steps: `weights`, `optimizer` (masters and moments),
-        and the `gradients` for which stage 3 keeps memory."""
-        zero = self.deepspeed.optimizer
-        masters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        masters += getattr(zero, "fp32_partitioned_groups_flat", [])  # in stage 3
-        moments = [
-            value
-            for state in self.optimizer.state.values()
-            for value in state.values()
-            if isinstance(value, torch.Tensor)
-        ]
-        sums = getattr(zero, "grad_partitions_flat_buffer", None)  # in stage 3
-        return {
-            "weights": [getattr(p, "ds_tensor", p) for p in self.module.parameters()],
-            "optimizer": [*masters, *moments],
-            "gradients": [] if sums is None else [sums],
-        }
-
     @torch.no_grad()
     def _average(self, share: float) -> None:
         """Updates the averages, which are stored with the optimizer's state, from the masters."""

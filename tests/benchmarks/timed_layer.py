@@ -7,6 +7,8 @@ Shapes: N tokens, D width.
 """
 
 import contextlib
+import ctypes
+import gc
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -19,7 +21,6 @@ from polyad.model.build import materialize
 from polyad.model.feedforward import FeedForward, FeedForwardContext
 from polyad.model.kernels.cpu.experts import has_bf16_products
 from polyad.model.kernels.cpu.gelu import has_native_gelu
-from polyad.parallel.host_memory import give_back_freed_memory
 from polyad.parallel.shapes import forward_flops
 from tests.benchmarks.turns import Run, Times, now, part_medians, span, summary, take_turns
 
@@ -148,7 +149,9 @@ def measure(
         For each its seconds and the bytes kept for backward, and both as a multiple of the dense
         MLP's; see `summary`.
     """
-    give_back_freed_memory()  # earlier measurements may have fragmented the heap
+    gc.collect()
+    if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+        libc.malloc_trim(0)  # earlier measurements may have fragmented the heap
     if compiled:
         torch.compiler.reset()  # programs of another precision would be tried first
         layers = {name: _compile(layer) for name, layer in layers.items()}

@@ -50,7 +50,7 @@ def second_step(config: RunConfig) -> tuple[dict[str, int], dict[str, int]]:
 
 def bytes_held(engine: Engine) -> dict[str, int]:
     """Bytes of weights and buffers, of what the optimizer keeps, and of gradients that stay."""
-    tensors = engine.tensors()
+    tensors = _tensors(engine)
     found: dict[str, Any] = {}
     for kind, held in (
         ("weights", [*tensors["weights"], *engine.module.buffers()]),
@@ -64,6 +64,21 @@ def bytes_held(engine: Engine) -> dict[str, int]:
     for kind, size in found.values():
         sizes[kind] += size
     return sizes
+
+
+def _tensors(engine: Engine) -> dict[str, list[torch.Tensor]]:
+    """What a rank holds between steps; the gradients are those for which stage 3 keeps memory."""
+    zero = engine.deepspeed.optimizer
+    masters = [p for group in engine.optimizer.param_groups for p in group["params"]]
+    masters += getattr(zero, "fp32_partitioned_groups_flat", [])  # in stage 3
+    states = engine.optimizer.state.values()
+    moments = [each for s in states for each in s.values() if isinstance(each, torch.Tensor)]
+    sums = getattr(zero, "grad_partitions_flat_buffer", None)  # in stage 3
+    return {
+        "weights": [getattr(p, "ds_tensor", p) for p in engine.module.parameters()],
+        "optimizer": [*masters, *moments],
+        "gradients": [] if sums is None else [sums],
+    }
 
 
 def save_start(config: RunConfig, folder: Path) -> None:
