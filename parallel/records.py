@@ -1,20 +1,14 @@
-"""Reads untrusted JSON files: typed, strict and frozen, with one-line errors.
+"""Reads JSON files that others have written: typed, strict and frozen, with one-line errors.
 
-Every JSON file of a checkpoint or of a folder of weights is read through `parsed`. Nothing is
-converted: a string is never accepted as a number, and unknown keys are errors in Polyad's own
-    formats.
+Nothing is converted: a string is never accepted as a number, and unknown keys are errors in
+Polyad's own formats.
 """
 
-import reprlib
 from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 T = TypeVar("T")
-_SHOWN = 60
-_MESSAGES = {"missing": "is missing", "extra_forbidden": "is not known here"}
-_QUOTE = reprlib.Repr()
-_QUOTE.maxstring = _QUOTE.maxother = _QUOTE.maxlong = _SHOWN
 
 
 class Record(BaseModel):
@@ -64,27 +58,13 @@ class FormError(ValueError):
 
 
 def fault_of(error: ValidationError) -> str:
-    """Returns the first fault that pydantic found, on one line, with long values shortened."""
+    """Returns the first fault that pydantic found, on one line: key, value, what is expected."""
     first = error.errors(include_url=False, include_context=False)[0]
-    where = ".".join(_part(part) for part in first["loc"] if part != "[key]")
-    message = _MESSAGES.get(first["type"])
     if first["type"] == "json_invalid":
         return "is not JSON: " + first["msg"].removeprefix("Invalid JSON: ")
-    if message is None:
-        text = first["msg"].removeprefix("Value error, ").replace("dictionary", "object")
-        message = f"{quoted(first['input'])}: {text[:1].lower()}{text[1:]}"
-        if isinstance(first["input"], dict | BaseModel):
-            message = f"{text[:1].lower()}{text[1:]}"
-    return f"{where}: {message}" if where else message
-
-
-def quoted(value: Any) -> str:
-    """Formats a value for an error: short, and without terminal control characters."""
-    text = _QUOTE.repr(value)
-    return text if len(text) <= 2 * _SHOWN else f"{text[: 2 * _SHOWN]}..."
-
-
-def _part(part: str | int) -> str:
-    text = str(part)
-    text = text if text.isprintable() else repr(text)
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+    parts = [str(part) for part in first["loc"] if part != "[key]"]
+    where = ".".join(part if part.isprintable() else repr(part) for part in parts)
+    if first["type"] == "missing":
+        return f"{where}: is missing"
+    text = first["msg"].removeprefix("Value error, ")
+    return f"{where}: {first['input']!r:.60}: {text}".removeprefix(": ")

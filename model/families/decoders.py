@@ -22,6 +22,7 @@ from polyad.model.families.keys import (
     field,
     implied,
     only,
+    value_at,
 )
 from polyad.model.families.tensors import Rule, every_other, half, parameter, per_expert
 from polyad.model.smoe.config import SparseMoEConfig
@@ -138,15 +139,13 @@ def number(theirs: str, ours: str, default: Any, *, unused: Any = None) -> Key:
     """
 
     def read(tree: Tree) -> dict[str, Any]:
-        found = tree.get(theirs)
-        found = default if found is None else found
-        return {ours: None if found == unused else found}
-
-    plain = field(theirs, ours, default)
+        value = tree.get(theirs)
+        value = default if value is None else value
+        return {ours: None if value == unused else value}
 
     def write(config: Any) -> dict[str, Any]:
-        [(key, value)] = plain.write(config).items()
-        return {key: unused if value is None else value}
+        value = value_at(config, ours)
+        return {theirs: unused if value is None else value}
 
     return Key({ours: theirs}, read, write)
 

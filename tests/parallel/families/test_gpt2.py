@@ -201,7 +201,7 @@ def test_files_that_cannot_be_read_are_refused_by_name(folder, tmp_path):
     (tmp_path / "config.json").write_text("{")
     refused(tmp_path, "config.json: is not JSON")
     (tmp_path / "config.json").write_text("[]")
-    refused(tmp_path, "config.json: []: input should be an object")
+    refused(tmp_path, "config.json: []: Input should be")
 
 
 @pytest.mark.parametrize(
