@@ -29,6 +29,7 @@ PIECE_BYTES = 2**20
 """Bytes that are read, digested and written at a time: such a piece fits into a core's cache."""
 
 _SELF = re.compile(rb',\n "xxh3": "([0-9a-f]{16})"\n}\n\Z')
+_VERSION = re.compile(rb'{\s*"format": "polyad-checkpoint",\s*"version": (\d+)')
 
 
 class CheckpointError(ValueError):
@@ -229,18 +230,19 @@ def _read_manifest(folder: Path) -> Manifest:
         ) from None
     except OSError as error:
         raise damaged(path, f"cannot be read: {error.strerror}") from None
-    ending = _SELF.search(content)
-    if ending is None or xxhash.xxh3_64_hexdigest(content[: ending.start()]) != ending[1].decode():
-        raise damaged(path, "it is not the manifest of a Polyad checkpoint as it was written")
-    manifest = Manifest.model_validate_json(content)
-    if manifest.version != FORMAT_VERSION:
-        kind = "newer" if manifest.version > FORMAT_VERSION else "older"
+    ending, version = _SELF.search(content), _VERSION.match(content)
+    if ending and xxhash.xxh3_64_hexdigest(content[: ending.start()]) != ending[1].decode():
+        raise damaged(path, "its digest of itself differs")
+    if version and int(version[1]) != FORMAT_VERSION:
+        kind = "newer" if int(version[1]) > FORMAT_VERSION else "older"
         raise CheckpointError(
-            f"{folder}: format version {manifest.version} is {kind} than {FORMAT_VERSION}, which "
+            f"{folder}: format version {int(version[1])} is {kind} than {FORMAT_VERSION}, which "
             f"this Polyad reads: continue with the Polyad that wrote it, or start anew in another "
             f"run.folder"
         )
-    return manifest
+    if not ending:
+        raise damaged(path, "it is not the manifest of a Polyad checkpoint")
+    return Manifest.model_validate_json(content)
 
 
 def read_contents(folder: Path) -> Contents:
