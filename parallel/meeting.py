@@ -66,7 +66,14 @@ def join(timeout_minutes: float = FIRST_MINUTES) -> "Meeting":
     Raises:
         MeetingError: rank 0 did not arrive in time, or cannot listen.
     """
-    return Meeting.joined(timeout_minutes)
+    if Meeting.here is None:
+        try:
+            Meeting.here = Meeting(timeout_minutes)
+        except MeetingError:
+            Meeting.lost = True
+            raise
+    Meeting.here.wait_for(timeout_minutes)
+    return Meeting.here
 
 
 def report_failure(line: str, status: int, *, printed: bool = False) -> None:
@@ -159,7 +166,7 @@ class Meeting:
                 f"and this process is alone: unset it, or start with `polyad launch` or torchrun"
             )
         self._rank, self._size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        self._wait_for(timeout_minutes)
+        self.wait_for(timeout_minutes)
         self._host = socket.gethostname()
         self._node = f"{os.environ.get('GROUP_RANK', '')} {self._host}"
         self._agents = STORE not in os.environ and _agent_has_store()
@@ -168,19 +175,8 @@ class Meeting:
         self._store = self._opened()
         self._come()
 
-    @classmethod
-    def joined(cls, timeout_minutes: float) -> "Meeting":
-        """See `join`."""
-        if cls.here is None:
-            try:
-                cls.here = cls(timeout_minutes)
-            except MeetingError:
-                cls.lost = True
-                raise
-        cls.here._wait_for(timeout_minutes)
-        return cls.here
-
-    def _wait_for(self, minutes: float) -> None:
+    def wait_for(self, minutes: float) -> None:
+        """Sets how long the next waits may take."""
         self._minutes, self._until = minutes, time.monotonic() + 60 * minutes
 
     def _come(self) -> None:

@@ -17,9 +17,8 @@ FAMILIES = (GPT2, BERT, VIT, CLIP, MIXER, *DECODERS)
 WRITTEN = {"gpt2": GPT2, "bert": BERT, "vit": VIT, "mixer": MIXER}
 """The family as which a model is written, by `model.kind`."""
 SUPPORTED = (
-    "gpt2, bert, vit, clip, clip_vision_model, llama, mistral, qwen2, qwen3, olmoe, mixtral, "
-    "qwen2_moe, qwen3_moe, granitemoe, granitemoeshared, deepseek_v2, deepseek_v3 and gpt_oss of "
-    "transformers, and timm's mixer_*"
+    f"{', '.join(name for family in FAMILIES for name in family.model_types)} of transformers, and "
+    "timm's mixer_*"
 )
 """The supported families, for messages."""
 

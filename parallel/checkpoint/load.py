@@ -363,11 +363,10 @@ def read_newest(path: Path, read: Callable[[Path], T], choose: Choose = newest_o
         _say_if_another_is_best(path)
     while True:
         chosen = choose(path)
-        before = _identity(chosen)
         try:
             return read(chosen)
         except (ValueError, OSError):
-            if before is None or _identity(chosen) == before or choose(path) == path:
+            if chosen.exists() or choose(path) == path:
                 raise
             print(
                 f"polyad: {chosen} was deleted while it was being read; reading what {path} "
@@ -402,14 +401,6 @@ def chosen_by_main(name: str, path: Path, choose: Choose) -> Path:
     """
     chosen = f"{choose(path)}" if comm.environment_rank() == 0 else None
     return Path(join().broadcast_from_rank0(name, chosen))
-
-
-def _identity(folder: Path) -> int | None:
-    """Returns a value that changes if another folder takes this name; None if there is none."""
-    try:
-        return folder.stat().st_ino
-    except OSError:
-        return None
 
 
 def newest_that_opens(folder: Path) -> Checkpoint | None:
