@@ -13,9 +13,9 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import xxhash
-from pydantic import ConfigDict
+from pydantic import ConfigDict, ValidationError
 
-from polyad.parallel.records import Record
+from polyad.parallel.records import Record, fault_of
 
 MASTER, EMA, BUFFER, RANDOM = "master", "ema", "buffer", "random"
 """Fields: a weight in fp32, its moving average, a buffer, a random generator's state. All other
@@ -265,12 +265,15 @@ def read_contents(folder: Path) -> Contents:
             raise damaged(folder / name, f"{size:,} bytes, the manifest says {record.bytes:,}")
     contents = Contents(folder, manifest.step, manifest.files, {}, State(), "")
     contents.verify([INDEX_FILE, STATE_FILE, CONFIG_FILE])
-    return replace(
-        contents,
-        tensors=Index.model_validate_json((folder / INDEX_FILE).read_bytes()).tensors,
-        state=State.model_validate_json((folder / STATE_FILE).read_bytes()),
-        config_yaml=(folder / CONFIG_FILE).read_text(errors="replace"),
-    )
+    try:
+        return replace(
+            contents,
+            tensors=Index.model_validate_json((folder / INDEX_FILE).read_bytes()).tensors,
+            state=State.model_validate_json((folder / STATE_FILE).read_bytes()),
+            config_yaml=(folder / CONFIG_FILE).read_text(errors="replace"),
+        )
+    except ValidationError as error:
+        raise damaged(folder, fault_of(error)) from None
 
 
 def verify_contents(folder: Path, report: Callable[[int], None] = lambda done: None) -> Contents:
