@@ -110,10 +110,6 @@ class BertConfig(TransformerSettings):
     head: HeadConfig = MaskedLanguageHeadConfig()
     """The output head."""
 
-    def has_bias(self) -> bool:
-        """See `TransformerSettings.has_bias`."""
-        return True
-
     def units_per_sample(self) -> int:
         """Number of tokens read per sample; 1 if a whole sequence is scored."""
         return 1 if self.head.kind == "classification" else self.sequence_length

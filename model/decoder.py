@@ -28,7 +28,7 @@ from polyad.model.layers import Embedding
 from polyad.model.output import ModelOutput
 from polyad.model.padding import LastToken, RealTokens
 from polyad.model.rotary import RotaryConfig, rotation
-from polyad.model.settings import TransformerSettings, check_feed_forward
+from polyad.model.settings import TransformerSettings
 from polyad.model.smoe.config import SelectingConfig
 from polyad.model.smoe.router import document_starts
 
@@ -94,15 +94,7 @@ class DecoderSettings(TransformerSettings, ABC):
                 f"{REPLACED}.{each.placement_key}: {placement} is not allowed: "
                 "model.replaced.blocks says which blocks have experts; allowed: 1"
             )
-        check_feed_forward(
-            REPLACED,
-            each,
-            width=self.hidden_size,
-            num_heads=self.num_heads,
-            layers=self.num_layers,
-            bias=self.has_bias(),
-            causal=self.causal,
-        )
+        self.check_feed_forward(REPLACED, each, self.hidden_size, self.num_heads)
         return self
 
     def feed_forwards(self) -> dict[str, FeedForwardConfig]:

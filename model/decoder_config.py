@@ -64,10 +64,6 @@ class GPT2Config(DecoderSettings):
     head: ClassificationHeadConfig | None = None
     """A classification head for whole sequences; null: the model predicts the next token."""
 
-    def has_bias(self) -> bool:
-        """See `TransformerSettings.has_bias`."""
-        return self.bias
-
     def in_words(self) -> str:
         """Describes depth and width for the user."""
         return f"GPT-2, {self.num_layers} blocks, width {self.hidden_size}"
@@ -233,7 +229,7 @@ class DecoderConfig(DecoderSettings):
         return self
 
     def has_bias(self) -> bool:
-        """See `TransformerSettings.has_bias`."""
+        """See `ModelSettings.has_bias`."""
         return self.mlp_bias
 
     def filled(self) -> Self:

@@ -92,13 +92,14 @@ def seeded_generator(seed: int, name: str, expert: int | None = None) -> Generat
     return torch.Generator(device="cpu").manual_seed(int.from_bytes(digest[:4], "big"))
 
 
-def normal(std: float) -> Initializer:
-    """Normal distribution with mean zero.
+def normal(std: float, mean: float = 0.0) -> Initializer:
+    """Normal distribution.
 
     Args:
         std: Standard deviation.
+        mean: Mean.
     """
-    return Initializer(lambda value, generator: value.normal_(0.0, std, generator=generator))
+    return Initializer(lambda value, generator: value.normal_(mean, std, generator=generator))
 
 
 def uniform(bound: float) -> Initializer:
@@ -186,18 +187,6 @@ def norm_initializers(name: str, norm: nn.Module) -> dict[str, Initializer]:
     if getattr(norm, "bias", None) is not None:
         entries[f"{name}.bias"] = ZEROS
     return entries
-
-
-def around_one(std: float = 1.0, scale: float = 1.0) -> Initializer:
-    """Entries from N(1, std^2), times a scale; for factors of experts.
-
-    Args:
-        std: Standard deviation, before scaling.
-        scale: Factor of the mean and the standard deviation.
-    """
-    return Initializer(
-        lambda value, generator: value.normal_(scale, scale * std, generator=generator)
-    )
 
 
 def diagonal_around_one(std: float = 1.0) -> Initializer:

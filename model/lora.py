@@ -16,6 +16,7 @@ Shapes: M rows, r rank, E experts, I input width, O output width, D model width,
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Annotated, NamedTuple
 
 import torch
@@ -307,7 +308,10 @@ class _Place(NamedTuple):
 
     smaller_side: int
     """The smaller side of the matrix; the rank must be less."""
-    put: Callable[[LoRAConfig], None]
+    owner: nn.Module
+    attribute: str
+    """The attribute of `owner` that becomes the module made by `build`."""
+    build: Callable[[LoRAConfig], nn.Module]
 
 
 def add_lora(model: nn.Module, config: LoRAConfig) -> None:
@@ -345,22 +349,29 @@ def add_lora(model: nn.Module, config: LoRAConfig) -> None:
         parameter.requires_grad_(name in trained)
     with torch.device("meta"):
         for place in wanted.values():
-            place.put(config)
+            setattr(place.owner, place.attribute, place.build(config))
 
 
 def _places(model: nn.Module) -> Iterator[tuple[str, _Place]]:
     """Lists the layers and factors that targets can name."""
+    build: Callable[[LoRAConfig], nn.Module]
     for path, module in model.named_modules():
         before = f"{path}." if path else ""
         if isinstance(module, Attention | DenseFeedForward):
             layers = {n: each for n, each in module.named_children() if isinstance(each, nn.Linear)}
             for name in sorted(layers, key=lambda name: name in ("projection", "down")):
-                yield f"{before}{name}", _beside_linear(module, name, layers[name])
-        elif isinstance(module, Router) and type(module.score) is LinearScore:
-            yield f"{before}score", _beside_score(module, module.score)
+                side, build = min(layers[name].weight.shape), partial(LoRALinear, layers[name])
+                yield f"{before}{name}", _Place(side, module, name, build)
+        elif isinstance(module, Router) and type(score := module.score) is LinearScore:
+            side, build = min(score.weight.shape), partial(LoRAScore, score)
+            yield f"{before}score", _Place(side, module, "score", build)
         elif isinstance(module, Factorized):
             for name in ("input_factor", "output_factor"):
-                yield f"{before}{name}", _beside_factor(module, name)
+                shape, modes = module.get_parameter(name).shape, _modes(module, name)
+                side = min(math.prod(shape[:modes]), math.prod(shape[modes:]))
+                attribute = name.replace("_factor", "_lora")
+                build = partial(FactorLowRank, module, name)
+                yield f"{before}{name}", _Place(side, module, attribute, build)
 
 
 def _expert_places(model: nn.Module) -> Iterator[tuple[str, _Place]]:
@@ -369,39 +380,8 @@ def _expert_places(model: nn.Module) -> Iterator[tuple[str, _Place]]:
         for name, module in parent.named_children():
             if type(module) is Experts:  # not groups of units of a dense feed-forward
                 path = f"{parent_path}.{name}" if parent_path else name
-                yield path, _beside_experts(parent, name, module)
-
-
-def _beside_linear(parent: nn.Module, name: str, layer: nn.Linear) -> _Place:
-    def put(config: LoRAConfig) -> None:
-        setattr(parent, name, LoRALinear(layer, config))
-
-    return _Place(min(layer.in_features, layer.out_features), put)
-
-
-def _beside_score(router: Router, score: LinearScore) -> _Place:
-    def put(config: LoRAConfig) -> None:
-        router.score = LoRAScore(score, config)
-
-    return _Place(min(score.weight.shape), put)
-
-
-def _beside_experts(parent: nn.Module, name: str, experts: Experts) -> _Place:
-    def put(config: LoRAConfig) -> None:
-        setattr(parent, name, LoRAExperts(experts, config))
-
-    return _Place(min(experts.up.shape[1:]), put)
-
-
-def _beside_factor(layer: Factorized, name: str) -> _Place:
-    factor, modes = layer.get_parameter(name), _modes(layer, name)
-    sides = math.prod(factor.shape[:modes]), math.prod(factor.shape[modes:])
-
-    def put(config: LoRAConfig) -> None:
-        attribute = name.replace("_factor", "_lora")
-        setattr(layer, attribute, FactorLowRank(layer, name, config))
-
-    return _Place(min(sides), put)
+                side, build = min(module.up.shape[1:]), partial(LoRAExperts, module)
+                yield path, _Place(side, parent, name, build)
 
 
 def _modes(layer: Factorized, factor: str) -> int:

@@ -16,8 +16,8 @@ from polyad.model.feedforward import DenseFeedForwardConfig, FeedForwardContext
 from polyad.model.initialization import Initializer, norm_initializers
 from polyad.model.layers import DropPath, LayerNorm
 from polyad.model.output import ModelOutput, RoutingStats
-from polyad.model.settings import Count, CutSizes, check_feed_forward, cut_sizes_of
-from polyad.model.vision import ImageModelSettings, PatchEmbedding, build_head, classified
+from polyad.model.settings import Count, CutSizes, cut_sizes_of
+from polyad.model.vision import Classifier, ImageModelSettings, PatchEmbedding, build_head
 
 TOKENS, CHANNELS = "model.token_feed_forward", "model.channel_feed_forward"
 
@@ -39,36 +39,24 @@ class MixerConfig(ImageModelSettings):
 
     @model_validator(mode="after")
     def _feed_forwards_fit(self) -> Self:
-        widths = {TOKENS: self.num_patches, CHANNELS: self.hidden_size}
-        for key, feed_forward in self._given().items():
-            check_feed_forward(
-                key,
-                feed_forward,
-                width=widths[key],
-                num_heads=None,
-                layers=self.num_layers,
-                bias=self.bias,
-                causal=False,
-            )
+        for key, width in self._widths().items():
+            self.check_feed_forward(key, getattr(self, key.removeprefix("model.")), width)
         return self
 
-    def _given(self) -> dict[str, FeedForwardConfig]:
-        return {TOKENS: self.token_feed_forward, CHANNELS: self.channel_feed_forward}
+    def _widths(self) -> dict[str, int]:
+        return {TOKENS: self.num_patches, CHANNELS: self.hidden_size}
 
     def feed_forwards(self) -> dict[str, FeedForwardConfig]:
         """Both feed-forwards, filled in, by their keys."""
         return {
-            TOKENS: self.token_feed_forward.of_model(width=self.num_patches, bias=self.bias),
-            CHANNELS: self.channel_feed_forward.of_model(width=self.hidden_size, bias=self.bias),
+            key: getattr(self, key.removeprefix("model.")).of_model(width=width, bias=self.bias)
+            for key, width in self._widths().items()
         }
 
     def filled(self) -> Self:
         """Returns a copy with the ranks that follow from the number of parameters."""
-        known = self.feed_forwards()
-        return self.model_copy(
-            update={key.removeprefix("model."): each for key, each in known.items()}
-            | self.filled_head()
-        )
+        filled = self.with_feed_forwards(self.feed_forwards())
+        return filled.model_copy(update=self.filled_head())
 
     def in_words(self) -> str:
         """Describes depth, width and patches for the user."""
@@ -138,7 +126,7 @@ class MixerBlock(nn.Module):
         return x_BTD + self.drop_path(y_BTD), token_stats, channel_stats
 
 
-class Mixer(nn.Module):
+class Mixer(Classifier):
     """An MLP-Mixer; see `Decoder` for how a model is built and filled.
 
     Args:
@@ -184,16 +172,6 @@ class Mixer(nn.Module):
         """Returns the input of the first block [B, T, D]."""
         patches_BTD: Tensor = self.patch_embedding(images_BCHW)
         return patches_BTD
-
-    def tail(self, x_BTD: Tensor, first_block: int) -> Tensor:
-        """Computes logits [B, K] from the input of a block."""
-        for block in self.blocks[first_block:]:
-            x_BTD, *_ = block(x_BTD)
-        return self.score(x_BTD)[0]
-
-    def score(self, x_BTD: Tensor) -> tuple[Tensor, tuple[RoutingStats, ...]]:
-        """Computes logits [B, K] from the last block's output, and statistics of a routing head."""
-        return classified(self.head, self.pool(x_BTD))
 
     def pool(self, x_BTD: Tensor) -> Tensor:
         """Computes the input of the head [B, D] from the last block's output."""

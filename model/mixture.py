@@ -29,7 +29,7 @@ from typing import Annotated, Literal, NamedTuple, Self
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
-from torch.nn.functional import conv2d, linear, max_pool2d, relu
+from torch.nn.functional import conv2d, max_pool2d, relu
 
 from polyad.model.block import run_block
 from polyad.model.config import Config, SectionError
@@ -235,10 +235,6 @@ class Linear(nn.Linear):
         start = uniform(self.in_features**-0.5)
         return {"weight": start} if self.bias is None else {"weight": start, "bias": start}
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Applies the layer to the last dimension."""
-        return linear(x, self.weight, self.bias)
-
 
 SCORES = "mixture.gate.scores."
 """Name prefix of the parameters that depend on the kind of gate."""
@@ -310,56 +306,6 @@ class MixtureConfig(ImageSettings):
         return f"mixture.experts.{self.num_experts - 1}.output.weight"
 
 
-class LinearScores(Linear):
-    """The plain gate's last layer.
-
-    Args:
-        width: G.
-        experts: M.
-    """
-
-    def __init__(self, width: int, experts: int) -> None:
-        super().__init__(width, experts)
-
-    def forward(self, gate_BG: Tensor, experts_BMD: Tensor | None = None) -> Tensor:
-        """Scores every expert, [B, M].
-
-        Args:
-            gate_BG: The gate's last hidden layer, before its ReLU.
-            experts_BMD: Unused.
-        """
-        return super().forward(relu(gate_BG))
-
-
-class AttentiveScores(nn.Module):
-    """The attentive gate: queries from the gate and keys from the experts, without biases.
-
-    Args:
-        width: G, in the paper equal to D.
-        expert_width: D, the paper's h.
-    """
-
-    def __init__(self, width: int, expert_width: int) -> None:
-        super().__init__()
-        self.query = Linear(width, expert_width, bias=False)
-        self.key = Linear(expert_width, expert_width, bias=False)
-
-    def initializers(self) -> dict[str, Initializer]:
-        """Empty: the layers have their own initializers."""
-        return {}
-
-    def forward(self, gate_BG: Tensor, experts_BMD: Tensor) -> Tensor:
-        """Scores every expert, [B, M].
-
-        Args:
-            gate_BG: The gate's last hidden layer, before its ReLU.
-            experts_BMD: Each expert's last hidden layer, before its ReLU.
-        """
-        query_BD, key_BMD = self.query(gate_BG), self.key(experts_BMD)
-        scores_BM = torch.einsum("BD,BMD->BM", query_BD, key_BMD)
-        return scores_BM.div(key_BMD.shape[-1] ** 0.5)
-
-
 class Shares(NamedTuple):
     """The output of the gate."""
 
@@ -372,6 +318,8 @@ class Shares(NamedTuple):
 class MixtureGate(nn.Module):
     """A network, and a last layer that turns its last hidden layer into the experts' weights.
 
+    An attentive gate has queries from the gate and keys from the experts, without biases.
+
     Args:
         config: The model's configuration.
     """
@@ -381,12 +329,12 @@ class MixtureGate(nn.Module):
         self.network = SmallNetwork(
             config.gate_network, config.image_size, config.read_channels, None
         )
-        width = config.gate_network.hidden_sizes[-1]
-        self.scores = (
-            AttentiveScores(width, config.expert.hidden_sizes[-1])
-            if config.gate == "attentive"
-            else LinearScores(width, config.num_experts)
-        )
+        width, expert_width = config.gate_network.hidden_sizes[-1], config.expert.hidden_sizes[-1]
+        self.scores: nn.Module = Linear(width, config.num_experts)
+        if config.gate == "attentive":
+            query = Linear(width, expert_width, bias=False)
+            key = Linear(expert_width, expert_width, bias=False)
+            self.scores = nn.ModuleDict({"query": query, "key": key})
         self.top_k = config.top_k
 
     def forward(self, gate_BG: Tensor, experts_BMD: Tensor | None = None) -> Shares:
@@ -394,11 +342,22 @@ class MixtureGate(nn.Module):
 
         Args:
             gate_BG: The last hidden layer of `network`, before its ReLU.
-            experts_BMD: Each expert's last hidden layer, which an attentive gate needs.
+            experts_BMD: Each expert's last hidden layer, before its ReLU; an attentive gate needs
+                it.
         """
-        scores_BM: Tensor = self.scores(gate_BG, experts_BMD)
+        if isinstance(self.scores, nn.ModuleDict):
+            query_BD, key_BMD = self.scores["query"](gate_BG), self.scores["key"](experts_BMD)
+            scores_BM = torch.einsum("BD,BMD->BM", query_BD, key_BMD)
+            scores_BM = scores_BM.div(key_BMD.shape[-1] ** 0.5)
+        else:
+            scores_BM = self.scores(relu(gate_BG))
         scores_BM = scores_BM.to(torch.promote_types(scores_BM.dtype, torch.float32))
-        return Shares(scores_BM, log_shares(scores_BM, self.top_k))
+        of_chosen_BM = scores_BM
+        if self.top_k is not None:
+            best_BK = scores_BM.topk(self.top_k, dim=-1).indices
+            others_BM = torch.ones_like(scores_BM, dtype=torch.bool).scatter(1, best_BK, False)
+            of_chosen_BM = scores_BM.masked_fill(others_BM, float("-inf"))
+        return Shares(scores_BM, of_chosen_BM.log_softmax(-1))
 
 
 class Mixture(StatisticsModule):
@@ -465,7 +424,7 @@ class Mixture(StatisticsModule):
         load_M = count(best_BK, log_p_BM.shape[1]).to(scores_BM.dtype) / best_BK.numel()
         norms = self.training and any(each.norm_mean_N.numel() for each in ran)
         coefficients = GateOutput([log_p_BM.detach().exp()], None, None)
-        stats = gate_statistics(coefficients).but(
+        stats = gate_statistics(coefficients)._replace(
             name="mixture",
             balance_loss=load_balance_loss(
                 self.for_loss("balance_loss", before_BM).mean(0), load_M
@@ -495,23 +454,6 @@ class Mixture(StatisticsModule):
         for norm, mean_C, square_C in zip(norms, means, squares, strict=True):
             if norm.training:  # a frozen network is not in training mode
                 norm.update(mean_C, square_C)
-
-
-def log_shares(scores_BM: Tensor, top_k: int | None) -> Tensor:
-    """Computes the logarithm of each expert's weight.
-
-    Args:
-        scores_BM: The gate's scores, at least fp32.
-        top_k: Number of experts with a weight above 0; None for all.
-
-    Returns:
-        [B, M]; minus infinity for experts that are not chosen.
-    """
-    if top_k is not None:
-        best_BK = scores_BM.topk(top_k, dim=-1).indices
-        others_BM = torch.ones_like(scores_BM, dtype=torch.bool).scatter(1, best_BK, False)
-        scores_BM = scores_BM.masked_fill(others_BM, float("-inf"))
-    return scores_BM.log_softmax(-1)
 
 
 class MixtureModel(nn.Module):

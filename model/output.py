@@ -11,7 +11,7 @@ of all BatchNorms of a mixture, or real tokens (B T without padding).
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -101,17 +101,6 @@ class RoutingStats(NamedTuple):
     tokens: Tensor | None = None
     """Number of tokens without padding in these statistics; None: equal in all micro-batches."""
 
-    def but(self, **changes: Any) -> "RoutingStats":
-        """Returns a copy with some fields changed.
-
-        Like `_replace`, whose result cannot be returned from a graph by compilers before PyTorch
-        2.13.
-
-        Args:
-            changes: New values by field name.
-        """
-        return RoutingStats(**(self._asdict() | changes))
-
 
 class ModelOutput(NamedTuple):
     """The result of `forward` of every model."""
@@ -182,7 +171,7 @@ class StatisticsModule(nn.Module):
         scores_NS = levels[0] if len(levels) == 1 else torch.cat(list(levels), dim=-1)
         u_ND = pack(u_BTD.detach().flatten(0, 1), real)
         u_ND = u_ND.to(torch.promote_types(u_ND.dtype, torch.float32))
-        return stats.but(
+        return stats._replace(
             sample_scores_BS=mean_of_samples(scores_NS, u_BTD, real),
             sample_inputs_BD=mean_of_samples(u_ND, u_BTD, real),
         )

@@ -1,6 +1,6 @@
 """The interface of all model configurations."""
 
-from abc import ABC, abstractmethod
+from abc import ABC
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self, TypeAlias
 
@@ -24,6 +24,11 @@ class ModelSettings(Config, ABC):
 
     embeddings: ClassVar[tuple[str, ...]] = ()
     """Name prefixes of the parameters that are embeddings or output heads."""
+    causal: ClassVar[bool] = False
+    """Whether tokens do not attend to later tokens."""
+
+    if TYPE_CHECKING:  # models with blocks declare it, in their own order and words
+        num_layers: int
 
     kind: str
     """The kind of model."""
@@ -67,6 +72,32 @@ class ModelSettings(Config, ABC):
             update={key.removeprefix("model."): each for key, each in sections.items()}
         )
 
+    def has_bias(self) -> bool:
+        """Whether linear layers and LayerNorms have a bias; True unless a key `bias` says so."""
+        return getattr(self, "bias", True)
+
+    def check_feed_forward(
+        self, key: str, feed_forward: FeedForwardConfig, width: int, num_heads: int | None = None
+    ) -> None:
+        """Checks a feed-forward against this model.
+
+        Args:
+            key: The key of its section.
+            feed_forward: The section.
+            width: The width of its input.
+            num_heads: Number of attention heads; None without attention.
+
+        Raises:
+            ValueError: The section does not fit the model.
+        """
+        try:
+            feed_forward.check_model(
+                num_layers=self.num_layers, num_heads=num_heads, causal=self.causal
+            )
+            feed_forward.of_model(width=width, bias=self.has_bias())
+        except SectionError as error:
+            raise ValueError(error.within(key)) from None
+
     def known_feed_forward(self) -> FeedForwardConfig:
         """The feed-forward of the blocks, filled in; if there are several, the first with experts.
         A model without blocks counts as dense."""
@@ -105,15 +136,11 @@ class TransformerSettings(ModelSettings, ABC):
     """The base class of models whose blocks have attention and a feed-forward."""
 
     if TYPE_CHECKING:  # each model declares these keys, in its own order and words
-        num_layers: int
         hidden_size: int
         num_heads: int
         dropout: float
         vocab_size: int | None
         feed_forward: FeedForwardConfig
-
-    causal: ClassVar[bool] = False
-    """Whether tokens do not attend to later tokens."""
 
     @model_validator(mode="after")
     def _heads_divide_width(self) -> Self:
@@ -127,15 +154,7 @@ class TransformerSettings(ModelSettings, ABC):
 
     @model_validator(mode="after")
     def _feed_forward_fits(self) -> Self:
-        check_feed_forward(
-            FEED_FORWARD,
-            self.feed_forward,
-            width=self.hidden_size,
-            num_heads=self.num_heads,
-            layers=self.num_layers,
-            bias=self.has_bias(),
-            causal=self.causal,
-        )
+        self.check_feed_forward(FEED_FORWARD, self.feed_forward, self.hidden_size, self.num_heads)
         return self
 
     def context(self, std: float, residual_std: float | None = None) -> FeedForwardContext:
@@ -172,10 +191,6 @@ class TransformerSettings(ModelSettings, ABC):
         """Whether num_heads is free; by default it must divide hidden_size."""
         return False
 
-    @abstractmethod
-    def has_bias(self) -> bool:
-        """Whether linear layers and LayerNorms have a bias."""
-
     def feed_forwards(self) -> dict[str, FeedForwardConfig]:
         """The feed-forward, filled in, by its key."""
         known = self.feed_forward.of_model(width=self.hidden_size, bias=self.has_bias())
@@ -205,37 +220,6 @@ class TransformerSettings(ModelSettings, ABC):
     def last_parameter(self) -> str:
         """The name of a parameter of the last block."""
         return f"blocks.{self.num_layers - 1}.attention_norm.weight"
-
-
-def check_feed_forward(
-    key: str,
-    feed_forward: FeedForwardConfig,
-    *,
-    width: int,
-    num_heads: int | None,
-    layers: int,
-    bias: bool,
-    causal: bool,
-) -> None:
-    """Checks a feed-forward against its model.
-
-    Args:
-        key: The key of its section.
-        feed_forward: The section.
-        width: The width of its input.
-        num_heads: Number of attention heads; None without attention.
-        layers: L.
-        bias: Whether the model's layers have a bias.
-        causal: Whether it is a causal language model.
-
-    Raises:
-        ValueError: The section does not fit the model.
-    """
-    try:
-        feed_forward.check_model(num_layers=layers, num_heads=num_heads, causal=causal)
-        feed_forward.of_model(width=width, bias=bias)
-    except SectionError as error:
-        raise ValueError(error.within(key)) from None
 
 
 def cut_sizes_of(key: str, feed_forward: FeedForwardConfig, width: int) -> CutSizes:

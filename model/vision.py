@@ -5,6 +5,7 @@ if there is one), D width, K classes, L blocks.
 """
 
 import math
+from abc import ABC, abstractmethod
 from typing import Annotated, ClassVar, Literal, Self, TypeAlias
 
 import torch
@@ -254,3 +255,24 @@ def classified(head: nn.Module, z_BD: Tensor) -> tuple[Tensor, tuple[RoutingStat
         logits_BK, stats = head(z_BD)
         return logits_BK, (stats,)
     return head(z_BD), ()
+
+
+class Classifier(nn.Module, ABC):
+    """The base class of models of blocks and a head."""
+
+    blocks: nn.ModuleList
+    head: nn.Module
+
+    @abstractmethod
+    def pool(self, x_BTD: Tensor) -> Tensor:
+        """Computes the input of the head [B, D] from the last block's output."""
+
+    def tail(self, x_BTD: Tensor, first_block: int) -> Tensor:
+        """Computes logits [B, K] from the input of a block."""
+        for block in self.blocks[first_block:]:
+            x_BTD, *_ = block(x_BTD)
+        return self.score(x_BTD)[0]
+
+    def score(self, x_BTD: Tensor) -> tuple[Tensor, tuple[RoutingStats, ...]]:
+        """Computes logits [B, K] from the last block's output, and statistics of a routing head."""
+        return classified(self.head, self.pool(x_BTD))

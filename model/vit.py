@@ -23,9 +23,9 @@ from polyad.model.initialization import (
     normal,
 )
 from polyad.model.layers import LayerNorm
-from polyad.model.output import ModelOutput, RoutingStats
+from polyad.model.output import ModelOutput
 from polyad.model.settings import Count, TransformerSettings
-from polyad.model.vision import ImageModelSettings, PatchEmbedding, build_head, classified
+from polyad.model.vision import Classifier, ImageModelSettings, PatchEmbedding, build_head
 
 POSITION_STD = 0.02
 """Standard deviation of initial position embeddings, as in the authors' code."""
@@ -53,10 +53,6 @@ class ViTConfig(TransformerSettings, ImageModelSettings):
         """Number of patches, plus the class token if there is one."""
         return self.num_patches + (self.pool == "class_token")
 
-    def has_bias(self) -> bool:
-        """See `TransformerSettings.has_bias`."""
-        return self.bias
-
     def head_width(self) -> int:
         """Returns the width of the head's input."""
         return self.pre_logits or self.hidden_size
@@ -72,7 +68,7 @@ class ViTConfig(TransformerSettings, ImageModelSettings):
         )
 
 
-class ViT(nn.Module):
+class ViT(Classifier):
     """A vision transformer; see `Decoder` for how a model is built and filled.
 
     Args:
@@ -146,16 +142,6 @@ class ViT(nn.Module):
             x_BTD = torch.cat([first_B1D, x_BTD], dim=1)
         embedded_BTD: Tensor = self.pre_norm(self.dropout(x_BTD + self.position_embedding))
         return embedded_BTD
-
-    def tail(self, x_BTD: Tensor, first_block: int) -> Tensor:
-        """Computes logits [B, K] from the input of a block."""
-        for block in self.blocks[first_block:]:
-            x_BTD, _ = block(x_BTD)
-        return self.score(x_BTD)[0]
-
-    def score(self, x_BTD: Tensor) -> tuple[Tensor, tuple[RoutingStats, ...]]:
-        """Computes logits [B, K] from the last block's output, and statistics of a routing head."""
-        return classified(self.head, self.pool(x_BTD))
 
     def pool(self, x_BTD: Tensor) -> Tensor:
         """Computes the input of the head [B, D] from the last block's output."""

@@ -29,8 +29,8 @@ from torch.nn.functional import gelu
 
 from polyad.model.initialization import (
     Initializer,
-    around_one,
     diagonal_around_one,
+    normal,
     orthogonal,
     uniform,
 )
@@ -152,7 +152,7 @@ class Factorized(nn.Module, ABC):
     def expert_initializer(self, level: int) -> Initializer:
         """Returns the initializer of the expert factor of a level: by default N(1, 1), so that
         experts start equal except for noise; further levels have less noise or none."""
-        return around_one(self.sizes.level_std if level else self.sizes.expert_std)
+        return normal(self.sizes.level_std if level else self.sizes.expert_std, mean=1)
 
     @abstractmethod
     def mix(self, contracted: Tensor, coefficients: Sequence[Tensor]) -> Tensor:
@@ -438,7 +438,8 @@ class TensorTrain(TensorRing):
         """
         if level:
             return super().expert_initializer(level)
-        return around_one(self.sizes.expert_std, 1 / math.sqrt(self.sizes.expert_rank))
+        scale = 1 / math.sqrt(self.sizes.expert_rank)
+        return normal(scale * self.sizes.expert_std, mean=scale)
 
 
 class Tucker(Factorized):

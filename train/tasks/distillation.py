@@ -194,6 +194,6 @@ def _compared_with(original: FeedForward, loss: BlockLoss) -> Callable[..., Any]
             theirs_BTD, _ = original(*given)
         if stats is None:  # not routed: all tokens go to one expert
             stats = RoutingStats("", load_E=ours_BTD.new_ones(1, dtype=torch.float32))
-        return theirs_BTD, stats.but(**feed_forward_losses(ours_BTD, theirs_BTD, loss))
+        return theirs_BTD, stats._replace(**feed_forward_losses(ours_BTD, theirs_BTD, loss))
 
     return compare
