@@ -172,7 +172,7 @@ class Attention(nn.Module):
 
     def initializers(self) -> dict[str, Initializer]:
         """Returns the initializer of each parameter; see `model/initialization.py`."""
-        return linear_initializers("projection", self.projection, self.residual_std)
+        return linear_initializers("projection", self.residual_std)
 
     def finish(
         self, heads_BATH: Tensor, qkv_BT3AH: Tensor, of_head_BT3H: Tensor | None
@@ -219,7 +219,7 @@ class SelfAttention(Attention):
     def initializers(self) -> dict[str, Initializer]:
         """See `Attention.initializers`."""
         return {
-            **linear_initializers("qkv", self.qkv, self.initializer_std),
+            **linear_initializers("qkv", self.initializer_std),
             **super().initializers(),
         }
 

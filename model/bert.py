@@ -29,7 +29,7 @@ from polyad.model.heads import (
     MaskedLanguageHead,
     Pooler,
 )
-from polyad.model.initialization import Initializer, norm_initializers, normal
+from polyad.model.initialization import Initializer, normal
 from polyad.model.layers import Embedding, LayerNorm
 from polyad.model.output import ModelOutput
 from polyad.model.padding import RealTokens
@@ -162,7 +162,6 @@ class Bert(nn.Module):
             "token_embedding.weight": start,
             "position_embedding.weight": start,
             "segment_embedding.weight": start,
-            **norm_initializers("embedding_norm", self.embedding_norm),
         }
 
     def forward(

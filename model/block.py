@@ -29,7 +29,6 @@ from polyad.model.feedforward import (
     FeedForwardContext,
     FeedForwardSettings,
 )
-from polyad.model.initialization import Initializer, norm_initializers
 from polyad.model.layers import DropPath, LayerNorm
 from polyad.model.mumoe.config import MuMoEConfig
 from polyad.model.mumoe.layer import MuMoE
@@ -115,13 +114,6 @@ class Block(nn.Module):
         self.feed_forward = feed_forward
         self.drop_path = DropPath(drop_path)
         self.residual_multiplier = residual_multiplier
-
-    def initializers(self) -> dict[str, Initializer]:
-        """Returns the initializers of the LayerNorms; the branches have their own."""
-        return {
-            **norm_initializers("attention_norm", self.attention_norm),
-            **norm_initializers("feed_forward_norm", self.feed_forward_norm),
-        }
 
     def added(self, y_BTD: Tensor) -> Tensor:
         """Returns the part of a branch's output that is added to the residual stream."""

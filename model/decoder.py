@@ -23,7 +23,7 @@ from polyad.model.heads import (
     SequenceHead,
     VocabularyHead,
 )
-from polyad.model.initialization import Initializer, norm_initializers, normal
+from polyad.model.initialization import Initializer, normal
 from polyad.model.layers import Embedding
 from polyad.model.output import ModelOutput
 from polyad.model.padding import LastToken, RealTokens
@@ -248,10 +248,10 @@ class Decoder(nn.Module):
         """Returns the initializers of parameters outside the blocks; see
         `model/initialization.py`."""
         start = normal(self.config.initializer_range)
-        entries = {"token_embedding.weight": start.without_row(self.parts.pad_id)}
-        if self.position_embedding is not None:
-            entries["position_embedding.weight"] = start
-        return entries | norm_initializers("final_norm", self.final_norm)
+        return {
+            "token_embedding.weight": start.without_row(self.parts.pad_id),
+            "position_embedding.weight": start,
+        }
 
     def forward(
         self,

@@ -305,9 +305,9 @@ class DenseFeedForward(FeedForward):
         scale, context = self.weight_scale, self.context
         first = scale * context.initializer_std
         return {
-            **({} if self.gate is None else linear_initializers("gate", self.gate, first)),
-            **linear_initializers("up", self.up, first),
-            **linear_initializers("down", self.down, scale * context.residual_std),
+            **linear_initializers("gate", first),
+            **linear_initializers("up", first),
+            **linear_initializers("down", scale * context.residual_std),
         }
 
     def forward(

@@ -17,7 +17,6 @@ from polyad.model.initialization import (
     ZEROS,
     Initializer,
     linear_initializers,
-    norm_initializers,
     normal,
 )
 from polyad.model.kernels.linear_cross_entropy import VocabularyPart, losses
@@ -178,10 +177,7 @@ class MaskedLanguageHead(nn.Module):
 
     def initializers(self) -> dict[str, Initializer]:
         """Returns the initializer of each parameter; see `model/initialization.py`."""
-        return {
-            **linear_initializers("transform", self.transform, self._std),
-            **norm_initializers("norm", self.norm),
-        }
+        return linear_initializers("transform", self._std)
 
     def forward(
         self, x_BPD: Tensor, embedding_VD: Tensor, target_ids_BP: Tensor | None = None
@@ -213,7 +209,7 @@ class Pooler(nn.Module):
 
     def initializers(self) -> dict[str, Initializer]:
         """Returns the initializer of each parameter; see `model/initialization.py`."""
-        return linear_initializers("dense", self.dense, self._std)
+        return linear_initializers("dense", self._std)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         """Returns the representation of each sequence, [B, D]."""
@@ -239,7 +235,7 @@ class ClassificationHead(nn.Module):
 
     def initializers(self) -> dict[str, Initializer]:
         """Returns the initializer of each parameter; see `model/initialization.py`."""
-        return linear_initializers("classifier", self.classifier, self._std)
+        return linear_initializers("classifier", self._std)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         """Computes logits of each sequence [B, K] from the last block's output."""

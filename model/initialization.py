@@ -2,8 +2,8 @@
 
 A module with parameters describes their initial values in a method `initializers()`: a dict from
 the parameter's name, relative to that module and dotted if a child holds it, to an `Initializer`.
-The method draws nothing, so it works on the meta device; `model/build.py` finds the entry of a
-parameter in the module tree and draws.
+Entries of parameters that the module lacks are not used. The method draws nothing, so it works on
+the meta device; `model/build.py` finds the entry of a parameter in the module tree and draws.
 
 Shapes: E experts.
 """
@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Generator, Tensor, nn
+from torch import Generator, Tensor
 
 Fill = Callable[[Tensor, Generator], object]
 """Fills a tensor in place, drawing only from the generator."""
@@ -156,37 +156,17 @@ ZEROS = Initializer(lambda value, generator: value.zero_())
 ONES = Initializer(lambda value, generator: value.fill_(1.0))
 
 
-def linear_initializers(name: str, layer: nn.Linear, std: float) -> dict[str, Initializer]:
-    """Normal weight and zero bias of a linear layer.
+def linear_initializers(name: str, std: float) -> dict[str, Initializer]:
+    """Normal weight and zero bias of a linear layer, whether or not it has one.
 
     Args:
         name: The attribute name of the layer in its module.
-        layer: The layer; only checked for a bias.
         std: Standard deviation of the weight.
 
     Returns:
         Entries for the module's `initializers()`.
     """
-    entries = {f"{name}.weight": normal(std)}
-    if layer.bias is not None:
-        entries[f"{name}.bias"] = ZEROS
-    return entries
-
-
-def norm_initializers(name: str, norm: nn.Module) -> dict[str, Initializer]:
-    """Unit scale and zero shift of a norm.
-
-    Args:
-        name: The attribute name of the norm in its module.
-        norm: A LayerNorm, possibly without a bias; only checked for one.
-
-    Returns:
-        Entries for the module's `initializers()`.
-    """
-    entries = {f"{name}.weight": ONES}
-    if getattr(norm, "bias", None) is not None:
-        entries[f"{name}.bias"] = ZEROS
-    return entries
+    return {f"{name}.weight": normal(std), f"{name}.bias": ZEROS}
 
 
 def diagonal_around_one(std: float = 1.0) -> Initializer:

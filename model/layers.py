@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding, layer_norm
 
-from polyad.model.initialization import ONES, Initializer, constant
+from polyad.model.initialization import ONES, ZEROS, Initializer, constant
 from polyad.model.kernels.switch import on_cpu
 
 Region: TypeAlias = Callable[[Tensor], Tensor]
@@ -95,6 +95,10 @@ class _Embed(torch.autograd.Function):
 
 class LayerNorm(nn.LayerNorm):
     """PyTorch's LayerNorm, with gradients summed in fp32 on a CPU as well."""
+
+    def initializers(self) -> dict[str, Initializer]:
+        """Returns the initializers: unit scale and zero shift."""
+        return {"weight": ONES, "bias": ZEROS}
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalizes the last dimension."""

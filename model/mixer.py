@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from polyad.model.block import FeedForwardConfig, build_feedforward, run_block
 from polyad.model.feedforward import DenseFeedForwardConfig, FeedForwardContext
-from polyad.model.initialization import Initializer, norm_initializers
 from polyad.model.layers import DropPath, LayerNorm
 from polyad.model.output import ModelOutput, RoutingStats
 from polyad.model.settings import Count, CutSizes, cut_sizes_of
@@ -102,13 +101,6 @@ class MixerBlock(nn.Module):
         self.channel_feed_forward = _feed_forward(config, known[CHANNELS], block, width)
         self.drop_path = DropPath(config.drop_path_of(block))
 
-    def initializers(self) -> dict[str, Initializer]:
-        """Returns the initializers of the LayerNorms; the feed-forwards have their own."""
-        return {
-            **norm_initializers("token_norm", self.token_norm),
-            **norm_initializers("channel_norm", self.channel_norm),
-        }
-
     def forward(self, x_BTD: Tensor) -> tuple[Tensor, RoutingStats | None, RoutingStats | None]:
         """Runs both branches.
 
@@ -145,10 +137,6 @@ class Mixer(Classifier):
             config.hidden_size, eps=config.layer_norm_epsilon, bias=config.bias
         )
         self.head = build_head(config)
-
-    def initializers(self) -> dict[str, Initializer]:
-        """Returns the initializer of the last LayerNorm; see `model/initialization.py`."""
-        return norm_initializers("final_norm", self.final_norm)
 
     def forward(self, images_BCHW: Tensor) -> ModelOutput:
         """Classifies images.

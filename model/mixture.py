@@ -200,8 +200,8 @@ class Convolution(nn.Module):
     def initializers(self) -> dict[str, Initializer]:
         """Initializes like PyTorch: uniform, bounded by one over the square root of the inputs."""
         bound = self.weight[0].numel() ** -0.5
-        own = {"weight": uniform(bound), "bias": uniform(bound)}
-        return own if self.norm is None else own | {"scale": ONES, "shift": ZEROS}
+        convolution = {"weight": uniform(bound), "bias": uniform(bound)}
+        return convolution | {"scale": ONES, "shift": ZEROS}
 
     def forward(self, x_BCHW: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Convolves.
@@ -233,7 +233,7 @@ class Linear(nn.Linear):
     def initializers(self) -> dict[str, Initializer]:
         """Initializes uniformly, bounded by one over the square root of the inputs."""
         start = uniform(self.in_features**-0.5)
-        return {"weight": start} if self.bias is None else {"weight": start, "bias": start}
+        return {"weight": start, "bias": start}
 
 
 SCORES = "mixture.gate.scores."

@@ -71,10 +71,10 @@ class RotaryAttention(Attention):
 
     def initializers(self) -> dict[str, Initializer]:
         """Returns the initializers: normal matrices, zero biases and zero sinks."""
-        entries = super().initializers() | ({} if self.sinks is None else {"sinks": ZEROS})
+        entries = super().initializers() | {"sinks": ZEROS}
         for name, layer in self.named_children():
             if isinstance(layer, nn.Linear) and name != "projection":
-                entries |= linear_initializers(name, layer, self.initializer_std)
+                entries |= linear_initializers(name, self.initializer_std)
         return entries
 
     @abstractmethod

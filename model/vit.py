@@ -19,7 +19,6 @@ from polyad.model.initialization import (
     ZEROS,
     Initializer,
     linear_initializers,
-    norm_initializers,
     normal,
 )
 from polyad.model.layers import LayerNorm
@@ -107,17 +106,11 @@ class ViT(Classifier):
         """Returns the initializers of parameters outside the blocks; see
         `model/initialization.py`."""
         config = self.config
-        entries: dict[str, Initializer] = {}
-        if isinstance(self.pre_norm, LayerNorm):
-            entries |= norm_initializers("pre_norm", self.pre_norm)
-        if self.pre_logits is not None:
-            std = config.weight_std(config.hidden_size, self.pre_logits.out_features)
-            entries |= linear_initializers("pre_logits", self.pre_logits, std)
+        std = config.weight_std(config.hidden_size, config.head_width())
         return {
             "class_token": ZEROS,
             "position_embedding": normal(POSITION_STD),
-            **norm_initializers("final_norm", self.final_norm),
-            **entries,
+            **linear_initializers("pre_logits", std),
         }
 
     def forward(self, images_BCHW: Tensor) -> ModelOutput:

@@ -62,14 +62,13 @@ class UnitGroups(StackedExperts):
 
     def initializers(self) -> dict[str, Initializer]:
         """Returns the initializer of each parameter, per expert; see `model/initialization.py`."""
-        entries = {
+        return {
             "keys": normal(self.context.initializer_std).each_expert(),
             "linear": normal(self.context.initializer_std).each_expert(),
             "values": normal(self.context.residual_std).each_expert(),
             "bias": ZEROS.each_expert(),
             "linear_bias": ZEROS.each_expert(),
         }
-        return {name: each for name, each in entries.items() if getattr(self, name) is not None}
 
     def stacked(self) -> ExpertWeights:
         """See `StackedExperts.stacked`."""

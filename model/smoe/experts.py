@@ -145,14 +145,13 @@ class Experts(StackedExperts):
         """Returns the initializer of each parameter, per expert; see `model/initialization.py`."""
         first = self.context.initializer_std
         second = self.context.residual_std if self.config.scale_residual_init else first
-        entries = {
+        return {
             "up": normal(first).each_expert(),
             "down": normal(second).each_expert(),
             "gate": normal(first).each_expert(),
             "up_bias": ZEROS.each_expert(),
             "gate_bias": ZEROS.each_expert(),
         }
-        return {name: each for name, each in entries.items() if getattr(self, name) is not None}
 
     def stacked(self) -> ExpertWeights:
         """See `StackedExperts.stacked`."""

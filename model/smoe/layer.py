@@ -331,10 +331,8 @@ class SparseMoE(SelectingMoE):
 
     def initializers(self) -> dict[str, Initializer]:
         """Returns the initializers of its own parameters; its parts have their own."""
-        entries = {} if self.output_bias is None else {"output_bias": ZEROS.each_expert()}
-        if self.shared_gate is not None:
-            entries |= linear_initializers("shared_gate", self.shared_gate, self._std)
-        return entries
+        zeros = {"output_bias": ZEROS.each_expert()}
+        return zeros | linear_initializers("shared_gate", self._std)
 
     def add_bias(self, y_ND: Tensor, selected: Selected) -> Tensor:
         """Adds the biases of a token's experts, weighted like their outputs."""

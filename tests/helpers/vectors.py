@@ -55,8 +55,8 @@ class Perceptron(nn.Module):
 
     def initializers(self) -> dict[str, Initializer]:
         return {
-            **linear_initializers("hidden", self.hidden, 0.3),
-            **linear_initializers("head", self.head, 0.3),
+            **linear_initializers("hidden", 0.3),
+            **linear_initializers("head", 0.3),
         }
 
     def forward(self, vectors_BD: Tensor) -> ModelOutput:
