@@ -86,35 +86,6 @@ class KeyValueCache:
         return self.blocks[-1].attention.length
 
 
-def attend_cached(
-    q_BATH: Tensor,
-    k_BATH: Tensor,
-    v_BATH: Tensor,
-    cache: LayerCache,
-    scale: float | None = None,
-) -> Tensor:
-    """Computes causal attention of new tokens to earlier ones and themselves.
-
-    Args:
-        q_BATH: The new tokens' queries.
-        k_BATH: Their keys.
-        v_BATH: Their values.
-        cache: Keys and values of the earlier tokens, to which the new ones are added.
-        scale: Factor of the inner products; None for 1 / sqrt(H).
-
-    Returns:
-        [B, A, T, H].
-    """
-    before, new = cache.length, q_BATH.shape[2]
-    k_BASH, v_BASH = cache.append(k_BATH, v_BATH)
-    if before == 0:
-        return scaled_dot_product_attention(q_BATH, k_BASH, v_BASH, is_causal=True, scale=scale)
-    seen_TS = None  # a single new token attends to all tokens
-    if new > 1:  # new token i attends to the cached tokens and new tokens 0 to i
-        seen_TS = q_BATH.new_ones(new, before + new, dtype=torch.bool).tril(before)
-    return scaled_dot_product_attention(q_BATH, k_BASH, v_BASH, attn_mask=seen_TS, scale=scale)
-
-
 class AttentionTrace(NamedTuple):
     """Intermediate values of attention, for a router that reads them.
 
@@ -260,11 +231,10 @@ class SelfAttention(Attention):
         else:
             q_BTAH, k_BTAH, v_BTAH, of_head_BT3H = _Traced.apply(qkv_BT3AH, traced_head)  # type: ignore[no-untyped-call]
         q_BATH, k_BATH, v_BATH = (x.transpose(1, 2) for x in (q_BTAH, k_BTAH, v_BTAH))
+        drop = self.dropout if self.training else 0.0
         if cache is not None:
-            heads_BATH = attend_cached(q_BATH, k_BATH, v_BATH, cache)
-        else:
-            drop = self.dropout if self.training else 0.0
-            heads_BATH = self.attend(q_BATH, k_BATH, v_BATH, drop, mask_BT)
+            k_BATH, v_BATH = cache.append(k_BATH, v_BATH)
+        heads_BATH = self.attend(q_BATH, k_BATH, v_BATH, drop, mask_BT)
         return self.finish(heads_BATH, qkv_BT3AH, of_head_BT3H)
 
     def attend(
@@ -275,22 +245,26 @@ class SelfAttention(Attention):
         drop: float,
         mask_BT: Tensor | None = None,
     ) -> Tensor:
-        """Computes the attention of each token to the tokens that it may see.
+        """Computes the attention of the last T of S tokens to the tokens that they may see.
 
         Args:
-            q_BATH: Queries.
-            k_BATH: Keys.
-            v_BATH: Values.
+            q_BATH: Queries of the last tokens.
+            k_BATH: Keys of all.
+            v_BATH: Values of all.
             drop: Probability that an attention weight is dropped.
             mask_BT: See `forward`.
 
         Returns:
             [B, A, T, H].
         """
-        seen_B11T = None if mask_BT is None or self.causal else mask_BT[:, None, None, :]
+        new, length = q_BATH.shape[2], k_BATH.shape[2]
+        seen = None if mask_BT is None or self.causal else mask_BT[:, None, None, :]
+        if self.causal and 1 < new < length:  # in generation; a single token attends to all
+            seen = q_BATH.new_ones(new, length, dtype=torch.bool).tril(length - new)
+        is_causal = self.causal and new == length
         with self.random_numbers() if drop else nullcontext():
             return scaled_dot_product_attention(
-                q_BATH, k_BATH, v_BATH, attn_mask=seen_B11T, dropout_p=drop, is_causal=self.causal
+                q_BATH, k_BATH, v_BATH, attn_mask=seen, dropout_p=drop, is_causal=is_causal
             )
 
 

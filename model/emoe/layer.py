@@ -23,7 +23,7 @@ from polyad.model.feedforward import ACTIVATIONS, GATED, FeedForwardContext
 from polyad.model.initialization import ZEROS, Initializer, normal
 from polyad.model.kernels.grouped import ExpertWeights
 from polyad.model.smoe.experts import StackedExperts
-from polyad.model.smoe.graph import NoGraph, router_dtype
+from polyad.model.smoe.graph import Graph, router_dtype
 from polyad.model.smoe.layer import Dispatched, Dispatcher, SelectingMoE, make_plan
 from polyad.model.smoe.router import (
     CosineScore,
@@ -199,7 +199,7 @@ class EmergentMoE(SelectingMoE):
             context,
             router=Router(
                 SCORES[config.score](config, context),
-                NoGraph(),
+                Graph(),
                 UnitSelection(config),
                 config.router_noise / config.num_experts,
             ),

@@ -14,7 +14,6 @@ A heads, H width of one head, G heads that the graph chooses from (A, or this ra
 F width of the features, M measured rows.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -54,24 +53,23 @@ class Mixed(NamedTuple):
 
     scores_BTE: Tensor
     """p, each row summing to 1: the scores for top-K selection."""
-    effective_neighbours: Tensor | None
+    effective_neighbours: Tensor | None = None
     """Mean of exp(entropy of S_i) over measured rows: 1 if each token uses only itself; None
     without a graph, in generation, and when no record is due."""
-    head_entropy_A: Tensor | None
+    head_entropy_A: Tensor | None = None
     """Mean entropy of each head's attention over measured rows, in nats; None unless the graph
     chooses a head by it."""
     attention_head: Tensor | None = None
     """Index of the head that defines S; None without one."""
 
 
-class Graph(StatisticsModule, ABC):
-    """The interface of a graph."""
+class Graph(StatisticsModule):
+    """The interface of a graph, and no mixing: S is the identity."""
 
     def attention_head(self) -> Tensor | None:
         """See `FeedForward.attention_head`."""
         return None
 
-    @abstractmethod
     def forward(self, scores_BTE: Tensor, u_BTD: Tensor, given: BlockInput = NOTHING_ELSE) -> Mixed:
         """Mixes scores.
 
@@ -85,6 +83,7 @@ class Graph(StatisticsModule, ABC):
         Returns:
             The mixture and its statistics.
         """
+        return Mixed(scores_BTE)
 
     def update(self, head_entropy_A: Tensor | None) -> None:
         """Prepares the next optimizer step; called once after each.
@@ -92,14 +91,6 @@ class Graph(StatisticsModule, ABC):
         Args:
             head_entropy_A: The value in `Mixed`, averaged over the whole step.
         """
-
-
-class NoGraph(Graph):
-    """No mixing: S is the identity."""
-
-    def forward(self, scores_BTE: Tensor, u_BTD: Tensor, given: BlockInput = NOTHING_ELSE) -> Mixed:
-        """See `Graph.forward`."""
-        return Mixed(scores_BTE, None, None)
 
 
 class MixingGraph(Graph):
@@ -313,7 +304,7 @@ class SimilarityGraph(MixingGraph):
         if self.config.similarity == "cosine":
             u_BTD = normalize(u_BTD, dim=-1)
         features = Features(u_BTD, u_BTD, 1 / self.config.tau)
-        return Mixed(*self.mix(features, scores_BTE, given), None)
+        return Mixed(*self.mix(features, scores_BTE, given))
 
 
 class AttentionGraph(MixingGraph):
@@ -408,7 +399,7 @@ class AttentionGraph(MixingGraph):
 
 
 GRAPHS: dict[str, Callable[[SparseMoEConfig, FeedForwardContext], Graph]] = {
-    "none": lambda config, context: NoGraph(),
+    "none": lambda config, context: Graph(),
     "similarity": SimilarityGraph,
     "attention": AttentionGraph,
 }

@@ -22,7 +22,6 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -47,13 +46,11 @@ def parallel_for(work: Callable[[Iterator[Item]], None], items: Sequence[Item]) 
     Raises:
         Exception: The first exception of `work`, after all threads have ended.
     """
-    queue: SimpleQueue[Item] = SimpleQueue()
-    for item in items:
-        queue.put(item)
+    shared = iter(list(items))  # a list's iterator gives each item to one thread
 
     @torch.inference_mode()
     def run() -> None:
-        work(_until_empty(queue))
+        work(shared)
 
     threads = torch.get_num_threads()
     futures = [_pool(threads).submit(run) for _ in range(threads)]
@@ -61,15 +58,6 @@ def parallel_for(work: Callable[[Iterator[Item]], None], items: Sequence[Item]) 
     for error in errors:
         if error is not None:
             raise error
-
-
-def _until_empty(queue: SimpleQueue[Item]) -> Iterator[Item]:
-    while True:
-        try:
-            item = queue.get_nowait()
-        except Empty:
-            return
-        yield item
 
 
 @functools.cache
@@ -139,7 +127,10 @@ def _forward(
     inner_PF = rows_MD.new_empty(_most_padded(rows_MD, up_EDF), up_EDF.shape[2])
 
     def compute(mine: Iterator[_Span], most: int) -> None:
-        active_mF, buffer_mD = inner_PF.new_empty(most, up_EDF.shape[2]), _like(rows_MD, most)
+        active_mF, buffer_mD = (
+            inner_PF.new_empty(most, up_EDF.shape[2]),
+            rows_MD.new_empty(most, rows_MD.shape[1]),
+        )
         for span in mine:
             expert = span.expert
             inner, active = inner_PF[span.inside], active_mF[: span.padded]
@@ -185,7 +176,7 @@ def _backward(
 
     def compute(mine: Iterator[_Span], most: int) -> None:
         active_mF, change_mF = inner_PF.new_empty(2, most, up_EDF.shape[2])
-        buffer_mD = _like(rows_MD, most)
+        buffer_mD = rows_MD.new_empty(most, rows_MD.shape[1])
         for span in mine:
             expert, size = span.expert, span.size
             active, change = active_mF[: span.padded], change_mF[: span.padded]
@@ -264,11 +255,6 @@ class _Span(NamedTuple):
     """Number of its inner rows, with the padding."""
 
     @property
-    def reached(self) -> slice:
-        """Its rows, followed by as many rows of the next experts as its padding takes."""
-        return slice(self.start, self.start + self.padded)
-
-    @property
     def rows(self) -> slice:
         """Its rows."""
         return slice(self.start, self.start + self.size)
@@ -310,13 +296,9 @@ def _pads(dtype: torch.dtype) -> bool:
 
 def _rows(whole_MD: Tensor, span: _Span) -> Tensor:
     """Returns the rows that an expert's padded product reads; zeros after the last row."""
-    rows_mD = whole_MD[span.reached]
+    rows_mD = whole_MD[span.start : span.start + span.padded]
     missing = span.padded - len(rows_mD)
     return pad(rows_mD, (0, 0, 0, missing)) if missing else rows_mD
-
-
-def _like(rows_MD: Tensor, rows: int) -> Tensor:
-    return rows_MD.new_empty(rows, rows_MD.shape[1])
 
 
 def _run(
@@ -331,15 +313,11 @@ def _run(
     # Otherwise one thread would still compute a large expert after the others are done.
     most_alone = 1.5 * rows / threads if shared else 0
     together = [span for span in spans if span.padded > most_alone]
-    compute(iter(together), _most_rows(together))
+    compute(iter(together), max((span.padded for span in together), default=0))
     if len(together) < len(spans):
         alone = [span for span in spans if span.padded <= most_alone]
         alone.sort(key=lambda span: span.padded, reverse=True)
         parallel_for(lambda mine: compute(mine, alone[0].padded), alone)
-
-
-def _most_rows(spans: list[_Span]) -> int:
-    return max((span.padded for span in spans), default=0)
 
 
 def _multiply_rows(a: Tensor, b: Tensor, out: Tensor, buffer: Tensor) -> None:
