@@ -17,7 +17,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from polyad.model.block import FeedForwardConfig, PostNormBlock, build_block, run_blocks
-from polyad.model.config import Config
+from polyad.model.config import Config, Count
 from polyad.model.feedforward import (
     Activation,
     BlockInput,
@@ -33,7 +33,7 @@ from polyad.model.initialization import Initializer, normal
 from polyad.model.layers import Embedding, LayerNorm
 from polyad.model.output import ModelOutput
 from polyad.model.padding import RealTokens
-from polyad.model.settings import Count, TransformerSettings
+from polyad.model.settings import TransformerSettings
 
 
 class MaskedLanguageHeadConfig(Config):

@@ -17,6 +17,7 @@ from pydantic import (
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, PydanticKnownError, core_schema
 
+Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 LARGEST_WHOLE_NUMBER = 2**63 - 1
 LARGEST, SMALLEST = 1e30, 1e-30
 """Bounds of a number's magnitude: products of a few such numbers are finite in fp32."""

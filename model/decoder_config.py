@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 from torch import nn
 
 from polyad.model.block import Block, FeedForwardConfig, build_block, build_feedforward
+from polyad.model.config import Count
 from polyad.model.decoder import DecoderParts, DecoderSettings, ReplacedConfig
 from polyad.model.feedforward import (
     Activation,
@@ -21,7 +22,6 @@ from polyad.model.heads import ClassificationHeadConfig
 from polyad.model.layers import LayerNorm, NormName, build_norm
 from polyad.model.rotary import RotaryConfig
 from polyad.model.rotary_attention import GroupedAttention, LatentAttention, LatentConfig
-from polyad.model.settings import Count
 from polyad.model.smoe.config import Placement, SparseMoEConfig, is_placed
 
 

@@ -148,9 +148,11 @@ class FeedForward(nn.Module, ABC):
 class FeedForwardSettings(Config, ABC):
     """The base class of feed-forward configurations, each of which defines only what differs."""
 
-    @abstractmethod
     def inner_size(self, width: int) -> int:
-        """Returns the inner width F in a model of width D."""
+        """Returns the inner width F in a model of width D: by default the key hidden_size, or four
+        times D if that is null."""
+        inner: int | None = getattr(self, "hidden_size", None)
+        return inner or 4 * width
 
     @abstractmethod
     def cut_sizes(self, width: int) -> list[dict[str, int]]:
@@ -208,10 +210,6 @@ class DenseFeedForwardConfig(FeedForwardSettings):
     """Inner width F, in units; null: four times the model's width."""
     weight_scale: Annotated[float, Field(gt=0, le=1e6)] = 1.0
     """Factor of the initial weights of both layers; 1 leaves them as the model initializes them."""
-
-    def inner_size(self, width: int) -> int:
-        """Returns the inner width F in a model of width D."""
-        return 4 * width if self.hidden_size is None else self.hidden_size
 
     def cut_sizes(self, width: int) -> list[dict[str, int]]:
         """See `FeedForwardSettings.cut_sizes`: the inner width."""

@@ -12,10 +12,11 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from polyad.model.block import FeedForwardConfig, build_feedforward, run_block
+from polyad.model.config import Count
 from polyad.model.feedforward import DenseFeedForwardConfig, FeedForwardContext
 from polyad.model.layers import DropPath, LayerNorm
 from polyad.model.output import ModelOutput, RoutingStats
-from polyad.model.settings import Count, CutSizes, cut_sizes_of
+from polyad.model.settings import CutSizes, cut_sizes_of
 from polyad.model.vision import Classifier, ImageModelSettings, PatchEmbedding, build_head
 
 TOKENS, CHANNELS = "model.token_feed_forward", "model.channel_feed_forward"

@@ -32,12 +32,12 @@ from torch import Tensor, nn
 from torch.nn.functional import conv2d, max_pool2d, relu
 
 from polyad.model.block import run_block
-from polyad.model.config import Config, SectionError
+from polyad.model.config import Config, Count, SectionError
 from polyad.model.initialization import ONES, ZEROS, Initializer, uniform
 from polyad.model.mumoe.gating import BatchNorm, GateOutput
 from polyad.model.mumoe.layer import gate_statistics
 from polyad.model.output import ModelOutput, RoutingStats, StatisticsModule
-from polyad.model.settings import Count, ModelSettings
+from polyad.model.settings import ModelSettings
 from polyad.model.smoe.losses import importance_loss, load_balance_loss, router_z_loss
 from polyad.model.smoe.router import count
 from polyad.model.vision import ImageSettings

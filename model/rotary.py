@@ -14,10 +14,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from polyad.model.config import Config
+from polyad.model.config import Config, Count
 
 Positive = Annotated[float, Field(ge=1e-6, le=1e12)]
-Length = Annotated[int, Field(ge=1, le=2**31 - 1)]
 
 
 class LinearScaling(Config):
@@ -36,7 +35,7 @@ class Llama3Scaling(Config):
     """The kind of scaling."""
     factor: Positive
     """Factor by which the context is extended."""
-    original_length: Length
+    original_length: Count
     """Context length before the extension, in tokens."""
     low_frequency_factor: Positive = 1.0
     """Rotations with fewer turns than this over the original context are divided by the full
@@ -53,7 +52,7 @@ class YarnScaling(Config):
     """The kind of scaling."""
     factor: Positive
     """Factor by which the context is extended."""
-    original_length: Length
+    original_length: Count
     """Context length before the extension, in tokens."""
     beta_fast: Positive = 32.0
     """Rotations with more turns than this over the original context stay unchanged."""

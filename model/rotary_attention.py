@@ -10,15 +10,14 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import torch
-from pydantic import Field
 from torch import Tensor, nn
 from torch.nn.functional import dropout, pad, scaled_dot_product_attention
 
 from polyad.model.attention import Attention, AttentionTrace, LayerCache
-from polyad.model.config import Config
+from polyad.model.config import Config, Count
 from polyad.model.initialization import ZEROS, Initializer, linear_initializers
 from polyad.model.layers import Region, RMSNorm, same
 from polyad.model.rotary import Rotation, logit_scale
@@ -26,7 +25,6 @@ from polyad.model.rotary import Rotation, logit_scale
 if TYPE_CHECKING:
     from polyad.model.decoder_config import DecoderConfig
 
-Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 _LATENT_EPSILON = 1e-6
 """Epsilon of the norms inside latent attention, independent of the model's own."""
 

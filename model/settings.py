@@ -2,17 +2,16 @@
 
 from abc import ABC
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self, TypeAlias
+from typing import TYPE_CHECKING, ClassVar, Literal, Self, TypeAlias
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import model_validator
 from torch import Tensor
 
 from polyad.model.block import FeedForwardConfig
 from polyad.model.config import Config, SectionError
 from polyad.model.feedforward import DenseFeedForwardConfig, FeedForwardContext
 
-Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 CutSizes: TypeAlias = list[dict[str, int]]
 """Sizes by key: in each dictionary, one must be a multiple of the number of ranks."""
 FEED_FORWARD = "model.feed_forward"

@@ -13,13 +13,13 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from polyad.model.config import Config, SectionError
+from polyad.model.config import Config, Count, SectionError
 from polyad.model.feedforward import Activation
 from polyad.model.heads import HEAD
 from polyad.model.initialization import ZEROS, Initializer, constant, normal
 from polyad.model.mumoe.head import MuMoEHead, MuMoEHeadConfig
 from polyad.model.output import RoutingStats
-from polyad.model.settings import Count, ModelSettings
+from polyad.model.settings import ModelSettings
 
 
 class LinearHeadConfig(Config):

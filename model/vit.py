@@ -14,6 +14,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from polyad.model.block import Block, FeedForwardConfig, build_block, run_blocks
+from polyad.model.config import Count
 from polyad.model.feedforward import DenseFeedForwardConfig
 from polyad.model.initialization import (
     ZEROS,
@@ -23,7 +24,7 @@ from polyad.model.initialization import (
 )
 from polyad.model.layers import LayerNorm
 from polyad.model.output import ModelOutput
-from polyad.model.settings import Count, TransformerSettings
+from polyad.model.settings import TransformerSettings
 from polyad.model.vision import Classifier, ImageModelSettings, PatchEmbedding, build_head
 
 POSITION_STD = 0.02

@@ -5,10 +5,9 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from polyad.model.config import SectionError
+from polyad.model.config import Count, SectionError
 from polyad.model.feedforward import DenseFeedForwardConfig
 from polyad.model.smoe.config import (
-    Count,
     Placement,
     Positive,
     SelectingConfig,
@@ -72,17 +71,9 @@ class EmergentMoEConfig(SelectingConfig):
         self.check_keys("top_k", ("router_noise", 0, "@select: top_k", self.select == "top_k"))
         return self
 
-    def weighs_experts(self) -> bool:
-        """Whether experts have the weights of a learned score, rather than 1."""
-        return self.score in ("linear", "cosine")
-
     def used_experts(self) -> int:
         """See `SelectingConfig.used_experts`."""
         return self.num_experts - self.top_k if self.select == "not_top_k" else self.top_k
-
-    def inner_size(self, width: int) -> int:
-        """Returns the total inner width F of all experts in a model of width D."""
-        return 4 * width if self.hidden_size is None else self.hidden_size
 
     def group_size(self, width: int) -> int:
         """Returns the number of inner units F of one expert in a model of width D."""

@@ -121,14 +121,16 @@ class MaskedDispatcher(Dispatcher):
         """
         assert isinstance(experts, UnitGroups)
         tokens_ND = self.regions.tokens(tokens_ND)
-        selected = selected._replace(weights_NK=self.regions.weights(selected.weights_NK))
-        plan = None
+        weights_NK, plan = self.regions.weights(selected.weights_NK), None
         if capacity_factor is not None:
             plan = make_plan(selected.expert_ids_NK, selected.counts_E, capacity_factor)
-            kept_NK = plan.kept_M()[plan.row_A].view_as(selected.weights_NK)
-            selected = selected._replace(weights_NK=selected.weights_NK * kept_NK)
-        weights_NE = spread(selected, experts.config.num_experts).to(tokens_ND.dtype)
+            weights_NK = weights_NK * plan.kept_M()[plan.row_A].view_as(weights_NK)
+        weights_NE = spread(selected._replace(weights_NK=weights_NK), experts.config.num_experts)
+        weights_NE = weights_NE.to(tokens_ND.dtype)
         return Dispatched(self.regions.output(experts.masked(tokens_ND, weights_NE)), plan)
+
+
+_IN_ORDER = Initializer(lambda value, generator: value.copy_(torch.arange(len(value))))
 
 
 class AverageKeys(Score):
@@ -165,7 +167,7 @@ class UnitSelection(Selection):
 
     def __init__(self, config: EmergentMoEConfig) -> None:
         super().__init__(config)
-        self.is_learned = config.weighs_experts()
+        self.is_learned = config.score != "avg_k"
         self.lowest = config.select != "top_k"  # not_top_k takes the lowest, too
 
     def forward(self, scores_NE: Tensor, logits_NE: Tensor | None = None) -> Selected:
@@ -212,7 +214,7 @@ class EmergentMoE(SelectingMoE):
 
     def initializers(self) -> dict[str, Initializer]:
         """Returns the initializers of its own parameters; its parts have their own."""
-        return {"output_bias": ZEROS, "unit": Initializer(_in_order)}
+        return {"output_bias": ZEROS, "unit": _IN_ORDER}
 
     def expert_features(self) -> Tensor | None:
         """Returns the mean key of each expert [E, D], without gradient, if the score reads it."""
@@ -225,11 +227,3 @@ class EmergentMoE(SelectingMoE):
         """Adds the output bias, once per token."""
         assert self.output_bias is not None
         return y_ND + self.output_bias
-
-    def parameters_by_expert(self) -> list[nn.Parameter]:
-        """Returns the experts' weights; the output bias belongs to all tokens."""
-        return list(self.experts.parameters())
-
-
-def _in_order(value: Tensor, generator: torch.Generator) -> Tensor:
-    return value.copy_(torch.arange(len(value)))

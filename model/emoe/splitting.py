@@ -41,25 +41,13 @@ def dense_names(*, gated: bool) -> dict[str, str]:
     }
 
 
-def unit_order(group_U: Tensor) -> Tensor:
-    """Orders units so that those of a group are adjacent.
-
-    Args:
-        group_U: The group of each unit, from 0.
-
-    Returns:
-        [U], the unit at each position; the order within a group is kept.
-    """
-    return group_U.argsort(stable=True)
-
-
 def split(name: str, dense: Tensor, unit_U: Tensor, num_experts: int) -> Tensor:
     """Makes a tensor of unit groups.
 
     Args:
         name: The name of the dense tensor, such as `up.weight`.
         dense: The dense tensor.
-        unit_U: See `unit_order`.
+        unit_U: The unit at each position, group by group: a stable argsort of the group of each.
         num_experts: E.
 
     Returns:
@@ -77,7 +65,7 @@ def merge(name: str, stacked: Tensor, unit_U: Tensor) -> Tensor:
     Args:
         name: The name of the dense tensor.
         stacked: The tensor of groups.
-        unit_U: See `unit_order`.
+        unit_U: See `split`.
     """
     if name not in OF_UNITS:
         return stacked

@@ -7,11 +7,9 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field
 
-from polyad.model.config import Config, SectionError
+from polyad.model.config import Config, Count, SectionError
 from polyad.model.feedforward import GATED, DenseFeedForwardConfig, FeedForwardSettings
 from polyad.model.mumoe.factorizations import FACTORIZATIONS, Factorized, Sizes
-
-Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 
 FactorizationName = Literal["cp", "tr", "tt", "tucker"]
 
@@ -171,10 +169,6 @@ class MuMoEConfig(FactorizedExperts, FeedForwardSettings):
                 "@gate_norm: batch is not allowed in a language model, because means over the "
                 "batch leak the tokens to be predicted; allowed: layer"
             )
-
-    def inner_size(self, width: int) -> int:
-        """Returns the inner width F in a model of width D."""
-        return 4 * width if self.hidden_size is None else self.hidden_size
 
     def cut_sizes(self, width: int) -> list[dict[str, int]]:
         """See `FeedForwardSettings.cut_sizes`: the inner width, and a rank."""

@@ -4,9 +4,9 @@ import math
 from abc import ABC
 from typing import Annotated, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, model_validator
 
-from polyad.model.config import SectionError
+from polyad.model.config import Count, SectionError
 from polyad.model.feedforward import (
     GATED,
     Activation,
@@ -16,7 +16,6 @@ from polyad.model.feedforward import (
 )
 from polyad.model.mumoe.config import Levels
 
-Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 MATCH_DENSE: Literal["match-dense"] = "match-dense"
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self, TypeAlias
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from polyad.model.config import NameIn, SectionError
+from polyad.model.config import Count, NameIn, SectionError
 from polyad.model.feedforward import (
     Activation,
     DenseFeedForwardConfig,
@@ -14,7 +14,6 @@ from polyad.model.feedforward import (
     GatedActivation,
 )
 
-Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Positive = Annotated[float, Field(ge=1e-6, le=1e6)]
 Probability = Annotated[float, Field(ge=0, lt=1)]
 PoolName = Literal["none", "document", "prefix"]
@@ -421,8 +420,7 @@ class SparseMoEConfig(SelectingConfig):
         """
         sizes = [{"expert_hidden_size": self.inner_size(width)}]
         if self.placement != 1:
-            dense = 4 * width if self.dense_hidden_size is None else self.dense_hidden_size
-            sizes.append({"dense_hidden_size": dense})
+            sizes.append({"dense_hidden_size": self.dense().inner_size(width)})
         if self.shared_hidden_size is not None:
             sizes.append({"shared_hidden_size": self.shared_hidden_size})
         return sizes

@@ -287,9 +287,9 @@ class SelectingMoE(FeedForward):
             selected: The experts of each token, with weight 0 for dropped assignments.
         """
 
-    @abstractmethod
     def parameters_by_expert(self) -> list[nn.Parameter]:
         """Returns parameters [E, ...] of which a token only uses the slices of its experts."""
+        return list(self.experts.parameters())
 
     def gate_columns(self) -> list[Tensor]:
         """Returns the columns of the score, [E, D]: there is one level of experts."""
@@ -343,5 +343,5 @@ class SparseMoE(SelectingMoE):
 
     def parameters_by_expert(self) -> list[nn.Parameter]:
         """Returns the experts' weights, and their output biases."""
-        experts = list(self.experts.parameters())
+        experts = super().parameters_by_expert()
         return experts if self.output_bias is None else [*experts, self.output_bias]

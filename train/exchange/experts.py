@@ -23,7 +23,6 @@ from polyad.model.emoe.splitting import (
     merge,
     random_groups,
     split,
-    unit_order,
 )
 from polyad.model.feedforward import GATED
 from polyad.model.initialization import seeded_generator
@@ -228,7 +227,7 @@ class Split(Changed):
                 f"{self.folder}: NaN or infinity in {name}, whose rows cannot be clustered; "
                 "by=random does not need them"
             )
-        return unit_order(torch.from_numpy(group_U))
+        return torch.from_numpy(group_U).argsort(stable=True)
 
     def notes(self) -> list[str]:
         """Notes whether the split model's outputs equal the dense one's."""
@@ -236,7 +235,7 @@ class Split(Changed):
         reasons, used = [], feed_forward.used_experts()
         if used < feed_forward.num_experts:
             reasons.append(f"a token uses {used} of {feed_forward.num_experts} experts")
-        if feed_forward.weighs_experts():
+        if feed_forward.score != "avg_k":
             reasons.append("experts are weighted by a learned score")
         if feed_forward.capacity_factor is not None:
             reasons.append("capacity_factor drops tokens")

@@ -14,7 +14,6 @@ from polyad.model.emoe.splitting import (
     merge,
     random_groups,
     split,
-    unit_order,
 )
 from polyad.model.feedforward import (
     ACTIVATIONS,
@@ -45,7 +44,7 @@ def split_layer(dense, seed=0, **options):
     for parameter in layer.router.parameters():
         parameter.data.normal_(0, 0.3, generator=torch.Generator().manual_seed(seed))
     group_U = torch.randperm(UNITS, generator=torch.Generator().manual_seed(seed)) % EXPERTS
-    weights, unit_U = dict(dense.named_parameters()), unit_order(group_U)
+    weights, unit_U = dict(dense.named_parameters()), group_U.argsort(stable=True)
     for name, parameter in layer.named_parameters():
         if name in dense_names(gated=False):
             source = dense_names(gated=False)[name]
@@ -273,7 +272,7 @@ def test_clustered_keys_of_a_trained_layer_keep_more_of_the_activation_than_rand
     def kept(group_U, top_k):
         layer = split_layer(dense, top_k=top_k)
         weight = dense.up.weight.data
-        layer.experts.keys.data = split("up.weight", weight, unit_order(group_U), EXPERTS)
+        layer.experts.keys.data = split("up.weight", weight, group_U.argsort(stable=True), EXPERTS)
         chosen = layer.router(x_BTD, features=layer.expert_features()).selected.expert_ids_NK
         mask_NE = torch.zeros(500, EXPERTS).scatter(1, chosen, 1.0)
         return ((active_NU * mask_NE[:, group_U]).sum() / active_NU.sum()).item()
