@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from polyad.model.block import FeedForwardConfig, build_feedforward, run_block
 from polyad.model.config import Count
-from polyad.model.feedforward import DenseFeedForwardConfig, FeedForwardContext
+from polyad.model.feedforward import DenseFeedForwardConfig
 from polyad.model.layers import DropPath, LayerNorm
 from polyad.model.output import ModelOutput, RoutingStats
 from polyad.model.settings import CutSizes, cut_sizes_of
@@ -173,13 +173,4 @@ def _feed_forward(
 ) -> nn.Module:
     feed_forward = feed_forward.of_block(block)
     std = config.weight_std(width, feed_forward.inner_size(width))
-    context = FeedForwardContext(
-        hidden_size=width,
-        bias=config.bias,
-        dropout=config.dropout,
-        initializer_std=std,
-        residual_std=std,
-        causal=False,
-        activation=config.activation,
-    )
-    return build_feedforward(feed_forward, context)
+    return build_feedforward(feed_forward, config.context(std, width=width))

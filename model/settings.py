@@ -26,8 +26,10 @@ class ModelSettings(Config, ABC):
     causal: ClassVar[bool] = False
     """Whether tokens do not attend to later tokens."""
 
-    if TYPE_CHECKING:  # models with blocks declare it, in their own order and words
+    if TYPE_CHECKING:  # models with blocks declare these keys, in their own order and words
         num_layers: int
+        hidden_size: int
+        dropout: float
 
     kind: str
     """The kind of model."""
@@ -74,6 +76,27 @@ class ModelSettings(Config, ABC):
     def has_bias(self) -> bool:
         """Whether linear layers and LayerNorms have a bias; True unless a key `bias` says so."""
         return getattr(self, "bias", True)
+
+    def context(
+        self, std: float, residual_std: float | None = None, width: int | None = None
+    ) -> FeedForwardContext:
+        """Returns the settings that the feed-forward of a block receives.
+
+        Args:
+            std: Standard deviation of initial weights.
+            residual_std: That of weights before the residual stream; None: the same.
+            width: The width of its input and output; None: hidden_size.
+        """
+        return FeedForwardContext(
+            hidden_size=width or self.hidden_size,
+            bias=self.has_bias(),
+            dropout=self.dropout,
+            initializer_std=std,
+            residual_std=residual_std or std,
+            num_heads=getattr(self, "num_heads", None),
+            activation=getattr(self, "activation", "gelu_tanh"),
+            causal=self.causal,
+        )
 
     def check_feed_forward(
         self, key: str, feed_forward: FeedForwardConfig, width: int, num_heads: int | None = None
@@ -135,9 +158,7 @@ class TransformerSettings(ModelSettings, ABC):
     """The base class of models whose blocks have attention and a feed-forward."""
 
     if TYPE_CHECKING:  # each model declares these keys, in its own order and words
-        hidden_size: int
         num_heads: int
-        dropout: float
         vocab_size: int | None
         feed_forward: FeedForwardConfig
 
@@ -155,24 +176,6 @@ class TransformerSettings(ModelSettings, ABC):
     def _feed_forward_fits(self) -> Self:
         self.check_feed_forward(FEED_FORWARD, self.feed_forward, self.hidden_size, self.num_heads)
         return self
-
-    def context(self, std: float, residual_std: float | None = None) -> FeedForwardContext:
-        """Returns what the feed-forward of a block is told of the model.
-
-        Args:
-            std: Standard deviation of initial weights.
-            residual_std: That of weights before the residual stream; None: the same.
-        """
-        return FeedForwardContext(
-            hidden_size=self.hidden_size,
-            bias=self.has_bias(),
-            dropout=self.dropout,
-            initializer_std=std,
-            residual_std=std if residual_std is None else residual_std,
-            num_heads=self.num_heads,
-            activation=getattr(self, "activation", "gelu_tanh"),
-            causal=self.causal,
-        )
 
     def known_vocab_size(self) -> int:
         """Returns the vocabulary size of a model of text, which must have been filled in.

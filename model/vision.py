@@ -136,11 +136,6 @@ class ImageModelSettings(ImageSettings):
         """Number of patches of an image."""
         return (self.image_size // self.patch_size) ** 2
 
-    @property
-    def patch_numbers(self) -> int:
-        """Number of values of a patch, C P P."""
-        return self.channels * self.patch_size**2
-
     def begins_anew_from(self, theirs: ModelSettings) -> tuple[str, ...]:
         """The head, if the other model differs in its number of classes or its kind of head."""
         if not isinstance(theirs, ImageModelSettings):
@@ -193,7 +188,7 @@ class PatchEmbedding(nn.Module):
 
     def initializers(self) -> dict[str, Initializer]:
         """Returns the initializer of the weight: LeCun normal, with variance 1 / inputs."""
-        std = self._config.initializer_range or self._config.patch_numbers**-0.5
+        std = self._config.initializer_range or self.weight[0].numel() ** -0.5
         return {"weight": normal(std), "bias": ZEROS}
 
     def forward(self, images_BCHW: Tensor) -> Tensor:

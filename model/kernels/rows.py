@@ -111,12 +111,6 @@ def _sum_rows(rows_MD: Tensor, row_NK: Tensor, weights_NK: Tensor | None = None)
     return torch.bmm(weights_NK.unsqueeze(1), rows_NKD).squeeze(1)
 
 
-def _scaled_rows_in_bags(tokens_ND: Tensor, token_M: Tensor, weight_M: Tensor) -> Tensor:
-    """Computes weight_m token_m. [M, D]."""
-    bags_M1, weights_M1 = token_M.unsqueeze(1), weight_M.unsqueeze(1)
-    return embedding_bag(bags_M1, tokens_ND, per_sample_weights=weights_M1, mode="sum")
-
-
 def _products_in_bags(tokens_ND: Tensor, rows_MD: Tensor, row_NK: Tensor) -> Tensor:
     """Computes token_n . row_nk. [N, K]."""
     num_tokens, top_k = row_NK.shape
@@ -185,7 +179,7 @@ class _Combine(torch.autograd.Function):
         weight_M = weights_NK.reshape(-1).index_select(0, assignment_M)
         if _takes_bags(rows_MD) and row_A.numel():  # 0: a rank without any rows
             if of_rows:
-                for_rows_MD = _scaled_rows_in_bags(gradient_ND, token_M, weight_M)
+                for_rows_MD = _sum_rows(gradient_ND, token_M.unsqueeze(1), weight_M.unsqueeze(1))
             if of_weights:
                 row_NK = row_A.view_as(weights_NK)
                 for_weights_NK = _products_in_bags(gradient_ND, rows_MD, row_NK)
