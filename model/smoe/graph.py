@@ -39,13 +39,113 @@ def router_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+class MeasuredRows(NamedTuple):
+    """Rows spread evenly over each sequence, including its last: a sample of all rows."""
+
+    rows: Tensor
+    """[M], M = min(T, MEASURED_ROWS), or [B, M] if sequences have padding."""
+    weights_BM: Tensor | None = None
+    """The share of the real tokens that each row represents; None if all are equal."""
+
+    def mean(self, values_BM: Tensor) -> Tensor:
+        """Returns the mean over rows, a scalar."""
+        if self.weights_BM is None:
+            return values_BM.mean()
+        return (values_BM * self.weights_BM.to(values_BM.dtype)).sum()
+
+
+def _measured_rows(
+    length: int, device: torch.device, real: RealTokens | None = None
+) -> MeasuredRows:
+    if real is None:
+        count = min(length, MEASURED_ROWS)
+        part_M = torch.arange(1, count + 1, device=device)
+        return MeasuredRows((part_M * length).div(count, rounding_mode="floor") - 1)
+    # The rows that each sequence would have without padding; of M, only the first `count` are used.
+    length_B1 = real.lengths_B.unsqueeze(1)
+    count_B1 = length_B1.clamp(max=MEASURED_ROWS)
+    part_M = torch.arange(1, MEASURED_ROWS + 1, device=device)
+    rows_BM = (part_M * length_B1).div(count_B1, rounding_mode="floor") - 1
+    each_B1 = length_B1 / count_B1 / length_B1.sum()
+    weights_BM = torch.where(part_M <= count_B1, each_B1, 0)
+    return MeasuredRows(rows_BM.clamp(max=length - 1), weights_BM)
+
+
 class Features(NamedTuple):
     """The factors of S: each row is the softmax over j of scale * query_i . key_j."""
 
     query_BTF: Tensor
-    """Queries; in routing's precision, like the keys."""
-    key_BTF: Tensor
+    """Queries of the last T tokens; in routing's precision, like the keys."""
+    key_BSF: Tensor
+    """Keys of all tokens. There may be any dimensions between B and T or S."""
     scale: float = 1.0
+    causal: bool = True
+    """Whether a token only sees itself and earlier tokens."""
+    seen_BS: Tensor | None = None
+    """False for tokens that no token sees, if not causal; None: there are none."""
+
+    def mix(self, value_BSE: Tensor) -> Tensor:
+        """Computes the mixture p = S r, for many tokens by fused attention, without storing S.
+
+        Args:
+            value_BSE: r, of the same dtype.
+
+        Returns:
+            p [B, T, E].
+        """
+        query_BTF, key_BSF, scale, causal, seen_BS = self
+        experts, (new, length) = value_BSE.shape[-1], (query_BTF.shape[1], key_BSF.shape[1])
+        # Fused kernels need one width for keys and values, a multiple of 8.
+        width = -(-max(query_BTF.shape[-1], experts) // 8) * 8
+        if length <= 2 * width:  # S is no larger than the padded scores and mixture
+            return self.matrix() @ value_BSE
+        query, key, value = (
+            (x if x.shape[-1] == width else pad(x, (0, width - x.shape[-1]))).unsqueeze(1)
+            for x in (query_BTF, key_BSF, value_BSE)
+        )
+        mask = None if seen_BS is None else seen_BS[:, None, None, :]
+        if causal and 1 < new < length:  # in generation; one new token sees all others
+            mask = torch.ones(new, length, dtype=torch.bool, device=query.device).tril(length - new)
+        is_causal = causal and new == length
+        mixed = scaled_dot_product_attention(
+            query, key, value, mask, is_causal=is_causal, scale=scale
+        )
+        return mixed[:, 0, :, :experts]
+
+    def matrix(self, rows: Tensor | None = None) -> Tensor:
+        """Computes the matrix S, or some of its rows.
+
+        Args:
+            rows: Indices of the T rows, [M], or [B, M] for separate ones per B; None for all.
+
+        Returns:
+            [B, M, S], each row summing to 1.
+        """
+        query_BTF, key_BSF, scale, causal, seen_BS = self
+        new, length = query_BTF.shape[-2], key_BSF.shape[-2]
+        token_S = torch.arange(length, device=query_BTF.device)
+        token_M = token_S[length - new :]
+        if rows is not None:
+            token_M = token_M[rows]  # [M] or [B, M]
+            if rows.dim() == 1:
+                query_BTF = query_BTF.index_select(-2, rows)
+            else:
+                query_BTF = query_BTF.take_along_dim(rows.unsqueeze(-1), -2)
+        exponents_BMS = scale * (query_BTF @ key_BSF.mT)
+        if causal:
+            exponents_BMS = exponents_BMS.masked_fill(token_S > token_M[..., None], -torch.inf)
+        if seen_BS is not None:
+            unseen_BS = ~seen_BS.view(len(seen_BS), *(1,) * (query_BTF.dim() - 2), length)
+            exponents_BMS = exponents_BMS.masked_fill(unseen_BS, -torch.inf)
+        return exponents_BMS.softmax(-1)
+
+    @torch.no_grad()
+    def row_entropies(self, measured: MeasuredRows) -> Tensor:
+        """Computes the entropies of measured rows of S, [..., M]."""
+        rows = measured.rows
+        if rows.dim() > 1 and self.query_BTF.dim() > 3:
+            rows = rows.unsqueeze(1)  # the same rows for every head
+        return entropy(self.matrix(rows))
 
 
 class Mixed(NamedTuple):
@@ -118,157 +218,25 @@ class MixingGraph(Graph):
         Returns:
             p [B, T, E], and the effective neighbours as in `Mixed`.
         """
-        query_BTF, key_BSF, scale = features
-        refuse_autocast(query_BTF, "a graph of tokens")
-        value_BSE = scores_BTE
-        cache, real = given.cache, given.real
+        refuse_autocast(features.query_BTF, "a graph of tokens")
+        cache, real, value_BSE = given.cache, given.real, scores_BTE
         if cache is not None:
-            both = cache.feed_forward.append(key_BSF.unsqueeze(1), scores_BTE.unsqueeze(1))
+            both = cache.feed_forward.append(features.key_BSF.unsqueeze(1), scores_BTE.unsqueeze(1))
             key_BSF, value_BSE = (x.squeeze(1) for x in both)
+            features = features._replace(key_BSF=key_BSF)
         causal = self.context.causal or cache is not None
-        seen_BS = _seen(real, causal)
-        mixed_BTE = mixture(
-            query_BTF, key_BSF, value_BSE, scale=scale, causal=causal, seen_BS=seen_BS
-        )
+        features = features._replace(causal=causal, seen_BS=_seen(real, causal))
+        mixed_BTE = features.mix(value_BSE)
         if cache is not None or not self.measures:
             return mixed_BTE, None
-        measured = _measured_rows(query_BTF.shape[-2], query_BTF.device, real)
-        entropy_BM = _row_entropies(query_BTF, key_BSF, scale, causal, measured, seen_BS)
-        return mixed_BTE, measured.mean(entropy_BM.exp())
+        measured = _measured_rows(features.query_BTF.shape[-2], scores_BTE.device, real)
+        return mixed_BTE, measured.mean(features.row_entropies(measured).exp())
 
 
 def _seen(real: RealTokens | None, causal: bool) -> Tensor | None:
     """Returns which tokens may be seen at all, [B, S]; None for all. A causal mask hides padding,
     which comes last, by itself."""
     return None if real is None or causal else real.mask_BT
-
-
-def mixture(
-    query_BTF: Tensor,
-    key_BSF: Tensor,
-    value_BSE: Tensor,
-    *,
-    scale: float,
-    causal: bool,
-    seen_BS: Tensor | None = None,
-) -> Tensor:
-    """Computes the mixture p = S r, for many tokens by fused attention, without storing S.
-
-    Args:
-        query_BTF: Queries of the last T tokens.
-        key_BSF: Keys of all tokens.
-        value_BSE: r, of the same dtype.
-        scale: The factor of the inner products.
-        causal: Whether a token only sees itself and earlier tokens.
-        seen_BS: False for tokens that no token sees, if not causal; None: there are none.
-
-    Returns:
-        p [B, T, E].
-    """
-    experts, (new, length) = value_BSE.shape[-1], (query_BTF.shape[1], key_BSF.shape[1])
-    # Fused kernels need one width for keys and values, a multiple of 8.
-    width = -(-max(query_BTF.shape[-1], experts) // 8) * 8
-    if length <= 2 * width:  # S is no larger than the padded scores and mixture
-        S_BTS = matrix(query_BTF, key_BSF, scale=scale, causal=causal, seen_BS=seen_BS)
-        return S_BTS @ value_BSE
-    query, key, value = (
-        (x if x.shape[-1] == width else pad(x, (0, width - x.shape[-1]))).unsqueeze(1)
-        for x in (query_BTF, key_BSF, value_BSE)
-    )
-    mask = None if seen_BS is None else seen_BS[:, None, None, :]
-    if causal and 1 < new < length:  # in generation; one new token sees all others
-        mask = torch.ones(new, length, dtype=torch.bool, device=query.device).tril(length - new)
-    is_causal = causal and new == length
-    mixed = scaled_dot_product_attention(query, key, value, mask, is_causal=is_causal, scale=scale)
-    return mixed[:, 0, :, :experts]
-
-
-def matrix(
-    query_BTF: Tensor,
-    key_BSF: Tensor,
-    *,
-    scale: float,
-    causal: bool,
-    seen_BS: Tensor | None = None,
-    rows: Tensor | None = None,
-) -> Tensor:
-    """Computes the matrix S, or some of its rows. There may be any dimensions between B and T.
-
-    Args:
-        query_BTF: See `mixture`.
-        key_BSF: See `mixture`.
-        scale: See `mixture`.
-        causal: See `mixture`.
-        seen_BS: See `mixture`.
-        rows: Indices of the T rows, [M], or [B, M] for separate ones per B; None for all.
-
-    Returns:
-        [B, M, S], each row summing to 1.
-    """
-    new, length = query_BTF.shape[-2], key_BSF.shape[-2]
-    token_S = torch.arange(length, device=query_BTF.device)
-    token_M = token_S[length - new :]
-    if rows is not None:
-        token_M = token_M[rows]  # [M] or [B, M]
-        if rows.dim() == 1:
-            query_BTF = query_BTF.index_select(-2, rows)
-        else:
-            query_BTF = query_BTF.take_along_dim(rows.unsqueeze(-1), -2)
-    exponents_BMS = scale * (query_BTF @ key_BSF.mT)
-    if causal:
-        exponents_BMS = exponents_BMS.masked_fill(token_S > token_M[..., None], -torch.inf)
-    if seen_BS is not None:
-        unseen_BS = ~seen_BS.view(len(seen_BS), *(1,) * (query_BTF.dim() - 2), length)
-        exponents_BMS = exponents_BMS.masked_fill(unseen_BS, -torch.inf)
-    return exponents_BMS.softmax(-1)
-
-
-class MeasuredRows(NamedTuple):
-    """Rows spread evenly over each sequence, including its last: a sample of all rows."""
-
-    rows: Tensor
-    """[M], M = min(T, MEASURED_ROWS), or [B, M] if sequences have padding."""
-    weights_BM: Tensor | None = None
-    """The share of the real tokens that each row represents; None if all are equal."""
-
-    def mean(self, values_BM: Tensor) -> Tensor:
-        """Returns the mean over rows, a scalar."""
-        if self.weights_BM is None:
-            return values_BM.mean()
-        return (values_BM * self.weights_BM.to(values_BM.dtype)).sum()
-
-
-def _measured_rows(
-    length: int, device: torch.device, real: RealTokens | None = None
-) -> MeasuredRows:
-    if real is None:
-        count = min(length, MEASURED_ROWS)
-        part_M = torch.arange(1, count + 1, device=device)
-        return MeasuredRows((part_M * length).div(count, rounding_mode="floor") - 1)
-    # The rows that each sequence would have without padding; of M, only the first `count` are used.
-    length_B1 = real.lengths_B.unsqueeze(1)
-    count_B1 = length_B1.clamp(max=MEASURED_ROWS)
-    part_M = torch.arange(1, MEASURED_ROWS + 1, device=device)
-    rows_BM = (part_M * length_B1).div(count_B1, rounding_mode="floor") - 1
-    each_B1 = length_B1 / count_B1 / length_B1.sum()
-    weights_BM = torch.where(part_M <= count_B1, each_B1, 0)
-    return MeasuredRows(rows_BM.clamp(max=length - 1), weights_BM)
-
-
-@torch.no_grad()
-def _row_entropies(
-    query: Tensor,
-    key: Tensor,
-    scale: float,
-    causal: bool,
-    measured: MeasuredRows,
-    seen_BS: Tensor | None = None,
-) -> Tensor:
-    """Computes entropies of rows of softmax(scale * query . key); [..., T, F] -> [..., M]."""
-    rows = measured.rows
-    if rows.dim() > 1 and query.dim() > 3:
-        rows = rows.unsqueeze(1)  # the same rows for every head
-    return entropy(matrix(query, key, scale=scale, causal=causal, seen_BS=seen_BS, rows=rows))
 
 
 def head_entropies(
@@ -286,10 +254,10 @@ def head_entropies(
     """
     query, key = attention.q_BATH.detach(), attention.k_BATH.detach()
     dtype = router_dtype(query.dtype)
-    scale = query.shape[-1] ** -0.5
     measured = _measured_rows(query.shape[-2], query.device, real)
-    seen_BS = _seen(real, causal)
-    entropy_BAM = _row_entropies(query.to(dtype), key.to(dtype), scale, causal, measured, seen_BS)
+    scale, seen_BS = query.shape[-1] ** -0.5, _seen(real, causal)
+    features = Features(query.to(dtype), key.to(dtype), scale, causal, seen_BS)
+    entropy_BAM = features.row_entropies(measured)
     if measured.weights_BM is None:
         return entropy_BAM.mean((0, 2))
     return (entropy_BAM * measured.weights_BM.to(dtype).unsqueeze(1)).sum((0, 2))

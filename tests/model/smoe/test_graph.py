@@ -11,10 +11,9 @@ from polyad.model.feedforward import BlockInput
 from polyad.model.smoe.graph import (
     GRAPHS,
     AttentionGraph,
+    Features,
     SimilarityGraph,
     head_entropies,
-    matrix,
-    mixture,
 )
 from tests.helpers.routing import (
     Watch,
@@ -190,8 +189,8 @@ def test_the_mixture_of_the_last_tokens_is_the_definition(causal, experts, new, 
     inputs = [query.requires_grad_(), key.requires_grad_(), value.softmax(-1).requires_grad_()]
     seen_BS = None if causal else torch.arange(50) < torch.tensor([[50], [31]])
     options = {"scale": 0.7, "causal": causal, "seen_BS": seen_BS}
-    exact = matrix(query, key, **options) @ inputs[2]
-    ours = mixture(*(x.to(dtype) for x in inputs), **options)
+    exact = Features(query, key, **options).matrix() @ inputs[2]
+    ours = Features(*(x.to(dtype) for x in inputs[:2]), **options).mix(inputs[2].to(dtype))
     assert ours.dtype == dtype
     weights = torch.randn(exact.shape, generator=generator, dtype=torch.float64)
     tolerance = {"atol": 1e-12 if dtype == torch.float64 else 1e-5, "rtol": 0}
@@ -207,12 +206,12 @@ def test_the_mixture_of_the_last_tokens_is_the_definition(causal, experts, new, 
 def test_sharp_rows_are_finite_and_nan_reaches_no_earlier_token():
     query_BTF, key_BTF = 1e3 * torch.randn(2, 2, 20, 6).requires_grad_()
     value_BTE = torch.randn(2, 20, 5).softmax(-1).requires_grad_()
-    mixed_BTE = mixture(query_BTF, key_BTF, value_BTE, scale=0.7, causal=True)
+    mixed_BTE = Features(query_BTF, key_BTF, 0.7).mix(value_BTE)
     gradients = torch.autograd.grad(mixed_BTE.square().sum(), (query_BTF, key_BTF, value_BTE))
     assert all(x.isfinite().all() for x in (mixed_BTE, *gradients))
     key_BTF = key_BTF.detach().clone()
     key_BTF[:, 10] = torch.nan
-    mixed_BTE = mixture(query_BTF, key_BTF, value_BTE, scale=0.7, causal=True)
+    mixed_BTE = Features(query_BTF, key_BTF, 0.7).mix(value_BTE)
     assert mixed_BTE[:, :10].isfinite().all()
     assert mixed_BTE[:, 10:].isnan().all()
 
