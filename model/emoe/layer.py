@@ -196,18 +196,12 @@ class EmergentMoE(SelectingMoE):
     """[U], the index in the dense feed-forward of each unit, expert by expert."""
 
     def __init__(self, config: EmergentMoEConfig, context: FeedForwardContext) -> None:
-        super().__init__(
-            config,
-            context,
-            router=Router(
-                SCORES[config.score](config, context),
-                Graph(),
-                UnitSelection(config),
-                config.router_noise / config.num_experts,
-            ),
-            dispatcher=MaskedDispatcher() if config.experts == "masked" else Dispatcher(),
-            experts=UnitGroups(config, context),
-        )
+        super().__init__(config, context)
+        score = SCORES[config.score](config, context)
+        noise_std = config.router_noise / config.num_experts
+        self.router = Router(score, Graph(), UnitSelection(config), noise_std)
+        self.dispatcher = MaskedDispatcher() if config.experts == "masked" else Dispatcher()
+        self.experts = UnitGroups(config, context)
         self.output_bias = nn.Parameter(torch.empty(context.hidden_size)) if context.bias else None
         units = config.inner_size(context.hidden_size)
         self.register_buffer("unit", torch.empty(units, dtype=torch.int64))

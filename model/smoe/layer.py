@@ -213,26 +213,18 @@ class SelectingMoE(FeedForward):
     Args:
         config: The layer's configuration.
         context: Settings of the model.
-        router: Selects the experts.
-        dispatcher: Sends tokens to experts; expert parallelism replaces it.
-        experts: The experts.
     """
 
+    router: Router
+    dispatcher: Dispatcher
+    """Sends tokens to experts; expert parallelism replaces it."""
+    experts: StackedExperts
     output_bias: nn.Parameter | None
     """The bias that is added to the sum over experts."""
 
-    def __init__(
-        self,
-        config: SelectingConfig,
-        context: FeedForwardContext,
-        *,
-        router: Router,
-        dispatcher: Dispatcher,
-        experts: StackedExperts,
-    ) -> None:
+    def __init__(self, config: SelectingConfig, context: FeedForwardContext) -> None:
         super().__init__()
         self.config = config
-        self.router, self.dispatcher, self.experts = router, dispatcher, experts
         self.shared: DenseFeedForward | None = None
         """The shared experts, which every token passes through."""
         self.shared_gate: nn.Linear | None = None
@@ -312,13 +304,9 @@ class SparseMoE(SelectingMoE):
     experts: Experts
 
     def __init__(self, config: SparseMoEConfig, context: FeedForwardContext) -> None:
-        super().__init__(
-            config,
-            context,
-            router=make_router(config, context),
-            dispatcher=Dispatcher(),
-            experts=Experts(config, context),
-        )
+        super().__init__(config, context)
+        self.router, self.dispatcher = make_router(config, context), Dispatcher()
+        self.experts = Experts(config, context)
         shape = config.num_experts, context.hidden_size
         self.output_bias = nn.Parameter(torch.empty(shape)) if context.bias else None
         if config.shared_hidden_size is not None:
