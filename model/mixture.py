@@ -22,7 +22,6 @@ Shapes: B images, C channels, H x W pixels, M experts, D width of an expert's la
 width of the gate's, K classes, O outputs of a network, N channels of all BatchNorms side by side.
 """
 
-from collections.abc import Iterator
 from itertools import pairwise
 from typing import Annotated, Literal, NamedTuple, Self
 
@@ -78,33 +77,30 @@ class NetworkConfig(Config):
             )
         if len(set(self.batch_norm)) < len(self.batch_norm):
             raise SectionError(f"@batch_norm: {list(self.batch_norm)} names a convolution twice")
-        for number, (convolved, pooled) in enumerate(self.sides(image_size)):
-            if convolved < 1 or pooled < 1:
+        for number, side in enumerate(self.sides(image_size)[1:]):
+            if side < 1:
                 raise SectionError(
                     f"@convolutions: of {image_size} x {image_size} pixels none are left after "
                     f"convolution {number} and its pooling; use fewer convolutions, a smaller "
                     "@kernel_size or more @padding"
                 )
 
-    def sides(self, image_size: int) -> Iterator[tuple[int, int]]:
-        """Yields the side of the image after each convolution and after its pooling, in pixels.
+    def sides(self, image_size: int) -> list[int]:
+        """Returns the side of the image at first and after each convolution and its pooling, in
+        pixels.
 
         Args:
             image_size: Side before the first convolution.
         """
-        side = image_size
+        sides = [image_size]
         for _ in self.convolutions:
-            convolved = side + 2 * self.padding - self.kernel_size + 1
-            side = convolved // POOL
-            yield convolved, side
+            sides.append((sides[-1] + 2 * self.padding - self.kernel_size + 1) // POOL)
+        return sides
 
     def widths(self, image_size: int, channels: int) -> list[int]:
         """Returns the input width of the first hidden layer and the width of each, in units."""
-        side = image_size
-        for _, pooled in self.sides(image_size):
-            side = pooled
-        channels = self.convolutions[-1] if self.convolutions else channels
-        return [channels * side**2, *self.hidden_sizes]
+        channels = [channels, *self.convolutions][-1]
+        return [channels * self.sides(image_size)[-1] ** 2, *self.hidden_sizes]
 
 
 class NetworkOutput(NamedTuple):

@@ -8,6 +8,7 @@ sequence-to-sequence models", with its threshold computed here without sorting.
 Shapes: M tokens, D width, N experts of a level, S experts of all levels together.
 """
 
+import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -88,12 +89,10 @@ def entmax15(scores_MN: Tensor) -> Tensor:
     return result
 
 
-def softmax(scores_MN: Tensor) -> Tensor:
-    """Softmax over the last dimension, an ablation in the paper."""
-    return scores_MN.softmax(-1)
-
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"entmax15": entmax15, "softmax": softmax}
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "entmax15": entmax15,
+    "softmax": functools.partial(torch.softmax, dim=-1),
+}
 
 
 class Normalized(NamedTuple):
