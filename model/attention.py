@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import scaled_dot_product_attention
 
-from polyad.model.initialization import Initializer, linear_initializers
+from polyad.model.initialization import normal
+from polyad.model.layers import Linear
 from polyad.model.rotary import Rotation
 
 if TYPE_CHECKING:
@@ -125,25 +126,18 @@ class Attention(nn.Module):
 
     Args:
         dropout: Dropout probability of the attention weights and of the output.
-        initializer_std: Standard deviation of the initial weights of queries, keys and values.
-        residual_std: Standard deviation of the output projection's initial weight.
     """
 
     projection: nn.Linear
     """Projects all heads to the residual stream; the last layer that a subclass creates."""
 
-    def __init__(self, dropout: float, initializer_std: float, residual_std: float) -> None:
+    def __init__(self, dropout: float) -> None:
         super().__init__()
         self.dropout = dropout
-        self.initializer_std, self.residual_std = initializer_std, residual_std
         self.residual_dropout = nn.Dropout(dropout)
         self.random_numbers: Callable[[], AbstractContextManager[None]] = nullcontext
         """Context around dropout of attention weights: ranks with other heads need other random
         numbers."""
-
-    def initializers(self) -> dict[str, Initializer]:
-        """Returns the initializer of each parameter; see `model/initialization.py`."""
-        return linear_initializers("projection", self.residual_std)
 
     def finish(
         self, heads_BATH: Tensor, qkv_BT3AH: Tensor, of_head_BT3H: Tensor | None
@@ -180,19 +174,13 @@ class SelfAttention(Attention):
     """
 
     def __init__(self, context: "FeedForwardContext") -> None:
-        super().__init__(context.dropout, context.initializer_std, context.residual_std)
+        super().__init__(context.dropout)
         assert context.num_heads is not None
         self.causal, width = context.causal, context.hidden_size
         self.head_size = width // context.num_heads
-        self.qkv = nn.Linear(width, 3 * width, bias=context.bias)
-        self.projection = nn.Linear(width, width, bias=context.bias)
-
-    def initializers(self) -> dict[str, Initializer]:
-        """See `Attention.initializers`."""
-        return {
-            **linear_initializers("qkv", self.initializer_std),
-            **super().initializers(),
-        }
+        start, end = normal(context.initializer_std), normal(context.residual_std)
+        self.qkv = Linear(width, 3 * width, start, bias=context.bias)
+        self.projection = Linear(width, width, end, bias=context.bias)
 
     def forward(
         self,

@@ -17,7 +17,8 @@ from torch.nn.functional import gelu, silu
 
 from polyad.model.attention import AttentionTrace, BlockCache
 from polyad.model.config import Config
-from polyad.model.initialization import Initializer, linear_initializers
+from polyad.model.initialization import normal
+from polyad.model.layers import Linear
 from polyad.model.output import RoutingStats
 from polyad.model.padding import RealTokens
 from polyad.model.rotary import Rotation
@@ -286,27 +287,17 @@ class DenseFeedForward(FeedForward):
     def __init__(self, config: DenseFeedForwardConfig, context: FeedForwardContext) -> None:
         super().__init__()
         inner_size = config.inner_size(context.hidden_size)
-        self.context = context
-        self.weight_scale = config.weight_scale
-        self.gate: nn.Linear | None = None
+        start = normal(config.weight_scale * context.initializer_std)
+        end = normal(config.weight_scale * context.residual_std)
+        self.gate: Linear | None = None
         if (combine := GATED.get(context.activation)) is not None:
-            self.gate = nn.Linear(context.hidden_size, inner_size, bias=context.bias)
+            self.gate = Linear(context.hidden_size, inner_size, start, bias=context.bias)
             self.combine = combine
         else:
             self.activation = ACTIVATIONS[context.activation]()
-        self.up = nn.Linear(context.hidden_size, inner_size, bias=context.bias)
-        self.down = nn.Linear(inner_size, context.hidden_size, bias=context.bias)
+        self.up = Linear(context.hidden_size, inner_size, start, bias=context.bias)
+        self.down = Linear(inner_size, context.hidden_size, end, bias=context.bias)
         self.dropout = nn.Dropout(context.dropout)
-
-    def initializers(self) -> dict[str, Initializer]:
-        """Returns the initializer of each parameter; see `model/initialization.py`."""
-        scale, context = self.weight_scale, self.context
-        first = scale * context.initializer_std
-        return {
-            **linear_initializers("gate", first),
-            **linear_initializers("up", first),
-            **linear_initializers("down", scale * context.residual_std),
-        }
 
     def forward(
         self,

@@ -16,11 +16,10 @@ from polyad.model.feedforward import ACTIVATIONS, Activation
 from polyad.model.initialization import (
     ZEROS,
     Initializer,
-    linear_initializers,
     normal,
 )
 from polyad.model.kernels.linear_cross_entropy import VocabularyPart, losses
-from polyad.model.layers import LayerNorm, Region, same
+from polyad.model.layers import LayerNorm, Linear, Region, same
 
 HEAD = "head."
 """Name prefix of a head's parameters."""
@@ -169,15 +168,10 @@ class MaskedLanguageHead(nn.Module):
         initializer_std: float,
     ) -> None:
         super().__init__()
-        self.transform = nn.Linear(width, width)
+        self.transform = Linear(width, width, normal(initializer_std))
         self.activation = ACTIVATIONS[activation]()
         self.norm = LayerNorm(width, eps=epsilon)
         self.decoder = VocabularyHead(vocab_size, bias=True, ranked=True)
-        self._std = initializer_std
-
-    def initializers(self) -> dict[str, Initializer]:
-        """Returns the initializer of each parameter; see `model/initialization.py`."""
-        return linear_initializers("transform", self._std)
 
     def forward(
         self, x_BPD: Tensor, embedding_VD: Tensor, target_ids_BP: Tensor | None = None
@@ -204,12 +198,7 @@ class Pooler(nn.Module):
 
     def __init__(self, width: int, initializer_std: float) -> None:
         super().__init__()
-        self.dense = nn.Linear(width, width)
-        self._std = initializer_std
-
-    def initializers(self) -> dict[str, Initializer]:
-        """Returns the initializer of each parameter; see `model/initialization.py`."""
-        return linear_initializers("dense", self._std)
+        self.dense = Linear(width, width, normal(initializer_std))
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         """Returns the representation of each sequence, [B, D]."""
@@ -230,12 +219,7 @@ class ClassificationHead(nn.Module):
         super().__init__()
         self.pooler = Pooler(width, initializer_std)
         self.dropout = nn.Dropout(dropout)
-        self.classifier = nn.Linear(width, classes)
-        self._std = initializer_std
-
-    def initializers(self) -> dict[str, Initializer]:
-        """Returns the initializer of each parameter; see `model/initialization.py`."""
-        return linear_initializers("classifier", self._std)
+        self.classifier = Linear(width, classes, normal(initializer_std))
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         """Computes logits of each sequence [B, K] from the last block's output."""

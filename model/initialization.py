@@ -156,19 +156,6 @@ ZEROS = Initializer(lambda value, generator: value.zero_())
 ONES = Initializer(lambda value, generator: value.fill_(1.0))
 
 
-def linear_initializers(name: str, std: float) -> dict[str, Initializer]:
-    """Normal weight and zero bias of a linear layer, whether or not it has one.
-
-    Args:
-        name: The attribute name of the layer in its module.
-        std: Standard deviation of the weight.
-
-    Returns:
-        Entries for the module's `initializers()`.
-    """
-    return {f"{name}.weight": normal(std), f"{name}.bias": ZEROS}
-
-
 def diagonal_around_one(std: float = 1.0) -> Initializer:
     """Diagonal slices [P, Q] per expert, with independent N(1, std^2) entries; N experts.
 

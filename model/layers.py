@@ -93,6 +93,34 @@ class _Embed(torch.autograd.Function):
         return None, for_weight_VD.to(gradient.dtype), None
 
 
+class Linear(nn.Linear):
+    """PyTorch's Linear with initial values of its own.
+
+    Args:
+        inputs: Number of input values.
+        outputs: Number of output values.
+        start: The initializer of the weight.
+        bias: Whether it has a bias.
+        start_bias: The initializer of the bias.
+    """
+
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        start: Initializer,
+        *,
+        bias: bool = True,
+        start_bias: Initializer = ZEROS,
+    ) -> None:
+        super().__init__(inputs, outputs, bias=bias)
+        self.start, self.start_bias = start, start_bias
+
+    def initializers(self) -> dict[str, Initializer]:
+        """Returns the initializers of the weight and the bias."""
+        return {"weight": self.start, "bias": self.start_bias}
+
+
 class LayerNorm(nn.LayerNorm):
     """PyTorch's LayerNorm, with gradients summed in fp32 on a CPU as well."""
 

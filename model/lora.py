@@ -158,6 +158,9 @@ class LoRALinear(nn.Linear):
     def __init__(self, layer: nn.Linear, config: LoRAConfig) -> None:
         super().__init__(layer.in_features, layer.out_features, bias=layer.bias is not None)
         self.weight, self.bias = layer.weight, layer.bias
+        self.initializers: Callable[[], dict[str, Initializer]] = getattr(
+            layer, "initializers", dict
+        )
         self.lora = LowRank(layer.weight, config)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -18,8 +18,8 @@ from torch.nn.functional import dropout, pad, scaled_dot_product_attention
 
 from polyad.model.attention import Attention, AttentionTrace, LayerCache
 from polyad.model.config import Config, Count
-from polyad.model.initialization import ZEROS, Initializer, linear_initializers
-from polyad.model.layers import Region, RMSNorm, same
+from polyad.model.initialization import ZEROS, Initializer, normal
+from polyad.model.layers import Linear, Region, RMSNorm, same
 from polyad.model.rotary import Rotation, logit_scale
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class RotaryAttention(Attention):
     """
 
     def __init__(self, config: "DecoderConfig", window: int | None) -> None:
-        super().__init__(config.dropout, config.initializer_range, config.residual_std())
+        super().__init__(config.dropout)
         self.config, self.window = config, window
         self.head_size = config.known_head_size()
         has_sinks = config.attention_sinks
@@ -68,12 +68,8 @@ class RotaryAttention(Attention):
         self.scale = scale * (1.0 if config.rotary is None else logit_scale(config.rotary))
 
     def initializers(self) -> dict[str, Initializer]:
-        """Returns the initializers: normal matrices, zero biases and zero sinks."""
-        entries = super().initializers() | {"sinks": ZEROS}
-        for name, layer in self.named_children():
-            if isinstance(layer, nn.Linear) and name != "projection":
-                entries |= linear_initializers(name, self.initializer_std)
-        return entries
+        """Returns the initializer of the sinks: zeros."""
+        return {"sinks": ZEROS}
 
     @abstractmethod
     def heads(self, x_BTD: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -198,17 +194,18 @@ class GroupedAttention(RotaryAttention):
 
     def __init__(self, config: "DecoderConfig", window: int | None) -> None:
         super().__init__(config, window)
+        start, end = normal(config.initializer_range), normal(config.residual_std())
         width, bias, norm = config.hidden_size, config.attention_bias, config.query_key_norm
         of_queries = config.num_heads * self.head_size
         of_keys = config.known_key_value_heads() * self.head_size
-        self.query = nn.Linear(width, of_queries, bias=bias)
-        self.key = nn.Linear(width, of_keys, bias=bias)
-        self.value = nn.Linear(width, of_keys, bias=bias)
+        self.query = Linear(width, of_queries, start, bias=bias)
+        self.key = Linear(width, of_keys, start, bias=bias)
+        self.value = Linear(width, of_keys, start, bias=bias)
         self.query_norm = self.key_norm = None
         if norm != "none":
             sizes = (of_queries, of_keys) if norm == "all" else (self.head_size,) * 2
             self.query_norm, self.key_norm = (RMSNorm(size, config.norm_epsilon) for size in sizes)
-        self.projection = nn.Linear(of_queries, width, bias=config.attention_output_bias)
+        self.projection = Linear(of_queries, width, end, bias=config.attention_output_bias)
         self.own_heads: Region = same
         """Selects the keys and values, [B, G, T, H], for this rank's queries, if ranks share the
         query heads of a key head and each has all keys."""
@@ -244,25 +241,26 @@ class LatentAttention(RotaryAttention):
 
     def __init__(self, config: "DecoderConfig", window: int | None) -> None:
         super().__init__(config, window)
+        start, end = normal(config.initializer_range), normal(config.residual_std())
         latent = config.latent_attention
         assert latent is not None
         self.latent, bias = latent, config.attention_bias
         width, heads, rank = config.hidden_size, config.num_heads, latent.key_value_rank
         of_queries = heads * self.head_size
         if latent.query_rank is None:
-            self.query = nn.Linear(width, of_queries, bias=False)
+            self.query = Linear(width, of_queries, start, bias=False)
         else:
-            self.query_down = nn.Linear(width, latent.query_rank, bias=bias)
+            self.query_down = Linear(width, latent.query_rank, start, bias=bias)
             self.query_norm = RMSNorm(latent.query_rank, _LATENT_EPSILON)
-            self.query_up = nn.Linear(latent.query_rank, of_queries, bias=False)
+            self.query_up = Linear(latent.query_rank, of_queries, start, bias=False)
         self.shared_key: Region = same
         """Applied to the rotated part of the key; each rank has the gradient of its own heads."""
-        self.key_value_down = nn.Linear(width, rank + latent.rotated_size, bias=bias)
+        self.key_value_down = Linear(width, rank + latent.rotated_size, start, bias=bias)
         self.key_value_norm = RMSNorm(rank, _LATENT_EPSILON)
         of_both = heads * (latent.plain_size + latent.value_size)
-        self.key_value_up = nn.Linear(rank, of_both, bias=False)
-        self.projection = nn.Linear(
-            heads * latent.value_size, width, bias=config.attention_output_bias
+        self.key_value_up = Linear(rank, of_both, start, bias=False)
+        self.projection = Linear(
+            heads * latent.value_size, width, end, bias=config.attention_output_bias
         )
 
     def heads(self, x_BTD: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:

@@ -17,6 +17,7 @@ from polyad.model.config import Config, Count, SectionError
 from polyad.model.feedforward import Activation
 from polyad.model.heads import HEAD
 from polyad.model.initialization import ZEROS, Initializer, constant, normal
+from polyad.model.layers import Linear
 from polyad.model.mumoe.head import MuMoEHead, MuMoEHeadConfig
 from polyad.model.output import RoutingStats
 from polyad.model.settings import ModelSettings
@@ -209,24 +210,6 @@ class PatchEmbedding(nn.Module):
         return linear(patches, self.weight.flatten(1), self.bias)
 
 
-class ClassHead(nn.Linear):
-    """The output layer of a classifier.
-
-    Args:
-        width: The width of its input.
-        classes: K.
-        start: Initial value of its biases.
-    """
-
-    def __init__(self, width: int, classes: int, start: float) -> None:
-        super().__init__(width, classes)
-        self._start = start
-
-    def initializers(self) -> dict[str, Initializer]:
-        """Initializes weights to zero: all classes are equally likely, except for the bias."""
-        return {"weight": ZEROS, "bias": constant(self._start)}
-
-
 def build_head(config: ImageModelSettings) -> nn.Module:
     """Builds the output layer of a model.
 
@@ -236,7 +219,8 @@ def build_head(config: ImageModelSettings) -> nn.Module:
     width, classes, head = config.head_width(), config.known_num_classes(), config.known_head()
     if isinstance(head, MuMoEHeadConfig):
         return MuMoEHead(head, width, classes)
-    return ClassHead(width, classes, config.head_bias)
+    # All classes are equally likely, except for the bias.
+    return Linear(width, classes, ZEROS, start_bias=constant(config.head_bias))
 
 
 def classified(head: nn.Module, z_BD: Tensor) -> tuple[Tensor, tuple[RoutingStats, ...]]:

@@ -19,10 +19,9 @@ from polyad.model.feedforward import DenseFeedForwardConfig
 from polyad.model.initialization import (
     ZEROS,
     Initializer,
-    linear_initializers,
     normal,
 )
-from polyad.model.layers import LayerNorm
+from polyad.model.layers import LayerNorm, Linear
 from polyad.model.output import ModelOutput
 from polyad.model.settings import TransformerSettings
 from polyad.model.vision import Classifier, ImageModelSettings, PatchEmbedding, build_head
@@ -94,9 +93,10 @@ class ViT(Classifier):
             for number, feed_forward in enumerate(config.block_feed_forwards())
         )
         self.final_norm = self._norm()
-        self.pre_logits = (
-            nn.Linear(width, config.pre_logits) if config.pre_logits is not None else None
-        )
+        self.pre_logits: Linear | None = None
+        if config.pre_logits is not None:
+            start = normal(config.weight_std(width, config.pre_logits))
+            self.pre_logits = Linear(width, config.pre_logits, start)
         self.head = build_head(config)
 
     def _norm(self) -> LayerNorm:
@@ -106,13 +106,7 @@ class ViT(Classifier):
     def initializers(self) -> dict[str, Initializer]:
         """Returns the initializers of parameters outside the blocks; see
         `model/initialization.py`."""
-        config = self.config
-        std = config.weight_std(config.hidden_size, config.head_width())
-        return {
-            "class_token": ZEROS,
-            "position_embedding": normal(POSITION_STD),
-            **linear_initializers("pre_logits", std),
-        }
+        return {"class_token": ZEROS, "position_embedding": normal(POSITION_STD)}
 
     def forward(self, images_BCHW: Tensor) -> ModelOutput:
         """Classifies images.

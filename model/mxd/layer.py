@@ -39,7 +39,7 @@ from polyad.model.feedforward import (
     FeedForwardContext,
 )
 from polyad.model.initialization import ZEROS, Initializer, uniform, unit_rows
-from polyad.model.layers import Region, same
+from polyad.model.layers import Linear, Region, same
 from polyad.model.mxd.config import MixtureOfDecodersConfig, SparseTableConfig, TranscoderConfig
 from polyad.model.output import RoutingStats, StatisticsModule
 from polyad.model.padding import RealTokens, counted, pack, unpack
@@ -285,12 +285,8 @@ class Decoder(DenseFeedForward):
 
     def __init__(self, config: DenseFeedForwardConfig, context: FeedForwardContext) -> None:
         super().__init__(config, context)
-        self.down = nn.Linear(self.down.in_features, self.down.out_features, bias=False)
-
-    def initializers(self) -> dict[str, Initializer]:
-        """Initializes the last layer to zero, and the others like PyTorch's linear layers."""
-        first = uniform(self.context.hidden_size**-0.5)
-        entries = dict.fromkeys(super().initializers(), first)
-        return {name: each for name, each in entries.items() if "down" not in name} | {
-            "down.weight": ZEROS
-        }
+        start = uniform(context.hidden_size**-0.5)
+        for layer in (self.gate, self.up):
+            if layer is not None:
+                layer.start = layer.start_bias = start
+        self.down = Linear(self.down.in_features, self.down.out_features, ZEROS, bias=False)

@@ -29,9 +29,9 @@ from polyad.model.feedforward import (
     FeedForward,
     FeedForwardContext,
 )
-from polyad.model.initialization import ZEROS, Initializer, linear_initializers
+from polyad.model.initialization import ZEROS, Initializer, normal
 from polyad.model.kernels import rows
-from polyad.model.layers import Region, same
+from polyad.model.layers import Linear, Region, same
 from polyad.model.output import RoutingStats
 from polyad.model.padding import pack, unpack
 from polyad.model.smoe.config import SelectingConfig, SparseMoEConfig
@@ -314,13 +314,12 @@ class SparseMoE(SelectingMoE):
             of_shared = dataclasses.replace(context, activation=config.activation)
             self.shared = DenseFeedForward(dense, of_shared)
             if config.shared_gate:
-                self.shared_gate = nn.Linear(context.hidden_size, 1, bias=False)
-        self._std = context.initializer_std
+                start = normal(context.initializer_std)
+                self.shared_gate = Linear(context.hidden_size, 1, start, bias=False)
 
     def initializers(self) -> dict[str, Initializer]:
         """Returns the initializers of its own parameters; its parts have their own."""
-        zeros = {"output_bias": ZEROS.each_expert()}
-        return zeros | linear_initializers("shared_gate", self._std)
+        return {"output_bias": ZEROS.each_expert()}
 
     def add_bias(self, y_ND: Tensor, selected: Selected) -> Tensor:
         """Adds the biases of a token's experts, weighted like their outputs."""

@@ -17,7 +17,8 @@ from torch.utils.data import Dataset
 
 from polyad.data.config import DataSettings
 from polyad.model.build import MODELS, ModelKind
-from polyad.model.initialization import Initializer, linear_initializers
+from polyad.model.initialization import normal
+from polyad.model.layers import Linear
 from polyad.model.output import ModelOutput, RoutingStats
 from polyad.model.settings import ModelSettings
 from polyad.parallel import comm
@@ -49,15 +50,9 @@ class Perceptron(nn.Module):
     def __init__(self, config: PerceptronConfig) -> None:
         super().__init__()
         assert config.classes is not None
-        self.hidden = nn.Linear(config.inputs, config.hidden_size)
+        self.hidden = Linear(config.inputs, config.hidden_size, normal(0.3))
         self.dropout = nn.Dropout(config.dropout)
-        self.head = nn.Linear(config.hidden_size, config.classes)
-
-    def initializers(self) -> dict[str, Initializer]:
-        return {
-            **linear_initializers("hidden", 0.3),
-            **linear_initializers("head", 0.3),
-        }
+        self.head = Linear(config.hidden_size, config.classes, normal(0.3))
 
     def forward(self, vectors_BD: Tensor) -> ModelOutput:
         hidden_BH = self.dropout(torch.relu(self.hidden(vectors_BD.to(self.hidden.weight.dtype))))
