@@ -139,13 +139,13 @@ class Features(NamedTuple):
             exponents_BMS = exponents_BMS.masked_fill(unseen_BS, -torch.inf)
         return exponents_BMS.softmax(-1)
 
-    @torch.no_grad()
     def row_entropies(self, measured: MeasuredRows) -> Tensor:
-        """Computes the entropies of measured rows of S, [..., M]."""
+        """Computes the entropies of measured rows of S, [..., M], without gradient."""
         rows = measured.rows
         if rows.dim() > 1 and self.query_BTF.dim() > 3:
             rows = rows.unsqueeze(1)  # the same rows for every head
-        return entropy(self.matrix(rows))
+        with torch.no_grad():  # a compiler cannot trace a decorated method of a tuple
+            return entropy(self.matrix(rows))
 
 
 class Mixed(NamedTuple):
@@ -218,14 +218,14 @@ class MixingGraph(Graph):
         Returns:
             p [B, T, E], and the effective neighbours as in `Mixed`.
         """
-        refuse_autocast(features.query_BTF, "a graph of tokens")
+        query_BTF, key_BSF, scale, *_ = features
+        refuse_autocast(query_BTF, "a graph of tokens")
         cache, real, value_BSE = given.cache, given.real, scores_BTE
         if cache is not None:
-            both = cache.feed_forward.append(features.key_BSF.unsqueeze(1), scores_BTE.unsqueeze(1))
+            both = cache.feed_forward.append(key_BSF.unsqueeze(1), scores_BTE.unsqueeze(1))
             key_BSF, value_BSE = (x.squeeze(1) for x in both)
-            features = features._replace(key_BSF=key_BSF)
         causal = self.context.causal or cache is not None
-        features = features._replace(causal=causal, seen_BS=_seen(real, causal))
+        features = Features(query_BTF, key_BSF, scale, causal, _seen(real, causal))
         mixed_BTE = features.mix(value_BSE)
         if cache is not None or not self.measures:
             return mixed_BTE, None

@@ -31,6 +31,7 @@ def dense_layer(*, activation="gelu_tanh", bias=True, dtype=torch.float32):
         activation=activation,
     )  # fmt: skip
     layer = DenseFeedForward(DenseFeedForwardConfig(hidden_size=UNITS), context)
+    layer.context = context
     generator = torch.Generator().manual_seed(3)
     for parameter in layer.parameters():
         parameter.data.normal_(0, 0.3, generator=generator)
