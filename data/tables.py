@@ -81,12 +81,12 @@ def open_tables(
             opened, version = _saved(place) if place.exists() else _of_hub(path, streaming)
             splits = {split_named(name, renamed) or name: rows for name, rows in opened.items()}
             unread = [name for name in splits if name not in SPLITS]
-    found: dict[str, Any] = {split: splits[split] for split in SPLITS if split in splits}
-    if not found:
+    ours: dict[str, Any] = {split: splits[split] for split in SPLITS if split in splits}
+    if not ours:
         raise DataError(f"{path}: has no train split; it has {listed(splits)}")
     if unread:
         notes.insert(0, f"{path}: not read: {listed(unread, 5)}")
-    return Tables(found, unread, notes, version)
+    return Tables(ours, unread, notes, version)
 
 
 def located(path: str) -> tuple[Path, str | None]:
@@ -211,7 +211,7 @@ def table_files(
     Raises:
         DataError: A split has files of several kinds.
     """
-    found: dict[str | None, list[Path]] = {}
+    by_split: dict[str | None, list[Path]] = {}
     unread: list[str] = []
     root = place.parent if place.is_file() else place
     files = [place]
@@ -225,19 +225,19 @@ def table_files(
         if file.name.startswith("."):
             continue
         if _ending(file, endings):
-            found.setdefault(split, []).append(file)
+            by_split.setdefault(split, []).append(file)
         elif split is not None:
             unread.append(file.name)
-    unnamed = found.pop(None, [])
-    if unnamed and "train" not in found:
-        found["train"] = unnamed
+    unnamed = by_split.pop(None, [])
+    if unnamed and "train" not in by_split:
+        by_split["train"] = unnamed
     else:
         unread += [file.name for file in unnamed]
-    for split, each in found.items():
+    for split, each in by_split.items():
         kinds = {_ending(file, endings) for file in each}
         if len(kinds) > 1:
             raise DataError(f"{place}: {split} has files of several kinds: {listed(sorted(kinds))}")
-    return {str(split): each for split, each in found.items()}, unread
+    return {str(split): each for split, each in by_split.items()}, unread
 
 
 def _tables_in(folder: Path, endings: Collection[str]) -> list[Path]:

@@ -178,10 +178,10 @@ class SequenceDataConfig(DataSettings):
     def schema_of(self) -> Schema:
         """The benchmark's schema, overridden by the keys."""
         name = self.benchmark or (self.path if self.path in BENCHMARKS else None)
-        known = BENCHMARKS[name] if name else Schema()
-        task = self.task or known.task
-        metrics = METRICS_OF[task] if task != known.task else known.metrics
-        schema = known._replace(task=task, metrics=tuple(self.metrics or metrics))
+        benchmark = BENCHMARKS[name] if name else Schema()
+        task = self.task or benchmark.task
+        metrics = METRICS_OF[task] if task != benchmark.task else benchmark.metrics
+        schema = benchmark._replace(task=task, metrics=tuple(self.metrics or metrics))
         if self.columns is not None:
             schema = schema._replace(
                 text=self.columns.text,

@@ -81,8 +81,8 @@ def read_tables(path: str, schema: Schema) -> tuple[dict[str, Table], list[str]]
     for split, rows in tables.splits.items():
         if not len(rows):
             raise DataError(f"{path} ({split}): has no rows")
-    found = {split: Table(f"{path} ({split})", rows) for split, rows in tables.splits.items()}
-    return found, tables.notes
+    by_split = {split: Table(f"{path} ({split})", rows) for split, rows in tables.splits.items()}
+    return by_split, tables.notes
 
 
 def joined(tables: Sequence[Table], label: str, place: str) -> Table:

@@ -288,14 +288,14 @@ def _copied(spec: str, path: str, options: ReadOptions) -> dict[SplitName, Sourc
         return {}
     root, config = located(path)
     left_out = _other_splits(local[1])
-    found: dict[SplitName, Source] = {}
+    by_split: dict[SplitName, Source] = {}
     for split in SPLITS:
         if files := tuple(_source_file(file, root, options) for file in local[0].get(split, ())):
             joins = (config or "").startswith(WIKITEXT)
-            found[split] = Source(spec, files, joins, left_out=left_out)
-    if not found:
+            by_split[split] = Source(spec, files, joins, left_out=left_out)
+    if not by_split:
         raise DataError(f"{spec}: holds no text of a split; it has {listed(local[1])}")
-    return found
+    return by_split
 
 
 def _other_splits(names: list[str]) -> LeftOut:
@@ -308,7 +308,7 @@ def _rows(spec: str, path: str, options: ReadOptions) -> dict[SplitName, Source]
     tables = open_tables(path, (), streaming=options.streaming)
     assert tables is not None
     left_out = _other_splits(tables.unread)
-    found: dict[SplitName, Source] = {}
+    by_split: dict[SplitName, Source] = {}
     for split in SPLITS:
         if (rows := tables.splits.get(split)) is None:
             continue
@@ -318,8 +318,8 @@ def _rows(spec: str, path: str, options: ReadOptions) -> dict[SplitName, Source]
             size=(size.num_bytes or 0) if size else 0, version=f"{split}\0{tables.version}"
         )
         joins = (rows.info.config_name or "").startswith(WIKITEXT)
-        found[split] = Source(spec, (file,), joins, left_out=left_out)
-    return found
+        by_split[split] = Source(spec, (file,), joins, left_out=left_out)
+    return by_split
 
 
 def _rows_file(rows: Any, name: str, text_key: str) -> SourceFile:
@@ -337,13 +337,13 @@ def _modules(spec: str) -> Source:
     root = Path(sysconfig.get_path("stdlib"))
     if spec != PYTHON_STDLIB:
         name = spec.removeprefix(PACKAGE)
-        found = importlib.util.find_spec(name) if name.isidentifier() else None
-        if found is None or not found.submodule_search_locations:
+        module = importlib.util.find_spec(name) if name.isidentifier() else None
+        if module is None or not module.submodule_search_locations:
             raise DataError(
                 f"{spec}: {name!r} is not a package that this Python has; use the name that is "
                 f"imported, as in {PACKAGE}torch"
             )
-        root = Path(found.submodule_search_locations[0])
+        root = Path(module.submodule_search_locations[0])
     paths: list[Path] = []
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [name for name in subfolders if name not in LEFT_OUT]

@@ -67,18 +67,6 @@ def test_a_folder_that_was_renamed_stays(tmp_path):
     assert list((tmp_path / "new").iterdir()) == []
 
 
-def test_a_link_with_such_a_name_is_not_followed(tmp_path, holding):
-    dead, left = holding()
-    dead.kill()
-    dead.wait()
-    (tmp_path / "precious").mkdir()
-    os.rename(left, tmp_path / "moved")
-    os.symlink(tmp_path / "precious", left)
-    with temporary_folder(".out.", tmp_path, ".partial"):
-        pass
-    assert (tmp_path / "precious").is_dir()
-
-
 HOLD_FILE = """
 import sys, time
 from pathlib import Path

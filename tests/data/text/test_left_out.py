@@ -40,14 +40,6 @@ def test_files_read_that_have_no_ending_are_told_in_words(tmp_path):
     assert "files read: 40 .txt, 1 without an ending\n" in prepared_table(manifest, "out", 1.0)
 
 
-def test_links_are_followed(tmp_path):
-    folder, other = folder_with(tmp_path, []), tmp_path / "elsewhere"
-    other.mkdir()
-    (other / "linked.txt").write_text("far away")
-    (folder / "link").symlink_to(other)
-    assert silent(str(folder), "train:300", tmp_path / "out").files == {".txt": 41}
-
-
 def test_other_splits_of_a_data_set_are_told(tmp_path):
     import datasets
 

@@ -2,7 +2,6 @@ import json
 import re
 import subprocess
 import sys
-import time
 
 import pytest
 import tokenizers
@@ -129,7 +128,10 @@ def test_gpt2_files_agree_with_transformers(shared):
     assert [token for ids in pieces for token in ids] == tokenizer.encode(text)
 
 
-@pytest.mark.parametrize("spec", ["train:", "train:abc", "train:256", "train:-5", "train:1e4"])
+@pytest.mark.parametrize(
+    "spec",
+    ["train", "train:abc", "train:256", "train:-5", "train:1e4", f"train:{10**11}"],
+)
 def test_bad_vocabulary_size_is_refused(spec):
     with pytest.raises(DataError, match=r"at least 257"):
         resolve_tokenizer(spec, training_texts=lambda: iter(["a"]))
@@ -159,15 +161,6 @@ def test_missing_end_of_text_asks_for_the_option(trained, tmp_path):
         Tokenizer(content)
     assert Tokenizer(content, "[UNK]").end_of_text_id == 0
     assert json.loads(content)["padding"] is None
-
-
-def test_training_does_not_stall_on_words_without_end():
-    # 4 MB in one word: cut, it takes about a second; whole, it would take many minutes.
-    text = "abcdefgh" * 500_000
-    started = time.monotonic()
-    tokenizer = train_tokenizer(iter([text, "some words"]), 300)
-    assert time.monotonic() - started < 60
-    assert tokenizer.decode(tokenizer.encode(text[:1000])) == text[:1000]
 
 
 def with_marks():
