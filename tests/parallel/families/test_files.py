@@ -65,7 +65,7 @@ def accepted(folder: Path, tensors: dict[str, torch.Tensor]) -> bool:
     return True
 
 
-@everyday("case", [*CASES, *OTHERS], KEPT)
+@everyday("case", [*CASES, *OTHERS], [FUSED])
 def test_a_tensor_of_another_shape_or_dtype_is_refused(case, tmp_path):
     written(case, tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
