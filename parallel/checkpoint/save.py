@@ -27,7 +27,6 @@ from polyad.parallel.checkpoint.format import (
     STATE_FILE,
     Box,
     FileRecord,
-    StoredBox,
     all_finite,
     record_of,
     render,
@@ -83,8 +82,9 @@ def held(
 class Shard(NamedTuple):
     """The part that one rank wrote; it is sent to the rank that writes the index."""
 
-    boxes: list[tuple[Box, str, StoredBox]]
-    """Each box, its dtype as safetensors names it, and its position."""
+    boxes: list[tuple[Box, str, float, int]]
+    """Each box, its dtype as safetensors names it, the number of optimizer steps of its parameter,
+    and its first byte in the file."""
     name: str
     record: FileRecord
 
@@ -209,20 +209,8 @@ def write_shard(
     path = staging / f"rank-{rank:05d}.safetensors"
     tensors = [FileTensor(held.box.key, held.dtype, held.box.size, held.values) for held in boxes]
     begins, record = write_tensors(path, tensors, check=check_piece)
-    stored = [
-        (
-            held.box,
-            DTYPE_NAMES[held.dtype],
-            StoredBox(
-                offset=held.box.offset,
-                size=held.box.size,
-                step=held.step,
-                file=path.name,
-                begin=begin,
-            ),
-        )
-        for held, begin in zip(boxes, begins, strict=True)
-    ]
+    written = zip(boxes, begins, strict=True)
+    stored = [(held.box, DTYPE_NAMES[held.dtype], held.step, begin) for held, begin in written]
     return Shard(stored, path.name, record)
 
 
@@ -240,10 +228,12 @@ def write_rest(staging: Path, step: int, shards: Sequence[Shard], others: dict[s
 def _index(shards: Sequence[Shard]) -> dict[str, Any]:
     """Groups the boxes of all ranks by tensor and field."""
     tensors: dict[str, dict[str, Any]] = {}
-    for box, dtype, stored in (each for shard in shards for each in shard.boxes):
-        fields = tensors.setdefault(box.name, {})
-        about = fields.setdefault(box.field, {"shape": box.shape, "dtype": dtype, "chunks": []})
-        about["chunks"].append(stored.model_dump())
+    for shard in shards:
+        for box, dtype, step, begin in shard.boxes:
+            fields = tensors.setdefault(box.name, {})
+            about = fields.setdefault(box.field, {"shape": box.shape, "dtype": dtype, "chunks": []})
+            place = {"offset": box.offset, "size": box.size, "step": step}
+            about["chunks"].append(place | {"file": shard.name, "begin": begin})
     return {"tensors": tensors}
 
 
