@@ -250,11 +250,6 @@ class FolderWeights(Source):
         """
         yield self._tensors.read(name, slices)
 
-    def part(self, name: str, slices: tuple[slice, ...]) -> torch.Tensor:
-        """Returns such a part as one tensor."""
-        parts = list(self.parts(name, slices))
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-
     def weight(self, box: Box) -> torch.Tensor:
         """Reads a box of a weight in our orientation, fp32."""
         there = self._shapes.get(box.name)
