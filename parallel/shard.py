@@ -216,14 +216,6 @@ class Placement:
         strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
         return flat.as_strided(size, strides, flat.storage_offset() + first)
 
-    def of_whole(self, whole: Tensor) -> Tensor:
-        """Cuts the shard out of a global tensor; padding is 0."""
-        part = whole.new_zeros(self.shape)
-        for first, (offset, size) in self.boxes(0, part.numel()):
-            box = tuple(slice(a, a + n) for a, n in zip(offset, size, strict=True))
-            self.values(part.view(-1), first, size).copy_(whole[box])
-        return part
-
 
 def boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
     """Splits elements start .. stop of a row-major tensor into at most 2 * dims - 1 boxes.

@@ -15,7 +15,7 @@ from polyad.parallel import comm, factors
 from polyad.parallel.checkpoint.format import MASTER, Box
 from polyad.parallel.factors import parallelize_factors
 from polyad.parallel.parallelize import synchronize_norms
-from polyad.parallel.shard import placement_of
+from polyad.parallel.shard import Placement, placement_of
 from polyad.parallel.source import InitialWeights
 from polyad.parallel.tensor import parallelize_tensors
 from polyad.train.loop.profiling import Prefetch
@@ -54,7 +54,7 @@ def cut_model(
             whole = torch.randn(shape, generator=generator)
             if not randomized:
                 whole = source.read(Box(name, MASTER, shape, (0,) * len(shape), shape))
-            yield name, where.of_whole(whole)
+            yield name, shard_of(where, whole)
         for name, _ in model.named_buffers():
             yield name, source.buffer(name)
 
@@ -111,7 +111,7 @@ def block_against_the_whole(config: GPT2Config, parts: int, tokens: int) -> dict
         where = placement_of(parameter)
         (run,) = where.axes[0].runs
         assert ours[name][run.length :].eq(0).all()  # padding
-        theirs[name] = where.of_whole(theirs[name])
+        theirs[name] = shard_of(where, theirs[name])
     return {
         name: ((ours[name] - theirs[name]).abs().max() / theirs[name].abs().max()).item()
         for name in theirs
@@ -208,3 +208,12 @@ def train_as_it_is(case: Case) -> dict[str, Any]:
     """Like `train`, with ranks that are not rounded up."""
     with mock.patch.object(factors, "RANKS", 1):
         return train(case)
+
+
+def shard_of(placement: Placement, whole: torch.Tensor) -> torch.Tensor:
+    """Cuts a shard out of a global tensor; padding is 0."""
+    part = whole.new_zeros(placement.shape)
+    for first, (offset, size) in placement.boxes(0, part.numel()):
+        box = tuple(slice(a, a + n) for a, n in zip(offset, size, strict=True))
+        placement.values(part.view(-1), first, size).copy_(whole[box])
+    return part
