@@ -216,7 +216,7 @@ def inner_size(theirs: str, default: int | None) -> Key:
         return {theirs: size}
 
     return Key(
-        {"feed_forward.dense.hidden_size": theirs},
+        {"feed_forward.hidden_size": theirs},
         lambda tree: {"feed_forward": {"kind": "dense", "hidden_size": tree.get(theirs, default)}},
         write,
     )
