@@ -6,7 +6,7 @@ heads, H width of one head, M = A H: D, or a part of it under tensor parallelism
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +16,6 @@ from torch.nn.functional import scaled_dot_product_attention
 from polyad.model.initialization import normal
 from polyad.model.layers import Linear
 from polyad.model.rotary import Rotation
-
-if TYPE_CHECKING:
-    from polyad.model.feedforward import FeedForwardContext
 
 
 class LayerCache:
@@ -170,10 +167,11 @@ class SelfAttention(Attention):
     To split it over ranks, split the A dimension, not the rows.
 
     Args:
-        context: Settings of the model; D is a multiple of A.
+        context: The `FeedForwardContext` of the model, whose file imports this one; D is a
+            multiple of A.
     """
 
-    def __init__(self, context: "FeedForwardContext") -> None:
+    def __init__(self, context: Any) -> None:
         super().__init__(context.dropout)
         assert context.num_heads is not None
         self.causal, width = context.causal, context.hidden_size

@@ -10,7 +10,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +21,6 @@ from polyad.model.config import Config, Count
 from polyad.model.initialization import ZEROS, Initializer, normal
 from polyad.model.layers import Linear, Region, RMSNorm, same
 from polyad.model.rotary import Rotation, logit_scale
-
-if TYPE_CHECKING:
-    from polyad.model.decoder_config import DecoderConfig
 
 _LATENT_EPSILON = 1e-6
 """Epsilon of the norms inside latent attention, independent of the model's own."""
@@ -53,12 +50,12 @@ class RotaryAttention(Attention):
     """The base class: queries, keys and values of any shape, then causal attention.
 
     Args:
-        config: The model's configuration.
+        config: The model's `DecoderConfig`, which builds it and so is not imported here.
         window: Number of tokens that a token attends to, including itself; None for all earlier
             ones.
     """
 
-    def __init__(self, config: "DecoderConfig", window: int | None) -> None:
+    def __init__(self, config: Any, window: int | None) -> None:
         super().__init__(config.dropout)
         self.config, self.window = config, window
         self.head_size = config.known_head_size()
@@ -192,7 +189,7 @@ class GroupedAttention(RotaryAttention):
         window: See `RotaryAttention`.
     """
 
-    def __init__(self, config: "DecoderConfig", window: int | None) -> None:
+    def __init__(self, config: Any, window: int | None) -> None:
         super().__init__(config, window)
         start, end = normal(config.initializer_range), normal(config.residual_std())
         width, bias, norm = config.hidden_size, config.attention_bias, config.query_key_norm
@@ -239,7 +236,7 @@ class LatentAttention(RotaryAttention):
         window: See `RotaryAttention`.
     """
 
-    def __init__(self, config: "DecoderConfig", window: int | None) -> None:
+    def __init__(self, config: Any, window: int | None) -> None:
         super().__init__(config, window)
         start, end = normal(config.initializer_range), normal(config.residual_std())
         latent = config.latent_attention
