@@ -49,8 +49,7 @@ class SectionError(ValueError):
 class NameIn:
     """Annotates a string that has to be a name in a registry, to which plugins may add."""
 
-    registry: Callable[[], Mapping[str, object]]
-    """Returns the registry; called when a value is checked, when plugins have been imported."""
+    registry: Mapping[str, object]
 
     def __get_pydantic_core_schema__(
         self, source: type, handler: GetCoreSchemaHandler
@@ -60,10 +59,10 @@ class NameIn:
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: object) -> JsonSchemaValue:
         """Lists the names."""
-        return {"type": "string", "enum": list(self.registry())}
+        return {"type": "string", "enum": list(self.registry)}
 
     def _checked(self, name: str) -> str:
-        *names, last = map(repr, self.registry())
+        *names, last = map(repr, self.registry)
         if repr(name) not in (*names, last):
             expected = f"{', '.join(names)} or {last}" if names else last
             raise PydanticCustomError(

@@ -1,8 +1,8 @@
 """The keys of a sparse mixture of experts, and the base class of all kinds that select experts."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self, TypeAlias
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -16,24 +16,15 @@ from polyad.model.feedforward import (
 
 Positive = Annotated[float, Field(ge=1e-6, le=1e6)]
 Probability = Annotated[float, Field(ge=0, lt=1)]
+SCORES: dict[str, Callable[..., Any]] = {}
+"""Builders of a router's scores by name, from a layer's configuration and the model's context;
+`router.py` and plugins add them."""
+GRAPHS: dict[str, Callable[..., Any]] = {}
+"""The same for graphs of tokens, from `graph.py`."""
+ScoreName = Annotated[str, NameIn(SCORES)]
+GraphName = Annotated[str, NameIn(GRAPHS)]
 PoolName = Literal["none", "document", "prefix"]
 LOWEST_ENTROPY: Literal["lowest_entropy"] = "lowest_entropy"
-
-
-def _scores() -> Mapping[str, object]:
-    from polyad.model.smoe.router import SCORES
-
-    return SCORES
-
-
-def _graphs() -> Mapping[str, object]:
-    from polyad.model.smoe.graph import GRAPHS
-
-    return GRAPHS
-
-
-ScoreName = Annotated[str, NameIn(_scores)]
-GraphName = Annotated[str, NameIn(_graphs)]
 
 
 def check_placement(value: object) -> object:

@@ -14,7 +14,6 @@ A heads, H width of one head, G heads that the graph chooses from (A, or this ra
 F width of the features, M measured rows.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -26,7 +25,7 @@ from polyad.model.feedforward import NOTHING_ELSE, BlockInput, FeedForwardContex
 from polyad.model.initialization import ZEROS, Initializer, constant
 from polyad.model.output import StatisticsModule, entropy
 from polyad.model.padding import RealTokens
-from polyad.model.smoe.config import SparseMoEConfig
+from polyad.model.smoe.config import GRAPHS, SparseMoEConfig
 
 ENTROPY_MOMENTUM = 0.99
 """Momentum of the running mean of head entropies, per step."""
@@ -366,7 +365,7 @@ class AttentionGraph(MixingGraph):
         return Mixed(mixed_BTE, neighbours, entropy_A, self.chosen_head().squeeze(0))
 
 
-GRAPHS: dict[str, Callable[[SparseMoEConfig, FeedForwardContext], Graph]] = {
+GRAPHS |= {
     "none": lambda config, context: Graph(),
     "similarity": SimilarityGraph,
     "attention": AttentionGraph,

@@ -18,7 +18,6 @@ width of the cosine score's space, M maximum experts of a pool.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -30,8 +29,8 @@ from polyad.model.initialization import ZEROS, Initializer, constant, normal, un
 from polyad.model.layers import Region, same
 from polyad.model.output import RoutingStats, StatisticsModule, entropy, mean_of_samples
 from polyad.model.padding import RealTokens, counted, pack, unpack
-from polyad.model.smoe.config import SelectingConfig, SparseMoEConfig
-from polyad.model.smoe.graph import GRAPHS, Graph, router_dtype
+from polyad.model.smoe.config import GRAPHS, SCORES, SelectingConfig, SparseMoEConfig
+from polyad.model.smoe.graph import Graph, router_dtype
 from polyad.model.smoe.losses import (
     importance_loss,
     load_balance_loss,
@@ -162,7 +161,7 @@ class RandomScore(LinearScore):
         self.initial = uniform(context.hidden_size**-0.5)
 
 
-SCORES: dict[str, Callable[[SparseMoEConfig, FeedForwardContext], Score]] = {
+SCORES |= {
     "linear": lambda config, context: LinearScore(
         config,
         context,
