@@ -27,6 +27,7 @@ from polyad.data.text.manifest import (
     SplitInfo,
     TokenizerInfo,
 )
+from polyad.data.text.readers import LINES, TEXT
 from polyad.data.text.sources import (
     EMPTY,
     UNREADABLE,
@@ -175,7 +176,23 @@ def _opened(config: PrepareConfig) -> dict[SplitName, Source]:
     for name, spec in held_out.items():
         if spec is not None:
             by_split[name] = open_source(spec, config, split=name)
+    _check_used(config, by_split)
     return {name: by_split[name] for name in SPLITS if name in by_split}
+
+
+def _check_used(config: PrepareConfig, by_split: dict[SplitName, Source]) -> None:
+    """Refuses options that have no effect on this text."""
+    formats = {file.format for source in by_split.values() for file in source.files}
+    has_text_files = any(source.has_text_files for source in by_split.values())
+    unused = {
+        "--streaming": config.streaming and None not in formats,
+        "--text-key": config.text_key != ReadOptions.text_key and formats <= {TEXT, LINES},
+        "--documents": config.documents != "files" and not has_text_files,
+        "--format": config.file_format is not None and formats <= {None},
+    }
+    for option, is_unused in unused.items():
+        if is_unused:
+            raise DataError(f"{option}: has no effect on {config.source}; remove the option")
 
 
 def _loaded_tokenizer(config: PrepareConfig) -> Tokenizer | None:

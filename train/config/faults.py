@@ -45,7 +45,7 @@ def describe(error: ValidationError, tree: type[BaseModel]) -> str:
 
 
 def _fault(fault: Any, known: set[str]) -> str:
-    # Unions add the member's kind to the location: model.feed_forward.dense.hidden_size.
+    # Unions add the kind of the member to the location: data.text.path.
     parts = [str(part) for part in fault["loc"]]
     kind: str = fault["type"]
     # Messages of validators may contain values.

@@ -313,3 +313,19 @@ def test_files_of_megatron_s_builder_are_read_as_it_writes_them(tmp_path, dtype)
     assert (tmp_path / "theirs.idx").stat().st_size == index_bytes(3)
     for size in (400, 65_499, 65_500, 300_000):
         assert token_dtype(size) == DType.optimal_dtype(size)
+
+
+@pytest.mark.parametrize(
+    ("source", "option"),
+    [
+        ("a.txt", {"streaming": True}),
+        ("a.txt", {"text_key": "body"}),
+        ("a.jsonl", {"documents": "lines"}),
+    ],
+)
+def test_an_option_without_effect_is_refused(tmp_path, source, option):
+    (tmp_path / source).write_text('{"text": "a"}\n')
+    name = next(iter(option)).replace("_", "-")
+    with pytest.raises(DataError, match=f"--{name}: has no effect on .*; remove the option"):
+        prepare(str(tmp_path / source), "words", tmp_path / "out", **option)
+    assert not (tmp_path / "out").exists()
