@@ -25,8 +25,7 @@ def test_a_state_is_what_the_loop_writes():
             "routing/blocks.0/load": [0.5, 0.5], "spike": {"step": 7},
         },
     )  # fmt: skip
-    others = {"saved_at", "tokens"}
-    assert State.model_fields.keys() - others == TrainState.__dataclass_fields__.keys()
+    assert State.model_fields.keys() - {"saved_at"} <= TrainState.__dataclass_fields__.keys()
     content = json.dumps(state.to_json() | {"of_a_newer_version": 1}).encode()
     back = TrainState.from_json(parsed(State, content).model_dump())
     back.versions = state.versions
