@@ -51,14 +51,6 @@ class Rendezvous:
         """
         return self.id or f"polyad-{hashlib.sha256(run_folder.encode()).hexdigest()[:12]}"
 
-    def tell_others(self, run_folder: str, line: str) -> None:
-        """Notifies other hosts' agents why this host starts none."""
-        if self.endpoint is not None:
-            from polyad.parallel.agents import tell_agents
-
-            host, _, port = endpoint(self.endpoint, "--rdzv-endpoint").rpartition(":")
-            tell_agents(host.strip("[]"), int(port), self.name(run_folder), line)
-
     def words(self, run_folder: str) -> list[str]:
         """torchrun's options; see `name`."""
         where = endpoint(self.endpoint, "--rdzv-endpoint") if self.endpoint else "localhost:0"

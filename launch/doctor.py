@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, NotRequired, TypedDict
 
 from polyad.data.files import temporary_folder
-from polyad.parallel.meeting import comparison
+from polyad.parallel.comm import comparison
 from polyad.parallel.probe import Link, measure
 from polyad.train.console import in_bytes
 from polyad.train.errors import RunError, one_line

@@ -9,7 +9,7 @@ import math
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -19,7 +19,6 @@ from polyad.launch.command import NonNegative, Positive
 from polyad.launch.hosts import LaunchError, command_line, interface_name
 from polyad.launch.machine import prepare_environment, share_cores
 from polyad.launch.slurm import SlurmJob, find_sbatch, script_text, submit, write_script
-from polyad.train.errors import one_line
 
 if TYPE_CHECKING:
     from polyad.train.config.run import RunConfig
@@ -193,12 +192,8 @@ class Launch:
         nodes, processes = self._shape
         name = "polyad"
         if self.config is not None:
-            try:
-                checked = self._checked(nodes, processes)
-                self._check_any_size(checked, nodes, processes)
-            except ValueError as error:
-                self._tell_others(rendezvous, error)
-                raise
+            checked = self._checked(nodes, processes)
+            self._check_any_size(checked, nodes, processes)
             name = checked.run.folder
             variables |= _patience(checked)
         is_local = self.how.via == "local"
@@ -228,16 +223,6 @@ class Launch:
                     f"processes the layout does not fit, and torchrun goes on with any number from "
                     f"{least} to {nodes}: {error}"
                 ) from None
-
-    def _tell_others(self, rendezvous: Rendezvous, error: ValueError) -> None:
-        """Notifies the hosts that wait for this one why it does not start, if its run is known."""
-        from polyad.train.config.run import load_config
-
-        if self.config is None or self.how.dry_run:
-            return
-        with suppress(ValueError):
-            folder = load_config(self.config, self.overrides).run.folder
-            rendezvous.tell_others(folder, one_line(error))
 
     def _by_slurm(self, job: SlurmJob, variables: dict[str, str]) -> int:
         from polyad.train.start import LAUNCH_FOLDER  # not at the top: it imports torch

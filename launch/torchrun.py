@@ -6,7 +6,7 @@ cannot connect are also reported in one line.
 
 On a single host nothing listens on the network (torchrun's own stores would, on all interfaces):
 agent and workers connect through files in a folder that other users cannot read
-(`parallel/meeting.py`).
+(`parallel/comm.py`).
 """
 
 import contextlib
@@ -14,16 +14,18 @@ import logging
 import os
 import runpy
 import signal
+import socket
 import sys
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
+
 from polyad.data.files import temporary_folder
 from polyad.launch.machine import END_WITH_PARENT, end_with_launcher
 from polyad.launch.processes import CONTINUE, end_at_signals, unblock_signals
-from polyad.parallel.addresses import STORE, addresses_of, named_interface
 from polyad.train.errors import SAID_ABOVE, STOP_FILE, end_at_once, one_line, stop_line, stop_signal
 
 if TYPE_CHECKING:
@@ -76,7 +78,7 @@ def _start(folder: Path) -> int:
     if _is_one_host(sys.argv[:words]):
         _meet_in(folder, words)
     else:
-        _meet_others(words, workers)
+        _meet_others(words)
     return _run(workers) or _stopped()
 
 
@@ -92,29 +94,28 @@ def _meet_in(folder: Path, words: int) -> None:
         folder: the folder.
         words: how many of `sys.argv` are torchrun's; the last value of an option counts.
     """
+    from polyad.parallel import comm
+
     here = [
         *("--rdzv-backend", "c10d", "--rdzv-conf", "store_type=file", "--rdzv-id", folder.name),
         *("--rdzv-endpoint", str(folder / "agents"), "--local-addr", "127.0.0.1"),
     ]
     sys.argv[1:words] = [word for word in sys.argv[1:words] if word != STANDALONE] + here
-    os.environ[STORE] = str(folder / "workers")
+    os.environ[comm.STORE] = str(folder / "workers")
 
 
-def _meet_others(words: int, workers: "Workers") -> None:
-    """Announces this host by its address on the given network interface, if there is one.
+def _meet_others(words: int) -> None:
+    """Announces this host by its address on the network interface that is named, if there is one.
 
     Args:
         words: how many of `sys.argv` are torchrun's.
-        workers: this host's workers.
     """
-    from polyad.parallel.agents import meet_other_agents
+    from polyad.parallel import comm
 
-    os.environ.pop(STORE, None)  # from a single-host run that started this one
-    meet_other_agents(dict(pairwise(sys.argv[:words])).get("--rdzv-id", ""), workers)
-    own = [b for a, b in pairwise(sys.argv[:words]) if a == "--local-addr"]
-    is_address = bool(own) and (":" in own[-1] or own[-1].replace(".", "").isdecimal())
-    addresses = addresses_of(named_interface() or "")
-    if addresses and not is_address:
+    os.environ.pop(comm.STORE, None)  # from a single-host run that started this one
+    links = psutil.net_if_addrs().get(os.environ.get("GLOO_SOCKET_IFNAME", ""), ())
+    addresses = [each.address for each in links if each.family == socket.AF_INET]
+    if addresses and "--local-addr" not in sys.argv[:words]:
         sys.argv[words:words] = ["--local-addr", addresses[0]]
 
 

@@ -3,23 +3,25 @@
 import hashlib
 import ipaddress
 import os
+import signal
 import socket
 import sys
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
+import psutil
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 from torch.distributed import distributed_c10d
 
-from polyad.parallel.addresses import stay_on_loopback
 from polyad.parallel.dims import LayoutError
 from polyad.parallel.host_memory import keep_freed_memory
-from polyad.parallel.meeting import MeetingError, join
 from polyad.parallel.megatron import join_groups
 
 T = TypeVar("T")
@@ -32,6 +34,24 @@ if not hasattr(torch._C._distributed_c10d, "_dump_fr_trace_json"):
     _BUFFER = "TORCH_NCCL_TRACE_BUFFER_SIZE"  # older versions of PyTorch know this name alone
 RECORDER = {_BUFFER: f"{RECORDED}", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
 """Variables with which NCCL writes the last collectives of each process when one times out."""
+STORE = "POLYAD_STORE"
+"""The environment variable with a file in a private folder, through which the processes of one host
+find each other. torch unpickles a store's content, and asks nobody for a password."""
+LOOPBACK = "127.0.0.1"
+MAX_SHOWN = 200
+"""Maximum number of characters of a value in a message."""
+
+
+class DisagreementError(ValueError):
+    """Processes with different settings: one line with the setting, the values and the hosts."""
+
+    exit_status = 2
+
+
+class PeerError(RuntimeError):
+    """Another process that did not come, cannot be reached or has failed: one line."""
+
+    exit_status = 1
 
 
 @dataclass(frozen=True)
@@ -140,6 +160,12 @@ def environment_rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
+def is_one_host() -> bool:
+    """Returns whether all processes are on this host, according to the environment."""
+    world = os.environ.get("WORLD_SIZE", "1")
+    return STORE in os.environ or world in ("1", os.environ.get("LOCAL_WORLD_SIZE"))
+
+
 def initialize(
     timeout_minutes: float = 30.0,
     tensor_parallel_size: int = 1,
@@ -154,13 +180,13 @@ def initialize(
         timeout_minutes: timeout of collectives, and of waiting for the other processes.
         tensor_parallel_size: number of ranks that share every layer.
         expert_parallel_size: number of data-parallel ranks that have different experts.
-        facts: settings of this process that must be equal on all.
+        facts: settings of this process that must be equal on all; None on all: none.
 
     Raises:
         LayoutError: the environment names processes that do not exist, or this host has more
             processes than GPUs.
         DisagreementError: on every process, if the facts of one differ.
-        MeetingError: a process did not arrive, ended before it arrived, or is unreachable.
+        PeerError: a process did not come in time, or cannot be reached.
     """
     local_rank = int(os.environ.setdefault("LOCAL_RANK", "0"))
     on_gpu = torch.cuda.is_available()
@@ -176,13 +202,14 @@ def initialize(
     else:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         keep_freed_memory()
-    if not dist.is_initialized():
+    if dist.is_initialized():
+        limit_waiting(timeout_minutes)
+    else:
         for name, value in RECORDER.items():
             os.environ.setdefault(name, value)
-        options: dict[str, Any] = {"timeout": timedelta(minutes=timeout_minutes)}
-        if on_gpu:  # NCCL connects at once, and collectives know the device
-            options["device_id"] = device
-        _join(options, {"device": device.type, **(facts or {})}, timeout_minutes)
+        _join(device, timeout_minutes)
+    if facts is not None and size() > 1:
+        _agree(facts)
     if tensor_parallel_size > 1:
         join_groups(tensor_parallel_size)
     return World(
@@ -195,26 +222,118 @@ def initialize(
     )
 
 
-def _join(options: dict[str, Any], facts: Mapping[str, str], timeout_minutes: float) -> None:
-    store: Any = dist.HashStore()  # type: ignore[attr-defined]
+def _join(device: torch.device, timeout_minutes: float) -> None:
+    """Creates the process group; until it exists, signals end this process."""
     rank, size = environment_rank(), environment_world_size()
-    stay_on_loopback()
-    if size > 1:
-        store = join(timeout_minutes).meet(facts)
-    backend = "nccl" if "device_id" in options else "gloo"
-    try:
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, **options)
-    except RuntimeError as error:
-        names = ", ".join(
-            f"{name}={os.environ[name]}"
-            for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-            if name in os.environ
+    if size > 1 and "RANK" not in os.environ:
+        raise LayoutError(
+            f"WORLD_SIZE: {size} in the environment, but RANK is missing, and this process is "
+            f"alone: unset it, or start with `polyad launch` or torchrun"
         )
-        raise MeetingError(
-            f"rank {rank} on {socket.gethostname()} cannot connect to the others over {backend}: "
-            f"{str(error).splitlines()[0]} ({names or 'no interface is named'}; `polyad launch "
-            f"--interface` names one)"
+    timeout = timedelta(minutes=timeout_minutes)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    _stay_on_loopback()
+    try:
+        with _ended_by_signals():
+            dist.init_process_group(
+                backend,
+                store=_store(rank, size, timeout),
+                rank=rank,
+                world_size=size,
+                timeout=timeout,
+                device_id=device if device.type == "cuda" else None,
+            )
+    except (RuntimeError, OSError) as error:
+        address, port = (os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
+        raise PeerError(
+            f"rank {rank} on {socket.gethostname()} did not find all {size} processes at "
+            f"{address}:{port} (MASTER_ADDR, MASTER_PORT) within {timeout_minutes:g} min "
+            f"(parallel.timeout_minutes): {str(error).splitlines()[0]}; the output of the others "
+            f"says why, or `polyad launch --interface` names the network"
         ) from error
+
+
+def _stay_on_loopback() -> None:
+    """Makes gloo and NCCL listen on loopback, if all processes are on this host.
+
+    An interface that the environment names is not changed.
+    """
+    if not is_one_host():
+        return
+    for name, addresses in psutil.net_if_addrs().items():
+        if LOOPBACK in [each.address for each in addresses]:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
+            return
+
+
+def _store(rank: int, size: int, timeout: timedelta) -> Store | None:
+    """Returns the store of one host's processes; None: torch's own, on all network interfaces."""
+    if size == 1:
+        return dist.HashStore()  # type: ignore[attr-defined]
+    if STORE in os.environ:
+        restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # the file outlives a restart
+        return PrefixStore(restart, FileStore(os.environ[STORE], size))
+    if not is_one_host() or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
+        return None
+    port = int(os.environ["MASTER_PORT"])
+    # torch itself would listen on all interfaces.
+    listener = socket.create_server((LOOPBACK, port)).detach() if rank == 0 else None
+    return TCPStore(LOOPBACK, port, size, rank == 0, timeout, master_listen_fd=listener)
+
+
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """A context in which signals take their default action: while torch waits for the others in
+    C++, no handler of Python runs."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+    handlers = [signal.signal(number, signal.SIG_DFL) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, handlers, strict=True):
+            signal.signal(number, handler)
+
+
+def _agree(facts: Mapping[str, str]) -> None:
+    """Compares settings of all processes.
+
+    Raises:
+        DisagreementError: on every process, if those of one differ.
+    """
+    name = f"{socket.gethostname()} (rank {rank()})"
+    if differences := comparison(from_all((name, dict(facts)))):
+        others = ", ".join(line.partition(":")[0] for line in differences[1:])
+        more = f"; {others} differ too" if others else ""
+        raise DisagreementError(f"{differences[0]}; all processes need the same{more}")
+
+
+def comparison(processes: Sequence[tuple[str, Mapping[str, str]]]) -> list[str]:
+    """Lists the differences between processes, one line per fact.
+
+    Args:
+        processes: the name of each process, and its facts.
+
+    Returns:
+        Lines such as "train.steps: 6 on a, 9 on b"; empty if all are equal.
+    """
+    lines = []
+    for fact in dict.fromkeys(fact for _, facts in processes for fact in facts):
+        holders: dict[str, dict[str, None]] = {}
+        for process, facts in processes:
+            holders.setdefault(facts.get(fact, "nothing"), {})[process] = None
+        if len(holders) > 1:
+            shown = (f"{value[:MAX_SHOWN]} on {_some([*of])}" for value, of in holders.items())
+            lines.append(f"{fact}: {', '.join(shown)}")
+    return lines
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(names[:5]) + more
 
 
 def limit_waiting(timeout_minutes: float) -> None:
@@ -225,6 +344,11 @@ def limit_waiting(timeout_minutes: float) -> None:
     """
     for group in list(distributed_c10d._world.pg_map):
         distributed_c10d._set_pg_timeout(timedelta(minutes=timeout_minutes), group)
+
+
+def is_joined() -> bool:
+    """Returns whether this process has joined the others."""
+    return dist.is_initialized()
 
 
 @contextmanager
@@ -336,6 +460,32 @@ def from_main(value: T | None) -> T:
     box = [value]
     dist.broadcast_object_list(box, src=0, device=_device())
     return box[0]  # type: ignore[return-value]
+
+
+def on_main(work: Callable[[], T]) -> T | None:
+    """Calls a function on rank 0; all processes call this together.
+
+    Args:
+        work: the function.
+
+    Returns:
+        Its result on rank 0, None on the others.
+
+    Raises:
+        Exception: on every process, if it raises on rank 0: on the others of the same kind if that
+            is a ValueError, else a PeerError.
+    """
+    value = None
+    if rank() == 0:
+        try:
+            value = work()
+        except Exception as error:
+            from_main((type(error) if isinstance(error, ValueError) else PeerError, str(error)))
+            raise
+    failure: tuple[type[Exception], str] | None = from_main(None)
+    if failure is not None:
+        raise failure[0](failure[1])
+    return value
 
 
 def from_all(value: T) -> list[T]:

@@ -32,7 +32,7 @@ from polyad.train.config.distillation import TeacherAt, check_teacher, of_step
 from polyad.train.config.environment import check_compiler, check_same_checkpoint
 from polyad.train.config.rules import refuse_changes, validate
 from polyad.train.config.run import RunConfig, load_config, parse_config
-from polyad.train.errors import ConfigError, RunError
+from polyad.train.errors import ConfigError
 from polyad.train.guard.run_folder import LOCK_FILE, TOKEN_FILE, check_place
 from polyad.train.loop.muon import matrices
 from polyad.train.loop.optimizer import learning_rate
@@ -211,17 +211,7 @@ def find_start_together(plan: Plan, world: comm.World) -> Plan:
         ValueError: on all processes, if rank 0 finds something wrong, or a host has another
             checkpoint at that place.
     """
-    found = plan
-    if world.is_main:
-        try:
-            found = find_start(plan)
-        except Exception as error:
-            kind = type(error) if isinstance(error, ValueError) else RunError
-            comm.from_main((kind, str(error)))
-            raise
-    failed: tuple[type[Exception], str] | None = comm.from_main(None)
-    if failed is not None:
-        raise failed[0](failed[1])
+    found = comm.on_main(lambda: find_start(plan)) or plan
     place = comm.from_main(None if found.init is None else found.init.folder)
     teacher, base_digest = comm.from_main((found.teacher, found.base_digest))
     key = "checkpoint.init_from" if plan.config.distill.blocks is None else "distill.teacher"

@@ -24,7 +24,6 @@ from polyad.data.files import temporary_folder
 from polyad.model.build import has_experts
 from polyad.model.config_yaml import dump
 from polyad.parallel import comm
-from polyad.parallel.addresses import is_one_host
 from polyad.parallel.checkpoint.format import MASTER, Box
 from polyad.parallel.checkpoint.load import Checkpoint
 from polyad.parallel.checkpoint.save import save
@@ -213,7 +212,7 @@ def verify(config: RunConfig, run: Path) -> dict[str, Any] | None:
     shape = config.parallel
     degrees = shape.tensor_parallel_size, shape.expert_parallel_size
     world = comm.initialize(shape.timeout_minutes, *degrees, agreed_facts(config, None))
-    parent = None if is_one_host() else run.absolute().parent
+    parent = None if comm.is_one_host() else run.absolute().parent
     made: Any = temporary_folder(".polyad-verify-", parent) if world.is_main else nullcontext()
     found: list[Difference] = []
     with made as mine:

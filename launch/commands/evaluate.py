@@ -83,7 +83,7 @@ class Compare(HeldOut):
         """Returns the same with both checkpoints as rank 0 chooses them."""
         from polyad.parallel.checkpoint.load import chosen_by_main, newest_of
 
-        other = chosen_by_main("--with", self.with_, newest_of)
+        other = chosen_by_main(self.with_, newest_of)
         return replace(super().chosen(choose), with_=other)
 
     def measured(self, checkpoint: Path) -> tuple[object, str]:

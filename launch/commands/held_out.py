@@ -69,7 +69,7 @@ class Analysis:
         """Returns the same with the checkpoint that rank 0 chooses; all processes call this."""
         from polyad.parallel.checkpoint.load import chosen_by_main
 
-        return replace(self, path=chosen_by_main("path", self.path, choose))
+        return replace(self, path=chosen_by_main(self.path, choose))
 
     def run(self) -> None:
         """Shows the result."""
@@ -79,7 +79,6 @@ class Analysis:
         prepare_environment()
         from polyad.parallel import comm
         from polyad.parallel.checkpoint.load import best_checkpoint, newest_of, read_newest
-        from polyad.parallel.meeting import join
 
         command, choose = self, best_checkpoint if self.best else newest_of
         with results(self.json) as show:
@@ -87,7 +86,7 @@ class Analysis:
                 facts = {"name": type(self).__name__, **vars(self)}
                 del facts["json"]
                 shown = {f"the command's {key}": f"{value}" for key, value in facts.items()}
-                join().agree("the command", shown)
+                comm.initialize(facts=shown)
                 command, choose = self.chosen(choose), newest_of
             result, text = read_newest(command.path, command.measured, choose)
             if is_main():

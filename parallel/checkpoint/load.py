@@ -49,7 +49,6 @@ from polyad.parallel.checkpoint.manage import (
 )
 from polyad.parallel.families import is_huggingface_folder
 from polyad.parallel.fragments import persistent_buffers
-from polyad.parallel.meeting import join
 from polyad.parallel.plain_weights import is_plain_folder
 from polyad.parallel.source import Source
 from polyad.parallel.tensor_file import DTYPE_NAMES
@@ -390,17 +389,17 @@ def _say_if_another_is_best(run: Path) -> None:
             )
 
 
-def chosen_by_main(name: str, path: Path, choose: Choose) -> Path:
-    """Returns rank 0's choice for a path on all ranks, before they have met: a run may write
-    another checkpoint before the others look.
+def chosen_by_main(path: Path, choose: Choose) -> Path:
+    """Returns rank 0's choice for a path on all ranks: a run may write another checkpoint before
+    the others look.
 
     Args:
-        name: a name for the path, the same on all.
         path: as in `read_newest`.
         choose: chooses the checkpoint for the path.
     """
-    chosen = f"{choose(path)}" if comm.environment_rank() == 0 else None
-    return Path(join().broadcast_from_rank0(name, chosen))
+    chosen = comm.from_main(comm.on_main(lambda: choose(path)))
+    assert chosen is not None
+    return chosen
 
 
 def newest_that_opens(folder: Path) -> Checkpoint | None:

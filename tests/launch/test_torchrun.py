@@ -15,7 +15,6 @@ import yaml
 
 from polyad.launch.launch import torchrun
 from polyad.launch.torchrun import _stopped, forget_stop
-from polyad.parallel.addresses import STORE
 from polyad.parallel.checkpoint.manage import complete_checkpoints
 from polyad.train.errors import STOP_FILE, tell_launcher
 from tests.helpers import started
@@ -106,28 +105,6 @@ def test_a_process_that_alone_cannot_start_says_why_once(
     assert all("stopped by SIGTERM; no checkpoint was written" in line for line in others), others
     left = [*tmp_path.glob("torchelastic_*"), *tmp_path.glob("polyad-*")]
     assert not left
-
-
-@pytest.mark.slow
-def test_rank_zero_that_comes_late_does_not_say_again_what_another_has_said(
-    config: Path, tmp_path: Path
-) -> None:
-    """Without an agent, which would end it before that."""
-    impatient = "import os\nfrom polyad.launch import ending\nending.OTHERS_SPEAK_FIRST = 0.1\n"
-    (tmp_path / "broken.py").write_text(impatient + "assert os.environ['RANK'] == '0'\n")
-    ours = {"PYTHONPATH": str(tmp_path), "POLYAD_PLUGINS": "broken", "WORLD_SIZE": "2"}
-    said = []
-    for rank in "10":
-        done = subprocess.run(
-            [sys.executable, "-m", "polyad.launch", "train", str(config)],
-            env=dict(os.environ) | ours | {"RANK": rank, "LOCAL_RANK": rank}
-            | {STORE: str(tmp_path / "store")},
-            **{"check": False, "capture_output": True, "text": True},
-        )  # fmt: skip
-        assert done.returncode == 2
-        said += done.stderr.splitlines()
-    assert len(said) == 1, said
-    assert said[0].startswith("polyad: error: rank 1: POLYAD_PLUGINS: broken: cannot be imported")
 
 
 def loaders_of(worker: psutil.Process) -> list[psutil.Process]:

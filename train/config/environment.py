@@ -20,8 +20,7 @@ import torch
 from polyad.data.files import write_whole
 from polyad.data.json_reader import read_json
 from polyad.parallel.checkpoint.format import MANIFEST_FILE
-from polyad.parallel.comm import World, from_all
-from polyad.parallel.meeting import DisagreementError, comparison
+from polyad.parallel.comm import DisagreementError, World, comparison, from_all
 from polyad.parallel.weights import is_weights_folder
 from polyad.train.config.run import RunConfig
 from polyad.train.errors import ConfigError

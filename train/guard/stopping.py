@@ -20,14 +20,10 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from polyad.parallel import comm
-from polyad.parallel.meeting import has_met, report_failure
 from polyad.train.errors import (
     STOP_SIGNALS,
     Stopped,
     end_at_once,
-    is_under_agent,
-    one_line,
-    stop_line,
     stopped,
     tell_launcher,
 )
@@ -150,11 +146,9 @@ class StopSignals:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         again, self._signal = self._signal, self._signal or number
         twice = bool(again) and number == signal.SIGINT and self._by_hand  # a second Ctrl-C
-        at_once = self._at_once and (self._alone or not has_met())
+        at_once = self._at_once and (self._alone or not comm.is_joined())
         if self._saving or not (twice or (at_once and not again)):
             return
-        if not self._alone and not is_under_agent():  # the others may be waiting for this process
-            report_failure(one_line(stop_line(number, self.kept())), 128 + number, printed=True)
         end_at_once(number, self.kept())
 
     def _watch(self) -> None:

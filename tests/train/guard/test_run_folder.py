@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from filelock import Timeout
 
-from polyad.parallel import meeting
 from polyad.train.guard import run_folder
 from polyad.train.guard.run_folder import lock_of
 from tests.helpers.runs import write_config
@@ -36,7 +35,6 @@ def work_in_a_folder_of_its_own(hosts: Path, rank: int) -> None:
     own.mkdir()
     os.chdir(own)
     run_folder.SEEN_WITHIN = 0.5
-    meeting.LINGER = 1.0
 
 
 @pytest.mark.slow
