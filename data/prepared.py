@@ -1,12 +1,10 @@
 """Prepared folders: complete or absent, and verified.
 
-Prepared folders are complete or absent, and described by a manifest. Verification reports on each
-of their files. Anything of a source that is left out is counted by reason.
+A manifest describes them. Verification reports on each of their files.
 """
 
 import contextlib
 import shutil
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
@@ -17,14 +15,6 @@ from polyad.data.files import digest_of, flush_to_disk, temporary_folder
 
 SYSTEM_FILES = frozenset({"__MACOSX", "Thumbs.db", "desktop.ini"})
 """Files that operating systems add, besides all names that begin with a dot."""
-
-
-class LeftOut(Counter[str]):
-    """Counts, by reason, what a source contains and the prepared folder does not."""
-
-    def add(self, reason: str) -> None:
-        """Counts something that is left out."""
-        self[reason.encode("utf-8", "backslashreplace").decode()] += 1  # as it is stored
 
 
 def is_hidden(name: str) -> bool:

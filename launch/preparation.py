@@ -1,7 +1,6 @@
 """`polyad prepare` for text."""
 
 import time
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +17,8 @@ def prepare_text(options: dict[str, Any], *, joins: bool) -> None:
         options: the options for text.
         joins: whether to join the parts beside the folder.
     """
-    from polyad.data.text.prepare import PrepareConfig, join, part_folder, prepare
+    from polyad.data.text.manifest import PrepareConfig
+    from polyad.data.text.prepare import join, part_folder, prepare
 
     started = time.monotonic()
     output, overwrite = options["output"], options["overwrite"]
@@ -26,7 +26,7 @@ def prepare_text(options: dict[str, Any], *, joins: bool) -> None:
         if joins:
             manifest = join(output, overwrite=overwrite)
         else:
-            config = {field.name: options[field.name] for field in fields(PrepareConfig)}
+            config = {name: options[name] for name in PrepareConfig.model_fields}
             manifest = prepare(output=output, overwrite=overwrite, **config)
             if options["part"] is not None:
                 output = part_folder(Path(output), options["part"])
@@ -45,11 +45,6 @@ def prepared_table(manifest: "Manifest", folder: str, seconds: float) -> str:
     facts = []
     if manifest.split_by == "position":
         facts.append("split by position: the last parts of the text are held out")
-    if manifest.files:
-        files = (
-            f"{count:,} {ending or 'without an ending'}" for ending, count in manifest.files.items()
-        )
-        facts.append(f"files read: {', '.join(files)}")
     if manifest.left_out:
         left = "; ".join(f"{reason}: {count:,}" for reason, count in manifest.left_out.items())
         facts.append(f"left out: {left}")

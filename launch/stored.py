@@ -140,7 +140,7 @@ def verify_data(folders: Sequence[str]) -> Values:
     """
     stored = [_stored(path) for path in dict.fromkeys(user_path(folder) for folder in folders)]
     begun = time.monotonic()
-    with _progress(sum(folder.bytes_to_verify() for folder in stored)) as bar:
+    with _progress(sum(_size(folder) for folder in stored)) as bar:
         listed = [_verified(folder, bar) for folder in stored]
     return {
         "folders": listed,
@@ -153,6 +153,11 @@ def verify_data(folders: Sequence[str]) -> Values:
 def _stored(path: Path) -> PreparedData:
     check_prepared(path)
     return PreparedData(path, Manifest.read(path))
+
+
+def _size(folder: PreparedData) -> int:
+    files = [folder.path / name for name in folder.manifest.sha256]
+    return sum(file.stat().st_size for file in files if file.is_file())
 
 
 def _verified(folder: PreparedData, bar: Any) -> Values:

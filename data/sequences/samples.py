@@ -210,7 +210,6 @@ def _encode(tokenizer: Tokenizer, texts: Sequence[str], place: str) -> list[Ids]
                 encoded += tokenizer.encode_batch(texts[begin : begin + AT_ONCE])
             except DataError as error:
                 raise DataError(f"{place}: {error}") from None
-    tokenizer.say_special(tokenizer.special_in(texts, encoded))
     return encoded
 
 

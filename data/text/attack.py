@@ -3,20 +3,17 @@
 import random
 import re
 from collections.abc import Callable, Iterator
-from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from polyad.data.errors import DataError, check_attack
 from polyad.data.text.dataset import TokenStream
 from polyad.data.text.manifest import SplitInfo
+from polyad.data.text.sources import Document
 from polyad.data.text.tokenizers.tokenizer import Tokenizer
 from polyad.data.text.writer import encode_documents
 
-AT_ONCE = 256
-"""Number of documents that are encoded together."""
 REPLACEMENT = "AAA"
 """The word of TextAttack's word swap, which the papers use."""
 _WORD = re.compile(r"\S+")
@@ -97,20 +94,21 @@ def attacked_split(
         DataError: The tokenizer has no token for a word that the attack inserts.
     """
     words = replaced = of_text = size = 0
-    documents: list[npt.NDArray[np.int64]] = []
-    texts = enumerate(_documents(stream, tokenizer, report))
+
+    def swapped() -> Iterator[Document]:
+        nonlocal words, replaced, of_text, size
+        for number, text in enumerate(_documents(stream, tokenizer, report)):
+            changed = attack(text, number)
+            words, replaced = words + changed.words, replaced + changed.replaced
+            of_text += len(changed.text.split())
+            size += len(changed.text.encode())
+            yield Document(f"document {number}", changed.text)
+
     try:
-        while batch := list(islice(texts, AT_ONCE)):
-            swapped = [attack(text, number) for number, text in batch]
-            words += sum(each.words for each in swapped)
-            replaced += sum(each.replaced for each in swapped)
-            changed = [each.text for each in swapped]
-            of_text += sum(len(text.split()) for text in changed)
-            size += sum(len(text.encode()) for text in changed)
-            documents += [
-                np.array([*tokenizer.before, *ids, tokenizer.end_of_text_id])
-                for ids in encode_documents(tokenizer, changed)
-            ]
+        documents = [
+            np.array([*tokenizer.before, *ids, tokenizer.end_of_text_id])
+            for ids in encode_documents(tokenizer, swapped())
+        ]
     except DataError as error:
         raise DataError(f"{stream.prefix}.bin: cannot be attacked: {error}") from None
     attacked = TokenStream.of(stream.prefix, documents, tokenizer.vocab_size)

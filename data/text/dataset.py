@@ -200,7 +200,7 @@ class FileReport(NamedTuple):
 
     Attributes:
         name: The name of the file.
-        bytes: Its size; 0 if it is missing.
+        bytes: How many bytes of it were read.
         reason: One line on why it is damaged; None if it is intact.
     """
 
@@ -277,10 +277,6 @@ class PreparedData:
         vocab_size = self.manifest.tokenizer.vocab_size
         return TokenStream(self.path / name, info.tokens, info.documents, vocab_size)
 
-    def bytes_to_verify(self) -> int:
-        """Returns the bytes that `reports` reads."""
-        return sum(_size(self.path / name) for name in self.manifest.sha256)
-
     def reports(self, read: Read = lambda count: None) -> Iterator[FileReport]:
         """Reads every file and compares its digest, even after a damaged one.
 
@@ -291,23 +287,18 @@ class PreparedData:
             The result for each file.
         """
         for name, sha256 in self.manifest.sha256.items():
-            path, digest, reason = self.path / name, hashlib.sha256(), None
+            path, digest, reason, size = self.path / name, hashlib.sha256(), None, 0
             try:
                 with path.open("rb") as file:
                     while piece := file.read(PIECE_BYTES):
                         digest.update(piece)
+                        size += len(piece)
                         read(len(piece))
                 if digest.hexdigest() != sha256:
                     reason = f"{path}: damaged: its SHA-256 is not that of {MANIFEST_FILE}"
             except OSError as error:
                 reason = f"{path}: cannot be read: {error.strerror or error}"
-            yield FileReport(name, _size(path), reason)
-
-    def faults(self, read: Read = lambda count: None) -> Iterator[tuple[str, str]]:
-        """Names each damaged file of `reports`, and says in one line what is wrong with it."""
-        for report in self.reports(read):
-            if report.reason is not None:
-                yield report.name, report.reason
+            yield FileReport(name, size, reason)
 
     def verify(self) -> None:
         """Reads every byte of every file and compares it with the manifest's digests.
@@ -315,8 +306,9 @@ class PreparedData:
         Raises:
             DataError: A file has changed since it was written.
         """
-        for _, reason in self.faults():
-            raise DataError(reason)
+        for report in self.reports():
+            if report.reason is not None:
+                raise DataError(report.reason)
 
 
 def check_prepared(folder: Path) -> None:
@@ -352,24 +344,16 @@ def check_replaceable(output: Path, *, overwrite: bool) -> None:
     Raises:
         DataError: It holds something else, or prepared data that may not be replaced.
     """
-    if not output.exists():
-        return
-    if not output.is_dir():
+    if output.exists() and not output.is_dir():
         raise DataError(f"{output}: is a file, but the output must be a folder")
-    names = {entry.name for entry in output.iterdir()}
-    if not names:
-        return
-    if MANIFEST_FILE not in names or names - FILES:
-        other = sorted(names - FILES) or sorted(names)
+    names = {entry.name for entry in output.iterdir()} if output.exists() else set()
+    if other := sorted(names - FILES):
         raise DataError(
             f"{output}: holds {other[0]!r}, which `polyad prepare` did not make there; choose "
             "another folder (nothing was changed)"
         )
-    if not overwrite:
-        raise DataError(
-            f"{output}: holds prepared data of another request, or damaged; choose another folder "
-            "or add --overwrite"
-        )
+    if names and not overwrite:
+        raise DataError(f"{output}: holds prepared data; choose another folder or add --overwrite")
 
 
 def _check_size(path: Path, expected: int) -> None:
@@ -381,7 +365,3 @@ def _check_size(path: Path, expected: int) -> None:
             f"{path}: {size:,} bytes where {MANIFEST_FILE} says {expected:,}: cut short, or of "
             "another data set; prepare the data again"
         )
-
-
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.is_file() else 0

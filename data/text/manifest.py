@@ -12,7 +12,7 @@ from polyad.data.json_reader import read_json
 from polyad.data.prepared import MANIFEST_FILE, SPLITS, Count, Sha256
 from polyad.data.prepared import SplitName as SplitName
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 TokenizerFile = Literal["tokenizer.json", "tokenizer.model"]
 TOKENIZER_FILE: TokenizerFile = "tokenizer.json"
 SENTENCEPIECE_FILE: TokenizerFile = "tokenizer.model"
@@ -24,6 +24,43 @@ FILES = frozenset(
     }
 )
 """All files that a prepared folder may hold."""
+
+
+class ReadOptions(Config):
+    """How text is read."""
+
+    text_key: str = Field(default="text", min_length=1)
+    """Key or column of the text in `.jsonl`, `.csv` and `.parquet` files and data sets."""
+    streaming: bool = False
+    """Whether Hugging Face data sets are read without a copy on disk; the result is the same."""
+    documents: Literal["files", "lines"] = "files"
+    """What counts as a document of a text file: `files`, the whole file, or `lines`."""
+    file_format: Literal["text"] | None = None
+    """`text` reads files as text whatever their extension; None: by extension."""
+
+
+class PrepareConfig(ReadOptions):
+    """What to prepare, and how."""
+
+    source: str = Field(min_length=1)
+    """`python-stdlib`, a file, a folder, or a Hugging Face data set, whose own splits are used if
+    it has them; see `polyad.data.text.sources.open_splits`."""
+    tokenizer: str = Field(min_length=1)
+    """`train:VOCAB_SIZE`, `words`, `words:VOCAB_SIZE`, a path, or a name on the hub."""
+    validation_fraction: float | None = Field(default=None, ge=0, lt=1)
+    """Share of the text held out for validation. If the source is text files with too few
+    documents, the share is of the text, taken from its end. None: a default if the split has no
+    source of its own."""
+    test_fraction: float | None = Field(default=None, ge=0, lt=1)
+    """Share held out for the test, in the same way."""
+    validation_source: str | None = Field(default=None, min_length=1)
+    """Text to use as the validation split instead."""
+    test_source: str | None = Field(default=None, min_length=1)
+    """Text to use as the test split instead."""
+    end_of_text: str | None = Field(default=None, min_length=1)
+    """The token that ends each document; None for a well-known one."""
+    part: str | None = Field(default=None, pattern=r"^([1-9]\d{0,5})/([1-9]\d{0,5})$")
+    """`K/N`: only the K-th of N shares of the documents, from 1; None for all documents."""
 
 
 class SplitInfo(Config):
@@ -66,42 +103,13 @@ class TokenizerInfo(Config):
         return f"each document begins with {begin} and ends with {end}"
 
 
-class Request(Config):
-    """What was asked for: the same request need not be prepared again."""
-
-    source: str
-    """Name or path of the text."""
-    validation_source: str | None
-    """Text that is the validation split instead of a share of `source`."""
-    test_source: str | None
-    """Text that is the test split instead of a share of `source`."""
-    tokenizer: str
-    """`train:VOCAB_SIZE` or `words`, or the fingerprint of the tokenizer that was given."""
-    end_of_text: str | None
-    """The end-of-text token that was asked for."""
-    validation_fraction: float = Field(ge=0, lt=1)
-    """Share of the text of `source` held out for validation."""
-    test_fraction: float = Field(ge=0, lt=1)
-    """Share of the text of `source` held out for the test."""
-    text_key: str
-    """Key or column of the text."""
-    listings: dict[SplitName, str]
-    """SHA-256 over names, sizes and times of the files of each source, by its first split."""
-    documents: Literal["files", "lines"] | None = None
-    """What a document of a text file is; null where there is no such file."""
-    file_format: Literal["text"] | None = None
-    """What files are, whatever their names end in; null goes by the names."""
-    part: str | None = None
-    """`K/N` of a part of the documents, `all N` of parts that were joined; null of a whole."""
-
-
 class Manifest(Config):
     """A prepared data set."""
 
     format_version: int
     """Version of the folder's format."""
-    request: Request
-    """What was asked for."""
+    request: PrepareConfig
+    """What was asked for; no part, if parts were joined."""
     tokenizer: TokenizerInfo
     """The tokenizer that made the tokens."""
     splits: dict[SplitName, SplitInfo]
@@ -110,8 +118,6 @@ class Manifest(Config):
     """Type of a token in the .bin files."""
     sha256: dict[str, Sha256]
     """SHA-256 of each other file of the folder, by name."""
-    files: dict[str, Count]
-    """How many files were read, by how their names end; empty for data sets."""
     left_out: dict[str, Count]
     """How many documents, files and splits were left out, by reason."""
     split_by: Literal["documents", "position"]

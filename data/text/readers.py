@@ -29,18 +29,10 @@ def read_text(path: Path, text_key: str) -> Iterator[str]:
         text_key: Unused: the file is all text.
 
     Raises:
-        DataError: A byte is not UTF-8.
+        UnicodeDecodeError: A byte is not UTF-8.
     """
     with _opened(path) as file:
-        content = file.read()
-    try:
-        yield content.decode()
-    except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        raise DataError(
-            f"{path}: byte {error.start} (line {line}) is not UTF-8 text: "
-            f"0x{content[error.start]:02x}"
-        ) from None
+        yield file.read().decode()
 
 
 def read_lines(path: Path, text_key: str) -> Iterator[str]:
@@ -51,13 +43,10 @@ def read_lines(path: Path, text_key: str) -> Iterator[str]:
         text_key: Unused: the file is all text.
 
     Raises:
-        DataError: A byte is not UTF-8.
+        UnicodeDecodeError: A byte is not UTF-8.
     """
-    for number, line in _lines(path):
-        try:
-            yield line.decode().removesuffix("\n").removesuffix("\r")
-        except UnicodeDecodeError as error:
-            raise DataError(f"{path}, line {number}: is not UTF-8: {error.reason}") from None
+    for _, line in _lines(path):
+        yield line.decode().removesuffix("\n").removesuffix("\r")
 
 
 def read_jsonl(path: Path, text_key: str) -> Iterator[str]:
@@ -160,15 +149,6 @@ def read_rows(rows: Any, place: str | Path, text_key: str) -> Iterator[str]:
                 yield text
 
 
-def read_module(path: Path, text_key: str) -> Iterator[str]:
-    """Reads a source-code file as one document.
-
-    Raises:
-        UnicodeDecodeError: A byte is not UTF-8.
-    """
-    yield path.read_bytes().decode("utf-8")
-
-
 class Format(NamedTuple):
     """A kind of text file.
 
@@ -185,7 +165,7 @@ TEXT = Format("text", read_text)
 LINES = Format("lines", read_lines)
 JSONL = Format("JSON lines", read_jsonl)
 TABLE = Format("table", read_table)
-MODULE = Format("module", read_module)
+MODULE = Format("module", read_text)
 FORMATS = {
     ".txt": TEXT, ".jsonl": JSONL, ".jsonl.gz": JSONL, ".jsonl.zst": JSONL, ".csv": TABLE,
     ".parquet": TABLE,

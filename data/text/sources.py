@@ -1,6 +1,5 @@
 """Sources of text: a name or a path becomes a stream of documents."""
 
-import hashlib
 import importlib.util
 import os
 import re
@@ -10,12 +9,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
-from pathlib import Path, PurePath
-from typing import Any, Literal, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from polyad.data.errors import DataError, listed, nearest, one_line, user_path
-from polyad.data.prepared import SPLITS, LeftOut, SplitName, is_hidden
+from polyad.data.prepared import SPLITS, SplitName, is_hidden
 from polyad.data.tables import HUB, SAVED, local_files, located, open_tables
+from polyad.data.text.manifest import ReadOptions
 from polyad.data.text.readers import FORMATS, LINES, MODULE, TEXT, Format, read_rows
 
 PYTHON_STDLIB, PACKAGE = "python-stdlib", "python:"
@@ -31,8 +31,6 @@ SHORT_NAMES = {
 LEFT_OUT = frozenset(
     {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 )
-_PACKED = frozenset({".gz", ".zst", ".zstd", ".bz2", ".xz", ".lz4"})
-"""Extensions of compressed files."""
 EMPTY, UNREADABLE = "documents without text", "unreadable files"
 """Reasons for which a pass over a source leaves something out."""
 
@@ -48,7 +46,7 @@ class Document(NamedTuple):
     """One document of a source.
 
     Attributes:
-        name: Its file, relative to the source, and `#N` for document N of a file with several.
+        name: Its file or data set, and `#N` for document N of one with several.
         text: The text, not empty.
     """
 
@@ -68,37 +66,19 @@ class Part(NamedTuple):
     parts: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class ReadOptions:
-    """How text is read."""
-
-    text_key: str = "text"
-    """Key or column of the text in `.jsonl`, `.csv` and `.parquet` files and data sets."""
-    streaming: bool = False
-    """Whether Hugging Face data sets are read without a copy on disk; the result is the same."""
-    documents: Literal["files", "lines"] = "files"
-    """What counts as a document of a text file: `files`, the whole file, or `lines`."""
-    file_format: Literal["text"] | None = None
-    """`text` reads files as text whatever their extension; None: by extension."""
-
-
 class SourceFile(NamedTuple):
     """A file of a source, or the rows of a data set.
 
     Attributes:
-        name: Its name relative to the source.
-        place: Its name for errors.
+        name: Its path, or the name of the rows.
         size: Its size in bytes; 0 if it is unknown.
-        version: Changes with its content.
         read: Yields the text of each of its documents.
         format: What it is; None for rows.
         shard: Returns a part of its rows; None if it has to be read whole.
     """
 
     name: str
-    place: str
     size: int
-    version: str
     read: Callable[[], Iterator[str]]
     format: Format | None = None
     shard: "Callable[[Part], SourceFile] | None" = None
@@ -122,11 +102,7 @@ class Source:
     joins_articles: bool = False
     skip_unreadable: bool = False
     part: Part | None = None
-    left_out: LeftOut = field(default_factory=LeftOut, compare=False)
-
-    def endings(self) -> Counter[str]:
-        """Counts the files that are read, by extension."""
-        return Counter(ending_of(file.name) for file in self.files if file.format)
+    left_out: Counter[str] = field(default_factory=Counter, compare=False)
 
     @property
     def has_text_files(self) -> bool:
@@ -144,13 +120,6 @@ class Source:
         """Bytes of the source, about those of its documents; 0 if unknown."""
         return sum(file.size for file in self.files)
 
-    def listing_digest(self) -> str:
-        """Returns a SHA-256 that shows whether the source has changed, without reading it."""
-        digest = hashlib.sha256()
-        for file in self.files:
-            digest.update(os.fsencode(f"{file.name}\0{file.version}\0"))
-        return digest.hexdigest()
-
     def share(self, part: Part) -> "Source":
         """Returns a part of the source: of its files if there are as many, of its rows if they can
         be read in parts, else of its documents.
@@ -167,7 +136,7 @@ class Source:
             return replace(self, files=tuple(shards))
         return replace(self, part=part)
 
-    def documents(self, left_out: LeftOut | None = None) -> Iterator[Document]:
+    def documents(self, left_out: Counter[str] | None = None) -> Iterator[Document]:
         """Reads the source from its beginning; memory holds one document at a time.
 
         Args:
@@ -181,10 +150,10 @@ class Source:
         """
         number, parts = self.part or (0, 1)
         # Each part reads the whole source: the first one counts.
-        counts = LeftOut() if left_out is None or number else left_out
+        counts = Counter[str]() if left_out is None or number else left_out
         return islice(self._documents(counts), number, None, parts)
 
-    def _documents(self, left_out: LeftOut) -> Iterator[Document]:
+    def _documents(self, left_out: Counter[str]) -> Iterator[Document]:
         documents = self._texts(left_out)
         if self.joins_articles:
             texts = join_articles(document.text for document in documents)
@@ -193,9 +162,9 @@ class Source:
             if document.text:
                 yield document
             else:
-                left_out.add(EMPTY)
+                left_out[EMPTY] += 1
 
-    def _texts(self, left_out: LeftOut) -> Iterator[Document]:
+    def _texts(self, left_out: Counter[str]) -> Iterator[Document]:
         for file in self.files:
             try:
                 for number, text in enumerate(file.read()):
@@ -204,8 +173,8 @@ class Source:
             except (OSError, UnicodeDecodeError) as error:
                 if not self.skip_unreadable:
                     reason = getattr(error, "strerror", None) or one_line(error)
-                    raise DataError(f"{file.place}: cannot be read: {reason}") from None
-                left_out.add(UNREADABLE)
+                    raise DataError(f"{file.name}: cannot be read: {reason}") from None
+                left_out[UNREADABLE] += 1
 
 
 def join_articles(lines: Iterator[str]) -> Iterator[str]:
@@ -286,11 +255,11 @@ def _copied(spec: str, path: str, options: ReadOptions) -> dict[SplitName, Sourc
     local = local_files(path, tuple(FORMATS))
     if local is None:
         return {}
-    root, config = located(path)
+    _, config = located(path)
     left_out = _other_splits(local[1])
     by_split: dict[SplitName, Source] = {}
     for split in SPLITS:
-        if files := tuple(_source_file(file, root, options) for file in local[0].get(split, ())):
+        if files := tuple(_source_file(file, options) for file in local[0].get(split, ())):
             joins = (config or "").startswith(WIKITEXT)
             by_split[split] = Source(spec, files, joins, left_out=left_out)
     if not by_split:
@@ -298,9 +267,8 @@ def _copied(spec: str, path: str, options: ReadOptions) -> dict[SplitName, Sourc
     return by_split
 
 
-def _other_splits(names: list[str]) -> LeftOut:
-    reason = f"splits other than {', '.join(SPLITS)}"
-    return LeftOut({reason: len(names)} if names else {})
+def _other_splits(names: list[str]) -> Counter[str]:
+    return Counter({f"splits other than {', '.join(SPLITS)}": len(names)} if names else {})
 
 
 def _rows(spec: str, path: str, options: ReadOptions) -> dict[SplitName, Source]:
@@ -314,9 +282,7 @@ def _rows(spec: str, path: str, options: ReadOptions) -> dict[SplitName, Source]
             continue
         size = (rows.info.splits or {}).get(split)
         file = _rows_file(rows, f"{spec} {split}", options.text_key)
-        file = file._replace(
-            size=(size.num_bytes or 0) if size else 0, version=f"{split}\0{tables.version}"
-        )
+        file = file._replace(size=(size.num_bytes or 0) if size else 0)
         joins = (rows.info.config_name or "").startswith(WIKITEXT)
         by_split[split] = Source(spec, (file,), joins, left_out=left_out)
     return by_split
@@ -329,7 +295,7 @@ def _rows_file(rows: Any, name: str, text_key: str) -> SourceFile:
     columns = rows.column_names  # a stream may not know them before the first row
     if columns is not None and text_key in columns:
         rows = rows.select_columns([text_key])
-    return SourceFile(name, name, 0, "", partial(read_rows, rows, name, text_key), shard=shard)
+    return SourceFile(name, 0, partial(read_rows, rows, name, text_key), shard=shard)
 
 
 def _modules(spec: str) -> Source:
@@ -349,13 +315,13 @@ def _modules(spec: str) -> Source:
         subfolders[:] = [name for name in subfolders if name not in LEFT_OUT]
         paths.extend(Path(folder, name) for name in names if name.endswith(".py"))
     paths.sort(key=lambda path: path.relative_to(root).parts)
-    files = tuple(_source_file(path, root, ReadOptions(), MODULE) for path in paths)
+    files = tuple(_source_file(path, ReadOptions(), MODULE) for path in paths)
     return Source(spec, files, skip_unreadable=True)
 
 
 def _files(spec: str, options: ReadOptions) -> Source:
     """Lists a file, or the text files below a folder; links to folders are followed."""
-    path, left_out = user_path(spec), LeftOut()
+    path, left_out = user_path(spec), Counter[str]()
     if not path.exists():
         siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
         names = (PYTHON_STDLIB, f"{PACKAGE}PACKAGE", *SHORT_NAMES)
@@ -365,22 +331,21 @@ def _files(spec: str, options: ReadOptions) -> Source:
             f"{nearest(path.name, [*siblings, *names])}"
         )
     if not path.is_dir():
-        return Source(spec, (_source_file(path, path.parent, options),))
+        return Source(spec, (_source_file(path, options),))
     files: list[Path] = []
     for file in _walked(path, left_out):
         if _format(file, options) is not None:
             files.append(file)
         else:
-            ending = ending_of(file.name)
-            left_out.add(f"{ending} files" if ending else "files without an ending")
+            left_out["files of other kinds"] += 1
     if not files:
         raise DataError(f"{spec}: no {', '.join(FORMATS)} file in this folder")
     files.sort(key=lambda file: file.relative_to(path).parts)
-    sources = tuple(_source_file(file, path, options) for file in files)
+    sources = tuple(_source_file(file, options) for file in files)
     return Source(spec, sources, left_out=left_out)
 
 
-def _walked(root: Path, left_out: LeftOut) -> Iterator[Path]:
+def _walked(root: Path, left_out: Counter[str]) -> Iterator[Path]:
     seen: set[tuple[int, int]] = set()
     for folder, subfolders, names in os.walk(root, followlinks=True, onerror=_raise):
         status = os.stat(folder)
@@ -389,9 +354,9 @@ def _walked(root: Path, left_out: LeftOut) -> Iterator[Path]:
         seen.add((status.st_dev, status.st_ino))
         for name in [*filter(is_hidden, subfolders), *names]:
             if is_hidden(name):
-                left_out.add("hidden files and folders")
+                left_out["hidden files and folders"] += 1
             elif (file := Path(folder, name)).exists() and not file.is_file():
-                left_out.add("pipes and devices")  # reading a pipe would never end
+                left_out["pipes and devices"] += 1  # reading a pipe would never end
             else:
                 yield file
         subfolders[:] = [name for name in subfolders if not is_hidden(name)]
@@ -401,24 +366,15 @@ def _raise(error: OSError) -> None:
     raise error
 
 
-def _source_file(
-    path: Path, root: Path, options: ReadOptions, form: Format | None = None
-) -> SourceFile:
+def _source_file(path: Path, options: ReadOptions, form: Format | None = None) -> SourceFile:
     form = form or _format(path, options)
     if form is None:
         raise DataError(
             f"{path}: the name of a text file has to end in {', '.join(FORMATS)}; use --format "
             "text to read any file as text"
         )
-    status = path.stat()
-    return SourceFile(
-        name=path.relative_to(root).as_posix(),
-        place=str(path),
-        size=status.st_size,
-        version=f"{status.st_size}\0{status.st_mtime_ns}",
-        read=partial(form.read, path, options.text_key),
-        format=form,
-    )
+    read = partial(form.read, path, options.text_key)
+    return SourceFile(str(path), path.stat().st_size, read, form)
 
 
 def _format(path: Path, options: ReadOptions) -> Format | None:
@@ -427,11 +383,3 @@ def _format(path: Path, options: ReadOptions) -> Format | None:
     if options.file_format or form is TEXT:
         return LINES if options.documents == "lines" else TEXT
     return form
-
-
-def ending_of(name: str) -> str:
-    """Returns the lower-case extension of a file name, including what precedes .gz and the like."""
-    endings = PurePath(name.lower()).suffixes
-    if len(endings) > 1 and endings[-1] in _PACKED:
-        return "".join(endings[-2:])
-    return endings[-1] if endings else ""

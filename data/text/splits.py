@@ -5,11 +5,12 @@ Shares held out are of bytes, or of documents if these are too few.
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Literal, NamedTuple
 
-from polyad.data.prepared import LeftOut, SplitName
+from polyad.data.prepared import SplitName
 from polyad.data.text.sources import Document, Source
 
 MOST_SLACK = 4096
@@ -45,7 +46,7 @@ class Sources(NamedTuple):
                 return lambda size: next(of_documents)
         return ByteShares(name, fractions).split_of
 
-    def assigned(self, left_out: LeftOut) -> Iterator[tuple[SplitName, Document]]:
+    def assigned(self, left_out: Counter[str]) -> Iterator[tuple[SplitName, Document]]:
         """Reads all sources, each document with its split."""
         for name, source in self.by_split.items():
             documents = source.documents(left_out)

@@ -1,16 +1,16 @@
 """Writes documents to the files of their splits: encodes them in batches, with bounded memory."""
 
-import contextlib
 import re
 import warnings
-from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import chain, islice
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import tee
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from polyad.data.errors import DataError
 from polyad.data.prepared import SPLITS, SplitName
@@ -57,34 +57,29 @@ class SplitWriter:
     """
 
     def __init__(self, prefix: Path, tokenizer: Tokenizer) -> None:
-        self._dtype = token_dtype(tokenizer.vocab_size)
-        self._before, self._end = tokenizer.before, tokenizer.end_of_text_id
-        self._prefix = prefix
-        self._builder = _builder(prefix.with_suffix(".bin"), self._dtype)
-        self._length = 0  # of the document that is being written
-        self._documents = self._words = self._bytes = 0
-        self.tokens = 0
-        """Tokens written so far."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it warns of kernels that are not used here
+            from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-    def add(self, ids: Sequence[int], text: str, *, is_last: bool = True) -> None:
-        """Appends a document, or the next piece of one.
+        self._prefix = prefix
+        self._before = np.array(tokenizer.before, np.int32)
+        self._end = np.array([tokenizer.end_of_text_id], np.int32)
+        dtype = token_dtype(tokenizer.vocab_size)
+        self._builder: Any = IndexedDatasetBuilder(str(prefix.with_suffix(".bin")), dtype)
+        self._counts = Counter(dict.fromkeys(SplitInfo.model_fields, 0))
+
+    def add(self, ids: npt.NDArray[np.int32], text: str) -> None:
+        """Appends a document.
 
         Args:
             ids: The tokens of its text.
             text: Its text.
-            is_last: Whether the document ends here.
         """
-        before = [] if self._length else self._before
-        tokens = np.array([*before, *ids, *([self._end] if is_last else [])], dtype=self._dtype)
-        self._length += len(tokens)
-        self.tokens += len(tokens)
-        self._words += len(text.split())
-        self._bytes += len(text.encode("utf-8"))
-        if is_last:
-            self._builder.add_document(tokens, [self._length])
-            self._documents, self._length = self._documents + 1, 0
-        else:
-            self._builder.data_file.write(tokens.tobytes())
+        tokens = np.concatenate([self._before, ids, self._end])
+        self._builder.add_document(tokens, [len(tokens)])
+        self._counts.update(
+            documents=1, tokens=len(tokens), words=len(text.split()), bytes=len(text.encode())
+        )
 
     def copy(self, prefix: Path, split: SplitInfo) -> None:
         """Appends all documents of another split.
@@ -95,44 +90,18 @@ class SplitWriter:
         """
         if split.documents:
             self._builder.add_index(str(prefix))
-        self._documents += split.documents
-        self.tokens += split.tokens
-        self._words += split.words
-        self._bytes += split.bytes
+        self._counts.update(split.model_dump())
 
     def finish(self) -> SplitInfo:
         """Writes the index; returns the counts of the split."""
         self._builder.finalize(str(self._prefix.with_suffix(".idx")))
-        return SplitInfo(
-            documents=self._documents, tokens=self.tokens, words=self._words, bytes=self._bytes
-        )
-
-    def close(self) -> None:
-        """Closes the file, finished or not."""
-        self._builder.data_file.close()
-
-
-def _builder(path: Path, dtype: type[np.uint16] | type[np.int32]) -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it warns of kernels that are not used here
-        from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-    return IndexedDatasetBuilder(str(path), dtype)
-
-
-class _Piece(NamedTuple):
-    split: SplitName
-    text: str
-    is_last: bool
-    name: str
+        return SplitInfo(**self._counts)
 
 
 def write_documents(
     folder: Path, tokenizer: Tokenizer, documents: Iterable[tuple[SplitName, Document]]
-) -> tuple[dict[SplitName, SplitInfo], Counter[str]]:
+) -> dict[SplitName, SplitInfo]:
     """Encodes documents of all splits together and writes each to the files of its split.
-
-    A batch is encoded in a separate thread, which needs Python's lock only at its end, while the
-    documents of the next batch are read and the tokens of the previous one are written.
 
     Args:
         folder: The folder to write to.
@@ -140,61 +109,88 @@ def write_documents(
         documents: The documents, each with its split.
 
     Returns:
-        The counts of each split, and how many special tokens of which kind in the text were encoded
-        as ordinary characters.
+        The counts of each split.
 
     Raises:
         DataError: A document cannot be encoded.
     """
-    special: Counter[str] = Counter()
+    splits = {name: SplitWriter(folder / name, tokenizer) for name in SPLITS}
+    written, encoded = tee(documents)
+    ids = encode_documents(tokenizer, (document for _, document in encoded))
+    for (split, document), ids_T in zip(written, ids, strict=True):
+        splits[split].add(ids_T, document.text)
+    return {name: writer.finish() for name, writer in splits.items()}
+
+
+class _Piece(NamedTuple):
+    document: Document
+    text: str
+    is_last: bool
+
+
+def encode_documents(
+    tokenizer: Tokenizer, documents: Iterable[Document]
+) -> Iterator[npt.NDArray[np.int32]]:
+    """Encodes whole documents, long ones in pieces.
+
+    A batch is encoded in a separate thread, which needs Python's lock only at its end, while the
+    documents of the next batch are read and the tokens of the previous one are used.
+
+    Args:
+        tokenizer: The tokenizer.
+        documents: The documents.
+
+    Yields:
+        The ids of each text.
+
+    Raises:
+        DataError: A document cannot be encoded.
+    """
+    parts = [np.zeros(0, np.int32)]
+    for pieces, batch in _encoded_batches(tokenizer, _batches(_pieces(tokenizer, documents))):
+        for piece, ids in zip(pieces, batch, strict=True):
+            parts.append(np.array(ids, np.int32))
+            if piece.is_last:
+                yield np.concatenate(parts)
+                del parts[1:]
+
+
+def _encoded_batches(
+    tokenizer: Tokenizer, batches: Iterable[list[_Piece]]
+) -> Iterator[tuple[list[_Piece], list[list[int]]]]:
+    """Encodes one batch ahead of those that are used."""
 
     def encode(pieces: list[_Piece]) -> list[list[int]]:
-        texts = [piece.text for piece in pieces]
         try:
-            batch = tokenizer.encode_batch(texts)
+            return tokenizer.encode_batch([piece.text for piece in pieces])
         except DataError:
             for piece in pieces:
                 try:
                     tokenizer.encode_batch([piece.text])
                 except DataError as error:
-                    raise DataError(f"{piece.name}: {error}") from None
+                    raise DataError(f"{piece.document.name}: {error}") from None
             raise
-        special.update(tokenizer.special_in(texts, batch))
-        return batch
 
-    with contextlib.ExitStack() as stack:
-        splits = {
-            name: stack.enter_context(contextlib.closing(SplitWriter(folder / name, tokenizer)))
-            for name in SPLITS
-        }
-        thread = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="encode"))
-        waiting: deque[tuple[list[_Piece], Future[list[list[int]]]]] = deque()
-
-        def write_first() -> None:
-            pieces, future = waiting.popleft()
-            for piece, ids in zip(pieces, future.result(), strict=True):
-                splits[piece.split].add(ids, piece.text, is_last=piece.is_last)
-
-        for batch in _batches(_pieces(tokenizer, documents)):
-            waiting.append((batch, thread.submit(encode, batch)))
-            if len(waiting) > 1:
-                write_first()
+    with ThreadPoolExecutor(1, thread_name_prefix="encode") as thread:
+        waiting = None
+        for pieces in batches:
+            ahead = pieces, thread.submit(encode, pieces)
+            if waiting:
+                yield waiting[0], waiting[1].result()
+            waiting = ahead
         if waiting:
-            write_first()
-        return {name: writer.finish() for name, writer in splits.items()}, special
+            yield waiting[0], waiting[1].result()
 
 
-def _pieces(
-    tokenizer: Tokenizer, documents: Iterable[tuple[SplitName, Document]]
-) -> Iterator[_Piece]:
+def _pieces(tokenizer: Tokenizer, documents: Iterable[Document]) -> Iterator[_Piece]:
     cuts = tokenizer.encodes_in_pieces()
-    for split, document in documents:
+    for document in documents:
         pieces = cut_between_words(document.text) if cuts else iter([document.text])
-        held = next(pieces)
+        ahead = next(pieces)
         for piece in pieces:
-            yield _Piece(split, held, False, document.name)
-            held = piece
-        yield _Piece(split, held, True, document.name)
+            yield _Piece(document, ahead, False)
+            ahead = piece
+        yield _Piece(document, ahead, True)
 
 
 def _batches(pieces: Iterator[_Piece]) -> Iterator[list[_Piece]]:
@@ -208,20 +204,3 @@ def _batches(pieces: Iterator[_Piece]) -> Iterator[list[_Piece]]:
             batch, characters = [], 0
     if batch:
         yield batch
-
-
-def encode_documents(tokenizer: Tokenizer, texts: Sequence[str]) -> Iterator[list[int]]:
-    """Encodes whole documents as `write_documents` does, long ones in pieces.
-
-    Args:
-        tokenizer: The tokenizer.
-        texts: Any texts.
-
-    Yields:
-        The ids of each text.
-    """
-    cuts = tokenizer.encodes_in_pieces()
-    pieces = [list(cut_between_words(text)) if cuts else [text] for text in texts]
-    encoded = iter(tokenizer.encode_batch(list(chain.from_iterable(pieces))))
-    for parts in pieces:
-        yield list(chain.from_iterable(islice(encoded, len(parts))))

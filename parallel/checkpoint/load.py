@@ -17,8 +17,8 @@ from typing import TypeAlias, TypeVar
 import numpy as np
 import torch
 from torch import nn
+from tqdm import tqdm
 
-from polyad.data.progress import Progress
 from polyad.model.build import build_model, read_model_config
 from polyad.model.config_yaml import ConfigYamlError, load
 from polyad.model.lora import of_base
@@ -502,16 +502,13 @@ def _verify_together(contents: Contents) -> str | None:
     """Reads every file once, each on one rank; None if all are correct, else the first reason."""
     reason = None
     names = contents.share(comm.rank(), comm.size())
-    progress = Progress(report=(lambda line: None) if comm.rank() else None)
-    progress.start(
-        f"verify {contents.folder.name}", sum(contents.files[name].bytes for name in names)
-    )
-    try:
-        contents.verify(names, progress.update)
-    except CheckpointError as error:
-        reason = str(error)
-    finally:
-        progress.close()
+    total, disable = sum(contents.files[name].bytes for name in names), comm.rank() > 0 or None
+    what = f"verify {contents.folder.name}"
+    with tqdm(total=total, desc=what, unit="B", unit_scale=True, disable=disable) as bar:
+        try:
+            contents.verify(names, lambda done: bar.update(done - bar.n))
+        except CheckpointError as error:
+            reason = str(error)
     if not comm.any_rank(reason is not None):
         return None
     return next(text for text in comm.from_all(reason) if text is not None)

@@ -31,7 +31,7 @@ def test_parts_are_joined(
     assert run(["prepare", "--join", "--output", str(tmp_path / "out")]) == 0
     assert f"in {tmp_path / 'out'}\n" in capfd.readouterr().out
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
-    assert manifest["request"]["part"] == "all 2"
+    assert manifest["request"]["part"] is None
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,9 @@ import math
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
 from polyad.data.config import DataSettings
-from polyad.data.progress import Progress
 from polyad.data.text.tokenizers.tokenizer import Tokenizer
 from polyad.model.build import build_model
 from polyad.parallel.adapted import AdaptedCheckpoint
@@ -41,9 +41,10 @@ class Checked:
         self.folder = weights.folder
         self.config = self._weights.model_config()
         self.shapes = self._weights.shapes()
-        self.bytes, self.bytes_read = 4 * sum(map(math.prod, self.shapes.values())), 0
-        self.progress = Progress()
-        self.progress.start("converting", self.bytes)
+        self.bytes = 4 * sum(map(math.prod, self.shapes.values()))
+        self.progress = tqdm(
+            total=self.bytes, desc="converting", unit="B", unit_scale=True, disable=None
+        )
         self._not_finite: list[str] = []
         note = getattr(weights, "note", None)
         if note is not None:
@@ -98,8 +99,7 @@ class Checked:
         value = self._weights.whole(name)
         if not all(end.isfinite() for end in value.aminmax()):  # both are NaN if any element is NaN
             self._not_finite.append(name)
-        self.bytes_read += value.nbytes
-        self.progress.update(self.bytes_read)
+        self.progress.update(value.nbytes)
         return value
 
     def buffers(self) -> dict[str, torch.Tensor]:

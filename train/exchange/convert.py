@@ -105,7 +105,6 @@ def _convert(
         WRITERS[to](weights, staging, destination)
         if to in ("huggingface", "safetensors"):
             write_classes(weights, staging)
-        weights.progress.finish(weights.bytes_read)
     weights.note_what_was_made()
     config, tokenizer = weights.config, weights.tokenizer
     files = sorted(destination.iterdir())

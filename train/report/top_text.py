@@ -4,7 +4,7 @@ Shapes: B windows, T tokens of a window, S experts of all levels side by side.
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -38,8 +38,6 @@ class Context(NamedTuple):
     before: str
     token: str
     after: str
-    file: str | None = None
-    """The source of its document; None if unknown."""
 
 
 def split_text(
@@ -109,10 +107,9 @@ class TopText:
             for name, top in self._tops.items()
             for column in columns[name]
         }
-        files = self._text.files_of_documents({at[2] for each in places.values() for at in each})
         return {
             name: [
-                top.shown(column, [self._context(*at, files) for at in places[name, column]])
+                top.shown(column, [self._context(*at) for at in places[name, column]])
                 for column in columns[name]
             ]
             for name, top in self._tops.items()
@@ -128,9 +125,7 @@ class TopText:
                 places.append((weight, position, int(document), int(offset)))
         return places
 
-    def _context(
-        self, weight: float, position: int, document: int, offset: int, files: Mapping[int, str]
-    ) -> Context:
+    def _context(self, weight: float, position: int, document: int, offset: int) -> Context:
         stream, tokenizer = self._text.stream, self._text.tokenizer
         length = int(stream.document_lengths[document])
         first, stop = max(0, offset - BEFORE), min(length, offset + AFTER + 1)
@@ -138,5 +133,4 @@ class TopText:
         before, token, after = split_text(ids, offset - first, tokenizer.decode)
         if ids[offset - first] == tokenizer.end_of_text_id:
             token = "<end of text>"
-        file = files.get(document)
-        return Context(weight, position, document, offset, before, token, after, file)
+        return Context(weight, position, document, offset, before, token, after)

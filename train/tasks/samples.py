@@ -11,7 +11,7 @@ import copy
 import functools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -24,9 +24,7 @@ from polyad.data.images.samples import EvaluationImages, ImageBatch
 from polyad.data.sampler import evaluation_batches
 from polyad.data.sequences.samples import SequenceBatch
 from polyad.data.text.dataset import TokenStream
-from polyad.data.text.manifest import SplitName
 from polyad.data.text.masking import MaskedWindow
-from polyad.data.text.origins import files_of_documents
 from polyad.data.text.tokenizers.tokenizer import Tokenizer
 from polyad.data.text.windows import EvaluationWindows, SpreadWindows, window_batches
 from polyad.model.bert import BertConfig
@@ -238,15 +236,6 @@ class TextSamples(Samples):
     def tokenizer(self) -> Tokenizer:
         """The tokenizer of the text."""
         return self._data.parts[0].data.tokenizer()
-
-    def files_of_documents(self, documents: Collection[int]) -> dict[int, str]:
-        """The files of documents of the split; see `polyad.data.text.origins`.
-
-        Args:
-            documents: their numbers.
-        """
-        manifest, split = self._data.parts[0].data.manifest, self.stream.prefix.name
-        return files_of_documents(manifest, cast(SplitName, split), documents)
 
     def some(self, windows: Sequence[int]) -> "TextSamples":
         """Returns other windows of the same split, for a GPT-2.

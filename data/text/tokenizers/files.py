@@ -4,7 +4,6 @@ import os
 import re
 from collections import Counter
 from collections.abc import Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -106,12 +105,6 @@ class SentencePieceTokenizer(Tokenizer):
             else:
                 documents[-1].append(int(token))
         return self.end_of_text.join(self._processor.decode(part) for part in documents)
-
-    @cached_property
-    def special(self) -> dict[str, int]:
-        """Control pieces and their ids."""
-        pieces = self.vocabulary().items()
-        return {piece: number for piece, number in pieces if self._processor.is_control(number)}
 
     def _is_special(self, token: int) -> bool:
         return bool(self._processor.is_control(token) or self._processor.is_unknown(token))

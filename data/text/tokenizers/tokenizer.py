@@ -4,9 +4,6 @@ import contextlib
 import hashlib
 import json
 import os
-import re
-import sys
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -143,53 +140,8 @@ class Tokenizer:
         return ids
 
     def encode(self, text: str) -> list[int]:
-        """Encodes one text.
-
-        Args:
-            text: Any text.
-
-        Returns:
-            Its ids, never that of the end-of-text token. A line on standard error says which
-            special tokens in the text were encoded as ordinary characters.
-        """
-        batch = self.encode_batch([text])
-        self.say_special(self.special_in([text], batch))
-        return batch[0]
-
-    def special_in(self, texts: Sequence[str], batch: Sequence[Sequence[int]]) -> Counter[str]:
-        """Counts the special tokens whose characters texts contain, and which encoding ignored.
-
-        Args:
-            texts: Any texts.
-            batch: Their ids, as `encode_batch` returns them.
-
-        Returns:
-            The number of occurrences of each.
-        """
-        counts: Counter[str] = Counter()
-        if self._special_pattern is None:
-            return counts
-        for text, ids in zip(texts, batch, strict=True):
-            if names := Counter(self._special_pattern.findall(text)):
-                # A vocabulary of words may have such a token as the word that it is.
-                counts += names - Counter({name: ids.count(self.special[name]) for name in names})
-        return counts
-
-    def say_special(self, counts: Mapping[str, int]) -> None:
-        """Prints `special_line` on standard error, each line once and by one process."""
-        line = special_line(counts)
-        if line and line not in self._said and os.environ.get("RANK", "0") == "0":
-            self._said.add(line)
-            print(f"polyad: {line}", file=sys.stderr, flush=True)
-
-    @cached_property
-    def _said(self) -> set[str]:
-        return set()
-
-    @cached_property
-    def _special_pattern(self) -> re.Pattern[str] | None:
-        names = sorted(filter(None, self.special), key=len, reverse=True)  # the longest match
-        return re.compile("|".join(map(re.escape, names))) if names else None
+        """Encodes one text; see `encode_batch`."""
+        return self.encode_batch([text])[0]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Decodes ids, including special tokens.
@@ -228,14 +180,9 @@ class Tokenizer:
         return token in self._special_ids
 
     @cached_property
-    def special(self) -> dict[str, int]:
-        """Special tokens and their ids."""
-        added = self._backend.get_added_tokens_decoder().items()
-        return {each.content: number for number, each in added if each.special}
-
-    @cached_property
     def _special_ids(self) -> frozenset[int]:
-        return frozenset(self.special.values())
+        added = self._backend.get_added_tokens_decoder().items()
+        return frozenset(number for number, each in added if each.special)
 
     def vocabulary(self) -> dict[str, int]:
         """Returns every token and its id."""
@@ -343,17 +290,6 @@ def fingerprint(content: bytes, end_of_text: str) -> str:
         A SHA-256, hexadecimal.
     """
     return hashlib.sha256(content + f"\0{end_of_text}".encode()).hexdigest()
-
-
-def special_line(counts: Mapping[str, int]) -> str:
-    """Says how many special tokens in a text were encoded as ordinary characters; empty: none."""
-    if not counts:
-        return ""
-    names = ", ".join(f"{name} {count:,}" for name, count in sorted(counts.items()))
-    return (
-        f"{sum(counts.values()):,} occurrences of special tokens ({names}) in the text are encoded "
-        "as plain characters"
-    )
 
 
 @contextlib.contextmanager

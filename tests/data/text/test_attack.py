@@ -77,7 +77,7 @@ def test_nothing_replaced_gives_the_same_tokens(prepared):
 
 def test_long_documents_and_small_batches_give_the_same_tokens(prepared, monkeypatch):
     # Both sizes far below the documents', so that each comes in pieces and a batch of its own.
-    monkeypatch.setattr("polyad.data.text.attack.AT_ONCE", 1)
+    monkeypatch.setattr("polyad.data.text.writer.BATCH_CHARACTERS", 1)
     pieces = cut_small(monkeypatch)
     split = prepared.split("train")
     assert_same(attacked_split(split, prepared.tokenizer(), WordSwap(0.0)).stream, split)
@@ -92,7 +92,7 @@ def cut_small(monkeypatch):
     def cut(text):
         parts = list(cut_between_words(text, 200))
         counts.append(len(parts))
-        return parts
+        return iter(parts)
 
     monkeypatch.setattr("polyad.data.text.writer.cut_between_words", cut)
     return counts
@@ -131,7 +131,7 @@ def test_a_vocabulary_of_words_without_an_unknown_one_is_refused():
     content = json.loads(train_words(iter(["one two"]), None, "<eos>").file_bytes())
     content["model"]["unk_token"] = "none of these"
     tokenizer = Tokenizer(json.dumps(content), "<eos>")
-    with pytest.raises(DataError, match="cannot be attacked: a text cannot be encoded"):
+    with pytest.raises(DataError, match="cannot be attacked: document 0: a text cannot be encoded"):
         attacked_split(OneDocument(), tokenizer, WordSwap(1.0))
 
 

@@ -5,7 +5,6 @@ from itertools import islice
 
 import pytest
 
-from polyad.data.errors import DataError
 from polyad.data.prepared import SPLITS
 from polyad.data.text.dataset import PreparedData
 from polyad.data.text.manifest import Manifest
@@ -30,7 +29,7 @@ def test_a_text_file_is_one_document_in_each_split_by_position(tmp_path, play, p
     lines = []
     manifest = prepare(str(play), str(prepared_path), tmp_path / "out", report=lines.append)
     assert any("split by position" in line for line in lines)
-    assert (manifest.split_by, manifest.request.documents) == ("position", "files")
+    assert manifest.split_by == "position"
     assert [manifest.splits[name].documents for name in SPLITS] == [1, 1, 1]
     size = play.stat().st_size
     for name, share in zip(SPLITS, (0.9, 0.05, 0.05), strict=True):
@@ -61,9 +60,6 @@ def test_lines_are_documents_where_that_is_asked_for(tmp_path, prepared_path):
     assert [manifest.splits[name].documents for name in SPLITS] == [90, 5, 5]
     decode = PreparedData.open(out).tokenizer().decode
     assert decode(documents(out, "train")[0][:-1]) == "line 0"
-    with pytest.raises(DataError, match="--overwrite"):  # it is not the same as what is there
-        silent(str(path), str(prepared_path), out)
-    assert silent(str(path), str(prepared_path), out, documents="lines") == manifest
 
 
 def test_many_text_files_are_dealt_out_and_few_are_not(tmp_path, prepared_path):
@@ -95,11 +91,12 @@ def test_other_sources_are_split_and_named_as_before(tmp_path, prepared_path):
     path.write_text(json.dumps({"text": "one\n" * 100}) + "\n")
     manifest = silent(str(path), str(prepared_path), tmp_path / "out")
     assert [manifest.splits[name].documents for name in SPLITS] == [1, 0, 0]
-    assert (manifest.split_by, manifest.request.documents) == ("documents", None)
+    assert manifest.split_by == "documents"
 
 
 def test_the_split_of_few_lines_reads_no_more_lines_than_it_needs(tmp_path, monkeypatch):
-    from polyad.data.text.sources import ReadOptions, open_source
+    from polyad.data.text.manifest import ReadOptions
+    from polyad.data.text.sources import open_source
 
     path = tmp_path / "a.txt"
     path.write_text("one\n" * 100)

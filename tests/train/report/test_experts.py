@@ -151,17 +151,15 @@ def test_anchors_are_unique_and_sections_stand_in_order(trained, tmp_path):
 
 
 @pytest.mark.distributed
-def test_top_tokens_stand_in_the_file_that_is_named(trained, prepared_path, tmp_path):
+def test_top_tokens_stand_in_the_document_that_is_named(trained, prepared_path, tmp_path):
     result = report(trained, output=tmp_path / "page.html", tokens=TOKENS)
     text = (tmp_path / "page.html").read_text()
     tops = [top for row in result["experts"] for top in row["top"]]
-    assert len({top["file"] for top in tops}) > 1
+    assert len({top["document"] for top in tops}) > 1
+    lines = (prepared_path.parent / "validation.jsonl").read_text().splitlines()
     for top in tops:
-        assert f"{top['file']}, token {top['offset']:,}" in text
-        name, _, number = top["file"].partition("#")
-        assert name == "validation.jsonl"
-        lines = (prepared_path.parent / name).read_text().splitlines()
-        document = json.loads(lines[int(number)])["text"]
+        assert f"document {top['document']}, token {top['offset']:,}" in text
+        document = json.loads(lines[top["document"]])["text"]
         if top["token"] != "<end of text>":
             assert top["before"] + top["token"] + top["after"].partition("<|end")[0] in document
 

@@ -8,7 +8,6 @@ import tokenizers
 from tokenizers import models, pre_tokenizers
 
 from polyad.data.errors import DataError
-from polyad.data.text.prepare import prepare
 from polyad.data.text.tokenizers.files import load_tokenizer
 from polyad.data.text.tokenizers.tokenizer import END_OF_TEXT, Tokenizer
 from polyad.data.text.tokenizers.training import resolve_tokenizer, train_tokenizer
@@ -174,31 +173,13 @@ def with_marks():
     return Tokenizer(backend.to_str())
 
 
-def test_special_tokens_in_a_text_are_counted_and_said_once(capfd):
+def test_special_tokens_in_a_text_are_characters():
     tokenizer = with_marks()
     text = "<|im_start|>user<|im_start|>x<think><|endoftext|><|im_start|>"
     ids = tokenizer.encode(text)
-    line = (
-        "polyad: 4 occurrences of special tokens (<|endoftext|> 1, <|im_start|> 2, <|im_start|>x 1)"
-        " in the text are encoded as plain characters\n"
-    )
-    assert capfd.readouterr().err == line
     # 12 + 4 + 13 + 1 + 13 + 12 characters, of which <think> alone is one token.
     assert len(ids) == 55
     transformers = pytest.importorskip("transformers")
     backend = tokenizers.Tokenizer.from_str(tokenizer.file_bytes().decode())
     theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=backend)(text)["input_ids"]
     assert len(theirs) == 55 - (12 + 13 + 13 + 12) + 4
-    assert tokenizer.encode(text) == ids
-    tokenizer.encode("plain <think>")
-    assert capfd.readouterr().err == ""
-
-
-def test_preparing_text_counts_special_tokens_over_all_parts(tmp_path, capfd):
-    (tmp_path / "tokenizer.json").write_bytes(with_marks().file_bytes())
-    (tmp_path / "text.txt").write_text("<|im_start|>user a b c\n" * 60)
-    lines = []
-    arguments = (str(tmp_path / "text.txt"), str(tmp_path / "tokenizer.json"), tmp_path / "out")
-    prepare(*arguments, documents="lines", report=lines.append)
-    told = "60 occurrences of special tokens (<|im_start|> 60) in the text are encoded as plain"
-    assert any(line.startswith(told) for line in lines), lines
