@@ -22,6 +22,7 @@ SMALL = {
     "train": {"steps": 4, "global_batch_size": 4, "micro_batch_size": 2},
     "schedule": {"decay_steps": 4},
     "checkpoint": {"every": 2},
+    "evaluation": {"max_windows": 8},
 }
 """A run that is small enough to start often."""
 

@@ -48,6 +48,7 @@ def polyad() -> Callable[..., subprocess.CompletedProcess[str]]:
 
     def call(*arguments: object, module: str = "polyad.launch") -> subprocess.CompletedProcess[str]:
         environment = {k: v for k, v in os.environ.items() if k not in {"RANK", "WORLD_SIZE"}}
+        environment["OMP_NUM_THREADS"] = "1"
         return subprocess.run(
             [sys.executable, "-m", module, *map(str, arguments)],
             **{"capture_output": True, "text": True, "timeout": 120, "cwd": ROOT},
