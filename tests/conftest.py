@@ -1,6 +1,7 @@
 """Fixtures of the whole suite."""
 
 import argparse
+import gc
 import inspect
 import json
 import pydoc_data.topics
@@ -27,6 +28,13 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 # Models in tests are tiny: a second thread mostly waits, and for long where the cores are busy.
 torch.set_num_threads(1)
+
+
+def pytest_collection_finish() -> None:
+    """What is imported now stays: the garbage collector would look through it again and again."""
+    gc.collect()
+    gc.freeze()
+
 
 SHARED = Path(__file__).resolve().parents[1].parent / "shared" / "data"
 

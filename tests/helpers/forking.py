@@ -6,6 +6,7 @@ disk. Its processes are children of a server, which reaps them, not of the test.
 
 import contextlib
 import ctypes
+import gc
 import multiprocessing
 import os
 import signal
@@ -164,6 +165,7 @@ def _serve(pipe: Connection) -> None:
     ending.OTHERS_SPEAK_FIRST = 0.2  # no launcher ends a process while it waits
     prepare_environment()
     import_engine()
+    gc.freeze()
     while True:
         try:
             what, *arguments = pipe.recv()
