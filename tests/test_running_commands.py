@@ -126,7 +126,7 @@ def cheaper(command: Written) -> list[str]:
         return [*words, *TINY, *experts]
     if name == "prepare" and options.source == "python-stdlib":
         words += ["--source", SMALL_TEXT]
-    if name in ("report", "compare", "experts knockout", "experts steer"):
+    if name in ("report", "compare", "experts atlas", "experts steer"):
         words += FEW_TOKENS
     return [*words, *SHORT.get(name, ())]
 

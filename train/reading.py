@@ -32,7 +32,7 @@ from polyad.train.console import Progress
 from polyad.train.errors import ConfigError
 from polyad.train.exchange.writers import config_of_weights
 from polyad.train.experts.interventions import Intervention, intervened, layers_by_block
-from polyad.train.experts.moments import ExpertMoments
+from polyad.train.experts.moments import ExpertMoments, Moments
 from polyad.train.experts.probing import Decision, RoutedLayer, deciding
 from polyad.train.guard.failures import explain_out_of_memory
 from polyad.train.loop.profiling import allow_tf32
@@ -122,15 +122,7 @@ class Evaluated(NamedTuple):
         blocks = {each.layer for each in self.interventions if each.action.how == "mean"}
         layers = [layer for block, layer in layers_by_block(model).items() if block in blocks]
         samples = samples_of(self.task, split or "validation", MEAN_OF)
-        reader = MomentsReader(layers)
-        read(
-            *(model, layers, samples, (reader,)),
-            batch_size=self.batch_size,
-            world=world,
-            label="mean outputs",
-        )
-        moments = reader.moments
-        found = moments.result(lambda values: comm.sum_over_samples(values.to(world.device), world))
+        found = moments_of(model, layers, samples, self.batch_size, world)
         return {name: each.mean_SD for name, each in found.items()}
 
     def text(self, option: str) -> LanguageModelling:
@@ -358,6 +350,39 @@ class MomentsReader:
     def add(self, reading: Reading) -> None:
         """Adds a batch."""
         self.moments.add(reading.decisions)
+
+
+def moments_of(
+    model: nn.Module,
+    layers: Sequence[RoutedLayer],
+    samples: Samples,
+    batch_size: int,
+    world: comm.World,
+    *others: Reader,
+) -> Mapping[str, Moments]:
+    """Reads samples for the moments of expert outputs; all processes call this.
+
+    Args:
+        model: see `read`.
+        layers: the layers to read.
+        samples: see `read`.
+        batch_size: see `read`.
+        world: see `read`.
+        others: further measures that are taken of the same pass.
+
+    Returns:
+        The moments by layer name.
+    """
+    reader = MomentsReader(layers)
+    read(
+        *(model, layers, samples, (reader, *others)),
+        batch_size=batch_size,
+        world=world,
+        label="read experts",
+    )
+    return reader.moments.result(
+        lambda values: comm.sum_over_samples(values.to(world.device), world)
+    )
 
 
 @torch.inference_mode()

@@ -65,7 +65,8 @@ class Tables:
     frames: Mapping[str, Any] = field(default_factory=dict)
     """Tables, `pandas.DataFrame` by name."""
     titles: Mapping[str, str] = field(default_factory=dict)
-    """The line above a table in the text, by its name; a table without one is in JSON alone."""
+    """The line above a table in the text, by its name, in the order of display; a table without one
+    is in JSON alone."""
 
     def with_facts(self, before: Mapping[str, Any], after: Mapping[str, Any]) -> "Tables":
         """Returns the same with further facts around its own."""
@@ -82,7 +83,7 @@ class Tables:
         facts = [(_heading(name), in_words(value)) for name, value in self.facts.items()]
         lines = aligned(facts, "<")
         for name, title in self.titles.items():
-            if len(self.frames[name]):
+            if len(self.frames.get(name, ())):
                 lines += ["", f"{_heading(name)}: {title}", *_table(self.frames[name])]
         return "\n".join(lines)
 

@@ -44,7 +44,6 @@ GROUPS: dict[str, tuple[Any, ...]] = {  # a decorated class keeps its type for m
     ),
     "its experts": (
         experts.Specialize,
-        experts.KnockOut,
         experts.Atlas,
         experts.SteerExperts,
         experts.Rewrite,

@@ -19,7 +19,7 @@ from polyad.launch.command import (
     names,
 )
 from polyad.launch.commands.held_out import Seed, Stored, Tokens
-from polyad.launch.commands.options import Experts, Layers, Steer, TokenizerFile
+from polyad.launch.commands.options import Steer, TokenizerFile
 from polyad.launch.output import check_result_file
 
 if TYPE_CHECKING:
@@ -42,49 +42,30 @@ class Specialize(Stored):
         return Specialization
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Removing(Stored):
-    """Which experts are removed."""
-
-    layers: Layers = ()
-    experts: Experts = ()
-    tokens: Tokens = None
-
-    def examination(self) -> "type[Examination]":
-        """The measure."""
-        from polyad.train.measures.knockout import KnockOuts
-
-        return KnockOuts
-
-
-@command("experts knockout", "polyad experts knockout runs/quickstart/run --layers 0,3")
-@dataclass(frozen=True, kw_only=True)
-class KnockOut(_Removing):
-    """Shows what each expert of a language model is for, by removing it.
-
-    Reports the change in loss without the expert, for classes of tokens by characters, position and
-    frequency.
-    """
-
-
 @command(
     "experts steer",
     "polyad experts steer runs/quickstart/run --steer layer=3,expert=2,strength=8",
 )
 @dataclass(frozen=True, kw_only=True)
-class SteerExperts(_Removing):
+class SteerExperts(Stored):
     """Shows what a language model predicts when it is steered towards experts.
 
     Reports the change in loss and in predicted probability, for the token classes of `polyad
-    experts knockout`, next to the effect of removing the experts.
+    experts atlas`.
 
     Args:
         steer: add X times the expert's gate column to the input of a block (level=N of a
-            hierarchy); may be repeated, and all act at once; the experts that are removed for
-            comparison are these, unless --layers or --experts names others.
+            hierarchy); may be repeated, and all act at once.
     """
 
     steer: Steer
+    tokens: Tokens = None
+
+    def examination(self) -> "type[Examination]":
+        """The measure."""
+        from polyad.train.measures.steer import Steer
+
+        return Steer
 
     def options(self) -> dict[str, Any]:
         """The options of the measure."""
@@ -99,27 +80,29 @@ class SteerExperts(_Removing):
     "experts atlas",
     "polyad experts atlas runs/quickstart/run",
     "polyad experts atlas runs/quickstart/run --tokens 16384 --how route-around",
-    "polyad experts atlas runs/quickstart/run --unembed 10",
+    "polyad experts atlas runs/quickstart/run --layers 1 --experts 2,3 --unembed 10",
 )
 @dataclass(frozen=True, kw_only=True)
 class Atlas(Stored):
-    """Measures how much each expert matters, and which cheap statistics predict it.
+    """Shows what each expert of a language model is for, by removing it.
 
-    Reports the change in loss without each expert, for classes of tokens, next to its frequency of
-    use, norms, REAP and MoNE; and what is lost when a quarter or half of a layer's experts are
-    removed, chosen by each of these or at random.
+    Reports the change in loss without each expert, for classes of tokens by characters, position
+    and frequency, next to its frequency of use, norms, REAP and MoNE; and what is lost when a
+    quarter or half of a layer's experts are removed, chosen by each of these or at random.
 
     Args:
         how: how an expert is removed: contribution: its output becomes 0; route-around: as well,
             and the others take over its weight; mean: its output becomes its mean; prune: the
             router no longer has it, and the next best expert enters; default contribution.
         layers: blocks whose experts are removed; default: all.
+        experts: experts to remove in each of these blocks, written LEVEL.N in a hierarchy;
+            default: all.
         unembed: list the N tokens that each expert's mean output promotes most.
     """
 
     how: Literal["contribution", "route-around", "mean", "prune"] = "contribution"
     layers: Names = ("all",)
-    experts: Experts = ()
+    experts: Names = ()
     unembed: Positive | None = None
     tokens: Tokens = None
 

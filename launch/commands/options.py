@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
-from polyad.launch.command import Argument, Names
+from polyad.launch.command import Argument
 
 
 def weights_folder(text: str) -> Path:
@@ -76,19 +76,6 @@ Base = Annotated[
         "base model of a checkpoint with adapters, or of a peft folder; for a checkpoint it must "
         "hold exactly the weights that the adapters were trained on; default: the path in the "
         "adapters' configuration"
-    ),
-]
-Layers = Annotated[
-    Names,
-    Argument(
-        "blocks whose experts are removed, or all; default: the first, middle and last block with "
-        "experts"
-    ),
-]
-Experts = Annotated[
-    Names,
-    Argument(
-        "experts to remove in each of these blocks, written LEVEL.N in a hierarchy; default: all"
     ),
 ]
 Steer = Annotated[Sequence[str], Argument(metavar="layer=N,expert=N,strength=X")]

@@ -194,7 +194,7 @@ def commands_on(folder: Path, data: str, block: int) -> list[list[Any]]:
     steered = ["--steer", f"layer={block},expert=1,strength=2"]
     few = ["--data", data, "--tokens", "64"]
     return [
-        ["experts", "knockout", folder, *few, "--layers", block],
+        ["experts", "atlas", folder, *few, "--layers", block],
         ["experts", "specialize", folder, "--data", data],
         ["experts", "steer", folder, *few, *steered],
         ["experts", "trace", folder, *few, "--output", f"{data}-trace.parquet", "--with", "norm"],

@@ -22,6 +22,7 @@ from polyad.train.evaluation.evaluate import evaluate
 from polyad.train.loop.metrics import Metrics
 from polyad.train.loop.profiling import memory_of_process, peak_memory_bytes
 from polyad.train.loop.statistics import StepStatistics
+from polyad.train.measures.atlas import Atlas
 from polyad.train.measures.comparison import Comparison
 from polyad.train.measures.measure import Examination, examine
 from polyad.train.measures.registry import MEASURES
@@ -193,9 +194,9 @@ def specialization(path: Path, **options: Any) -> dict[str, Any]:
     return measured(path, "specialization", **options)[0]
 
 
-def knockout(path: Path, **options: Any) -> dict[str, Any]:
-    """`polyad evaluate --knockout`."""
-    return measured(path, "knockout", **options)[0]
+def atlas(path: Path, **options: Any) -> dict[str, Any]:
+    """`polyad experts atlas`."""
+    return both_forms(path, Atlas, **options)[0]
 
 
 def records(folder: Path) -> list[dict[str, Any]]:

@@ -160,8 +160,8 @@ def test_what_there_is_for_experts_trains_a_published_mixture(name, case, worker
     assert math.isfinite(evaluation(tmp_path / "run")["loss"])
     assert command(["report", str(tmp_path / "run"), "--tokens", "64"]) == 0
     if name != "classes":
-        knockout = ["experts", "knockout", str(tmp_path / "run"), "--tokens", "64"]
-        assert command([*knockout, "--json", str(tmp_path / "told.json")]) == 0
+        atlas = ["experts", "atlas", str(tmp_path / "run"), "--tokens", "64"]
+        assert command([*atlas, "--json", str(tmp_path / "told.json")]) == 0
         assert json.loads((tmp_path / "told.json").read_text())
 
 

@@ -1,14 +1,15 @@
-"""The loss of text without each expert in turn, by class of token.
+"""The loss of text without experts of a layer, by class of token, with intervals.
 
-An action is applied to an expert at all tokens of a window (see `actions.py`); by default it is
-removed, and the others keep their weights. Its block's input is unchanged, so a window is
+An action is applied to experts at all tokens of a window (see `actions.py`); by default they are
+removed, and the others keep their weights. Their block's input is unchanged, so a window is
 recomputed from that block on. Unless the action changes scores, it is recomputed only if one of its
-tokens uses the expert. The block's output changes only at those tokens. Later blocks mix tokens, so
-the loss of later tokens changes as well (for a BERT, or with a graph that sees later tokens, of any
-token), but not that of tokens before the first of them.
+tokens uses the experts. The block's output changes only at those tokens. Later blocks mix tokens,
+so the loss of later tokens changes as well (for a BERT, or with a graph that sees later tokens, of
+any token), but not that of tokens before the first of them.
 
 Shapes: B windows, T tokens of a window, P predicted tokens, R rows, D width, S experts of all
-levels side by side, E sets of them to remove, J labelings of tokens.
+levels side by side, E sets of them to remove, J labelings of tokens, C columns (the classes of all
+labelings side by side), G groups of windows.
 """
 
 import math
@@ -17,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -24,10 +26,10 @@ from polyad.model.output import entropy
 from polyad.model.smoe.layer import SelectingMoE
 from polyad.parallel.streamed import device_of
 from polyad.train.experts.actions import CONTRIBUTION, Action, intervening
-from polyad.train.experts.class_changes import Change, ChangeSums, ClassChanges
-from polyad.train.experts.information import Matrix, Summed
+from polyad.train.experts.information import GroupedSums, Matrix, Summed, intervals
 from polyad.train.experts.leaving_out import from_one_class
 from polyad.train.experts.probing import Decision, RoutedLayer
+from polyad.train.experts.token_classes import slices_of
 from polyad.train.tasks.samples import Passages, losses, through
 
 SIDES = ("predicted", "read")
@@ -36,24 +38,167 @@ FEWEST_TOKENS = 50
 """Minimum number of tokens of a class to name it as one that an expert is for."""
 
 
-def class_title(name: str) -> str:
-    """The title of a class of tokens, which says for example that eighth 3 refers to frequency."""
-    return f"{name} by frequency" if name.startswith("eighth") else name
+class Change(NamedTuple):
+    """A mean change in nats per token, or of a share."""
+
+    value: float
+    low: float
+    """Ends of a 95% interval over windows; NaN where there are too few."""
+    high: float
+
+    def columns(self, name: str) -> dict[str, float]:
+        """Columns of a table: the value, and the ends of its interval.
+
+        Args:
+            name: the column of the value.
+        """
+        return dict(zip((name, f"{name}_low", f"{name}_high"), self, strict=True))
 
 
-class Harmed(NamedTuple):
-    """A class of tokens whose loss rises without an expert, beyond noise."""
+@dataclass(frozen=True, kw_only=True)
+class ClassChanges:
+    """The changes per class, for one labeling of tokens."""
 
-    by: str
-    """The labeling of tokens."""
-    name: str
-    tokens: int
-    change: Change
+    classes: Sequence[str]
+    tokens_C: Matrix
+    """Number of predicted tokens of each class."""
+    loss_C: Matrix
+    """Mean loss of the unchanged model; NaN for a class without tokens."""
+    own_EC: Matrix
+    """Number of tokens that use the expert."""
+    change_3EC: Matrix
+    """Mean change over all tokens of the class, and the ends of its interval."""
+    own_change_3EC: Matrix
+    """The same over the tokens that use the expert."""
 
-    @property
-    def title(self) -> str:
-        """The title of the class."""
-        return class_title(self.name)
+    def change(self, row: int, column: int) -> Change:
+        """The change for an expert and a class."""
+        return Change(*self.change_3EC[:, row, column].tolist())
+
+    def own_change(self, row: int, column: int) -> Change:
+        """The same over the tokens that use the expert."""
+        return Change(*self.own_change_3EC[:, row, column].tolist())
+
+    def rows(self, row: int, *, own: bool = True) -> list[dict[str, Any]]:
+        """Rows of a table, one for each class that has tokens.
+
+        Args:
+            row: the expert.
+            own: whether to include changes over the tokens that use the expert.
+        """
+        rows = []
+        for column in self.tokens_C.nonzero()[0].tolist():
+            found = {
+                "class": self.classes[column],
+                "tokens": int(self.tokens_C[column]),
+                "loss": float(self.loss_C[column]),
+                **self.change(row, column).columns("change"),
+            }
+            if own:
+                found["own_tokens"] = int(self.own_EC[row, column])
+                found |= self.own_change(row, column).columns("own_change")
+            rows.append(found)
+        return rows
+
+
+class ChangeSums:
+    """Accumulates changes by class.
+
+    An extra row holds the loss of the unchanged model, and counts tokens.
+
+    Args:
+        rows: E.
+        classes: class names of each labeling.
+        windows: number of windows that all processes read together.
+        device: the losses' device.
+    """
+
+    def __init__(
+        self,
+        rows: int,
+        classes: Mapping[str, Sequence[str]],
+        windows: int,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self._classes, self._windows, self._whole = classes, windows, rows
+        self._columns = sum(map(len, classes.values()))
+        shape = (rows + 1, self._columns, 3)
+        self._sums = GroupedSums(windows, shape, device)
+
+    def add_whole(self, label_JBP: Tensor, number_B: Tensor, loss_BP: Tensor) -> None:
+        """Adds windows read by the unchanged model.
+
+        Args:
+            label_JBP: columns; -1: the token is not counted.
+            number_B: the windows' numbers.
+            loss_BP: losses in nats.
+        """
+        row_B = torch.full_like(number_B, self._whole)
+        self.add(label_JBP, number_B, row_B, loss_BP, torch.ones_like(label_JBP[0]).bool())
+
+    def add(
+        self,
+        label_JBP: Tensor,
+        number_B: Tensor,
+        row_B: Tensor,
+        change_BP: Tensor,
+        own_BP: Tensor,
+    ) -> None:
+        """Adds windows in which something is changed.
+
+        Args:
+            label_JBP: columns; -1: the token is not counted.
+            number_B: the windows' numbers.
+            row_B: the row of each window's change.
+            change_BP: change of the loss.
+            own_BP: which tokens use the expert.
+        """
+        group_B = self._sums.group_of(number_B)
+        place_B = group_B * (self._whole + 1) + row_B.to(group_B.device)
+        first_B1 = (place_B * self._columns).view(-1, 1)
+        counted_JBP = label_JBP >= 0
+        own_BP = own_BP.double()
+        # `where`: uncounted values may not be finite, and 0 times those is not 0.
+        change_BP = change_BP.double().where(counted_JBP[0], 0.0)
+        values_BP3 = torch.stack([change_BP, change_BP * own_BP, own_BP], -1)
+        flat = self._sums.sums_G.flatten(0, 2)
+        for label_BP, counted_BP in zip(label_JBP, counted_JBP, strict=True):
+            flat.index_add_(0, (first_B1 + label_BP)[counted_BP], values_BP3[counted_BP])
+
+    def result(self, what: str, summed: Summed = lambda counts: counts) -> dict[str, ClassChanges]:
+        """Returns the changes by labeling.
+
+        Args:
+            what: names the change in the error.
+            summed: sums over processes.
+
+        Raises:
+            ConfigError: losses are not finite.
+        """
+        wrong = f"{what}: losses are not finite: weights hold NaN or inf, or are too large"
+        sums_GEC3 = self._sums.result(summed, wrong)
+        whole_C3 = sums_GEC3.sum(0)[self._whole]
+        rows = slice(0, self._whole)
+
+        def change(sums: Matrix) -> Matrix:
+            return mean_of(sums[..., rows, :, 0], sums[..., self._whole, None, :, 2])
+
+        def own(sums: Matrix) -> Matrix:
+            return mean_of(sums[..., rows, :, 1], sums[..., rows, :, 2])
+
+        tables = [intervals(each, sums_GEC3, self._windows) for each in (change, own)]
+        own_EC = sums_GEC3.sum(0)[rows, :, 2]
+        return {
+            name: ClassChanges(
+                classes=self._classes[name],
+                tokens_C=whole_C3[part, 2],
+                loss_C=mean_of(whole_C3[part, 0], whole_C3[part, 2]),
+                own_EC=own_EC[:, part],
+                change_3EC=tables[0][..., part],
+                own_change_3EC=tables[1][..., part],
+            )
+            for name, part in slices_of(self._classes).items()
+        }
 
 
 class Focus(NamedTuple):
@@ -102,104 +247,81 @@ class Paired(NamedTuple):
         return cls(int(tokens), mean, mean / deviation, t, p)
 
 
-class ExpertWithout(NamedTuple):
-    """What one expert is for."""
-
-    change: Change
-    """The change of the loss without it, over all tokens."""
-    own_change: Change
-    """The same over the tokens that use it."""
-    paired: Paired | None
-    """A test over these tokens; None: nothing to test."""
-    harmed: dict[str, list[Harmed]]
-    """Classes of `predicted` and of `read` (input) tokens, those harmed most first."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class LayerWithout:
     """What the experts of a layer are for."""
 
     layer: RoutedLayer
     sets: Sequence[Sequence[int]]
-    """The sets of experts removed together; usually one expert each."""
+    """The sets of experts removed together: single experts, and any others."""
     windows_again: int
-    """Number of windows recomputed, over all experts."""
+    """Number of windows recomputed, over all sets."""
     by_class: Mapping[str, ClassChanges]
-    """Changes by labeling of tokens; rows are the experts."""
+    """Changes by labeling of tokens; rows are the sets."""
     own_E3: Matrix
     """Number of predicted tokens that use each, sums of their changes, and of squared changes."""
 
-    def experts(self) -> dict[str, ExpertWithout]:
-        """What each expert is for, by its name."""
-        every = self.by_class["all"]
-        sides = [side for side in SIDES if f"{side} characters" in self.by_class]
-        return {
-            "+".join(map(self.layer.expert_name, each)): ExpertWithout(
-                change=every.change(row, 0),
-                own_change=every.own_change(row, 0),
-                paired=Paired.of(*self.own_E3[row]),
-                harmed={side: self._harmed(row, side) for side in sides},
-            )
-            for row, each in enumerate(self.sets)
-        }
-
-    def _harmed(self, row: int, side: str) -> list[Harmed]:
-        found = [
-            Harmed(by, name, int(table.tokens_C[column]), table.change(row, column))
-            for by, table in self.by_class.items()
-            if by.startswith(f"{side} ")
-            for column, name in enumerate(table.classes)
-        ]
-        some = [one for one in found if one.tokens >= FEWEST_TOKENS and one.change.low > 0]
-        return sorted(some, key=lambda one: -one.change.value)
-
     def focus(self, by: str) -> Focus:
-        """Computes how few classes the experts are for.
+        """Computes how few classes the single experts are for.
 
         Args:
             by: A labeling of tokens. Classes with fewer than `FEWEST_TOKENS` are left out.
         """
-        table = self.by_class[by]
+        table, single_E = self.by_class[by], [len(each) == 1 for each in self.sets]
         enough_C = table.tokens_C >= FEWEST_TOKENS
-        change_3EC = torch.from_numpy(table.change_3EC[..., enough_C])
+        change_3EC = torch.from_numpy(table.change_3EC[:, single_E][..., enough_C])
         loss_C, tokens_C = (
             torch.from_numpy(each[enough_C]) for each in (table.loss_C, table.tokens_C)
         )
         return focus(change_3EC[0], change_3EC[1] > 0, loss_C, tokens_C)
 
-    def frames(self) -> dict[str, list[dict[str, Any]]]:
-        """Rows of tables: `experts`, the classes of tokens that each harms (`harmed`), every class
-        (`classes`), tests over the expert's own tokens (`paired`), and `focus`."""
-        names = ("experts", "harmed", "classes", "paired")
-        found: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+    def rows(self) -> dict[str, list[dict[str, Any]]]:
+        """Rows of tables: single `experts`, every class (`classes`), tests over the expert's own
+        tokens (`paired`), and `focus`."""
+        names = ("experts", "classes", "paired")
+        rows: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
         every = self.by_class["all"]
-        for row, (columns, without) in enumerate(
-            zip(self.sets, self.experts().values(), strict=True)
-        ):
+        for row, columns in enumerate(self.sets):
+            if len(columns) > 1:
+                continue
             level, expert = self.layer.place(columns[0])
             of = {"module": self.layer.name, "level": level, "expert": expert}
-            if without.paired is not None:
-                found["paired"].append({**of, **without.paired._asdict()})
-            found["experts"].append(
+            if (paired := Paired.of(*self.own_E3[row])) is not None:
+                rows["paired"].append({**of, **paired._asdict()})
+            rows["experts"].append(
                 {
                     **of,
                     "share_of_tokens": float(every.own_EC[row, 0] / max(1, every.tokens_C[0])),
-                    **without.change.columns("change"),
-                    **without.own_change.columns("own_change"),
+                    **every.change(row, 0).columns("change"),
+                    **every.own_change(row, 0).columns("own_change"),
                     "own_tokens": int(every.own_EC[row, 0]),
                 }
             )
-            for harmed in (one for each in without.harmed.values() for one in each):
-                about = {"by": harmed.by, "class": harmed.title, "tokens": harmed.tokens}
-                found["harmed"].append({**of, **about, **harmed.change.columns("change")})
             for by, table in self.by_class.items():
-                found["classes"] += [{**of, "by": by, **each} for each in table.rows(row)]
-        found["focus"] = [
+                rows["classes"] += [{**of, "by": by, **each} for each in table.rows(row)]
+        rows["focus"] = [
             {"module": self.layer.name, "by": by, **self.focus(by)._asdict()}
             for by in self.by_class
             if by.partition(" ")[0] in SIDES
         ]
-        return found
+        return rows
+
+
+def harmed(classes: Any) -> Any:
+    """Returns a table of the classes whose loss rises without an expert, beyond noise, those harmed
+    most first.
+
+    Args:
+        classes: the table `classes`, expert after expert.
+    """
+    side = classes["by"].str.partition(" ")[0]
+    is_harmed = (classes["tokens"] >= FEWEST_TOKENS) & (classes["change_low"] > 0)
+    experts = classes.groupby(["module", "level", "expert"], sort=False).ngroup()
+    ordered = classes.assign(number=experts, side=side)[side.isin(SIDES) & is_harmed].sort_values(
+        ["number", "side", "change"], ascending=[True, True, False], kind="stable"
+    )
+    names = ["module", "level", "expert", "by", "class", "tokens"]
+    return ordered[[*names, "change", "change_low", "change_high"]].reset_index(drop=True)
 
 
 def focus(change_EC: Tensor, beyond_EC: Tensor, loss_C: Tensor, tokens_C: Tensor) -> Focus:
@@ -231,7 +353,7 @@ def focus(change_EC: Tensor, beyond_EC: Tensor, loss_C: Tensor, tokens_C: Tensor
 
 
 class KnockOut:
-    """Accumulates the loss without each expert of a layer.
+    """Accumulates the loss without experts of a layer.
 
     Args:
         model: in evaluation mode, not compiled, on one device.
@@ -401,3 +523,10 @@ def may_drop(model: nn.Module) -> bool:
         for part in model.modules()
         if isinstance(part, SelectingMoE)
     )
+
+
+def mean_of(sums: Matrix, counts: Matrix) -> Matrix:
+    """Divides sums by counts; NaN where nothing was counted."""
+    with np.errstate(invalid="ignore", divide="ignore"):
+        mean: Matrix = np.where(counts > 0, sums / counts, np.nan)
+    return mean

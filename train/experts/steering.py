@@ -10,18 +10,13 @@ effects through the block's attention. Negative strengths steer away.
 With linear and random scores of a sparse mixture g is the row of the score's weight; with a cosine
 score g is the expert's direction mapped back through the projection.
 
-On held-out text two effects are measured: the change of the loss by class of token, which shows
-where a steered model is worse; and the probability of the classes of the next token, which shows
-what it would write.
-
 Source: Oldfield et al. 2024, appendix G.2, which adds the same vectors ("cluster centers") to every
 token's activations before a muMoE layer.
 
-Shapes: D width, N experts of a level, B windows, P predicted tokens, V vocabulary, K classes of all
-labelings of the next token, G groups of windows.
+Shapes: D width, N experts of a level, B windows, T tokens of a window.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from difflib import get_close_matches
@@ -29,21 +24,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import one_hot
 
 from polyad.model.block import Block
 from polyad.model.decoder import Decoder
 from polyad.train.errors import ConfigError
-from polyad.train.experts.class_changes import (
-    Change,
-    ChangeSums,
-    ClassChanges,
-    mean_of,
-)
-from polyad.train.experts.information import GroupedSums, Matrix, Summed, intervals
 from polyad.train.experts.interventions import finite, whole
-from polyad.train.experts.token_classes import ClassColumns, classes_of_vocabulary, slices_of
-from polyad.train.tasks.samples import Passages, TextSamples, embedded, losses, through
 
 _FORM = "layer=N,expert=N,strength=X, and level=N of a hierarchy"
 
@@ -229,142 +214,3 @@ def _blocks(model: nn.Module) -> list[Block]:
 
 def _range(count: int) -> str:
     return "0 alone" if count == 1 else f"0 to {count - 1}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class ClassMass:
-    """The probability of classes of the next token, for one labeling of tokens."""
-
-    classes: Sequence[str]
-    before_K: Matrix
-    """Mean probability of each class without steering."""
-    change_3K: Matrix
-    """Its change under steering, and the ends of the interval."""
-
-    def change(self, column: int) -> Change:
-        """The change of a class."""
-        return Change(*self.change_3K[:, column].tolist())
-
-
-@dataclass(frozen=True, kw_only=True)
-class SteeringEffect:
-    """The joint effect of steerings."""
-
-    steerings: Sequence[Steering]
-    by_class: Mapping[str, ClassChanges]
-    """Changes of the loss; one row."""
-    mass: Mapping[str, ClassMass]
-    """The probability of the classes of the next token."""
-
-    def frames(self) -> dict[str, list[dict[str, Any]]]:
-        """Rows of tables: changes of the loss (`steering`), of probabilities (`next_tokens`)."""
-        losses = [
-            {"by": by, **row}
-            for by, each in self.by_class.items()
-            for row in each.rows(0, own=False)
-        ]
-        masses = [
-            {
-                "by": by,
-                "class": name,
-                "probability": float(mass.before_K[column]),
-                **mass.change(column).columns("change"),
-            }
-            for by, mass in self.mass.items()
-            for column, name in enumerate(mass.classes)
-        ]
-        return {"steering": losses, "next_tokens": masses}
-
-
-class SteeredReading:
-    """Accumulates the effects of steering.
-
-    Args:
-        model: a GPT-2 in evaluation mode, on one device.
-        steerings: all at once.
-        text: the text to read.
-        classes: classes of its tokens.
-
-    Raises:
-        ConfigError: a block, level or expert that the model does not have.
-    """
-
-    def __init__(
-        self,
-        model: Decoder,
-        steerings: Sequence[Steering],
-        text: TextSamples,
-        classes: ClassColumns,
-    ) -> None:
-        for steering in steerings:
-            gate_column(model, steering)
-        self._model, self._steerings, self._windows = model, steerings, text.rows
-        device = next(model.parameters()).device
-        self._losses = ChangeSums(1, classes.classes, text.rows, device)
-        vocabulary = classes_of_vocabulary(text.tokenizer, text.stream)
-        self._mass_classes = {name: classes for name, (classes, _) in vocabulary.items()}
-        tables = [one_hot(class_V, len(classes)) for classes, class_V in vocabulary.values()]
-        self._class_VK = torch.cat(tables, -1).float().to(device)
-        width = 2 * self._class_VK.shape[1] + 1
-        self._masses = GroupedSums(text.rows, [width], device)
-
-    @torch.inference_mode()
-    def add(self, passages: Passages, label_JBP: Tensor, x_BTD: Tensor, loss_BP: Tensor) -> None:
-        """Adds a batch.
-
-        Args:
-            passages: the windows.
-            label_JBP: class columns; -1: the token is not counted.
-            x_BTD: output of the last block of the unchanged model.
-            loss_BP: loss of the unchanged model.
-        """
-        with steered(self._model, self._steerings):
-            y_BTD = through(self._model, embedded(self._model, passages))
-        change_BP = losses(self._model, y_BTD, passages).double() - loss_BP.double()
-        number_B, counted_BP = passages.number_B, passages.scored_BP
-        self._losses.add_whole(label_JBP, number_B, loss_BP)
-        row_B = torch.zeros_like(number_B)
-        self._losses.add(label_JBP, number_B, row_B, change_BP, torch.ones_like(counted_BP))
-        for window, group in enumerate(self._masses.group_of(number_B).tolist()):
-            one = slice(window, window + 1)
-            counted_P = counted_BP[window]
-            masses = [self._mass(x[one], counted_P) for x in (x_BTD, y_BTD)]
-            self._masses.sums_G[group] += torch.cat([*masses, counted_P.sum().view(1).double()])
-
-    def _mass(self, x_1TD: Tensor, counted_T: Tensor) -> Tensor:
-        """Sums the probabilities of each class [K] over one window, since logits take much
-        memory."""
-        logits_NV = self._model.score(x_1TD)[0][counted_T]
-        p_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32)).softmax(-1)
-        # A model may have more tokens than its tokenizer; those have no class.
-        known_NV = p_NV[:, : len(self._class_VK)]
-        return (known_NV @ self._class_VK.to(p_NV.dtype)).double().sum(0)
-
-    def result(self, summed: Summed = lambda counts: counts) -> SteeringEffect:
-        """Returns the result.
-
-        Args:
-            summed: sums over processes.
-
-        Raises:
-            ConfigError: losses are not finite.
-        """
-        by_class = self._losses.result("steered", summed)
-        mass_G = self._masses.result(summed, "steered: probabilities are not finite")
-        columns = self._class_VK.shape[1]
-
-        def change(sums: Matrix) -> Matrix:
-            added = sums[..., columns : 2 * columns] - sums[..., :columns]
-            return mean_of(added, sums[..., [-1]])
-
-        change_3K = intervals(change, mass_G, self._windows)
-        total = mass_G.sum(0)
-        found = {
-            name: ClassMass(
-                classes=self._mass_classes[name],
-                before_K=mean_of(total[part], total[-1]),
-                change_3K=change_3K[:, part],
-            )
-            for name, part in slices_of(self._mass_classes).items()
-        }
-        return SteeringEffect(steerings=self._steerings, by_class=by_class, mass=found)

@@ -1,9 +1,10 @@
 """`polyad experts atlas`: what every expert of every layer is for, found by removing it.
 
-The change of the loss without each expert is shown beside statistics that are said to predict it,
-with their rank correlation: a causal audit found that none of them does (2606.10703). Since the
-joint effect of experts does not follow from single ones, the lowest quarter and half of a layer by
-each statistic are removed, too, and compared with random sets of equal size.
+Measures the loss of each class of tokens without the expert. The change of the loss is shown beside
+statistics that are said to predict it, with their rank correlation: a causal audit found that none
+of them does (2606.10703). Since the joint effect of experts does not follow from single ones, the
+lowest quarter and half of a layer by each statistic are removed, too, and compared with random sets
+of equal size.
 
 Shapes: E experts of a layer, S of all levels side by side, D width, V vocabulary.
 """
@@ -23,18 +24,28 @@ from polyad.model.decoder import Decoder
 from polyad.parallel import comm
 from polyad.parallel.streamed import Streamed, parts_of
 from polyad.train.errors import ConfigError
-from polyad.train.experts.actions import Action, How, check_action, experts_of_a_token
+from polyad.train.experts.actions import CONTRIBUTION, Action, How, check_action, experts_of_a_token
 from polyad.train.experts.information import Summed
-from polyad.train.experts.knockout import LayerWithout
+from polyad.train.experts.knockout import KnockOut, LayerWithout, harmed
 from polyad.train.experts.moments import STATISTICS, Moments
-from polyad.train.experts.probing import EVERY, RoutedLayer
-from polyad.train.measures.knockout import KnockOuts, Options, chosen_experts
-from polyad.train.measures.measure import Examination, Subject
-from polyad.train.reading import Evaluated, MomentsReader, read
+from polyad.train.experts.probing import (
+    EVERY,
+    RoutedLayer,
+    check_experts,
+    choose_layers,
+    columns_of,
+    routed_layers,
+)
+from polyad.train.experts.token_classes import ClassColumns
+from polyad.train.measures.measure import Examination, Subject, needs_text
+from polyad.train.measures.streamed_knockout import StreamedKnockOut
+from polyad.train.reading import Evaluated, Reading, moments_of, read
 from polyad.train.results import Tables
-from polyad.train.tasks.samples import TextSamples
+from polyad.train.tasks.samples import TextSamples, losses
 from polyad.train.tasks.text import TextTask
 
+TOKENS = 65_536
+"""Default for the approximate number of tokens to read."""
 SHARES = (4, 2)
 """A quarter and a half of a layer's experts are removed together."""
 RANDOM_SETS = 5
@@ -45,25 +56,191 @@ FEWEST_EXPERTS = 4
 """Minimum number of experts for a rank correlation."""
 TARGETS = ("change", "own_change")
 TITLES = {
+    "experts": "change in loss without each expert, in nats per token, over all tokens and over "
+    "its own; * excludes 0",
+    "harmed": "token classes whose loss rises beyond noise without the expert",
+    "focus": "for how few classes of tokens the experts of a layer are",
     "predictive": "rank correlation of each statistic with the change in loss: its mean over "
     "layers, and in how many it is significant (p < 0.05 corrected for all tests)",
     "together": "change in loss without several experts at once: those that a statistic ranks "
     "lowest, and random sets",
+    "unembedded": "tokens that each expert's mean output promotes most, in standard deviations "
+    "over the vocabulary; the effect through later blocks is not included",
 }
-UNEMBEDDED = (
-    "tokens that each expert's mean output promotes most, in standard deviations over the "
-    "vocabulary; the effect through later blocks is not included"
-)
 """Lines above tables of a text."""
 
 
-class Raised(NamedTuple):
-    """A token that an expert promotes."""
+class KnockOuts:
+    """Removes experts of some layers, and measures the loss without them.
 
-    token: int
-    text: str
-    effect: float
-    """Effect on its logit, in standard deviations above the mean over the vocabulary."""
+    Args:
+        subject: text that a GPT-2 or a BERT reads, and the layers.
+        sets: for each layer the sets of experts to treat together, mostly of one.
+        actions: what to do to the experts of each layer; empty: remove them.
+    """
+
+    def __init__(
+        self,
+        subject: Subject,
+        sets: Sequence[Sequence[Sequence[int]]],
+        actions: Sequence[Action] = (),
+    ) -> None:
+        model, layers, text, _ = subject
+        assert isinstance(text, TextSamples)
+        self._subject, self._text, self._columns = subject, text, ClassColumns(text)
+        actions = actions or [CONTRIBUTION] * len(layers)
+        self._layers = [
+            KnockOut(
+                *(model, layer, of_layer, self._columns.classes), windows=text.rows, action=action
+            )
+            for layer, of_layer, action in zip(layers, sets, actions, strict=True)
+        ]
+        self.blocks = [layer.block for layer in layers]
+
+    def add(self, reading: Reading) -> None:
+        """Adds a batch."""
+        passages = reading.batch
+        loss_BP = losses(self._subject.model, reading.output, passages)
+        label_JBP = self._columns(passages)
+        for each in self._layers:
+            x_BTD, name = reading.entering[each.layer.block], each.layer.name
+            each.add(x_BTD, passages, label_JBP, loss_BP, reading.of_all_tokens[name])
+
+    def layers(
+        self, world: comm.World | None = None, summed: Summed = lambda values: values
+    ) -> list[LayerWithout]:
+        """Reads the text, block by block if the model is larger than memory; all processes call
+        this.
+
+        Args:
+            world: the processes that share the text; None: this one reads all.
+            summed: sums over processes.
+
+        Returns:
+            The losses without experts of each layer.
+        """
+        model, layers, text, batch_size = self._subject
+        label = "leave out experts"
+        if isinstance(model, Streamed):
+            streamed = StreamedKnockOut(
+                *(model, self._layers, self._text, self._columns, batch_size)
+            )
+            streamed.read(label)
+        else:
+            read(model, layers, text, [self], batch_size=batch_size, world=world, label=label)
+        return [each.result(summed) for each in self._layers]
+
+    def tables(self, found: Sequence[LayerWithout]) -> Tables:
+        """The same as tables.
+
+        Args:
+            found: the result of `layers`.
+        """
+        import pandas as pd
+
+        rows_of = [each.rows() for each in found]
+        frames = {
+            name: pd.DataFrame([row for rows in rows_of for row in rows[name]])
+            for name in rows_of[0]
+        }
+        frames["harmed"] = harmed(frames["classes"])
+        every = found[0].by_class["all"]
+        facts = {
+            "windows_read": self._text.rows,
+            "sequence_length": self._text.length,
+            "tokens_scored": int(every.tokens_C[0]),
+            "loss": float(every.loss_C[0]),
+            "tokens_recomputed": sum(each.windows_again for each in found) * self._text.length,
+        }
+        return Tables(facts=facts, frames=frames, titles=TITLES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AtlasOptions:
+    """Which experts to remove, and how."""
+
+    layers: Sequence[str] = (EVERY,)
+    """Blocks whose experts are removed, by number, or `all`."""
+    experts: Sequence[str] = ()
+    """Experts to remove in each of these; empty: all."""
+    how: How = "contribution"
+    tokens: int = TOKENS
+    """Approximate number of tokens to read, in whole windows, spread evenly over the split."""
+    unembed: int | None = None
+    """How many of the tokens that each expert promotes are listed."""
+
+
+class Atlas(Examination):
+    """Removes every expert, one after the other, and sets of them."""
+
+    name = "atlas"
+    doing = "removing experts"
+    needs_whole = None
+
+    @classmethod
+    def checked(cls, opened: Evaluated, split: str, **options: Any) -> AtlasOptions:
+        """Options by the fields of `AtlasOptions`."""
+        needs_text(f"experts {cls.name}", opened)
+        return AtlasOptions(**options)
+
+    @classmethod
+    def take(
+        cls,
+        opened: Evaluated,
+        split: str,
+        settings: AtlasOptions,
+        model: nn.Module,
+        world: comm.World,
+    ) -> Tables:
+        """Reads the text twice: for the statistics, and for the changes in loss."""
+        if not (routed := routed_layers(model)):
+            raise ConfigError(f"{opened.weights.folder}: its model has no experts")
+        layers = choose_layers(routed, settings.layers)
+        check_experts(layers, settings.experts)
+        for layer in layers:
+            check_action(layer, Action(how=settings.how), f"--how {settings.how}")
+            if settings.unembed is not None and (layer.shares or not isinstance(model, Decoder)):
+                raise ConfigError(
+                    f"--unembed: {settings.unembed} is not allowed with {layer.title}; allowed "
+                    "with: sparse experts of a model that predicts the next token"
+                )
+        assert isinstance(opened.task, TextTask)
+        text = TextSamples(opened.task, split, settings.tokens, hidden=True)
+        subject = Subject(model, layers, text, opened.batch_size)
+        moments = moments_of(*subject, world)
+        columns = [columns_of(layer, settings.experts) for layer in layers]
+        chosen = [_sets(model, layer, moments[layer.name], settings) for layer in layers]
+        sets = [
+            [*((column,) for column in singles), *sorted({experts for _, experts in together})]
+            for singles, together in zip(columns, chosen, strict=True)
+        ]
+        actions = [Action(how=settings.how, mean_SD=moments[each.name].mean_SD) for each in layers]
+        knock_outs = KnockOuts(subject, sets, actions)
+        found = knock_outs.layers(
+            world, lambda values: comm.sum_over_samples(values.to(world.device), world)
+        )
+        tables = knock_outs.tables(found)
+        experts = tables.frames["experts"]
+        of_layers = [moments[layer.name].statistics() for layer in layers]
+        for name in STATISTICS:
+            experts[name] = np.concatenate(
+                [each[name][some].numpy() for each, some in zip(of_layers, columns, strict=True)]
+            )
+        correlations = _correlations(experts)
+        frames = {
+            **tables.frames,
+            "predictive": _predictive(correlations),
+            "correlations": correlations,
+            **_together(found, chosen),
+        }
+        if settings.unembed is not None:
+            end = model.part(*parts_of(model)[-1]) if isinstance(model, Streamed) else nullcontext()
+            with end:
+                frames["unembedded"] = _unembedded(
+                    *(model, text, list(zip(layers, columns, strict=True)), moments),
+                    settings.unembed,
+                )
+        return Tables(facts={**tables.facts, "how": settings.how}, frames=frames, titles=TITLES)
 
 
 def _correlation(
@@ -79,95 +256,6 @@ def _correlation(
         return math.nan, math.nan
     rho, p = spearmanr(statistic_E, change_E)
     return float(rho), float(p)
-
-
-@dataclass(frozen=True, kw_only=True)
-class AtlasOptions(Options):
-    """Which experts to remove, and how."""
-
-    layers: Sequence[str] = (EVERY,)
-    how: How = "contribution"
-    unembed: int | None = None
-    """How many of the tokens that each expert promotes are listed."""
-
-
-class Atlas(Examination):
-    """Removes every expert, one after the other, and sets of them."""
-
-    name = "atlas"
-    doing = "removing experts"
-    needs_whole = None
-
-    @classmethod
-    def checked(cls, opened: Evaluated, split: str, **options: Any) -> AtlasOptions:
-        """Options by the fields of `AtlasOptions`."""
-        if (refusal := KnockOuts.refusal(opened)) is not None:
-            raise ConfigError(f"{cls.name}: {refusal}")
-        return AtlasOptions(**options)
-
-    @classmethod
-    def take(
-        cls,
-        opened: Evaluated,
-        split: str,
-        settings: AtlasOptions,
-        model: nn.Module,
-        world: comm.World,
-    ) -> Tables:
-        """Reads the text twice: for the statistics, and for the changes in loss."""
-        chosen = chosen_experts(model, str(opened.weights.folder), settings)
-        layers, columns = [layer for layer, _ in chosen], [each for _, each in chosen]
-        for layer in layers:
-            check_action(layer, Action(how=settings.how), f"--how {settings.how}")
-            if settings.unembed is not None and (layer.shares or not isinstance(model, Decoder)):
-                raise ConfigError(
-                    f"--unembed: {settings.unembed} is not allowed with {layer.title}; allowed "
-                    "with: sparse experts of a model that predicts the next token"
-                )
-        assert isinstance(opened.task, TextTask)
-        text = TextSamples(opened.task, split, settings.tokens, hidden=True)
-        subject = Subject(model, layers, text, opened.batch_size)
-
-        def summed(values: Any) -> Any:
-            return comm.sum_over_samples(values.to(world.device), world)
-
-        moments = _moments(subject, world, summed)
-        sets = [_sets(model, layer, moments[layer.name], settings) for layer in layers]
-        actions = [Action(how=settings.how, mean_SD=moments[each.name].mean_SD) for each in layers]
-        measure = KnockOuts(
-            *(subject, columns),
-            actions=actions,
-            sets=[each.distinct for each in sets],
-        )
-        measure.read(world)
-        found = measure.found(summed)
-        tables = found.tables()
-        experts = tables.frames["experts"]
-        of_layers = [moments[layer.name].statistics() for layer in layers]
-        for name in STATISTICS:
-            experts[name] = np.concatenate(
-                [each[name][some].numpy() for each, some in zip(of_layers, columns, strict=True)]
-            )
-        correlations = _correlations(experts)
-        frames = {
-            **tables.frames,
-            "predictive": _predictive(correlations),
-            "correlations": correlations,
-            **_together(found.together, sets),
-        }
-        titles = {**tables.titles, **TITLES}
-        if settings.unembed is not None:
-            end = model.part(*parts_of(model)[-1]) if isinstance(model, Streamed) else nullcontext()
-            with end:
-                frames["unembedded"] = _unembedded(
-                    model, text, found.layers, moments, settings.unembed
-                )
-            titles["unembedded"] = UNEMBEDDED
-        return Tables(
-            facts={**tables.facts, "how": settings.how},
-            frames=frames,
-            titles={name: title for name, title in titles.items() if name in frames},
-        )
 
 
 def _correlations(experts: Any) -> Any:
@@ -195,16 +283,16 @@ def _predictive(correlations: Any) -> Any:
     ).reset_index()
 
 
-def _together(lost: Sequence[LayerWithout], sets: Sequence["_Sets"]) -> dict[str, Any]:
+def _together(found: Sequence[LayerWithout], chosen: Sequence["_Chosen"]) -> dict[str, Any]:
     """Tables of the change of the loss without several experts of a layer at once: of each set, and
     by statistic beside random sets."""
     import pandas as pd
 
     rows = []
-    for without, of_layer in zip(lost, sets, strict=True):
-        change_E = without.by_class["all"].change_3EC[0, :, 0]
-        change_of = {each: float(change_E[row]) for row, each in enumerate(without.sets)}
-        for chosen_by, experts in of_layer.chosen:
+    for without, of_layer in zip(found, chosen, strict=True):
+        change_E = without.by_class["all"].change_3EC[0, :, 0].tolist()
+        change_of = dict(zip(without.sets, change_E, strict=True))
+        for chosen_by, experts in of_layer:
             rows.append(
                 {
                     "module": without.layer.name,
@@ -228,7 +316,7 @@ def _together(lost: Sequence[LayerWithout], sets: Sequence["_Sets"]) -> dict[str
 def _unembedded(
     model: nn.Module,
     text: TextSamples,
-    layers: Sequence[LayerWithout],
+    chosen: Sequence[tuple[RoutedLayer, Sequence[int]]],
     moments: Mapping[str, Moments],
     count: int,
 ) -> Any:
@@ -237,49 +325,31 @@ def _unembedded(
 
     assert isinstance(model, Decoder)
     rows, tokenizer = [], text.tokenizer
-    for without in layers:
-        columns = [experts[0] for experts in without.sets]
+    for layer, columns in chosen:
         raised = raised_tokens(
-            *(model, moments[without.layer.name].mean_SD[columns], count),
+            *(model, moments[layer.name].mean_SD[columns], count),
             lambda token: tokenizer.text_within(token) or tokenizer.decode([token]),
         )
         for column, tokens in zip(columns, raised, strict=True):
-            level, expert = without.layer.place(column)
-            of = {"module": without.layer.name, "level": level, "expert": expert}
+            level, expert = layer.place(column)
+            of = {"module": layer.name, "level": level, "expert": expert}
             rows += [{**of, **each._asdict()} for each in tokens]
     return pd.DataFrame(rows)
 
 
-def _moments(subject: Subject, world: comm.World, summed: Summed) -> Mapping[str, Moments]:
-    model, layers, samples, batch_size = subject
-    reader = MomentsReader(layers)
-    read(
-        *(model, layers, samples, (reader,)),
-        batch_size=batch_size,
-        world=world,
-        label="read experts",
-    )
-    return reader.moments.result(summed)
+_Chosen = list[tuple[str, tuple[int, ...]]]
+"""Sets of a layer's experts: how each was chosen, by the lowest values of a statistic or `random`,
+and its experts."""
 
 
-class _Sets(NamedTuple):
-    """Sets of a layer's experts to remove together."""
-
-    chosen: list[tuple[str, tuple[int, ...]]]
-    """How each was chosen, by the lowest values of a statistic or `random`, and its experts."""
-
-    @property
-    def distinct(self) -> list[tuple[int, ...]]:
-        """The sets, each once."""
-        return sorted({experts for _, experts in self.chosen})
-
-
-def _sets(model: nn.Module, layer: RoutedLayer, moments: Moments, settings: AtlasOptions) -> _Sets:
+def _sets(
+    model: nn.Module, layer: RoutedLayer, moments: Moments, settings: AtlasOptions
+) -> _Chosen:
     """The lowest quarter and half of experts by each statistic, and random sets."""
-    chosen: list[tuple[str, tuple[int, ...]]] = []
+    chosen: _Chosen = []
     experts = layer.num_experts
     if settings.experts or len(layer.levels) > 1:  # a set in one level is not a share of a layer
-        return _Sets(chosen)
+        return chosen
     for share in SHARES:
         size = experts // share
         left_over = settings.how == "prune" and experts - size < experts_of_a_token(model, layer)
@@ -291,7 +361,16 @@ def _sets(model: nn.Module, layer: RoutedLayer, moments: Moments, settings: Atla
         chance = random.Random(f"{layer.name} {size}")
         for _ in range(RANDOM_SETS):
             chosen.append(("random", tuple(sorted(chance.sample(range(experts), size)))))
-    return _Sets(chosen)
+    return chosen
+
+
+class Raised(NamedTuple):
+    """A token that an expert promotes."""
+
+    token: int
+    text: str
+    effect: float
+    """Effect on its logit, in standard deviations above the mean over the vocabulary."""
 
 
 @torch.inference_mode()

@@ -29,14 +29,14 @@ from polyad.train.experts.actions import Action
 from polyad.train.experts.interventions import Intervention, intervened
 from polyad.train.experts.moments import Moments
 from polyad.train.experts.probing import RoutedLayer, routed_layers
-from polyad.train.measures.knockout import KnockOuts
+from polyad.train.measures.atlas import TOKENS, KnockOuts
 from polyad.train.measures.measure import (
     Examination,
     Subject,
     needs_one_process,
     needs_text,
 )
-from polyad.train.reading import Evaluated, MomentsReader, Reading, open_evaluated, read
+from polyad.train.reading import Evaluated, Reading, moments_of, open_evaluated, read
 from polyad.train.results import Tables
 from polyad.train.tasks.samples import TextSamples, losses
 from polyad.train.tasks.text import TextTask
@@ -47,8 +47,6 @@ STATISTIC: dict[By, str] = {
 }  # fmt: skip
 """The criterion of each way to choose; `atlas` is the change of the loss without each expert, and
 `probability` each expert's mean score over all tokens, whether they use it or not (EMO)."""
-TOKENS = 65_536
-"""Approximate number of tokens to read for choosing, and for measuring the cost."""
 RANDOM_CHOICES = 3
 """Number of models with random experts with which the cost is compared."""
 
@@ -327,21 +325,14 @@ def scored(
     calibration.task.check_split("train")
     text = text_of(calibration, "train", tokens)
     subject = Subject(model, layers, text, calibration.batch_size)
-    reader, probabilities = MomentsReader(layers), Probabilities(layers)
-    read(
-        *(model, layers, subject.samples, (reader, probabilities)),
-        batch_size=subject.batch_size,
-        world=world,
-        label="read experts",
-    )
-    moments = reader.moments.result()
+    probabilities = Probabilities(layers)
+    moments = moments_of(*subject, world, probabilities)
     found: Mapping[str, Tensor]
     if by == "atlas":
-        measure = KnockOuts(subject, [range(layer.num_experts) for layer in layers])
-        measure.read(world)
+        sets = [[(expert,) for expert in range(layer.num_experts)] for layer in layers]
         found = {
             each.layer.name: torch.from_numpy(each.by_class["all"].change_3EC[0, :, 0])
-            for each in measure.found().layers
+            for each in KnockOuts(subject, sets).layers(world)
         }
     elif by == "probability":
         found = probabilities.sums

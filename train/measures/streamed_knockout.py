@@ -19,7 +19,7 @@ from polyad.parallel.host_memory import free_memory
 from polyad.parallel.streamed import Streamed, parts_of
 from polyad.train.console import Progress
 from polyad.train.experts.knockout import KnockOut
-from polyad.train.experts.probing import RoutedLayer, deciding
+from polyad.train.experts.probing import deciding
 from polyad.train.experts.token_classes import ClassColumns
 from polyad.train.streaming import run_blocks
 from polyad.train.tasks.samples import Passages, TextSamples, losses
@@ -33,8 +33,7 @@ class _Entered:
     """Input of a block of interest for one batch, and which tokens use which sets of experts."""
 
     x_BTD: Tensor
-    has_BTE: list[Tensor]
-    """Which tokens use the experts of each of the layer's `KnockOut`s."""
+    has_BTE: Tensor
 
 
 @dataclass
@@ -54,8 +53,7 @@ class StreamedKnockOut:
 
     Args:
         model: the model, not in memory.
-        layers: layers with experts, in different blocks.
-        takers: accumulators of the results for each of these layers.
+        takers: accumulators of the results, for layers in different blocks.
         text: the text to read.
         columns: classify its tokens.
         batch_size: windows per forward pass.
@@ -64,18 +62,16 @@ class StreamedKnockOut:
     def __init__(
         self,
         model: Streamed,
-        layers: Sequence[RoutedLayer],
-        takers: Sequence[Sequence[KnockOut]],
+        takers: Sequence[KnockOut],
         text: TextSamples,
         columns: ClassColumns,
         batch_size: int,
     ) -> None:
         self._model, self._columns = model, columns
-        self._takers = dict(zip((layer.block for layer in layers), takers, strict=True))
-        self._layers = {layer.block: layer for layer in layers}
+        self._takers = {taker.layer.block: taker for taker in takers}
         read = text.batches(batch_size, 0, 1, torch.device("cpu"))
         self._passages: list[Passages] = [batch for _, batch in read]
-        self._entered: dict[int, list[_Entered]] = {block: [] for block in self._layers}
+        self._entered: dict[int, list[_Entered]] = {block: [] for block in self._takers}
         self._loss_BP: list[Tensor] = []
 
     @torch.inference_mode()
@@ -118,29 +114,26 @@ class StreamedKnockOut:
                 here = self._here(passages)
                 loss_BP = losses(self._model, x_BTD.to(self._model.device), here)
                 self._loss_BP.append(loss_BP.cpu())
-                for taker in (each for takers in self._takers.values() for each in takers):
+                for taker in self._takers.values():
                     taker.add_whole(here, self._columns(here), loss_BP)
 
     @contextmanager
     def _watch(self, block: int) -> Iterator[Callable[[int], None]]:
         """Keeps a block's inputs, and which tokens use which experts."""
-        if block not in self._layers:
+        if block not in self._takers:
             yield lambda number: None
             return
-        layer, got = self._layers[block], list[Tensor]()
+        taker, got = self._takers[block], list[Tensor]()
         hook = self._model.blocks[block].register_forward_pre_hook(
             lambda module, arguments: got.append(arguments[0])
         )
         try:
-            with deciding(self._model, [layer]) as decisions:
+            with deciding(self._model, [taker.layer]) as decisions:
 
                 def keep(number: int) -> None:
                     x_BTD = got.pop()
-                    has = [
-                        taker.uses(decisions[layer.name], len(x_BTD)).cpu()
-                        for taker in self._takers[block]
-                    ]
-                    self._entered[block].append(_Entered(x_BTD.cpu(), has))
+                    has_BTE = taker.uses(decisions[taker.layer.name], len(x_BTD))
+                    self._entered[block].append(_Entered(x_BTD.cpu(), has_BTE.cpu()))
 
                 yield keep
         finally:
@@ -149,11 +142,10 @@ class StreamedKnockOut:
     def _groups(self) -> Iterator[list[int]]:
         """Yields groups of blocks whose windows are in memory together."""
         room, group, taken = SHARE * free_memory(), list[int](), 0
-        for block in sorted(self._layers):
+        for block, taker in sorted(self._takers.items()):
             size = sum(
-                int(taker.changed(has_BTE).sum()) * each.x_BTD[0].nbytes
+                int(taker.changed(each.has_BTE).sum()) * each.x_BTD[0].nbytes
                 for each in self._entered[block]
-                for taker, has_BTE in zip(self._takers[block], each.has_BTE, strict=True)
             )
             if group and taken + size > room:
                 yield group
@@ -167,13 +159,12 @@ class StreamedKnockOut:
         """Yields the block's outputs for windows without experts of its layer."""
         for number, entered in enumerate(self._entered[block]):
             x_BTD = entered.x_BTD.to(self._model.device)
-            for taker, has in zip(self._takers[block], entered.has_BTE, strict=True):
-                has_BTE = has.to(self._model.device)
-                for row_R, window_R in taker.pairs(has_BTE):
-                    with taker.without(row_R):
-                        x_RTD = self._through(block, x_BTD[window_R])
-                    own_RT = has_BTE[window_R, :, row_R]
-                    yield _Lacking(taker, number, row_R, window_R, own_RT, x_RTD)
+            has_BTE, taker = entered.has_BTE.to(self._model.device), self._takers[block]
+            for row_R, window_R in taker.pairs(has_BTE):
+                with taker.without(row_R):
+                    x_RTD = self._through(block, x_BTD[window_R])
+                own_RT = has_BTE[window_R, :, row_R]
+                yield _Lacking(taker, number, row_R, window_R, own_RT, x_RTD)
 
     def _through(self, block: int, x_RTD: Tensor) -> Tensor:
         x_RTD = x_RTD.to(self._model.device)

@@ -13,11 +13,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from polyad.train.experts.by_class import LevelByClass
-from polyad.train.experts.class_changes import Change
-from polyad.train.experts.knockout import ExpertWithout, class_title
+from polyad.train.experts.knockout import Change
 from polyad.train.experts.probing import RoutedLayer
 from polyad.train.experts.token_classes import BINS, CHARACTERS
 from polyad.train.report.held_out import HeldOut
+from polyad.train.results import Tables
+
+EXPERT = ["module", "level", "expert"]
+"""The columns that name an expert."""
 
 
 class Effect(NamedTuple):
@@ -42,9 +45,10 @@ class Effect(NamedTuple):
         if by in ("position", "class"):
             return f"{'positions' if by == 'position' else by} {self.name}"
         if by == "frequency":
-            the = "" if self.name.startswith("eighth") else "the "
-            return f"{side} tokens of {the}{class_title(self.name)}".strip()
-        return f"{side} {class_title(self.name)}".strip()
+            is_between = self.name.startswith("eighth")
+            name = f"{self.name} by frequency" if is_between else f"the {self.name}"
+            return f"{side} tokens of {name}".strip()
+        return f"{side} {self.name}".strip()
 
 
 class ExpertRow(NamedTuple):
@@ -88,7 +92,8 @@ def expert_rows(layers: Sequence[RoutedLayer], read: HeldOut) -> list[ExpertRow]
         layers: the layers that were read.
         read: results on held-out data. With a knockout only the experts that it removed have rows.
     """
-    rows = [row for layer in layers for row in _of_layer(layer, read)]
+    effects = None if read.knockout is None else harms(read.knockout)
+    rows = [row for layer in layers for row in _of_layer(layer, read, effects)]
     return sorted(
         rows,
         key=lambda row: (row.effect.value.value if row.effect else -math.inf, row.share),
@@ -96,27 +101,24 @@ def expert_rows(layers: Sequence[RoutedLayer], read: HeldOut) -> list[ExpertRow]
     )
 
 
-def _of_layer(layer: RoutedLayer, read: HeldOut) -> Iterator[ExpertRow]:
+def _of_layer(
+    layer: RoutedLayer, read: HeldOut, effects: Mapping[tuple[Any, ...], Effect] | None
+) -> Iterator[ExpertRow]:
     shown = {each.name: each for each in read.shown.get(layer.name, ())}
     if read.levels is None:  # rows without labels
         for name, expert in shown.items():
             yield ExpertRow(layer, name, expert.share, None, expert.top)
         return
-    knockout: dict[str, ExpertWithout] = {}
-    if read.knockout is not None:
-        named = {each.layer.name: each.experts() for each in read.knockout.layers}
-        knockout = named.get(layer.name, {})
-    for level in read.levels[layer.name]:
+    for number, level in enumerate(read.levels[layer.name]):
         names = next(iter(level.labels.values())).experts
         shares = next(iter(level.labels.values())).share_S.tolist()
         lifts = _lifts(level.labels)
-        for name, share, lift in zip(names, shares, lifts, strict=True):
+        for column, (name, share, lift) in enumerate(zip(names, shares, lifts, strict=True)):
             top = shown[name].top if name in shown else ()
-            if read.knockout is None:
+            if effects is None:
                 yield ExpertRow(layer, name, share, lift, top)
-            elif name in knockout:
-                effect = harm(knockout[name], read.knockout.tokens)
-                yield ExpertRow(layer, name, share, effect, top)
+            elif (place := (layer.name, number, column)) in effects:
+                yield ExpertRow(layer, name, share, effects[place], top)
 
 
 def is_beyond(change: Change, other: float, classes: int) -> bool:
@@ -135,26 +137,36 @@ def is_beyond(change: Change, other: float, classes: int) -> bool:
     return change.value - wider * (change.value - change.low) > other
 
 
-def harm(without: ExpertWithout, tokens: int) -> Effect:
-    """Finds the class of tokens that is harmed most without an expert, if any stands out.
+def harms(knockout: Tables) -> dict[tuple[Any, ...], Effect]:
+    """Finds for each expert the class of tokens that is harmed most without it, if any stands out.
 
     Args:
-        without: the changes without the expert.
-        tokens: number of tokens read, over all classes.
+        knockout: the tables of `polyad experts atlas`.
 
     Returns:
-        The class with the largest change among those above the change of all other tokens; without
-        one the change over all tokens.
+        By module, level and expert: the class with the largest change among those above the change
+        of all other tokens; without one the change over all tokens.
     """
-    classes = len(without.harmed) * (len(CHARACTERS) + BINS)
-    effects = [Effect("", "", without.change, None)]
-    for harmed in (one for each in without.harmed.values() for one in each):
-        if (others := tokens - harmed.tokens) > 0:
-            of_others = tokens * without.change.value - harmed.tokens * harmed.change.value
+    tokens, frames = knockout.facts["tokens_scored"], knockout.frames
+    sides = frames["focus"]["by"].str.partition(" ")[0].nunique()
+    classes = sides * (len(CHARACTERS) + BINS)
+    columns = ["change", "change_low", "change_high"]
+    effects: dict[tuple[Any, ...], list[Effect]] = {}
+    for row in frames["experts"].to_dict("records"):
+        change = Change(*(row[name] for name in columns))
+        effects[tuple(row[name] for name in EXPERT)] = [Effect("", "", change, None)]
+    for row in frames["harmed"].to_dict("records"):
+        found = effects[tuple(row[name] for name in EXPERT)]
+        change = Change(*(row[name] for name in columns))
+        if (others := tokens - row["tokens"]) > 0:
+            of_others = tokens * found[0].value.value - row["tokens"] * change.value
             elsewhere = of_others / others
-            if is_beyond(harmed.change, max(0.0, elsewhere), classes):
-                effects.append(Effect(harmed.by, harmed.name, harmed.change, elsewhere))
-    return max(effects[1:] or effects, key=lambda each: each.value.value)
+            if is_beyond(change, max(0.0, elsewhere), classes):
+                found.append(Effect(row["by"], row["class"], change, elsewhere))
+    return {
+        place: max(found[1:] or found, key=lambda each: each.value.value)
+        for place, found in effects.items()
+    }
 
 
 def _lifts(labels: Mapping[str, LevelByClass]) -> list[Effect | None]:

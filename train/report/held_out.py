@@ -15,8 +15,8 @@ from polyad.parallel.weights import Weights
 from polyad.train.config.run import data_overrides, parse_config
 from polyad.train.errors import ConfigError
 from polyad.train.experts.probing import RoutedLayer, columns_of
-from polyad.train.measures.knockout import TOKENS as KNOCKOUT_TOKENS
-from polyad.train.measures.knockout import KnockedOut, KnockOuts
+from polyad.train.measures.atlas import TOKENS as KNOCKOUT_TOKENS
+from polyad.train.measures.atlas import KnockOuts
 from polyad.train.measures.measure import Subject
 from polyad.train.measures.specialization import Level, Specialization
 from polyad.train.reading import check_data_named, config_of, read
@@ -71,7 +71,8 @@ class HeldOut:
     """The levels of each layer, by layer name; None for rows without labels."""
     specialization: Tables | None
     """The same as tables."""
-    knockout: KnockedOut | None
+    knockout: Tables | None
+    """Tables of `polyad experts atlas`, of the shown experts."""
     shown: Mapping[str, list[ShownExpert]] = field(default_factory=dict)
     """Experts with what they weight most, by layer name; empty for sequences."""
     images: ImagePass | None = None
@@ -167,7 +168,7 @@ def _without_experts(
     task: Task[Any],
     shown: Mapping[str, list[ShownExpert]],
     options: Options,
-) -> KnockedOut | None:
+) -> Tables | None:
     """Measures the loss without each shown expert; None if no expert is used."""
     layers = [layer for layer in subject.layers if shown[layer.name]]
     if not layers:
@@ -176,6 +177,6 @@ def _without_experts(
     most = min(options.tokens or TOKENS, KNOCKOUT_TOKENS)
     samples = TextSamples(task, options.split, most, hidden=True)
     columns = [columns_of(layer, [e.name for e in shown[layer.name]]) for layer in layers]
-    measure = KnockOuts(subject._replace(layers=layers, samples=samples), columns)
-    measure.read()
-    return measure.found()
+    sets = [[(column,) for column in each] for each in columns]
+    knock_outs = KnockOuts(subject._replace(layers=layers, samples=samples), sets)
+    return knock_outs.tables(knock_outs.layers())

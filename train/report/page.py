@@ -145,7 +145,7 @@ class Report:
             "units_read": read and read.units,
             "units_in_split": read and read.of_units,
             "specialization": read and read.specialization,
-            "knockout": read and read.knockout and read.knockout.tables(),
+            "knockout": read and read.knockout,
             "maps": read and read.images and read.images.maps,
             "experts": self.rows(),
         }

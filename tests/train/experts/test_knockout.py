@@ -14,9 +14,8 @@ from polyad.model.decoder_config import GPT2Config
 from polyad.model.emoe.layer import EmergentMoE
 from polyad.train.errors import ConfigError
 from polyad.train.experts.actions import CONTRIBUTION, Action
-from polyad.train.experts.class_changes import ChangeSums
 from polyad.train.experts.interventions import Intervention, intervened
-from polyad.train.experts.knockout import Focus, KnockOut, focus
+from polyad.train.experts.knockout import ChangeSums, Focus, KnockOut, focus
 from polyad.train.experts.probing import deciding, routed_layers
 from polyad.train.tasks.samples import Passages, embedded, losses, through
 from tests.helpers.everyday import everyday
@@ -274,12 +273,10 @@ def test_intervals_are_of_windows_and_may_be_below_zero():
     assert found["all"].change(0, 0) == pytest.approx((-0.2, -0.2, -0.2))
     assert found["parity"].change(0, 0) == pytest.approx((-0.5, -0.5, -0.5))
     assert found["all"].own_change(0, 0) == pytest.approx((-0.5, -0.5, -0.5))
-    assert found["all"].change(0, 0).is_beyond_noise
     value, low, high = found["all"].change(1, 0)
     assert value == 0
     # The standard error of a mean of 40 windows of +1 or -1 is 1 / sqrt(40) = 0.158.
     assert (low, high) == pytest.approx((-0.31, 0.31), abs=0.06)
-    assert not found["all"].change(1, 0).is_beyond_noise
     assert found["parity"].own_change(1, 1).value != found["parity"].own_change(1, 1).value  # NaN
     even, odd = found["parity"].rows(1)
     assert even["own_change"] == 0

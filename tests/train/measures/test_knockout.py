@@ -1,4 +1,4 @@
-"""`polyad evaluate --knockout`: classes token by token, steering, and what is refused."""
+"""`polyad experts atlas | steer`: classes token by token, steering, and what is refused."""
 
 import json
 import math
@@ -13,18 +13,24 @@ from polyad.parallel.weights import load_model
 from polyad.train.experts.probing import deciding, routed_layers
 from polyad.train.experts.steering import parse_steering, steered
 from polyad.train.experts.token_classes import CHARACTERS, character_class
-from polyad.train.measures.atlas import Atlas
+from polyad.train.measures.steer import Steer
 from polyad.train.reading import open_evaluated
 from polyad.train.tasks.samples import TextSamples
 from tests.helpers.bert import prepare_pieces
 from tests.helpers.images import class_folders
-from tests.helpers.runs import both_forms, evaluation, frame_of, knockout, newest, run, write_config
+from tests.helpers.runs import atlas, both_forms, evaluation, frame_of, newest, run, write_config
 
 pytestmark = pytest.mark.distributed
 WINDOWS = 40
 LAYER = "blocks.1.feed_forward"
 """The only feed-forward with experts of the sparse run."""
 STEER = "layer=1,expert=2,strength=40"
+SMALL = ("evaluation.batch_size=3",)
+
+
+def steer(path, **options):
+    """`polyad experts steer`."""
+    return both_forms(path, Steer, **options)[0]
 
 
 def token_by_token(folder, prepared_path):
@@ -57,11 +63,16 @@ def losses_of(model, windows):
 
 @pytest.fixture(scope="module")
 def one(workers, trained):
-    """The result of one process, with steering, all experts and all tokens."""
-    options = {"tokens": 32 * WINDOWS, "layers": ["1"], "steerings": [parse_steering(STEER)]}
-    options |= {"overrides": ("evaluation.batch_size=3",)}
-    found = [workers(size).run(knockout, trained("smoe"), **options)[0] for size in (1, 2)]
-    return found
+    """The atlas of all experts and tokens, of one process and of two."""
+    options = {"tokens": 32 * WINDOWS, "layers": ["1"], "overrides": SMALL}
+    return [workers(size).run(atlas, trained("smoe"), **options)[0] for size in (1, 2)]
+
+
+@pytest.fixture(scope="module")
+def steering(workers, trained):
+    """The effect of steering, of one process and of two."""
+    options = {"tokens": 32 * WINDOWS, "steerings": [parse_steering(STEER)], "overrides": SMALL}
+    return [workers(size).run(steer, trained("smoe"), **options)[0] for size in (1, 2)]
 
 
 @pytest.mark.slow
@@ -123,15 +134,15 @@ def test_classes_are_as_counted_token_by_token(one, trained, prepared_path):
     assert own == 2 * result["tokens_scored"]
 
 
-def test_steering_is_as_two_passes_say(one, trained, prepared_path):
+def test_steering_is_as_two_passes_say(steering, trained, prepared_path):
     model, tokenizer, windows = token_by_token(trained("smoe"), prepared_path)
     with steered(model, [parse_steering(STEER)]):
         after = losses_of(model, windows)
     before = losses_of(model, windows)
-    assert one[0]["steer"] == [STEER]
+    assert steering[0]["steer"] == [STEER]
     change = float((torch.cat([a for a, _ in after]) - torch.cat([b for b, _ in before])).mean())
     assert abs(change) > 1e-3
-    (every,) = frame_of(one[0], "steering", by="all")["change"]
+    (every,) = frame_of(steering[0], "steering", by="all")["change"]
     assert every == pytest.approx(change, abs=1e-5)
     masses = []
     for each in (before, after):
@@ -140,11 +151,11 @@ def test_steering_is_as_two_passes_say(one, trained, prepared_path):
         for token, p in enumerate(p_V.tolist()):
             mass[kind_of(tokenizer, token)] += p
         masses.append(mass)
-    for row in frame_of(one[0], "next_tokens", by="characters").to_dict("records"):
+    for row in frame_of(steering[0], "next_tokens", by="characters").to_dict("records"):
         name = row["class"]
         assert row["probability"] == pytest.approx(masses[0][name], abs=1e-5)
         assert row["change"] == pytest.approx(masses[1][name] - masses[0][name], abs=1e-5)
-    by_frequency = frame_of(one[0], "next_tokens", by="frequency")["probability"]
+    by_frequency = frame_of(steering[0], "next_tokens", by="frequency")["probability"]
     assert by_frequency.sum() == pytest.approx(1, abs=1e-5)
 
 
@@ -152,7 +163,7 @@ def test_steering_is_as_two_passes_say(one, trained, prepared_path):
 def test_all_of_a_split_is_read_as_evaluate_reads_it(workers, trained):
     """To its last window, which is padded."""
     options = {"tokens": 10**9, "layers": ["all"], "experts": ["0"]}
-    found = workers(1).run(knockout, trained("smoe"), **options)[0]
+    found = workers(1).run(atlas, trained("smoe"), **options)[0]
     scored = workers(1).run(evaluation, trained("smoe"))[0]
     assert found["tokens_scored"] == scored["tokens_scored"]
     assert found["loss"] == pytest.approx(scored["loss"], abs=1e-5)
@@ -164,21 +175,20 @@ def without(result, *names):
     return {key: value for key, value in result.items() if key not in names}
 
 
-def test_two_processes_find_what_one_does(one):
-    assert [result["processes"] for result in one] == [1, 2]
-    kept = [json.dumps(without(result, "processes", "seconds")) for result in one]
-    near = json.loads(kept[0], parse_float=lambda x: pytest.approx(float(x), abs=2e-6))
-    assert json.loads(kept[1]) == near
+def test_two_processes_find_what_one_does(one, steering):
+    for results in (one, steering):
+        assert [result["processes"] for result in results] == [1, 2]
+        # Correlations jump where two experts change the loss alike.
+        names = ("processes", "seconds", "correlations", "predictive", "experts", "paired")
+        kept = [json.dumps(without(result, *names)) for result in results]
+        near = json.loads(kept[0], parse_float=lambda x: pytest.approx(float(x), abs=2e-6))
+        assert json.loads(kept[1]) == near
 
 
-def test_the_experts_steered_to_are_left_out_unless_others_are_named(workers, trained):
+def test_a_strength_of_zero_changes_nothing(workers, trained):
     steerings = [parse_steering("layer=0,level=1,expert=1,strength=0")]
     steerings += [parse_steering("layer=1,expert=3,strength=0")]
-    found = workers(1).run(knockout, trained("tr"), tokens=64, steerings=steerings)[0]
-    assert [(row["module"], row["level"], row["expert"]) for row in found["experts"]] == [
-        ("blocks.0.feed_forward", 1, 1),
-        ("blocks.1.feed_forward", 0, 3),
-    ]
+    found = workers(1).run(steer, trained("tr"), tokens=64, steerings=steerings)[0]
     assert found["windows_read"] == 2
     (every,) = frame_of(found, "steering", by="all").to_dict("records")
     assert (every["change"], every["change_low"], every["change_high"]) == (0, 0, 0)
@@ -187,22 +197,20 @@ def test_the_experts_steered_to_are_left_out_unless_others_are_named(workers, tr
 def test_the_command_says_it_for_people(trained, tmp_path, capfd):
     words = [str(trained("smoe")), "--tokens", "640"]
     file = tmp_path / "found.json"
-    steer = ["--steer", STEER, "--experts", "1,2", "--json", str(file)]
-    assert polyad(["experts", "steer", *words, *steer]) == 0
+    assert polyad(["experts", "atlas", *words, "--experts", "1,2", "--json", str(file)]) == 0
     captured = capfd.readouterr()
     result = json.loads(file.read_text())
     assert "leave out experts" in captured.err
-    lines = captured.out.splitlines()
     first, second = result["experts"]
     assert (first["expert"], second["expert"]) == (1, 2)
-    row = next(line for line in lines if line.startswith(LAYER)).split()
+    row = next(line for line in captured.out.splitlines() if line.startswith(LAYER)).split()
     share = first["own_tokens"] / result["tokens_scored"]
     assert row[1:3] == ["1", f"{share:.4f}"]
     assert row[3] == f"{first['change']:+.4f}"
+    assert polyad(["experts", "steer", *words, "--steer", STEER]) == 0
+    lines = capfd.readouterr().out.splitlines()
     assert any(line.split() == ["steer", STEER] for line in lines)
     assert any("probability of classes of the next token" in line for line in lines)
-    assert polyad(["experts", "knockout", *words]) == 0
-    assert "steer" not in capfd.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -218,7 +226,7 @@ def test_the_command_says_it_for_people(trained, tmp_path, capfd):
     ],
 )
 def test_what_cannot_be_left_out_is_one_line(trained, capfd, kind, options, words):
-    name = "steer" if "--steer" in options else "knockout"
+    name = "steer" if "--steer" in options else "atlas"
     assert polyad(["experts", name, str(trained(kind)), *options]) == 2
     captured = capfd.readouterr()
     assert captured.out == ""
@@ -238,7 +246,7 @@ def test_of_masked_text_hidden_tokens_are_counted(workers, tmp_path, texts):
     )
     assert workers(1).run(run, config) == [6]
     folder = tmp_path / "run"
-    found = workers(2).run(knockout, folder, tokens=320, overrides=("evaluation.batch_size=3",))[0]
+    found = workers(2).run(atlas, folder, tokens=320, overrides=SMALL)[0]
     # 320 tokens are eleven windows of 30 and two marks, each with 15% of its tokens hidden.
     assert (found["windows_read"], found["tokens_scored"]) == (11, 55)
     classes = frame_of(found, "classes")
@@ -246,8 +254,7 @@ def test_of_masked_text_hidden_tokens_are_counted(workers, tmp_path, texts):
     for _, of_expert in classes[classes["by"] == "position"].groupby(["module", "expert"]):
         assert of_expert["tokens"].sum() == 55
     assert (frame_of(found, "experts").groupby("module")["own_tokens"].sum() == 2 * 55).all()
-    # An atlas counts the text between the marks, which is hidden in part.
-    atlas = both_forms(folder, Atlas, tokens=320)[0]
+    # Frequencies count the text between the marks, which is hidden in part.
     text = TextSamples(
         open_evaluated(newest(folder), None, ()).task, "validation", 320, hidden=True
     )
@@ -259,10 +266,10 @@ def test_of_masked_text_hidden_tokens_are_counted(workers, tmp_path, texts):
                 text.forward(model, passages, {})
                 uses += (decisions[layer.name].coefficients()[1:-1] != 0).sum(0)
         assert uses.sum() == 2 * 11 * 30
-        frequency = frame_of(atlas, "experts", module=layer.name)["frequency"]
+        frequency = frame_of(found, "experts", module=layer.name)["frequency"]
         assert list(frequency) == pytest.approx((uses / (11 * 30)).tolist())
-    with pytest.raises(Exception, match="only a GPT-2 is steered") as caught:
-        workers(1).run(knockout, folder, steerings=[parse_steering(STEER)])
+    with pytest.raises(Exception, match="steer: is not allowed with data") as caught:
+        workers(1).run(steer, folder, steerings=[parse_steering(STEER)])
     assert "ConfigError" in str(caught.value)
 
 
@@ -275,6 +282,6 @@ def test_images_are_refused(workers, tmp_path, capfd):
         train__steps=1, evaluation={}, checkpoint__every=1,
     )  # fmt: skip
     workers(1).run(run, config)
-    assert polyad(["experts", "knockout", str(tmp_path / "run")]) == 2
+    assert polyad(["experts", "atlas", str(tmp_path / "run")]) == 2
     error = capfd.readouterr().err.splitlines()[-1]
-    assert ": knockout: is not allowed with data.kind: images; text and masked_text" in error
+    assert "atlas: is not allowed with data.kind: images; allowed with: text, masked" in error

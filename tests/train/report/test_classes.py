@@ -13,7 +13,7 @@ from sklearn.metrics import mutual_info_score
 from polyad.launch.cli import run as polyad
 from polyad.parallel.checkpoint.load import best_checkpoint
 from polyad.train.errors import ConfigError
-from polyad.train.experts.class_changes import Change
+from polyad.train.experts.knockout import Change
 from polyad.train.experts.probing import RoutedLayer
 from polyad.train.report import page as page_module
 from polyad.train.report.command import report

@@ -5,17 +5,17 @@ import re
 from html.parser import HTMLParser
 
 import numpy as np
+import pandas as pd
 import pytest
 from scipy.stats import norm
 
 from polyad.train.experts.by_class import LevelByClass
-from polyad.train.experts.class_changes import Change
-from polyad.train.experts.knockout import ExpertWithout, Harmed
 from polyad.train.experts.probing import RoutedLayer
 from polyad.train.report.command import report
-from polyad.train.report.experts import harm
+from polyad.train.report.experts import harms
+from polyad.train.results import Tables
 from tests.helpers.pages import Page
-from tests.helpers.runs import counts_of, frame_of, knockout, run, write_config
+from tests.helpers.runs import atlas, counts_of, frame_of, run, write_config
 
 SMOE = {"kind": "smoe", "num_experts": 4, "expert_hidden_size": 32}
 TOKENS = 2000
@@ -63,9 +63,9 @@ def test_rows_have_the_numbers_of_the_knockout_and_the_largest_come_first(
 ):
     asked = {"layers": ["0", "1"], "experts": ["0", "2", "3"]}
     result = report(trained, output=tmp_path / "page.html", tokens=TOKENS, knockout=True, **asked)
-    # What `polyad experts knockout` says of the same tokens.
-    (found,) = workers(1).run(knockout, trained, split="validation", tokens=TOKENS, **asked)
-    for name in ("experts", "harmed", "classes", "focus"):
+    # What `polyad experts atlas` says of the same tokens.
+    (found,) = workers(1).run(atlas, trained, split="validation", tokens=TOKENS, **asked)
+    for name in ("harmed", "classes", "focus"):
         assert result["knockout"][name] == found[name]
     page = cells(tmp_path)
     rows = {each["anchor"]: each for each in result["experts"]}
@@ -176,16 +176,24 @@ def test_anchors_of_levels_of_a_mixer_and_of_a_head():
 
 
 def test_the_class_that_is_named_loses_more_than_all_others():
+    place = {"module": "blocks.0.feed_forward", "level": 0, "expert": 0}
+
+    def change_of(value, low):
+        return {"change": value, "change_low": low, "change_high": 2 * value - low}
+
     def harmed(name, tokens, value, low):
-        return Harmed("predicted characters", name, tokens, Change(value, low, 2 * value - low))
+        of_class = {"by": "predicted characters", "class": name, "tokens": tokens}
+        return place | of_class | change_of(value, low)
 
     def named(*classes, change):
-        without = ExpertWithout(
-            Change(change, 0, 1), Change(0, 0, 0), None, {"predicted": [*classes]}
-        )
-        effect = harm(without, 100)
+        frames = {
+            "experts": pd.DataFrame([place | change_of(change, 0)]),
+            "harmed": pd.DataFrame([*classes]),
+            "focus": pd.DataFrame([{"by": "predicted characters"}, {"by": "predicted frequency"}]),
+        }
+        (effect,) = harms(Tables(facts={"tokens_scored": 100}, frames=frames)).values()
         if not effect.name:
-            assert effect.value == without.change
+            assert effect.value.value == change
             return None
         return effect.name, pytest.approx(effect.elsewhere)
 

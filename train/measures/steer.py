@@ -1,0 +1,146 @@
+"""`polyad experts steer`: what a model predicts when text is steered towards experts.
+
+Two effects are measured on held-out text: the change of the loss by class of token, which shows
+where a steered model is worse; and the probability of the classes of the next token, which shows
+what it would write.
+
+Shapes: B windows, P predicted tokens, V vocabulary, K classes of all labelings of the next token, G
+groups of windows.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import one_hot
+
+from polyad.model.decoder import Decoder
+from polyad.train.experts.information import GroupedSums, Matrix, Summed, intervals
+from polyad.train.experts.knockout import Change, ChangeSums, mean_of
+from polyad.train.experts.steering import Steering, gate_column, steered
+from polyad.train.experts.token_classes import ClassColumns, classes_of_vocabulary, slices_of
+from polyad.train.measures.atlas import TOKENS
+from polyad.train.measures.measure import Measure, Subject
+from polyad.train.reading import Evaluated, Reading
+from polyad.train.results import Tables
+from polyad.train.tasks.samples import TextSamples, embedded, losses, through
+
+
+class Steer(Measure):
+    """Accumulates the joint effect of steerings.
+
+    Args:
+        subject: a GPT-2, and text.
+        steerings: all at once.
+
+    Raises:
+        ConfigError: a block, level or expert that the model does not have.
+    """
+
+    name = "steer"
+    doing = "steering"
+    label = "steer"
+    needs_whole = "a steered model runs all blocks again"
+
+    def __init__(self, subject: Subject, steerings: Sequence[Steering]) -> None:
+        super().__init__(subject)
+        model, text = subject.model, subject.samples
+        assert isinstance(model, Decoder)
+        assert isinstance(text, TextSamples)
+        for steering in steerings:
+            gate_column(model, steering)
+        self._model, self._steerings, self._text = model, steerings, text
+        device = next(model.parameters()).device
+        self._columns = ClassColumns(text)
+        self._losses = ChangeSums(1, self._columns.classes, text.rows, device)
+        vocabulary = classes_of_vocabulary(text.tokenizer, text.stream)
+        self._mass_classes = {name: classes for name, (classes, _) in vocabulary.items()}
+        tables = [one_hot(class_V, len(classes)) for classes, class_V in vocabulary.values()]
+        self._class_VK = torch.cat(tables, -1).float().to(device)
+        width = 2 * self._class_VK.shape[1] + 1
+        self._masses = GroupedSums(text.rows, [width], device)
+
+    @classmethod
+    def checked(cls, opened: Evaluated, split: str, **options: Any) -> dict[str, Any]:
+        """Options: `steerings`, and the approximate number of `tokens` to read."""
+        opened.text(f"experts {cls.name}")
+        return options
+
+    @classmethod
+    def of(cls, opened: Evaluated, split: str, settings: dict[str, Any], model: nn.Module) -> Self:
+        """See `Measure.of`."""
+        task = opened.text(f"experts {cls.name}")
+        text = TextSamples(task, split, settings.get("tokens", TOKENS), hidden=True)
+        return cls(Subject(model, [], text, opened.batch_size), settings["steerings"])
+
+    @torch.inference_mode()
+    def add(self, reading: Reading) -> None:
+        """Adds a batch, which the steered model reads, too."""
+        passages, x_BTD = reading.batch, reading.output
+        label_JBP, loss_BP = self._columns(passages), losses(self._model, x_BTD, passages)
+        with steered(self._model, self._steerings):
+            y_BTD = through(self._model, embedded(self._model, passages))
+        change_BP = losses(self._model, y_BTD, passages).double() - loss_BP.double()
+        number_B, counted_BP = passages.number_B, passages.scored_BP
+        self._losses.add_whole(label_JBP, number_B, loss_BP)
+        row_B = torch.zeros_like(number_B)
+        self._losses.add(label_JBP, number_B, row_B, change_BP, torch.ones_like(counted_BP))
+        for window, group in enumerate(self._masses.group_of(number_B).tolist()):
+            one = slice(window, window + 1)
+            counted_P = counted_BP[window]
+            masses = [self._mass(x[one], counted_P) for x in (x_BTD, y_BTD)]
+            self._masses.sums_G[group] += torch.cat([*masses, counted_P.sum().view(1).double()])
+
+    def _mass(self, x_1TD: Tensor, counted_T: Tensor) -> Tensor:
+        """Sums the probabilities of each class [K] over one window, since logits take much
+        memory."""
+        logits_NV = self._model.score(x_1TD)[0][counted_T]
+        p_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32)).softmax(-1)
+        # A model may have more tokens than its tokenizer; those have no class.
+        known_NV = p_NV[:, : len(self._class_VK)]
+        return (known_NV @ self._class_VK.to(p_NV.dtype)).double().sum(0)
+
+    def result(self, summed: Summed = lambda values: values) -> Tables:
+        """The result."""
+        import pandas as pd
+
+        by_class = self._losses.result("steered", summed)
+        mass_G = self._masses.result(summed, "steered: probabilities are not finite")
+        columns = self._class_VK.shape[1]
+
+        def change(sums: Matrix) -> Matrix:
+            added = sums[..., columns : 2 * columns] - sums[..., :columns]
+            return mean_of(added, sums[..., [-1]])
+
+        change_K3 = intervals(change, mass_G, self._text.rows).T.tolist()
+        total = mass_G.sum(0)
+        before_K = mean_of(total[:columns], total[-1]).tolist()
+        next_tokens = [
+            {
+                "by": by,
+                "class": name,
+                "probability": before_K[part.start + column],
+                **Change(*change_K3[part.start + column]).columns("change"),
+            }
+            for by, part in slices_of(self._mass_classes).items()
+            for column, name in enumerate(self._mass_classes[by])
+        ]
+        classes = [
+            {"by": by, **row} for by, each in by_class.items() for row in each.rows(0, own=False)
+        ]
+        every = by_class["all"]
+        return Tables(
+            facts={
+                "windows_read": self._text.rows,
+                "sequence_length": self._text.length,
+                "tokens_scored": int(every.tokens_C[0]),
+                "loss": float(every.loss_C[0]),
+                "steer": [str(each) for each in self._steerings],
+            },
+            frames={"steering": pd.DataFrame(classes), "next_tokens": pd.DataFrame(next_tokens)},
+            titles={
+                "steering": "change in loss when the text is steered",
+                "next_tokens": "change in the probability of classes of the next token",
+            },
+        )
