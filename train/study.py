@@ -30,13 +30,12 @@ from polyad.data.files import write_whole
 from polyad.data.json_reader import read_json
 from polyad.model.build import count_parameters
 from polyad.model.config import Config
-from polyad.model.config_yaml import Written
 from polyad.train import records
 from polyad.train.config.adaptation import model_of, unused_parameters
 from polyad.train.config.faults import describe
 from polyad.train.config.rules import validate
 from polyad.train.config.run import RunConfig, config_of, read_tree
-from polyad.train.config.text import DOTTED_KEY, below, flatten, settle
+from polyad.train.config.text import DOTTED_KEY, below, flatten
 from polyad.train.console import duration
 from polyad.train.errors import ConfigError, RunError, shown, stop_signal, stopped
 from polyad.train.guard.run_folder import check_place
@@ -171,7 +170,7 @@ def load_study(file: Path) -> Study:
     if "model" in tree and "base" not in tree:
         raise ConfigError(f"{file}: is the file of a run; `polyad train {file}` starts it")
     try:
-        config = StudyConfig.model_validate(settle(tree, StudyConfig))
+        config = StudyConfig.model_validate(tree)
     except ValidationError as error:
         raise ConfigError(f"{file}: {describe(error, StudyConfig)}") from None
     with _place(f"{file}: base"):
@@ -244,21 +243,14 @@ def _overrides(keys: Mapping[str, Any], where: str) -> list[str]:
             raise ConfigError(f"{where}: {shown(key)} is not a dotted key such as train.steps")
         if key.partition(".")[0] in ("seed", "run"):
             raise ConfigError(f"{where}: {key}: is not allowed: see seeds and folder")
-    return [f"{key}={_as_written(value)}" for key, value in keys.items()]
-
-
-def _as_written(value: Any) -> str:
-    """Formats a value as YAML that reads back as the same value, even for a folder called 0012."""
-    if isinstance(value, Written):
-        return value.text
-    return json.dumps(value, default=lambda written: written.value)
+    return [f"{key}={json.dumps(value)}" for key, value in keys.items()]
 
 
 def _name(keys: Mapping[str, Any]) -> str:
     """Names a point by the last parts of its keys, if these differ; also a folder's name."""
     last = [key.rpartition(".")[2] for key in keys]
     names = last if len(set(last)) == len(last) else list(keys)
-    values = [re.sub(r"[^\w.+-]+", "-", _as_written(v).strip('[]{}"')) for v in keys.values()]
+    values = [re.sub(r"[^\w.+-]+", "-", json.dumps(v).strip('[]{}"')) for v in keys.values()]
     return ",".join(f"{name}={value}" for name, value in zip(names, values, strict=True))
 
 

@@ -232,7 +232,7 @@ def test_a_run_is_continued_by_its_folder_wherever_it_lies(config: Path, polyad:
         ("checkpoint.init_from=/no/such/run", "/no/such/run"),
         ("run.folder=/dev/null/run", "run.folder"),
         ('data.path="a\\e[31mb"', r"'\x1b'"),
-        ("train.steps=\x1b[31m", r"'\x1b'"),
+        ("train.steps=\x1b[31m", "#x001b"),
     ],
 )
 def test_a_wrong_key_is_one_line_before_anything_starts(

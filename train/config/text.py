@@ -2,12 +2,12 @@
 
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, get_args
 
 from pydantic import BaseModel
 
 from polyad.model.config import Config
-from polyad.model.config_yaml import ConfigYamlError, Written, load_written
+from polyad.model.config_yaml import ConfigYamlError, load
 from polyad.train.errors import ConfigError, one_line, shortened, shown
 
 DOTTED_KEY = re.compile(r"\w+(\.\w+)*")
@@ -43,62 +43,22 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
 
 
 def parse_yaml(text: str, origin: str) -> Any:
-    """Parses YAML, leaving scalars as written.
+    """Parses YAML.
 
     Args:
         text: content of a file, or one value.
         origin: its name in errors.
 
-    Returns:
-        The tree, with numbers and booleans as written; `settle` converts them.
-
     Raises:
         ConfigError: it is not YAML, or not the subset used for configurations.
     """
     try:
-        return load_written(text)
+        return load(text)
     except ConfigYamlError as error:
         reason = one_line(error)
         if "\n" not in text:
             reason = reason.removeprefix("line 1: ")
         raise ConfigError(f"{origin}: {reason}") from None
-
-
-def settle(tree: Any, annotation: Any) -> Any:
-    """Converts numbers and booleans: to text if a key expects text, else to their value.
-
-    So a folder called 12e4 or 0012 keeps its name.
-
-    Args:
-        tree: a tree from `parse_yaml`, which is not modified.
-        annotation: the type of the tree: a configuration class, or that of one of its keys; values
-            of type `Any` keep how they were written.
-    """
-    if annotation is Any:
-        return tree
-    if isinstance(tree, Written):
-        return tree.text if _is_text(annotation) else tree.value
-    if isinstance(tree, list):
-        # Configuration classes are also found inside lists.
-        inner = Any if get_args(annotation) == (Any,) else annotation
-        return [settle(value, inner) for value in tree]
-    if not isinstance(tree, dict):
-        return tree
-    if get_origin(annotation) is dict:
-        return {key: settle(value, get_args(annotation)[1]) for key, value in tree.items()}
-    fields: dict[str, Any] = {}
-    for member in config_classes(annotation):
-        fields = {name: f.annotation for name, f in member.model_fields.items()} | fields
-    return {key: settle(value, fields.get(key)) for key, value in tree.items()}
-
-
-def _is_text(annotation: Any) -> bool:
-    """Whether a key expects text, or a list of texts."""
-    if annotation is str:
-        return True
-    if get_origin(annotation) in (Literal, dict):
-        return False
-    return any(_is_text(argument) for argument in get_args(annotation))
 
 
 def keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:

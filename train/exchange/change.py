@@ -25,7 +25,7 @@ from polyad.parallel.tensor_folder import differing_shapes
 from polyad.parallel.weights import Weights
 from polyad.train.config.faults import describe
 from polyad.train.config.run import ModelSection, RunConfig
-from polyad.train.config.text import apply_override, settle
+from polyad.train.config.text import apply_override
 from polyad.train.errors import ConfigError
 
 
@@ -108,7 +108,6 @@ class Option(Change):
                 raise self.error(f"{key} is given twice")
             try:
                 apply_override(section, f"{key}={value}")
-                section[key] = settle(section[key], None)
             except ConfigError as error:
                 raise self.error(str(error)) from None
         if "num_experts" not in self.keys:

@@ -209,7 +209,6 @@ def test_the_command_says_what_it_made_and_safetensors_are_possible(sources, tmp
     captured = capfd.readouterr()
     result = json.loads(captured.out)
     assert result["format"] == "polyad"
-    assert captured.err.startswith(f"converting: {result['parameters'] * 4 / 1e6:,.1f} MB in 00:0")
     state = Checkpoint(tmp_path / "new").state
     assert state.upcycled == text
     assert state.converted_from == str(sources / "checkpoint")
