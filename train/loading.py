@@ -28,7 +28,7 @@ from polyad.train.evaluation.generate import Sampling, check_text, continue_text
 from polyad.train.evaluation.predict import Prediction, Predictor
 from polyad.train.experts.interventions import Intervention, intervened, parse_intervention
 from polyad.train.experts.probing import deciding, routed_layers
-from polyad.train.experts.trace import TEXT_EXTRA, TOP, Form, text_columns
+from polyad.train.experts.trace import TOP, Form
 from polyad.train.experts.trace import LayerExperts as LayerExperts
 from polyad.train.experts.trace import experts_of as experts_of_layer
 from polyad.train.experts.view import TextView, view_text
@@ -415,8 +415,13 @@ class TextExperts:
         import pyarrow as pa
 
         place_T = torch.arange(len(self.tokens))
-        tokens = text_columns(0, place_T, place_T, self.token_ids)
-        form = Form([each.layer for each in self.layers.values()], list(tokens), TEXT_EXTRA)
+        none_T = torch.zeros_like(place_T)
+        tokens = {
+            **{"window": none_T, "position": place_T, "document": none_T, "offset": place_T},
+            "token_id": self.token_ids,
+        }
+        layers = [each.layer for each in self.layers.values()]
+        form = Form(layers, list(tokens), ("score", "entropy"))
         batches = [form.rows(each, tokens, place_T) for each in self.layers.values()]
         return pa.Table.from_batches(batches, form.schema({})).unify_dictionaries()
 

@@ -25,7 +25,6 @@ from polyad.launch.output import check_json_path, only_results_on_stdout, result
     "--top-k 50 --top-p 0.95 --seed 1",
     "polyad generate runs/quickstart/run --prompt 'def ' --steer layer=3,expert=2,strength=8",
     "polyad generate runs/quickstart/run --prompt 'def ' --intervene layer=3,expert=2,how=prune",
-    "polyad generate runs/quickstart/run --prompt 'def ' --trace runs/written.parquet",
 )
 def generate(
     path: AnyWeights,
@@ -43,7 +42,6 @@ def generate(
     no_cache: bool = False,
     steer: Steer = (),
     intervene: Intervene = (),
-    trace: Path | None = None,
     json: Json = None,
 ) -> None:
     """Generates text with a checkpoint.
@@ -59,8 +57,6 @@ def generate(
         no_cache: recompute the whole context for every token instead of caching keys and values.
         steer: add X times an expert's gate column to the input of a block (level=N in a
             hierarchy); may be repeated.
-        trace (FILE): write the experts of every token of the prompt and of the generated text to a
-            new .parquet file, with the columns of polyad experts trace.
     """
     from polyad.launch.machine import prepare_environment
 
@@ -94,7 +90,6 @@ def generate(
                 interventions=interventions,
                 base=base,
                 write=write,
-                trace=trace,
             ),
             best_checkpoint if best else newest_of,
         )

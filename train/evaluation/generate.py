@@ -9,11 +9,10 @@ half window. The model reads the same tokens with and without a cache.
 import math
 import reprlib
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,18 +24,7 @@ from polyad.parallel.weights import open_weights
 from polyad.parallel.zero import Precision
 from polyad.train.errors import ConfigError
 from polyad.train.experts.interventions import Intervention, intervened
-from polyad.train.experts.probing import deciding, routed_layers
 from polyad.train.experts.steering import Load, Steering, loads_of, steered
-from polyad.train.experts.trace import (
-    TEXT_EXTRA,
-    TOP,
-    Form,
-    TraceFile,
-    check_output,
-    experts_of,
-    text_columns,
-    whole_output,
-)
 from polyad.train.streaming import whole_model
 from polyad.train.tasks.language import language_model
 from polyad.train.tasks.vocabulary import need_tokenizer
@@ -45,13 +33,6 @@ _UNFINISHED = "\ufffd"
 """The replacement character, to which an incomplete UTF-8 character decodes."""
 _OVERLAP = 6
 """Number of tokens decoded with new ones, since a token's text may depend on its neighbours."""
-Seen = Callable[[Sequence[int], int, int], None]
-"""Callback after each forward pass: all tokens so far, the index of the first one that the pass
-read, and that of the first one in its window."""
-
-
-def _see_nothing(ids: Sequence[int], first: int, window_first: int) -> None:
-    """Ignores forward passes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +121,6 @@ def generate_ids(
     unused_ids: Sequence[int] = (),
     use_cache: bool = True,
     name: str = "the model",
-    seen: Seen = _see_nothing,
 ) -> Iterator[int]:
     """Continues a prompt.
 
@@ -154,7 +134,6 @@ def generate_ids(
         unused_ids: ids below it that are not sampled either.
         use_cache: whether to cache keys and values, or run the whole window for every token.
         name: name of the model in errors.
-        seen: see `Seen`.
 
     Yields:
         Token ids, each as soon as it is sampled.
@@ -182,7 +161,6 @@ def generate_ids(
             raise ConfigError(
                 f"{name}: its logits are not finite: its weights hold NaN or inf, or are too large"
             )
-        seen(ids, first, start)
         if unused_ids:
             logits_V = logits_V.index_fill(0, torch.tensor(unused_ids), -math.inf)
         read = len(ids)
@@ -246,7 +224,6 @@ def continue_text(
     use_cache: bool = True,
     name: str = "the model",
     write: Callable[[str], object] = lambda text: None,
-    seen: Seen = _see_nothing,
 ) -> Continuation:
     """Continues a text with a model in memory.
 
@@ -259,7 +236,6 @@ def continue_text(
         use_cache: see `generate`.
         name: name of the model in errors.
         write: called with every piece of text as it is generated.
-        seen: see `Seen`.
 
     Raises:
         ConfigError: the prompt is not text, or the weights are not finite.
@@ -278,7 +254,6 @@ def continue_text(
         unused_ids=tokenizer.unused_ids,
         use_cache=use_cache,
         name=name,
-        seen=seen,
     ):
         ids.append(token)
         pieces.append(stream.push(token))
@@ -345,7 +320,6 @@ def generate(
     interventions: Sequence[Intervention] = (),
     base: Path | None = None,
     write: Callable[[str], object] = lambda text: None,
-    trace: Path | None = None,
 ) -> Generated:
     """Continues a text.
 
@@ -361,32 +335,17 @@ def generate(
         interventions: changes to experts.
         base: see `open_weights`.
         write: called with the prompt, and with every piece of text as it is generated.
-        trace: a new Parquet file or folder for the experts of every token that is read.
 
     Raises:
         ValueError: with an `exit_status` of 2: one line says what is wrong.
     """
-    if trace is not None:
-        check_output("--trace", trace)
     weights = open_weights(path, base=base)
-    config = language_model(weights)
-    if trace is not None and not config.has_experts():
-        raise ConfigError(f"--trace: {weights.folder}: the model is dense: it has no experts")
+    language_model(weights)
     coder = need_tokenizer(weights, tokenizer)
     check_text(prompt)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = whole_model(weights, device, precision, "each new token runs all blocks")
-    about = {
-        "checkpoint": str(weights.folder),
-        "precision": precision,
-        "steering": [str(one) for one in steerings],
-        "interventions": [one.to_json() for one in interventions],
-    }
-    with (
-        steered(model, steerings),
-        intervened(model, interventions),
-        nullcontext(_see_nothing) if trace is None else _tracing(model, trace, about) as seen,
-    ):
+    with steered(model, steerings), intervened(model, interventions):
         write(prompt)
         started = time.monotonic()
         prompt_ids, ids, text = continue_text(
@@ -404,7 +363,6 @@ def generate(
                 )
             ),
             write=write,
-            seen=seen,
         )
     seconds = time.monotonic() - started
     length: int = model.config.sequence_length  # type: ignore[union-attr, assignment]
@@ -426,38 +384,3 @@ def generate(
         seconds=seconds,
         tokens_per_second=len(ids) / max(seconds, 1e-9),
     )
-
-
-@contextmanager
-def _tracing(model: nn.Module, path: Path, about: Mapping[str, Any]) -> Iterator[Seen]:
-    """Writes the experts of each token once, from the first forward pass that reads it.
-
-    Args:
-        model: the model that reads.
-        path: see `check_output`.
-        about: entries for the file's metadata.
-    """
-    layers, done = routed_layers(model), 0
-    windows: list[int] = []
-    with deciding(model, layers) as decisions, whole_output(path) as place:
-        form = Form(layers, list(text_columns(0, *torch.empty(3, 0))), TEXT_EXTRA)
-        file = TraceFile(place, form.schema(about))
-
-        def seen(ids: Sequence[int], first: int, window_first: int) -> None:
-            nonlocal done
-            if window_first not in windows[-1:]:
-                windows.append(window_first)
-            offset_N = torch.arange(first, len(ids))
-            columns = text_columns(
-                len(windows) - 1, offset_N - window_first, offset_N, torch.tensor(ids[first:])
-            )
-            new_M = torch.arange(max(first, done) - first, len(offset_N))
-            for layer in layers:
-                found = experts_of(layer, decisions[layer.name], TOP)
-                file.add(form.rows(found, columns, new_M))
-            done = len(ids)
-
-        try:
-            yield seen
-        finally:
-            file.close()

@@ -39,8 +39,6 @@ TOP = 4
 """Number of experts written per token and level, if tokens weight all experts."""
 EXTRA = ("score", "entropy", "norm", "loss")
 """Optional columns."""
-TEXT_EXTRA = ("score", "entropy")
-"""Columns in the trace of a single text."""
 
 
 class Column(NamedTuple):
@@ -273,26 +271,6 @@ def _block(layer: RoutedLayer) -> int:
 def _counted(level_K: Sequence[int]) -> Tensor:
     """Number of earlier entries of the same level, for each."""
     return torch.tensor([level_K[:k].count(level) for k, level in enumerate(level_K)])
-
-
-def text_columns(
-    window: int, position_N: Tensor, offset_N: Tensor, ids_N: Tensor
-) -> dict[str, Tensor]:
-    """Returns the columns of tokens of a single text (document 0), not of prepared data.
-
-    Args:
-        window: the window's number.
-        position_N: positions of the tokens in it.
-        offset_N: positions of the tokens in the text.
-        ids_N: token ids.
-    """
-    return {
-        "window": torch.full_like(offset_N, window),
-        "position": position_N,
-        "document": torch.zeros_like(offset_N),
-        "offset": offset_N,
-        "token_id": ids_N,
-    }
 
 
 class TraceFile:

@@ -1,4 +1,4 @@
-"""`polyad experts trace` and `polyad generate --trace`: against transformers, token by token."""
+"""`polyad experts trace`: against transformers, token by token."""
 
 import json
 import math
@@ -272,9 +272,6 @@ def test_what_is_not_allowed_is_one_line(hub, tmp_path, capfd):
         assert command([str(word) for word in words]) == 2
         line = error_line(capfd.readouterr().err.splitlines()[-1])
         assert re.search(said, line), line
-    dense = ["generate", folder, "--prompt", "x", "--trace", tmp_path / "there"]
-    assert command([str(word) for word in dense]) == 2
-    assert "--trace: " in capfd.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["there"]
 
 
@@ -283,36 +280,22 @@ def test_several_processes_need_a_folder(tmp_path):
         written.check_output("--output", tmp_path / "t.parquet", 2)
 
 
-@pytest.mark.parametrize("cache", [True, False])
-def test_generated_tokens_are_written_once(hub, tmp_path, cache):
+def test_a_text_has_the_same_rows(hub):
     folder, _, _ = hub
-    output, told = tmp_path / "g.parquet", tmp_path / "told.json"
-    words = ["generate", folder, "--prompt", "def number_1(x)", "--temperature", "0.7",
-             "--max-tokens", "70", "--seed", "5", "--trace", output, "--json", told]  # fmt: skip
-    assert command([*map(str, words), *([] if cache else ["--no-cache"])]) == 0
-    result, found = json.loads(told.read_text()), rows_of(output)
-    ids = result["prompt_ids"] + result["token_ids"]
-    assert len(ids) > 70, "the window of 64 tokens moved"
-    read = ids[:-1] if result["ended_by"] == "max_tokens" else ids  # the last one is not read
+    run = polyad.load(folder)
+    found = run.experts("def number_1(x)").table().to_pandas()
+    ids = run.experts("def number_1(x)").token_ids.tolist()
     tokens = found[(found["layer"] == 1) & (found["slot"] == 0)].sort_values("offset")
-    assert tokens["token_id"].tolist() == read
-    assert tokens["offset"].tolist() == list(range(len(read)))
-    assert tokens["window"].tolist() == [0] * 64 + [1] * (len(read) - 64)
-    assert tokens["position"].tolist() == [*range(64), *range(31, 31 + len(read) - 64)]
-    # What a pass over the first window without a cache gives.
-    model, layers = load_model(folder), ["blocks.0.feed_forward", "blocks.2.feed_forward"]
+    assert tokens["token_id"].tolist() == ids
+    assert tokens["position"].tolist() == tokens["offset"].tolist() == list(range(len(ids)))
+    model = load_model(folder)
     with deciding(model, routed_layers(model)) as decisions, torch.inference_mode():
-        model(torch.tensor([ids[:64]]))
-    for name in layers:
-        own = found[(found["module"] == name) & (found["window"] == 0)]
-        own = own.sort_values(["position", "slot"])
+        model(torch.tensor([ids]))
+    for name in ("blocks.0.feed_forward", "blocks.2.feed_forward"):
+        own = found[found["module"] == name].sort_values(["position", "slot"])
         selected = decisions[name].selected
         assert own["expert"].tolist() == selected.expert_ids_NK.flatten().tolist()
         np.testing.assert_allclose(own["weight"], selected.weights_NK.flatten(), rtol=1e-4)
-    table = polyad.load(folder).experts("def number_1(x)").table().to_pandas()
-    assert list(table) == list(found)
-    few = found[found["offset"] < len(result["prompt_ids"])]
-    same_rows(in_order(table), few.reset_index(drop=True))
 
 
 @everyday("kind", ["tr", "bert"], keep=[])
