@@ -20,8 +20,7 @@ from polyad.train.errors import (
 )
 
 OTHERS_SPEAK_FIRST = 5.0
-"""Seconds for which a process delays its error for that of rank 0; others than the first of a host
-delay theirs twice as long."""
+"""Seconds for which a process delays its error for that of the first process of its host."""
 
 _PEER_ENDED = re.compile(r"gloo/\S+\] (.*?Connection (?:closed|reset) by peer)|ncclRemoteError")
 
@@ -96,10 +95,9 @@ def _say(message: str) -> None:
 
 
 def _let_others_speak() -> None:
-    """Waits on every rank but 0: often all fail alike, or because of another one.
+    """Waits, except in the first process of a host: often all fail alike, or because of another.
 
     The launcher ends a process while it waits, if another one of its host has ended.
     """
-    if rank_of_process():
-        is_first_of_host = os.environ.get("LOCAL_RANK", "0") == "0"
-        time.sleep(OTHERS_SPEAK_FIRST * (1 if is_first_of_host else 2))
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        time.sleep(OTHERS_SPEAK_FIRST)

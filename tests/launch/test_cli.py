@@ -377,11 +377,12 @@ def test_another_process_that_ended_is_one_line(
     assert "(Read error [127.0.0.1]:52: Connection reset by peer)" in line
 
 
-def test_another_rank_leaves_the_error_to_rank_zero(
+def test_another_rank_leaves_the_error_to_the_first_of_its_host(
     config: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     waited: list[float] = []
     monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setattr("polyad.launch.ending.time.sleep", waited.append)
     assert run(["validate", str(config), "train.stps=3"]) == 2
     assert "rank 1: " in error_line(capfd.readouterr().err)
