@@ -69,7 +69,7 @@ def _fill_frozen(engine: Engine, source: Source) -> list[tuple[Any, torch.Tensor
     """
     parts: list[tuple[Any, torch.Tensor]] = []
     named = [(n, p) for n, p in engine.module.named_parameters() if not p.requires_grad]
-    owners = _owners_of_frozen(engine, named)
+    owned = _owned_frozen(engine, named)
     engine.frozen.clear()
     for name, parameter in named:
         placement = placement_of(parameter)
@@ -81,7 +81,7 @@ def _fill_frozen(engine: Engine, source: Source) -> list[tuple[Any, torch.Tensor
             parts.append((parameter, part))
         else:
             _read_range(parameter.detach().view(-1), name, placement, 0, source)
-        if name in owners:
+        if name in owned:
             exact = engine.stage < 3 and parameter.dtype == torch.float32
             if exact:
                 engine.frozen[name] = parameter.detach().view(-1)
@@ -100,44 +100,27 @@ def _read_range(
         placement.values(flat, first - start, size).copy_(source.read(box))
 
 
-def _owners_of_frozen(engine: Engine, named: Sequence[tuple[str, nn.Parameter]]) -> set[str]:
+def _owned_frozen(engine: Engine, named: Sequence[tuple[str, nn.Parameter]]) -> set[str]:
     """Returns the frozen weights that this rank writes: each whole, by one rank that has it."""
-    world, mine, at = engine.world, set[str](), dict[tuple[int, bool], int]()
-    kept = [(n, placement_of(p)) for n, p in named if n not in engine.left_out]
-    totals: dict[tuple[int, bool], int] = {}
-    for _, placement in kept:
-        kind = placement.expert_parallel_size, placement.replicated
-        totals[kind] = totals.get(kind, 0) + math.prod(placement.shape)
-    for name, placement in kept:
-        kind = parts, replicated = placement.expert_parallel_size, placement.replicated
+    world, owned = engine.world, set[str]()
+    for number, (name, parameter) in enumerate(named):
+        placement = placement_of(parameter)
+        parts = placement.expert_parallel_size
         rank, copies = world.data_parallel_rank // parts, world.data_parallel_size // parts
-        if replicated:
-            rank = rank * world.tensor_parallel_size + world.tensor_parallel_rank
-            copies *= world.tensor_parallel_size
-        if at.get(kind, 0) * copies // totals[kind] == rank:
-            mine.add(name)
-        at[kind] = at.get(kind, 0) + math.prod(placement.shape)
-    return mine
+        is_first = not placement.replicated or world.tensor_parallel_rank == 0
+        if is_first and number % copies == rank and name not in engine.left_out:
+            owned.add(name)
+    return owned
 
 
-def shares(engine: Engine) -> Iterator[Fragment]:
+def written(engine: Engine) -> Iterator[Fragment]:
     """Yields what this rank writes to a checkpoint of weights and optimizer state.
 
     ZeRO leaves one copy of the optimizer's state in each tensor-parallel rank. Parameters that
-    tensor parallelism does not split are on every such rank: these are laid end to end and cut into
-    one range per rank, so that the index of a checkpoint, which lists every box, has few entries.
-    Each element is written by exactly one rank.
+    tensor parallelism does not split, which are small, are on every such rank: the first one writes
+    them. So each element is written by exactly one rank.
     """
-    world = engine.world
-    held = list(fragments(engine).values())
-    yield from (part for part in held if not part.placement.replicated)
-    some = [part for part in held if part.placement.replicated]
-    total = sum(part.numel for part in some)
-    rank, copies = world.tensor_parallel_rank, world.tensor_parallel_size
-    first, last = total * rank // copies, total * (rank + 1) // copies
-    at = 0
-    for part in some:
-        start, stop = max(first - at, 0), min(last - at, part.numel)
-        at += part.numel
-        if start < stop:
-            yield part.cut(start, stop)
+    is_first = engine.world.tensor_parallel_rank == 0
+    yield from (
+        each for each in fragments(engine).values() if is_first or not each.placement.replicated
+    )

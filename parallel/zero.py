@@ -12,7 +12,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Literal, NamedTuple
 
@@ -591,11 +591,6 @@ class Fragment:
     def steps(self) -> float:
         """Number of optimizer steps of the weight."""
         return 0.0 if self.counter is None else float(self.counter)
-
-    def cut(self, start: int, stop: int) -> "Fragment":
-        """Returns the elements start .. stop of those that it has."""
-        values = {field: flat[start:stop] for field, flat in self.values.items()}
-        return replace(self, start=self.start + start, numel=stop - start, values=values)
 
 
 def fragments(engine: Engine) -> dict[str, Fragment]:

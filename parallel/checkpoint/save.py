@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -49,20 +49,18 @@ from polyad.parallel.checkpoint.manage import (
     write_file,
 )
 from polyad.parallel.checkpoint.snapshot import (
+    Copy,
     HeldBox,
     NotFiniteError,
     SnapshotMemory,
     Task,
     memory_needed,
-    reason_for_save_error,
 )
-from polyad.parallel.fragments import persistent_buffers, shares
+from polyad.parallel.fragments import persistent_buffers, written
 from polyad.parallel.shard import placement_of
 from polyad.parallel.tensor_file import DTYPE_NAMES, FileTensor, write_tensors
 from polyad.parallel.zero import Engine
 
-T = TypeVar("T")
-KEEP_ALL = Retention()
 NO_FILES: Mapping[str, bytes] = MappingProxyType({})
 
 
@@ -97,41 +95,15 @@ def save(
     state: dict[str, Any],
     config_yaml: str,
     files: Mapping[str, bytes] = NO_FILES,
-    keep: Retention = KEEP_ALL,
 ) -> Path:
-    """Writes `folder/step-NNNNNNNN` from all ranks; all of them call it.
+    """Writes `folder/step-NNNNNNNN` from all ranks, and waits for it; all of them call it.
 
-    The order makes a crash harmless: shards, then index and manifest in a staging folder, all
-    flushed to disk; then the rename that makes it a checkpoint; then the pointer `latest`; then the
-    removal of older checkpoints.
-
-    Args:
-        engine: the engine to save.
-        folder: the run's `checkpoints` folder.
-        step: number of completed optimizer steps.
-        state: JSON values for `state.json`, the same on every rank.
-        config_yaml: the resolved configuration.
-        files: further files by name, such as the tokenizer of the model.
-        keep: the rule for keeping older checkpoints.
+    See `Saver.save`.
 
     Returns:
         The folder of the checkpoint.
-
-    Raises:
-        SaveError: on every rank, if writing failed on any; older checkpoints are unchanged.
     """
-    staging = comm.from_main(staging_folder(folder, step))
-    try:
-        together(step, lambda: make_folder(staging) if comm.rank() == 0 else None)
-        boxes = list(held_boxes(engine))  # views, not copies
-        shard = together(step, lambda: write_shard(staging, comm.rank(), boxes))
-        shards = comm.gather_to_main(shard)
-        others = small_files(state, config_yaml, files)
-        together(step, lambda: commit(staging, step, shards, others, keep) if shards else None)
-    except SaveError:
-        if comm.rank() == 0:
-            remove_quietly(staging)
-        raise
+    Saver(engine, folder, keep=Retention()).save(step, state, config_yaml, files)
     return folder / step_folder(step)
 
 
@@ -209,8 +181,10 @@ def write_shard(
     path = staging / f"rank-{rank:05d}.safetensors"
     tensors = [FileTensor(held.box.key, held.dtype, held.box.size, held.values) for held in boxes]
     begins, record = write_tensors(path, tensors, check=check_piece)
-    written = zip(boxes, begins, strict=True)
-    stored = [(held.box, DTYPE_NAMES[held.dtype], held.step, begin) for held, begin in written]
+    stored = [
+        (held.box, DTYPE_NAMES[held.dtype], held.step, begin)
+        for held, begin in zip(boxes, begins, strict=True)
+    ]
     return Shard(stored, path.name, record)
 
 
@@ -276,49 +250,14 @@ def commit(
     return final
 
 
-def together(step: int, work: Callable[[], T]) -> T:
-    """Runs one phase on every rank; if it fails on any, it fails on all and none hangs.
-
-    Raises:
-        SaveError: on every rank, with the first failure's reason.
-    """
-    reason = None
-    try:
-        result = work()
-    except (OSError, NotFiniteError) as error:
-        reason = reason_for_save_error(error)
-    raise_together(step, reason)
-    return result
-
-
-def raise_together(step: int, reason: str | None) -> None:
-    """Raises an error on every rank if any of them has a reason to.
-
-    Raises:
-        SaveError: with the first reason.
-    """
-    if not comm.any_rank(reason is not None):
-        return
-    reasons = {rank: text for rank, text in enumerate(comm.from_all(reason)) if text}
-    first = min(reasons)
-    raise SaveError(f"step {step} could not be saved: rank {first}: {reasons[first]}")
-
-
-def remove_quietly(staging: Path) -> None:
-    """Removes the folder of a failed checkpoint, ignoring what cannot be removed."""
-    with contextlib.suppress(OSError):
-        remove_tree(staging)
-
-
 def held_boxes(engine: Engine) -> Iterator[HeldBox]:
     """Yields the boxes that this rank writes; each element is written by exactly one rank."""
-    for share in shares(engine):
-        stop = share.start + share.numel
-        for field, flat in share.values.items():
-            for first, (offset, size) in share.placement.boxes(share.start, stop):
-                box = Box(share.name, field, share.placement.global_shape, offset, size)
-                values = share.placement.values(flat, first - share.start, size)
-                yield held(box, values, share.steps, by_optimizer=True)
+    for part in written(engine):
+        for field, flat in part.values.items():
+            for first, (offset, size) in part.placement.boxes(part.start, part.start + part.numel):
+                box = Box(part.name, field, part.placement.global_shape, offset, size)
+                values = part.placement.values(flat, first - part.start, size)
+                yield held(box, values, part.steps, by_optimizer=True)
     yield from _held_frozen(engine)
     if comm.rank() == 0:
         for name, buffer in persistent_buffers(engine.module):
@@ -358,7 +297,7 @@ class _Pending:
     step: int
     staging: Path
     others: dict[str, bytes]
-    task: "Task"
+    task: Task
     """This process's work on it in a thread."""
     committing: bool = False
 
@@ -401,8 +340,10 @@ class Saver:
     ) -> None:
         """Starts a save after the previous one is done; a synchronous one is done on return.
 
-        In an asynchronous save, weights and moments may still be read after this returns: see
-        `Engine.before_change`.
+        The order makes a crash harmless: shards, then index and manifest in a staging folder, all
+        flushed to disk; then the rename that makes it a checkpoint; then the pointer `latest`; then
+        the removal of older checkpoints. In an asynchronous save, weights and moments may still be
+        read after this returns: see `Engine.before_change`.
 
         Args:
             step: number of completed optimizer steps.
@@ -418,24 +359,20 @@ class Saver:
         """
         self.finish()
         self._keep = replace(self._keep, best=best, judged=judged)
-        if self._memory is None:
-            save(
-                self._engine, self._folder, step, state=state, config_yaml=config_yaml,
-                files=files, keep=self._keep,
-            )  # fmt: skip
-            return
-        boxes = list(held_boxes(self._engine))
-        if (needed := memory_needed(boxes)) > self._memory.nbytes:
-            self._memory.close()
-            self._memory = self._new_memory(needed)
+        boxes, copies = list(held_boxes(self._engine)), list[Copy]()  # views
+        if self._memory is not None:
+            if (needed := memory_needed(boxes)) > self._memory.nbytes:
+                self._memory.close()
+                self._memory = self._new_memory(needed)
+            boxes, copies = self._memory.take(boxes)
+            self._engine.before_change(self._settle)
         staging = comm.from_main(staging_folder(self._folder, step))
-        copies, later = self._memory.take(boxes)
-        task = Task(partial(_write, staging, comm.rank(), copies), later, self._engine.device)
-        self._engine.before_change(self._settle)
-        others = small_files(state, config_yaml, files)
-        self._pending = _Pending(step, staging, others, task)
+        task = Task(partial(_write, staging, comm.rank(), boxes), copies, self._engine.device)
+        self._pending = _Pending(step, staging, small_files(state, config_yaml, files), task)
+        if self._memory is None:
+            self.finish()
 
-    def _new_memory(self, nbytes: int) -> "SnapshotMemory":
+    def _new_memory(self, nbytes: int) -> SnapshotMemory:
         return SnapshotMemory(nbytes, pinned=self._engine.device.type == "cuda")
 
     def poll(self) -> None:
@@ -508,17 +445,17 @@ class Saver:
             self._fail(pending, reason)
         return not missing
 
-    def _fail(self, pending: _Pending, reason: str | None) -> None:
-        try:
-            raise_together(pending.step, reason)
-        except SaveError:
-            self.close()
-            if comm.rank() == 0:
-                remove_quietly(pending.staging)
-            raise
+    def _fail(self, pending: _Pending, reason: str | None) -> NoReturn:
+        reasons = {rank: text for rank, text in enumerate(comm.from_all(reason)) if text}
+        self.close()
+        if comm.rank() == 0:
+            with contextlib.suppress(OSError):
+                remove_tree(pending.staging)
+        first = min(reasons)
+        raise SaveError(f"step {pending.step} could not be saved: rank {first}: {reasons[first]}")
 
 
-def _write(staging: Path, rank: int, copies: list[HeldBox], check: Callable[[], None]) -> Shard:
-    """Writes this rank's part of a checkpoint from its copies."""
+def _write(staging: Path, rank: int, boxes: list[HeldBox], check: Callable[[], None]) -> Shard:
+    """Writes this rank's part of a checkpoint."""
     make_folder(staging)
-    return write_shard(staging, rank, copies, check=check)
+    return write_shard(staging, rank, boxes, check=check)

@@ -3,7 +3,6 @@
 import contextlib
 import ctypes
 import math
-import mmap
 import sys
 import threading
 import traceback
@@ -168,12 +167,8 @@ class SnapshotMemory:
     """
 
     def __init__(self, nbytes: int, *, pinned: bool = False) -> None:
-        self.nbytes = max(nbytes, mmap.PAGESIZE)
-        memory = mmap.mmap(-1, self.nbytes)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            with contextlib.suppress(OSError):  # not supported by this kernel
-                memory.madvise(mmap.MADV_HUGEPAGE)
-        self._bytes = torch.frombuffer(memory, dtype=torch.uint8).zero_()
+        self.nbytes = nbytes
+        self._bytes = torch.zeros(nbytes, dtype=torch.uint8)
         self._is_pinned = pinned and _pin(self._bytes)
 
     def take(self, boxes: Sequence[HeldBox]) -> tuple[list[HeldBox], list[Copy]]:
