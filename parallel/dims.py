@@ -3,9 +3,6 @@
 import math
 from dataclasses import dataclass
 
-MOST_SHOWN = 6
-"""Maximum number of degrees or batch sizes that an error lists."""
-
 
 class LayoutError(ValueError):
     """Degrees or batch sizes that do not fit the number of processes."""
@@ -28,35 +25,22 @@ class Dims:
     def __post_init__(self) -> None:
         if self.world_size < 1:
             raise LayoutError(f"processes: {self.world_size} is not allowed, at least 1")
-        for key in ("tensor_parallel_size", "expert_parallel_size"):
-            degree = getattr(self, key)
-            if degree < 1 or self.world_size % degree:
-                raise LayoutError(
-                    f"parallel.{key}: {degree} does not divide the {_processes(self.world_size)}; "
-                    f"{self._what_to_type(key, degree)}"
-                )
-        if self.data_parallel_size % self.expert_parallel_size:
-            raise LayoutError(
-                f"parallel.expert_parallel_size: {self.expert_parallel_size} does not divide the "
-                f"{self.data_parallel_size} data-parallel processes that "
-                f"parallel.tensor_parallel_size: {self.tensor_parallel_size} leaves of "
-                f"{self.world_size}; "
-                + self._what_to_type("expert_parallel_size", self.expert_parallel_size)
-            )
-
-    def _what_to_type(self, key: str, degree: int) -> str:
-        """Suggests another number of processes, or degrees that fit the present one."""
-        others = 1 if key == "tensor_parallel_size" else self.tensor_parallel_size
-        fitting = [size for size in divisors(max(self.world_size // others, 1)) if size != degree]
-        change = f"parallel.{key}={' or '.join(map(str, fitting[:MOST_SHOWN]))}"
-        if degree < 1:
-            return f"{change} would do"
-        at_once = degree * others
-        needed = at_once * max(1, round(self.world_size / at_once))
-        return (
-            f"`polyad launch CONFIG --processes-per-node {needed}` starts {needed} on one machine; "
-            f"for the {_processes(self.world_size)} {change} would do"
+        self._check_divides("tensor_parallel_size", self.world_size, "processes")
+        self._check_divides(
+            "expert_parallel_size",
+            self.world_size // self.tensor_parallel_size,
+            f"data-parallel processes (processes / parallel.tensor_parallel_size = "
+            f"{self.world_size} / {self.tensor_parallel_size})",
         )
+
+    def _check_divides(self, key: str, number: int, unit: str) -> None:
+        degree = getattr(self, key)
+        if degree < 1 or number % degree:
+            allowed = ", ".join(map(str, divisors(number)))
+            raise LayoutError(
+                f"parallel.{key}: {degree} does not divide the {number} {unit}; allowed: {allowed}, "
+                f"or start more processes (`polyad launch CONFIG --processes-per-node N`)"
+            )
 
     @property
     def data_parallel_size(self) -> int:
@@ -90,23 +74,10 @@ class Dims:
         """
         at_once = micro_batch_size * self.data_parallel_size
         if global_batch_size % at_once:
-            ranks = self.data_parallel_size
-            below = global_batch_size // at_once * at_once
-            wholes = [str(size) for size in (below, below + at_once) if size]
-            would_do = f"train.global_batch_size={' or '.join(wholes)}"
-            if global_batch_size % ranks == 0:
-                sizes = divisors(global_batch_size // ranks)
-                near = sorted(sizes, key=lambda size: abs(size - micro_batch_size))[:MOST_SHOWN]
-                would_do = (
-                    f"train.micro_batch_size={' or '.join(map(str, sorted(near)))} would do, or "
-                    f"{would_do}"
-                )
-            else:
-                would_do += " would do"
             raise LayoutError(
                 f"train.global_batch_size: {global_batch_size} is not divisible by "
                 f"train.micro_batch_size x data-parallel processes = {micro_batch_size} x "
-                f"{ranks} = {at_once}; {would_do}"
+                f"{self.data_parallel_size} = {at_once}; allowed: multiples of it"
             )
         return global_batch_size // at_once
 
@@ -119,7 +90,3 @@ def divisors(number: int) -> list[int]:
     """
     low = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
     return sorted({*low, *(number // size for size in low)})
-
-
-def _processes(count: int) -> str:
-    return "1 process" if count == 1 else f"{count} processes"
