@@ -22,9 +22,9 @@ from polyad.parallel.checkpoint.format import (
     CheckpointError,
     Contents,
     damaged,
+    fault_of,
 )
 from polyad.parallel.checkpoint.load import Checkpoint
-from polyad.parallel.records import fault_of
 from polyad.parallel.tensor_folder import differing_shapes
 
 

@@ -38,8 +38,8 @@ class Dims:
         if degree < 1 or number % degree:
             allowed = ", ".join(map(str, divisors(number)))
             raise LayoutError(
-                f"parallel.{key}: {degree} does not divide the {number} {unit}; allowed: {allowed}, "
-                f"or start more processes (`polyad launch CONFIG --processes-per-node N`)"
+                f"parallel.{key}: {degree} does not divide the {number} {unit}; allowed: "
+                f"{allowed}; `polyad launch CONFIG --processes-per-node N` starts N processes"
             )
 
     @property

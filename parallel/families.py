@@ -22,7 +22,7 @@ from polyad.model.families.registry import family_of_files
 from polyad.model.families.tensors import Piece, Shape, Slices
 from polyad.model.heads import HEAD
 from polyad.model.settings import ModelSettings
-from polyad.parallel.records import Record
+from polyad.parallel.checkpoint.format import Record
 from polyad.parallel.tensor_file import FileTensor
 from polyad.parallel.tensor_folder import (
     TORCH_DTYPES,

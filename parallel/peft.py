@@ -13,8 +13,8 @@ from torch import Tensor
 
 from polyad.model.families.low_rank import STACKS, Factors, delta, module_of
 from polyad.model.families.tensors import Piece, Slices
+from polyad.parallel.checkpoint.format import Record, fault_of
 from polyad.parallel.families import FamilyWeights, is_huggingface_folder
-from polyad.parallel.records import Record, fault_of
 from polyad.parallel.tensor_folder import TensorFolder, Wanted, read_json
 
 ADAPTER_CONFIG_FILE, ADAPTER_FILE = "adapter_config.json", "adapter_model.safetensors"

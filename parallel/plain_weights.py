@@ -13,11 +13,12 @@ import torch
 from pydantic import ValidationError
 from torch import nn
 
-from polyad.model.build import build_model, read_model_config
+from polyad.model.build import read_model_config
 from polyad.model.config_yaml import load
 from polyad.model.settings import ModelSettings
+from polyad.parallel.checkpoint.format import fault_of
 from polyad.parallel.fragments import persistent_buffers
-from polyad.parallel.records import fault_of
+from polyad.parallel.source import described_model
 from polyad.parallel.tensor_file import DTYPE_NAMES
 from polyad.parallel.tensor_folder import (
     INDEX_FILE,
@@ -59,13 +60,14 @@ class PlainWeights(FolderWeights):
     def __init__(self, folder: Path) -> None:
         self._config = _read_config(folder / CONFIG_FILE)
         super().__init__(folder, TensorFolder(folder, PlainWeightsError), {}, PlainWeightsError)
-        model = self._built()
+        place, names = folder / CONFIG_FILE, self._tensors.names()
+        model = described_model(self._config, names, place, PlainWeightsError)
         self._shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
         wanted = {name: Wanted(shape) for name, shape in self._shapes.items()}
         for name, buffer in persistent_buffers(model):
             wanted[name] = Wanted(tuple(buffer.shape), (DTYPE_NAMES[buffer.dtype],))
         faults = self._tensors.faults(wanted, CONFIG_FILE)
-        faults += [f"unknown tensor {n}" for n in sorted(self._tensors.names() - wanted.keys())]
+        faults += [f"unknown tensor {name}" for name in sorted(names - wanted.keys())]
         self._tensors.refuse(faults)
 
     def model_config(self) -> ModelSettings:
@@ -93,31 +95,16 @@ class PlainWeights(FolderWeights):
         if differing := differing_shapes(self._shapes, ours, without):
             raise PlainWeightsError(f"{self.folder}: is a different model: {differing}")
 
-    def _built(self) -> nn.Module:
-        """Builds the model of config.yaml; its sizes are unbounded, so files are checked first."""
-        last = self._config.last_parameter()
-        if last is not None and last not in self._tensors.names():
-            raise PlainWeightsError(
-                f"{self.folder}: no tensor {last}, although {CONFIG_FILE} asks for it"
-            )
-        try:
-            return build_model(self._config)
-        except ValueError as error:
-            raise PlainWeightsError(f"{self.folder / CONFIG_FILE}: {error}") from None
-
 
 def _read_config(path: Path) -> ModelSettings:
     try:
-        tree = load(path.read_text(encoding="utf-8"))
-        section = tree.get("model") if isinstance(tree, dict) else None
-        if section is None:
-            raise PlainWeightsError("has no section `model`, which describes the weights' model")
+        section = load(path.read_text(encoding="utf-8"))["model"]
         config = read_model_config(section)
-        if missing := config.left_to_data():
-            raise PlainWeightsError(f"{missing}: is missing")
     except ValidationError as error:
         raise PlainWeightsError(f"{path}: model.{fault_of(error)}") from None
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())
-        raise PlainWeightsError(f"{path}: {reason}") from None
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        reason = " ".join(str(error).split())
+        raise PlainWeightsError(f"{path}: has no section `model` of a model: {reason}") from None
+    if missing := config.left_to_data():
+        raise PlainWeightsError(f"{path}: {missing}: is missing")
     return config

@@ -6,11 +6,13 @@ Sources are checkpoints, folders of weights, initial values, and combinations of
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
 
 import torch
 from torch import nn
 
-from polyad.model.build import has_experts, initial_value
+from polyad.model.build import build_model, has_experts, initial_value
+from polyad.model.settings import ModelSettings
 from polyad.parallel.checkpoint.format import MASTER, OF_WEIGHTS, Box
 
 
@@ -41,6 +43,30 @@ class Source(ABC):
     @abstractmethod
     def buffer(self, name: str) -> torch.Tensor:
         """Returns a whole persistent buffer."""
+
+
+def described_model(
+    config: ModelSettings, names: Collection[str], place: Path, error_class: type[ValueError]
+) -> nn.Module:
+    """Builds the model of a configuration, if weights have its last parameter: a wrong number of
+    layers would take long.
+
+    Args:
+        config: the configuration.
+        names: names of the weights.
+        place: where both are.
+        error_class: the exception type to raise.
+
+    Raises:
+        ValueError: of that type: it is not the model of the weights, or no model.
+    """
+    last = config.last_parameter()
+    if last is not None and last not in names:
+        raise error_class(f"{place}: is a different model: no tensor {last}")
+    try:
+        return build_model(config)
+    except ValueError as error:
+        raise error_class(f"{place}: section `model`: {error}") from None
 
 
 class InitialWeights(Source):

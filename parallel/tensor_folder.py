@@ -7,16 +7,14 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from pydantic import ConfigDict, Field
 from safetensors import SafetensorError, safe_open
 
-from polyad.data.json_reader import read_bytes
+from polyad.data import json_reader
 from polyad.parallel.checkpoint.format import MASTER, Box
 from polyad.parallel.mxfp4 import BLOCKS, SCALES, Quantized, fault_of_pair
-from polyad.parallel.records import FormError, PlainName, Record, parsed
 from polyad.parallel.source import Source
 from polyad.parallel.tensor_file import DTYPE_NAMES
 
@@ -26,15 +24,6 @@ TORCH_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat
 WEIGHT_DTYPES = tuple(TORCH_DTYPES)
 _READ = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 """Dtypes of all tensors whose values are read, including buffers and 4-bit weights."""
-
-
-class _WeightMap(Record):
-    """`model.safetensors.index.json` of a folder of weights, as written by transformers."""
-
-    model_config = ConfigDict(extra="ignore")
-
-    weight_map: Annotated[dict[str, PlainName], Field(min_length=1)]
-    """The file of each tensor."""
 
 
 class Wanted(NamedTuple):
@@ -195,8 +184,10 @@ class TensorFolder:
         if single.is_file():  # first, as in transformers: it leaves an older index beside it
             return [single]
         if index.is_file():
-            listed: _WeightMap = read_form(index, _WeightMap, self._error)
-            return [self.folder / file for file in sorted(set(listed.weight_map.values()))]
+            weight_map = read_json(index, self._error).get("weight_map")
+            if not isinstance(weight_map, dict) or not weight_map:
+                raise self._error(f"{index}: weight_map: the file of each tensor is missing")
+            return [self.folder / str(file) for file in sorted(set(weight_map.values()))]
         raise self._error(_no_weights(self.folder, self._single))
 
     def _file(self, path: Path) -> dict[str, MappedTensor]:
@@ -304,30 +295,15 @@ def _copied(parts: Iterable[torch.Tensor], out: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def read_form(path: Path, kind: Any, error_class: type[ValueError]) -> Any:
-    """Reads a JSON file of a known form.
-
-    Args:
-        path: the file.
-        kind: a `Record`, or another type that `polyad.parallel.records.parsed` supports.
-        error_class: the exception type to raise.
-
-    Raises:
-        ValueError: of the given type: it cannot be read, or has another form.
-    """
-    try:
-        return parsed(kind, read_bytes(path, error=error_class))
-    except FormError as error:
-        raise error_class(f"{path}: {error}") from None
-
-
 def read_json(path: Path, error_class: type[ValueError]) -> dict[str, Any]:
     """Reads a JSON object from a file; its keys are not checked here.
 
     Raises:
         ValueError: of the given type: it cannot be read, or is not an object.
     """
-    tree: dict[str, Any] = read_form(path, dict[str, Any], error_class)
+    tree = json_reader.read_json(path, error=error_class)
+    if not isinstance(tree, dict):
+        raise error_class(f"{path}: is not a JSON object")
     return tree
 
 

@@ -17,6 +17,7 @@ from polyad.parallel.families import FamilyWeights, is_huggingface_folder
 from polyad.parallel.fragments import persistent_buffers
 from polyad.parallel.peft import PeftWeights, is_peft_folder
 from polyad.parallel.plain_weights import PlainWeights, is_plain_folder
+from polyad.parallel.source import described_model
 from polyad.parallel.tensor_folder import FolderWeights
 from polyad.parallel.zero import DTYPES, Precision
 
@@ -45,28 +46,18 @@ def open_weights(path: Path, choice: Choice = "trained", base: Path | None = Non
     Raises:
         ValueError: with an `exit_status` of 2: it is none of these, or cannot be used.
     """
-    return _open(path, choice, (), base)
-
-
-def _open(path: Path, choice: Choice, above: tuple[Path, ...], base: Path | None = None) -> Weights:
-    if choice == "ema" and is_weights_folder(path):
+    if not is_weights_folder(path):
+        return open_checkpoint(path, choice, base)
+    if choice == "ema":
         raise CheckpointError(
             f"{path}: is a folder of weights, which has no moving average; only checkpoints of "
             "runs with train.ema have one"
         )
     if is_peft_folder(path):
         return PeftWeights(path, base)
-    if base is not None and is_weights_folder(path):
+    if base is not None:
         raise _without_adapters(path, base)
-    if is_huggingface_folder(path):
-        return FamilyWeights(path)
-    if is_plain_folder(path):
-        return PlainWeights(path)
-    if not above:
-        return open_checkpoint(path, choice, base)
-    checkpoint = _opened(path, above)
-    checkpoint.check_own_model()
-    return checkpoint
+    return FamilyWeights(path) if is_huggingface_folder(path) else PlainWeights(path)
 
 
 def _without_adapters(path: Path, base: Path) -> CheckpointError:
@@ -76,12 +67,11 @@ def _without_adapters(path: Path, base: Path) -> CheckpointError:
     )
 
 
-def _opened(path: Path, above: tuple[Path, ...], given: Path | None = None) -> Checkpoint:
+def _opened(path: Path, given: Path | None) -> Checkpoint:
     """Opens a checkpoint, with its base if it consists of adapters.
 
     Args:
         path: as in `open_checkpoint`.
-        above: checkpoints of adapters that have this one as their base.
         given: the base's path, if it differs from the configured one.
     """
     checkpoint = read_newest(path, lambda chosen: Checkpoint(find_checkpoint(chosen)))
@@ -91,16 +81,12 @@ def _opened(path: Path, above: tuple[Path, ...], given: Path | None = None) -> C
             raise _without_adapters(checkpoint.folder, given)
         return checkpoint
     folder, config = checkpoint.folder, checkpoint.model_config()
-    if folder.resolve() in above:
-        raise CheckpointError(f"{folder}: its adapters are their own base: checkpoint.init_from")
     place = base_of(checkpoint) if given is None else given
     named = "checkpoint.init_from" if given is None else "--base"
     try:
-        base = _open(place, "trained", (*above, folder.resolve()))
-        last = config.last_parameter()  # checked before building a wrong number of layers
-        if last is not None and last not in base.shapes():
-            raise CheckpointError(f"{place}: is a different model: it has no {last}")
-        ours = {name for name, _ in build_model(config).named_parameters()}
+        base = open_weights(place)
+        model = described_model(config, base.shapes(), place, CheckpointError)
+        ours = {name for name, _ in model.named_parameters()}
         unused = base.shapes().keys() - ours  # such as the head of a model with another one
         check_fits(base, config, (*checkpoint.shapes(), *unused))  # it has the former
     except ValueError as error:
@@ -148,7 +134,7 @@ def open_checkpoint(path: Path, choice: Choice = "trained", base: Path | None = 
     Raises:
         ValueError: with an `exit_status` of 2: it does not exist, or cannot be used.
     """
-    checkpoint = _opened(path, (), base)
+    checkpoint = _opened(path, base)
     checkpoint.check_own_model()
     if choice == "ema":
         checkpoint.take_average()

@@ -13,9 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import xxhash
-from pydantic import ConfigDict, ValidationError
-
-from polyad.parallel.records import Record, fault_of
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 MASTER, EMA, BUFFER, RANDOM = "master", "ema", "buffer", "random"
 """Fields: a weight in fp32, its moving average, a buffer, a random generator's state. All other
@@ -30,6 +28,24 @@ PIECE_BYTES = 2**20
 
 _SELF = re.compile(rb',\n "xxh3": "([0-9a-f]{16})"\n}\n\Z')
 _VERSION = re.compile(rb'{\s*"format": "polyad-checkpoint",\s*"version": (\d+)')
+
+
+class Record(BaseModel):
+    """The base class of what JSON files hold: nothing is converted, unknown keys are errors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+def fault_of(error: ValidationError) -> str:
+    """Returns the first fault that pydantic found, on one line: key, value, what is expected."""
+    first = error.errors(include_url=False, include_context=False)[0]
+    if first["type"] == "json_invalid":
+        return "is not JSON: " + first["msg"].removeprefix("Invalid JSON: ")
+    where = ".".join(str(part) for part in first["loc"] if part != "[key]")
+    if first["type"] == "missing":
+        return f"{where}: is missing"
+    text = first["msg"].removeprefix("Value error, ")
+    return f"{where}: {first['input']!r:.60}: {text}".removeprefix(": ")
 
 
 class CheckpointError(ValueError):

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from polyad.model.build import build_model, read_model_config
+from polyad.model.build import read_model_config
 from polyad.model.config_yaml import ConfigYamlError, load
 from polyad.model.lora import of_base
 from polyad.model.settings import ModelSettings
@@ -50,7 +50,7 @@ from polyad.parallel.checkpoint.manage import (
 from polyad.parallel.families import is_huggingface_folder
 from polyad.parallel.fragments import persistent_buffers
 from polyad.parallel.plain_weights import is_plain_folder
-from polyad.parallel.source import Source
+from polyad.parallel.source import Source, described_model
 from polyad.parallel.tensor_file import DTYPE_NAMES
 from polyad.parallel.tensor_folder import differing_shapes
 
@@ -223,17 +223,7 @@ class Checkpoint(Source):
             CheckpointError: they differ, or the model is invalid.
         """
         config, path = self.model_config(), self.folder / CONFIG_FILE
-        last = config.last_parameter()  # checked before building a wrong number of layers
-        if last is not None and last not in self.shapes():
-            raise CheckpointError(
-                f"{self.folder}: is a different model: {last} missing there, although config.yaml "
-                "asks for it"
-            )
-        try:
-            model = build_model(config)
-        except ValueError as error:
-            raise damaged(path, f"section `model`: {error}") from None
-        self.check_model(model)
+        self.check_model(described_model(config, self.shapes(), path, DamagedCheckpoint))
 
     def buffer(self, name: str) -> torch.Tensor:
         """Returns a whole persistent buffer of the model."""

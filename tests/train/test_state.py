@@ -8,7 +8,6 @@ import torch
 
 from polyad.parallel.checkpoint.format import CheckpointError, State
 from polyad.parallel.checkpoint.load import best_checkpoint
-from polyad.parallel.records import parsed
 from polyad.parallel.zero import state_fields
 from polyad.train.loop.optimizer import OptimizerConfig, build_optimizer, state_tensors
 from polyad.train.state import TrainState
@@ -27,7 +26,7 @@ def test_a_state_is_what_the_loop_writes():
     )  # fmt: skip
     assert State.model_fields.keys() - {"saved_at"} <= TrainState.__dataclass_fields__.keys()
     content = json.dumps(state.to_json() | {"of_a_newer_version": 1}).encode()
-    back = TrainState.from_json(parsed(State, content).model_dump())
+    back = TrainState.from_json(State.model_validate_json(content).model_dump())
     back.versions = state.versions
     assert repr(back) == repr(state)
 

@@ -186,22 +186,15 @@ def test_files_that_cannot_be_read_are_refused_by_name(folder, tmp_path):
     (tmp_path / "model.safetensors").write_bytes(whole[:-100])
     refused(tmp_path, "model.safetensors: is damaged")
     (tmp_path / "model.safetensors").unlink()
-    index = {"weight_map": {"transformer.wte.weight": "../x.safetensors"}}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    refused(tmp_path, "wte.weight: '../x.safetensors': the plain name of a file in")
-    index["weight_map"]["transformer.wte.weight"] = "model-00001.safetensors"
+    (tmp_path / "model.safetensors.index.json").write_text("{}")
+    refused(tmp_path, "model.safetensors.index.json: weight_map: ")
+    index = {"weight_map": {"transformer.wte.weight": "model-00001.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     refused(tmp_path, "model-00001.safetensors: missing")
-    for name in ("", "..", "/etc/passwd", "a\0b", "\ud800"):
-        index["weight_map"]["transformer.wte.weight"] = name
-        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-        refused(tmp_path, "is not JSON" if name == "\ud800" else "the plain name of a file in")
-    (tmp_path / "config.json").write_text("[" * 100_000)
-    refused(tmp_path, "config.json: is not JSON")
     (tmp_path / "config.json").write_text("{")
     refused(tmp_path, "config.json: is not JSON")
     (tmp_path / "config.json").write_text("[]")
-    refused(tmp_path, "config.json: []: Input should be")
+    refused(tmp_path, "config.json: is not a JSON object")
 
 
 @pytest.mark.parametrize(
