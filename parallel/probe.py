@@ -1,8 +1,8 @@
 """Measures the bandwidth of links between hosts, or between the processes of one."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -38,7 +38,13 @@ def measure(world: comm.World, hosts: Sequence[str]) -> list[Link]:
     """
     first = {host: rank for rank, host in reversed([*enumerate(hosts)])}
     members = sorted(first.values()) if len(first) > 1 else list(range(world.size))
-    return _links(world, members) if len(members) > 1 else []
+    buffers = torch.zeros(2, SENT[world.device.type], dtype=torch.uint8, device=world.device)
+    mine = []
+    for pairs in rounds(members):
+        comm.barrier()
+        mine += [_link(world, *pair, buffers) for pair in pairs if world.rank in pair]
+    both_ends = [link for links in comm.from_all(mine) for link in links]
+    return sorted({link[:2]: link for link in both_ends}.values())
 
 
 def rounds(members: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
@@ -60,23 +66,6 @@ def rounds(members: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
         circle = [circle[0], circle[-1], *circle[1:-1]]
 
 
-def _links(world: comm.World, members: Sequence[int]) -> list[Link]:
-    """Measures all pairs, several at once."""
-    mine: list[Link] = []
-    buffers = torch.zeros(2, SENT[world.device.type], dtype=torch.uint8, device=world.device)
-    for pairs in rounds(members):
-        comm.barrier()
-        for one, other in pairs:
-            if world.rank in (one, other):
-                mine.append(_link(world, one, other, buffers))
-    slower: dict[tuple[int, int], Link] = {}
-    for link in (link for links in comm.from_all(mine) for link in links):
-        key = link[:2]  # both ends have measured
-        if key not in slower or link.bytes_per_second < slower[key].bytes_per_second:
-            slower[key] = link
-    return [slower[key] for key in sorted(slower)]
-
-
 def _link(world: comm.World, one: int, other: int, buffers: torch.Tensor) -> Link:
     peer = other if world.rank == one else one
 
@@ -93,20 +82,15 @@ def _link(world: comm.World, one: int, other: int, buffers: torch.Tensor) -> Lin
             dist.send(buffers[0], peer)
 
     directions = 1 if world.device.type == "cuda" else 2  # gloo's directions are sequential
-    seconds = _median_seconds(exchange, world.device)
+    exchange()  # connects
+    begun = _finished(world.device)
+    for _ in range(REPEATS):
+        exchange()
+    seconds = (_finished(world.device) - begun) / REPEATS
     return Link(one, other, directions * buffers[0].numel() / seconds)
 
 
-def _median_seconds(work: Callable[[], Any], device: torch.device) -> float:
-    def finished() -> float:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return time.perf_counter()
-
-    work()
-    seconds = []
-    for _ in range(REPEATS):
-        begun = finished()
-        work()
-        seconds.append(finished() - begun)
-    return sorted(seconds)[len(seconds) // 2]
+def _finished(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Literal, NamedTuple
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -250,11 +251,7 @@ class Engine:
             warnings.simplefilter("ignore")
             deepspeed.utils.groups.mpu = None  # forgets that of an earlier engine in this process
             buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
-            with (
-                _one_optimizer_for_stages_1_and_2(),
-                _frozen_experts_allowed(),
-                _experts_allowed_at_stage_3(),
-            ):
+            with _changed_deepspeed():
                 self.deepspeed, *_ = deepspeed.initialize(
                     model=module, optimizer=optimizer, config=config, mpu=mpu
                 )
@@ -381,7 +378,7 @@ class Engine:
         then it changes nothing."""
         if self._refused is None:  # in the first group of a step
             norm = self._grad_norm()
-            self._refused = not math.isfinite(norm) or _above(norm, self._refuse_above)
+            self._refused = not math.isfinite(norm) or norm > self._refuse_above
         if self._refused:
             for parameter in (p for group in optimizer.param_groups for p in group["params"]):
                 parameter.grad = None
@@ -392,77 +389,43 @@ class Engine:
         return norm if norm >= 0 else math.nan  # DeepSpeed's -1: a part of it is not finite
 
 
-def _above(norm: float, limit: float) -> bool:
-    """Returns whether a norm is above a limit on any rank; the result is the same on all.
-
-    The norm is the same on all as well, unless a rank computes something different: without this
-    exchange one rank might skip a step that the others apply.
-
-    Args:
-        norm: the gradient norm.
-        limit: the same on all ranks; if it is infinite, nothing is exchanged.
-    """
-    return math.isfinite(limit) and comm.any_rank(not norm <= limit)
-
-
 @contextmanager
-def _in_place_of(owner: type, name: str, method: Any) -> Iterator[None]:
-    """A context in which a method of a class is replaced."""
-    usual = getattr(owner, name)
-    setattr(owner, name, method)
-    try:
-        yield
-    finally:
-        setattr(owner, name, usual)
+def _changed_deepspeed() -> Iterator[None]:
+    """A context in which DeepSpeed builds our engines.
 
-
-def _one_optimizer_for_stages_1_and_2() -> AbstractContextManager[None]:
-    """A context in which DeepSpeed uses stage 2's optimizer for stage 1 in bf16 as well.
-
-    It reduces buckets of gradients during the backward pass. DeepSpeed's default for bf16 weights
-    with fp32 gradients reduces everything after it, all at once.
+    - In stage 1 in bf16 it uses stage 2's optimizer as well, which reduces buckets of gradients
+      during the backward pass. Its default for bf16 weights with fp32 gradients reduces everything
+      after it, all at once.
+    - It accepts a model with experts of which none is trained. Its optimizer of stages 1 and 2
+      requires a parameter group of experts without needing it.
+    - In stage 3 it accepts experts other than its own layer's. Its optimizer can partition them: a
+      parameter's process group may differ from that of the rest (see `partitioner`). It only
+      rejects its older layer class, by which stages 1 and 2 recognize experts.
     """
     from deepspeed.runtime.engine import DeepSpeedEngine
     from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION
-
-    usual = DeepSpeedEngine._do_optimizer_sanity_check
-
-    def chosen(engine: Any, optimizer: Any) -> Any:
-        kind = usual(engine, optimizer)
-        return ZERO_OPTIMIZATION if engine.zero_optimization() else kind
-
-    return _in_place_of(DeepSpeedEngine, "_do_optimizer_sanity_check", chosen)
-
-
-def _frozen_experts_allowed() -> AbstractContextManager[None]:
-    """A context in which DeepSpeed accepts a model with experts of which none is trained.
-
-    Its optimizer of stages 1 and 2 requires a parameter group of experts without needing it.
-    """
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-    usual = DeepSpeedZeroOptimizer._configure_moe_settings
+    kind_of = DeepSpeedEngine._do_optimizer_sanity_check
+    configure = DeepSpeedZeroOptimizer._configure_moe_settings
 
-    def configure(optimizer: Any) -> None:
+    def kind(engine: Any, optimizer: Any) -> Any:
+        usual = kind_of(engine, optimizer)
+        return ZERO_OPTIMIZATION if engine.zero_optimization() else usual
+
+    def configure_if_trained(optimizer: Any) -> None:
         groups = optimizer.optimizer.param_groups
         if any(group.get("moe") for group in groups):
-            usual(optimizer)
+            configure(optimizer)
         else:
             optimizer.is_moe_param_group = [False] * len(groups)
 
-    return _in_place_of(DeepSpeedZeroOptimizer, "_configure_moe_settings", configure)
-
-
-def _experts_allowed_at_stage_3() -> AbstractContextManager[None]:
-    """A context in which DeepSpeed accepts experts other than its own layer's in stage 3.
-
-    Its optimizer can partition them: a parameter's process group may differ from that of the rest
-    (see `partitioner`). It only rejects its older layer class, by which stages 1 and 2 recognize
-    experts.
-    """
-    from deepspeed.runtime.engine import DeepSpeedEngine
-
-    return _in_place_of(DeepSpeedEngine, "_validate_zero3_moe_compatibility", lambda _: None)
+    with (
+        patch.object(DeepSpeedEngine, "_do_optimizer_sanity_check", kind),
+        patch.object(DeepSpeedZeroOptimizer, "_configure_moe_settings", configure_if_trained),
+        patch.object(DeepSpeedEngine, "_validate_zero3_moe_compatibility", lambda _: None),
+    ):
+        yield
 
 
 def _restore_buffers(module: nn.Module, buffers: dict[str, torch.Tensor]) -> None:
@@ -614,7 +577,8 @@ def fragments(engine: Engine) -> dict[str, Fragment]:
             if not isinstance(state[key].get(field), torch.Tensor):
                 state[key][field] = torch.zeros_like(key)
         if "exp_avg" in engine.state_fields:
-            state[key].setdefault("step", torch.zeros((), device=_step_device(engine, key)))
+            place = key.device if engine.optimizer.defaults.get("fused") else torch.device("cpu")
+            state[key].setdefault("step", torch.zeros((), device=place))
         tensors = {MASTER: key} | {field: state[key][field] for field in fields}
         here = slice(position, position + numel)
         held[name] = Fragment(
@@ -651,14 +615,6 @@ def refresh(
         optimizer.checkpoint_event_epilogue()  # gathers them again
     else:
         optimizer.update_lp_params()
-
-
-def _step_device(engine: Engine, key: torch.Tensor) -> torch.device:
-    """Returns the device of step counters: the CPU, unless the optimizer is fused or capturable."""
-    defaults = engine.optimizer.defaults
-    return (
-        key.device if defaults.get("fused") or defaults.get("capturable") else torch.device("cpu")
-    )
 
 
 # Each of these returns a function: parameter -> (key, position, start, numel), or None.
