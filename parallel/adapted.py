@@ -6,7 +6,7 @@ are, and `base_digest` in `state.json` identifies them.
 
 from collections.abc import Collection
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 import xxhash
@@ -27,22 +27,11 @@ from polyad.parallel.checkpoint.format import (
 from polyad.parallel.checkpoint.load import Checkpoint
 from polyad.parallel.tensor_folder import differing_shapes
 
-
-class WholeWeights(Protocol):
-    """Weights in any format, read one whole tensor at a time."""
-
-    folder: Path
-
-    def whole(self, name: str) -> torch.Tensor:
-        """Returns a whole weight, fp32."""
-        ...
-
-    def buffer(self, name: str) -> torch.Tensor:
-        """Returns a whole buffer of the model."""
-        ...
+if TYPE_CHECKING:
+    from polyad.parallel.weights import Weights
 
 
-def digest_of(base: WholeWeights, names: Collection[str]) -> str:
+def digest_of(base: "Weights", names: Collection[str]) -> str:
     """Identifies a base: the xxh3 of names, shapes and fp32 values.
 
     Args:
@@ -57,7 +46,7 @@ def digest_of(base: WholeWeights, names: Collection[str]) -> str:
     return digest.hexdigest()
 
 
-def check_base(origin: Path, trained_on: str | None, base: WholeWeights, found: str) -> None:
+def check_base(origin: Path, trained_on: str | None, base: "Weights", found: str) -> None:
     """Checks that a checkpoint's adapters belong to these weights.
 
     Args:
@@ -90,9 +79,7 @@ class AdaptedCheckpoint(Checkpoint):
         CheckpointError: it has other adapters, or they belong to another base.
     """
 
-    def __init__(
-        self, folder: Path, contents: Contents, base: WholeWeights, lora: LoRAConfig
-    ) -> None:
+    def __init__(self, folder: Path, contents: Contents, base: "Weights", lora: LoRAConfig) -> None:
         super().__init__(folder, contents)
         self.base, self.lora = base, lora
         model = build_model(self.model_config())

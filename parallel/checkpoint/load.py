@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TypeAlias, TypeVar
 
@@ -242,32 +243,22 @@ class Checkpoint(Source):
 
         Returns:
             Whether the checkpoint has them: the same on all ranks.
-
-        Raises:
-            DamagedCheckpoint: they are not valid states of torch's generators.
         """
-        there = {
-            name for name, f in self.tensors.items() if name.endswith(".torch") and RANDOM in f
-        }
         parallel = self.section("parallel")
         shared = parallel.get("tensor_parallel_size", 1) if isinstance(parallel, dict) else 1
-        if there != {f"rank-{rank:05d}.torch" for rank in range(world.size)}:
+        names = [name for name, fields in self.tensors.items() if RANDOM in fields]
+        ranks = sum(name.endswith(".torch") for name in names)
+        if (ranks, shared) != (world.size, world.tensor_parallel_size):
             return False
-        if shared != world.tensor_parallel_size:
-            return False
-        device, prefix = world.device, f"rank-{world.rank:05d}."
+        prefix = f"rank-{world.rank:05d}."
         stored = {
-            name: self.whole(name, RANDOM)
-            for name, fields in self.tensors.items()
-            if name.startswith(prefix) and RANDOM in fields
+            name.removeprefix(prefix): self.whole(name, RANDOM)
+            for name in names
+            if name.startswith(prefix)
         }
-        try:
-            torch.set_rng_state(stored[f"{prefix}torch"])
-            if device.type == "cuda" and f"{prefix}cuda" in stored:
-                torch.cuda.set_rng_state(stored[f"{prefix}cuda"], device)
-        except (RuntimeError, TypeError) as error:
-            reason = " ".join(str(error).split())[:120]
-            raise damaged(self.folder, f"the random state of {prefix[:-1]}: {reason}") from None
+        torch.set_rng_state(stored["torch"])
+        if world.device.type == "cuda" and "cuda" in stored:
+            torch.cuda.set_rng_state(stored["cuda"], world.device)
         return True
 
     def _stored(self, about: StoredTensor, box: StoredBox) -> np.ndarray:
@@ -392,7 +383,9 @@ def chosen_by_main(path: Path, choose: Choose) -> Path:
     return chosen
 
 
-def newest_that_opens(folder: Path) -> Checkpoint | None:
+def newest_that_opens(
+    folder: Path, before: Path | None = None, reasons: Sequence[str] = ()
+) -> Checkpoint | None:
     """Returns the newest checkpoint with a valid manifest, sizes and small files, or None.
 
     Nothing else is read, so every process may call it separately, before there is a process group.
@@ -400,21 +393,30 @@ def newest_that_opens(folder: Path) -> Checkpoint | None:
 
     Args:
         folder: the run's `checkpoints` folder.
+        before: a checkpoint: only older ones count; None: all.
+        reasons: why newer ones cannot be used.
 
     Raises:
         CheckpointError: there are some, but none can be opened; or one has another version.
     """
-    reasons = []
-    for path in reversed(step_folders(folder)):
+    reasons, listed = [*reasons], step_folders(folder)
+    if before in listed:
+        listed = listed[: listed.index(before)]
+    for path in reversed(listed):
         try:
             checkpoint = Checkpoint(path)
         except DamagedCheckpoint as error:
             reasons.append(str(error))
             continue
-        _warn(reasons, path)
+        for reason in reasons if os.environ.get("RANK", "0") == "0" else ():
+            line = f"polyad: warning: {reason}; the run continues from {path.name}"
+            print(line, file=sys.stderr, flush=True)
         return checkpoint
     if reasons:
-        raise DamagedCheckpoint(_none_is_good(folder, reasons))
+        raise DamagedCheckpoint(
+            f"{'; '.join(reasons)}; no good checkpoint is left in {folder}: move the folder away "
+            f"to begin at step 0, or put a good copy back"
+        )
     return None
 
 
@@ -447,22 +449,12 @@ def newest_verified(checkpoint: Checkpoint | None, folder: Path) -> Checkpoint |
     Raises:
         CheckpointError: on every rank: there are some, but none is good.
     """
-    newest = comm.from_main(None if checkpoint is None else checkpoint.folder)
-    if newest is None:
-        return None
-    found = step_folders(folder) if comm.rank() == 0 else []
-    older = found[: found.index(newest)][::-1] if newest in found else found[::-1]
-    reasons: list[str] = []
-    for path in comm.from_main([newest, *older]) or []:
-        opened, reason = _opened(path, checkpoint)
-        if opened is not None:
-            reason = _verify_together(opened.contents)
-            if reason is None:
-                _warn(reasons, path)
-                opened.verified.update(opened.contents.files)
-                return opened
-        reasons.append(reason or "")
-    raise DamagedCheckpoint(_none_is_good(folder, reasons))
+    checkpoint, reasons = shared(checkpoint), list[str]()
+    while checkpoint is not None and (reason := _verify_together(checkpoint)) is not None:
+        reasons.append(reason)
+        older = partial(newest_that_opens, folder, checkpoint.folder, reasons)
+        checkpoint = shared(comm.on_main(older))
+    return checkpoint
 
 
 def verify_together(checkpoint: Checkpoint) -> None:
@@ -471,26 +463,13 @@ def verify_together(checkpoint: Checkpoint) -> None:
     Raises:
         DamagedCheckpoint: on every rank.
     """
-    if reason := _verify_together(checkpoint.contents):
+    if reason := _verify_together(checkpoint):
         raise DamagedCheckpoint(reason)
-    checkpoint.verified.update(checkpoint.contents.files)
 
 
-def _opened(path: Path, newest: Checkpoint | None) -> tuple[Checkpoint | None, str | None]:
-    """Opens a path on rank 0, and returns on every rank the checkpoint, or why it is none."""
-    checkpoint, reason = None, None
-    if comm.rank() == 0:
-        try:
-            known = newest is not None and newest.folder == path
-            checkpoint = newest if known else Checkpoint(path)
-        except CheckpointError as error:
-            reason = str(error)
-    return shared(checkpoint), comm.from_main(reason)
-
-
-def _verify_together(contents: Contents) -> str | None:
+def _verify_together(checkpoint: Checkpoint) -> str | None:
     """Reads every file once, each on one rank; None if all are correct, else the first reason."""
-    reason = None
+    contents, reason = checkpoint.contents, None
     names = contents.share(comm.rank(), comm.size())
     total, disable = sum(contents.files[name].bytes for name in names), comm.rank() > 0 or None
     what = f"verify {contents.folder.name}"
@@ -499,20 +478,7 @@ def _verify_together(contents: Contents) -> str | None:
             contents.verify(names, lambda done: bar.update(done - bar.n))
         except CheckpointError as error:
             reason = str(error)
-    if not comm.any_rank(reason is not None):
-        return None
-    return next(text for text in comm.from_all(reason) if text is not None)
-
-
-def _none_is_good(folder: Path, reasons: Sequence[str]) -> str:
-    return (
-        f"{'; '.join(reasons)}; no good checkpoint is left in {folder}: move the folder away to "
-        f"begin at step 0, or put a good copy back"
-    )
-
-
-def _warn(reasons: Sequence[str], path: Path) -> None:
-    if os.environ.get("RANK", "0") == "0":
-        for reason in reasons:
-            line = f"polyad: warning: {reason}; the run continues from {path.name}"
-            print(line, file=sys.stderr, flush=True)
+    if comm.any_rank(reason is not None):
+        return next(text for text in comm.from_all(reason) if text is not None)
+    checkpoint.verified.update(contents.files)
+    return None
