@@ -22,11 +22,11 @@ def test_a_global_batch_that_does_not_divide_names_both_keys():
 @pytest.mark.parametrize(
     ("degrees", "line"),
     [
-        ({"tensor_parallel_size": 3}, "tensor_parallel_size: 3 .* the 4 processes.* 1, 2, 4,"),
+        ({"tensor_parallel_size": 3}, "tensor_parallel_size: 3 .* the 4 processes.* 1, 2, 4;"),
         ({"tensor_parallel_size": 8}, "tensor_parallel_size: 8 .* the 4 processes"),
         (
             {"tensor_parallel_size": 2, "expert_parallel_size": 4},
-            "expert_parallel_size: 4 .* the 2 data-parallel processes.* 4 / 2.* 1, 2,",
+            "expert_parallel_size: 4 .* the 2 data-parallel processes.* 4 / 2.* 1, 2;",
         ),
     ],
 )
