@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import torch.distributed as dist
@@ -75,33 +76,17 @@ def data_parallel_group() -> Any:
     return parallel_state.get_data_parallel_group()
 
 
-class Mpu:
-    """The interface through which DeepSpeed learns about tensor parallelism."""
-
-    def get_model_parallel_group(self) -> Any:
-        """Returns the group of ranks that share every layer."""
-        return tensor_parallel_group()
-
-    def get_model_parallel_rank(self) -> int:
-        """Returns this process's rank in that group."""
-        return int(tensor_parallel_group().rank())
-
-    def get_model_parallel_world_size(self) -> int:
-        """Returns the number of ranks that share every layer."""
-        return int(tensor_parallel_group().size())
-
-    get_tensor_model_parallel_group = get_model_parallel_group
-    get_tensor_model_parallel_rank = get_model_parallel_rank
-    get_tensor_model_parallel_world_size = get_model_parallel_world_size
-
-    def get_data_parallel_group(self) -> Any:
-        """Returns the group of ranks with the same part of the model and different samples."""
-        return data_parallel_group()
-
-    def get_data_parallel_rank(self) -> int:
-        """Returns this process's rank among the ranks that see different samples."""
-        return int(data_parallel_group().rank())
-
-    def get_data_parallel_world_size(self) -> int:
-        """Returns the number of ranks that see different samples."""
-        return int(data_parallel_group().size())
+def deepspeed_mpu() -> Any:
+    """Returns the interface through which DeepSpeed learns about tensor parallelism."""
+    tensor, data = tensor_parallel_group(), data_parallel_group()
+    return SimpleNamespace(
+        get_model_parallel_group=lambda: tensor,
+        get_model_parallel_rank=tensor.rank,
+        get_model_parallel_world_size=tensor.size,
+        get_tensor_model_parallel_group=lambda: tensor,
+        get_tensor_model_parallel_rank=tensor.rank,
+        get_tensor_model_parallel_world_size=tensor.size,
+        get_data_parallel_group=lambda: data,
+        get_data_parallel_rank=data.rank,
+        get_data_parallel_world_size=data.size,
+    )

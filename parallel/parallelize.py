@@ -1,6 +1,7 @@
 """Turns a model on the meta device into an engine over all ranks, step by step."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,12 +27,16 @@ from polyad.parallel.dims import Dims
 from polyad.parallel.factors import pad_ranks, parallelize_factors, parallelize_table
 from polyad.parallel.flat_matrices import name_parts
 from polyad.parallel.fragments import fill
-from polyad.parallel.megatron import Mpu
+from polyad.parallel.megatron import deepspeed_mpu
 from polyad.parallel.regions import data_group
 from polyad.parallel.sequence import Tokens, cut_sequence, sum_gradients
 from polyad.parallel.source import Source
-from polyad.parallel.tensor import cut_adapters, parallelize_tensors
-from polyad.parallel.vocabulary import pad_vocabulary, token_losses
+from polyad.parallel.tensor import (
+    cut_adapters,
+    pad_vocabulary,
+    parallelize_tensors,
+    token_losses,
+)
 from polyad.parallel.zero import (
     DTYPES,
     CrossEntropy,
@@ -105,7 +110,7 @@ def parallelize(
     dimensions = matrix_dimensions(model)
     tokens = split_layers(model, parallel, world)
     if dims.tensor_parallel_size > 1:
-        mpu, cross_entropy = Mpu(), token_losses
+        mpu, cross_entropy = deepspeed_mpu(), token_losses
     _allocate(model, world, DTYPES[precision], config, mpu)
     if parallel.zero_stage == 3:
         _gather_what_others_read(model)
@@ -198,7 +203,7 @@ def _gather_what_others_read(model: nn.Module) -> None:
 
 
 def _allocate(
-    model: nn.Module, world: comm.World, dtype: torch.dtype, config: dict, mpu: Mpu | None
+    model: nn.Module, world: comm.World, dtype: torch.dtype, config: dict, mpu: Any
 ) -> None:
     """Allocates parameters one at a time; in stage 3 only this rank's part of each is kept."""
     placed = None

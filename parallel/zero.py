@@ -25,7 +25,7 @@ from polyad.model.output import ModelOutput
 from polyad.parallel import comm
 from polyad.parallel.checkpoint.format import EMA, MASTER
 from polyad.parallel.config import ParallelConfig
-from polyad.parallel.megatron import Mpu
+from polyad.parallel.megatron import deepspeed_mpu
 from polyad.parallel.shard import Placement, group_name, placement_of
 
 Precision = Literal["fp32", "bf16"]
@@ -711,7 +711,7 @@ def connect(tensor_parallel_size: int = 1) -> None:
     forget_expert_groups(tensor_parallel_size)
     with comm.quiet():
         deepspeed.init_distributed(verbose=False)
-    groups.mpu = Mpu() if tensor_parallel_size > 1 else None
+    groups.mpu = deepspeed_mpu() if tensor_parallel_size > 1 else None
 
 
 def forget_world() -> None:

@@ -40,7 +40,7 @@ from polyad.parallel.shapes import (
     pretended_world,
     shapes_only,
 )
-from polyad.parallel.vocabulary import token_losses
+from polyad.parallel.tensor import token_losses
 from polyad.parallel.zero import DTYPES, StepResult
 from polyad.train.config.adaptation import model_of
 from polyad.train.config.distillation import teacher_model

@@ -14,7 +14,7 @@ from polyad.model.feedforward import DenseFeedForwardConfig
 from polyad.model.mumoe.config import MuMoEConfig
 from polyad.model.output import RoutingStats
 from polyad.model.smoe.config import SparseMoEConfig
-from polyad.parallel.vocabulary import pad_vocabulary
+from polyad.parallel.tensor import pad_vocabulary
 from polyad.parallel.zero import DTYPES
 from polyad.train.loop.losses import LossConfig, routing_loss
 from polyad.train.loop.optimizer import OptimizerConfig, build_optimizer
