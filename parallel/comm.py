@@ -8,10 +8,9 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import NoReturn, TypeVar
 
 import psutil
@@ -374,27 +373,9 @@ def leave(status: int) -> NoReturn:
 
     The interpreter's own shutdown can end in SIGABRT if a gloo thread frees its last tensor.
     """
-    mark = _failure_mark()
-    if mark is not None and 0 < status < 128:
-        with suppress(OSError):
-            mark.touch()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
-
-
-def peer_has_failed() -> bool:
-    """Returns whether another process of this host has failed: then collectives can only hang."""
-    mark = _failure_mark()
-    if mark is None:
-        return False
-    return any(path != mark for path in mark.parent.parent.glob(f"*/{mark.name}"))
-
-
-def _failure_mark() -> Path | None:
-    """Returns the file by which a failed process warns its peers, beside torchrun's error files."""
-    where = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    return Path(where).parent / "polyad-failed" if where else None
 
 
 def seed_random(seed: int, step: int, world: World) -> None:

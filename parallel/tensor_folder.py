@@ -38,14 +38,14 @@ class MappedTensor:
     """A tensor of a mapped file; values are read on access.
 
     Args:
-        memory: the mapped file.
+        file: the file.
         dtype: the dtype, as safetensors names it.
         shape: the shape of the tensor.
         begin: its first byte in the file.
     """
 
-    def __init__(self, memory: mmap.mmap, dtype: str, shape: list[int], begin: int) -> None:
-        self._memory, self._dtype, self._shape, self._begin = memory, dtype, shape, begin
+    def __init__(self, file: "_MappedFile", dtype: str, shape: list[int], begin: int) -> None:
+        self._file, self._dtype, self._shape, self._begin = file, dtype, shape, begin
 
     def get_shape(self) -> list[int]:
         """Returns the shape."""
@@ -62,28 +62,44 @@ class MappedTensor:
             return torch.empty(self._shape, dtype=dtype)[box]
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "The given buffer is not writable")
-            flat = torch.frombuffer(self._memory, dtype=dtype, count=count, offset=self._begin)
+            flat = torch.frombuffer(self._file.memory, dtype=dtype, count=count, offset=self._begin)
         return flat.view(self._shape)[box]
 
 
-def _map(path: Path) -> dict[str, MappedTensor]:
-    """Maps a file read-only: safetensors' own mapping reserves memory for a copy, which may not be
-    available for large files.
+class _MappedFile:
+    """A file that is mapped read-only when it is read: safetensors' own mapping reserves memory for
+    a copy, which may not be available for large files.
 
     Raises:
         SafetensorError, OSError: it cannot be read, or is not a safetensors file.
     """
-    with safe_open(path, framework="numpy"):
-        pass  # its header is complete and matches its size
-    with path.open("rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-        header: dict[str, dict[str, Any]] = json.loads(file.read(size))
-        memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    header.pop("__metadata__", None)
-    return {
-        name: MappedTensor(memory, each["dtype"], each["shape"], 8 + size + each["data_offsets"][0])
-        for name, each in header.items()
-    }
+
+    def __init__(self, path: Path) -> None:
+        with safe_open(path, framework="numpy"):
+            pass  # its header is complete and matches its size
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            header: dict[str, dict[str, Any]] = json.loads(file.read(size))
+        header.pop("__metadata__", None)
+        self._path = path
+        self._memory: mmap.mmap | None = None
+        first = 8 + size
+        self.tensors = {
+            name: MappedTensor(self, each["dtype"], each["shape"], first + each["data_offsets"][0])
+            for name, each in header.items()
+        }
+
+    @property
+    def memory(self) -> mmap.mmap:
+        """The mapped content."""
+        if self._memory is None:
+            with self._path.open("rb") as file:
+                self._memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        return self._memory
+
+    def let_go(self) -> None:
+        """Unmaps it once no tensor is a view of it."""
+        self._memory = None
 
 
 class TensorFolder:
@@ -106,52 +122,47 @@ class TensorFolder:
         shorten: Callable[[str], str] = lambda name: name,
         single: str = WEIGHTS_FILE,
     ) -> None:
-        self.folder, self._error, self._single = folder, error, single
-        self._open: dict[Path, dict[str, MappedTensor]] = {}
-        self._stored: dict[str, tuple[Path, str]] = {}
-        for path in self._files():
-            for name in self._file(path):
-                short = shorten(name)
-                if short in self._stored:
-                    before, other = self._stored[short]
+        self.folder, self._error = folder, error
+        self._files: list[_MappedFile] = []
+        self._tensors: dict[str, MappedTensor | Quantized] = {}
+        for path in self._paths(single):
+            try:
+                self._files.append(_MappedFile(path))
+            except (SafetensorError, OSError, UnicodeError) as fault:
+                raise error(f"{path}: is damaged or not a safetensors file: {fault}") from None
+            for name, tensor in self._files[-1].tensors.items():
+                if shorten(name) in self._tensors:
                     raise error(
-                        f"{folder}: {short} appears twice: {other} in {before.name}, {name} in "
-                        f"{path.name}"
+                        f"{folder}: {shorten(name)} appears twice, also as {name} in {path.name}"
                     )
-                self._stored[short] = (path, name)
-
-        self._quantized = {
-            name.removesuffix(BLOCKS)
-            for name in self._stored
-            if name.endswith(BLOCKS) and name.removesuffix(BLOCKS) + SCALES in self._stored
-        }
-        for name in sorted(self._quantized):
-            if fault := fault_of_pair(*(self.mapped(name + end) for end in (BLOCKS, SCALES))):
-                raise error(f"{folder}: {name}: {fault}")
+                self._tensors[shorten(name)] = tensor
+        stems = [name.removesuffix(BLOCKS) for name in self._tensors if name.endswith(BLOCKS)]
+        for stem in sorted(stem for stem in stems if stem + SCALES in self._tensors):
+            blocks, scales = (self._tensors.pop(stem + end) for end in (BLOCKS, SCALES))
+            if reason := fault_of_pair(blocks, scales):
+                raise error(f"{folder}: {stem}: {reason}")
+            self._tensors[stem] = Quantized(blocks, scales)
 
     def names(self) -> Collection[str]:
         """Returns the names of all tensors; blocks and scales of one tensor count as one."""
-        parts = {name + end for name in self._quantized for end in (BLOCKS, SCALES)}
-        return (self._stored.keys() - parts) | self._quantized
+        return self._tensors.keys()
 
     def mapped(self, name: str) -> MappedTensor | Quantized:
         """Returns a tensor with safetensors' interface: shape, dtype, and parts by index."""
-        if name in self._quantized:
-            return Quantized(self.mapped(name + BLOCKS), self.mapped(name + SCALES))
-        path, stored = self._stored[name]
-        return self._file(path)[stored]
+        return self._tensors[name]
 
     def is_quantized(self, name: str) -> bool:
         """Returns whether values are computed when they are read."""
-        return name in self._quantized
+        return isinstance(self._tensors[name], Quantized)
 
     def read(self, name: str, box: tuple[slice, ...]) -> torch.Tensor:
         """Reads a part of a tensor, possibly as a view of the file; `box` is () for a scalar."""
-        return self.mapped(name)[box]
+        return self._tensors[name][box]
 
     def let_go(self) -> None:
         """Unmaps all files; each is mapped again when it is read."""
-        self._open.clear()
+        for file in self._files:
+            file.let_go()
 
     def faults(self, wanted: Mapping[str, Wanted], config_file: str) -> list[str]:
         """Lists missing tensors and differences from a configuration; extra tensors are allowed.
@@ -179,8 +190,8 @@ class TensorFolder:
             more = f"; and {len(faults) - 3} more" if len(faults) > 3 else ""
             raise self._error(f"{self.folder}: {'; '.join(faults[:3])}{more}")
 
-    def _files(self) -> list[Path]:
-        index, single = self.folder / INDEX_FILE, self.folder / self._single
+    def _paths(self, file_name: str) -> list[Path]:
+        index, single = self.folder / INDEX_FILE, self.folder / file_name
         if single.is_file():  # first, as in transformers: it leaves an older index beside it
             return [single]
         if index.is_file():
@@ -188,19 +199,13 @@ class TensorFolder:
             if not isinstance(weight_map, dict) or not weight_map:
                 raise self._error(f"{index}: weight_map: the file of each tensor is missing")
             return [self.folder / str(file) for file in sorted(set(weight_map.values()))]
-        raise self._error(_no_weights(self.folder, self._single))
-
-    def _file(self, path: Path) -> dict[str, MappedTensor]:
-        if path not in self._open:
-            if not path.exists():
-                raise self._error(f"{path}: missing, though {INDEX_FILE} lists it")
-            try:
-                self._open[path] = _map(path)
-            except (SafetensorError, OSError, UnicodeError) as error:
-                raise self._error(
-                    f"{path}: is damaged or not a safetensors file: {error}"
-                ) from None
-        return self._open[path]
+        if pickles := sorted(path.name for path in self.folder.glob("*.bin")):
+            raise self._error(
+                f"{self.folder}: holds {pickles[0]}, a pickle, which can run code when it is read; "
+                f"{file_name} is needed: save the model again with safetensors "
+                f"(transformers: model.save_pretrained)"
+            )
+        raise self._error(f"{self.folder}: has neither {file_name} nor {INDEX_FILE}")
 
 
 class FolderWeights(Source):
@@ -327,14 +332,3 @@ def differing_shapes(
     ]
     more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
     return f"{'; '.join(differing[:3])}{more}" if differing else None
-
-
-def _no_weights(folder: Path, single: str) -> str:
-    pickles = sorted(path.name for path in folder.glob("*.bin"))
-    if pickles:
-        return (
-            f"{folder}: holds {pickles[0]}, a pickle, which can run code when it is read; "
-            f"{single} is needed: save the model again with safetensors "
-            f"(transformers: model.save_pretrained)"
-        )
-    return f"{folder}: has neither {single} nor {INDEX_FILE}"

@@ -27,26 +27,6 @@ def test_a_collective_of_the_engines_groups_waits_as_long_as_the_key_says(
     assert 2 < waited < 10  # 3 seconds, not the 30 minutes that the world was made with
 
 
-def test_a_peer_that_has_failed_is_seen_and_a_process_does_not_take_itself_for_one(
-    tmp_path, monkeypatch
-):
-    for rank in ("0", "1"):
-        (tmp_path / rank).mkdir()
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "0" / "error.json"))
-    ended = []
-    monkeypatch.setattr(comm.os, "_exit", ended.append)
-    comm.leave(0)
-    comm.leave(143)  # stopped by a signal: no failure
-    assert not list(tmp_path.glob("*/*"))
-    comm.leave(2)
-    assert not comm.peer_has_failed()
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "1" / "error.json"))
-    assert comm.peer_has_failed()
-    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE")
-    assert not comm.peer_has_failed()
-    assert ended == [0, 143, 2]
-
-
 @pytest.mark.parametrize(
     ("environment", "words"),
     [

@@ -167,8 +167,6 @@ class StopSignals:
             asked = [each for each in numbers if each in STOP_SIGNALS]
             if asked and not number:
                 number, ends = asked[0], time.monotonic() + self._grace
-                if comm.peer_has_failed():  # torchrun ends the others; the peer printed its error
-                    os._exit(128 + number)
         if not comm.environment_rank():
             line = stopped(number, f"the step did not end within {self._grace:g} s; {self.kept()}")
             with contextlib.suppress(OSError):
