@@ -5,7 +5,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import torch
 from pydantic import Field, ValidationError
@@ -22,8 +22,6 @@ BEFORE = "base_model.model."
 """Prefix of transformers' names in the file."""
 T = TypeVar("T")
 _A, _B = ".lora_A.weight", ".lora_B.weight"
-_STARTS = (True, False, "gaussian", "orthogonal", "eva")
-"""Values of `init_lora_weights` that do not change the base."""
 _HARMLESS = frozenset({
     "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision",
     "inference_mode", "lora_dropout", "fan_in_fan_out", "target_modules",
@@ -42,15 +40,16 @@ class PeftError(ValueError):
 class _AdapterConfig(Record):
     """The keys of adapter_config.json that determine the update."""
 
-    peft_type: str
+    peft_type: Literal["LORA"]
     r: Annotated[int, Field(ge=1, le=2**20)]
     lora_alpha: Annotated[float, Field(gt=0, le=1e6, strict=False)]
     rank_pattern: dict[str, int] | None = None
     alpha_pattern: dict[str, float] | None = None
     target_parameters: list[str] | None = None
     use_rslora: bool = False
-    bias: str = "none"
-    init_lora_weights: bool | str | None = True
+    bias: Literal["none"] = "none"
+    init_lora_weights: bool | Literal["gaussian", "orthogonal", "eva"] = True
+    """Others change the base."""
 
 
 def is_peft_folder(path: Path) -> bool:
@@ -164,22 +163,13 @@ class PeftWeights(FamilyWeights):
                     found.setdefault(name, []).append(beside._replace(scale=scale))
                     used |= {beside.A, beside.B}
         if strange := sorted(set(names) - used):
-            place = f"{self.folder / ADAPTER_FILE}: {strange[0]}"
-            if self._is_outside(strange[0]):
-                raise PeftError(f"{place}: adapters on embeddings and heads are not supported")
-            raise PeftError(f"{place} belongs to no weight of {self.base}")
+            raise PeftError(
+                f"{self.folder / ADAPTER_FILE}: {strange[0]} belongs to no weight of {self.base}; "
+                f"adapters on embeddings and heads are not supported"
+            )
         if not any(self._matrices.read(name, ()).any() for name in names if name.endswith(_B)):
             raise PeftError(f"{self.folder / ADAPTER_FILE}: adds nothing: all lora_B are zero")
         return found
-
-    def _is_outside(self, name: str) -> bool:
-        """Returns whether a tensor in the file is of an embedding or a head."""
-        rules = self.family.outside.values()
-        modules = [rule if isinstance(rule, str) else rule.names[0] for rule in rules]
-        owners = {name.removesuffix(".weight") for name in modules}
-        owners |= {name.rpartition(".")[0] for name in self.family.copies(self.config)}
-        plain = self.family.plain_name(name.removeprefix(BEFORE))
-        return plain.startswith(tuple(f"{owner}." for owner in owners))
 
     def _stacks(self, names: Collection[str]) -> set[str]:
         """Returns the stacks of experts that have adapters."""
@@ -245,14 +235,4 @@ def _settings(tree: dict[str, Any], place: Path) -> _AdapterConfig:
         raise PeftError(f"{place}: {fault_of(error)}") from None
     except re.error as error:
         raise PeftError(f"{place}: rank_pattern or alpha_pattern: {error}") from None
-    for key, allowed in (
-        ("peft_type", ("LORA",)),
-        ("bias", ("none",)),
-        ("init_lora_weights", _STARTS),
-    ):
-        if (value := getattr(found, key)) not in allowed:
-            raise PeftError(
-                f"{place}: {key}: {value!r:.60} is not supported; supported: "
-                f"{', '.join(map(repr, allowed))}"
-            )
     return found

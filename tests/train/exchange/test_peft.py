@@ -173,8 +173,8 @@ def test_experts_one_by_one_are_those_of_all_in_one(made, tmp_path):
 FAULTS = {
     "use_dora: True is not supported": {"use_dora": True},
     "modules_to_save: ['lm_head'] is not supported": {"modules_to_save": ["lm_head"]},
-    "init_lora_weights: 'pissa' is not supported": {"init_lora_weights": "pissa"},
-    "peft_type: 'IA3' is not supported; supported: 'LORA'": {"peft_type": "IA3"},
+    "adapter_config.json: init_lora_weights": {"init_lora_weights": "pissa"},
+    "peft_type: 'IA3': ": {"peft_type": "IA3"},
     "r: is missing": {"r": None},
     "rank 4 beside model.layers.0.self_attn.q_proj.weight": {"r": 4},
     "base_model_name_or_path: gone is not a Hugging Face folder": {
