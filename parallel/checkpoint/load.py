@@ -48,9 +48,7 @@ from polyad.parallel.checkpoint.manage import (
     complete_checkpoints,
     step_folders,
 )
-from polyad.parallel.families import is_huggingface_folder
 from polyad.parallel.fragments import persistent_buffers
-from polyad.parallel.plain_weights import is_plain_folder
 from polyad.parallel.source import Source, described_model
 from polyad.parallel.tensor_file import DTYPE_NAMES
 from polyad.parallel.tensor_folder import differing_shapes
@@ -313,13 +311,10 @@ def find_checkpoint(path: Path) -> Path:
             f"{path}: is a file; a checkpoint is a folder step-NNNNNNNN, and a run has several. "
             "Pickles (.pt, .bin) are not read, because they could run code"
         )
-    if is_huggingface_folder(path) or is_plain_folder(path):
-        kind = "a Hugging Face folder" if is_huggingface_folder(path) else "a folder of weights"
-        raise CheckpointError(
-            f"{path}: is {kind}; convert it to a checkpoint with `polyad convert {path} "
-            "DESTINATION --to polyad`"
-        )
-    raise CheckpointError(f"{path}: holds no complete checkpoint (a run folder or a step-* folder)")
+    raise CheckpointError(
+        f"{path}: holds no complete checkpoint (a run folder or a step-* folder); "
+        "`polyad convert --to polyad` makes one of other weights"
+    )
 
 
 def newest_of(path: Path) -> Path:
