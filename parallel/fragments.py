@@ -38,12 +38,8 @@ def fill(engine: Engine, source: Source, *, frozen: bool = True) -> None:
     engine.about_to_change()
     held = fragments(engine)
     for name, fragment in held.items():
-        stop = fragment.start + fragment.numel
-        for field, view in fragment.values.items():
-            for first, (offset, size) in fragment.placement.boxes(fragment.start, stop):
-                box = Box(name, field, fragment.placement.global_shape, offset, size)
-                place = fragment.placement.values(view, first - fragment.start, size)
-                place.copy_(source.read(box))
+        for field, flat in fragment.values.items():
+            _read_range(flat, name, field, fragment.placement, fragment.start, source)
         if fragment.counter is not None:
             fragment.counter.fill_(source.step(name))
     refresh(engine, held, _fill_frozen(engine, source) if frozen else [])
@@ -77,27 +73,26 @@ def _fill_frozen(engine: Engine, source: Source) -> list[tuple[Any, torch.Tensor
         if engine.stage == 3:
             start, stop = own_range(parameter)
             part = torch.zeros(max(0, stop - start), device=engine.device)
-            _read_range(part, name, placement, start, source)
+            _read_range(part, name, MASTER, placement, start, source)
             parts.append((parameter, part))
         else:
-            _read_range(parameter.detach().view(-1), name, placement, 0, source)
+            _read_range(parameter.detach().view(-1), name, MASTER, placement, 0, source)
         if name in owned:
             exact = engine.stage < 3 and parameter.dtype == torch.float32
             if exact:
                 engine.frozen[name] = parameter.detach().view(-1)
             else:
                 engine.frozen[name] = torch.zeros(whole)  # on the CPU: it is only stored
-                _read_range(engine.frozen[name], name, placement, 0, source)
+                _read_range(engine.frozen[name], name, MASTER, placement, 0, source)
     return parts
 
 
 def _read_range(
-    flat: torch.Tensor, name: str, placement: Placement, start: int, source: Source
+    flat: torch.Tensor, name: str, field: str, placement: Placement, start: int, source: Source
 ) -> None:
     """Sets elements of a shard, from `start` on, to the values of a source."""
-    for first, (offset, size) in placement.boxes(start, start + flat.numel()):
-        box = Box(name, MASTER, placement.global_shape, offset, size)
-        placement.values(flat, first - start, size).copy_(source.read(box))
+    for (offset, size), view in placement.views(flat, start):
+        view.copy_(source.read(Box(name, field, placement.global_shape, offset, size)))
 
 
 def _owned_frozen(engine: Engine, named: Sequence[tuple[str, nn.Parameter]]) -> set[str]:
@@ -121,6 +116,17 @@ def written(engine: Engine) -> Iterator[Fragment]:
     them. So each element is written by exactly one rank.
     """
     is_first = engine.world.tensor_parallel_rank == 0
-    yield from (
-        each for each in fragments(engine).values() if is_first or not each.placement.replicated
-    )
+    for fragment in fragments(engine).values():
+        if is_first or not fragment.placement.replicated:
+            yield fragment
+    for name, parameter in engine.module.named_parameters():
+        if (flat := engine.frozen.get(name)) is not None:
+            yield Fragment(
+                name=name,
+                parameter=parameter,
+                placement=placement_of(parameter),
+                start=0,
+                numel=flat.numel(),
+                values={MASTER: flat},
+                counter=None,
+            )

@@ -204,17 +204,18 @@ class Placement:
                     yield low, (where, real)
                 low += math.prod(size)
 
-    def values(self, flat: Tensor, first: int, size: tuple[int, ...]) -> Tensor:
-        """Returns a view of a box of the shard.
+    def views(self, flat: Tensor, start: int) -> Iterator[tuple[Box, Tensor]]:
+        """Yields boxes of the global tensor, and a view of the values of each.
 
         Args:
-            flat: The elements of the shard, contiguous.
-            first: The box's first element in the shard.
-            size: The size of the box, from `boxes`.
+            flat: A range of the shard's elements, contiguous.
+            start: The position of its first element in the shard.
         """
         shape = self.shape
         strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
-        return flat.as_strided(size, strides, flat.storage_offset() + first)
+        for first, box in self.boxes(start, start + flat.numel()):
+            place = flat.storage_offset() + first - start
+            yield box, flat.as_strided(box[1], strides, place)
 
 
 def boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:

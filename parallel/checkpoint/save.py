@@ -57,7 +57,6 @@ from polyad.parallel.checkpoint.snapshot import (
     memory_needed,
 )
 from polyad.parallel.fragments import persistent_buffers, written
-from polyad.parallel.shard import placement_of
 from polyad.parallel.tensor_file import DTYPE_NAMES, FileTensor, write_tensors
 from polyad.parallel.zero import Engine
 
@@ -253,29 +252,17 @@ def commit(
 def held_boxes(engine: Engine) -> Iterator[HeldBox]:
     """Yields the boxes that this rank writes; each element is written by exactly one rank."""
     for part in written(engine):
+        shape = part.placement.global_shape
         for field, flat in part.values.items():
-            for first, (offset, size) in part.placement.boxes(part.start, part.start + part.numel):
-                box = Box(part.name, field, part.placement.global_shape, offset, size)
-                values = part.placement.values(flat, first - part.start, size)
-                yield held(box, values, part.steps, by_optimizer=True)
-    yield from _held_frozen(engine)
+            for (offset, size), view in part.placement.views(flat, part.start):
+                box = Box(part.name, field, shape, offset, size)
+                yield held(box, view, part.steps, by_optimizer=True)
     if comm.rank() == 0:
         for name, buffer in persistent_buffers(engine.module):
             yield _held_buffer(name, buffer)
     for name, state in random_states(engine.device).items():
         full_name = f"rank-{comm.rank():05d}.{name}"
         yield held(Box.whole(full_name, RANDOM, (state.numel(),)), state)
-
-
-def _held_frozen(engine: Engine) -> Iterator[HeldBox]:
-    """Yields frozen weights, which have no moments and never change."""
-    for name, parameter in engine.module.named_parameters():
-        if (flat := engine.frozen.get(name)) is None:
-            continue
-        placement = placement_of(parameter)
-        for first, (offset, size) in placement.boxes(0, flat.numel()):
-            box = Box(name, MASTER, placement.global_shape, offset, size)
-            yield held(box, placement.values(flat, first, size), by_optimizer=True)
 
 
 def _held_buffer(name: str, buffer: torch.Tensor) -> HeldBox:

@@ -213,7 +213,6 @@ def train_as_it_is(case: Case) -> dict[str, Any]:
 def shard_of(placement: Placement, whole: torch.Tensor) -> torch.Tensor:
     """Cuts a shard out of a global tensor; padding is 0."""
     part = whole.new_zeros(placement.shape)
-    for first, (offset, size) in placement.boxes(0, part.numel()):
-        box = tuple(slice(a, a + n) for a, n in zip(offset, size, strict=True))
-        placement.values(part.view(-1), first, size).copy_(whole[box])
+    for (offset, size), view in placement.views(part.view(-1), 0):
+        view.copy_(whole[tuple(slice(a, a + n) for a, n in zip(offset, size, strict=True))])
     return part
