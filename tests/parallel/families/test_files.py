@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from polyad.model.families.keys import HuggingFaceError
 from polyad.parallel.families import FamilyWeights
-from polyad.parallel.mxfp4 import dequantize
+from polyad.parallel.tensor_folder import dequantize
 from tests.helpers.bert import their_bert
 from tests.helpers.decoders import CASES, in_four_bits, theirs
 from tests.helpers.everyday import everyday
