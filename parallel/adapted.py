@@ -6,7 +6,6 @@ are, and `base_digest` in `state.json` identifies them.
 
 from collections.abc import Collection
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 import xxhash
@@ -25,13 +24,11 @@ from polyad.parallel.checkpoint.format import (
     fault_of,
 )
 from polyad.parallel.checkpoint.load import Checkpoint
+from polyad.parallel.source import StoredWeights
 from polyad.parallel.tensor_folder import differing_shapes
 
-if TYPE_CHECKING:
-    from polyad.parallel.weights import Weights
 
-
-def digest_of(base: "Weights", names: Collection[str]) -> str:
+def digest_of(base: StoredWeights, names: Collection[str]) -> str:
     """Identifies a base: the xxh3 of names, shapes and fp32 values.
 
     Args:
@@ -46,7 +43,7 @@ def digest_of(base: "Weights", names: Collection[str]) -> str:
     return digest.hexdigest()
 
 
-def check_base(origin: Path, trained_on: str | None, base: "Weights", found: str) -> None:
+def check_base(origin: Path, trained_on: str | None, base: StoredWeights, found: str) -> None:
     """Checks that a checkpoint's adapters belong to these weights.
 
     Args:
@@ -79,7 +76,9 @@ class AdaptedCheckpoint(Checkpoint):
         CheckpointError: it has other adapters, or they belong to another base.
     """
 
-    def __init__(self, folder: Path, contents: Contents, base: "Weights", lora: LoRAConfig) -> None:
+    def __init__(
+        self, folder: Path, contents: Contents, base: StoredWeights, lora: LoRAConfig
+    ) -> None:
         super().__init__(folder, contents)
         self.base, self.lora = base, lora
         model = build_model(self.model_config())

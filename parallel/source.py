@@ -45,6 +45,20 @@ class Source(ABC):
         """Returns a whole persistent buffer."""
 
 
+class StoredWeights(Source):
+    """A source that is a folder of weights, each of which can be read whole."""
+
+    folder: Path
+
+    @abstractmethod
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Returns global shapes of the weights by name."""
+
+    @abstractmethod
+    def whole(self, name: str) -> torch.Tensor:
+        """Returns a whole weight, fp32."""
+
+
 def described_model(
     config: ModelSettings, names: Collection[str], place: Path, error_class: type[ValueError]
 ) -> nn.Module:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from polyad.data import json_reader
 from polyad.parallel.checkpoint.format import MASTER, Box
-from polyad.parallel.source import Source
+from polyad.parallel.source import StoredWeights
 from polyad.parallel.tensor_file import DTYPE_NAMES
 
 WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
@@ -298,7 +298,7 @@ class TensorFolder:
         raise self._error(f"{self.folder}: has neither {file_name} nor {INDEX_FILE}")
 
 
-class FolderWeights(Source):
+class FolderWeights(StoredWeights):
     """Weights in such a folder; only the requested boxes are read.
 
     Args:

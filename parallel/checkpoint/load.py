@@ -49,7 +49,7 @@ from polyad.parallel.checkpoint.manage import (
     step_folders,
 )
 from polyad.parallel.fragments import persistent_buffers
-from polyad.parallel.source import Source, described_model
+from polyad.parallel.source import StoredWeights, described_model
 from polyad.parallel.tensor_file import DTYPE_NAMES
 from polyad.parallel.tensor_folder import differing_shapes
 
@@ -60,7 +60,7 @@ TORCH_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 _NUMPY = {"F32": "<f4", "U8": "u1", "I64": "<i8", "BOOL": "?"}
 
 
-class Checkpoint(Source):
+class Checkpoint(StoredWeights):
     """A complete checkpoint, from which any box of any tensor can be read, in any layout.
 
     It is the `Source` from which an engine resumes.
