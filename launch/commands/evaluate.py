@@ -6,14 +6,11 @@ Each runs in one process, or in each process that torchrun has started; rank 0 s
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import Any, Literal, Self
 
 from polyad.launch.command import NonNegative, Share, UsageError, command
 from polyad.launch.commands.held_out import Analysis, HeldOut, Stored, Tokens
 from polyad.launch.commands.options import Base, Weights
-
-if TYPE_CHECKING:
-    from polyad.train.measures.measure import Examination
 
 
 @command(
@@ -109,16 +106,12 @@ class Robustness(Analysis):
         images (IMAGES): the benchmark's folder.
     """
 
+    measure = "robustness"
+
     set: Literal["c", "a", "r", "o"]
     images: str
     weights: Weights = "trained"
     base: Base = None
-
-    def examination(self) -> "type[Examination]":
-        """The benchmark."""
-        from polyad.train.measures.robustness import Robustness
-
-        return Robustness
 
     def options(self) -> dict[str, Any]:
         """The benchmark's name and folder."""

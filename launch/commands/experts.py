@@ -35,11 +35,7 @@ class Specialize(Stored):
     the class of a token); for images also for how many classes each expert matters, by removing it.
     """
 
-    def examination(self) -> "type[Examination]":
-        """The measure."""
-        from polyad.train.measures.specialization import Specialization
-
-        return Specialization
+    measure = "specialize"
 
 
 @command(
@@ -58,14 +54,10 @@ class SteerExperts(Stored):
             hierarchy); may be repeated, and all act at once.
     """
 
+    measure = "steer"
+
     steer: Steer
     tokens: Tokens = None
-
-    def examination(self) -> "type[Examination]":
-        """The measure."""
-        from polyad.train.measures.steer import Steer
-
-        return Steer
 
     def options(self) -> dict[str, Any]:
         """The options of the measure."""
@@ -100,17 +92,13 @@ class Atlas(Stored):
         unembed: list the N tokens that each expert's mean output promotes most.
     """
 
+    measure = "atlas"
+
     how: Literal["contribution", "route-around", "mean", "prune"] = "contribution"
     layers: Names = ("all",)
     experts: Names = ()
     unembed: Positive | None = None
     tokens: Tokens = None
-
-    def examination(self) -> "type[Examination]":
-        """The examination."""
-        from polyad.train.measures.atlas import Atlas
-
-        return Atlas
 
 
 @command(
@@ -141,6 +129,8 @@ class Trace(Stored):
             the next token, in nats).
     """
 
+    measure = "trace"
+
     output: Path | None = None
     text: str | None = None
     html: Path | None = None
@@ -151,10 +141,10 @@ class Trace(Stored):
     tokens: Tokens = None
 
     def examination(self) -> "type[Examination]":
-        """The examination."""
-        from polyad.train.measures.trace import Trace, TraceWithLoss
+        """The examination, which has losses after the last block alone."""
+        from polyad.train.measures.trace import TraceWithLoss
 
-        return TraceWithLoss if "loss" in self.with_ else Trace
+        return TraceWithLoss if "loss" in self.with_ else super().examination()
 
     def options(self) -> dict[str, Any]:
         """The options of the examination."""
@@ -223,6 +213,8 @@ class Prune(Stored):
             examples of one domain; default: the data on which the cost is measured.
     """
 
+    measure = "prune"
+
     output: Path = field(kw_only=False)
     by: Literal["atlas", "reap", "mone", "frequency", "probability", "mean-norm", "random"]
     keep: Share
@@ -230,12 +222,6 @@ class Prune(Stored):
     calibrate: str | None = None
     tokens: Tokens = None
     seed: Seed = 0
-
-    def examination(self) -> "type[Examination]":
-        """The examination."""
-        from polyad.train.measures.removal import Removal
-
-        return Removal
 
 
 @command(
@@ -258,14 +244,10 @@ class Splice(Stored):
             distill.teacher, at the step from which distillation started.
     """
 
+    measure = "splice"
+
     teacher: Path | None = None
     tokens: Tokens = None
-
-    def examination(self) -> "type[Examination]":
-        """The measure."""
-        from polyad.train.measures.splice import Splicing
-
-        return Splicing
 
 
 @command("experts rewrite", "polyad experts rewrite runs/quickstart/run --move class=1,of=Young:0")
@@ -281,13 +263,9 @@ class Rewrite(Stored):
             of=Young:0+Male:0); by: the factor, default: the number of experts.
     """
 
+    measure = "rewrite"
+
     move: str
-
-    def examination(self) -> "type[Examination]":
-        """The examination."""
-        from polyad.train.measures.rewriting import Rewriting
-
-        return Rewriting
 
 
 def measure_of_plugin(name: str) -> Command:
@@ -301,10 +279,6 @@ def measure_of_plugin(name: str) -> Command:
     class PluginMeasure(Stored):
         """Computes a measure of experts on held-out data."""
 
-        def examination(self) -> "type[Examination]":
-            """The measure."""
-            from polyad.train.measures.registry import MEASURES
-
-            return MEASURES[name]
+        measure = name
 
     return command(f"experts {name}", f"polyad experts {name} runs/quickstart/run")(PluginMeasure)

@@ -6,7 +6,7 @@ Each runs in one process, or in each process that torchrun has started; rank 0 s
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
 from polyad.launch.command import Argument, Json, NonNegative, Overrides, Positive
 from polyad.launch.commands.options import (
@@ -44,9 +44,14 @@ class Analysis:
     best: Best = False
     json: Json = None
 
+    measure: ClassVar[str]
+    """The name of what is measured."""
+
     def examination(self) -> "type[Examination]":
-        """What is examined."""
-        raise NotImplementedError
+        """What is measured."""
+        from polyad.train.measures.registry import MEASURES
+
+        return MEASURES[self.measure]
 
     def options(self) -> dict[str, Any]:
         """The options of the examination: those of this command alone."""

@@ -191,7 +191,7 @@ def rewriting(path: Path, option: str, **options: Any) -> dict[str, Any]:
 
 def specialization(path: Path, **options: Any) -> dict[str, Any]:
     """`polyad evaluate --specialization`."""
-    return measured(path, "specialization", **options)[0]
+    return measured(path, "specialize", **options)[0]
 
 
 def atlas(path: Path, **options: Any) -> dict[str, Any]:

@@ -73,16 +73,16 @@ class RemovalOptions:
 class Removal(Examination):
     """Chooses experts, writes the smaller model, and measures its cost."""
 
-    name = "experts prune"
+    name = "prune"
     doing = "choosing experts"
     needs_whole = "experts are left out of a whole model"
 
     @classmethod
     def checked(cls, opened: Evaluated, split: str, **options: Any) -> RemovalOptions:
         """The fields of `RemovalOptions`."""
-        needs_text(cls.name, opened)
+        needs_text(f"experts {cls.name}", opened)
         settings, counts = RemovalOptions(**options), dict[str, int]()
-        for key, each in sections_of(cls.name, opened).items():
+        for key, each in sections_of(f"experts {cls.name}", opened).items():
             if settings.merge and each.num_groups > 1:
                 raise ConfigError(
                     f"--merge: is not allowed with {key}.num_groups: {each.num_groups}; experts of "
@@ -114,7 +114,7 @@ class Removal(Examination):
         """Reads text to choose, writes, and reads other text with the models before and after."""
         import pandas as pd
 
-        needs_one_process(cls.name, world)
+        needs_one_process(f"experts {cls.name}", world)
         layers = sparse_layers(model)
         calibration = calibration_of(opened, settings.calibrate)
         scores, moments = scored(

@@ -13,7 +13,6 @@ subpopulations: the output's value, 0 or 1, times the sensitive attribute's.
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -129,75 +128,47 @@ def _class_number(word: str, names: Sequence[str]) -> int:
     raise ConfigError(f"--move: {word!r} is not a class of the data, which has {shown}")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Accuracies:
-    """The accuracy of an output on each subpopulation.
+def _measures(
+    accuracy_G: Tensor, images_G: Tensor, target: int, *, has_attributes: bool
+) -> dict[str, float]:
+    """The measures by name; NaN where a subpopulation is empty.
 
-    The target is the subpopulation for which a rewrite is made. For images with one class each
-    there are two: those of the class, and all others.
+    Args:
+        accuracy_G: share of correct images of each subpopulation; NaN if it is empty.
+        images_G: their numbers.
+        target: the subpopulation for which a rewrite is made.
+        has_attributes: whether an image may have any number of classes; else there are two
+            subpopulations: the images of the class, and all others.
     """
-
-    accuracy_G: Tensor
-    """Share of correct images; NaN if there are none."""
-    images_G: Tensor
-    target: int
-    """Which of the four is the target."""
-    has_attributes: bool
-    """Whether an image may have any number of classes."""
-
-    def measures(self) -> dict[str, float | None]:
-        """The measures by name; None where a subpopulation is empty."""
-        target = self.accuracy_G[self.target]
-        right = float((self.accuracy_G.nan_to_num() * self.images_G).sum())
-        found = {
-            "accuracy": right / float(self.images_G.sum()),
-            "target_accuracy": _known(target),
-        }
-        if not self.has_attributes:
-            return found | {"others_accuracy": _known(self.accuracy_G[0])}
-        known_G = self.accuracy_G[self.images_G > 0]
-        counterpart = self.accuracy_G[self.target ^ 1]  # the other value of the sensitive attribute
-        return found | {
-            "equality_of_opportunity": _known((target - counterpart).abs()),
-            "standard_deviation": _known(known_G.std(correction=0)),
-            "lowest_accuracy": _known(known_G.min()),
-        }
-
-    def subpopulations(self) -> list[dict[str, Any]]:
-        """For attributes the size and accuracy of each subpopulation; empty for classes."""
-        if not self.has_attributes:
-            return []
-        return [
-            {
-                "has_class": bool(group // 2),
-                "has_others": bool(group % 2),
-                "images": int(self.images_G[group]),
-                "accuracy": _known(self.accuracy_G[group]),
-            }
-            for group in (3, 2, 1, 0)
-        ]
-
-    def rewrite_score(self, before: "Accuracies") -> float | None:
-        """The target's gain minus changes elsewhere; at best 1 - its accuracy."""
-        change_G = (self.accuracy_G - before.accuracy_G).nan_to_num()
-        others = float(change_G.abs().sum() - change_G[self.target].abs())
-        return float(change_G[self.target]) - others if self.images_G[self.target] > 0 else None
+    right = (accuracy_G.nan_to_num() * images_G).sum()
+    values = {"accuracy": right / images_G.sum(), "target_accuracy": accuracy_G[target]}
+    if not has_attributes:
+        values["others_accuracy"] = accuracy_G[0]
+    else:
+        some_G = accuracy_G[images_G > 0]
+        counterpart = accuracy_G[target ^ 1]  # the other value of the sensitive attribute
+        values["equality_of_opportunity"] = (accuracy_G[target] - counterpart).abs()
+        values["standard_deviation"] = some_G.std(correction=0)
+        values["lowest_accuracy"] = some_G.min()
+    return {name: float(value) for name, value in values.items()}
 
 
-def _known(value: Tensor) -> float | None:
-    return float(value) if value.isfinite() else None
+def _rewrite_score(change_G: Tensor, target: int) -> float:
+    """The target's gain minus changes elsewhere; at best 1 - its accuracy; NaN if it is empty."""
+    others = change_G.nan_to_num().abs().sum() - change_G[target].abs()
+    return float(change_G[target] - others)
 
 
 class Rewriting(Examination):
     """Scores images before and after a rewrite with mean coefficients from training images."""
 
-    name = "experts rewrite"
+    name = "rewrite"
     doing = "rewriting"
 
     @classmethod
     def checked(cls, opened: Evaluated, split: str, **options: Any) -> tuple[Rewrite, list[int]]:
         """Reads the option `move`, and finds the training images of the subpopulation."""
-        task = opened.images(cls.name, attributes=True)
+        task = opened.images(f"experts {cls.name}", attributes=True)
         rewrite = read_rewrite(options["move"], task)
         task.check_split(split)
         members = rewrite.members(task.data.split("train").labels).tolist()
@@ -217,7 +188,7 @@ class Rewriting(Examination):
         """Reads the subpopulation, and then the split."""
         import pandas as pd
 
-        (rewrite, members), task = settings, opened.images(cls.name, attributes=True)
+        (rewrite, members), task = settings, opened.images(f"experts {cls.name}", attributes=True)
         head = routed_head(model)
         if head is None:
             raise ConfigError(
@@ -239,7 +210,8 @@ class Rewriting(Examination):
         counted = _Counted(rewrite, head, mean_S, by, has_attributes=task.has_attributes)
         scored = ImageSamples(task, split, num_workers=workers)
         read_all(scored, counted, f"score {split}")
-        before, after = counted.result(world)
+        accuracy_2G, images_G = counted.result(world)
+        target = 2 * rewrite.value + task.has_attributes
         names = task.data.class_names
         of = "+".join(names[each.number] + ("" if each.value else ":0") for each in rewrite.of)
         facts = {
@@ -249,18 +221,25 @@ class Rewriting(Examination):
             "by": by,
             "images_of_subpopulation": len(members),
         }
+        groups = []
         if task.has_attributes:
-            facts["rewrite_score"] = after.rewrite_score(before)
-        measures = pd.DataFrame({"before": before.measures(), "after": after.measures()})
-        both = zip(before.subpopulations(), after.subpopulations(), strict=True)
-        groups = [
+            facts["rewrite_score"] = _rewrite_score(accuracy_2G[1] - accuracy_2G[0], target)
+            groups = [
+                {
+                    "has_class": bool(group // 2),
+                    "has_others": bool(group % 2),
+                    "images": int(images_G[group]),
+                    "before": float(accuracy_2G[0, group]),
+                    "after": float(accuracy_2G[1, group]),
+                }
+                for group in (3, 2, 1, 0)
+            ]
+        measures = pd.DataFrame(
             {
-                **{name: value for name, value in then.items() if name != "accuracy"},
-                "before": then["accuracy"],
-                "after": now["accuracy"],
+                when: _measures(each_G, images_G, target, has_attributes=task.has_attributes)
+                for when, each_G in zip(("before", "after"), accuracy_2G, strict=True)
             }
-            for then, now in both
-        ]
+        )
         means = [
             {"module": head.name, "level": level, "expert": expert, "mean_coefficient": value}
             for column, value in enumerate(mean_S.tolist())
@@ -343,16 +322,9 @@ class _Counted:
             counted_B2 = torch.stack([torch.ones_like(group_B), right_B], dim=-1).double()
             self._counts_2G2[place].index_add_(0, group_B, counted_B2)
 
-    def result(self, world: comm.World) -> list[Accuracies]:
-        """The accuracies over all processes, before and after."""
+    def result(self, world: comm.World) -> tuple[Tensor, Tensor]:
+        """The accuracies before and after [2, G], NaN where there is no image, and the numbers of
+        images [G], over all processes."""
         counts = comm.sum_over_samples(self._counts_2G2.flatten(), world).view(2, 4, 2).cpu()
-        target = 2 * self._rewrite.value + (1 if self._has_attributes else 0)
-        return [
-            Accuracies(
-                accuracy_G=torch.where(images_G > 0, right_G / images_G.clamp_min(1), torch.nan),
-                images_G=images_G,
-                target=target,
-                has_attributes=self._has_attributes,
-            )
-            for images_G, right_G in (each.unbind(-1) for each in counts)
-        ]
+        images_2G, right_2G = counts.unbind(-1)
+        return right_2G / images_2G, images_2G[0]

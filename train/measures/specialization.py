@@ -57,7 +57,7 @@ class Specialization(Measure):
         leave_out: for images with one class each, whether to remove each expert.
     """
 
-    name = "specialization"
+    name = "specialize"
     label = "measure routing"
     needs_whole = None
 

@@ -152,7 +152,7 @@ def test_two_processes_measure_as_one(workers, runs):
 def test_sequences_are_by_class(workers, tmp_path_factory, capfd):
     held_out = table(10, 2)
     folder = trainer(workers, tmp_path_factory)("smoe", table(24, 1), held_out)
-    found, text = workers(2).run(measured, folder, "specialization")[0]
+    found, text = workers(2).run(measured, folder, "specialize")[0]
     _, tokens = one_by_one(folder, [row["text"] for row in held_out])
     assert found["sequences_scored"] == len(held_out)
     for measures in frame_of(found, "labels", by="class").to_dict("records"):

@@ -159,7 +159,7 @@ def test_summed_up_it_is_what_measures_and_evaluate_find(hub, tmp_path):
     found, _ = traced(
         folder, tmp_path / "t.parquet", TraceWithLoss, tokens=10**6, extra=["loss"], **asked
     )
-    result = measured(folder, "specialization", **asked)[0]
+    result = measured(folder, "specialize", **asked)[0]
     for name in [row["module"] for row in result["levels"]]:
         counts = counts_of(result, name, "characters").sum(1)
         own = found[found["module"] == name]

@@ -226,7 +226,7 @@ def test_settings_that_do_not_fit_are_one_line(workers, config, override, messag
 def test_without_one_class_each_only_the_entropies_of_the_gate_are_known(workers, config):
     folder = config.parent / "run"
     assert workers(1).run(run, config, "train.steps=1", "checkpoint.every=1") == [1]
-    found, table = workers(1).run(measured, folder, "specialization")[0]
+    found, table = workers(1).run(measured, folder, "specialize")[0]
     (level,) = frame_of(found, "levels", module="head").to_dict("records")
     assert "polysemanticity" not in found
     assert found["labels"] == []
