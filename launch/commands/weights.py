@@ -163,11 +163,11 @@ def inspect(path: AnyWeights, *, tensors: bool = False, json: Json = None) -> No
 
     prepare_environment()
     from polyad.parallel.checkpoint.load import newest_of, read_newest
-    from polyad.train.exchange.inspect import inspect as inspected
+    from polyad.train.exchange.inspect import inspect, inspection_table
 
-    with results(json) as say:
-        found = read_newest(path, inspected, newest_of)
-        say(found, found.text(tensors))
+    with results(json) as show:
+        result = read_newest(path, inspect, newest_of)
+        show(result, inspection_table(result, tensors=tensors))
 
 
 @command(

@@ -79,7 +79,7 @@ def test_commands_take_a_folder_as_it_is(case, tmp_path, capfd):
     folder = tmp_path / "hub"
     hub_folder(folder, case)
     data = str(prepared_for(folder, tmp_path))
-    for words in commands_on(folder, data, inspect(folder).routed_blocks[-1]):
+    for words in commands_on(folder, data, inspect(folder)["routed_blocks"][-1]):
         told = tmp_path / "told.json"
         assert command([*map(str, words), "--json", str(told)]) == 0, capfd.readouterr().err
         assert json.loads(told.read_text())

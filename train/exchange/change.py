@@ -11,7 +11,6 @@ from pydantic import ValidationError
 
 from polyad.model.build import ModelSizeError, build_model, initial_value
 from polyad.model.config import Config
-from polyad.model.decoder import DecoderSettings
 from polyad.model.feedforward import (
     Activation,
     DenseFeedForward,
@@ -136,7 +135,19 @@ class Option(Change):
         """
         section, inner = dense_section(self, dense, folder)
         keys = {"kind": self.kind} | self.keys_of(dense) | self.keys
-        return section, with_inner_width(self, dense, section, keys, inner, folder)
+        keys |= {key: inner for key in self.widths if self.keys.get(key) is None}
+        try:
+            tree = dense.model_dump(mode="json") | {section: keys}
+            config = Tree.model_validate({"model": tree}).model
+        except ValidationError as error:
+            raise self.error(describe(error, RunConfig)) from None
+        for key in self.widths:
+            if (width := getattr(getattr(config, section), key)) != inner:
+                raise self.error(
+                    f"model.{section}.{key}: {width} does not fit: the dense weights of {folder} "
+                    f"have {inner} inner units, and the experts made from them need the same number"
+                )
+        return section, config
 
     def keys_of(self, dense: ModelSettings) -> dict[str, Any]:
         """Keys that the dense model determines, unless the option sets them."""
@@ -211,20 +222,6 @@ class Changed(ABC):
         made."""
 
 
-def refuse_replaced(weights: Weights, change: Change) -> None:
-    """Rejects a model with feed-forwards of several kinds by `model.replaced`.
-
-    Raises:
-        ConfigError: it has them.
-    """
-    config = weights.model_config()
-    if isinstance(config, DecoderSettings) and config.replaced is not None:
-        raise change.error(
-            f"{weights.folder}: has model.replaced, which gives the blocks "
-            f"{config.replaced_blocks()} another feed-forward; a model without it is needed"
-        )
-
-
 def dense_section(option: Option, model: ModelSettings, folder: Path) -> tuple[str, int]:
     """Finds the feed-forward to change, which must be dense.
 
@@ -262,43 +259,3 @@ def activation_of(model: ModelSettings) -> Activation | GatedActivation:
     """
     found: Activation | GatedActivation = getattr(model, "activation", "gelu_tanh")
     return found
-
-
-def with_feed_forward(
-    option: Option, model: ModelSettings, section: str, keys: dict[str, Any]
-) -> ModelSettings:
-    """Returns the configuration with another feed-forward.
-
-    Raises:
-        ConfigError: the keys are wrong, or do not fit the model.
-    """
-    tree = model.model_dump(mode="json") | {section: keys}
-    try:
-        return Tree.model_validate({"model": tree}).model
-    except ValidationError as error:
-        raise option.error(describe(error, RunConfig)) from None
-
-
-def with_inner_width(
-    option: Option,
-    model: ModelSettings,
-    section: str,
-    keys: dict[str, Any],
-    inner: int,
-    folder: Path,
-) -> ModelSettings:
-    """Returns the configuration with another feed-forward of the same inner width.
-
-    Raises:
-        ConfigError: the keys are wrong, do not fit the model, or set another width.
-    """
-    widths = option.widths
-    given = {key: keys[key] for key in widths if keys.get(key) is not None}
-    config = with_feed_forward(option, model, section, keys | dict.fromkeys(widths, inner) | given)
-    for key in widths:
-        if (found := getattr(getattr(config, section), key)) != inner:
-            raise option.error(
-                f"model.{section}.{key}: {found} does not fit: the dense weights of {folder} have "
-                f"{inner} inner units, and the experts made from them need the same number"
-            )
-    return config

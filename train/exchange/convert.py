@@ -8,6 +8,7 @@ from typing import Any
 
 from polyad.data.files import named, temporary_folder
 from polyad.model.build import num_parameters
+from polyad.model.decoder import DecoderSettings
 from polyad.parallel.adapted import AdaptedCheckpoint
 from polyad.parallel.checkpoint.load import find_checkpoint, read_newest
 from polyad.parallel.families import is_huggingface_folder
@@ -15,10 +16,9 @@ from polyad.parallel.peft import PeftWeights, is_peft_folder
 from polyad.parallel.plain_weights import is_plain_folder
 from polyad.parallel.weights import Choice, Weights, open_weights
 from polyad.train.errors import ConfigError
-from polyad.train.exchange.change import Change, refuse_replaced
-from polyad.train.exchange.checked import Checked
+from polyad.train.exchange.change import Change
 from polyad.train.exchange.experts import Merging, Upcycling, is_split
-from polyad.train.exchange.writers import FORMATS, WRITERS, Format, write_classes
+from polyad.train.exchange.writers import FORMATS, WRITERS, Format, Source, write_classes
 from polyad.train.results import aligned
 
 
@@ -91,12 +91,16 @@ def _convert(
         others = " and ".join(f"--to {name}" for name in FORMATS if name not in (to, "peft"))
         raise ConfigError(f"{source}: is already {FORMATS[to]}; the other formats are {others}")
     opened = open_weights(chosen, choice, base)
-    if merge and change is None and is_split(opened.model_config()):
+    config = opened.model_config()
+    if merge and change is None and is_split(config):
         change = Merging()
-    if change is not None:
-        refuse_replaced(opened, change)
-    _check_adapters(source, opened, to, merge, is_split(opened.model_config()))
-    weights = Checked(opened, change)
+    if change is not None and isinstance(config, DecoderSettings) and config.replaced is not None:
+        raise change.error(
+            f"{opened.folder}: has model.replaced, which gives the blocks "
+            f"{config.replaced_blocks()} another feed-forward; a model without it is needed"
+        )
+    _check_adapters(source, opened, to, merge, is_split(config))
+    weights = Source(opened, change)
     if choice == "ema":
         weights.notes.append("the weights are the moving average that train.ema keeps")
     if change:
@@ -196,7 +200,7 @@ def conversion_table(result: dict[str, Any]) -> str:
     return "\n".join(aligned(rows, "<"))
 
 
-def _count_adapters(weights: Checked) -> int:
+def _count_adapters(weights: Source) -> int:
     assert weights.adapted is not None
     beside = [adapter for _, adapter in weights.adapted.adapters.values()]
     return sum(p.numel() for adapter in beside for p in adapter.parameters())

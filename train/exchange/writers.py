@@ -1,21 +1,24 @@
-"""The formats that `polyad convert` writes, one function each.
+"""Weights to convert, and the formats that `polyad convert` writes, one function each.
 
 Each writes into a folder that becomes the destination once it is complete, one tensor at a time.
 """
 
 import json
+import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from tqdm import tqdm
 
 from polyad.data.config import DataConfig, DataSettings, MaskedTextConfig
 from polyad.data.images.config import NORMALIZATIONS, ImageDataConfig
 from polyad.data.text.manifest import SENTENCEPIECE_FILE, TOKENIZER_FILE
 from polyad.data.text.tokenizers.tokenizer import Tokenizer
 from polyad.model.bert import BertConfig
+from polyad.model.build import build_model
 from polyad.model.config_yaml import dump
 from polyad.model.decoder import DecoderSettings
 from polyad.model.decoder_config import DecoderConfig, GPT2Config
@@ -25,19 +28,24 @@ from polyad.model.families.registry import family_of_model
 from polyad.model.mixer import MixerConfig
 from polyad.model.settings import ModelSettings
 from polyad.model.vision import ImageSettings
+from polyad.parallel.adapted import AdaptedCheckpoint
+from polyad.parallel.checkpoint.load import Checkpoint
 from polyad.parallel.checkpoint.save import save_weights
-from polyad.parallel.families import FamilyWeights, stored_entries
+from polyad.parallel.families import FamilyWeights, Origin, stored_entries
+from polyad.parallel.fragments import persistent_buffers
 from polyad.parallel.plain_weights import CONFIG_FILE as OUR_CONFIG_FILE
 from polyad.parallel.tensor_file import FileTensor, write_tensors
-from polyad.parallel.tensor_folder import WEIGHTS_FILE
-from polyad.train.config.run import RunConfig
-from polyad.train.exchange.checked import Checked
+from polyad.parallel.tensor_folder import WEIGHTS_FILE, differing_shapes
+from polyad.parallel.weights import Weights, origin_of
+from polyad.train.config.run import RunConfig, parse_config
+from polyad.train.errors import ConfigError
+from polyad.train.exchange.change import Change, Changed
 from polyad.train.exchange.peft import ADAPTER_CONFIG_FILE, ADAPTER_FILE, peft_files
 from polyad.train.guard.run_folder import RunFolderConfig
 from polyad.train.loop.optimizer import TrainConfig
 from polyad.train.state import TrainState
 from polyad.train.tasks.pixels import PREPROCESSOR_FILE, read_pixels, timm_keys, transformers_file
-from polyad.train.tasks.vocabulary import CLASSES_FILE
+from polyad.train.tasks.vocabulary import CLASSES_FILE, names_of, tokenizer_of
 
 Format = Literal["huggingface", "polyad", "safetensors", "peft"]
 FORMATS: dict[Format, str] = {
@@ -50,7 +58,117 @@ BATCH_SIZE = 8
 """Batch size in a converted checkpoint's configuration, for `polyad evaluate`."""
 
 
-def _to_huggingface(weights: Checked, staging: Path, destination: Path) -> None:
+class Source:
+    """Weights to convert, with checks and notes about them.
+
+    Args:
+        weights: weights in any format.
+        change: a change of the model; None: no change.
+    """
+
+    def __init__(self, weights: Weights, change: Change | None) -> None:
+        self.tokenizer: Tokenizer | None = tokenizer_of(weights)
+        self.notes: list[str] = []
+        self.change = change
+        self.adapted = weights if isinstance(weights, AdaptedCheckpoint) else None
+        self._opened = weights
+        self._weights: Weights | Changed = weights
+        if change:
+            self._weights = change.of(weights)
+        self.folder = weights.folder
+        self.config = self._weights.model_config()
+        self.shapes = self._weights.shapes()
+        self.bytes = 4 * sum(map(math.prod, self.shapes.values()))
+        self.progress = tqdm(
+            total=self.bytes, desc="converting", unit="B", unit_scale=True, disable=None
+        )
+        self._not_finite: list[str] = []
+        note = getattr(weights, "note", None)
+        if note is not None:
+            self.notes.append(note)
+        vocabulary = getattr(self.config, "vocab_size", None)
+        if self.tokenizer and vocabulary and self.tokenizer.vocab_size > vocabulary:
+            raise ConfigError(
+                f"{self.folder}: its tokenizer has {self.tokenizer.vocab_size} tokens, its model "
+                f"{vocabulary}"
+            )
+
+    @property
+    def class_names(self) -> list[str] | None:
+        """The class names; None if unknown.
+
+        Raises:
+            ConfigError: Their number differs from the model's number of classes.
+        """
+        names = names_of(self._opened)
+        config: Any = self.config
+        classes = getattr(config, "num_classes", None)
+        classes = classes or getattr(getattr(config, "head", None), "num_classes", None)
+        if names and classes and len(names) != classes:
+            raise ConfigError(
+                f"{self.folder}: names {len(names)} classes, but its model has {classes}"
+            )
+        return names
+
+    @property
+    def data(self) -> DataSettings | None:
+        """The data settings of the run that trained them; None for other libraries' weights."""
+        if not isinstance(self._opened, Checkpoint):
+            return None
+        origin = str(self._opened.folder / "config.yaml")
+        return parse_config(self._opened.config_yaml, origin=origin).data
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether they were trained by a run, not just converted."""
+        return isinstance(self._opened, Checkpoint) and self._opened.training_step > 0
+
+    def origin(self) -> Origin | None:
+        """Contents beside the weights of the other library's folder; None: they are not from such a
+        folder of a decoder, or the kind of model has changed."""
+        if (kept := origin_of(self._opened)) is None:
+            return None
+        origin = Origin.model_validate(kept)
+        return origin if self.change is None else self.change.origin(origin)
+
+    def whole(self, name: str) -> torch.Tensor:
+        """A whole weight."""
+        value = self._weights.whole(name)
+        if not all(end.isfinite() for end in value.aminmax()):  # both are NaN if any element is NaN
+            self._not_finite.append(name)
+        self.progress.update(value.nbytes)
+        return value
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """The persistent buffers of the model."""
+        names = [name for name, _ in persistent_buffers(build_model(self.config))]
+        return {name: self._weights.buffer(name) for name in names}
+
+    def check_model(self) -> dict[str, tuple[int, ...]]:
+        """Checks the weights against their configuration.
+
+        Returns:
+            Names and shapes in the model's order (a checkpoint has its shards' order).
+
+        Raises:
+            ConfigError: the first few differences.
+        """
+        model = build_model(self.config)
+        ours = {name: tuple(p.shape) for name, p in model.named_parameters()}
+        if differing := differing_shapes(self.shapes, ours):
+            raise ConfigError(f"{self.folder}: does not match its configuration: {differing}")
+        return ours
+
+    def note_what_was_made(self) -> None:
+        """Adds the change's notes on its weights, and notes which are NaN or infinite."""
+        if not isinstance(self._weights, Weights):
+            self.notes += self._weights.notes()
+        if names := self._not_finite:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            self.notes.append(f"NaN or infinity in {names[0]}{more}: the written model is unusable")
+
+
+def _to_huggingface(weights: Source, staging: Path, destination: Path) -> None:
     """Writes the folder of another library: transformers, or timm for a Mixer."""
     config, tokenizer = weights.config, weights.tokenizer
     origin, family = weights.origin(), None
@@ -90,7 +208,7 @@ def _to_huggingface(weights: Checked, staging: Path, destination: Path) -> None:
 
 
 def _write_pixels(
-    weights: Checked, config: ImageSettings, tree: dict[str, Any], staging: Path
+    weights: Source, config: ImageSettings, tree: dict[str, Any], staging: Path
 ) -> dict[str, Any]:
     """Writes the preprocessing of images in the library's form: keys of config.json, or a file."""
     settings = _pixels_of(weights)
@@ -102,7 +220,7 @@ def _write_pixels(
     return {"pretrained_cfg": tree["pretrained_cfg"] | keys}
 
 
-def _note_what_transformers_lacks(weights: Checked, config: GPT2Config) -> None:
+def _note_what_transformers_lacks(weights: Source, config: GPT2Config) -> None:
     if not config.bias:
         weights.notes.append(
             "model.bias: false, but Hugging Face's GPT-2 always has biases: zeros were written"
@@ -115,7 +233,7 @@ def _note_what_transformers_lacks(weights: Checked, config: GPT2Config) -> None:
         )
 
 
-def _to_safetensors(weights: Checked, staging: Path, destination: Path) -> None:
+def _to_safetensors(weights: Source, staging: Path, destination: Path) -> None:
     entries = [
         FileTensor(name, torch.float32, shape, partial(weights.whole, name))
         for name, shape in weights.check_model().items()
@@ -131,7 +249,7 @@ def _to_safetensors(weights: Checked, staging: Path, destination: Path) -> None:
     _write_tokenizer(weights, staging)
 
 
-def _write_tokenizer(weights: Checked, staging: Path) -> None:
+def _write_tokenizer(weights: Source, staging: Path) -> None:
     tokenizer = weights.tokenizer
     if isinstance(weights.config, ImageSettings):
         return
@@ -199,7 +317,7 @@ def _data_of(model: ModelSettings, folder: Path) -> tuple[DataSettings, list[str
     return settings, notes
 
 
-def _pixels_of(weights: Checked) -> ImageDataConfig | None:
+def _pixels_of(weights: Source) -> ImageDataConfig | None:
     """The preprocessing of images with which weights were trained; None, with a note, if
     unknown."""
     config = weights.config
@@ -231,7 +349,7 @@ def _special_tokens(config: ModelSettings, tokenizer: Tokenizer) -> dict[str, An
     return special | {"model_input_names": ["input_ids", "token_type_ids", "attention_mask"]}
 
 
-def _to_polyad(weights: Checked, staging: Path, destination: Path) -> None:
+def _to_polyad(weights: Source, staging: Path, destination: Path) -> None:
     tokenizer, config = weights.tokenizer, weights.config
     is_of_images = isinstance(config, ImageSettings)
     if tokenizer is None and not is_of_images:
@@ -264,7 +382,7 @@ def _to_polyad(weights: Checked, staging: Path, destination: Path) -> None:
     )
 
 
-def _to_peft(weights: Checked, staging: Path, destination: Path) -> None:
+def _to_peft(weights: Source, staging: Path, destination: Path) -> None:
     assert weights.adapted is not None
     tree, tensors = peft_files(weights.adapted)
     entries = [
@@ -279,7 +397,7 @@ def _to_peft(weights: Checked, staging: Path, destination: Path) -> None:
     write_tensors(staging / ADAPTER_FILE, entries, {"format": "pt"})
 
 
-def write_classes(weights: Checked, staging: Path) -> None:
+def write_classes(weights: Source, staging: Path) -> None:
     """Writes the class names beside weights, as in a checkpoint."""
     if weights.class_names is not None:
         text = json.dumps(weights.class_names, ensure_ascii=False)
@@ -290,7 +408,7 @@ def _write_json(path: Path, tree: dict[str, Any]) -> None:
     path.write_text(json.dumps(tree, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-WRITERS: dict[Format, Callable[[Checked, Path, Path], None]] = {
+WRITERS: dict[Format, Callable[[Source, Path, Path], None]] = {
     "huggingface": _to_huggingface,
     "polyad": _to_polyad,
     "safetensors": _to_safetensors,

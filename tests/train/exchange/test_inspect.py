@@ -6,7 +6,7 @@ import pytest
 
 from polyad.model.families.keys import HuggingFaceError
 from polyad.train.exchange.convert import convert
-from polyad.train.exchange.inspect import inspect
+from polyad.train.exchange.inspect import inspect, inspection_table
 from tests.helpers.decoders import theirs
 
 pytest.importorskip("transformers")
@@ -17,24 +17,24 @@ def test_every_parameter_of_transformers_is_counted(case, tmp_path):
     model = theirs(case)
     model.save_pretrained(tmp_path / "a")
     found = inspect(tmp_path / "a")
-    assert found.parameters == sum(each.numel() for each in model.parameters())
-    assert found.not_read == ()
-    stored = {name for tensor in found.tensors for name in tensor.stored}
-    assert all(tensor.stored for tensor in found.tensors)
-    assert len(stored) >= len(found.tensors) - 2 * len(found.routed_blocks)
+    assert found["parameters"] == sum(each.numel() for each in model.parameters())
+    assert found["not_read"] == []
+    stored = {name for tensor in found["tensors"] for name in tensor["stored"]}
+    assert all(tensor["stored"] for tensor in found["tensors"])
+    assert len(stored) >= len(found["tensors"]) - 2 * len(found["routed_blocks"])
     if case == "llama":
-        assert (found.num_experts, found.active_parameters) == (0, found.parameters)
+        assert (found["num_experts"], found["active_parameters"]) == (0, found["parameters"])
         return
     routed = sum(each.numel() for name, each in model.named_parameters() if ".experts." in name)
-    share = found.top_k / found.num_experts
-    assert found.active_parameters == found.parameters - routed + round(routed * share)
-    text = found.text(tensors=True)
-    assert f"{found.num_experts} in each of {len(found.routed_blocks)} blocks" in text
+    share = found["top_k"] / found["num_experts"]
+    assert found["active_parameters"] == found["parameters"] - routed + round(routed * share)
+    text = inspection_table(found, tensors=True)
+    assert f"{found['num_experts']} in each of {len(found['routed_blocks'])} blocks" in text
     assert "blocks.1.feed_forward.experts.down" in text
     convert(tmp_path / "a", tmp_path / "b", to="polyad")
     again = inspect(tmp_path / "b")
-    assert (again.family, again.parameters) == ("Polyad", found.parameters)
-    assert again.model == found.model
+    assert (again["family"], again["parameters"]) == ("Polyad", found["parameters"])
+    assert again["model"] == found["model"]
 
 
 def test_a_tensor_that_is_not_known_refuses_the_folder(tmp_path):
