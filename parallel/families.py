@@ -17,7 +17,7 @@ from polyad.model.build import ModelSizeError, build_model, initial_value
 from polyad.model.decoder_config import DecoderConfig
 from polyad.model.families.decoders import comparable, flat
 from polyad.model.families.family import CONFIG_FILE, Family
-from polyad.model.families.keys import HuggingFaceError
+from polyad.model.families.keys import WeightsError
 from polyad.model.families.registry import family_of_files
 from polyad.model.families.tensors import Piece, Shape, Slices
 from polyad.model.heads import HEAD
@@ -81,17 +81,17 @@ class FamilyWeights(FolderWeights):
             model.safetensors.index.json.
 
     Raises:
-        HuggingFaceError: its family is unknown, it is incomplete or damaged, needs something that
+        WeightsError: its family is unknown, it is incomplete or damaged, needs something that
             is not supported, or contains a pickle.
     """
 
     def __init__(self, folder: Path) -> None:
         place = folder / CONFIG_FILE
-        self._tree = read_json(place, HuggingFaceError)
+        self._tree = read_json(place, WeightsError)
         self.family: Family = family_of_files(self._tree, str(place))
-        tensors = TensorFolder(folder, HuggingFaceError, self.family.plain_name)
+        tensors = TensorFolder(folder, WeightsError, self.family.plain_name)
         self.family = self.family.for_names(tensors.names())
-        super().__init__(folder, tensors, {}, HuggingFaceError)
+        super().__init__(folder, tensors, {}, WeightsError)
         self.config: Any = self.family.read_config(self._tree, self._shape, str(place))
         self.seed = 0
         """The seed of a new head; set by a run."""
@@ -185,10 +185,10 @@ class FamilyWeights(FolderWeights):
         Parts of that model's head that the folder lacks count as new from now on.
 
         Raises:
-            HuggingFaceError: a key differs; each is named with both values.
+            WeightsError: a key differs; each is named with both values.
         """
         if type(config) is not type(self.config):
-            raise HuggingFaceError(
+            raise WeightsError(
                 f"{self.folder}: is a different model: model.kind {self.config.kind!r} there, "
                 f"{config.kind!r} here"
             )
@@ -201,7 +201,7 @@ class FamilyWeights(FolderWeights):
         ]
         if differing:
             more = f"; and {len(differing) - 3} more" if len(differing) > 3 else ""
-            raise HuggingFaceError(
+            raise WeightsError(
                 f"{self.folder}: is a different model: {'; '.join(differing[:3])}{more}"
             )
         self._head_may_be_new = True
@@ -285,7 +285,7 @@ class FamilyWeights(FolderWeights):
         try:
             self._model = build_model(config)
         except ModelSizeError:
-            raise HuggingFaceError(
+            raise WeightsError(
                 f"{self.folder / CONFIG_FILE}: asks for more elements than a tensor can have"
             ) from None
         named = self._model.named_parameters()

@@ -11,6 +11,7 @@ import torch
 from pydantic import Field, ValidationError
 from torch import Tensor
 
+from polyad.model.families.keys import WeightsError
 from polyad.model.families.low_rank import STACKS, Factors, delta, module_of
 from polyad.model.families.tensors import Piece, Slices
 from polyad.parallel.checkpoint.format import Record, fault_of
@@ -29,12 +30,6 @@ _HARMLESS = frozenset({
     "qalora_group_size", "ensure_weight_tying", "loftq_config",
 })  # fmt: skip
 """Keys of adapter_config.json that do not affect the update."""
-
-
-class PeftError(ValueError):
-    """A folder of adapters that cannot be used: a one-line error."""
-
-    exit_status = 2
 
 
 class _AdapterConfig(Record):
@@ -88,7 +83,7 @@ class PeftWeights(FamilyWeights):
 
     def __init__(self, adapters: Path, base: Path | None = None) -> None:
         place = adapters / ADAPTER_CONFIG_FILE
-        tree = read_json(place, PeftError)
+        tree = read_json(place, WeightsError)
         self._settings = _settings(tree, place)
         named = tree.get("base_model_name_or_path")
         folder = Path(str(named)) if base is None else base
@@ -98,13 +93,13 @@ class PeftWeights(FamilyWeights):
                 if base is None
                 else f"--base: {folder}"
             )
-            raise PeftError(
+            raise WeightsError(
                 f"{said} is not a Hugging Face folder; use `--base FOLDER` to name that of the "
                 "base model"
             )
         super().__init__(folder)
         self.base, self.folder = folder, adapters
-        self._matrices = TensorFolder(adapters, PeftError, single=ADAPTER_FILE)
+        self._matrices = TensorFolder(adapters, WeightsError, single=ADAPTER_FILE)
         self._beside = self._located()
 
     @property
@@ -142,7 +137,7 @@ class PeftWeights(FamilyWeights):
         """Finds the matrices for each of our weights.
 
         Raises:
-            PeftError: One matches no weight, has another shape, or all updates are zero.
+            WeightsError: One matches no weight, has another shape, or all updates are zero.
         """
         names = self._matrices.names()
         found, used, stacks = dict[str, list[_Beside]](), set[str](), self._stacks(names)
@@ -163,12 +158,12 @@ class PeftWeights(FamilyWeights):
                     found.setdefault(name, []).append(beside._replace(scale=scale))
                     used |= {beside.A, beside.B}
         if strange := sorted(set(names) - used):
-            raise PeftError(
+            raise WeightsError(
                 f"{self.folder / ADAPTER_FILE}: {strange[0]} belongs to no weight of {self.base}; "
                 f"adapters on embeddings and heads are not supported"
             )
         if not any(self._matrices.read(name, ()).any() for name in names if name.endswith(_B)):
-            raise PeftError(f"{self.folder / ADAPTER_FILE}: adds nothing: all lora_B are zero")
+            raise WeightsError(f"{self.folder / ADAPTER_FILE}: adds nothing: all lora_B are zero")
         return found
 
     def _stacks(self, names: Collection[str]) -> set[str]:
@@ -184,7 +179,7 @@ class PeftWeights(FamilyWeights):
         """Checks the shapes of two matrices and returns the factor of their product.
 
         Raises:
-            PeftError: A shape or dtype does not match the weight and the rank.
+            WeightsError: A shape or dtype does not match the weight and the rank.
         """
         settings, experts = self._settings, beside.experts
         listed = settings.target_parameters or []
@@ -218,13 +213,13 @@ def _settings(tree: dict[str, Any], place: Path) -> _AdapterConfig:
     """Reads the keys that determine the update.
 
     Raises:
-        PeftError: One is missing or invalid, or needs something that is not supported.
+        WeightsError: One is missing or invalid, or needs something that is not supported.
     """
     known = _AdapterConfig.model_fields
     for key, value in tree.items():
         is_known = key in known or key in _HARMLESS
         if not is_known and value not in (None, False, [], {}):
-            raise PeftError(
+            raise WeightsError(
                 f"{place}: {key}: {value!r:.60} is not supported; it must be null or false"
             )
     try:
@@ -232,7 +227,7 @@ def _settings(tree: dict[str, Any], place: Path) -> _AdapterConfig:
         for pattern in (*(found.rank_pattern or {}), *(found.alpha_pattern or {})):
             re.compile(pattern)
     except ValidationError as error:
-        raise PeftError(f"{place}: {fault_of(error)}") from None
+        raise WeightsError(f"{place}: {fault_of(error)}") from None
     except re.error as error:
-        raise PeftError(f"{place}: rank_pattern or alpha_pattern: {error}") from None
+        raise WeightsError(f"{place}: rank_pattern or alpha_pattern: {error}") from None
     return found

@@ -15,6 +15,7 @@ from torch import nn
 
 from polyad.model.build import read_model_config
 from polyad.model.config_yaml import load
+from polyad.model.families.keys import WeightsError
 from polyad.model.settings import ModelSettings
 from polyad.parallel.checkpoint.format import fault_of
 from polyad.parallel.fragments import persistent_buffers
@@ -32,12 +33,6 @@ from polyad.parallel.tensor_folder import (
 CONFIG_FILE = "config.yaml"
 
 
-class PlainWeightsError(ValueError):
-    """A folder of plain weights that cannot be used: a one-line error."""
-
-    exit_status = 2
-
-
 def is_plain_folder(path: Path) -> bool:
     """Returns whether a path is such a folder, not transformers' or a checkpoint."""
     others = ("config.json", "manifest.json")
@@ -53,15 +48,15 @@ class PlainWeights(FolderWeights):
         folder: the folder.
 
     Raises:
-        PlainWeightsError: it is incomplete or damaged, or its tensors do not match its
+        WeightsError: it is incomplete or damaged, or its tensors do not match its
             configuration.
     """
 
     def __init__(self, folder: Path) -> None:
         self._config = _read_config(folder / CONFIG_FILE)
-        super().__init__(folder, TensorFolder(folder, PlainWeightsError), {}, PlainWeightsError)
+        super().__init__(folder, TensorFolder(folder, WeightsError), {}, WeightsError)
         place, names = folder / CONFIG_FILE, self._tensors.names()
-        model = described_model(self._config, names, place, PlainWeightsError)
+        model = described_model(self._config, names, place, WeightsError)
         self._shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
         wanted = {name: Wanted(shape) for name, shape in self._shapes.items()}
         for name, buffer in persistent_buffers(model):
@@ -77,7 +72,7 @@ class PlainWeights(FolderWeights):
     def buffer(self, name: str) -> torch.Tensor:
         """Returns a whole buffer of the model."""
         if name not in self._tensors.names():
-            raise PlainWeightsError(f"{self.folder}: has no buffer {name}")
+            raise WeightsError(f"{self.folder}: has no buffer {name}")
         shape = self._tensors.mapped(name).get_shape()
         return self._tensors.read(name, tuple(slice(0, n) for n in shape)).clone()
 
@@ -89,11 +84,11 @@ class PlainWeights(FolderWeights):
             without: prefixes of names to ignore on both sides.
 
         Raises:
-            PlainWeightsError: they differ; the first few differences are named.
+            WeightsError: they differ; the first few differences are named.
         """
         ours = {name: tuple(p.shape) for name, p in module.named_parameters()}
         if differing := differing_shapes(self._shapes, ours, without):
-            raise PlainWeightsError(f"{self.folder}: is a different model: {differing}")
+            raise WeightsError(f"{self.folder}: is a different model: {differing}")
 
 
 def _read_config(path: Path) -> ModelSettings:
@@ -101,10 +96,10 @@ def _read_config(path: Path) -> ModelSettings:
         section = load(path.read_text(encoding="utf-8"))["model"]
         config = read_model_config(section)
     except ValidationError as error:
-        raise PlainWeightsError(f"{path}: model.{fault_of(error)}") from None
+        raise WeightsError(f"{path}: model.{fault_of(error)}") from None
     except (OSError, ValueError, TypeError, KeyError) as error:
         reason = " ".join(str(error).split())
-        raise PlainWeightsError(f"{path}: has no section `model` of a model: {reason}") from None
+        raise WeightsError(f"{path}: has no section `model` of a model: {reason}") from None
     if missing := config.left_to_data():
-        raise PlainWeightsError(f"{path}: {missing}: is missing")
+        raise WeightsError(f"{path}: {missing}: is missing")
     return config

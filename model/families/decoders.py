@@ -15,9 +15,9 @@ from typing import Any
 from polyad.model.decoder_config import DecoderConfig
 from polyad.model.families.family import FP32_TEXT, Family, Known, Rules, refuse_replaced
 from polyad.model.families.keys import (
-    HuggingFaceError,
     Key,
     Tree,
+    WeightsError,
     constant,
     field,
     implied,
@@ -168,7 +168,7 @@ def heads(groups: int | None, *, sized: bool = True, size: int | None = None) ->
         width, count = tree.get("hidden_size"), tree.get("num_attention_heads")
         found = tree.get("head_dim")
         if not sized and found is not None and width and count and found != width // count:
-            raise HuggingFaceError(
+            raise WeightsError(
                 f"head_dim: {found} is not supported; it must be absent, or hidden_size / "
                 f"num_attention_heads: {width // count}"
             )
@@ -205,9 +205,9 @@ def rope(
         found = _rope_parameters(tree, theta, unsaid)
         if (kind := found["rope_type"]) != "default" and kind not in _SCALINGS:
             known = ", ".join(("default", *_SCALINGS))
-            raise HuggingFaceError(f"rope_type: {kind!r:.60} is not supported; supported: {known}")
+            raise WeightsError(f"rope_type: {kind!r:.60} is not supported; supported: {known}")
         if found.get("partial_rotary_factor", 1.0) != 1.0:
-            raise HuggingFaceError("partial_rotary_factor: is not supported; supported: 1.0")
+            raise WeightsError("partial_rotary_factor: is not supported; supported: 1.0")
 
     def read(tree: Tree) -> dict[str, Any]:
         found = _rope_parameters(tree, theta, unsaid)
@@ -348,7 +348,7 @@ def placement(
         if not any(routes(tree, block) for block in range(count)):
             found = {key: tree[key] for key in reads if key in tree} or {reads[0]: "the default"}
             said = ", ".join(f"{key}: {value}" for key, value in found.items())
-            raise HuggingFaceError(f"{said}: leaves none of {count} blocks with experts")
+            raise WeightsError(f"{said}: leaves none of {count} blocks with experts")
 
     def written(config: DecoderConfig) -> dict[str, Any]:
         experts = config.feed_forward
@@ -375,7 +375,7 @@ def shared_experts(default: int) -> Key:
         assert isinstance(experts, SparseMoEConfig)
         size, each = experts.shared_hidden_size or 0, experts.expert_hidden_size or 1
         if size % each:
-            raise HuggingFaceError(
+            raise WeightsError(
                 f"model.feed_forward.shared_hidden_size: {size} is not a multiple of "
                 f"expert_hidden_size: {each}, as DeepSeek's is"
             )
@@ -511,7 +511,7 @@ def _deepseek(
     def refuse(tree: Tree) -> None:
         groups, count = tree.get("num_key_value_heads"), tree.get("num_attention_heads", 32)
         if groups not in (None, count):
-            raise HuggingFaceError(
+            raise WeightsError(
                 f"num_key_value_heads: {groups} is not supported; latent attention has as many as "
                 f"num_attention_heads: {count}"
             )
@@ -679,7 +679,7 @@ def _written_groups(config: DecoderConfig) -> dict[str, Any]:
 def _known_method(tree: Tree) -> None:
     method = tree.get("topk_method", "greedy")
     if method not in ("greedy", "group_limited_greedy"):
-        raise HuggingFaceError(
+        raise WeightsError(
             f"topk_method: {method!r:.60} is not supported; supported: 'greedy', "
             "'group_limited_greedy'"
         )
@@ -764,10 +764,10 @@ def family_of(config: DecoderConfig) -> Family:
     """Returns the family that a model belongs to.
 
     Raises:
-        HuggingFaceError: There is none; the message names the differences from the nearest family.
+        WeightsError: There is none; the message names the differences from the nearest family.
     """
     if config.head is not None:
-        raise HuggingFaceError(
+        raise WeightsError(
             f"model.head.kind: {config.head.kind!r}: only language models can be written in "
             "Hugging Face's format; use `--to safetensors` to write the weights under Polyad's "
             "names"
@@ -778,7 +778,7 @@ def family_of(config: DecoderConfig) -> Family:
         try:
             tree = family.write_config(config, Known())
             again = family.read_config(tree, lambda name: None, "config.json")
-        except (HuggingFaceError, AttributeError, AssertionError):
+        except (WeightsError, AttributeError, AssertionError):
             continue
         assert isinstance(again, DecoderConfig)
         theirs = flat(comparable(again, is_written=True))
@@ -792,7 +792,7 @@ def family_of(config: DecoderConfig) -> Family:
         if not nearest or len(differing) < len(nearest):
             nearest = [f"{family.title} has {each}" for each in differing]
     said = "; ".join(nearest[:3]) if nearest else "no family has such blocks"
-    raise HuggingFaceError(
+    raise WeightsError(
         f"model.kind: decoder: transformers has no such architecture: {said}; use `--to "
         "safetensors` to write the weights under Polyad's names"
     )

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from polyad.model.build import build_model
 from polyad.model.decoder import DecoderSettings
 from polyad.model.decoder_config import DecoderConfig
-from polyad.model.families.keys import HuggingFaceError, Key, Tree, absent, check_forms, nested
+from polyad.model.families.keys import Key, Tree, WeightsError, absent, check_forms, nested
 from polyad.model.families.tensors import Piece, Rule, Shape
 from polyad.model.settings import ModelSettings
 
@@ -106,7 +106,7 @@ class Family:
     num_classes: Callable[[Any], int] = lambda config: 0
     """Returns the number of classes of the head; 0 without one."""
     check: Callable[[Any], None] = lambda config: None
-    """Raises a `HuggingFaceError` if they have no equivalent of our model."""
+    """Raises a `WeightsError` if they have no equivalent of our model."""
     architecture: Callable[[Any], str | None] = lambda config: None
     """Returns the class that a model is written as; None: such folders are read-only."""
     written: Callable[[Any, Known], dict[str, Any]] = lambda config, known: {}
@@ -155,11 +155,11 @@ class Family:
             shape: Our shape.
 
         Raises:
-            HuggingFaceError: They have no such parameter.
+            WeightsError: They have no such parameter.
         """
         rule = self.find(name)
         if rule is None:
-            raise HuggingFaceError(f"{name}: {self.title} has no such parameter")
+            raise WeightsError(f"{name}: {self.title} has no such parameter")
         return rule.pieces(shape)
 
     def parameter_shapes(self, config: ModelSettings) -> dict[str, Shape]:
@@ -183,7 +183,7 @@ class Family:
             Our configuration, complete.
 
         Raises:
-            HuggingFaceError: It needs something that is not supported here.
+            WeightsError: It needs something that is not supported here.
         """
         try:
             section = self.section(tree)
@@ -197,9 +197,9 @@ class Family:
                 values |= key.read(section)
             return self.config.model_validate(nested(values | self.further(tree, shape_of)))
         except ValidationError as error:
-            raise HuggingFaceError(f"{origin}: {self._in_their_names(error)}") from None
-        except HuggingFaceError as error:
-            raise HuggingFaceError(f"{origin}: {error}") from None
+            raise WeightsError(f"{origin}: {self._in_their_names(error)}") from None
+        except WeightsError as error:
+            raise WeightsError(f"{origin}: {error}") from None
 
     def write_config(self, config: ModelSettings, known: Known) -> dict[str, Any]:
         """Writes a configuration.
@@ -212,7 +212,7 @@ class Family:
             The content of config.json; every key that affects the computation is written.
 
         Raises:
-            HuggingFaceError: They have no equivalent of the model.
+            WeightsError: They have no equivalent of the model.
         """
         refuse_replaced(config)
         self.check(config)
@@ -259,7 +259,7 @@ class Family:
         if about and (method is None or method != self.quantized):
             known = "it has to be absent" if self.quantized is None else f"{self.quantized!r} is"
             found = about if method is None else method
-            raise HuggingFaceError(f"quantization_config: {found!r:.60} is not supported; {known}")
+            raise WeightsError(f"quantization_config: {found!r:.60} is not supported; {known}")
 
     def _refuse_unknown(self, section: Tree) -> None:
         if self.known_keys is None:
@@ -269,7 +269,7 @@ class Family:
             known |= {*key.names.values(), *key.reads}
         for name, value in section.items():
             if name not in known and value not in (None, False, [], {}):
-                raise HuggingFaceError(
+                raise WeightsError(
                     f"{name}: {value!r:.60} is not supported, and might change what the model "
                     "computes"
                 )
@@ -292,10 +292,10 @@ def refuse_replaced(config: ModelSettings) -> None:
     """Raises an error if some blocks have another feed-forward than the rest.
 
     Raises:
-        HuggingFaceError: Some do.
+        WeightsError: Some do.
     """
     if isinstance(config, DecoderSettings) and config.replaced is not None:
-        raise HuggingFaceError(
+        raise WeightsError(
             "model.replaced: Hugging Face's transformers has no architecture whose blocks "
             f"{config.replaced_blocks()} have another feed-forward; use `--to safetensors` to "
             "write the weights under Polyad's names"
@@ -310,11 +310,11 @@ def refuse_experts(config: ModelSettings, name: str) -> None:
         name: The name of the model in transformers.
 
     Raises:
-        HuggingFaceError: They are not.
+        WeightsError: They are not.
     """
     kind = config.known_feed_forward().kind
     if kind != "dense":
-        raise HuggingFaceError(
+        raise WeightsError(
             f"model.feed_forward.kind: {kind!r}: Hugging Face's transformers has no such "
             f"architecture, its {name} is always 'dense'; use `--to safetensors` to write the "
             "weights under Polyad's names"

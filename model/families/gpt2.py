@@ -8,7 +8,7 @@ import re
 
 from polyad.model.decoder_config import GPT2Config
 from polyad.model.families.family import FP32_TEXT, Family, refuse_experts
-from polyad.model.families.keys import HuggingFaceError, dropouts, field, inner_size, only
+from polyad.model.families.keys import WeightsError, dropouts, field, inner_size, only
 from polyad.model.families.tensors import parameter, transposed
 
 _HEAD = "lm_head.weight"
@@ -24,7 +24,7 @@ def _free(config: GPT2Config) -> frozenset[str]:
 
 def _check(config: GPT2Config) -> None:
     if config.head is not None:
-        raise HuggingFaceError(
+        raise WeightsError(
             f"model.head.kind: {config.head.kind!r}: only language models can be written in "
             "Hugging Face's format; use `--to safetensors` to write the weights under Polyad's "
             "names"

@@ -34,8 +34,9 @@ _ROTARY = frozenset({"rope_parameters", "rope_scaling"})
 _LAYER_TYPES = ("full_attention", "sliding_attention", "attention")
 
 
-class HuggingFaceError(ValueError):
-    """A folder of another library, or a model, that cannot be converted: a one-line error."""
+class WeightsError(ValueError):
+    """A folder of weights that cannot be read, or a model that cannot be written as another
+    library's: a one-line error."""
 
     exit_status = 2
 
@@ -44,11 +45,11 @@ def check_forms(section: Tree) -> None:
     """Checks the types of the keys that other keys are read with.
 
     Raises:
-        HuggingFaceError: One has another form.
+        WeightsError: One has another form.
     """
 
     def refuse(key: str, needed: str) -> None:
-        raise HuggingFaceError(f"{key}: {section[key]!r:.60} is not supported; it must be {needed}")
+        raise WeightsError(f"{key}: {section[key]!r:.60} is not supported; it must be {needed}")
 
     for key, value in section.items():
         if _SIZES.fullmatch(key) and value is not None:
@@ -119,7 +120,7 @@ class Key:
     write: Callable[[Any], dict[str, Any]] = _nothing
     """Returns the values of their keys for one of our configurations."""
     refuse: Callable[[Tree], None] = _accept
-    """Raises a `HuggingFaceError`, without the file name, for values that are not supported."""
+    """Raises a `WeightsError`, without the file name, for values that are not supported."""
     reads: tuple[str, ...] = ()
     """Further keys of theirs that it handles."""
 
@@ -143,7 +144,7 @@ def field(
 
     def refuse(tree: Tree) -> None:
         if is_needed and read(tree) is None:
-            raise HuggingFaceError(f"{theirs}: None: a number of at least 1 is needed")
+            raise WeightsError(f"{theirs}: None: a number of at least 1 is needed")
 
     return Key(
         {ours: theirs},
@@ -170,9 +171,7 @@ def only(theirs: str, value: Any) -> Key:
     def refuse(tree: Tree) -> None:
         found = tree.get(theirs, value)
         if found != value:
-            raise HuggingFaceError(
-                f"{theirs}: {found!r:.60} is not supported; supported: {value!r}"
-            )
+            raise WeightsError(f"{theirs}: {found!r:.60} is not supported; supported: {value!r}")
 
     return Key({}, write=lambda config: {theirs: value}, refuse=refuse, reads=(theirs,))
 
@@ -197,7 +196,7 @@ def absent(theirs: str) -> Key:
 
     def refuse(tree: Tree) -> None:
         if tree.get(theirs):
-            raise HuggingFaceError(f"{theirs}: is not supported; it must be absent")
+            raise WeightsError(f"{theirs}: is not supported; it must be absent")
 
     return Key({}, refuse=refuse)
 
@@ -229,7 +228,7 @@ def activation(theirs: str, default: str) -> Key:
         name = tree.get(theirs, default)
         if not isinstance(name, str) or name not in ACTIVATIONS:
             known = ", ".join(ACTIVATIONS)
-            raise HuggingFaceError(f"{theirs}: {name!r:.60} is not supported; {known}")
+            raise WeightsError(f"{theirs}: {name!r:.60} is not supported; {known}")
 
     names = {ours: name for name, ours in reversed(ACTIVATIONS.items())}
     return Key(

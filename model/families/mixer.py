@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 from polyad.model.families.family import Family, Known, ShapeOf, labels_or_numbers
-from polyad.model.families.keys import HuggingFaceError, Tree, only
+from polyad.model.families.keys import Tree, WeightsError, only
 from polyad.model.families.tensors import Shape
 from polyad.model.families.vision import FREE, check_image_model, classes_of
 from polyad.model.feedforward import DenseFeedForwardConfig
@@ -31,15 +31,15 @@ def _read(tree: Tree, shape_of: ShapeOf) -> dict[str, Any]:
     only("global_pool", "avg").refuse(tree)
     arguments = tree.get("model_args") or {}
     if not isinstance(arguments, dict):
-        raise HuggingFaceError(f"model_args: {arguments!r:.60} is not an object of keys")
+        raise WeightsError(f"model_args: {arguments!r:.60} is not an object of keys")
     if strange := sorted(arguments.keys() - set(_ARGUMENTS)):
-        raise HuggingFaceError(f"model_args.{strange[0]}: is not supported")
+        raise WeightsError(f"model_args.{strange[0]}: is not supported")
 
     def known(name: str, axes: int = 2) -> Shape:
         shape = shape_of(name)
         if shape is None or len(shape) != axes:
             found = "no such tensor" if shape is None else f"the shape is {list(shape)}"
-            raise HuggingFaceError(f"{name}: {found}; a Mixer of timm has one of {axes} axes")
+            raise WeightsError(f"{name}: {found}; a Mixer of timm has one of {axes} axes")
         return shape
 
     width, channels, patch, _ = known("stem.proj.weight", 4)
@@ -74,9 +74,9 @@ def _width(config: MixerConfig, key: str) -> int:
 def _check(config: MixerConfig) -> None:
     check_image_model(config)
     if config.activation != "gelu":
-        raise HuggingFaceError(f"model.activation: {config.activation!r}: timm's Mixer has 'gelu'")
+        raise WeightsError(f"model.activation: {config.activation!r}: timm's Mixer has 'gelu'")
     if config.layer_norm_epsilon != EPSILON:
-        raise HuggingFaceError(
+        raise WeightsError(
             f"model.layer_norm_epsilon: {config.layer_norm_epsilon:g}: timm's Mixer has {EPSILON:g}"
         )
 

@@ -8,7 +8,7 @@ from polyad.model.families.bert import BERT
 from polyad.model.families.decoders import DECODERS, family_of
 from polyad.model.families.family import Family
 from polyad.model.families.gpt2 import GPT2
-from polyad.model.families.keys import HuggingFaceError
+from polyad.model.families.keys import WeightsError
 from polyad.model.families.mixer import MIXER
 from polyad.model.families.vision import CLIP, VIT
 from polyad.model.settings import ModelSettings
@@ -31,7 +31,7 @@ def family_of_files(tree: Mapping[str, Any], origin: str) -> Family:
         origin: How to refer to config.json in errors.
 
     Raises:
-        HuggingFaceError: The family is not supported.
+        WeightsError: The family is not supported.
     """
     for family in FAMILIES:
         if family.is_of(tree):
@@ -40,7 +40,7 @@ def family_of_files(tree: Mapping[str, Any], origin: str) -> Family:
     said = f"model_type: {kind!r}"
     if kind is None and "architecture" in tree:
         said = f"architecture: {tree['architecture']!r:.60}"
-    raise HuggingFaceError(f"{origin}: {said} is not supported; supported: {SUPPORTED}")
+    raise WeightsError(f"{origin}: {said} is not supported; supported: {SUPPORTED}")
 
 
 def family_of_model(config: ModelSettings) -> Family:
@@ -50,13 +50,13 @@ def family_of_model(config: ModelSettings) -> Family:
         config: The configuration of the model.
 
     Raises:
-        HuggingFaceError: There is none.
+        WeightsError: There is none.
     """
     if isinstance(config, DecoderConfig):
         return family_of(config)
     family = WRITTEN.get(config.kind)
     if family is None:
-        raise HuggingFaceError(
+        raise WeightsError(
             f"model.kind: {config.kind!r}: other libraries have no such model; use `--to "
             "safetensors` to write the weights under Polyad's names"
         )

@@ -12,9 +12,9 @@ from typing import Any
 
 from polyad.model.families.family import Family, Known, ShapeOf, label_keys, labels_or_numbers
 from polyad.model.families.keys import (
-    HuggingFaceError,
     Key,
     Tree,
+    WeightsError,
     activation,
     dropouts,
     field,
@@ -45,20 +45,20 @@ def check_image_model(config: ImageModelSettings) -> None:
     """Raises an error if no library has an equivalent of the model.
 
     Raises:
-        HuggingFaceError: It has experts, another head, or no biases.
+        WeightsError: It has experts, another head, or no biases.
     """
     for key, each in config.feed_forwards().items():
         if each.kind != "dense":
-            raise HuggingFaceError(
+            raise WeightsError(
                 f"{key}.kind: {each.kind!r}: other libraries have only dense architectures; use "
                 "`--to safetensors` to write the weights under Polyad's names"
             )
     if config.head.kind != "linear":
-        raise HuggingFaceError(
+        raise WeightsError(
             f"model.head.kind: {config.head.kind!r}: other libraries have only 'linear' heads"
         )
     if not config.bias:
-        raise HuggingFaceError("model.bias: False: image models in other libraries have biases")
+        raise WeightsError("model.bias: False: image models in other libraries have biases")
 
 
 def _keys(patch_size: int, epsilon: float, usual: str) -> tuple[Key, ...]:
@@ -82,7 +82,7 @@ def _check(config: ViTConfig) -> None:
     check_image_model(config)
     for key, value in (("pre_norm", False), ("pre_logits", None), ("pool", "class_token")):
         if getattr(config, key) != value:
-            raise HuggingFaceError(
+            raise WeightsError(
                 f"model.{key}: {getattr(config, key)!r}: transformers' ViT has no such model; "
                 f"supported: {value!r}"
             )
@@ -132,7 +132,7 @@ VIT = Family(
 def _tower(tree: Tree) -> Tree:
     tower: Tree = tree.get("vision_config", tree)
     if not isinstance(tower, dict):
-        raise HuggingFaceError(f"vision_config: {tower!r} is not an object of keys")
+        raise WeightsError(f"vision_config: {tower!r} is not an object of keys")
     return tower
 
 

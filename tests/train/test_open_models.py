@@ -12,7 +12,7 @@ import polyad
 from polyad.data.text.dataset import PreparedData
 from polyad.launch.cli import run as command
 from polyad.model.build import read_model_config
-from polyad.model.families.keys import HuggingFaceError
+from polyad.model.families.keys import WeightsError
 from polyad.model.families.registry import family_of_model
 from polyad.parallel.families import FamilyWeights
 from polyad.parallel.weights import load_model, open_weights
@@ -183,7 +183,7 @@ def test_what_was_trained_as_another_model_is_not_written_as_its_family(workers,
     model["feed_forward"]["graph"] = "similarity"
     changes = {"model": model, "checkpoint__init_from": str(folder), "train__steps": 1}
     workers(1).run(run, write_config(config, data, **changes))
-    with pytest.raises(HuggingFaceError, match=r"model\.feed_forward\.graph: 'none' in place of"):
+    with pytest.raises(WeightsError, match=r"model\.feed_forward\.graph: 'none' in place of"):
         convert(tmp_path / "run", tmp_path / "back", to="huggingface")
 
 
@@ -254,7 +254,7 @@ def test_a_head_of_classes_is_named_where_it_cannot_be_written(tmp_path):
     theirs("olmoe").save_pretrained(tmp_path)
     section = FamilyWeights(tmp_path).config.model_dump(mode="json") | {"head": head}
     with pytest.raises(
-        HuggingFaceError, match=r"model\.head\.kind: 'classification': only language models"
+        WeightsError, match=r"model\.head\.kind: 'classification': only language models"
     ):
         family_of_model(read_model_config(section))
 

@@ -174,7 +174,7 @@ def _targets(weights: AdaptedCheckpoint, family: Family) -> list[_Target]:
     """Returns the tensors in transformers that have adapters.
 
     Raises:
-        HuggingFaceError: they have no such weight.
+        WeightsError: they have no such weight.
     """
     config, found = weights.model_config(), dict[str, _Target]()
     is_mixture = isinstance(config, DecoderConfig) and config.has_experts()

@@ -24,7 +24,7 @@ from torch.nn.functional import one_hot
 from polyad.data.images.config import NORMALIZATIONS, ImageDataConfig
 from polyad.model.config_yaml import load
 from polyad.model.families.family import CONFIG_FILE
-from polyad.model.families.keys import HuggingFaceError
+from polyad.model.families.keys import WeightsError
 from polyad.parallel.checkpoint.load import Checkpoint
 from polyad.parallel.tensor_folder import read_json
 from polyad.parallel.weights import Weights
@@ -130,13 +130,13 @@ def read_pixels(folder: Path, image_size: int) -> Pixels:
     """Reads a folder's preprocessing of pixels.
 
     Raises:
-        HuggingFaceError: Its file is not JSON.
+        WeightsError: Its file is not JSON.
     """
     if (folder / PREPROCESSOR_FILE).is_file():
-        tree = read_json(folder / PREPROCESSOR_FILE, HuggingFaceError)
+        tree = read_json(folder / PREPROCESSOR_FILE, WeightsError)
         return _read(_Transformers(tree), PREPROCESSOR_FILE, image_size)
     if (folder / CONFIG_FILE).is_file():
-        about = read_json(folder / CONFIG_FILE, HuggingFaceError).get("pretrained_cfg")
+        about = read_json(folder / CONFIG_FILE, WeightsError).get("pretrained_cfg")
         if isinstance(about, dict):
             return _read(_Timm(about), f"pretrained_cfg of {CONFIG_FILE}", image_size)
     return Pixels({}, [])

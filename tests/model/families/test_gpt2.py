@@ -8,7 +8,7 @@ from transformers import GPT2LMHeadModel
 from polyad.model.decoder_config import GPT2Config
 from polyad.model.families.family import Known
 from polyad.model.families.gpt2 import GPT2
-from polyad.model.families.keys import HuggingFaceError
+from polyad.model.families.keys import WeightsError
 from polyad.model.families.registry import family_of_files
 
 SIZES = {
@@ -110,7 +110,7 @@ def test_different_dropouts_are_none():
     ],
 )
 def test_another_architecture_is_refused_by_name_and_value(change, words):
-    with pytest.raises(HuggingFaceError) as caught:
+    with pytest.raises(WeightsError) as caught:
         read({"model_type": "gpt2"} | change, "somewhere/config.json")
     text = str(caught.value)
     assert text.startswith("somewhere/config.json: ")
@@ -122,5 +122,5 @@ def test_another_architecture_is_refused_by_name_and_value(change, words):
 
 @pytest.mark.parametrize("name", ["blocks.0.router.weight", "token_embedding", "blocks.x.qkv.bias"])
 def test_a_parameter_that_they_do_not_have_is_refused(name):
-    with pytest.raises(HuggingFaceError, match=name):
+    with pytest.raises(WeightsError, match=name):
         GPT2.pieces(name, (4, 4))

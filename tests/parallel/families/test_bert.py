@@ -12,7 +12,7 @@ from polyad.data.text.tokenizers.files import load_tokenizer
 from polyad.model.bert import BertConfig
 from polyad.model.families.bert import BERT
 from polyad.model.families.family import Known
-from polyad.model.families.keys import HuggingFaceError
+from polyad.model.families.keys import WeightsError
 from polyad.parallel.families import FamilyWeights
 from polyad.parallel.weights import load_model, open_weights
 from polyad.train.exchange.convert import convert
@@ -136,7 +136,7 @@ def test_a_class_is_learned_from_a_folder_without_one(saved):
     assert fresh.shape == (9, 32)
     assert 0.01 < fresh.std() < 0.03
     assert "head.classifier.weight, head.classifier.bias: random, as" in weights.note
-    with pytest.raises(HuggingFaceError, match=r"model\.num_layers 2 there, 3 here"):
+    with pytest.raises(WeightsError, match=r"model\.num_layers 2 there, 3 here"):
         weights.check_config(weights.config.model_copy(update={"num_layers": 3}))
 
 
@@ -159,7 +159,7 @@ def test_what_is_not_built_here_is_refused(saved, change, message):
     _, folder = saved("BertForMaskedLM")
     about = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(about | change))
-    with pytest.raises(HuggingFaceError, match=message) as raised:
+    with pytest.raises(WeightsError, match=message) as raised:
         FamilyWeights(folder)
     assert "\n" not in str(raised.value)
     assert raised.value.exit_status == 2
@@ -182,18 +182,18 @@ def test_what_is_not_built_here_is_refused(saved, change, message):
 )
 def test_tensors_that_do_not_fit_are_refused(saved, change, message):
     _, folder = saved("BertForMaskedLM")
-    with pytest.raises(HuggingFaceError, match=message):
+    with pytest.raises(WeightsError, match=message):
         FamilyWeights(rewritten(folder, change))
 
 
 def test_a_pickle_is_not_read(saved):
     _, folder = saved("BertModel")
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    with pytest.raises(HuggingFaceError, match="a pickle, which can run code"):
+    with pytest.raises(WeightsError, match="a pickle, which can run code"):
         FamilyWeights(folder)
 
 
 def test_experts_have_no_place_in_transformers(tmp_path):
     config = BertConfig.model_validate({"vocab_size": 61, "feed_forward": {"kind": "smoe"}})
-    with pytest.raises(HuggingFaceError, match=r"'smoe'.*`--to safetensors`"):
+    with pytest.raises(WeightsError, match=r"'smoe'.*`--to safetensors`"):
         BERT.write_config(config, Known())

@@ -15,7 +15,7 @@ from polyad.model.attention import KeyValueCache
 from polyad.model.build import read_model_config
 from polyad.model.families.decoders import DECODERS, family_of
 from polyad.model.families.family import Known
-from polyad.model.families.keys import HuggingFaceError
+from polyad.model.families.keys import WeightsError
 from polyad.model.output import ask_for_statistics
 from polyad.model.smoe.router import Selected, spread
 from polyad.parallel.families import FamilyWeights
@@ -178,7 +178,7 @@ def test_a_mixture_whose_blocks_are_all_dense_is_refused_by_its_own_key(said):
     family = next(each for each in DECODERS if each.is_of(tree))
     value = said.get("first_k_dense_replace", "the default")
     with pytest.raises(
-        HuggingFaceError, match=rf"first_k_dense_replace: {value}: leaves none of 3 blocks"
+        WeightsError, match=rf"first_k_dense_replace: {value}: leaves none of 3 blocks"
     ):
         family.read_config(tree, lambda name: None, "config.json")
 
@@ -188,7 +188,7 @@ def test_a_key_that_is_not_known_refuses_the_folder(tmp_path):
     config = json.loads((tmp_path / "config.json").read_text())
     config["depth_gate"] = 0.5
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(HuggingFaceError, match=r"config\.json: depth_gate: 0\.5 is not supported"):
+    with pytest.raises(WeightsError, match=r"config\.json: depth_gate: 0\.5 is not supported"):
         FamilyWeights(tmp_path)
 
 
@@ -220,7 +220,7 @@ def test_a_key_that_says_what_the_family_does_is_accepted(case, said, other, tmp
         assert (opened(tmp_path)(tokens()).logits - wanted).abs().max() < 2e-5 * wanted.abs().max()
     config.write_text(json.dumps(tree | other))
     [(key, value)] = other.items()
-    with pytest.raises(HuggingFaceError, match=f"{key}: {value!r} is not supported"):
+    with pytest.raises(WeightsError, match=f"{key}: {value!r} is not supported"):
         FamilyWeights(tmp_path)
 
 
@@ -277,7 +277,7 @@ def test_a_graph_of_tokens_is_in_no_library(tmp_path):
     experts = config.feed_forward.model_copy(update={"graph": "similarity"})
     changed = config.model_copy(update={"feed_forward": experts})
     said = r"transformers' Mixtral has model\.feed_forward\.graph: 'none' in place of 'similarity'"
-    with pytest.raises(HuggingFaceError, match=said):
+    with pytest.raises(WeightsError, match=said):
         family_of(changed)
 
 
@@ -289,7 +289,7 @@ def test_four_bits_of_gpt_oss_are_those_of_transformers(tmp_path):
     scales = torch.randint(110, 140, (2, 6, 3), generator=generator).to(torch.uint8)
     scales[0, 0], scales[1, 1], scales[1, 2] = 0, 254, 255
     save_file({"m_blocks": blocks, "m_scales": scales}, tmp_path / "model.safetensors")
-    folder = TensorFolder(tmp_path, HuggingFaceError)
+    folder = TensorFolder(tmp_path, WeightsError)
     assert folder.names() == {"m"}
     wanted = convert_moe_packed_tensors(blocks, scales)
     assert folder.mapped("m").get_shape() == list(wanted.shape)
@@ -311,7 +311,7 @@ def test_a_file_that_is_larger_than_memory_is_opened(tmp_path):
         file.write(len(header).to_bytes(8, "little") + header)
         file.seek(size, os.SEEK_CUR)  # a hole, which takes no room
         file.write(np.arange(6, dtype=np.float32).tobytes())
-    folder = TensorFolder(tmp_path, HuggingFaceError)
+    folder = TensorFolder(tmp_path, WeightsError)
     assert torch.equal(folder.read("last", (slice(1, 2),)), torch.tensor([[3.0, 4, 5]]))
     assert folder.read("first", (slice(size // 2 - 1, None),)).tolist() == [0]
     assert folder.read("none", (slice(None),)).shape == (0, 3)
@@ -338,7 +338,5 @@ def test_the_family_of_a_model_of_ones_own_is_found(model, title):
     if title is not None:
         assert family_of(config).title == title
         return
-    with pytest.raises(
-        HuggingFaceError, match=r"transformers has no such architecture: .* has model"
-    ):
+    with pytest.raises(WeightsError, match=r"transformers has no such architecture: .* has model"):
         family_of(config)

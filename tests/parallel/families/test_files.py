@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from polyad.model.families.keys import HuggingFaceError
+from polyad.model.families.keys import WeightsError
 from polyad.parallel.families import FamilyWeights
 from polyad.parallel.tensor_folder import dequantize
 from tests.helpers.bert import their_bert
@@ -60,7 +60,7 @@ def accepted(folder: Path, tensors: dict[str, torch.Tensor]) -> bool:
     save_file(tensors, folder / "model.safetensors")
     try:
         FamilyWeights(folder)
-    except HuggingFaceError as error:
+    except WeightsError as error:
         return "\n" in str(error)
     return True
 
@@ -116,7 +116,7 @@ def refused(folder: Path, config: dict[str, Any]) -> bool:
     (folder / "config.json").write_text(json.dumps(config))
     try:
         FamilyWeights(folder)
-    except HuggingFaceError as error:
+    except WeightsError as error:
         return "\n" not in str(error)
     return False
 
@@ -155,7 +155,7 @@ def test_the_key_that_does_not_fit_is_named(case, change, message, tmp_path):
     written(case, tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | change))
-    with pytest.raises(HuggingFaceError, match=re.escape(message)):
+    with pytest.raises(WeightsError, match=re.escape(message)):
         FamilyWeights(tmp_path)
 
 
@@ -167,7 +167,7 @@ def test_four_bit_scales_of_another_size_are_named(tmp_path):
     assert dequantize(blocks, scales).shape == (6, 64, 32)
     tensors[f"model.{name}_scales"] = torch.zeros(8, 64, 1, dtype=torch.uint8)
     save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(HuggingFaceError) as error:
+    with pytest.raises(WeightsError) as error:
         FamilyWeights(tmp_path)
     assert str(error.value) == (
         f"{tmp_path}: {name}: _scales is U8 [8, 64, 1], but _blocks [6, 64, 1, 16] needs U8 "

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from polyad.model.decoder_config import GPT2Config
-from polyad.model.families.keys import HuggingFaceError
+from polyad.model.families.keys import WeightsError
 from polyad.parallel.checkpoint.format import MASTER, Box
 from polyad.parallel.families import FamilyWeights, is_huggingface_folder
 from polyad.parallel.weights import load_model
@@ -161,7 +161,7 @@ def drop(name):
     ],
 )
 def test_other_tensors_are_refused_by_name(folder, tmp_path, change, words):
-    with pytest.raises(HuggingFaceError) as caught:
+    with pytest.raises(WeightsError) as caught:
         FamilyWeights(rewrite(folder, tmp_path, change))
     assert all(word in str(caught.value) for word in [str(tmp_path), *words]), str(caught.value)
 
@@ -226,7 +226,7 @@ def test_a_head_with_the_nan_of_its_embedding_is_tied(folder, tmp_path):
 
 
 def refused(folder, *words):
-    with pytest.raises(HuggingFaceError) as caught:
+    with pytest.raises(WeightsError) as caught:
         FamilyWeights(folder)
     assert "\n" not in str(caught.value)
     assert all(word in str(caught.value) for word in words), str(caught.value)
@@ -243,13 +243,13 @@ def test_a_configuration_of_another_model_is_refused_by_key(folder):
         ({"tied_embeddings": False}, "model.tied_embeddings True there, False here"),
         ({"vocab_size": 401}, "model.vocab_size 400 there, 401 here"),
     ]:
-        with pytest.raises(HuggingFaceError, match=word):
+        with pytest.raises(WeightsError, match=word):
             weights.check_config(same.model_copy(update=update))
     experts = GPT2Config.model_validate(same.model_dump() | {"feed_forward": {"kind": "smoe"}})
-    with pytest.raises(HuggingFaceError, match=r"feed_forward\.kind 'dense' there, 'smoe' here"):
+    with pytest.raises(WeightsError, match=r"feed_forward\.kind 'dense' there, 'smoe' here"):
         weights.check_config(experts)
     wide = GPT2Config.model_validate(same.model_dump() | {"feed_forward": {"hidden_size": 8}})
-    with pytest.raises(HuggingFaceError, match=r"model\.feed_forward\.hidden_size 128 there, 8"):
+    with pytest.raises(WeightsError, match=r"model\.feed_forward\.hidden_size 128 there, 8"):
         weights.check_config(wide)
 
 

@@ -11,7 +11,7 @@ from polyad.data.images.augmentation import available, evaluation_image
 from polyad.data.images.config import ImageDataConfig
 from polyad.model.build import build_model, read_model_config
 from polyad.model.families.family import Known
-from polyad.model.families.keys import HuggingFaceError
+from polyad.model.families.keys import WeightsError
 from polyad.model.families.mixer import MIXER
 from polyad.parallel.families import FamilyWeights
 from polyad.parallel.weights import load_model, open_weights
@@ -201,7 +201,7 @@ def test_names_of_classes_come_in_and_go_out(transformers, tmp_path, form):
 def test_a_mixer_of_timm_has_one_epsilon():
     small = {"image_size": 8, "patch_size": 4, "num_layers": 1, "hidden_size": 8, "num_classes": 2}
     other = read_model_config({"kind": "mixer", "layer_norm_epsilon": 1e-3, **small})
-    with pytest.raises(HuggingFaceError, match=r"model.layer_norm_epsilon: 0\.001: timm's Mixer"):
+    with pytest.raises(WeightsError, match=r"model.layer_norm_epsilon: 0\.001: timm's Mixer"):
         MIXER.write_config(other, Known())
 
 
@@ -250,7 +250,7 @@ def test_a_clip_tower_has_the_activation_that_its_weights_say(transformers, tmp_
         expected = theirs.eval()(IMAGES).pooler_output
         torch.testing.assert_close(model.final_norm(x[:, 0]), expected, rtol=0, atol=1e-5)
     convert(folder, tmp_path / "ours", "polyad")
-    with pytest.raises(HuggingFaceError, match=r"model\.pre_norm: True: transformers' ViT has no"):
+    with pytest.raises(WeightsError, match=r"model\.pre_norm: True: transformers' ViT has no"):
         convert(tmp_path / "ours", tmp_path / "back", "huggingface")
 
 
@@ -364,10 +364,10 @@ def test_options_of_timm_that_are_not_built_here_are_one_line(tmp_path):
     ):
         about = {"architecture": "mixer_small"} | said
         (folder / "config.json").write_text(json.dumps(about))
-        with pytest.raises(HuggingFaceError, match=expected):
+        with pytest.raises(WeightsError, match=expected):
             open_weights(folder)
     (folder / "config.json").write_text(json.dumps({"architecture": "gmixer_12_224"}))
-    with pytest.raises(HuggingFaceError, match=r"architecture: 'gmixer_12_224' is .* timm's mixer"):
+    with pytest.raises(WeightsError, match=r"architecture: 'gmixer_12_224' is .* timm's mixer"):
         open_weights(folder)
 
 
@@ -384,7 +384,7 @@ def test_options_of_timm_that_are_not_built_here_are_one_line(tmp_path):
 def test_a_configuration_that_is_no_models_is_one_line(tmp_path, about, message):
     save_file({"classifier.weight": torch.zeros(2, 24)}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps(about))
-    with pytest.raises(HuggingFaceError, match=message) as raised:
+    with pytest.raises(WeightsError, match=message) as raised:
         open_weights(tmp_path)
     assert "\n" not in str(raised.value)
 
@@ -394,7 +394,7 @@ def test_tensors_of_a_mixer_with_other_axes_are_one_line(tmp_path):
     stored = load_file(folder / "model.safetensors")
     for name in ("stem.proj.weight", "blocks.0.mlp_channels.fc1.weight"):
         save_file(stored | {name: torch.zeros(3)}, folder / "model.safetensors")
-        with pytest.raises(HuggingFaceError, match=rf"{name}: the shape is \[3\]; a Mixer of timm"):
+        with pytest.raises(WeightsError, match=rf"{name}: the shape is \[3\]; a Mixer of timm"):
             open_weights(folder)
 
 
@@ -402,15 +402,15 @@ def test_another_model_a_strange_tensor_and_a_missing_one_are_one_line(tmp_path)
     folder = timm_mixer(tmp_path / "timm")
     weights = open_weights(folder)
     other = read_model_config(weights.config.model_dump() | {"hidden_size": 28})
-    with pytest.raises(HuggingFaceError, match=r"model\.hidden_size 24 there, 28 here"):
+    with pytest.raises(WeightsError, match=r"model\.hidden_size 24 there, 28 here"):
         weights.check_config(other)
-    with pytest.raises(HuggingFaceError, match=r"model\.kind 'mixer' there, 'vit' here"):
+    with pytest.raises(WeightsError, match=r"model\.kind 'mixer' there, 'vit' here"):
         weights.check_config(read_model_config({"kind": "vit"}))
     tensors = load_file(folder / "model.safetensors")
     save_file(tensors | {"extra": torch.zeros(2)}, folder / "model.safetensors")
-    with pytest.raises(HuggingFaceError, match="unknown tensor extra"):
+    with pytest.raises(WeightsError, match="unknown tensor extra"):
         open_weights(folder)
     del tensors["blocks.1.norm2.bias"]
     save_file(tensors, folder / "model.safetensors")
-    with pytest.raises(HuggingFaceError, match=r"no tensor blocks\.1\.norm2\.bias"):
+    with pytest.raises(WeightsError, match=r"no tensor blocks\.1\.norm2\.bias"):
         open_weights(folder)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from polyad.model.families.keys import HuggingFaceError
+from polyad.model.families.keys import WeightsError
 from polyad.train.exchange.convert import convert
 from polyad.train.exchange.inspect import inspect, inspection_table
 from tests.helpers.decoders import theirs
@@ -45,7 +45,7 @@ def test_a_tensor_that_is_not_known_refuses_the_folder(tmp_path):
     tensors = load_file(path)
     tensors["model.layers.0.depth.weight"] = tensors["model.norm.weight"].clone()
     save_file(tensors, path, {"format": "pt"})
-    with pytest.raises(HuggingFaceError, match=r"unknown tensor layers\.0\.depth\.weight"):
+    with pytest.raises(WeightsError, match=r"unknown tensor layers\.0\.depth\.weight"):
         inspect(tmp_path)
 
 

@@ -9,8 +9,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from polyad.launch.cli import run as polyad
+from polyad.model.families.keys import WeightsError
 from polyad.model.lora import LoRAConfig
-from polyad.parallel.peft import PeftError
 from polyad.parallel.weights import load_model, open_weights
 from polyad.train.exchange.convert import convert
 from tests.helpers.adapted import adapted_checkpoint
@@ -211,7 +211,7 @@ def test_what_is_no_adapter_of_the_base_is_refused_in_one_line(made, tmp_path, c
         (zeros, "adds nothing: all lora_B are zero"),
     ):
         save_file(tensors, path)
-        with pytest.raises(PeftError, match=message):
+        with pytest.raises(WeightsError, match=message):
             open_weights(place)
     save_file(stored, path)
     capfd.readouterr()
@@ -265,5 +265,5 @@ def test_adapters_on_an_embedding_or_a_head_are_refused_as_such(tmp_path, case, 
     adapted = get_peft_model(model, settings)
     adapted.peft_config["default"].base_model_name_or_path = str(tmp_path / "base")
     adapted.save_pretrained(tmp_path / "peft")
-    with pytest.raises(PeftError, match="adapters on embeddings and heads are not supported"):
+    with pytest.raises(WeightsError, match="adapters on embeddings and heads are not supported"):
         open_weights(tmp_path / "peft")
