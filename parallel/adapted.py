@@ -24,8 +24,7 @@ from polyad.parallel.checkpoint.format import (
     fault_of,
 )
 from polyad.parallel.checkpoint.load import Checkpoint
-from polyad.parallel.source import StoredWeights
-from polyad.parallel.tensor_folder import differing_shapes
+from polyad.parallel.source import StoredWeights, differing_shapes
 
 
 def digest_of(base: StoredWeights, names: Collection[str]) -> str:

@@ -23,10 +23,11 @@ from polyad.model.families.tensors import Piece, Shape, Slices
 from polyad.model.heads import HEAD
 from polyad.model.settings import ModelSettings
 from polyad.parallel.checkpoint.format import Record
-from polyad.parallel.tensor_file import FileTensor
+from polyad.parallel.tensor_file import TORCH_DTYPES, FileTensor
 from polyad.parallel.tensor_folder import (
-    TORCH_DTYPES,
+    WEIGHT_DTYPES,
     FolderWeights,
+    Quantized,
     TensorFolder,
     Wanted,
     read_json,
@@ -87,11 +88,11 @@ class FamilyWeights(FolderWeights):
 
     def __init__(self, folder: Path) -> None:
         place = folder / CONFIG_FILE
-        self._tree = read_json(place, WeightsError)
+        self._tree = read_json(place)
         self.family: Family = family_of_files(self._tree, str(place))
-        tensors = TensorFolder(folder, WeightsError, self.family.plain_name)
-        self.family = self.family.for_names(tensors.names())
-        super().__init__(folder, tensors, {}, WeightsError)
+        tensors = TensorFolder(folder, self.family.plain_name)
+        self.family = self.family.for_names(tensors)
+        super().__init__(folder, tensors, {})
         self.config: Any = self.family.read_config(self._tree, self._shape, str(place))
         self.seed = 0
         """The seed of a new head; set by a run."""
@@ -121,12 +122,7 @@ class FamilyWeights(FolderWeights):
             return f"{self.folder} has no head for these classes: it starts from random values"
         if new:
             return f"{', '.join(new)}: random, as {self.folder} has none of these shapes"
-        used = {piece.name for name in self._shapes for piece in self._pieces(name)}
-        left = sorted(
-            name
-            for name in set(self._tensors.names()) - used
-            if name.startswith(self.family.mentioned)
-        )
+        left = [name for name in self.unread() if name.startswith(self.family.mentioned)]
         said = [f"not loaded: {', '.join(left)}"] if left else []
         if self._num_classes > 1 and self.class_names is None:
             said.append(
@@ -142,8 +138,8 @@ class FamilyWeights(FolderWeights):
     def origin(self) -> Origin:
         """Returns what is written again beside the weights on export."""
         tree = {key: value for key, value in self._tree.items() if key != "quantization_config"}
-        found = {name: self._tensors.mapped(name).get_dtype() for name in self._tensors.names()}
-        found = {name: dtype for name, dtype in found.items() if dtype in TORCH_DTYPES}
+        found = {name: tensor.dtype for name, tensor in self._tensors.items()}
+        found = {name: dtype for name, dtype in found.items() if dtype in WEIGHT_DTYPES}
         most = max(set(found.values()), key=list(found.values()).count)
         copies = [name for name in self.family.copies(self.config) if name in found]
         plain = family_of_files(self._tree, CONFIG_FILE)
@@ -173,7 +169,7 @@ class FamilyWeights(FolderWeights):
         for name, _ in self._model.named_buffers():
             if (rule := self.family.find(name)) is not None:
                 used.add(rule.names[0])
-        return tuple(sorted(set(self._tensors.names()) - used))
+        return tuple(sorted(set(self._tensors) - used))
 
     def is_new(self, name: str) -> bool:
         """Returns whether a tensor belongs to a head that the folder lacks in this shape."""
@@ -212,7 +208,7 @@ class FamilyWeights(FolderWeights):
         rule = self.family.find(name)
         if rule is None or self.is_new(name):
             return initial_value(self._model, name, self.seed)
-        return self._tensors.read(rule.names[0], ()).to(torch.float32, copy=True)
+        return self._tensors[rule.names[0]].read(()).to(torch.float32, copy=True)
 
     def parts(self, name: str, slices: Slices) -> Iterator[Tensor]:
         """Yields the parts of a weight from each tensor of the folder, row after row."""
@@ -227,8 +223,8 @@ class FamilyWeights(FolderWeights):
             box = (slice(start, stop), *slices[1:])
             if self._lacks(piece):
                 yield torch.zeros(tuple(each.stop - each.start for each in box))
-            elif self._tensors.is_quantized(piece.name):  # only one expert is in memory at a time
-                for row in range(start, stop):
+            elif isinstance(self._tensors[piece.name], Quantized):
+                for row in range(start, stop):  # only one expert is in memory at a time
                     yield self._stored_part(piece, (slice(row, row + 1), *box[1:]))
             else:
                 yield self._stored_part(piece, box)
@@ -236,7 +232,7 @@ class FamilyWeights(FolderWeights):
     def _stored_part(self, piece: Piece, box: Slices) -> Tensor:
         """Reads a box of rows of a tensor of the folder, in our orientation."""
         size = tuple(each.stop - each.start for each in box)
-        return piece.in_our_form(self._tensors.read(piece.name, piece.box(box)), size)
+        return piece.in_our_form(self._tensors[piece.name].read(piece.box(box)), size)
 
     @property
     def _num_classes(self) -> int:
@@ -244,16 +240,15 @@ class FamilyWeights(FolderWeights):
 
     def _shape(self, name: str) -> Shape | None:
         """Returns the shape of a tensor of the folder; None if it does not exist."""
-        if name not in self._tensors.names():
-            return None
-        return tuple(self._tensors.mapped(name).get_shape())
+        tensor = self._tensors.get(name)
+        return None if tensor is None else tensor.shape
 
     def _pieces(self, name: str) -> Iterator[Piece]:
         return self.family.pieces(name, self._shapes[name])
 
     def _lacks(self, piece: Piece) -> bool:
         """Returns whether an optional tensor is missing."""
-        return piece.rule.optional and piece.name not in self._tensors.names()
+        return piece.rule.optional and piece.name not in self._tensors
 
     def _holds(self, name: str) -> bool:
         """Returns whether the folder has a weight, in this shape."""
@@ -264,7 +259,7 @@ class FamilyWeights(FolderWeights):
     def _has_head(self) -> bool:
         """Returns whether the folder has any tensor of a head."""
         rules = [self.family.find(name) for name in self._shapes if name.startswith(HEAD)]
-        return any(rule and rule.names[0] in self._tensors.names() for rule in rules)
+        return any(rule and rule.names[0] in self._tensors for rule in rules)
 
     def _compared(self, config: ModelSettings, free: frozenset[str]) -> dict[str, Any]:
         """Returns the keys that determine a model's weights and what they compute, by full name."""
@@ -303,10 +298,10 @@ class FamilyWeights(FolderWeights):
                 wanted[rule.names[0]] = Wanted(tuple(buffer.shape))
         copies = self.family.copies(self.config)
         for name, other in copies.items():
-            if name in self._tensors.names() and other in wanted:
+            if name in self._tensors and other in wanted:
                 wanted[name] = wanted[other]
         faults = self._tensors.faults(wanted, CONFIG_FILE)
-        strange = sorted(self._tensors.names() - wanted.keys())
+        strange = sorted(self._tensors.keys() - wanted.keys())
         ignored = self.family.ignored
         if self.family.extra_blocks:
             after = self.family.block.format(self.config.num_layers)
@@ -379,16 +374,16 @@ def _is_copy(tensors: TensorFolder, name: str, other: str) -> bool:
             copy.
         other: the name of an existing tensor.
     """
-    if name not in tensors.names():
+    if name not in tensors:
         return True
     return all(
         # A diverged run has NaN in both, which do not compare equal.
         torch.allclose(
-            tensors.read(name, (slice(row, row + _ROWS),)).double(),
-            tensors.read(other, (slice(row, row + _ROWS),)).double(),
+            tensors[name].read((slice(row, row + _ROWS),)).double(),
+            tensors[other].read((slice(row, row + _ROWS),)).double(),
             rtol=0,
             atol=0,
             equal_nan=True,
         )
-        for row in range(0, tensors.mapped(name).get_shape()[0], _ROWS)
+        for row in range(0, tensors[name].shape[0], _ROWS)
     )

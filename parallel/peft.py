@@ -83,7 +83,7 @@ class PeftWeights(FamilyWeights):
 
     def __init__(self, adapters: Path, base: Path | None = None) -> None:
         place = adapters / ADAPTER_CONFIG_FILE
-        tree = read_json(place, WeightsError)
+        tree = read_json(place)
         self._settings = _settings(tree, place)
         named = tree.get("base_model_name_or_path")
         folder = Path(str(named)) if base is None else base
@@ -99,7 +99,7 @@ class PeftWeights(FamilyWeights):
             )
         super().__init__(folder)
         self.base, self.folder = folder, adapters
-        self._matrices = TensorFolder(adapters, WeightsError, single=ADAPTER_FILE)
+        self._matrices = TensorFolder(adapters, single=ADAPTER_FILE)
         self._beside = self._located()
 
     @property
@@ -130,7 +130,7 @@ class PeftWeights(FamilyWeights):
         yield value
 
     def _factors(self, beside: _Beside) -> Factors:
-        A, B = (self._matrices.read(name, ()).float() for name in (beside.A, beside.B))
+        A, B = (self._matrices[name].read(()).float() for name in (beside.A, beside.B))
         return Factors.unpacked(A, B, beside.experts).of_share(beside.piece)
 
     def _located(self) -> dict[str, list[_Beside]]:
@@ -139,7 +139,7 @@ class PeftWeights(FamilyWeights):
         Raises:
             WeightsError: One matches no weight, has another shape, or all updates are zero.
         """
-        names = self._matrices.names()
+        names = self._matrices
         found, used, stacks = dict[str, list[_Beside]](), set[str](), self._stacks(names)
         for name, form in product(self._shapes, (self.family, self.family.in_memory())):
             pieces = form.pieces(name, self._shapes[name]) if form.find(name) else ()
@@ -162,7 +162,7 @@ class PeftWeights(FamilyWeights):
                 f"{self.folder / ADAPTER_FILE}: {strange[0]} belongs to no weight of {self.base}; "
                 f"adapters on embeddings and heads are not supported"
             )
-        if not any(self._matrices.read(name, ()).any() for name in names if name.endswith(_B)):
+        if not any(self._matrices[name].read(()).any() for name in names if name.endswith(_B)):
             raise WeightsError(f"{self.folder / ADAPTER_FILE}: adds nothing: all lora_B are zero")
         return found
 

@@ -5,13 +5,15 @@ Sources are checkpoints, folders of weights, initial values, and combinations of
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from polyad.model.build import build_model, has_experts, initial_value
+from polyad.model.families.keys import WeightsError
+from polyad.model.lora import of_base
 from polyad.model.settings import ModelSettings
 from polyad.parallel.checkpoint.format import MASTER, OF_WEIGHTS, Box
 
@@ -51,6 +53,10 @@ class StoredWeights(Source):
     folder: Path
 
     @abstractmethod
+    def model_config(self) -> ModelSettings:
+        """Returns the configuration of its model, complete."""
+
+    @abstractmethod
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Returns global shapes of the weights by name."""
 
@@ -58,10 +64,52 @@ class StoredWeights(Source):
     def whole(self, name: str) -> torch.Tensor:
         """Returns a whole weight, fp32."""
 
+    def as_stored(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """Returns a whole weight, if possible in this dtype and with the memory layout of its
+        file."""
+        return self.whole(name)
 
-def described_model(
-    config: ModelSettings, names: Collection[str], place: Path, error_class: type[ValueError]
-) -> nn.Module:
+    def check_model(self, module: nn.Module, without: tuple[str, ...] = ()) -> None:
+        """Compares names and shapes of weights with a model's, except for frozen weights of a model
+        with adapters.
+
+        Args:
+            module: the model.
+            without: prefixes of names to ignore on both sides.
+
+        Raises:
+            WeightsError: they differ; the first few differences are named.
+        """
+        base = of_base(module)
+        named = [(name, p) for name, p in module.named_parameters() if name not in base]
+        ours = {name: tuple(parameter.shape) for name, parameter in named}
+        if differing := differing_shapes(self.shapes(), ours, without):
+            raise WeightsError(f"{self.folder}: is a different model: {differing}")
+
+
+def differing_shapes(
+    theirs: dict[str, tuple[int, ...]],
+    ours: dict[str, tuple[int, ...]],
+    without: tuple[str, ...] = (),
+) -> str | None:
+    """Describes the first few names whose shapes differ, with both shapes; None if all are equal.
+
+    Args:
+        theirs: shapes of stored weights.
+        ours: shapes of the model.
+        without: prefixes of names to ignore.
+    """
+    differing = [
+        f"{name} {list(theirs.get(name, ())) or 'missing'} there, "
+        f"{list(ours.get(name, ())) or 'missing'} here"
+        for name in sorted(ours.keys() | theirs.keys())
+        if ours.get(name) != theirs.get(name) and not name.startswith(without)
+    ]
+    more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
+    return f"{'; '.join(differing[:3])}{more}" if differing else None
+
+
+def described_model(config: ModelSettings, names: Collection[str], place: Path) -> nn.Module:
     """Builds the model of a configuration, if weights have its last parameter: a wrong number of
     layers would take long.
 
@@ -69,18 +117,17 @@ def described_model(
         config: the configuration.
         names: names of the weights.
         place: where both are.
-        error_class: the exception type to raise.
 
     Raises:
-        ValueError: of that type: it is not the model of the weights, or no model.
+        WeightsError: it is not the model of the weights, or no model.
     """
     last = config.last_parameter()
     if last is not None and last not in names:
-        raise error_class(f"{place}: is a different model: no tensor {last}")
+        raise WeightsError(f"{place}: is a different model: no tensor {last}")
     try:
         return build_model(config)
     except ValueError as error:
-        raise error_class(f"{place}: section `model`: {error}") from None
+        raise WeightsError(f"{place}: section `model`: {error}") from None
 
 
 class InitialWeights(Source):
@@ -128,55 +175,35 @@ class WeightsOnly(Source):
 
 
 class Joined(Source):
-    """Some parameters from one source, and the rest from another.
+    """Some parameters and buffers from one source, and the rest from others.
 
     Args:
-        parameters: returns the source of a parameter, by its name.
-        buffers: the source of buffers.
+        source_of: returns the source of a parameter or buffer, by its name.
     """
 
-    def __init__(
-        self, parameters: Callable[[str], Source], buffers: Callable[[str], Source]
-    ) -> None:
-        self._parameters, self._buffers = parameters, buffers
+    def __init__(self, source_of: Callable[[str], Source]) -> None:
+        self._source_of = source_of
 
     def read(self, box: Box) -> torch.Tensor:
         """See `Source.read`."""
-        return self._parameters(box.name).read(box)
+        return self._source_of(box.name).read(box)
 
     def step(self, name: str) -> float:
         """See `Source.step`."""
-        return self._parameters(name).step(name)
+        return self._source_of(name).step(name)
 
     def buffer(self, name: str) -> torch.Tensor:
         """See `Source.buffer`."""
-        return self._buffers(name).buffer(name)
+        return self._source_of(name).buffer(name)
 
 
-def begun_anew(weights: Source, fresh: Source, prefixes: Sequence[str]) -> Source:
-    """Combines another model's weights with new parameters that they lack, such as a head.
-
-    Args:
-        weights: the source for all other names.
-        fresh: the source for names that start with one of `prefixes`.
-        prefixes: prefixes with their dot, such as `head.`.
-    """
-    begins = tuple(prefixes)
-
-    def of(name: str) -> Source:
-        return fresh if name.startswith(begins) else weights
-
-    return Joined(of, of)
-
-
-def on_base(base: Source, own: Source, names: Collection[str], buffers: Source) -> Source:
+def on_base(base: Source, own: Source, names: Collection[str]) -> Source:
     """Returns the source of a run with adapters: some weights from the base, the rest its own.
 
     Args:
         base: the source of frozen weights, and of those initialized from it.
         own: the source of the rest: initial adapters, or a checkpoint of them with their moments.
-        names: names of the weights from the base.
-        buffers: the source of buffers, one of the two.
+        names: names of the weights and buffers from the base.
     """
-    given, frozen = frozenset(names), WeightsOnly(base)
-    return Joined(lambda name: frozen if name in given else own, lambda name: buffers)
+    frozen = WeightsOnly(base)
+    return Joined(lambda name: frozen if name in names else own)

@@ -16,7 +16,6 @@ from torch import nn
 
 from polyad.model.build import build_model, place
 from polyad.model.decoder import Decoder, DecoderSettings
-from polyad.parallel.tensor_folder import FolderWeights
 from polyad.parallel.weights import Weights, fill
 from polyad.parallel.zero import DTYPES, Precision
 
@@ -51,8 +50,6 @@ class Streamed(Decoder):
             if name.startswith(begins)
         }
         fill(self, self.weights, self.device, self.precision, begins)
-        if isinstance(self.weights, FolderWeights):
-            self.weights.let_go()
         try:
             yield
         finally:

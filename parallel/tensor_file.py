@@ -1,12 +1,14 @@
-"""Writes a safetensors file tensor by tensor, and digests it."""
+"""Writes a safetensors file tensor by tensor, and digests it; maps the tensors of a file."""
 
 import json
 import math
 import struct
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import xxhash
 
@@ -18,6 +20,33 @@ DTYPE_NAMES = {
     torch.bfloat16: "BF16", torch.float16: "F16",
 }  # fmt: skip
 """Dtypes of tensors, as safetensors names them."""
+TORCH_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+
+
+def mapped(path: Path, dtype: str, shape: Sequence[int], begin: int) -> torch.Tensor:
+    """Returns a tensor of a file as a view of it; the file is mapped as long as a view exists.
+
+    safetensors' own mapping reserves memory for a copy, which a large file may not get.
+
+    Args:
+        path: the file.
+        dtype: the dtype, as safetensors names it.
+        shape: the shape.
+        begin: its first byte in the file.
+
+    Returns:
+        The tensor; writing to it would end the process.
+
+    Raises:
+        OSError, ValueError: the file cannot be read, or ends earlier.
+    """
+    nbytes = math.prod(shape) * TORCH_DTYPES[dtype].itemsize
+    if not nbytes:
+        return torch.empty(tuple(shape), dtype=TORCH_DTYPES[dtype])
+    content = np.memmap(path, np.uint8, "r", begin, (nbytes,))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given NumPy array is not writable")
+        return torch.from_numpy(content).view(TORCH_DTYPES[dtype]).view(tuple(shape))
 
 
 class FileTensor(NamedTuple):

@@ -16,9 +16,8 @@ from polyad.parallel.checkpoint.load import Checkpoint, find_checkpoint, read_ne
 from polyad.parallel.families import FamilyWeights, is_huggingface_folder
 from polyad.parallel.fragments import persistent_buffers
 from polyad.parallel.peft import PeftWeights, is_peft_folder
-from polyad.parallel.plain_weights import PlainWeights, is_plain_folder
 from polyad.parallel.source import described_model
-from polyad.parallel.tensor_folder import FolderWeights
+from polyad.parallel.tensor_folder import PlainWeights, is_plain_folder
 from polyad.parallel.zero import DTYPES, Precision
 
 Weights: TypeAlias = Checkpoint | FamilyWeights | PlainWeights
@@ -85,7 +84,7 @@ def _opened(path: Path, given: Path | None) -> Checkpoint:
     named = "checkpoint.init_from" if given is None else "--base"
     try:
         base = open_weights(place)
-        model = described_model(config, base.shapes(), place, CheckpointError)
+        model = described_model(config, base.shapes(), place)
         ours = {name for name, _ in model.named_parameters()}
         unused = base.shapes().keys() - ours  # such as the head of a model with another one
         check_fits(base, config, (*checkpoint.shapes(), *unused))  # it has the former
@@ -200,11 +199,6 @@ def fill(
         for named in (model.named_parameters(), model.named_buffers(), persistent_buffers(model))
     )
 
-    def weight(name: str) -> torch.Tensor:
-        if isinstance(stored, FolderWeights):
-            return finite(name, stored.as_stored(name, dtype))
-        return finite(name, stored.whole(name))
-
     def finite(name: str, value: torch.Tensor) -> torch.Tensor:
         if value.is_floating_point() and value.numel():
             for extreme in value.aminmax():  # in one pass without a copy; NaN is passed on
@@ -214,6 +208,7 @@ def fill(
                     )
         return value
 
-    place(model, ((name, weight(name)) for name in parameters), device, dtype)
+    weights = ((name, finite(name, stored.as_stored(name, dtype))) for name in parameters)
+    place(model, weights, device, dtype)
     place(model, ((name, initial_value(model, name, 0)) for name in initial), device)
     place(model, ((name, finite(name, stored.buffer(name))) for name in buffers), device)

@@ -15,14 +15,12 @@ from functools import partial
 from pathlib import Path
 from typing import TypeAlias, TypeVar
 
-import numpy as np
 import torch
 from torch import nn
 from tqdm import tqdm
 
 from polyad.model.build import read_model_config
 from polyad.model.config_yaml import ConfigYamlError, load
-from polyad.model.lora import of_base
 from polyad.model.settings import ModelSettings
 from polyad.parallel import comm
 from polyad.parallel.checkpoint.format import (
@@ -50,14 +48,11 @@ from polyad.parallel.checkpoint.manage import (
 )
 from polyad.parallel.fragments import persistent_buffers
 from polyad.parallel.source import StoredWeights, described_model
-from polyad.parallel.tensor_file import DTYPE_NAMES
-from polyad.parallel.tensor_folder import differing_shapes
+from polyad.parallel.tensor_file import TORCH_DTYPES, mapped
 
 T = TypeVar("T")
 Choose: TypeAlias = Callable[[Path], Path]
 """Returns the checkpoint for a path, like `newest_of` and `best_checkpoint`."""
-TORCH_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-_NUMPY = {"F32": "<f4", "U8": "u1", "I64": "<i8", "BOOL": "?"}
 
 
 class Checkpoint(StoredWeights):
@@ -163,7 +158,7 @@ class Checkpoint(StoredWeights):
                     tuple(slice(a - o, b - o) for a, b, o in zip(low, high, origin, strict=True))
                     for origin in (offset, stored.offset)
                 )
-                values[here] = torch.from_numpy(np.array(self._stored(about, stored)[there]))
+                values[here] = self._stored(about, stored)[there]
                 missing -= values[here].numel()
         if missing:
             raise CheckpointError(f"{self.folder}: {missing} elements of {name} are in no chunk")
@@ -188,22 +183,12 @@ class Checkpoint(StoredWeights):
         self._chosen = EMA
 
     def check_model(self, module: nn.Module, without: tuple[str, ...] = ()) -> None:
-        """Compares names and shapes of weights and buffers with a model's.
-
-        Frozen weights of a model with adapters are not in a checkpoint.
-
-        Args:
-            module: the model.
-            without: prefixes of names to ignore on both sides.
+        """See `StoredWeights.check_model`; also compares the buffers.
 
         Raises:
-            CheckpointError: they differ; the first few differences are named.
+            ValueError: they differ; the first few differences are named.
         """
-        base = of_base(module)
-        named = [(name, p) for name, p in module.named_parameters() if name not in base]
-        ours = {name: tuple(p.shape) for name, p in named}
-        if differing := differing_shapes(self.shapes(), ours, without):
-            raise CheckpointError(f"{self.folder}: is a different model: {differing}")
+        super().check_model(module, without)
         for name, buffer in persistent_buffers(module):
             if name.startswith(without):
                 continue
@@ -222,7 +207,7 @@ class Checkpoint(StoredWeights):
             CheckpointError: they differ, or the model is invalid.
         """
         config, path = self.model_config(), self.folder / CONFIG_FILE
-        self.check_model(described_model(config, self.shapes(), path, DamagedCheckpoint))
+        self.check_model(described_model(config, self.shapes(), path))
 
     def buffer(self, name: str) -> torch.Tensor:
         """Returns a whole persistent buffer of the model."""
@@ -259,13 +244,13 @@ class Checkpoint(StoredWeights):
             torch.cuda.set_rng_state(stored["cuda"], world.device)
         return True
 
-    def _stored(self, about: StoredTensor, box: StoredBox) -> np.ndarray:
+    def _stored(self, about: StoredTensor, box: StoredBox) -> torch.Tensor:
         if box.file not in self.verified:
             self.contents.verify([box.file])
             self.verified.add(box.file)
         path = self.folder / box.file
         try:
-            return np.memmap(path, _NUMPY[about.dtype], "r", box.begin, box.size)
+            return mapped(path, about.dtype, box.size, box.begin)
         except (OSError, ValueError) as error:
             raise damaged(path, f"cannot be read: {error}") from None
 

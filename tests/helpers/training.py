@@ -172,7 +172,7 @@ def whole_model(case: Case) -> nn.Module:
 def resumed(case: Case, checkpoint: Checkpoint) -> Source:
     """A checkpoint as a source; frozen weights that it leaves out are the initial ones."""
     model = whole_model(case)
-    return on_base(InitialWeights(model, 7), checkpoint, of_base(model), buffers=checkpoint)
+    return on_base(InitialWeights(model, 7), checkpoint, of_base(model))
 
 
 def optimizer_of(case: Case) -> OptimizerConfig:

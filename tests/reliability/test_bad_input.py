@@ -11,6 +11,7 @@ import yaml
 
 from polyad.launch.cli import run as polyad
 from polyad.model.build import build_model
+from polyad.model.families.keys import WeightsError
 from polyad.parallel.checkpoint.format import CheckpointError, record_of, render, verify_contents
 from polyad.parallel.checkpoint.load import Checkpoint, newest_that_opens
 from polyad.parallel.checkpoint.save import save_weights
@@ -43,19 +44,19 @@ def error_of(capfd, *arguments):
 
 def test_a_missing_parameter_is_named(tmp_path):
     name = "blocks.1.feed_forward.down.weight"
-    with pytest.raises(CheckpointError, match=rf"is a different model: {name} missing there, \[36"):
+    with pytest.raises(WeightsError, match=rf"is a different model: {name} missing there, \[36"):
         load_model(write(tmp_path, without=[name]))
 
 
 def test_a_parameter_of_another_shape_is_named(tmp_path):
     name = "final_norm.weight"
-    with pytest.raises(CheckpointError, match=rf"{name} \[37\] there, \[36\] here"):
+    with pytest.raises(WeightsError, match=rf"{name} \[37\] there, \[36\] here"):
         load_model(write(tmp_path, other_shape=[name]))
 
 
 def test_another_architecture_is_refused_with_the_first_differences_and_their_number(tmp_path):
     other = build_model(MODEL.model_copy(update={"num_layers": 3, "sequence_length": 9}))
-    with pytest.raises(CheckpointError) as caught:
+    with pytest.raises(WeightsError) as caught:
         Checkpoint(write(tmp_path)).check_model(other)
     line = str(caught.value)
     assert "blocks.2.attention.projection.weight missing there, [36, 36] here" in line

@@ -16,7 +16,7 @@ from polyad.parallel.checkpoint.load import Checkpoint
 from polyad.parallel.dims import Dims
 from polyad.parallel.fragments import persistent_buffers
 from polyad.parallel.parallelize import parallelize
-from polyad.parallel.source import InitialWeights, Source, WeightsOnly, begun_anew, on_base
+from polyad.parallel.source import InitialWeights, Joined, Source, WeightsOnly, on_base
 from polyad.parallel.weights import Weights
 from polyad.parallel.zero import Engine
 from polyad.train.config.run import RunConfig
@@ -140,14 +140,15 @@ def source_of(
     start: Source | None = WeightsOnly(init) if isinstance(init, Checkpoint) else init
     plain_model = build_model(config.model)
     if start is not None and anew:
-        start = begun_anew(start, InitialWeights(plain_model, config.seed), anew)
+        weights, fresh = start, InitialWeights(plain_model, config.seed)
+        start = Joined(lambda name: fresh if name.startswith(anew) else weights)
     if config.adapt.lora is None:
         return resume or start or InitialWeights(model, config.seed)
     assert start is not None
     if resume is not None:
-        return on_base(start, resume, of_base(model), buffers=resume)
-    plain = [name for name, _ in plain_model.named_parameters()]
-    return on_base(start, InitialWeights(model, config.seed), plain, buffers=start)
+        return on_base(start, resume, of_base(model))
+    plain = {name for name, _ in (*plain_model.named_parameters(), *model.named_buffers())}
+    return on_base(start, InitialWeights(model, config.seed), plain)
 
 
 def engine_of(

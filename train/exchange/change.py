@@ -20,7 +20,7 @@ from polyad.model.feedforward import (
 from polyad.model.settings import ModelSettings
 from polyad.parallel.families import Origin
 from polyad.parallel.fragments import persistent_buffers
-from polyad.parallel.tensor_folder import differing_shapes
+from polyad.parallel.source import differing_shapes
 from polyad.parallel.weights import Weights
 from polyad.train.config.faults import describe
 from polyad.train.config.run import ModelSection, RunConfig

@@ -13,7 +13,7 @@ from polyad.parallel.adapted import AdaptedCheckpoint
 from polyad.parallel.checkpoint.load import find_checkpoint, read_newest
 from polyad.parallel.families import is_huggingface_folder
 from polyad.parallel.peft import PeftWeights, is_peft_folder
-from polyad.parallel.plain_weights import is_plain_folder
+from polyad.parallel.tensor_folder import is_plain_folder
 from polyad.parallel.weights import Choice, Weights, open_weights
 from polyad.train.errors import ConfigError
 from polyad.train.exchange.change import Change

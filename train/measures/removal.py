@@ -20,7 +20,7 @@ from polyad.model.smoe.layer import SparseMoE
 from polyad.parallel import comm
 from polyad.parallel.checkpoint.load import Checkpoint
 from polyad.parallel.families import FamilyWeights
-from polyad.parallel.plain_weights import PlainWeights
+from polyad.parallel.tensor_folder import PlainWeights
 from polyad.train.errors import ConfigError
 from polyad.train.exchange.convert import convert, refuse_what_is_there
 from polyad.train.exchange.pruning import Group, Groups, Pruning

@@ -24,7 +24,6 @@ from torch.nn.functional import one_hot
 from polyad.data.images.config import NORMALIZATIONS, ImageDataConfig
 from polyad.model.config_yaml import load
 from polyad.model.families.family import CONFIG_FILE
-from polyad.model.families.keys import WeightsError
 from polyad.parallel.checkpoint.load import Checkpoint
 from polyad.parallel.tensor_folder import read_json
 from polyad.parallel.weights import Weights
@@ -133,10 +132,10 @@ def read_pixels(folder: Path, image_size: int) -> Pixels:
         WeightsError: Its file is not JSON.
     """
     if (folder / PREPROCESSOR_FILE).is_file():
-        tree = read_json(folder / PREPROCESSOR_FILE, WeightsError)
+        tree = read_json(folder / PREPROCESSOR_FILE)
         return _read(_Transformers(tree), PREPROCESSOR_FILE, image_size)
     if (folder / CONFIG_FILE).is_file():
-        about = read_json(folder / CONFIG_FILE, WeightsError).get("pretrained_cfg")
+        about = read_json(folder / CONFIG_FILE).get("pretrained_cfg")
         if isinstance(about, dict):
             return _read(_Timm(about), f"pretrained_cfg of {CONFIG_FILE}", image_size)
     return Pixels({}, [])

@@ -10,6 +10,7 @@ import pytest
 import safetensors
 import torch
 
+from polyad.model.families.keys import WeightsError
 from polyad.parallel.checkpoint.format import Box, CheckpointError
 from polyad.parallel.checkpoint.load import Checkpoint, find_checkpoint
 from polyad.parallel.checkpoint.manage import complete_checkpoints
@@ -290,7 +291,7 @@ def test_another_model_is_refused_with_the_differing_names(saved):
     from polyad.model.build import build_model
 
     other = build_model(DENSE.model_copy(update={"num_layers": 3}))
-    with pytest.raises(CheckpointError, match=r"a different model: blocks\.2.* missing there"):
+    with pytest.raises(WeightsError, match=r"a different model: blocks\.2.* missing there"):
         Checkpoint(saved((2, 1, 1))).check_model(other)
 
 
