@@ -99,16 +99,19 @@ def tensors_in(tree: Any) -> list[Tensor]:
 
 
 @contextmanager
-def shapes_only(*observers: Observer, on_gpu: bool = False) -> Iterator[None]:
+def shapes_only(
+    *observers: Observer, on_gpu: bool = False, compiled: bool = False
+) -> Iterator[None]:
     """A context in which new tensors have no values.
 
     Args:
         observers: Called after every operation.
         on_gpu: Whether to use the operations of a GPU.
+        compiled: Whether the model is compiled there.
     """
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[]))
-        stack.enter_context(switch.without_numbers(on_gpu=on_gpu))
+        stack.enter_context(switch.without_numbers(on_gpu=on_gpu, compiled=compiled))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(_Shapes(*observers))
         yield

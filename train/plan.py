@@ -179,7 +179,7 @@ def _micro_batch(config: RunConfig, dims: Dims, model: nn.Module, *, on_gpu: boo
     )
     assume_even_rows(model)
     batch = random_batch(config.model, range(train.micro_batch_size), config.data)
-    with shapes_only(held, traffic, on_gpu=on_gpu):
+    with shapes_only(held, traffic, on_gpu=on_gpu, compiled=config.model.compile):
         allocate(model, DTYPES[train.precision])
         if config.parallel.sequence_parallel:
             sum_gradients(model)

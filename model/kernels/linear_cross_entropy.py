@@ -2,8 +2,8 @@
 
 The reference is cross_entropy(x W^T + b, targets). Here logits exist only for a chunk of tokens at
 a time: their loss and the gradients of x, W and b are computed at once in the forward pass, and
-scaled in the backward pass. That takes as many products as with all logits, and memory for CHUNK
-values rather than several times N V.
+scaled in the backward pass. That takes as many products as with all logits, and memory for a chunk
+rather than several times N V.
 
 PyTorch 2.13 has such an operation; this one also supports a vocabulary that is split over ranks,
 and sums the gradient of W in fp32.
@@ -22,7 +22,11 @@ from polyad.model.kernels import switch
 from polyad.model.layers import Region, same
 
 CHUNK = 2**26
-"""Number of logits of a chunk: 256 MiB in fp32."""
+"""Maximum number of logits of a chunk: 256 MiB in fp32."""
+COMPILED_CHUNK = 2**30
+"""The same on a GPU whose compiler keeps them, and their gradients, in bf16 alone: 2 GiB each."""
+TILE = 128
+"""Rows of a chunk of a GPU are a multiple of this, so that its products have whole tiles."""
 
 
 class VocabularyPart(NamedTuple):
@@ -109,7 +113,7 @@ def token_scores(
         logits_NV = linear(x_ND, weight_VD, bias_V).float()
         best_N = logits_NV.gather(1, targets_N.unsqueeze(1)).squeeze(1) >= logits_NV.amax(1)
         return TokenScores(cross_entropy(logits_NV, targets_N, reduction="none"), best_N)
-    size = max(1, CHUNK // weight_VD.shape[0])
+    size = _chunk_size(x_ND, weight_VD)
     pairs = zip(torch.split(x_ND, size), torch.split(targets_N, size), strict=True)
     chunks = [_chunk(x, weight_VD, targets, part, bias_V)[0] for x, targets in pairs]
     return TokenScores(*map(torch.cat, zip(*chunks, strict=True)))
@@ -148,7 +152,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         of_x, of_weight, _, _, of_bias = ctx.needs_input_grad
         num_tokens = x_ND.shape[0]
-        size = max(1, CHUNK // weight_VD.shape[0])
+        size = _chunk_size(x_ND, weight_VD)
         grads_CD: list[Tensor] = []
         grad_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if of_weight else None
         grad_V = weight_VD.new_zeros(weight_VD.shape[0], dtype=torch.float32) if of_bias else None
@@ -183,6 +187,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return of_x, of_weight, None, None, of_bias
 
 
+def _chunk_size(x_ND: Tensor, weight_VD: Tensor) -> int:
+    """Returns the number of tokens of a chunk; on a GPU, compiled, all chunks are of one size."""
+    rows = weight_VD.shape[0]
+    if not switch.compiled_on_gpu(x_ND):
+        return max(1, CHUNK // rows)
+    most = max(1, COMPILED_CHUNK // (rows * TILE)) * TILE
+    chunks = -(-x_ND.shape[0] // most)
+    return -(-x_ND.shape[0] // (chunks * TILE)) * TILE
+
+
 def _chunk(
     x_CD: Tensor,
     weight_VD: Tensor,
@@ -197,8 +211,15 @@ def _chunk(
     logits_CV = linear(x_CD, weight_VD, bias_V).float()
     own_C1 = targets_C.unsqueeze(1)
     has_C1 = None
+    # Comparisons are part of one compiled kernel. A scatter, or a change of a part, would have all
+    # logits, or their gradients in fp32, written before it and read again after it.
+    is_compiled = torch.compiler.is_compiling()
+    number_V = torch.arange(weight_VD.shape[0], device=own_C1.device)
     if part is not None:
-        logits_CV[:, part.real :] = -torch.inf
+        if is_compiled:
+            logits_CV = logits_CV.masked_fill(number_V >= part.real, -torch.inf)
+        else:
+            logits_CV[:, part.real :] = -torch.inf
         own_C1 = own_C1 - part.first
         has_C1 = (own_C1 >= 0) & (own_C1 < part.real)
         own_C1 = own_C1.masked_fill(~has_C1, 0)
@@ -219,5 +240,8 @@ def _chunk(
     if not grad:
         return scores, None
     grad_CV = exp_CV.div_(sum_C1)
+    if is_compiled:
+        is_own_CV = number_V == own_C1
+        return scores, grad_CV - (is_own_CV if has_C1 is None else is_own_CV & has_C1).float()
     ones_C1 = torch.ones_like(target_C1) if has_C1 is None else has_C1.to(grad_CV.dtype)
     return scores, grad_CV.scatter_add_(1, own_C1, -ones_C1)

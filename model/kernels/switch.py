@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor
 
 VARIABLE = "POLYAD_KERNELS"
@@ -45,22 +46,23 @@ REFERENCE = chosen_way(os.environ.get(VARIABLE)) == "reference"
 
 
 _has_numbers = True
-_stands_in = False
+_stands_in = _compiled = False
 
 
 @contextmanager
-def without_numbers(*, on_gpu: bool = False) -> Iterator[None]:
+def without_numbers(*, on_gpu: bool = False, compiled: bool = False) -> Iterator[None]:
     """A context in which tensors have only shapes, as in a plan; their values cannot be read.
 
     Args:
         on_gpu: Whether tensors on a CPU stand for tensors on a GPU.
+        compiled: Whether operations stand for a GPU's compiled ones.
     """
-    global _has_numbers, _stands_in
-    _has_numbers, _stands_in = False, on_gpu
+    global _has_numbers, _stands_in, _compiled
+    _has_numbers, _stands_in, _compiled = False, on_gpu, on_gpu and compiled
     try:
         yield
     finally:
-        _has_numbers, _stands_in = True, False
+        _has_numbers, _stands_in, _compiled = True, False, False
 
 
 def can_read() -> bool:
@@ -71,3 +73,8 @@ def can_read() -> bool:
 def on_cpu(x: Tensor) -> bool:
     """Returns whether a tensor is on a CPU, where other implementations are faster or needed."""
     return x.device.type == "cpu" and not _stands_in
+
+
+def compiled_on_gpu(x: Tensor) -> bool:
+    """Returns whether a tensor's operations are compiled for a GPU, or stand for such."""
+    return _compiled or (x.is_cuda and torch.compiler.is_compiling())

@@ -2,6 +2,7 @@
 
     python -m tests.gpu.fake.kernels configs/gpt2/124m.yaml ...     # started by `library.run`
     python -m tests.gpu.fake.kernels --placed-anywhere configs/gpt2/124m.yaml ...
+    python -m tests.gpu.fake.kernels --head 12      # samples of 1,024 tokens
 
 Inductor plans each graph and writes its code, which is not loaded: its kernels in Triton are made
 into machine code, and none runs. Prints a line of JSON for each configuration: what failed, why
@@ -29,6 +30,7 @@ from torch._inductor.graph import GraphLowering
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from polyad.model.build import PLACED_ANYWHERE, compile_model
+from polyad.model.kernels.linear_cross_entropy import VocabularyPart, losses
 from polyad.model.output import ask_for_statistics
 from polyad.parallel.zero import DTYPES
 from polyad.train.config.adaptation import model_of
@@ -252,8 +254,8 @@ def check(config: RunConfig, options: dict[str, Any]) -> dict[str, Any]:
         )
         ask_for_statistics(model, losses=config.loss.asked(), samples=False, record_is_due=False)
         compile_model(model, backend=planned.backend)
-        losses, routing = losses_for(config.model)(OneDevice(model, cross_entropy), batch)
-        loss, auxiliary = losses.mean(), routing_loss(routing, config.loss)
+        of_each, routing = losses_for(config.model)(OneDevice(model, cross_entropy), batch)
+        loss, auxiliary = of_each.mean(), routing_loss(routing, config.loss)
         (loss if auxiliary is None else loss + auxiliary).backward()
         breaks = dict(_dynamo.utils.counters["graph_break"])
     with h100():
@@ -274,10 +276,26 @@ def check(config: RunConfig, options: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def check_head(samples: int) -> dict[str, Any]:
+    """Compiles GPT-2's output head and loss, with the padded vocabulary, for samples of 1,024."""
+    planned, bf16 = Planned({}), {"dtype": torch.bfloat16, "device": "cuda"}
+    with h100(), fake_gpu():
+        x = torch.zeros(samples, 1024, 768, requires_grad=True, **bf16)
+        weight = torch.zeros(50_304, 768, requires_grad=True, **bf16)
+        targets = torch.zeros(samples, 1024, dtype=torch.int64, device="cuda")
+        part = VocabularyPart(0, 50_257)
+        head = torch.compile(lambda *given: losses(*given, part), backend=planned.backend)
+        head(x, weight, targets).backward()
+    return {"failed": planned.failed, "graphs": planned.graphs}
+
+
 def main() -> int:
     """Prints a line for each configuration; status 1 if one failed."""
     failed, options = False, {}
     words = sys.argv[1:]
+    if words[0] == "--head":
+        print(json.dumps(found := check_head(int(words[1]))))
+        return int(bool(found["failed"]))
     if words[0] == "--placed-anywhere":
         options, words = PLACED_ANYWHERE, words[1:]
     for path in words:

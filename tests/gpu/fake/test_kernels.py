@@ -17,14 +17,29 @@ CONFIGS = (
 )  # fmt: skip
 
 
-def found_for(config: str, folder: Path, *options: str) -> dict[str, Any]:
-    """What `kernels.py` says of a configuration."""
+def said_of(folder: Path, *words: str) -> dict[str, Any]:
+    """What `kernels.py` says."""
     if (reason := why_not()) is not None:
         pytest.skip(reason)
-    done = run("kernels", [*options, str(ROOT / "configs" / f"{config}.yaml")], folder)
+    done = run("kernels", [*words], folder)
     assert done.stdout, done.stderr[-2000:]
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
+
+
+def found_for(config: str, folder: Path, *options: str) -> dict[str, Any]:
+    """What it says of a configuration."""
+    return said_of(folder, *options, str(ROOT / "configs" / f"{config}.yaml"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("samples", "gigabytes"), [(12, 7), (60, 34)])
+def test_the_head_writes_no_gradients_of_logits_in_fp32(
+    samples: int, gigabytes: int, tmp_path: Path
+) -> None:
+    found = said_of(tmp_path, "--head", str(samples))
+    assert not found["failed"]
+    assert sum(graph["bytes"] for graph in found["graphs"]) < gigabytes * 1e9
 
 
 @pytest.mark.slow

@@ -29,14 +29,31 @@ def gradients(operation, *arguments, factor=1.0):
     return loss, *torch.autograd.grad(factor * loss, arguments[:2])
 
 
+def compiled(*arguments):
+    """The form of a compiler, whose kernels are not written here."""
+    return torch.compile(linear_cross_entropy, backend="aot_eager")(*arguments)
+
+
 @pytest.mark.parametrize("chunk", [1, 7 * V, 1 << 26])
-def test_loss_and_gradients_are_those_of_whole_logits(monkeypatch, chunk):
+@pytest.mark.parametrize("operation", [linear_cross_entropy, compiled])
+def test_loss_and_gradients_are_those_of_whole_logits(monkeypatch, operation, chunk):
     monkeypatch.setattr(kernel, "CHUNK", chunk)
     x, weight, targets = drawn()
-    ours = gradients(linear_cross_entropy, x, weight, targets, factor=3.0)
+    ours = gradients(operation, x, weight, targets, factor=3.0)
     theirs = gradients(by_definition, x, weight, targets, factor=3.0)
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_a_compiled_vocabulary_with_padding_has_no_gradient_there():
+    x, weight, targets = drawn()
+    real = int(targets.max()) + 1
+    part = VocabularyPart(0, real)
+    ours = gradients(lambda *given: compiled(*given, part), x, weight, targets)
+    theirs = gradients(lambda x, w, t: by_definition(x, w[:real], t), x, weight, targets)
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+    assert not ours[2][real:].any()
 
 
 @pytest.mark.parametrize("chunk", [3 * V, 1 << 26])
