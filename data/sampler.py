@@ -10,47 +10,17 @@ import functools
 import math
 import os
 import signal
-import sys
 import weakref
 from collections.abc import Iterable, Iterator
-from multiprocessing import popen_spawn_posix, resource_tracker
-from multiprocessing.context import SpawnContext, SpawnProcess
+from multiprocessing import resource_tracker
 from multiprocessing.util import Finalize
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset
 
 from polyad.data.errors import DataError
-
-
-class _MicroBatches(Sampler[list[int]]):
-    """The sample numbers of one rank's micro-batches, in order."""
-
-    def __init__(
-        self,
-        steps: range,
-        global_batch_size: int,
-        micro_batch_size: int,
-        rank: int,
-        ranks: int,
-    ) -> None:
-        self._steps = steps
-        self._global_batch_size = global_batch_size
-        self._micro_batch_size = micro_batch_size
-        self._stride = micro_batch_size * ranks
-        self._offset = micro_batch_size * rank
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for batch in self._steps:
-            begin = batch * self._global_batch_size
-            for start in range(begin, begin + self._global_batch_size, self._stride):
-                first = start + self._offset
-                yield list(range(first, first + self._micro_batch_size))
-
-    def __len__(self) -> int:
-        return len(self._steps) * (self._global_batch_size // self._stride)
 
 
 def micro_batches(
@@ -85,18 +55,17 @@ def micro_batches(
         Iterator over num_steps * B / (m * D) micro-batches: m samples stacked, for example token
         ids of shape (m, T + 1) from samples of shape (T + 1,).
     """
-    return _read(
-        samples,
-        _MicroBatches(
-            range(start_step, start_step + num_steps),
-            global_batch_size,
-            micro_batch_size,
-            data_parallel_rank,
-            data_parallel_size,
-        ),
-        num_workers,
-        pin_memory=pin_memory,
+    stride = micro_batch_size * data_parallel_size
+    batches = (
+        list(range(first, first + micro_batch_size))
+        for step in range(start_step, start_step + num_steps)
+        for first in range(
+            step * global_batch_size + micro_batch_size * data_parallel_rank,
+            (step + 1) * global_batch_size,
+            stride,
+        )
     )
+    return _read(samples, batches, num_workers, pin_memory=pin_memory)
 
 
 def _read(
@@ -113,7 +82,9 @@ def _read(
         num_workers=num_workers,
         pin_memory=pin_memory,
         worker_init_fn=functools.partial(_begin, os.getpid()) if num_workers else None,
-        multiprocessing_context=_Loaders() if num_workers else None,
+        # A forked process would inherit this one's sockets and keep them open, so that peers could
+        # not detect this process's death.
+        multiprocessing_context="spawn" if num_workers else None,
         # Without its own generator the loader would draw from torch's global one and change its
         # state.
         generator=torch.Generator().manual_seed(0),
@@ -121,20 +92,19 @@ def _read(
     if not num_workers:
         return iter(loader)
     # Workers take seconds to start, and inherit what is blocked. The tracker, which starts with the
-    # first of them, would unblock two signals, and warns where it cleans up after a killed process.
-    sys.warnoptions.append(_TRACKER_WARNS)
+    # first of them, would unblock two signals.
     resource_tracker.ensure_running()
-    sys.warnoptions.remove(_TRACKER_WARNS)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
     try:
-        found = iter(loader)
+        loaded: Any = iter(loader)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    _WITH_WORKERS.add(found)
-    return found
+    for worker in loaded._workers:
+        worker.terminate = worker.kill  # it ignores SIGTERM
+    _WITH_WORKERS.add(loaded)
+    return cast("Iterator[Any]", loaded)
 
 
-_TRACKER_WARNS = "ignore:resource_tracker"
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 _WITH_WORKERS: "weakref.WeakSet[Any]" = weakref.WeakSet()
 """Iterators that have not been shut down yet."""
@@ -142,7 +112,7 @@ _WITH_WORKERS: "weakref.WeakSet[Any]" = weakref.WeakSet()
 
 @atexit.register
 def _end_workers() -> None:
-    # multiprocessing would kill them, which torch reports as an error.
+    # multiprocessing would send them SIGTERM, which they ignore, and wait for them.
     for batches in list(_WITH_WORKERS):
         batches._shutdown_workers()
 
@@ -159,25 +129,6 @@ def _begin(parent: int, worker: int) -> None:
     # After the finalizers that wait for all batches to be sent: Python would stop the threads that
     # send them inside torch's C++ code, which aborts the process.
     Finalize(None, os._exit, args=(0,), exitpriority=-100)
-
-
-class _Popen(popen_spawn_posix.Popen):
-    """Ends a loader process by SIGKILL, since it ignores SIGTERM."""
-
-    terminate = popen_spawn_posix.Popen.kill
-
-
-class _Loader(SpawnProcess):
-    @staticmethod
-    def _Popen(process: Any) -> Any:
-        return _Popen(process)
-
-
-class _Loaders(SpawnContext):
-    """Spawns loader processes: a forked one would inherit this process's sockets and keep them
-    open, so that peers could not detect this process's death."""
-
-    Process = _Loader
 
 
 class Numbered(Dataset[tuple[Any, int]]):

@@ -15,8 +15,6 @@ from polyad.data.prepared import SPLITS
 HUB = "hub:"
 SAVED = ("dataset_dict.json", "state.json")
 """Files of a folder that `save_to_disk` wrote: of several splits, or of one."""
-README = "README.md"
-"""Its metadata assign the files of a data set to configurations and splits."""
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
 BUILDERS = {
     ".jsonl": "json",
@@ -37,13 +35,11 @@ class Tables(NamedTuple):
             or `datasets.IterableDataset`.
         unread: Names of files and splits that are not read.
         notes: What was not read, and what was read in an unusual way; a line each.
-        version: Names the version of a data set that was saved or is on the hub.
     """
 
     splits: dict[str, Any]
     unread: list[str]
     notes: list[str]
-    version: str = ""
 
 
 def open_tables(
@@ -69,58 +65,30 @@ def open_tables(
         DataError: There is no such data set, it cannot be read, or it has none of these splits.
     """
     renamed, notes = renamed or {}, list[str]()
+    place = user_path(path.removeprefix(HUB))
     with library_errors(path):
-        local = local_files(path, endings, renamed)
-        if local is not None:
-            files, unread = local
-            if not files:
-                return None
-            splits, version = {name: load_files(each, notes) for name, each in files.items()}, ""
-        else:
-            place, _ = located(path)
-            opened, version = _saved(place) if place.exists() else _of_hub(path, streaming)
+        if is_saved(place) or path.startswith(HUB):
+            opened = _saved(place) if is_saved(place) else _of_hub(path, endings, streaming, notes)
             splits = {split_named(name, renamed) or name: rows for name, rows in opened.items()}
             unread = [name for name in splits if name not in SPLITS]
+        elif not place.exists():
+            raise DataError(f"{path}: there is no such file or folder")
+        else:
+            files, unread = table_files(place, endings, renamed)
+            if not files:
+                return None
+            splits = {name: load_files(each, notes) for name, each in files.items()}
     ours: dict[str, Any] = {split: splits[split] for split in SPLITS if split in splits}
     if not ours:
         raise DataError(f"{path}: has no train split; it has {listed(splits)}")
     if unread:
         notes.insert(0, f"{path}: not read: {listed(unread, 5)}")
-    return Tables(ours, unread, notes, version)
+    return Tables(ours, unread, notes)
 
 
-def located(path: str) -> tuple[Path, str | None]:
-    """Returns the place on the disk that a path may name, and a configuration within it."""
-    place = user_path(path.removeprefix(HUB))
-    folder, _, config = path.removeprefix(HUB).rpartition(":")
-    if path.startswith(HUB) and not place.exists() and folder and user_path(folder).is_dir():
-        return user_path(folder), config
-    return place, None
-
-
-def local_files(
-    path: str, endings: Collection[str], renamed: Mapping[str, str] | None = None
-) -> tuple[dict[str, list[Path]], list[str]] | None:
-    """Lists the files of a data set by split, and the names of files and splits that are not read.
-
-    Args:
-        path: As for `open_tables`.
-        endings: The endings of files that are read.
-        renamed: Splits that a data set calls otherwise, by its names.
-
-    Returns:
-        The files; None if the data set is on the hub, or was written by `save_to_disk`.
-    """
-    place, config = located(path)
-    if any((place / name).is_file() for name in SAVED):
-        return None
-    if not place.exists():
-        if path.startswith(HUB):
-            return None
-        raise DataError(f"{path}: there is no such file or folder")
-    if path.startswith(HUB) and (place / README).is_file():
-        return _configured(place, config, endings, renamed or {})
-    return table_files(place / (config or ""), endings, renamed or {})
+def is_saved(place: Path) -> bool:
+    """Returns whether a folder was written by `save_to_disk`."""
+    return any((place / name).is_file() for name in SAVED)
 
 
 @contextlib.contextmanager
@@ -134,45 +102,40 @@ def library_errors(place: str | Path) -> Iterator[None]:
         raise DataError(f"{place}: {one_line(error.__cause__ or error, 300)}") from None
 
 
-def _of_hub(path: str, streaming: bool) -> tuple[Mapping[str, Any], str]:
+def _of_hub(
+    path: str, endings: Collection[str], streaming: bool, notes: list[str]
+) -> Mapping[str, Any]:
     import datasets
 
     name, _, config = path.removeprefix(HUB).partition(":")
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
-    builder = datasets.load_dataset_builder(name, config or None)
-    version = f"{builder.config.name}\0{builder.hash}"
-    if streaming:
-        return builder.as_streaming_dataset(), version
-    builder.download_and_prepare()
-    return builder.as_dataset(), version
+    folder = user_path(name)
+    builder = datasets.load_dataset_builder(
+        str(folder) if folder.is_dir() else name, config or None
+    )
+    files = {
+        str(split): [Path(file) for file in each]
+        for split, each in (builder.config.data_files or {}).items()
+    }
+    copies = [file for each in files.values() for file in each]
+    if copies and all(file.exists() and _ending(file, endings) for file in copies):
+        # One by one, since splits of a copy may name the same classes differently.
+        return {split: load_files(each, notes) for split, each in files.items()}
+    if not streaming:
+        builder.download_and_prepare()
+    opened: Mapping[str, Any] = (
+        builder.as_streaming_dataset() if streaming else builder.as_dataset()
+    )
+    return opened
 
 
-def _saved(folder: Path) -> tuple[Mapping[str, Any], str]:
+def _saved(folder: Path) -> Mapping[str, Any]:
     import datasets
 
     loaded = datasets.load_from_disk(str(folder))
     # A split that was saved alone is the train split, whatever its name.
-    splits = loaded if isinstance(loaded, datasets.DatasetDict) else {"train": loaded}
-    return splits, "".join(rows._fingerprint for rows in splits.values())
-
-
-def _configured(
-    place: Path, config: str | None, endings: Collection[str], renamed: Mapping[str, str]
-) -> tuple[dict[str, list[Path]], list[str]]:
-    """Lists the files of tables by split, as the README of a copied data set assigns them."""
-    import datasets
-
-    with library_errors(place):
-        by_split = datasets.load_dataset_builder(str(place), config).config.data_files or {}
-    files = {name: list(map(Path, each)) for name, each in by_split.items()}
-    if other := [f for each in files.values() for f in each if not _ending(f, endings)]:
-        raise DataError(f"{other[0]}: is not a table; allowed: {', '.join(endings)}")
-    named = {split_named(name, renamed) or name: each for name, each in files.items()}
-    return (
-        {name: each for name, each in named.items() if name in SPLITS},
-        [name for name in named if name not in SPLITS],
-    )
+    return loaded if isinstance(loaded, datasets.DatasetDict) else {"train": loaded}
 
 
 def split_named(name: str, renamed: Mapping[str, str]) -> str | None:

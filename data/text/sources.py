@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from polyad.data.errors import DataError, listed, nearest, one_line, user_path
 from polyad.data.prepared import SPLITS, SplitName, is_hidden
-from polyad.data.tables import HUB, SAVED, local_files, located, open_tables
+from polyad.data.tables import HUB, is_saved, open_tables
 from polyad.data.text.manifest import ReadOptions
 from polyad.data.text.readers import FORMATS, LINES, MODULE, TEXT, Format, read_rows
 
@@ -33,6 +33,8 @@ LEFT_OUT = frozenset(
 )
 EMPTY, UNREADABLE = "documents without text", "unreadable files"
 """Reasons for which a pass over a source leaves something out."""
+OTHER_SPLITS = f"splits other than {', '.join(SPLITS)}"
+"""Another reason for which something is left out."""
 
 # WikiText is stored line by line. A level-1 heading between blank lines opens an article:
 # " = Title = "; " = = Section = = " is of level 2.
@@ -222,10 +224,9 @@ def open_splits(spec: str, options: ReadOptions) -> dict[SplitName, Source]:
     try:
         if spec == PYTHON_STDLIB or spec.startswith(PACKAGE):
             return {"train": _modules(spec)}
-        is_saved = any((user_path(path) / name).is_file() for name in SAVED)
-        if not path.startswith(HUB) and not is_saved:
+        if not path.startswith(HUB) and not is_saved(user_path(path)):
             return {"train": _files(spec, options)}
-        splits = _copied(spec, path, options) or _rows(spec, path, options)
+        splits = _rows(spec, path, options)
     except OSError as error:
         raise DataError(f"{error.filename or spec}: cannot be read: {error.strerror}") from None
     if "train" not in splits:
@@ -250,32 +251,11 @@ def open_source(
     return splits.get(split) or splits["train"]
 
 
-def _copied(spec: str, path: str, options: ReadOptions) -> dict[SplitName, Source]:
-    """Opens the files of a copied data set; empty if it is none."""
-    local = local_files(path, tuple(FORMATS))
-    if local is None:
-        return {}
-    _, config = located(path)
-    left_out = _other_splits(local[1])
-    by_split: dict[SplitName, Source] = {}
-    for split in SPLITS:
-        if files := tuple(_source_file(file, options) for file in local[0].get(split, ())):
-            joins = (config or "").startswith(WIKITEXT)
-            by_split[split] = Source(spec, files, joins, left_out=left_out)
-    if not by_split:
-        raise DataError(f"{spec}: holds no text of a split; it has {listed(local[1])}")
-    return by_split
-
-
-def _other_splits(names: list[str]) -> Counter[str]:
-    return Counter({f"splits other than {', '.join(SPLITS)}": len(names)} if names else {})
-
-
 def _rows(spec: str, path: str, options: ReadOptions) -> dict[SplitName, Source]:
     """Opens a data set of the hub, or one that was saved."""
     tables = open_tables(path, (), streaming=options.streaming)
     assert tables is not None
-    left_out = _other_splits(tables.unread)
+    others = Counter({OTHER_SPLITS: len(tables.unread)} if tables.unread else {})
     by_split: dict[SplitName, Source] = {}
     for split in SPLITS:
         if (rows := tables.splits.get(split)) is None:
@@ -284,7 +264,7 @@ def _rows(spec: str, path: str, options: ReadOptions) -> dict[SplitName, Source]
         file = _rows_file(rows, f"{spec} {split}", options.text_key)
         file = file._replace(size=(size.num_bytes or 0) if size else 0)
         joins = (rows.info.config_name or "").startswith(WIKITEXT)
-        by_split[split] = Source(spec, (file,), joins, left_out=left_out)
+        by_split[split] = Source(spec, (file,), joins, left_out=others)
     return by_split
 
 

@@ -119,12 +119,6 @@ def test_articles_of_the_real_file(shared):
     assert list(join_articles(without_ends)) == articles
 
 
-def test_copy_without_its_page_is_found_by_folder(wikitext):
-    with_page = texts(open_source(f"hub:{wikitext}:{RAW}", split="test"))
-    (wikitext / "README.md").unlink()
-    assert texts(open_source(f"hub:{wikitext}:{RAW}", split="test")) == with_page
-
-
 def test_saved_to_disk_is_the_same_text(wikitext, tmp_path):
     loaded = datasets.load_dataset(str(wikitext), RAW)
     loaded.save_to_disk(tmp_path / "saved")
