@@ -13,9 +13,8 @@ from pydantic import ValidationError
 
 from polyad.model.build import build_model
 from polyad.model.lora import AdaptConfig, LoRAConfig, adapters, add_lora, of_base
-from polyad.model.patterns import PatternError
 from polyad.parallel.checkpoint.format import (
-    MASTER,
+    CONFIG_FILE,
     OF_WEIGHTS,
     Box,
     CheckpointError,
@@ -24,7 +23,7 @@ from polyad.parallel.checkpoint.format import (
     fault_of,
 )
 from polyad.parallel.checkpoint.load import Checkpoint
-from polyad.parallel.source import StoredWeights, differing_shapes
+from polyad.parallel.source import StoredWeights
 
 
 def digest_of(base: StoredWeights, names: Collection[str]) -> str:
@@ -72,7 +71,7 @@ class AdaptedCheckpoint(Checkpoint):
         lora: the adapters.
 
     Raises:
-        CheckpointError: it has other adapters, or they belong to another base.
+        CheckpointError: its adapters belong to another base.
     """
 
     def __init__(
@@ -82,19 +81,11 @@ class AdaptedCheckpoint(Checkpoint):
         self.base, self.lora = base, lora
         model = build_model(self.model_config())
         self._shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-        try:
-            add_lora(model, lora)
-        except PatternError as error:
-            raise damaged(folder / "config.yaml", str(error)) from None
+        add_lora(model, lora)
         self.frozen = of_base(model)
         """Names of the weights that come from the base."""
         self.adapters = {weight: (path, adapter) for weight, path, adapter in adapters(model)}
         """By adapted weight: the adapter's own name, and the adapter."""
-        ours = {n: tuple(p.shape) for n, p in model.named_parameters() if n not in self.frozen}
-        if differing := differing_shapes(super().shapes(), ours):
-            raise CheckpointError(
-                f"{folder}: holds different adapters than its configuration says: {differing}"
-            )
         self.base_digest = digest_of(base, self.frozen)
         check_base(folder, self.state.base_digest, base, self.base_digest)
         self._last: tuple[str, torch.Tensor] | None = None
@@ -126,11 +117,6 @@ class AdaptedCheckpoint(Checkpoint):
             self._last = name, value
         return self._last[1]
 
-    def own(self, name: str, field: str | None = None) -> torch.Tensor:
-        """Reads a whole tensor of the checkpoint itself."""
-        field = field or (self._chosen if self._chosen in self.tensors[name] else MASTER)
-        return super().read(Box.whole(name, field, self.tensors[name][field].shape))
-
     def take_average(self) -> None:
         """See `Checkpoint.take_average`; the base has not changed."""
         super().take_average()
@@ -141,28 +127,9 @@ def lora_of(checkpoint: Checkpoint) -> LoRAConfig | None:
     """Returns the adapters of a checkpoint, from its configuration; None if it has whole weights.
 
     Raises:
-        CheckpointError: its configuration is damaged.
+        CheckpointError: another version wrote its configuration.
     """
-    section = checkpoint.section("adapt")
-    if section is None:
-        return None
     try:
-        return AdaptConfig.model_validate(section).lora
+        return AdaptConfig.model_validate(checkpoint.section("adapt")).lora
     except ValidationError as error:
-        raise damaged(checkpoint.folder / "config.yaml", f"adapt.{fault_of(error)}") from None
-
-
-def base_of(checkpoint: Checkpoint) -> Path:
-    """Returns where the base of a checkpoint of adapters is, from its configuration.
-
-    Raises:
-        CheckpointError: its configuration does not say.
-    """
-    section = checkpoint.section("checkpoint")
-    path = section.get("init_from") if isinstance(section, dict) else None
-    if not isinstance(path, str):
-        raise damaged(
-            checkpoint.folder / "config.yaml",
-            "checkpoint.init_from: is missing, but adapters need their base model",
-        )
-    return Path(path)
+        raise damaged(checkpoint.folder / CONFIG_FILE, f"adapt.{fault_of(error)}") from None

@@ -68,29 +68,16 @@ def rounds(members: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
 
 def _link(world: comm.World, one: int, other: int, buffers: torch.Tensor) -> Link:
     peer = other if world.rank == one else one
+    both = [dist.P2POp(dist.isend, buffers[0], peer), dist.P2POp(dist.irecv, buffers[1], peer)]
 
     def exchange() -> None:
+        for work in dist.batch_isend_irecv(both):
+            work.wait()
         if world.device.type == "cuda":
-            send = dist.P2POp(dist.isend, buffers[0], peer)
-            for work in dist.batch_isend_irecv([send, dist.P2POp(dist.irecv, buffers[1], peer)]):
-                work.wait()
-        elif world.rank == one:
-            dist.send(buffers[0], peer)
-            dist.recv(buffers[1], peer)
-        else:
-            dist.recv(buffers[1], peer)
-            dist.send(buffers[0], peer)
+            torch.cuda.synchronize(world.device)
 
-    directions = 1 if world.device.type == "cuda" else 2  # gloo's directions are sequential
     exchange()  # connects
-    begun = _finished(world.device)
+    begun = time.perf_counter()
     for _ in range(REPEATS):
         exchange()
-    seconds = (_finished(world.device) - begun) / REPEATS
-    return Link(one, other, directions * buffers[0].numel() / seconds)
-
-
-def _finished(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
+    return Link(one, other, REPEATS * buffers[0].numel() / (time.perf_counter() - begun))

@@ -10,7 +10,7 @@ from polyad.model.build import build_model, initial_value, place
 from polyad.model.decoder import DecoderSettings
 from polyad.model.decoder_config import DecoderConfig
 from polyad.model.settings import ModelSettings
-from polyad.parallel.adapted import AdaptedCheckpoint, base_of, lora_of
+from polyad.parallel.adapted import AdaptedCheckpoint, lora_of
 from polyad.parallel.checkpoint.format import CheckpointError
 from polyad.parallel.checkpoint.load import Checkpoint, find_checkpoint, read_newest
 from polyad.parallel.families import FamilyWeights, is_huggingface_folder
@@ -80,7 +80,7 @@ def _opened(path: Path, given: Path | None) -> Checkpoint:
             raise _without_adapters(checkpoint.folder, given)
         return checkpoint
     folder, config = checkpoint.folder, checkpoint.model_config()
-    place = base_of(checkpoint) if given is None else given
+    place = Path(checkpoint.section("checkpoint")["init_from"]) if given is None else given
     named = "checkpoint.init_from" if given is None else "--base"
     try:
         base = open_weights(place)

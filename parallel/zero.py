@@ -11,7 +11,7 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Literal, NamedTuple
@@ -301,10 +301,6 @@ class Engine:
     def train(self, mode: bool = True) -> None:
         """Switches dropout on or off."""
         self.deepspeed.train(mode)
-
-    def no_grad(self) -> AbstractContextManager[None]:
-        """A context without gradients, for evaluation."""
-        return torch.no_grad()
 
     def before_change(self, callback: Callable[[], None]) -> None:
         """Registers a function to be called once, before weights, masters or moments next change.

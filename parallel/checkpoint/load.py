@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import nn
@@ -93,17 +93,21 @@ class Checkpoint(StoredWeights):
         """
         path = self.folder / CONFIG_FILE
         try:
-            return read_model_config(load(self.config_yaml)["model"])
-        except (ConfigYamlError, TypeError, KeyError, ValueError):
+            return read_model_config(self.section("model") or None)
+        except ValueError:
             raise damaged(path, "it has no section `model` of a known model") from None
 
-    def section(self, name: str) -> object:
-        """Returns a section of its configuration as parsed YAML; None if it does not exist."""
+    def section(self, name: str) -> dict[str, Any]:
+        """Returns a section of its configuration as parsed YAML; empty if it does not exist.
+
+        Raises:
+            CheckpointError: it is not YAML.
+        """
         try:
             tree = load(self.config_yaml)
-        except ConfigYamlError:
-            return None
-        return tree.get(name) if isinstance(tree, dict) else None
+        except ConfigYamlError as error:
+            raise damaged(self.folder / CONFIG_FILE, str(error)) from None
+        return tree.get(name) or {} if isinstance(tree, dict) else {}
 
     def small_file(self, name: str) -> Path | None:
         """Returns a file beside the weights, verified; None if it does not exist.
@@ -166,8 +170,12 @@ class Checkpoint(StoredWeights):
 
     def whole(self, name: str, field: str | None = None) -> torch.Tensor:
         """Reads a whole tensor; without a field the weight, or the average that stands for it."""
+        return self.own(name, field)
+
+    def own(self, name: str, field: str | None = None) -> torch.Tensor:
+        """Reads a whole tensor of the checkpoint itself, without that of a base."""
         field = field or (self._chosen if self._chosen in self.tensors[name] else MASTER)
-        return self.read(Box.whole(name, field, self.tensors[name][field].shape))
+        return Checkpoint.read(self, Box.whole(name, field, self.tensors[name][field].shape))
 
     def take_average(self) -> None:
         """Uses the moving average as the weights, wherever a whole weight is read.
@@ -227,8 +235,7 @@ class Checkpoint(StoredWeights):
         Returns:
             Whether the checkpoint has them: the same on all ranks.
         """
-        parallel = self.section("parallel")
-        shared = parallel.get("tensor_parallel_size", 1) if isinstance(parallel, dict) else 1
+        shared = self.section("parallel").get("tensor_parallel_size", 1)
         names = [name for name, fields in self.tensors.items() if RANDOM in fields]
         ranks = sum(name.endswith(".torch") for name in names)
         if (ranks, shared) != (world.size, world.tensor_parallel_size):
@@ -284,11 +291,9 @@ def find_checkpoint(path: Path) -> Path:
     Raises:
         CheckpointError: there is none.
     """
-    if (path / MANIFEST_FILE).is_file() and (path / INDEX_FILE).is_file():
-        return path
-    for folder in (path / "checkpoints", path):
-        if found := complete_checkpoints(folder):
-            return found[-1]
+    found = newest_of(path)
+    if found != path or all((path / name).is_file() for name in (MANIFEST_FILE, INDEX_FILE)):
+        return found
     if not path.exists():
         raise CheckpointError(f"{path}: there is no such folder")
     if path.is_file():
