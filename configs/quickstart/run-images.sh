@@ -24,11 +24,13 @@ step "1/4  train with expert parallelism over 2 processes and ZeRO 1, to step 10
 step "2/4  continue in 2 new processes from the sharded checkpoint of step 1000"
 polyad launch $config --processes-per-node 2 $larger
 
-step "3/4  write the report"
-polyad report $folder/run
+step "3/4  evaluate on the validation split"
+polyad evaluate $folder/run --json $folder/validation.json
 
-step "4/4  evaluate on the validation split"
-polyad evaluate $folder/run
+step "4/4  write the report, and compare with a nearest-neighbour classifier"
+polyad report $folder/run
+echo
+python -m polyad.train.evaluation.summary $folder/run $folder/validation.json
 cat <<END
 continued          at step 1000 in new processes, from $folder/run/checkpoints/step-00001000
 run folder         $folder/run

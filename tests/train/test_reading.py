@@ -120,7 +120,7 @@ def test_block_by_block_counts_the_tokens_of_a_trace(folder, rows):
     options = asked(data, "validation")
     with little_memory():
         result, _ = both_forms(where, Atlas, **options)
-        found, _ = measured(where, "specialization", **options)
+        found, _ = measured(where, "specialize", **options)
     for name in LAYERS:
         tokens, wanted = of_trace(rows, name)
         for statistic, values in wanted.items():
@@ -133,7 +133,7 @@ def test_block_by_block_counts_the_tokens_of_a_trace(folder, rows):
 def test_other_readers_count_the_tokens_of_a_trace(folder, rows, even):
     where, data, _ = folder
     options = asked(data, "validation")
-    found, _ = measured(where, "specialization", **options)
+    found, _ = measured(where, "specialize", **options)
     shares, _ = measured(where, even.name, **options)
     same = compare(where, where, units=10**6, **options)
     tokens = len(rows[(rows["layer"] == 0) & (rows["slot"] == 0)])
@@ -208,7 +208,7 @@ def test_readers_of_other_tasks_count_the_tokens_of_a_trace(
         folder = sequences_run(kind, workers, tmp_path_factory)
     both_forms(folder, Trace, output=tmp_path / "t.parquet")
     rows = pd.read_parquet(tmp_path / "t.parquet")
-    result = measured(folder, "specialization")[0]
+    result = measured(folder, "specialize")[0]
     for name in LAYERS[:2]:
         wanted = np.bincount(rows[rows["module"] == name]["expert"], minlength=4)
         kinds = list(frame_of(result, "labels", module=name)["by"])

@@ -89,11 +89,11 @@ def test_perplexity_is_that_of_the_whole_model(case, precision, tmp_path):
 def test_measures_and_pages_are_those_of_the_whole_model(case, tmp_path):
     folder, data = folder_and_data(case, tmp_path)
     asked = {"data": data, "overrides": WINDOWS}
-    wanted = measured(folder, "specialization", **asked)[0]
+    wanted = measured(folder, "specialize", **asked)[0]
     page, whole = ({"data": data, "tokens": tokens, "layers": ["all"]} for tokens in (150, 10**6))
     pages = [report(folder, **each) for each in (page, whole)]
     with little_memory():
-        found = measured(folder, "specialization", **asked)[0]
+        found = measured(folder, "specialize", **asked)[0]
         assert [report(folder, **each) for each in (page, whole)] == pages
     assert lasting(found) == lasting(wanted)
 
