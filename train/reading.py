@@ -2,20 +2,20 @@
 
     opened = open_evaluated(path, data, overrides)      weights, their configuration, their task
     with opened.loaded(doing, split) as (model, world)  the model on this process's device
-    read(model, layers, samples, measures, ...)         the one pass, in which routers are read
+    for reading in read(model, layers, samples, ...)    the one pass, in which routers are read
 
-A measure gets each batch with the decisions of every router, and accumulates; see `measures/`.
+A reading is a batch with the decisions of every router; see `measures/`.
 
 Shapes: B samples and R rows of a batch, N tokens that a layer gets, M of them that count, D width.
 """
 
 import functools
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -36,12 +36,12 @@ from polyad.train.experts.moments import ExpertMoments, Moments
 from polyad.train.experts.probing import Decision, RoutedLayer, deciding
 from polyad.train.guard.failures import explain_out_of_memory
 from polyad.train.loop.profiling import allow_tf32
-from polyad.train.streaming import opened_model, run_blocks
+from polyad.train.streaming import activations_of, on_device, opened_model, run_blocks
 from polyad.train.tasks.images import ImageClassification
 from polyad.train.tasks.language import LanguageModelling
 from polyad.train.tasks.registry import task_class
-from polyad.train.tasks.samples import Passages, Samples, TextSamples, samples_of
-from polyad.train.tasks.task import Task
+from polyad.train.tasks.samples import Samples, TextSamples, samples_of
+from polyad.train.tasks.task import Share, Task
 
 MEAN_OF = 65_536
 """Approximate number of tokens or images that a mean output is averaged over."""
@@ -122,8 +122,8 @@ class Evaluated(NamedTuple):
         blocks = {each.layer for each in self.interventions if each.action.how == "mean"}
         layers = [layer for block, layer in layers_by_block(model).items() if block in blocks]
         samples = samples_of(self.task, split or "validation", MEAN_OF)
-        found = moments_of(model, layers, samples, self.batch_size, world)
-        return {name: each.mean_SD for name, each in found.items()}
+        moments = moments_of(model, layers, samples, self.batch_size, world)
+        return {name: each.mean_SD for name, each in moments.items()}
 
     def text(self, option: str) -> LanguageModelling:
         """Returns the task, for an option that needs text.
@@ -324,106 +324,71 @@ class Reading:
         return self.number_R[self.rows_of(decision)]
 
 
-class Reader(Protocol):
-    """Accumulates one measure; see `measures/measure.py`."""
-
-    @property
-    def blocks(self) -> Sequence[int]:
-        """The blocks whose inputs it needs."""
-
-    def add(self, reading: Reading) -> None:
-        """Adds a batch."""
-
-
-class MomentsReader:
-    """Accumulates the moments of expert outputs.
-
-    Args:
-        layers: the layers to read.
-    """
-
-    blocks: Sequence[int] = ()
-
-    def __init__(self, layers: Sequence[RoutedLayer]) -> None:
-        self.moments = ExpertMoments(layers)
-
-    def add(self, reading: Reading) -> None:
-        """Adds a batch."""
-        self.moments.add(reading.decisions)
-
-
 def moments_of(
     model: nn.Module,
     layers: Sequence[RoutedLayer],
     samples: Samples,
     batch_size: int,
     world: comm.World,
-    *others: Reader,
 ) -> Mapping[str, Moments]:
-    """Reads samples for the moments of expert outputs; all processes call this.
+    """Reads samples for the moments of expert outputs, by layer name; all processes call this.
 
     Args:
         model: see `read`.
-        layers: the layers to read.
+        layers: see `read`.
         samples: see `read`.
         batch_size: see `read`.
         world: see `read`.
-        others: further measures that are taken of the same pass.
-
-    Returns:
-        The moments by layer name.
     """
-    reader = MomentsReader(layers)
-    read(
-        *(model, layers, samples, (reader, *others)),
-        batch_size=batch_size,
-        world=world,
-        label="read experts",
-    )
-    return reader.moments.result(
-        lambda values: comm.sum_over_samples(values.to(world.device), world)
-    )
+    moments = ExpertMoments(layers)
+    for reading in read(
+        model, layers, samples, batch_size=batch_size, world=world, label="read experts"
+    ):
+        moments.add(reading.decisions)
+    return moments.result(lambda values: comm.sum_over_samples(values.to(world.device), world))
 
 
-@torch.inference_mode()
 def read(
     model: nn.Module,
     layers: Sequence[RoutedLayer],
     samples: Samples,
-    measures: Sequence[Reader],
     *,
     batch_size: int,
     world: comm.World | None = None,
     label: str = "",
-    report: Callable[[float], None] = lambda share: None,
-) -> None:
-    """Reads held-out samples and all routers' decisions once, for all measures.
+    blocks: Sequence[int] = (),
+    report: Share = lambda share: None,
+) -> Iterator[Reading]:
+    """Reads held-out samples and all routers' decisions once.
 
     Args:
-        model: in evaluation mode, whole on each process.
+        model: in evaluation mode, whole on each process, or `Streamed`, which is read block by
+            block, up to the last block with one of the layers.
         layers: the layers whose routers are read.
         samples: the samples that all processes read together.
-        measures: each gets every batch of this process.
         batch_size: samples per forward pass.
         world: the processes that share the samples; None: this one reads all.
         label: label on the console; empty: no output.
+        blocks: the blocks whose inputs are needed.
         report: called with the share done.
+
+    Yields:
+        Every batch of this process, of a streamed model once for each block with layers.
     """
     device, done = device_of(model), 0
     rank, ranks = (world.data_parallel_rank, world.data_parallel_size) if world else (0, 1)
     if label and (world is None or world.is_main):
         report = Progress(label, samples.amount, samples.unit)
     if isinstance(model, Streamed):
-        progress = report if isinstance(report, Progress) else None
-        _read_streamed(model, layers, samples, measures, batch_size, progress)
+        assert not blocks
+        yield from _read_streamed(model, layers, samples, batch_size, report)
         return
-    blocks = {block for measure in measures for block in measure.blocks}
     for number_R, batch in samples.batches(batch_size, rank, ranks, device):
         if len(number_R):
             entering = dict.fromkeys(blocks, torch.empty(0))
-            with deciding(model, layers) as decisions:
+            with deciding(model, layers) as decisions, torch.inference_mode():
                 output = samples.forward(model, batch, entering)
-            reading = Reading(
+            yield Reading(
                 number_R=number_R.to(device),
                 batch=batch,
                 output=output,
@@ -431,8 +396,6 @@ def read(
                 entering=entering,
                 row_N=samples.row_N(batch),
             )
-            for measure in measures:
-                measure.add(reading)
         done += len(number_R) * ranks
         report(min(1.0, done / samples.rows))
 
@@ -441,43 +404,26 @@ def _read_streamed(
     model: Streamed,
     layers: Sequence[RoutedLayer],
     samples: Samples,
-    measures: Sequence[Reader],
     batch_size: int,
-    report: Progress | None,
-) -> None:
-    """Reads like `read`, but block by block, up to the last block with one of the layers."""
+    report: Share,
+) -> Iterator[Reading]:
     assert isinstance(samples, TextSamples)
-    assert not any(measure.blocks for measure in measures)
     batches = list(samples.batches(batch_size, 0, 1, torch.device("cpu")))
-    by_block: dict[int, list[RoutedLayer]] = {}
+    by_block: dict[int, list[str]] = {}
     for layer in layers:
-        by_block.setdefault(layer.block, []).append(layer)
-
-    @contextmanager
-    def watch(block: int) -> Iterator[Callable[[int], None]]:
-        with deciding(model, by_block.get(block, ())) as decisions:
-
-            def add(number: int) -> None:
-                if block not in by_block:
-                    return
+        by_block.setdefault(layer.block, []).append(layer.name)
+    ids, last = [batch.ids_BT.int() for _, batch in batches], max(by_block, default=-1) + 1
+    with activations_of(model, ids) as activations, deciding(model, layers) as decisions:
+        for block, number in run_blocks(model, activations, last, report=report):
+            if block in by_block:
                 number_R, batch = batches[number]
-                others = (each.to(model.device) for each in batch[1:])
-                batch = Passages(batch.number_B, *others)
-                reading = Reading(
+                batch = on_device(batch, model.device)
+                yield Reading(
                     number_R=number_R.to(model.device),
                     batch=batch,
                     output=None,
-                    of_all_tokens=decisions,
+                    of_all_tokens={name: decisions.pop(name) for name in by_block[block]},
                     entering={},
                     is_first=block == min(by_block),
                     row_N=samples.row_N(batch),
                 )
-                for measure in measures:
-                    measure.add(reading)
-
-            yield add
-
-    ids = [batch.ids_BT.int() for _, batch in batches]
-    last = max(by_block, default=-1) + 1
-    with run_blocks(model, ids, last, watch=watch, report=report):
-        pass

@@ -1,14 +1,16 @@
 """Block-by-block reading of held-out text with a decoder that is larger than memory.
 
-All windows go through block 0, then through block 1, and so on. A block's outputs are kept in
-memory, or in a file if they do not fit. Windows are whole, so no keys and values are cached.
+All windows go through block 0, then through block 1, and so on. A block's outputs replace its
+inputs in memory, or in a file if they do not fit. Windows are whole, so no keys and values are
+cached.
 
 Shapes: B windows of a batch, T tokens of a window, D width.
 """
 
 import contextlib
+import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -23,15 +25,13 @@ from polyad.parallel.host_memory import free_memory, keep_few_products, return_f
 from polyad.parallel.streamed import Streamed, bytes_of_weights, parts_of
 from polyad.parallel.weights import Weights, load_model
 from polyad.parallel.zero import DTYPES, Precision
-from polyad.train.console import Progress, in_bytes
+from polyad.train.console import in_bytes
 from polyad.train.errors import ConfigError
 from polyad.train.tasks.distillation import cross_entropy
+from polyad.train.tasks.samples import Passages
 from polyad.train.tasks.task import OneDevice, Predictor, Share
 
-Found = TypeVar("Found")
-Watch = Callable[[int], contextlib.AbstractContextManager[Callable[[int], None]]]
-"""Maps a block number to a context in which the block is run; the context yields a function that is
-called with the number of each batch that has passed it."""
+Result = TypeVar("Result")
 ROOM = 0.9
 """Share of the free memory for weights; the rest is for activations."""
 
@@ -120,9 +120,9 @@ def whole_model(
 
 def predicting(
     model: nn.Module,
-    read: Callable[[Predictor, Share | None], Found],
-    report: Progress | None,
-) -> Found:
+    read: Callable[[Predictor, Share | None], Result],
+    report: Share | None,
+) -> Result:
     """Returns the result of a reading with a whole or streamed model.
 
     For a streamed model `read` is called twice: first to collect its inputs, and after these went
@@ -136,176 +136,117 @@ def predicting(
     """
     if not isinstance(model, Streamed):
         return read(OneDevice(model, cross_entropy), report)
-    inputs = _Inputs(model.device)
-    read(inputs, None)
-    blocks = len(model.blocks)
-    with (
-        run_blocks(model, inputs.batches, blocks, report=report, after=1) as activations,
-        model.part(*parts_of(model)[-1]),
-    ):
-        last = _Last(model, inputs.batches, activations)
-
-        def told(share: float) -> None:
-            if report is not None:
-                report((blocks + share) / (blocks + 1))
-
-        return read(last, told)
+    predictor, blocks = _InTwoPasses(model), len(model.blocks)
+    read(predictor, None)
+    say = report or (lambda share: None)
+    with activations_of(model, predictor.ids) as activations:
+        for _ in run_blocks(
+            model, activations, report=lambda share: say(share * blocks / (blocks + 1))
+        ):
+            pass
+        predictor.outputs = iter(activations)
+        with model.part(*parts_of(model)[-1]):
+            return read(predictor, lambda share: say((blocks + share) / (blocks + 1)))
 
 
-class _Inputs:
-    """A predictor that records its inputs and predicts nothing."""
+class _InTwoPasses:
+    """A predictor that first records its inputs and predicts nothing, and then scores the last
+    block's outputs for the same inputs in the same order."""
 
     cross_entropy = staticmethod(cross_entropy)
 
-    def __init__(self, device: torch.device) -> None:
-        self.batches: list[Tensor] = []
-        self._device = device
-
-    def __call__(self, *inputs: Tensor, **named: Tensor) -> ModelOutput:
-        """Returns zeros as losses."""
-        (input_ids_BT,) = inputs
-        self.batches.append(input_ids_BT.to("cpu", torch.int32))
-        return ModelOutput(torch.zeros(input_ids_BT.shape, device=self._device), ())
-
-
-class _Last:
-    """A predictor for the same inputs in the same order, from the last block's outputs."""
-
-    cross_entropy = staticmethod(cross_entropy)
-
-    def __init__(
-        self, model: Streamed, batches: Sequence[Tensor], activations: Iterable[Tensor]
-    ) -> None:
+    def __init__(self, model: Streamed) -> None:
+        self.ids: list[Tensor] = []
+        self.outputs: Iterator[Tensor] | None = None
         self._model = model
-        self._next = zip(batches, activations, strict=True)
 
     def __call__(self, *inputs: Tensor, **named: Tensor) -> ModelOutput:
-        """Returns the losses of the next batch."""
+        """Returns the losses of a batch; in the first pass zeros."""
         (input_ids_BT,) = inputs
-        ids_BT, x_BTD = next(self._next)
-        assert torch.equal(ids_BT, input_ids_BT.to("cpu", torch.int32))
-        x_BTD = x_BTD.to(self._model.device)
+        if self.outputs is None:
+            self.ids.append(input_ids_BT.to("cpu", torch.int32))
+            losses_BT = torch.zeros(input_ids_BT.shape, device=self._model.device)
+            return ModelOutput(losses_BT, ())
+        x_BTD = next(self.outputs).to(self._model.device)
         return ModelOutput(self._model.score(x_BTD, **named), ())
 
 
 @contextlib.contextmanager
-def run_blocks(
-    model: Streamed,
-    batches: Sequence[Tensor],
-    blocks: int,
-    *,
-    watch: Watch = lambda block: contextlib.nullcontext(lambda number: None),
-    report: Progress | None = None,
-    after: int = 0,
-) -> Iterator[Iterable[Tensor]]:
-    """Runs inputs through the first blocks of a model.
+def activations_of(model: Streamed, batches: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Yields the input of the first block for each batch [B, T, D], on the CPU.
+
+    They are in memory, or in a mapped file if they do not fit.
 
     Args:
         model: the model, not in memory.
-        batches: token ids [B, T] of each batch, on the CPU.
-        blocks: number of blocks to run.
-        watch: observes a block.
-        report: the progress.
-        after: amount of work that follows, in blocks, for the progress.
-
-    Yields:
-        Outputs of the last one of them [B, T, D], batch after batch.
+        batches: token ids [B, T], on the CPU.
     """
-    begin, *parts = parts_of(model)
-    tokens = sum(batch.numel() for batch in batches)
-    shape = (model.config.hidden_size, DTYPES[model.precision])
-    size = tokens * shape[0] * shape[1].itemsize
+    width, dtype = model.config.hidden_size, DTYPES[model.precision]
+    sizes = [width * ids_BT.numel() for ids_BT in batches]
     with contextlib.ExitStack() as stack:
-        activations: _InMemory | _OnDisk = _InMemory()
-        if size > (_free(torch.device("cpu")) - model.largest) / 2:
+        if sum(sizes) * dtype.itemsize > (_free(torch.device("cpu")) - model.largest) / 2:
             folder = stack.enter_context(temporary_folder("polyad-stream-"))
-            activations = _OnDisk(folder, batches, *shape)
-
-        def told(block: int, number: int) -> None:
-            if report is not None:
-                report((block + (number + 1) / len(batches)) / (blocks + after))
-
-        with model.part(*begin):
-            activations.replace(_embedded(model, ids_BT) for ids_BT in batches)
-        for block in range(blocks):
-            with model.part(*parts[block]), watch(block) as seen:
-                activations.replace(_through(model, block, activations, seen, told))
+            numbers = mapped(folder / "activations.bin", sum(sizes), dtype)
+        else:
+            numbers = torch.empty(sum(sizes), dtype=dtype)
+        activations = [
+            part.view(*ids_BT.shape, width)
+            for part, ids_BT in zip(torch.split(numbers, sizes), batches, strict=True)
+        ]
+        with model.part(*parts_of(model)[0]), torch.inference_mode():
+            for x_BTD, ids_BT in zip(activations, batches, strict=True):
+                positions_T = torch.arange(ids_BT.shape[1], device=model.device)
+                x_BTD.copy_(model.embed(ids_BT.to(model.device).long(), positions_T))
         yield activations
 
 
-@torch.inference_mode()
-def _embedded(model: Streamed, ids_BT: Tensor) -> Tensor:
-    positions_T = torch.arange(ids_BT.shape[1], device=model.device)
-    return model.embed(ids_BT.to(model.device).long(), positions_T)
+def mapped(path: Path, size: int, dtype: torch.dtype) -> Tensor:
+    """Returns numbers that are in a new file.
+
+    Raises:
+        DataError: the disk has no room for it.
+    """
+    with named(path), path.open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, size * dtype.itemsize)
+    return torch.from_file(str(path), shared=True, size=size, dtype=dtype)
 
 
-def _through(
+def run_blocks(
     model: Streamed,
-    block: int,
-    activations: Iterable[Tensor],
-    seen: Callable[[int], None],
-    told: Callable[[int, int], None],
-) -> Iterator[Tensor]:
-    """Yields a block's outputs, batch after batch."""
-    for number, entering_BTD in enumerate(activations):
-        with torch.inference_mode():
-            x_BTD = entering_BTD.to(model.device)
-            positions_T = torch.arange(x_BTD.shape[1], device=model.device)
-            x_BTD, _ = model.blocks[block](x_BTD, model.given(positions_T, x_BTD.dtype))
-            seen(number)
-        yield x_BTD
-        told(block, number)
-
-
-class _InMemory:
-    """Inputs of the next block [B, T, D] on the CPU, batch after batch, in memory."""
-
-    def __init__(self) -> None:
-        self._held: list[Tensor] = []
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return iter(self._held)
-
-    def replace(self, values: Iterable[Tensor]) -> None:
-        """Replaces each batch by its value, which is computed from it."""
-        for number, value in enumerate(values):
-            self._held[number : number + 1] = [value.cpu()]
-
-
-class _OnDisk:
-    """The same in a file; the next block's are written beside it.
+    activations: Sequence[Tensor],
+    last: int | None = None,
+    *,
+    report: Share = lambda share: None,
+) -> Iterator[tuple[int, int]]:
+    """Runs inputs through the first blocks of a model; a block's outputs replace its inputs.
 
     Args:
-        folder: folder of the files.
-        batches: token ids [B, T].
-        width: D.
-        dtype: data type of the activations.
+        model: the model, not in memory.
+        activations: inputs of the first block [B, T, D], on the CPU.
+        last: number of blocks to run; None: all.
+        report: called with the share done.
+
+    Yields:
+        A block that is in memory, and the number of the batch that has passed it.
     """
-
-    def __init__(
-        self, folder: Path, batches: Sequence[Tensor], width: int, dtype: torch.dtype
-    ) -> None:
-        self._path, self._dtype = folder / "activations.bin", dtype
-        self._shapes = [(*batch.shape, width) for batch in batches]
-
-    def __iter__(self) -> Iterator[Tensor]:
-        with self._path.open("rb") as file:
-            for shape in self._shapes:
-                x_BTD = torch.empty(shape, dtype=self._dtype)
-                file.readinto(_bytes_of(x_BTD))
-                yield x_BTD
-
-    def replace(self, values: Iterable[Tensor]) -> None:
-        """Replaces all batches by values that are computed from them."""
-        following = self._path.with_suffix(".next")
-        with following.open("wb") as file:
-            for value in values:
-                with named(following):
-                    file.write(_bytes_of(value))
-        following.replace(self._path)
+    blocks = len(model.blocks) if last is None else last
+    for block in range(blocks):
+        with model.part(*parts_of(model)[1 + block]):
+            for number, x_BTD in enumerate(activations):
+                x_BTD.copy_(run_block(model, block, x_BTD))
+                yield block, number
+                report((block + (number + 1) / len(activations)) / blocks)
 
 
-def _bytes_of(x: Tensor) -> memoryview:
-    """The bytes of a tensor on any device; for one on the CPU they are writable."""
-    content: memoryview = x.cpu().contiguous().flatten().view(torch.uint8).numpy().data
-    return content
+@torch.inference_mode()
+def run_block(model: Streamed, block: int, x_BTD: Tensor) -> Tensor:
+    """Returns the output of a block that is in memory, on the model's device."""
+    x_BTD = x_BTD.to(model.device)
+    positions_T = torch.arange(x_BTD.shape[1], device=model.device)
+    x_BTD, _ = model.blocks[block](x_BTD, model.given(positions_T, x_BTD.dtype))
+    return x_BTD
+
+
+def on_device(passages: Passages, device: torch.device) -> Passages:
+    """Returns a batch whose tokens are on a device."""
+    return Passages(passages.number_B, *(each.to(device) for each in passages[1:]))

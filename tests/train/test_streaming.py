@@ -14,7 +14,7 @@ from polyad.train import streaming
 from polyad.train.errors import ConfigError
 from polyad.train.experts.actions import Action
 from polyad.train.experts.interventions import Intervention
-from polyad.train.measures import streamed_knockout
+from polyad.train.measures import knockout
 from polyad.train.measures.atlas import Atlas
 from polyad.train.report.command import report
 from tests.helpers import bounded as bounded_command
@@ -32,7 +32,7 @@ TEXTS = [f"def number_{n}(x):\n    return {n} * x + {n * n}\n" * (1 + n % 3) for
 FAMILIES = ["olmoe", "qwen3_moe", "deepseek_v3", "gpt_oss", "gpt_oss four bits", "granitemoe",
             "llama 3", "gpt2"]  # fmt: skip
 WINDOWS = ("model.sequence_length=32", "evaluation.batch_size=3")
-on_disk = streaming._OnDisk
+mapped = streaming.mapped
 FREE = ("seconds", "tokens_per_second")
 """Keys of a result that differ from run to run."""
 
@@ -107,7 +107,7 @@ def test_a_model_without_room_is_streamed_by_itself(tmp_path, monkeypatch, capfd
         made: list[object] = []
         with monkeypatch.context() as patch:
             patch.setattr(streaming, "free_memory", lambda free=free: free)
-            patch.setattr(streaming, "_OnDisk", lambda *a, m=made: m.append(a) or on_disk(*a))
+            patch.setattr(streaming, "mapped", lambda *a, m=made: m.append(a) or mapped(*a))
             assert lasting(evaluation(folder, **asked)) == lasting(wanted)
         error = capfd.readouterr().err
         assert f"polyad: reading {folder} block by block: " in error
@@ -152,7 +152,7 @@ def test_the_atlas_is_that_of_the_whole_model(case, how, tmp_path, monkeypatch):
     assert "significant in" in text
     with little_memory():
         close(both_forms(folder, Atlas, **asked)[0], wanted)
-        monkeypatch.setattr(streamed_knockout, "free_memory", lambda: 0)
+        monkeypatch.setattr(knockout, "free_memory", lambda: 0)
         close(both_forms(folder, Atlas, **asked)[0], wanted)
 
 

@@ -8,6 +8,7 @@ With T_e the tokens that use expert e, g its weight, f its output before the wei
     mean weight          mean over T_e of g
     mean norm            mean over T_e of |f|          ("MAN"; its sum over T_e is "EAN")
     REAP                 mean over T_e of g |f|        Lasby et al. 2025
+    probability          mean over all tokens of the expert's score, scores summing to 1     EMO
     MoNE                 |std over T_e of f| times mean weight       Zhang et al. 2025
 
 The weight is the one that the layer uses, renormalized and scaled as in the model.
@@ -43,6 +44,8 @@ class Moments:
     """Sum of the norms of its outputs."""
     weighted_norm_S: Tensor
     """The same, weighted."""
+    probability_S: Tensor
+    """Sum of its scores over all tokens, whether or not they use it."""
     output_SD: Tensor
     """Sum of its outputs."""
     square_SD: Tensor
@@ -65,6 +68,7 @@ class Moments:
             "sum_norm": self.norm_S,
             "reap": self.weighted_norm_S / counts_S,
             "mone": spread_S * self.weight_S / counts_S,
+            "probability": self.probability_S / max(1, self.tokens),
         }
 
     def _counts(self) -> Tensor:
@@ -82,6 +86,7 @@ class ExpertMoments:
         self._layers = layers
         self._sums: dict[str, Tensor] = {}
         self._tokens: dict[str, int] = {}
+        self._probability = {each.name: torch.zeros(each.num_experts).double() for each in layers}
 
     @torch.inference_mode()
     def add(self, decisions: Mapping[str, Decision]) -> None:
@@ -96,6 +101,8 @@ class ExpertMoments:
                 continue
             a_MS = decision.coefficients()
             self._tokens[layer.name] = self._tokens.get(layer.name, 0) + len(a_MS)
+            p_S = torch.cat(decision.probabilities(), dim=-1).sum(0)
+            self._probability[layer.name] = self._probability[layer.name].to(p_S) + p_S
             for column in range(layer.num_experts):
                 rows_R = a_MS[:, column].nonzero().squeeze(-1)
                 if len(rows_R):
@@ -130,13 +137,14 @@ class ExpertMoments:
                 size = max(4, round(float(columns / known.clamp_min(1))))
                 sums_SX = sums_SX.new_zeros(layer.num_experts, size)
             tokens_1 = sums_SX.new_full((1,), self._tokens.get(layer.name, 0))
-            together = summed(torch.cat([sums_SX.flatten(), tokens_1])).cpu()
+            p_S = self._probability[layer.name].to(sums_SX)
+            together = summed(torch.cat([sums_SX.flatten(), p_S, tokens_1])).cpu()
             if not together.isfinite().all():
                 raise ConfigError(
                     f"the outputs of experts of {layer.name} are not finite: its weights hold NaN "
                     f"or inf, or are too large"
                 )
-            sums_SX = together[:-1].view(sums_SX.shape)
+            sums_SX = together[: sums_SX.numel()].view(sums_SX.shape)
             width = (sums_SX.shape[1] - 4) // 2
             used_S, weight_S, norm_S, weighted_S = sums_SX[:, :4].unbind(-1)
             found[layer.name] = Moments(
@@ -145,6 +153,7 @@ class ExpertMoments:
                 weight_S=weight_S,
                 norm_S=norm_S,
                 weighted_norm_S=weighted_S,
+                probability_S=together[-1 - layer.num_experts : -1],
                 output_SD=sums_SX[:, 4 : 4 + width],
                 square_SD=sums_SX[:, 4 + width :],
             )

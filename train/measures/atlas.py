@@ -24,9 +24,8 @@ from polyad.model.decoder import Decoder
 from polyad.parallel import comm
 from polyad.parallel.streamed import Streamed, parts_of
 from polyad.train.errors import ConfigError
-from polyad.train.experts.actions import CONTRIBUTION, Action, How, check_action, experts_of_a_token
-from polyad.train.experts.information import Summed
-from polyad.train.experts.knockout import KnockOut, LayerWithout, harmed
+from polyad.train.experts.actions import Action, How, check_action, experts_of_a_token
+from polyad.train.experts.knockout import LayerWithout
 from polyad.train.experts.moments import STATISTICS, Moments
 from polyad.train.experts.probing import (
     EVERY,
@@ -36,12 +35,11 @@ from polyad.train.experts.probing import (
     columns_of,
     routed_layers,
 )
-from polyad.train.experts.token_classes import ClassColumns
+from polyad.train.measures import knockout
 from polyad.train.measures.measure import Examination, Subject, needs_text
-from polyad.train.measures.streamed_knockout import StreamedKnockOut
-from polyad.train.reading import Evaluated, Reading, moments_of, read
+from polyad.train.reading import Evaluated, moments_of
 from polyad.train.results import Tables
-from polyad.train.tasks.samples import TextSamples, losses
+from polyad.train.tasks.samples import TextSamples
 from polyad.train.tasks.text import TextTask
 
 TOKENS = 65_536
@@ -55,11 +53,7 @@ SIGNIFICANCE = 0.05
 FEWEST_EXPERTS = 4
 """Minimum number of experts for a rank correlation."""
 TARGETS = ("change", "own_change")
-TITLES = {
-    "experts": "change in loss without each expert, in nats per token, over all tokens and over "
-    "its own; * excludes 0",
-    "harmed": "token classes whose loss rises beyond noise without the expert",
-    "focus": "for how few classes of tokens the experts of a layer are",
+TITLES = knockout.TITLES | {
     "predictive": "rank correlation of each statistic with the change in loss: its mean over "
     "layers, and in how many it is significant (p < 0.05 corrected for all tests)",
     "together": "change in loss without several experts at once: those that a statistic ranks "
@@ -68,91 +62,6 @@ TITLES = {
     "over the vocabulary; the effect through later blocks is not included",
 }
 """Lines above tables of a text."""
-
-
-class KnockOuts:
-    """Removes experts of some layers, and measures the loss without them.
-
-    Args:
-        subject: text that a GPT-2 or a BERT reads, and the layers.
-        sets: for each layer the sets of experts to treat together, mostly of one.
-        actions: what to do to the experts of each layer; empty: remove them.
-    """
-
-    def __init__(
-        self,
-        subject: Subject,
-        sets: Sequence[Sequence[Sequence[int]]],
-        actions: Sequence[Action] = (),
-    ) -> None:
-        model, layers, text, _ = subject
-        assert isinstance(text, TextSamples)
-        self._subject, self._text, self._columns = subject, text, ClassColumns(text)
-        actions = actions or [CONTRIBUTION] * len(layers)
-        self._layers = [
-            KnockOut(
-                *(model, layer, of_layer, self._columns.classes), windows=text.rows, action=action
-            )
-            for layer, of_layer, action in zip(layers, sets, actions, strict=True)
-        ]
-        self.blocks = [layer.block for layer in layers]
-
-    def add(self, reading: Reading) -> None:
-        """Adds a batch."""
-        passages = reading.batch
-        loss_BP = losses(self._subject.model, reading.output, passages)
-        label_JBP = self._columns(passages)
-        for each in self._layers:
-            x_BTD, name = reading.entering[each.layer.block], each.layer.name
-            each.add(x_BTD, passages, label_JBP, loss_BP, reading.of_all_tokens[name])
-
-    def layers(
-        self, world: comm.World | None = None, summed: Summed = lambda values: values
-    ) -> list[LayerWithout]:
-        """Reads the text, block by block if the model is larger than memory; all processes call
-        this.
-
-        Args:
-            world: the processes that share the text; None: this one reads all.
-            summed: sums over processes.
-
-        Returns:
-            The losses without experts of each layer.
-        """
-        model, layers, text, batch_size = self._subject
-        label = "leave out experts"
-        if isinstance(model, Streamed):
-            streamed = StreamedKnockOut(
-                *(model, self._layers, self._text, self._columns, batch_size)
-            )
-            streamed.read(label)
-        else:
-            read(model, layers, text, [self], batch_size=batch_size, world=world, label=label)
-        return [each.result(summed) for each in self._layers]
-
-    def tables(self, found: Sequence[LayerWithout]) -> Tables:
-        """The same as tables.
-
-        Args:
-            found: the result of `layers`.
-        """
-        import pandas as pd
-
-        rows_of = [each.rows() for each in found]
-        frames = {
-            name: pd.DataFrame([row for rows in rows_of for row in rows[name]])
-            for name in rows_of[0]
-        }
-        frames["harmed"] = harmed(frames["classes"])
-        every = found[0].by_class["all"]
-        facts = {
-            "windows_read": self._text.rows,
-            "sequence_length": self._text.length,
-            "tokens_scored": int(every.tokens_C[0]),
-            "loss": float(every.loss_C[0]),
-            "tokens_recomputed": sum(each.windows_again for each in found) * self._text.length,
-        }
-        return Tables(facts=facts, frames=frames, titles=TITLES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,11 +124,11 @@ class Atlas(Examination):
             for singles, together in zip(columns, chosen, strict=True)
         ]
         actions = [Action(how=settings.how, mean_SD=moments[each.name].mean_SD) for each in layers]
-        knock_outs = KnockOuts(subject, sets, actions)
-        found = knock_outs.layers(
-            world, lambda values: comm.sum_over_samples(values.to(world.device), world)
+        without = knockout.knock_out(
+            *(subject, sets, actions, world),
+            lambda values: comm.sum_over_samples(values.to(world.device), world),
         )
-        tables = knock_outs.tables(found)
+        tables = knockout.knockout_tables(without, text)
         experts = tables.frames["experts"]
         of_layers = [moments[layer.name].statistics() for layer in layers]
         for name in STATISTICS:
@@ -231,7 +140,7 @@ class Atlas(Examination):
             **tables.frames,
             "predictive": _predictive(correlations),
             "correlations": correlations,
-            **_together(found, chosen),
+            **_together(without, chosen),
         }
         if settings.unembed is not None:
             end = model.part(*parts_of(model)[-1]) if isinstance(model, Streamed) else nullcontext()
@@ -283,13 +192,13 @@ def _predictive(correlations: Any) -> Any:
     ).reset_index()
 
 
-def _together(found: Sequence[LayerWithout], chosen: Sequence["_Chosen"]) -> dict[str, Any]:
+def _together(layers: Sequence[LayerWithout], chosen: Sequence["_Chosen"]) -> dict[str, Any]:
     """Tables of the change of the loss without several experts of a layer at once: of each set, and
     by statistic beside random sets."""
     import pandas as pd
 
     rows = []
-    for without, of_layer in zip(found, chosen, strict=True):
+    for without, of_layer in zip(layers, chosen, strict=True):
         change_E = without.by_class["all"].change_3EC[0, :, 0].tolist()
         change_of = dict(zip(without.sets, change_E, strict=True))
         for chosen_by, experts in of_layer:
@@ -355,8 +264,9 @@ def _sets(
         left_over = settings.how == "prune" and experts - size < experts_of_a_token(model, layer)
         if size < 2 or left_over:
             continue
-        for name, each_S in moments.statistics().items():
-            lowest = each_S.argsort(stable=True)[:size].tolist()
+        statistics = moments.statistics()
+        for name in STATISTICS:
+            lowest = statistics[name].argsort(stable=True)[:size].tolist()
             chosen.append((name, tuple(sorted(lowest))))
         chance = random.Random(f"{layer.name} {size}")
         for _ in range(RANDOM_SETS):

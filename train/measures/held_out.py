@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from polyad.model.smoe.layer import SelectingMoE
 from polyad.train.errors import ConfigError
 from polyad.train.experts.actions import Action, intervening
+from polyad.train.experts.moments import ExpertMoments
 from polyad.train.experts.probing import RoutedLayer, routed_head, routed_layers
 from polyad.train.experts.token_classes import labellings
 from polyad.train.experts.trace import EXTRA, TOP, Form
-from polyad.train.measures.removal import Probabilities
 from polyad.train.measures.trace import OF_TOKENS, Trace
-from polyad.train.reading import Evaluated, MomentsReader, Reading, read
+from polyad.train.reading import Evaluated, Reading, read
 from polyad.train.tasks.samples import Passages, TextSamples, losses, samples_of, through
 
 
@@ -46,6 +46,7 @@ class HeldOut:
         layers = [*routed_layers(model), *([head] if head else [])]
         self._layers = {each.name: each for each in layers}
 
+    @torch.inference_mode()
     def trace(self, *extra: str, top: int = TOP) -> Any:
         """Returns the experts of every token: a row for each token, layer and expert.
 
@@ -64,32 +65,34 @@ class HeldOut:
             of_tokens += ("loss",)
         layers, batches = list(self._layers.values()), list[Any]()
         form = Form(layers, of_tokens, extra)
-        self._read(layers, Trace(self._samples, self._model, form, top, batches.append))
+        trace = Trace(self._samples, self._model, form, top, batches.append)
+        for reading in self._read(layers):
+            trace.add(reading)
         return pa.Table.from_batches(batches, form.schema({})).unify_dictionaries().to_pandas()
 
     def statistics(self) -> Any:
         """Returns statistics of every expert, which are said to predict how much it matters.
 
         Those of `polyad experts atlas` (`frequency`, `mean_weight`, `mean_norm`, `sum_norm`,
-        `reap`, `mone`), and `probability`: the mean over all tokens of the expert's score, whether
-        or not they use it.
+        `reap`, `mone`), and `probability`: the mean over all tokens of the expert's score.
         """
         import pandas as pd
 
         layers = list(self._layers.values())
-        moments, probabilities = MomentsReader(layers), Probabilities(layers)
-        self._read(layers, moments, probabilities)
+        moments = ExpertMoments(layers)
+        for reading in self._read(layers):
+            moments.add(reading.decisions)
         tables = []
-        for name, each in moments.moments.result().items():
+        for name, each in moments.result().items():
             layer = self._layers[name]
             level, expert = zip(*map(layer.place, range(layer.num_experts)), strict=True)
-            values = each.statistics() | {"probability": probabilities.sums[name] / each.tokens}
-            columns = {key: value_S.numpy() for key, value_S in values.items()}
+            columns = {key: value_S.numpy() for key, value_S in each.statistics().items()}
             tables.append(
                 pd.DataFrame({"module": name, "level": level, "expert": expert} | columns)
             )
         return pd.concat(tables, ignore_index=True)
 
+    @torch.inference_mode()
     def losses(self) -> Any:
         """Returns the loss of every predicted token, in nats, at the position that predicts it.
 
@@ -98,9 +101,20 @@ class HeldOut:
         """
         import pandas as pd
 
-        reader = _Losses(self._model, self._text("losses"))
-        self._read([], reader)
-        return pd.concat(reader.tables, ignore_index=True)
+        text, tables = self._text("losses"), []
+        for reading in self._read([]):
+            passages, scored_BP = reading.batch, reading.batch.scored_BP
+            window_B, _, _ = text.places(passages)
+            columns_BP = {
+                "window": window_B.unsqueeze(1).expand_as(scored_BP),
+                "position": passages.places_BP,
+                "token_id": passages.ids_BT,
+                "predicted_id": passages.target_BP,
+                "loss": losses(self._model, reading.output, passages).double(),
+            }
+            columns = {name: each[scored_BP].cpu().numpy() for name, each in columns_BP.items()}
+            tables.append(pd.DataFrame(columns))
+        return pd.concat(tables, ignore_index=True)
 
     def classes(self) -> Any:
         """Returns the classes of the token read at each position: by its characters, by its
@@ -224,9 +238,8 @@ class HeldOut:
             text.forward(model, passages, entering)
             yield _Rows(some["module"].to_numpy(), passages, *tensors), entering
 
-    def _read(self, layers: Sequence[RoutedLayer], *readers: Any) -> None:
-        size = self._opened.batch_size
-        read(self._model, layers, self._samples, readers, batch_size=size)
+    def _read(self, layers: Sequence[RoutedLayer]) -> Iterator[Reading]:
+        return read(self._model, layers, self._samples, batch_size=self._opened.batch_size)
 
     def _text(self, name: str) -> TextSamples:
         self._opened.text(name)
@@ -272,29 +285,3 @@ class _Entering:
 
     def __call__(self, module: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
         self._entered[self._name] = arguments[0]
-
-
-class _Losses:
-    """Collects the losses of predicted tokens."""
-
-    blocks: Sequence[int] = ()
-
-    def __init__(self, model: nn.Module, text: TextSamples) -> None:
-        self._model, self._text, self.tables = model, text, list[Any]()
-
-    def add(self, reading: Reading) -> None:
-        """Adds a batch."""
-        import pandas as pd
-
-        passages, scored_BP = reading.batch, reading.batch.scored_BP
-        window_B, _, _ = self._text.places(passages)
-        loss_BP = losses(self._model, reading.output, passages).double()
-        columns_BP = {
-            "window": window_B.unsqueeze(1).expand_as(scored_BP),
-            "position": passages.places_BP,
-            "token_id": passages.ids_BT,
-            "predicted_id": passages.target_BP,
-            "loss": loss_BP,
-        }
-        table = {name: each[scored_BP].cpu().numpy() for name, each in columns_BP.items()}
-        self.tables.append(pd.DataFrame(table))

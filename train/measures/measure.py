@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self
 
+import torch
 from torch import nn
 
 from polyad.data.text.manifest import SplitName
@@ -137,11 +138,19 @@ class Measure(Examination):
             )
         return cls(Subject(model, layers, samples_of(opened.task, split), opened.batch_size))
 
+    @torch.inference_mode()
     def read(self, world: comm.World | None = None) -> None:
         """Reads its samples in a separate pass for this measure; see
         `polyad.train.reading.read`."""
         model, layers, samples, batch_size = self.subject
-        read(model, layers, samples, [self], batch_size=batch_size, world=world, label=self.label)
+        for reading in read(
+            *(model, layers, samples),
+            batch_size=batch_size,
+            world=world,
+            label=self.label,
+            blocks=self.blocks,
+        ):
+            self.add(reading)
 
     @abstractmethod
     def add(self, reading: Reading) -> None:

@@ -29,24 +29,20 @@ from polyad.train.experts.actions import Action
 from polyad.train.experts.interventions import Intervention, intervened
 from polyad.train.experts.moments import Moments
 from polyad.train.experts.probing import RoutedLayer, routed_layers
-from polyad.train.measures.atlas import TOKENS, KnockOuts
+from polyad.train.measures.atlas import TOKENS
+from polyad.train.measures.knockout import knock_out
 from polyad.train.measures.measure import (
     Examination,
     Subject,
     needs_one_process,
     needs_text,
 )
-from polyad.train.reading import Evaluated, Reading, moments_of, open_evaluated, read
+from polyad.train.reading import Evaluated, moments_of, open_evaluated, read
 from polyad.train.results import Tables
 from polyad.train.tasks.samples import TextSamples, losses
 from polyad.train.tasks.text import TextTask
 
 By = Literal["atlas", "reap", "mone", "frequency", "probability", "mean-norm", "random"]
-STATISTIC: dict[By, str] = {
-    "reap": "reap", "mone": "mone", "frequency": "frequency", "mean-norm": "mean_norm",
-}  # fmt: skip
-"""The criterion of each way to choose; `atlas` is the change of the loss without each expert, and
-`probability` each expert's mean score over all tokens, whether they use it or not (EMO)."""
 RANDOM_CHOICES = 3
 """Number of models with random experts with which the cost is compared."""
 
@@ -286,21 +282,6 @@ def text_of(opened: Evaluated, split: str, tokens: int) -> TextSamples:
     return TextSamples(opened.task, split, tokens, hidden=True)
 
 
-class Probabilities:
-    """Accumulates the scores of experts, normalized for each token."""
-
-    blocks: Sequence[int] = ()
-
-    def __init__(self, layers: Sequence[RoutedLayer]) -> None:
-        self.sums = {layer.name: torch.zeros(layer.num_experts).double() for layer in layers}
-
-    def add(self, reading: Reading) -> None:
-        """Adds a batch."""
-        for name, decision in reading.decisions.items():
-            p_MS = torch.cat(decision.probabilities(), dim=-1)
-            self.sums[name] += p_MS.sum(0).cpu()
-
-
 def scored(
     calibration: Evaluated,
     model: nn.Module,
@@ -325,23 +306,20 @@ def scored(
     calibration.task.check_split("train")
     text = text_of(calibration, "train", tokens)
     subject = Subject(model, layers, text, calibration.batch_size)
-    probabilities = Probabilities(layers)
-    moments = moments_of(*subject, world, probabilities)
-    found: Mapping[str, Tensor]
+    moments = moments_of(*subject, world)
     if by == "atlas":
         sets = [[(expert,) for expert in range(layer.num_experts)] for layer in layers]
-        found = {
+        scores = {
             each.layer.name: torch.from_numpy(each.by_class["all"].change_3EC[0, :, 0])
-            for each in KnockOuts(subject, sets).layers(world)
+            for each in knock_out(subject, sets, world=world)
         }
-    elif by == "probability":
-        found = probabilities.sums
     elif by == "random":
         chance = torch.Generator().manual_seed(seed)
-        found = {each.name: torch.rand(each.num_experts, generator=chance) for each in layers}
+        scores = {each.name: torch.rand(each.num_experts, generator=chance) for each in layers}
     else:
-        found = {name: each.statistics()[STATISTIC[by]] for name, each in moments.items()}
-    return found, moments
+        name_of = by.replace("-", "_")
+        scores = {name: each.statistics()[name_of] for name, each in moments.items()}
+    return scores, moments
 
 
 def highest(score_E: Tensor, moments: Moments, config: SparseMoEConfig, keep: float) -> list[Group]:
@@ -408,23 +386,7 @@ def without(layers: Sequence[RoutedLayer], groups: Groups) -> list[Intervention]
     return found
 
 
-class _Losses:
-    """Accumulates losses over a pass."""
-
-    blocks: Sequence[int] = ()
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self.total, self.tokens = 0.0, 0
-
-    def add(self, reading: Reading) -> None:
-        """Adds a batch."""
-        scored_BP = reading.batch.scored_BP
-        loss_BP = losses(self._model, reading.output, reading.batch).double()
-        self.total += float(loss_BP[scored_BP].sum())
-        self.tokens += int(scored_BP.sum())
-
-
+@torch.inference_mode()
 def mean_loss(
     model: nn.Module, samples: TextSamples, batch_size: int, label: str
 ) -> tuple[float, int]:
@@ -436,9 +398,13 @@ def mean_loss(
         batch_size: windows per forward pass.
         label: label on the console.
     """
-    taken = _Losses(model)
-    read(model, [], samples, [taken], batch_size=batch_size, label=label)
-    return taken.total / max(1, taken.tokens), taken.tokens
+    total, tokens = 0.0, 0
+    for reading in read(model, [], samples, batch_size=batch_size, label=label):
+        scored_BP = reading.batch.scored_BP
+        loss_BP = losses(model, reading.output, reading.batch).double()
+        total += float(loss_BP[scored_BP].sum())
+        tokens += int(scored_BP.sum())
+    return total / max(1, tokens), tokens
 
 
 def _loss_of_written(opened: Evaluated, folder: Path, split: str, tokens: int) -> float:

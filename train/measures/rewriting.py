@@ -12,7 +12,7 @@ subpopulations: the output's value, 0 or 1, times the sensitive attribute's.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,9 +22,9 @@ from torch import Tensor, nn
 
 from polyad.parallel import comm
 from polyad.train.errors import ConfigError
-from polyad.train.experts.probing import RoutedLayer, routed_head
+from polyad.train.experts.probing import routed_head
 from polyad.train.measures.measure import Examination
-from polyad.train.reading import Evaluated, Reader, Reading, read
+from polyad.train.reading import Evaluated, Reading, read
 from polyad.train.results import Tables
 from polyad.train.tasks.images import ImageClassification
 from polyad.train.tasks.samples import ImageSamples
@@ -69,6 +69,24 @@ class Rewrite(NamedTuple):
             has = labels == number if labels.ndim == 1 else labels[:, number] == 1
             found &= has == value
         return np.flatnonzero(found)
+
+    def group(self, labels: Tensor) -> Tensor:
+        """The subpopulation [B] of images: twice the output's value, plus whether the image meets
+        the other conditions; for classes 2 if it belongs to the output's class.
+
+        Args:
+            labels: [B], or for attributes [B, K].
+        """
+        if labels.ndim == 1:
+            return 2 * (labels == self.output).long()
+        others = [(labels[:, n] == 1) == value for n, value in self.of if n != self.output]
+        return 2 * (labels[:, self.output] == 1).long() + torch.stack(others).all(0).long()
+
+    def is_right(self, logits_BK: Tensor, labels: Tensor) -> Tensor:
+        """Which images have the right class, or for attributes the right value of the output."""
+        if labels.ndim == 1:
+            return logits_BK.argmax(-1) == labels
+        return (logits_BK[:, self.output] > 0) == (labels[:, self.output] == 1)
 
 
 def read_rewrite(text: str, task: ImageClassification) -> Rewrite:
@@ -196,21 +214,34 @@ class Rewriting(Examination):
                 f"model.head.kind: mumoe"
             )
 
-        def read_all(samples: ImageSamples, measure: Reader, title: str) -> None:
+        def readings(samples: ImageSamples, label: str) -> Iterator[tuple[Reading, Tensor]]:
+            """Each batch with its coefficients [B, S]."""
             size = opened.batch_size
-            read(model, [head], samples, [measure], batch_size=size, world=world, label=title)
+            for each in read(model, [head], samples, batch_size=size, world=world, label=label):
+                yield each, each.decisions[head.name].coefficients()
 
         workers = task.settings.num_workers
-        mean = _MeanCoefficients(head, world.device)
         images = task.held_out("train").subset(members)
+        sums_S = torch.zeros(head.num_experts, dtype=torch.float64, device=world.device)
         some = ImageSamples(task, images=images, num_workers=workers)
-        read_all(some, mean, "read the subpopulation")
-        mean_S = mean.result(len(members), world)
+        for _, a_BS in readings(some, "read the subpopulation"):
+            sums_S += a_BS.double().sum(0)
+        mean_S = (comm.sum_over_samples(sums_S, world) / len(members)).float()
         by = rewrite.strength(head.num_experts)
-        counted = _Counted(rewrite, head, mean_S, by, has_attributes=task.has_attributes)
+        # before and after; images and correct ones of each subpopulation
+        counts_2G2 = torch.zeros(2, 4, 2, dtype=torch.float64, device=world.device)
         scored = ImageSamples(task, split, num_workers=workers)
-        read_all(scored, counted, f"score {split}")
-        accuracy_2G, images_G = counted.result(world)
+        for reading, a_BS in readings(scored, f"score {split}"):
+            logits_BK, labels = reading.output.float(), reading.batch.labels_B
+            rewritten_BK = logits_BK.clone()
+            rewritten_BK[:, rewrite.output] += by * (a_BS @ mean_S)
+            group_B = rewrite.group(labels)
+            for place, each_BK in enumerate((logits_BK, rewritten_BK)):
+                right_B = rewrite.is_right(each_BK, labels)
+                counted_B2 = torch.stack([torch.ones_like(group_B), right_B], dim=-1).double()
+                counts_2G2[place].index_add_(0, group_B, counted_B2)
+        counts_2G2 = comm.sum_over_samples(counts_2G2.flatten(), world).view(2, 4, 2).cpu()
+        images_G, accuracy_2G = counts_2G2[0, :, 0], counts_2G2[..., 1] / counts_2G2[..., 0]
         target = 2 * rewrite.value + task.has_attributes
         names = task.data.class_names
         of = "+".join(names[each.number] + ("" if each.value else ":0") for each in rewrite.of)
@@ -257,74 +288,3 @@ class Rewriting(Examination):
                 "subpopulations": "accuracy of subpopulations",
             },
         )
-
-
-class _MeanCoefficients:
-    """Accumulates the coefficients of the head's experts."""
-
-    blocks: Sequence[int] = ()
-
-    def __init__(self, head: RoutedLayer, device: torch.device) -> None:
-        self._head = head
-        self._sums_S = torch.zeros(head.num_experts, dtype=torch.float64, device=device)
-
-    def add(self, reading: Reading) -> None:
-        """Adds a batch."""
-        self._sums_S += reading.decisions[self._head.name].coefficients().double().sum(0)
-
-    def result(self, images: int, world: comm.World) -> Tensor:
-        """abar [S], over this many images of all processes."""
-        return (comm.sum_over_samples(self._sums_S, world) / images).float()
-
-
-class _Counted:
-    """Counts correct outputs before and after, by subpopulation.
-
-    For attributes the subpopulations are the output's value times whether the image meets the other
-    conditions; for classes whether the image belongs to the output's class (2) or not (0).
-    """
-
-    blocks: Sequence[int] = ()
-
-    def __init__(
-        self,
-        rewrite: Rewrite,
-        head: RoutedLayer,
-        mean_S: Tensor,
-        by: float,
-        *,
-        has_attributes: bool,
-    ) -> None:
-        self._rewrite, self._head, self._mean_S, self._by = rewrite, head, mean_S, by
-        self._has_attributes = has_attributes
-        # before and after; images and correct ones of each subpopulation
-        self._counts_2G2 = torch.zeros(2, 4, 2, dtype=torch.float64, device=mean_S.device)
-
-    def add(self, reading: Reading) -> None:
-        """Counts a batch; labels are [B], or for attributes [B, K]."""
-        logits_BK, labels = reading.output.float(), reading.batch.labels_B
-        a_BS = reading.decisions[self._head.name].coefficients()
-        output = self._rewrite.output
-        rewritten_BK = logits_BK.clone()
-        rewritten_BK[:, output] += self._by * (a_BS @ self._mean_S)
-        if self._has_attributes:
-            value_B = labels[:, output] == 1
-            others = [each for each in self._rewrite.of if each.number != output]
-            has_B = torch.stack([(labels[:, n] == 1) == value for n, value in others]).all(0)
-        else:
-            value_B, has_B = labels == output, torch.zeros_like(labels, dtype=torch.bool)
-        group_B = 2 * value_B.long() + has_B.long()
-        for place, each_BK in enumerate((logits_BK, rewritten_BK)):
-            if self._has_attributes:
-                right_B = (each_BK[:, output] > 0) == value_B
-            else:
-                right_B = each_BK.argmax(-1) == labels
-            counted_B2 = torch.stack([torch.ones_like(group_B), right_B], dim=-1).double()
-            self._counts_2G2[place].index_add_(0, group_B, counted_B2)
-
-    def result(self, world: comm.World) -> tuple[Tensor, Tensor]:
-        """The accuracies before and after [2, G], NaN where there is no image, and the numbers of
-        images [G], over all processes."""
-        counts = comm.sum_over_samples(self._counts_2G2.flatten(), world).view(2, 4, 2).cpu()
-        images_2G, right_2G = counts.unbind(-1)
-        return right_2G / images_2G, images_2G[0]

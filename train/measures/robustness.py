@@ -4,11 +4,10 @@ Shapes: B images of a batch, N images of a set, K classes of the model, S classe
 """
 
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,7 +24,7 @@ from polyad.data.images.samples import EvaluationImages
 from polyad.parallel import comm
 from polyad.train.errors import ConfigError
 from polyad.train.measures.measure import Examination
-from polyad.train.reading import Evaluated, Reading, read
+from polyad.train.reading import Evaluated, read
 from polyad.train.results import Tables
 from polyad.train.tasks.images import ImageClassification
 from polyad.train.tasks.samples import ImageSamples
@@ -91,20 +90,6 @@ def check_order(names: list[str], place: str) -> None:
         )
 
 
-@dataclass(frozen=True)
-class _Logits:
-    """Collects a model's logits for the images that this process reads."""
-
-    blocks: ClassVar[Sequence[int]] = ()
-    parts: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
-    """Numbers, logits and labels of each batch."""
-
-    def add(self, reading: Reading) -> None:
-        """Stores a batch."""
-        found = (reading.number_R, reading.output.float(), reading.batch.labels_B)
-        self.parts.append(tuple(each.cpu() for each in found))  # type: ignore[arg-type]
-
-
 class Scorer(NamedTuple):
     """A model that classifies images for these sets."""
 
@@ -116,14 +101,16 @@ class Scorer(NamedTuple):
     def logits(self, images: EvaluationImages, label: str) -> tuple[Tensor, Tensor]:
         """Logits [N, K] in fp32 and labels [N] of all images in order, on each process."""
         samples = ImageSamples(self.task, images=images, num_workers=self.task.settings.num_workers)
-        kept = _Logits()
-        read(
-            *(self.model, [], samples, [kept]),
-            batch_size=self.batch_size,
-            world=self.world,
-            label=label,
-        )
-        parts = [part for parts in comm.from_all(kept.parts) for part in parts]
+        own = [
+            (each.number_R.cpu(), each.output.float().cpu(), each.batch.labels_B.cpu())
+            for each in read(
+                *(self.model, [], samples),
+                batch_size=self.batch_size,
+                world=self.world,
+                label=label,
+            )
+        ]
+        parts = [part for parts in comm.from_all(own) for part in parts]
         number_N, logits_NK, labels_N = (torch.cat(each) for each in zip(*parts, strict=True))
         order_N = number_N.argsort()
         return logits_NK[order_N], labels_N[order_N]

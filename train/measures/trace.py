@@ -84,7 +84,6 @@ class Trace(Examination):
     name = "trace"
     doing = "tracing experts"
     needs_whole: ClassVar[str | None] = None
-    blocks: Sequence[int] = ()
 
     def __init__(
         self,
@@ -112,6 +111,7 @@ class Trace(Examination):
         return settings
 
     @classmethod
+    @torch.inference_mode()
     def take(
         cls, opened: Evaluated, split: str, settings: Options, model: nn.Module, world: comm.World
     ) -> Tables:
@@ -127,7 +127,10 @@ class Trace(Examination):
             try:
                 trace = cls(samples, model, form, settings.top or TOP, file.add)
                 size = opened.batch_size
-                read(model, layers, samples, [trace], batch_size=size, world=world, label="trace")
+                for reading in read(
+                    model, layers, samples, batch_size=size, world=world, label="trace"
+                ):
+                    trace.add(reading)
             finally:
                 file.close()
             counts = torch.tensor([file.rows, trace.tokens, path.stat().st_size])

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 
 from polyad.data.config import DataConfig
@@ -16,7 +17,7 @@ from polyad.train.config.run import data_overrides, parse_config
 from polyad.train.errors import ConfigError
 from polyad.train.experts.probing import RoutedLayer, columns_of
 from polyad.train.measures.atlas import TOKENS as KNOCKOUT_TOKENS
-from polyad.train.measures.atlas import KnockOuts
+from polyad.train.measures.knockout import knock_out, knockout_tables
 from polyad.train.measures.measure import Subject
 from polyad.train.measures.specialization import Level, Specialization
 from polyad.train.reading import check_data_named, config_of, read
@@ -111,6 +112,7 @@ def read_held_out(weights: Weights, layers: Sequence[RoutedLayer], options: Opti
         return _read(model, task, layers, options, batch_size)
 
 
+@torch.inference_mode()
 def _read(
     model: nn.Module,
     task: Task[Any],
@@ -131,7 +133,11 @@ def _read(
     elif isinstance(samples, ImageSamples):
         top_images = TopImages(layers, samples, options.top, device)
         readers.append(top_images)
-    read(model, layers, samples, readers, batch_size=batch_size, label=f"read {options.split}")
+    for reading in read(
+        model, layers, samples, batch_size=batch_size, label=f"read {options.split}"
+    ):
+        for each in readers:
+            each.add(reading)
     shown: dict[str, list[ShownExpert]] = {}
     images, units = None, samples.amount
     if top_text is not None:
@@ -178,5 +184,5 @@ def _without_experts(
     samples = TextSamples(task, options.split, most, hidden=True)
     columns = [columns_of(layer, [e.name for e in shown[layer.name]]) for layer in layers]
     sets = [[(column,) for column in each] for each in columns]
-    knock_outs = KnockOuts(subject._replace(layers=layers, samples=samples), sets)
-    return knock_outs.tables(knock_outs.layers())
+    subject = subject._replace(layers=layers, samples=samples)
+    return knockout_tables(knock_out(subject, sets), samples)

@@ -6,7 +6,7 @@ Shapes: B images, T tokens of an image, S experts of all levels side by side.
 
 import base64
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -126,8 +126,6 @@ class TopImages:
         device: the model's device.
     """
 
-    blocks: Sequence[int] = ()
-
     def __init__(
         self, layers: Sequence[RoutedLayer], samples: ImageSamples, top: int, device: str
     ) -> None:
@@ -158,56 +156,44 @@ class TopImages:
             ConfigError: weights are not finite.
         """
         task, split = self._samples.task, self._samples.split
-        mapped = _Maps(ImageSamples(task, split, MAPPED), _grid(task.model))
-        layers = {name: self._experts(top, experts, mapped) for name, top in self._tops.items()}
-        read(model, self._layers, mapped.samples, [mapped], batch_size=MAPPED)
+        grid, in_words = _grid(task.model), task.labels_in_words(split)
+        layers = {
+            name: self._experts(top, experts, grid, in_words) for name, top in self._tops.items()
+        }
+        some, maps = ImageSamples(task, split, MAPPED), dict[str, list[RoutingMap]]()
+        for reading in read(model, self._layers, some, batch_size=MAPPED):
+            of_split = [some.numbers[number] for number in reading.number_R.tolist()]
+            for name, decision in reading.decisions.items():
+                a_BTS = _by_image(decision, len(of_split))
+                before = _tokens_before_patches(name, a_BTS.shape[1], grid)
+                if before is not None:
+                    first_BT = a_BTS[:, before:].argmax(-1).tolist()
+                    maps.setdefault(name, []).extend(
+                        RoutingMap(number, in_words(number), first_T)
+                        for number, first_T in zip(of_split, first_BT, strict=True)
+                    )
         numbers = {image.number for each in layers.values() for e in each for image in e.top}
-        numbers |= {each.number for of_layer in mapped.maps.values() for each in of_layer}
+        numbers |= {each.number for of_layer in maps.values() for each in of_layer}
         images = task.held_out(split)
         pixels = {n: images[n].images_BCHW.permute(1, 2, 0).numpy() for n in sorted(numbers)}
-        return layers, ImagePass(grid=mapped.grid, maps=mapped.maps, pixels=pixels)
+        return layers, ImagePass(grid=grid, maps=maps, pixels=pixels)
 
     def _experts(
-        self, top: TopTokens, experts: Sequence[str], mapped: "_Maps"
+        self,
+        top: TopTokens,
+        experts: Sequence[str],
+        grid: int,
+        in_words: Callable[[int], str],
     ) -> list[ShownExpert]:
         tokens = self._tokens[top.layer.name]
-        before = _tokens_before_patches(top.layer.name, tokens, mapped.grid)
+        before = _tokens_before_patches(top.layer.name, tokens, grid)
 
         def image(weight: float, position: int) -> TopImage:
             number, token = divmod(position, tokens)
             patch = None if before is None or token < before else token - before
-            return TopImage(weight, number, mapped.in_words(number), patch)
+            return TopImage(weight, number, in_words(number), patch)
 
         return [
             top.shown(column, [image(*each) for each in top.highest(column)])
             for column in top.columns(experts)
         ]
-
-
-class _Maps:
-    """Collects the experts of the patches of a few images, by layer.
-
-    Args:
-        samples: the samples to read.
-        grid: number of patches per row.
-    """
-
-    blocks: Sequence[int] = ()
-
-    def __init__(self, samples: ImageSamples, grid: int) -> None:
-        self.samples, self.grid = samples, grid
-        self.in_words = samples.task.labels_in_words(samples.split)
-        self.maps: dict[str, list[RoutingMap]] = {}
-
-    def add(self, reading: Reading) -> None:
-        """Adds a batch."""
-        numbers = [self.samples.numbers[number] for number in reading.number_R.tolist()]
-        for name, decision in reading.decisions.items():
-            a_BTS = _by_image(decision, len(numbers))
-            before = _tokens_before_patches(name, a_BTS.shape[1], self.grid)
-            if before is not None:
-                first_BT = a_BTS[:, before:].argmax(-1).tolist()
-                self.maps.setdefault(name, []).extend(
-                    RoutingMap(number, self.in_words(number), first_T)
-                    for number, first_T in zip(numbers, first_BT, strict=True)
-                )

@@ -72,8 +72,6 @@ class TopText:
         device: the model's device.
     """
 
-    blocks: Sequence[int] = ()
-
     def __init__(
         self, layers: Sequence[RoutedLayer], text: TextSamples, top: int, device: str
     ) -> None:

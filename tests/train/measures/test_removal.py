@@ -133,15 +133,15 @@ def test_merged_experts_are_means_by_use(finished, tmp_path):
         finished, tmp_path / "small", by="frequency", keep=0.5, tokens=640, merge=True
     )
     whole, small = load_model(newest(finished)), load_model(tmp_path / "small")
-    from polyad.train.reading import MomentsReader, open_evaluated, read
+    from polyad.parallel import comm
+    from polyad.train.reading import moments_of, open_evaluated
     from polyad.train.tasks.samples import TextSamples
 
     opened = open_evaluated(newest(finished), None, ())
     layers = routed_layers(whole)
-    reader = MomentsReader(layers)
     samples = TextSamples(opened.task, "train", 640, hidden=True)
-    read(whole, layers, samples, (reader,), batch_size=4)
-    moments = reader.moments.result()
+    with comm.left_again():
+        moments = moments_of(whole, layers, samples, 4, comm.initialize())
     assert any(len(row["made_of"]) > 1 for row in result["kept"])
     for block, layer in enumerate(layers):
         groups = list(frame_of(result, "kept", module=layer.name)["made_of"])

@@ -183,7 +183,9 @@ def test_memory_does_not_grow_with_the_text(runs):
             tensors = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]
             alive.append(sum(tensor.numel() for tensor in tensors))
 
-        read(model, layers, text, [top, specialization], batch_size=2, report=count)
+        for reading in read(model, layers, text, batch_size=2, report=count):
+            top.add(reading)
+            specialization.add(reading)
         return max(alive), top.tokens
 
     # Intervals are over at most 200 groups of windows, which the shorter text has too. Of a window
@@ -316,6 +318,7 @@ def test_weights_that_are_not_finite_are_one_line(runs):
         model.blocks[0].feed_forward.gate.weight[0] = torch.nan
     layers, text = routed_layers(model)[:1], TextSamples(task, "test", 100)
     top = TopText(layers, text, 8, "cpu")
-    read(model, layers, text, [top], batch_size=2)
+    for reading in read(model, layers, text, batch_size=2):
+        top.add(reading)
     with pytest.raises(ValueError, match=r"the coefficients of blocks.0.feed_forward are not"):
         top.result(())

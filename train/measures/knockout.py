@@ -1,0 +1,216 @@
+"""The loss of text without experts of some layers, also of a decoder that is larger than memory.
+
+Such a decoder is read block by block. The text passes through all blocks once, and the inputs of
+the blocks of interest are kept. Then windows without an expert start at its block and pass through
+the later ones, as many together as fit into memory: each group reads those blocks once more.
+
+Shapes: B windows of a batch, R pairs of a window and a set of experts, T tokens of a window, D
+width, E sets.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from polyad.parallel import comm
+from polyad.parallel.host_memory import free_memory
+from polyad.parallel.streamed import Streamed, parts_of
+from polyad.train.console import Progress
+from polyad.train.experts.actions import CONTRIBUTION, Action
+from polyad.train.experts.information import Summed
+from polyad.train.experts.knockout import KnockOut, LayerWithout, harmed
+from polyad.train.experts.probing import deciding
+from polyad.train.experts.token_classes import ClassColumns
+from polyad.train.measures.measure import Subject
+from polyad.train.reading import read
+from polyad.train.results import Tables
+from polyad.train.streaming import activations_of, on_device, run_block, run_blocks
+from polyad.train.tasks.samples import TextSamples, losses
+
+LABEL = "leave out experts"
+SHARE = 0.25
+"""Share of the free memory for windows without an expert."""
+TITLES = {
+    "experts": "change in loss without each expert, in nats per token, over all tokens and over "
+    "its own; * excludes 0",
+    "harmed": "token classes whose loss rises beyond noise without the expert",
+    "focus": "for how few classes of tokens the experts of a layer are",
+}
+"""Lines above tables of a text."""
+
+
+@torch.inference_mode()
+def knock_out(
+    subject: Subject,
+    sets: Sequence[Sequence[Sequence[int]]],
+    actions: Sequence[Action] = (),
+    world: comm.World | None = None,
+    summed: Summed = lambda values: values,
+) -> list[LayerWithout]:
+    """Measures the loss without experts of some layers; all processes call this.
+
+    Args:
+        subject: text that a GPT-2 or a BERT reads, and the layers, in different blocks.
+        sets: for each layer the sets of experts to treat together, mostly of one.
+        actions: what to do to the experts of each layer; empty: remove them.
+        world: the processes that share the text; None: this one reads all.
+        summed: sums over processes.
+    """
+    model, layers, text, batch_size = subject
+    assert isinstance(text, TextSamples)
+    columns = ClassColumns(text)
+    actions = actions or [CONTRIBUTION] * len(layers)
+    without = {
+        layer.block: KnockOut(
+            *(model, layer, of_layer, columns.classes), windows=text.rows, action=action
+        )
+        for layer, of_layer, action in zip(layers, sets, actions, strict=True)
+    }
+    if isinstance(model, Streamed):
+        _block_by_block(model, without, text, columns, batch_size)
+    else:
+        for reading in read(
+            *(model, layers, text),
+            batch_size=batch_size,
+            world=world,
+            label=LABEL,
+            blocks=[*without],
+        ):
+            passages, label_JBP = reading.batch, columns(reading.batch)
+            loss_BP = losses(model, reading.output, passages)
+            for block, each in without.items():
+                decision = reading.of_all_tokens[each.layer.name]
+                each.add(reading.entering[block], passages, label_JBP, loss_BP, decision)
+    return [each.result(summed) for each in without.values()]
+
+
+def knockout_tables(layers: Sequence[LayerWithout], text: TextSamples) -> Tables:
+    """The same as tables.
+
+    Args:
+        layers: the result of `knock_out`.
+        text: what was read.
+    """
+    import pandas as pd
+
+    rows_of = [each.rows() for each in layers]
+    frames = {
+        name: pd.DataFrame([row for rows in rows_of for row in rows[name]]) for name in rows_of[0]
+    }
+    frames["harmed"] = harmed(frames["classes"])
+    every = layers[0].by_class["all"]
+    facts = {
+        "windows_read": text.rows,
+        "sequence_length": text.length,
+        "tokens_scored": int(every.tokens_C[0]),
+        "loss": float(every.loss_C[0]),
+        "tokens_recomputed": sum(each.windows_again for each in layers) * text.length,
+    }
+    return Tables(facts=facts, frames=frames, titles=TITLES)
+
+
+@dataclass
+class _Windows:
+    """Windows of a batch without experts of a block, on their way through the later blocks."""
+
+    block: int
+    batch: int
+    row_R: Tensor
+    window_R: Tensor
+    x_RTD: Tensor
+
+
+def _block_by_block(
+    model: Streamed,
+    without: Mapping[int, KnockOut],
+    text: TextSamples,
+    columns: ClassColumns,
+    batch_size: int,
+) -> None:
+    # Of each batch, by block: inputs [B, T, D], and which tokens use which sets [B, T, E].
+    batches = [batch for _, batch in text.batches(batch_size, 0, 1, torch.device("cpu"))]
+    blocks, end = len(model.blocks), parts_of(model)[-1]
+    entering: dict[int, list[Tensor]] = {block: [] for block in without}
+    uses: dict[int, list[Tensor]] = {block: [] for block in without}
+    layers, loss_of = [each.layer for each in without.values()], list[Tensor]()
+    with activations_of(model, [batch.ids_BT.int() for batch in batches]) as activations:
+        if 0 in without:
+            entering[0] = [x_BTD.clone() for x_BTD in activations]
+        with deciding(model, layers) as decisions:
+            report = Progress("read experts", blocks, "blocks")
+            for block, number in run_blocks(model, activations, report=report):
+                if block in without:
+                    decision = decisions.pop(without[block].layer.name)
+                    has_BTE = without[block].uses(decision, len(activations[number]))
+                    uses[block].append(has_BTE.cpu())
+                if block + 1 in without:
+                    entering[block + 1].append(activations[number].clone())
+        with model.part(*end):
+            for batch, x_BTD in zip(batches, activations, strict=True):
+                passages = on_device(batch, model.device)
+                loss_of.append(losses(model, x_BTD.to(model.device), passages))
+                for each in without.values():
+                    each.add_whole(passages, columns(passages), loss_of[-1])
+    groups = list(_groups(without, entering, uses))
+    total, done = sum(blocks - min(group) + 1 for group in groups), 0
+    report = Progress(LABEL, total, "blocks")
+    for group in groups:
+        lacking: list[_Windows] = []
+        for block in range(min(group), blocks):
+            with model.part(*parts_of(model)[1 + block]):
+                for windows in lacking:
+                    windows.x_RTD = run_block(model, block, windows.x_RTD).cpu()
+                if block in group:
+                    lacking += _begun(model, block, without[block], entering[block], uses[block])
+            done += 1
+            report(done / total)
+        with model.part(*end):
+            for windows in lacking:
+                number, row_R, window_R = windows.batch, windows.row_R, windows.window_R
+                passages = on_device(batches[number], model.device).rows(window_R)
+                loss_RP = losses(model, windows.x_RTD.to(model.device), passages).double()
+                change_RP = loss_RP - loss_of[number].to(loss_RP)[window_R]
+                own_RT = uses[windows.block][number].to(model.device)[window_R, :, row_R]
+                without[windows.block].add_changed(
+                    row_R, passages, columns(passages), change_RP, own_RT
+                )
+        done += 1
+        report(done / total)
+
+
+def _groups(
+    without: Mapping[int, KnockOut],
+    entering: Mapping[int, Sequence[Tensor]],
+    uses: Mapping[int, Sequence[Tensor]],
+) -> Iterator[list[int]]:
+    """Yields groups of blocks whose windows are in memory together."""
+    room, group, taken = SHARE * free_memory(), list[int](), 0
+    for block, each in sorted(without.items()):
+        size = sum(
+            int(each.changed(has_BTE).sum()) * x_BTD[0].nbytes
+            for x_BTD, has_BTE in zip(entering[block], uses[block], strict=True)
+        )
+        if group and taken + size > room:
+            yield group
+            group, taken = [], 0
+        group.append(block)
+        taken += size
+    if group:
+        yield group
+
+
+def _begun(
+    model: Streamed,
+    block: int,
+    without: KnockOut,
+    entering: Sequence[Tensor],
+    uses: Sequence[Tensor],
+) -> Iterator[_Windows]:
+    """Yields a block's outputs for windows without experts of its layer."""
+    for number, (x_BTD, has_BTE) in enumerate(zip(entering, uses, strict=True)):
+        for row_R, window_R in without.pairs(has_BTE.to(model.device)):
+            with without.without(row_R):
+                y_RTD = run_block(model, block, x_BTD.to(model.device)[window_R])
+            yield _Windows(block, number, row_R, window_R, y_RTD.cpu())
