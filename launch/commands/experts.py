@@ -19,7 +19,7 @@ from polyad.launch.command import (
     names,
 )
 from polyad.launch.commands.held_out import Seed, Stored, Tokens
-from polyad.launch.commands.options import Steer, TokenizerFile
+from polyad.launch.commands.options import TokenizerFile
 from polyad.launch.output import check_result_file
 
 if TYPE_CHECKING:
@@ -40,32 +40,24 @@ class Specialize(Stored):
 
 @command(
     "experts steer",
-    "polyad experts steer runs/quickstart/run --steer layer=3,expert=2,strength=8",
+    "polyad experts steer runs/quickstart/run --intervene layer=3,expert=2,how=steer,value=8",
 )
 @dataclass(frozen=True, kw_only=True)
 class SteerExperts(Stored):
-    """Shows what a language model predicts when it is steered towards experts.
+    """Shows what a language model predicts when --intervene steers it or changes experts.
 
     Reports the change in loss and in predicted probability, for the token classes of `polyad
     experts atlas`.
-
-    Args:
-        steer: add X times the expert's gate column to the input of a block (level=N of a
-            hierarchy); may be repeated, and all act at once.
     """
 
     measure = "steer"
 
-    steer: Steer
     tokens: Tokens = None
 
-    def options(self) -> dict[str, Any]:
-        """The options of the measure."""
-        from polyad.train.experts.steering import parse_steering
-
-        options = super().options()
-        options["steerings"] = [parse_steering(text) for text in options.pop("steer")]
-        return options
+    def reading(self) -> dict[str, Any]:
+        """What is read: by the model as it is, and once more with the changes."""
+        reading = super().reading()
+        return reading | {"changes": reading.pop("interventions")}
 
 
 @command(

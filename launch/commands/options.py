@@ -78,7 +78,6 @@ Base = Annotated[
         "adapters' configuration"
     ),
 ]
-Steer = Annotated[Sequence[str], Argument(metavar="layer=N,expert=N,strength=X")]
 Intervene = Annotated[
     Sequence[str],
     Argument(
@@ -86,8 +85,9 @@ Intervene = Annotated[
         "route-around (as well, and the other experts take over their weight), swap (expert to=E "
         "takes their place), mean (their output becomes its mean), prune (removed from the "
         "router, the next best enter), scale or clamp (multiply their routing weight by value=X, "
-        "or set it to X), or force or avoid (rank them first or last); may be repeated; experts "
-        "of a hierarchy are numbered across its levels",
+        "or set it to X), force or avoid (rank them first or last), or steer (add value=X times "
+        "their gate columns to the input of the block); may be repeated; experts of a hierarchy "
+        "are numbered across its levels",
         "layer=L,expert=E+F,how=HOW",
     ),
 ]

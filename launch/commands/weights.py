@@ -12,7 +12,6 @@ from polyad.launch.commands.options import (
     Best,
     Intervene,
     Precision,
-    Steer,
     TokenizerFile,
     Weights,
 )
@@ -23,7 +22,6 @@ from polyad.launch.output import check_json_path, only_results_on_stdout, result
     "generate",
     "polyad generate runs/quickstart/run --prompt 'def ' --temperature 0.8 "
     "--top-k 50 --top-p 0.95 --seed 1",
-    "polyad generate runs/quickstart/run --prompt 'def ' --steer layer=3,expert=2,strength=8",
     "polyad generate runs/quickstart/run --prompt 'def ' --intervene layer=3,expert=2,how=prune",
 )
 def generate(
@@ -40,7 +38,6 @@ def generate(
     tokenizer: TokenizerFile = None,
     precision: Precision = "fp32",
     no_cache: bool = False,
-    steer: Steer = (),
     intervene: Intervene = (),
     json: Json = None,
 ) -> None:
@@ -55,8 +52,6 @@ def generate(
             P, among those that --top-k leaves; default 1.
         seed: random seed; default 0.
         no_cache: recompute the whole context for every token instead of caching keys and values.
-        steer: add X times an expert's gate column to the input of a block (level=N in a
-            hierarchy); may be repeated.
     """
     from polyad.launch.machine import prepare_environment
 
@@ -64,10 +59,8 @@ def generate(
     from polyad.parallel.checkpoint.load import best_checkpoint, newest_of, read_newest
     from polyad.train.evaluation.generate import Sampling, generate
     from polyad.train.experts.interventions import parse_intervention
-    from polyad.train.experts.steering import parse_steering
 
     check_json_path(json)
-    steerings = [parse_steering(text) for text in steer]
     interventions = [parse_intervention(text) for text in intervene]
     with only_results_on_stdout() as stdout:
 
@@ -86,7 +79,6 @@ def generate(
                 sampling=Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed),
                 use_cache=not no_cache,
                 precision=precision,
-                steerings=steerings,
                 interventions=interventions,
                 base=base,
                 write=write,
@@ -95,8 +87,6 @@ def generate(
         )
         speed = f"{len(result.token_ids)} tokens, {result.tokens_per_second:,.0f} tokens/s"
         print(f"\n{speed}, ended by {result.ended_by}", file=sys.stderr)
-        for load in result.steering:
-            print(load, file=sys.stderr)
         show(result, "", json, stdout)
 
 

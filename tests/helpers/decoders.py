@@ -191,7 +191,7 @@ def commands_on(folder: Path, data: str, block: int) -> list[list[Any]]:
         data: Prepared text.
         block: One that routes.
     """
-    steered = ["--steer", f"layer={block},expert=1,strength=2"]
+    steered = ["--intervene", f"layer={block},expert=1,how=steer,value=2"]
     few = ["--data", data, "--tokens", "64"]
     return [
         ["experts", "atlas", folder, *few, "--layers", block],

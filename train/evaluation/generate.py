@@ -24,7 +24,6 @@ from polyad.parallel.weights import open_weights
 from polyad.parallel.zero import Precision
 from polyad.train.errors import ConfigError
 from polyad.train.experts.interventions import Intervention, intervened
-from polyad.train.experts.steering import Load, Steering, loads_of, steered
 from polyad.train.streaming import whole_model
 from polyad.train.tasks.language import language_model
 from polyad.train.tasks.vocabulary import need_tokenizer
@@ -301,7 +300,6 @@ class Generated:
     seed: int
     cache: bool
     precision: Precision
-    steering: list[Load]
     interventions: Sequence[Intervention]
     seconds: float
     tokens_per_second: float
@@ -316,7 +314,6 @@ def generate(
     sampling: Sampling = Sampling(),  # frozen
     use_cache: bool = True,
     precision: Precision = "fp32",
-    steerings: Sequence[Steering] = (),
     interventions: Sequence[Intervention] = (),
     base: Path | None = None,
     write: Callable[[str], object] = lambda text: None,
@@ -331,7 +328,6 @@ def generate(
         sampling: how tokens are sampled.
         use_cache: whether to cache keys and values of earlier tokens.
         precision: precision of weights and activations.
-        steerings: experts towards which the text is steered.
         interventions: changes to experts.
         base: see `open_weights`.
         write: called with the prompt, and with every piece of text as it is generated.
@@ -345,7 +341,7 @@ def generate(
     check_text(prompt)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = whole_model(weights, device, precision, "each new token runs all blocks")
-    with steered(model, steerings), intervened(model, interventions):
+    with intervened(model, interventions):
         write(prompt)
         started = time.monotonic()
         prompt_ids, ids, text = continue_text(
@@ -355,17 +351,10 @@ def generate(
             max_tokens=max_tokens,
             sampling=sampling,
             use_cache=use_cache,
-            name="; ".join(
-                (
-                    str(weights.folder),
-                    *(f"--steer {one}" for one in steerings),
-                    *(f"--intervene {one}" for one in interventions),
-                )
-            ),
+            name="; --intervene ".join((str(weights.folder), *map(str, interventions))),
             write=write,
         )
     seconds = time.monotonic() - started
-    length: int = model.config.sequence_length  # type: ignore[union-attr, assignment]
     return Generated(
         checkpoint=str(weights.folder),
         prompt=prompt,
@@ -379,7 +368,6 @@ def generate(
         seed=sampling.seed,
         cache=use_cache,
         precision=precision,
-        steering=loads_of(model, steerings, (prompt_ids + ids)[-length:]) if steerings else [],
         interventions=interventions,
         seconds=seconds,
         tokens_per_second=len(ids) / max(seconds, 1e-9),

@@ -9,10 +9,15 @@
     clamp          their weights are set to a number, at tokens that use them
     force          the router ranks them first (SteerMoE, 2509.09660)
     avoid          the router ranks them last
+    steer          X times their columns of the gate are added to what enters the block
 
-They use hooks on the router and the dispatcher: inside the context any measure can be taken of the
-changed model, and outside it nothing remains of the change. Each row of a batch may be changed
-differently, which a search over experts needs.
+Steering is as in Oldfield et al. 2024, appendix G.2. A gate that reads the residual stream gives an
+expert with column g X times |g|^2 more score, and every other one X times (its column . g) more,
+before normalization, apart from effects through the block's attention. A negative X steers away.
+
+They use hooks on the block, the router and the dispatcher: inside the context any measure can be
+taken of the changed model, and outside it nothing remains of the change. Each row of a batch may be
+changed differently, which a search over experts needs.
 
 Shapes: B rows of a forward pass, T tokens of a row, M tokens in total, S experts of a layer (all
 levels side by side), K experts of a token, D width.
@@ -35,8 +40,9 @@ from polyad.train.errors import ConfigError
 from polyad.train.experts.probing import RoutedLayer, uncompiled
 
 How = Literal[
-    "contribution", "route-around", "swap", "mean", "prune", "scale", "clamp", "force", "avoid"
-]
+    "contribution", "route-around", "swap", "mean", "prune", "scale", "clamp", "force", "avoid",
+    "steer",
+]  # fmt: skip
 HOWS: tuple[How, ...] = get_args(How)
 RANKING = ("force", "avoid")
 """Actions that change the order in which a router ranks experts."""
@@ -57,7 +63,7 @@ class Action:
     to: int | None = None
     """For `swap`, the expert that replaces them."""
     value: float | None = None
-    """For `scale` the factor, for `clamp` the weight."""
+    """For `scale` and `steer` the factor, for `clamp` the weight."""
     mean_SD: Tensor | None = None
     """For `mean`, the mean output of each expert."""
     avoided: tuple[int, ...] = ()
@@ -67,7 +73,7 @@ class Action:
     def changes_scores(self) -> bool:
         """Whether it changes the experts' scores, and so the experts or weights of any token, even
         one that does not use the changed experts."""
-        return self.how in ("prune", *RANKING)
+        return self.how in ("prune", "steer", *RANKING)
 
 
 CONTRIBUTION = Action()
@@ -93,7 +99,10 @@ def intervening(
     chosen = _Chosen(action)
     parent = model.get_submodule(layer.name)
     handles = []
-    for part in parent.children():
+    if action.how == "steer":
+        block = model.get_submodule(layer.name.rpartition(".")[0])
+        handles.append(block.register_forward_pre_hook(chosen.steered))
+    for part in parent.children() if action.how != "steer" else ():
         if isinstance(part, Gate):
             handles.append(part.register_forward_hook(chosen.shares))
         elif isinstance(part, SparseGate):
@@ -141,6 +150,19 @@ class _Chosen:
         chosen_BTS = self._chosen_BS.unsqueeze(1) & self._at_BT.unsqueeze(-1)
         chosen_BTS = chosen_BTS.expand(tokens // self._at_BT.shape[1], -1, -1)
         return chosen_BTS.flatten(0, 1)
+
+    def steered(self, module: nn.Module, arguments: Any) -> Any:
+        """Adds columns of the gate to the input of a block."""
+        if self._chosen_BS is None:
+            return None
+        x_BTD, *others = arguments
+        feed_forward: Any = module.feed_forward
+        assert self._action.value is not None
+        columns_SD = torch.cat(feed_forward.gate_columns()).detach()
+        columns_SD = columns_SD.to(torch.promote_types(columns_SD.dtype, torch.float32))
+        chosen_MS = self._of_tokens(x_BTD.shape[0] * x_BTD.shape[1]).to(columns_SD.dtype)
+        shift_BTD = (self._action.value * (chosen_MS @ columns_SD)).view(x_BTD.shape)
+        return x_BTD + shift_BTD.to(x_BTD.dtype), *others
 
     def selected(self, module: nn.Module, arguments: Any, output: Selected) -> Selected | None:
         """Changes the weights of selected experts, or the selection."""
@@ -288,6 +310,8 @@ def check_action(layer: RoutedLayer, action: Action, place: str) -> None:
             f"{place}: how: {action.how} is not allowed: in {layer.title} every token uses all "
             f"experts; allowed: {rest}"
         )
+    if action.how == "steer" and not layer.name.endswith(".feed_forward"):
+        raise ConfigError(f"{place}: how: steer is not allowed with {layer.name}")
     if action.how == "swap" and not 0 <= (-1 if action.to is None else action.to) < (
         layer.num_experts
     ):

@@ -79,7 +79,7 @@ def parse_intervention(text: str) -> Intervention:
     how = given.get("how", "contribution")
     if how not in HOWS:
         raise ConfigError(f"{where}: how: {how!r} is not allowed; allowed: {', '.join(HOWS)}")
-    for key, hows in (("to", {"swap"}), ("value", {"scale", "clamp"})):
+    for key, hows in (("to", {"swap"}), ("value", {"scale", "clamp", "steer"})):
         if (key in given) != (how in hows):
             needed = "is missing" if how in hows else f"means nothing with how={how}"
             raise ConfigError(f"{where}: {key} {needed}")

@@ -1,7 +1,7 @@
-"""`polyad experts steer`: what a model predicts when text is steered towards experts.
+"""`polyad experts steer`: what a model predicts when its experts are changed.
 
 Two effects are measured on held-out text: the change of the loss by class of token, which shows
-where a steered model is worse; and the probability of the classes of the next token, which shows
+where the changed model is worse; and the probability of the classes of the next token, which shows
 what it would write.
 
 Shapes: B windows, P predicted tokens, V vocabulary, K classes of all labelings of the next token, G
@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from torch.nn.functional import one_hot
 
 from polyad.model.decoder import Decoder
+from polyad.train.errors import ConfigError
 from polyad.train.experts.information import GroupedSums, Matrix, Summed, intervals
+from polyad.train.experts.interventions import Intervention, intervened
 from polyad.train.experts.knockout import Change, ChangeSums, mean_of
-from polyad.train.experts.steering import Steering, gate_column, steered
 from polyad.train.experts.token_classes import ClassColumns, classes_of_vocabulary, slices_of
 from polyad.train.measures.atlas import TOKENS
 from polyad.train.measures.measure import Measure, Subject
@@ -28,29 +29,24 @@ from polyad.train.tasks.samples import TextSamples, embedded, losses, through
 
 
 class Steer(Measure):
-    """Accumulates the joint effect of steerings.
+    """Accumulates the joint effect of interventions.
 
     Args:
         subject: a GPT-2, and text.
-        steerings: all at once.
-
-    Raises:
-        ConfigError: a block, level or expert that the model does not have.
+        changes: the interventions, all at once.
     """
 
     name = "steer"
     doing = "steering"
     label = "steer"
-    needs_whole = "a steered model runs all blocks again"
+    needs_whole = "the changed model runs all blocks again"
 
-    def __init__(self, subject: Subject, steerings: Sequence[Steering]) -> None:
+    def __init__(self, subject: Subject, changes: Sequence[Intervention]) -> None:
         super().__init__(subject)
         model, text = subject.model, subject.samples
         assert isinstance(model, Decoder)
         assert isinstance(text, TextSamples)
-        for steering in steerings:
-            gate_column(model, steering)
-        self._model, self._steerings, self._text = model, steerings, text
+        self._model, self._changes, self._text = model, changes, text
         device = next(model.parameters()).device
         self._columns = ClassColumns(text)
         self._losses = ChangeSums(1, self._columns.classes, text.rows, device)
@@ -63,8 +59,10 @@ class Steer(Measure):
 
     @classmethod
     def checked(cls, opened: Evaluated, split: str, **options: Any) -> dict[str, Any]:
-        """Options: `steerings`, and the approximate number of `tokens` to read."""
+        """Options: `changes`, and the approximate number of `tokens` to read."""
         opened.text(f"experts {cls.name}")
+        if not options["changes"]:
+            raise ConfigError("experts steer: --intervene is missing")
         return options
 
     @classmethod
@@ -72,14 +70,14 @@ class Steer(Measure):
         """See `Measure.of`."""
         task = opened.text(f"experts {cls.name}")
         text = TextSamples(task, split, settings.get("tokens", TOKENS), hidden=True)
-        return cls(Subject(model, [], text, opened.batch_size), settings["steerings"])
+        return cls(Subject(model, [], text, opened.batch_size), settings["changes"])
 
     @torch.inference_mode()
     def add(self, reading: Reading) -> None:
-        """Adds a batch, which the steered model reads, too."""
+        """Adds a batch, which the changed model reads, too."""
         passages, x_BTD = reading.batch, reading.output
         label_JBP, loss_BP = self._columns(passages), losses(self._model, x_BTD, passages)
-        with steered(self._model, self._steerings):
+        with intervened(self._model, self._changes):
             y_BTD = through(self._model, embedded(self._model, passages))
         change_BP = losses(self._model, y_BTD, passages).double() - loss_BP.double()
         number_B, counted_BP = passages.number_B, passages.scored_BP
@@ -105,8 +103,8 @@ class Steer(Measure):
         """The result."""
         import pandas as pd
 
-        by_class = self._losses.result("steered", summed)
-        mass_G = self._masses.result(summed, "steered: probabilities are not finite")
+        by_class = self._losses.result("changed", summed)
+        mass_G = self._masses.result(summed, "changed: probabilities are not finite")
         columns = self._class_VK.shape[1]
 
         def change(sums: Matrix) -> Matrix:
@@ -136,11 +134,11 @@ class Steer(Measure):
                 "sequence_length": self._text.length,
                 "tokens_scored": int(every.tokens_C[0]),
                 "loss": float(every.loss_C[0]),
-                "steer": [str(each) for each in self._steerings],
+                "changed": [str(each) for each in self._changes],
             },
             frames={"steering": pd.DataFrame(classes), "next_tokens": pd.DataFrame(next_tokens)},
             titles={
-                "steering": "change in loss when the text is steered",
+                "steering": "change in loss when the experts are changed",
                 "next_tokens": "change in the probability of classes of the next token",
             },
         )

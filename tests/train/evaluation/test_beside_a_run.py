@@ -46,7 +46,7 @@ def deletes_the_newest(monkeypatch, run, *, while_it_opens):
     [
         ["evaluate", "{run}", "evaluation.max_windows=2"],
         ["experts", "specialize", "{run}", "evaluation.max_windows=2"],
-        ["experts", "steer", "{run}", "--tokens", "200", "--steer", "layer=1,expert=1,strength=1"],
+        ["experts", "steer", "{run}", "--tokens", "200", "--intervene", "layer=1,expert=1"],
         ["compare", "{other}", "--with", "{run}", "--tokens", "200"],
         ["generate", "{run}", "--prompt", "def", "--max-tokens", "2"],
         ["report", "{run}", "--tokens", "400"],

@@ -259,7 +259,7 @@ def test_rows_and_places_are_changed_one_by_one(how):
     action = Action(
         how=how,
         to=last if how == "swap" else None,
-        value=0.3 if how in ("scale", "clamp") else None,
+        value=0.3 if how in ("scale", "clamp", "steer") else None,
         mean_SD=torch.ones(6, 16, dtype=torch.float64),
     )
     experts = [first, second, third]

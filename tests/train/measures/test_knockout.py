@@ -10,8 +10,8 @@ from torch.nn.functional import cross_entropy
 from polyad.data.text.dataset import PreparedData
 from polyad.launch.cli import run as polyad
 from polyad.parallel.weights import load_model
+from polyad.train.experts.interventions import intervened, parse_intervention
 from polyad.train.experts.probing import deciding, routed_layers
-from polyad.train.experts.steering import parse_steering, steered
 from polyad.train.experts.token_classes import CHARACTERS, character_class
 from polyad.train.measures.steer import Steer
 from polyad.train.reading import open_evaluated
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.distributed
 WINDOWS = 40
 LAYER = "blocks.1.feed_forward"
 """The only feed-forward with experts of the sparse run."""
-STEER = "layer=1,expert=2,strength=40"
+STEER = "layer=1,expert=2,how=steer,value=40"
 SMALL = ("evaluation.batch_size=3",)
 
 
@@ -71,7 +71,7 @@ def one(workers, trained):
 @pytest.fixture(scope="module")
 def steering(workers, trained):
     """The effect of steering, of one process and of two."""
-    options = {"tokens": 32 * WINDOWS, "steerings": [parse_steering(STEER)], "overrides": SMALL}
+    options = {"tokens": 32 * WINDOWS, "changes": [parse_intervention(STEER)], "overrides": SMALL}
     return [workers(size).run(steer, trained("smoe"), **options)[0] for size in (1, 2)]
 
 
@@ -136,10 +136,10 @@ def test_classes_are_as_counted_token_by_token(one, trained, prepared_path):
 
 def test_steering_is_as_two_passes_say(steering, trained, prepared_path):
     model, tokenizer, windows = token_by_token(trained("smoe"), prepared_path)
-    with steered(model, [parse_steering(STEER)]):
+    with intervened(model, [parse_intervention(STEER)]):
         after = losses_of(model, windows)
     before = losses_of(model, windows)
-    assert steering[0]["steer"] == [STEER]
+    assert steering[0]["changed"] == [STEER]
     change = float((torch.cat([a for a, _ in after]) - torch.cat([b for b, _ in before])).mean())
     assert abs(change) > 1e-3
     (every,) = frame_of(steering[0], "steering", by="all")["change"]
@@ -186,9 +186,8 @@ def test_two_processes_find_what_one_does(one, steering):
 
 
 def test_a_strength_of_zero_changes_nothing(workers, trained):
-    steerings = [parse_steering("layer=0,level=1,expert=1,strength=0")]
-    steerings += [parse_steering("layer=1,expert=3,strength=0")]
-    found = workers(1).run(steer, trained("tr"), tokens=64, steerings=steerings)[0]
+    changes = [parse_intervention(f"layer={layer},expert=3,how=steer,value=0") for layer in (0, 1)]
+    found = workers(1).run(steer, trained("tr"), tokens=64, changes=changes)[0]
     assert found["windows_read"] == 2
     (every,) = frame_of(found, "steering", by="all").to_dict("records")
     assert (every["change"], every["change_low"], every["change_high"]) == (0, 0, 0)
@@ -207,9 +206,9 @@ def test_the_command_says_it_for_people(trained, tmp_path, capfd):
     share = first["own_tokens"] / result["tokens_scored"]
     assert row[1:3] == ["1", f"{share:.4f}"]
     assert row[3] == f"{first['change']:+.4f}"
-    assert polyad(["experts", "steer", *words, "--steer", STEER]) == 0
+    assert polyad(["experts", "steer", *words, "--intervene", STEER]) == 0
     lines = capfd.readouterr().out.splitlines()
-    assert any(line.split() == ["steer", STEER] for line in lines)
+    assert any(line.split() == ["changed", STEER] for line in lines)
     assert any("probability of classes of the next token" in line for line in lines)
 
 
@@ -220,13 +219,17 @@ def test_the_command_says_it_for_people(trained, tmp_path, capfd):
         ("smoe", ["--layers", "0"], "--layers: 0 is not allowed: blocks with experts are 1"),
         ("smoe", ["--layers", "all,1"], "--layers: all is not allowed: blocks with experts are 1"),
         ("smoe", ["--experts", "4"], "--experts: 4 is not allowed: block 1 has 0 to 3"),
-        ("smoe", ["--steer", "layer=1,expert=4,strength=1"], "expert 4: layer 1 has 0 to 3"),
-        ("smoe", ["--steer", "layer=0,expert=1,strength=1"], "layer 0 is dense"),
-        ("smoe", ["--steer", "layer=1,expert=1"], "strength is missing"),
+        ("smoe", ["--intervene", "layer=1,expert=4,how=steer,value=1"], "expert: 4 is not allowed"),
+        (
+            "smoe",
+            ["--intervene", "layer=0,expert=1,how=steer,value=1"],
+            "blocks with experts are 1",
+        ),
+        ("smoe", ["--intervene", "layer=1,expert=1,how=steer"], "value is missing"),
     ],
 )
 def test_what_cannot_be_left_out_is_one_line(trained, capfd, kind, options, words):
-    name = "steer" if "--steer" in options else "atlas"
+    name = "steer" if "--intervene" in options else "atlas"
     assert polyad(["experts", name, str(trained(kind)), *options]) == 2
     captured = capfd.readouterr()
     assert captured.out == ""
@@ -269,7 +272,7 @@ def test_of_masked_text_hidden_tokens_are_counted(workers, tmp_path, texts):
         frequency = frame_of(found, "experts", module=layer.name)["frequency"]
         assert list(frequency) == pytest.approx((uses / (11 * 30)).tolist())
     with pytest.raises(Exception, match="steer: is not allowed with data") as caught:
-        workers(1).run(steer, folder, steerings=[parse_steering(STEER)])
+        workers(1).run(steer, folder, changes=[parse_intervention(STEER)])
     assert "ConfigError" in str(caught.value)
 
 
