@@ -282,7 +282,7 @@ def test_rows_and_places_are_changed_one_by_one(how):
             torch.testing.assert_close(everywhere[row : row + 1], alone)
         intervene(None, None)
         assert torch.equal(model(IDS_BT).logits, before)
-    if how == "force":  # which tokens use that did not
+    if how in ("force", "steer"):  # also tokens that do not use the expert
         used_BT = torch.ones_like(used_BT)
     changed_BT = ((at_one - before).abs() > 1e-9).any(-1)
     assert not changed_BT[:, :7].any()
