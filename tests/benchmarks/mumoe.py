@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from polyad.model.feedforward import DenseFeedForward, DenseFeedForwardConfig
-from polyad.model.kernels.cpu.experts import has_bf16_products
 from polyad.model.mumoe.config import MuMoEConfig
 from polyad.model.mumoe.layer import MuMoE
 from polyad.parallel.zero import DTYPES
@@ -31,6 +30,7 @@ from tests.benchmarks.timed_layer import (
     TimedLayer,
     context_of,
     costs,
+    has_bf16_products,
     measure,
     multiply_adds,
     of_ours,

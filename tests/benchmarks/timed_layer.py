@@ -19,7 +19,6 @@ from polyad.launch.machine import processor_name
 from polyad.launch.output import align
 from polyad.model.build import materialize
 from polyad.model.feedforward import FeedForward, FeedForwardContext
-from polyad.model.kernels.cpu.experts import has_bf16_products
 from polyad.model.kernels.cpu.gelu import has_native_gelu
 from polyad.parallel.shapes import forward_flops
 from tests.benchmarks.turns import Run, Times, now, part_medians, span, summary, take_turns
@@ -116,6 +115,12 @@ def threads_of(threads: int | None) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def has_bf16_products() -> bool:
+    """Whether this processor has the instructions for PyTorch's products in bf16."""
+    available = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    return bool(available and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def surroundings(device: str, repeats: int) -> dict[str, Any]:

@@ -53,8 +53,8 @@ def numbers(rows, columns, dtype, seed=0):
     return [(2 * torch.randn(size, generator=generator)).to(dtype) for size in sizes]
 
 
-# One number, less than a line, whole lines, more columns than go together, rows for all threads.
-@pytest.mark.parametrize("shape", [(1, 1), (37, 24), (3, 640), (5, 1031), (600, 96), (40, 2048)])
+# One number, more columns than go together, rows for all threads.
+@pytest.mark.parametrize("shape", [(1, 1), (5, 1031), (600, 96)])
 @pytest.mark.parametrize("with_bias", [True, False])
 @pytest.mark.parametrize(("compiled", "dtype", "tolerance"), KERNELS)
 def test_it_is_the_formula(compiled, dtype, tolerance, with_bias, shape, threads, monkeypatch):
