@@ -12,7 +12,7 @@ import functools
 import importlib
 import math
 import sys
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ ASPECT = (3 / 4, 4 / 3)
 ERASED, ERASED_ASPECT = (0.02, 0.33), (0.3, 3.3)
 """Area (a share of the image) and aspect ratio of an erased box (Zhong et al. 2020)."""
 TRIES = 10
+Box: TypeAlias = tuple[int, int, int, int]
 LONGEST = 32
 """Ratio of the sides above which only the middle of an image is resized."""
 
@@ -51,7 +52,12 @@ def training_image(
         image_CHW = image_CHW.flip(-1)
     if chosen.randaugment is not None:
         image_CHW = randaugment(image_CHW, chosen.randaugment, seeds)
-    return _erased(image_CHW, chosen, settings.mean, generator)
+    if chosen.erasing and generator.random() < chosen.erasing:
+        box = _random_box((size, size), ERASED, ERASED_ASPECT, generator)
+        top, left, height, width = box or (0, 0, 0, 0)
+        colour = torch.tensor([round(255 * each) for each in settings.mean], dtype=torch.uint8)
+        image_CHW[:, top : top + height, left : left + width] = colour.view(-1, 1, 1)
+    return image_CHW
 
 
 def evaluation_image(pixels: Pixels, size: int, resize: float) -> Tensor:
@@ -104,52 +110,39 @@ def resized(pixels: Pixels, height: int, width: int) -> Tensor:
 
 def random_crop(
     size: tuple[int, int], scale: tuple[float, float], generator: np.random.Generator
-) -> tuple[int, int, int, int]:
+) -> Box:
     """Draws a crop of random area and aspect ratio; after ten that do not fit, a central one.
 
     Returns:
         Top, left, height and width.
     """
+    if box := _random_box(size, scale, ASPECT, generator):
+        return box
     height, width = size
-    for _ in range(TRIES):
-        area = height * width * generator.uniform(*scale)
-        aspect = math.exp(generator.uniform(math.log(ASPECT[0]), math.log(ASPECT[1])))
-        wide, tall = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
-        if 0 < wide <= width and 0 < tall <= height:
-            top = int(generator.integers(height - tall + 1))
-            left = int(generator.integers(width - wide + 1))
-            return top, left, tall, wide
     wide = min(width, max(1, round(height * ASPECT[1])))
     tall = min(height, max(1, round(width / ASPECT[0])))
     return (height - tall) // 2, (width - wide) // 2, tall, wide
 
 
-def _erased(
-    image_CHW: Tensor,
-    chosen: AugmentationConfig,
-    mean: tuple[float, ...],
+def _random_box(
+    size: tuple[int, int],
+    share: tuple[float, float],
+    aspects: tuple[float, float],
     generator: np.random.Generator,
-) -> Tensor:
-    if not chosen.erasing or generator.random() >= chosen.erasing:
-        return image_CHW
-    _, height, width = image_CHW.shape
+) -> Box | None:
+    height, width = size
     for _ in range(TRIES):
-        area = height * width * generator.uniform(*ERASED)
-        low, high = (math.log(each) for each in ERASED_ASPECT)
-        aspect = math.exp(generator.uniform(low, high))
+        area = height * width * generator.uniform(*share)
+        aspect = math.exp(generator.uniform(math.log(aspects[0]), math.log(aspects[1])))
         wide, tall = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
-        if 0 < wide < width and 0 < tall < height:
+        if 0 < wide <= width and 0 < tall <= height:
             top = int(generator.integers(height - tall + 1))
             left = int(generator.integers(width - wide + 1))
-            colour = torch.tensor([round(255 * each) for each in mean], dtype=torch.uint8)
-            image_CHW[:, top : top + tall, left : left + wide] = colour.view(-1, 1, 1)
-            return image_CHW
-    return image_CHW
+            return top, left, tall, wide
+    return None
 
 
-def mixing(
-    chosen: AugmentationConfig, size: int, seeds: tuple[int, ...]
-) -> tuple[float, tuple[int, int, int, int]]:
+def mixing(chosen: AugmentationConfig, size: int, seeds: tuple[int, ...]) -> tuple[float, Box]:
     """Draws how the two images of a pair are mixed.
 
     Args:

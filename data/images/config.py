@@ -32,7 +32,7 @@ class RandAugmentConfig(Config):
 class AugmentationConfig(Config):
     """Augmentation of training images; its random numbers depend on (seed, epoch, image) alone."""
 
-    crop_scale: tuple[float, float] | None = (0.05, 1.0)
+    crop_scale: Annotated[tuple[Share, Share], Field(strict=False)] | None = (0.05, 1.0)
     """Smallest and largest area of the random crop, as a fraction of the image, with an aspect
     ratio from 3:4 to 4:3; null: the central crop that evaluation uses."""
     flip: bool = True
@@ -48,16 +48,12 @@ class AugmentationConfig(Config):
     cutmix: Annotated[float, Field(ge=0, le=100)] = 0.0
     """Alpha of the Beta(alpha, alpha) distribution of CutMix; 0: no CutMix."""
 
-    @field_validator("crop_scale", mode="before")
+    @field_validator("crop_scale")
     @classmethod
-    def _is_two_shares(cls, value: object) -> object:
-        if value is None:
-            return None
-        numbers = list(value) if isinstance(value, list | tuple) else []
-        good = len(numbers) == 2 and all(type(n) in (int, float) for n in numbers)
-        if not good or not 0 < numbers[0] <= numbers[1] <= 1:
+    def _is_a_range(cls, scale: tuple[float, float] | None) -> tuple[float, float] | None:
+        if scale is not None and not 0 < scale[0] <= scale[1]:
             raise ValueError("two shares of the image, as in [0.05, 1.0], or null")
-        return float(numbers[0]), float(numbers[1])
+        return scale
 
 
 class ImageDataConfig(DataSettings):

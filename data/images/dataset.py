@@ -10,19 +10,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import xxhash
 
 from polyad.data.errors import DataError, listed, user_path
 from polyad.data.images.config import ImageDataConfig
-from polyad.data.images.decoding import Pixels
-from polyad.data.images.source import (
-    Digits,
-    ImageSource,
-    Labels,
-    TableImages,
-    open_folders,
-)
+from polyad.data.images.source import ImageSplit, digits, open_folders, table_images
 from polyad.data.names import check_classes, check_leave_out
 from polyad.data.prepared import MANIFEST_FILE
 from polyad.data.tables import open_tables
@@ -33,54 +25,8 @@ TABLES = (".parquet", ".arrow", ".tar")
 HELD_OUT = 0.01
 """Share of the training images held out for validation where the data set has no validation
 split besides its test split: big_vision's train[99%:]."""
-MOST_CLASSES = 1_000_000
-"""Maximum number of classes without names; a higher number is probably an id, not a class."""
 _SEED = 0
 """Seed of the choice of held-out images, the same for every user."""
-Numbers = npt.NDArray[np.integer]
-
-
-class ImageSplit:
-    """Some images of a source.
-
-    Args:
-        source: The source.
-        numbers: The numbers of the images; None for all.
-    """
-
-    def __init__(self, source: ImageSource, numbers: Numbers | None = None) -> None:
-        self.source = source
-        self.numbers = np.arange(len(source.labels)) if numbers is None else numbers
-        self.labels: Labels = source.labels[self.numbers]
-        """The class of each image; for images with attributes, 0 or 1 for each, [images, K]."""
-        self.domains: Labels | None = None
-        """The domain number of each image; None if the data has no domains."""
-        if source.domains is not None:
-            self.domains = source.domains[self.numbers]
-
-    def __len__(self) -> int:
-        """Counts the images."""
-        return len(self.numbers)
-
-    def decode(self, number: int) -> Pixels:
-        """The pixels of an image [H, W, 3].
-
-        Raises:
-            DataError: It cannot be read or decoded.
-        """
-        return self.source.decode(int(self.numbers[number]))
-
-    def name_of(self, number: int) -> str:
-        """Returns an image's file, or its table and row."""
-        return self.source.name_of(int(self.numbers[number]))
-
-    def digest(self) -> str:
-        """A digest of the names and labels of the images, in order."""
-        digest = self.source.digest()
-        for array in (self.numbers.astype(np.int64), self.labels.astype(np.int32), self.domains):
-            if array is not None:
-                digest.update(np.ascontiguousarray(array).tobytes())
-        return digest.hexdigest()
 
 
 class ImageData:
@@ -88,7 +34,7 @@ class ImageData:
 
     Args:
         settings: The settings of the data.
-        sources: The images by split, with labels by the names of each source.
+        by_split: The images by split, with labels by the names of each source.
         domain_names: The names of the domains; empty: images have no domains.
         notes: What was not read, and why; a line each.
 
@@ -108,32 +54,34 @@ class ImageData:
     def __init__(
         self,
         settings: ImageDataConfig,
-        sources: Mapping[str, ImageSource],
+        by_split: Mapping[str, ImageSplit],
         domain_names: Sequence[str] = (),
         notes: Sequence[str] = (),
     ) -> None:
         self.place = f"data.path: {settings.path}"
         self.domain_names, self.notes = list(domain_names), list(notes)
-        sources = {
-            split: source
-            for split, source in sources.items()
-            if split != TEST or not (source.labels == -1).all()
+        self._splits = {
+            split: images
+            for split, images in by_split.items()
+            if split != TEST or not (images.labels == -1).all()
         }
-        if "train" not in sources:
+        if "train" not in self._splits:
             raise DataError(f"{self.place}: has no training images with classes")
-        self.has_attributes = sources["train"].labels.ndim == 2
-        self.class_names = self._common_classes(sources)
+        self.has_attributes = self._splits["train"].labels.ndim == 2
+        self.class_names = list(self._splits["train"].class_names)
+        for split, images in self._splits.items():
+            self._renumber(split, images)
         self.held_out: str | None = None
-        self.own_validation = "validation" if "validation" in sources else None
-        self._splits = {split: ImageSplit(source) for split, source in sources.items()}
-        if settings.held_out is not None or not {"validation", TEST} <= sources.keys():
+        self.own_validation = "validation" if "validation" in self._splits else None
+        train = self._splits["train"]
+        if settings.held_out is not None or not {"validation", TEST} <= self._splits.keys():
             self._hold_out(HELD_OUT if settings.held_out is None else settings.held_out)
         check_leave_out(
             settings.leave_out, self.domain_names, self.place, "a folder with data.domains: true"
         )
         self.left_out = [name for name in self.domain_names if name in (settings.leave_out or ())]
         if self.left_out:
-            self._leave_out()
+            self._leave_out(train)
 
     @classmethod
     def open(cls, settings: ImageDataConfig) -> "ImageData":
@@ -144,7 +92,7 @@ class ImageData:
         """
         path = settings.path
         if path == DIGITS:
-            return cls(settings, {"train": Digits()})
+            return cls(settings, {"train": digits()})
         folder = user_path(path)
         if (folder / MANIFEST_FILE).is_file():
             raise DataError(
@@ -161,17 +109,17 @@ class ImageData:
             raise DataError(f"data.path: {error}") from None
         if tables is None:
             return cls._of_folders(settings, folder)
-        sources = {
-            split: TableImages(rows, f"data.path: {path}, {split}")
+        by_split = {
+            split: table_images(rows, f"data.path: {path}, {split}")
             for split, rows in tables.splits.items()
         }
-        return cls(settings, sources, notes=tables.notes)
+        return cls(settings, by_split, notes=tables.notes)
 
     @classmethod
     def _of_folders(cls, settings: ImageDataConfig, folder: Path) -> "ImageData":
-        sources, domain_names, others = open_folders(folder, domains=settings.domains)
+        by_split, domain_names, others = open_folders(folder, domains=settings.domains)
         note = f"data.path: {settings.path}: {others:,} files are not images, and not read"
-        return cls(settings, sources, domain_names, [note] if others else [])
+        return cls(settings, by_split, domain_names, [note] if others else [])
 
     @property
     def splits(self) -> list[str]:
@@ -205,47 +153,28 @@ class ImageData:
             digest.update(f"{name}{split.digest()}".encode())
         return digest.hexdigest()
 
-    def _common_classes(self, sources: Mapping[str, ImageSource]) -> list[str]:
-        """Returns the names of the training images, and renumbers the labels of other splits."""
-        first = sources["train"]
-        for split, source in sources.items():
-            if self.has_attributes and source.class_names != first.class_names:
+    def _renumber(self, split: str, images: ImageSplit) -> None:
+        """Renumbers the labels of a split by the class names of the training images."""
+        names, labels = images.class_names, images.labels
+        if self.has_attributes or labels.ndim == 2:
+            if list(names) != self.class_names:
                 raise DataError(f"{self.place}: train and {split} have different attributes")
-            if (source.class_names is None) != (first.class_names is None):
-                raise DataError(
-                    f"{self.place}: train and {split} must both have names of classes, or neither: "
-                    "it is unknown which number is which class"
-                )
-            if self.has_attributes:
-                continue
-            highest = MOST_CLASSES if source.class_names is None else len(source.class_names)
-            wrong = np.flatnonzero((source.labels < 0) | (source.labels >= highest))
-            if len(wrong):
-                raise DataError(
-                    f"{self.place}: {source.name_of(int(wrong[0]))} of {split} has the label "
-                    f"{source.labels[wrong[0]]}, which is not the number of a class "
-                    f"({len(wrong):,} images like it)"
-                )
-        if first.class_names is None:
-            highest = max(int(source.labels.max()) for source in sources.values())
-            return [str(number) for number in range(highest + 1)]
-        names = list(first.class_names)
-        if self.has_attributes:
-            return names
-        number_of = {name: number for number, name in enumerate(names)}
-        for split, source in sources.items():
-            assert source.class_names is not None
-            common = np.array([number_of.get(name, -1) for name in source.class_names])
-            labels = common[source.labels]
-            strange = np.flatnonzero(labels < 0)
-            if len(strange):
-                name = source.class_names[source.labels[strange[0]]]
-                raise DataError(
-                    f"{self.place}: {split} has images of the class {name!r}, which no training "
-                    f"image has; classes are {listed(names, 5)}"
-                )
-            source.labels = labels.astype(np.int32)
-        return names
+            return
+        wrong = np.flatnonzero((labels < 0) | (labels >= len(names)))
+        if len(wrong):
+            raise DataError(
+                f"{self.place}: {images.name_of(int(wrong[0]))} of {split} has the label "
+                f"{labels[wrong[0]]}, which is not the number of a class "
+                f"({len(wrong):,} images like it)"
+            )
+        number_of = {name: number for number, name in enumerate(self.class_names)}
+        images.labels = np.array([number_of.get(name, -1) for name in names])[labels]
+        strange = np.flatnonzero(images.labels < 0)
+        if len(strange):
+            raise DataError(
+                f"{self.place}: {split} has images of the class {names[labels[strange[0]]]!r}, "
+                f"which no training image has; classes are {listed(self.class_names, 5)}"
+            )
 
     def _hold_out(self, share: float) -> None:
         """Draws a validation split; the data set's own test split is never used for it."""
@@ -282,21 +211,26 @@ class ImageData:
             self.held_out += "; test: the data set's validation split"
             test, self.own_validation = own, TEST
         self._splits = {
-            "train": ImageSplit(train.source, kept),
-            "validation": ImageSplit(train.source, held),
+            "train": train.select(kept),
+            "validation": train.select(held),
         } | ({TEST: test} if test is not None else {})
 
-    def _leave_out(self) -> None:
-        """Moves the images of domains to the test split."""
-        source = self._splits["train"].source
+    def _leave_out(self, images: ImageSplit) -> None:
+        """Moves the images of domains to the test split.
+
+        Args:
+            images: All images of the folder.
+        """
         numbers = [self.domain_names.index(name) for name in self.left_out]
         inside, splits = [], {}
         for name, split in self._splits.items():
             assert split.domains is not None
+            assert split.numbers is not None
             away = np.isin(split.domains, numbers)
             inside.append(split.numbers[away])
-            splits[name] = ImageSplit(source, split.numbers[~away])
-        test = ImageSplit(source, np.concatenate(inside))
+            splits[name] = split.select(np.flatnonzero(~away))
+        test = images.select(np.concatenate(inside))
+        assert test.domains is not None
         trained = [self.class_names[label] for label in np.unique(splits["train"].labels)]
         for number in numbers:
             labels = np.unique(test.labels[test.domains == number])

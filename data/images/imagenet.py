@@ -11,8 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from polyad.data.errors import DataError
-from polyad.data.images.dataset import ImageSplit
-from polyad.data.images.source import list_files
+from polyad.data.images.source import ImageSplit, list_files
 
 CLASSES_FILE = Path(__file__).with_name("imagenet_classes.txt")
 
@@ -59,7 +58,7 @@ def by_wordnet_id(folder: Path) -> ImageSplit:
     names = files.class_names
     numbers = {wordnet_id: number for number, wordnet_id in enumerate(imagenet_classes())}
     strange = next((name for name in names if name not in numbers), None)
-    if strange is not None or not len(files.labels) or others:
+    if strange is not None or not len(files) or others:
         why = f"{strange} is not the folder of a class" if strange else "has no images"
         if others:
             why = f"holds {others:,} files that are not images"
@@ -68,7 +67,7 @@ def by_wordnet_id(folder: Path) -> ImageSplit:
             "ImageNet-1k, as n01440764"
         )
     files.labels = np.array([numbers[name] for name in names])[files.labels]
-    return ImageSplit(files)
+    return files
 
 
 def corruptions(folder: Path) -> Iterator[tuple[str, int, ImageSplit]]:

@@ -7,8 +7,9 @@ are the same for any number of processes and workers, and after a resume.
 Shapes: B images of a batch, C channels, H x W pixels.
 """
 
+import functools
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,33 +21,12 @@ from polyad.data.errors import DataError
 from polyad.data.images.augmentation import GaussianNoise, evaluation_image, mixing, training_image
 from polyad.data.images.config import ImageDataConfig
 from polyad.data.images.decoding import Pixels
-from polyad.data.order import Arrays, EpochOrders
+from polyad.data.images.source import ImageSplit
 
 _ORDER, _IMAGE, _PAIR = 1, 2, 3
 """Streams of random numbers: the last part of a seed."""
 _NAMED = 3
 """Number of damaged images that an error names."""
-
-
-class Images(Protocol):
-    """Images with labels, by their number."""
-
-    @property
-    def labels(self) -> npt.NDArray[np.integer]:
-        """The class of each image, or 0 or 1 for each of its attributes [images, K]."""
-
-    @property
-    def domains(self) -> npt.NDArray[np.integer] | None:
-        """The domain number of each image; None if there are no domains."""
-
-    def __len__(self) -> int:
-        """Counts the images."""
-
-    def decode(self, number: int) -> Pixels:
-        """The pixels of an image [H, W, 3]."""
-
-    def name_of(self, number: int) -> str:
-        """Returns an image's file or location, for messages."""
 
 
 class ImageBatch(NamedTuple):
@@ -74,19 +54,14 @@ class ImageSamples(Dataset[ImageBatch]):
         seed: The run's seed.
     """
 
-    def __init__(self, images: Images, settings: ImageDataConfig, size: int, seed: int) -> None:
+    def __init__(self, images: ImageSplit, settings: ImageDataConfig, size: int, seed: int) -> None:
         self._images, self._settings, self._size, self._seed = images, settings, size, seed
-        self._orders = EpochOrders(self._build_order, len(images))
         self._damaged: dict[int, str] = {}
 
     def number_of(self, sample: int) -> int:
         """Returns the number of a sample's image in the split."""
-        epoch, place = self._orders(sample)
-        return int(epoch["images"][place])
-
-    def _build_order(self, epoch: int) -> Arrays:
-        generator = np.random.Generator(np.random.PCG64((self._seed, epoch, _ORDER)))
-        return {"images": generator.permutation(len(self._images))}
+        epoch, place = divmod(sample, len(self._images))
+        return int(_order(len(self._images), self._seed, epoch)[place])
 
     def __getitem__(self, sample: int) -> ImageBatch:
         """Reads, decodes and augments the image of a sample.
@@ -130,6 +105,12 @@ class ImageSamples(Dataset[ImageBatch]):
             )
 
 
+@functools.lru_cache(maxsize=2)  # a batch, and what workers fetch ahead, may straddle two epochs
+def _order(images: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
+    generator = np.random.Generator(np.random.PCG64((seed, epoch, _ORDER)))
+    return generator.permutation(images)
+
+
 class EvaluationImages(Dataset[ImageBatch]):
     """The images of a split in order, resized and center-cropped.
 
@@ -143,7 +124,7 @@ class EvaluationImages(Dataset[ImageBatch]):
 
     def __init__(
         self,
-        images: Images,
+        images: ImageSplit,
         settings: ImageDataConfig,
         size: int,
         numbers: Sequence[int] | None = None,
@@ -183,5 +164,5 @@ class EvaluationImages(Dataset[ImageBatch]):
         )
 
 
-def _label(images: Images, number: int) -> Tensor:
+def _label(images: ImageSplit, number: int) -> Tensor:
     return torch.from_numpy(np.asarray(images.labels[number], dtype=np.int64))

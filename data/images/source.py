@@ -4,13 +4,17 @@ Nothing is prepared: a source is listed when a run starts, and an image is read 
 Each source numbers classes by its own names; `polyad.data.images.dataset` makes them one list.
 """
 
+import io
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow
 import xxhash
 
 from polyad.data.errors import DataError, listed
@@ -22,6 +26,8 @@ Labels = npt.NDArray[np.integer]
 LABELS = ("label", "fine_label", "labels", "class", "cls")
 """Columns that may hold the class, in order of preference: CIFAR-100 has fine and coarse ones."""
 IMAGES = ("image", "img")
+MOST_CLASSES = 1_000_000
+"""Maximum number of classes without names; a higher number is probably an id, not a class."""
 IMAGE_SUFFIXES = frozenset(
     {
         *(".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".bmp", ".dib", ".gif"),
@@ -36,17 +42,37 @@ def is_image(name: str) -> bool:
     return PurePosixPath(name).suffix.lower() in IMAGE_SUFFIXES
 
 
-class ImageSource(Protocol):
-    """Images of one origin, by number."""
+@dataclass
+class ImageSplit:
+    """Images with classes, by number."""
 
-    @property
-    def class_names(self) -> Sequence[str] | None:
-        """The names of the numbers in `labels`, or of its columns; None: numbers have no names."""
-
+    place: str
+    """The folder of the files, or the name of the table."""
+    images: Callable[[int], Mapping[str, Any]]
+    """Returns the `bytes` or the `path` of an image's file, by its number in the source."""
     labels: Labels
     """The class of each image, -1 for none; 0 or 1 for each of its attributes, [images, K]."""
-    domains: Labels | None
+    class_names: Sequence[str]
+    """The names of the numbers in `labels`, or of its columns."""
+    domains: Labels | None = None
     """The domain number of each image; None if there are no domains."""
+    names: str = ""
+    """A digest of the names of all images of the source, if they have names."""
+    numbers: Labels | None = None
+    """The number of each image in the source; None for all."""
+
+    def __len__(self) -> int:
+        """Counts the images."""
+        return len(self.labels)
+
+    def select(self, numbers: Labels) -> "ImageSplit":
+        """Returns some of the images, in the order of their numbers in this split."""
+        return replace(
+            self,
+            labels=self.labels[numbers],
+            domains=None if self.domains is None else self.domains[numbers],
+            numbers=numbers if self.numbers is None else self.numbers[numbers],
+        )
 
     def decode(self, number: int) -> Pixels:
         """The pixels of an image [H, W, 3].
@@ -54,66 +80,35 @@ class ImageSource(Protocol):
         Raises:
             DataError: It cannot be read or decoded.
         """
+        image, name = self.images(self._number_of(number)), self.name_of(number)
+        content = image.get("bytes")
+        if content is None and image.get("path"):
+            try:
+                content = Path(self.place, image["path"]).read_bytes()
+            except OSError as error:
+                raise DataError(f"{name}: cannot be read: {error.strerror}") from None
+        return decode(content or b"", name)
 
     def name_of(self, number: int) -> str:
-        """Returns an image's location, for messages."""
+        """Returns an image's file, or its table and row."""
+        number = self._number_of(number)
+        if not self.names:
+            return f"{self.place}: row {number}"
+        return str(Path(self.place, self.images(number)["path"]))
 
-    def digest(self) -> xxhash.xxh3_128:
-        """A digest of the names of the images, in order."""
+    def _number_of(self, number: int) -> int:
+        return number if self.numbers is None else int(self.numbers[number])
 
-
-class Files:
-    """Image files with classes.
-
-    Args:
-        root: The folder of the files.
-        names: The path of each file in the folder.
-        labels: The class of each.
-        class_names: The names of the classes.
-        domains: The domain number of each; None if there are no domains.
-    """
-
-    def __init__(
-        self,
-        root: Path,
-        names: Sequence[str],
-        labels: Sequence[int],
-        class_names: Sequence[str],
-        domains: Sequence[int] | None = None,
-    ) -> None:
-        encoded = [os.fsencode(name) for name in names]
-        self._root = root
-        # A list of a million strings would take four times as much memory in each loader process.
-        self._names = b"".join(encoded)
-        self._ends = np.cumsum([len(name) for name in encoded], dtype=np.int64)
-        self.class_names: Sequence[str] = class_names
-        self.labels: Labels = np.array(labels, dtype=np.int32)
-        self.domains: Labels | None = None
-        if domains is not None:
-            self.domains = np.array(domains, dtype=np.int32)
-
-    def decode(self, number: int) -> Pixels:
-        """The pixels of an image [H, W, 3]; see `ImageSource`."""
-        path = self.name_of(number)
-        try:
-            content = Path(path).read_bytes()
-        except OSError as error:
-            raise DataError(f"{path}: cannot be read: {error.strerror}") from None
-        return decode(content, path)
-
-    def name_of(self, number: int) -> str:
-        """Returns an image's file."""
-        begin = int(self._ends[number - 1]) if number else 0
-        return str(self._root / os.fsdecode(self._names[begin : int(self._ends[number])]))
-
-    def digest(self) -> xxhash.xxh3_128:
-        """A digest of the names of the files, in order."""
-        digest = xxhash.xxh3_128(self._names)
-        digest.update(self._ends.tobytes())
-        return digest
+    def digest(self) -> str:
+        """A digest of the names and labels of the images, in order."""
+        digest = xxhash.xxh3_128(self.names.encode())
+        for array in (self.numbers, self.labels, self.domains):
+            if array is not None:
+                digest.update(np.ascontiguousarray(array, dtype=np.int64).tobytes())
+        return digest.hexdigest()
 
 
-def open_folders(root: Path, *, domains: bool) -> tuple[dict[str, ImageSource], list[str], int]:
+def open_folders(root: Path, *, domains: bool) -> tuple[dict[str, ImageSplit], list[str], int]:
     """Lists folders of classes: [SPLIT/]CLASS/image or DOMAIN/CLASS/image, images at any depth.
 
     Links are followed, and hidden files left out. No file is opened.
@@ -134,8 +129,8 @@ def open_folders(root: Path, *, domains: bool) -> tuple[dict[str, ImageSource], 
                 break
             root = root / tops[0]  # an archive unpacked into a folder of its own
         if domains:
-            source, others = list_files(root, _domains(root))
-            return {"train": source}, _domains(root), others
+            images, others = list_files(root, _domains(root))
+            return {"train": images}, _domains(root), others
         tops = _folders(root)
         splits = _splits(tops)
         # Beside others, a folder that holds no folders is a class, as of vehicles.
@@ -145,31 +140,42 @@ def open_folders(root: Path, *, domains: bool) -> tuple[dict[str, ImageSource], 
         listings = {split: list_files(root / name) for split, name in splits.items()}
     except OSError as error:
         raise DataError(f"data.path: {error.filename}: cannot be read: {error.strerror}") from None
-    sources: dict[str, ImageSource] = {
-        split: source for split, (source, _) in listings.items() if len(source.labels)
-    }
-    return sources, [], sum(others for _, others in listings.values())
+    by_split = {split: images for split, (images, _) in listings.items() if len(images)}
+    return by_split, [], sum(others for _, others in listings.values())
 
 
-def list_files(root: Path, domains: Sequence[str] = ()) -> tuple[Files, int]:
+def list_files(root: Path, domains: Sequence[str] = ()) -> tuple[ImageSplit, int]:
     """Lists the images of a split by domain, class and path, and counts other files."""
     tops = domains or ["."]
     inside = {top: _folders(root / top) for top in tops}
     class_names = sorted({name for names in inside.values() for name in names})
-    names: list[str] = []
+    names: list[bytes] = []
     labels: list[int] = []
     numbers: list[int] = []
     others = 0
     for number, top in enumerate(tops):
         for name in inside[top]:
             paths = sorted(_paths(root / top / name))
-            images = [path for path in paths if is_image(path)]
-            others += len(paths) - len(images)
+            chosen = [path for path in paths if is_image(path)]
+            others += len(paths) - len(chosen)
             start = f"{top}/{name}" if domains else name
-            names += [f"{start}/{path}" for path in images]
-            labels += [class_names.index(name)] * len(images)
-            numbers += [number] * len(images)
-    return Files(root, names, labels, class_names, numbers if domains else None), others
+            names += [os.fsencode(f"{start}/{path}") for path in chosen]
+            labels += [class_names.index(name)] * len(chosen)
+            numbers += [number] * len(chosen)
+    images = ImageSplit(
+        str(root),
+        # A list of a million strings would take four times as much memory in each loader process.
+        partial(_file, pyarrow.array(names, pyarrow.large_binary())),
+        np.array(labels, dtype=np.int32),
+        class_names,
+        np.array(numbers, dtype=np.int32) if domains else None,
+        xxhash.xxh3_128_hexdigest(b"\0".join(names)),
+    )
+    return images, others
+
+
+def _file(names: Any, number: int) -> dict[str, Any]:
+    return {"path": os.fsdecode(names[number].as_py())}
 
 
 def _domains(root: Path) -> list[str]:
@@ -221,7 +227,7 @@ def _splits(names: Iterable[str]) -> dict[str, str]:
     return found if "train" in found else {}
 
 
-class TableImages:
+def table_images(rows: Any, place: str) -> ImageSplit:
     """Images of a table, with a column of classes, or a boolean column for each attribute.
 
     Args:
@@ -231,68 +237,46 @@ class TableImages:
     Raises:
         DataError: It has no column of images or of labels, or their type is another one.
     """
+    import datasets
 
-    def __init__(self, rows: Any, place: str) -> None:
-        import datasets
-        import pyarrow
-
-        self._place = place
-        features = rows.features
-        image = next((n for n, f in features.items() if isinstance(f, datasets.Image)), None)
-        image = image or next((name for name in IMAGES if name in features), None)
-        label = next((name for name in LABELS if name in features), None)
-        bits = [n for n, f in features.items() if getattr(f, "dtype", None) == "bool"]
-        for column, what in ((image, f"images: {' or '.join(IMAGES)}"), (label or bits, "labels: "
-                f"{' or '.join(LABELS)}, and none of true and false")):  # fmt: skip
-            if not column:
-                raise DataError(f"{place}: has no column of {what}; it has {listed(features)}")
-        try:
-            self._rows = rows.select_columns([image]).cast_column(
-                image, datasets.Image(decode=False)
-            )
-        except (pyarrow.ArrowException, TypeError, ValueError) as error:
-            raise DataError(f"{place}: the column {image!r}: {error}") from None
-        self._image = image
-        self.class_names: Sequence[str] | None = None
-        self.domains: Labels | None = None
-        if label is None:
-            self.class_names = bits
-            columns = [_column(rows, name, place, missing=None) for name in bits]
-            self.labels: Labels = np.stack(columns, axis=1).astype(np.uint8)
-        elif getattr(features[label], "dtype", None) == "string":
-            words = rows.select_columns([label])[:][label]
-            self.class_names = sorted({word for word in words if word is not None})
-            number_of = {word: number for number, word in enumerate(self.class_names)}
-            self.labels = np.array([number_of.get(word, -1) for word in words], dtype=np.int32)
+    features = rows.features
+    image = next((n for n, f in features.items() if isinstance(f, datasets.Image)), None)
+    image = image or next((name for name in IMAGES if name in features), None)
+    label = next((name for name in LABELS if name in features), None)
+    bits = [n for n, f in features.items() if getattr(f, "dtype", None) == "bool"]
+    for column, what in ((image, f"images: {' or '.join(IMAGES)}"), (label or bits, "labels: "
+            f"{' or '.join(LABELS)}, and none of true and false")):  # fmt: skip
+        if not column:
+            raise DataError(f"{place}: has no column of {what}; it has {listed(features)}")
+    try:
+        encoded = rows.select_columns([image]).cast_column(image, datasets.Image(decode=False))
+    except (pyarrow.ArrowException, TypeError, ValueError) as error:
+        raise DataError(f"{place}: the column {image!r}: {error}") from None
+    labels: Labels
+    if label is None:
+        columns = [_column(rows, name, place, missing=None) for name in bits]
+        labels, names = np.stack(columns, axis=1).astype(np.uint8), bits
+    elif getattr(features[label], "dtype", None) == "string":
+        words = rows.select_columns([label])[:][label]
+        names = sorted({word for word in words if word is not None})
+        number_of = {word: number for number, word in enumerate(names)}
+        labels = np.array([number_of.get(word, -1) for word in words])
+    else:
+        labels = _column(rows, label, place, missing=-1)
+        if isinstance(features[label], datasets.ClassLabel):
+            names = each_once(features[label].names)
         else:
-            if isinstance(features[label], datasets.ClassLabel):
-                self.class_names = each_once(features[label].names)
-            self.labels = _column(rows, label, place, missing=-1)
+            highest = int(labels.max(initial=0))
+            names = [str(number) for number in range(min(highest + 1, MOST_CLASSES))]
+    return ImageSplit(place, partial(_row, encoded, image), labels, names)
 
-    def decode(self, number: int) -> Pixels:
-        """The pixels of an image [H, W, 3]; see `ImageSource`."""
-        image = self._rows[number][self._image] or {}
-        content = image.get("bytes")
-        if content is None and image.get("path"):
-            try:
-                content = Path(image["path"]).read_bytes()
-            except OSError as error:
-                raise DataError(f"{image['path']}: cannot be read: {error.strerror}") from None
-        return decode(content or b"", self.name_of(number))
 
-    def name_of(self, number: int) -> str:
-        """Returns an image's table and row."""
-        return f"{self._place}: row {number}"
-
-    def digest(self) -> xxhash.xxh3_128:
-        """A digest of the number of rows; their labels tell tables apart."""
-        return xxhash.xxh3_128(str(len(self._rows)).encode())
+def _row(rows: Any, column: str | None, number: int) -> Mapping[str, Any]:
+    return rows[number][column] or {}
 
 
 def _column(rows: Any, name: str, place: str, missing: int | None) -> Labels:
     """Reads a column of whole numbers, or of true and false."""
-    import pyarrow
-
     column = rows.select_columns([name]).with_format("arrow")[:][name]
     kind = column.type
     if not (pyarrow.types.is_integer(kind) or pyarrow.types.is_boolean(kind)):
@@ -305,28 +289,16 @@ def _column(rows: Any, name: str, place: str, missing: int | None) -> Labels:
     return np.asarray(column.to_numpy(), dtype=np.int64)
 
 
-class Digits:
+def digits() -> ImageSplit:
     """scikit-learn's handwritten digits, of 8 x 8 pixels, ordered by class."""
+    from PIL import Image
+    from sklearn.datasets import load_digits
 
-    def __init__(self) -> None:
-        from sklearn.datasets import load_digits
-
-        data = load_digits()
-        self._order = np.argsort(data.target, kind="stable")
-        grey_NHW = np.clip(data.images * 255 / 16, 0, 255).round().astype(np.uint8)
-        self._grey_NHW = grey_NHW[self._order]
-        self.class_names: Sequence[str] | None = [str(digit) for digit in range(10)]
-        self.labels: Labels = data.target[self._order]
-        self.domains: Labels | None = None
-
-    def decode(self, number: int) -> Pixels:
-        """The pixels of an image [H, W, 3]."""
-        return np.repeat(self._grey_NHW[number][..., None], 3, axis=-1)
-
-    def name_of(self, number: int) -> str:
-        """Returns an image's class and number."""
-        return f"digits/{self.labels[number]}/{self._order[number]:04}"
-
-    def digest(self) -> xxhash.xxh3_128:
-        """A digest of the images."""
-        return xxhash.xxh3_128(self._grey_NHW.tobytes())
+    data = load_digits()
+    order = np.argsort(data.target, kind="stable")
+    files = []
+    for grey_HW in np.clip(data.images[order] * 255 / 16, 0, 255).round().astype(np.uint8):
+        Image.fromarray(grey_HW).save(file := io.BytesIO(), "PNG")
+        files.append({"bytes": file.getvalue()})
+    names = [str(digit) for digit in range(10)]
+    return ImageSplit("digits", files.__getitem__, data.target[order], names)

@@ -9,6 +9,7 @@ Shapes: N rows, C choices of a row (1 without choices), R = N C sequences, S tok
 samples of a batch, T tokens of the longest.
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -20,7 +21,6 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from polyad.data.errors import DataError
-from polyad.data.order import Arrays, EpochOrders
 from polyad.data.sequences.config import Schema
 from polyad.data.sequences.labels import Labels
 from polyad.data.sequences.tables import Table
@@ -323,16 +323,16 @@ class TrainingRows(PaddedRows):
     def __init__(self, rows: Encoded, padding: Padding, seed: int, group: int) -> None:
         super().__init__(rows, padding)
         self._seed, self._group = seed, group
-        self._orders = EpochOrders(self._build_order, len(rows))
 
     def row_of(self, number: int) -> int:
         """Returns the row of a sample, by its global number."""
-        epoch, place = self._orders(number)
-        return int(epoch["rows"][place])
+        epoch, place = divmod(number, len(self._rows))
+        return int(self._order(epoch)[place])
 
-    def _build_order(self, epoch: int) -> Arrays:
+    @functools.lru_cache(maxsize=2)  # noqa: B019  # a batch may straddle two epochs; a run has one
+    def _order(self, epoch: int) -> npt.NDArray[np.int64]:
         generator = np.random.Generator(np.random.PCG64((self._seed, epoch)))
-        return {"rows": grouped_order(self._lengths_N, self._group, generator)}
+        return grouped_order(self._lengths_N, self._group, generator)
 
 
 def grouped_order(

@@ -19,7 +19,7 @@ from torch import Tensor
 from polyad.data.images.augmentation import evaluation_image
 from polyad.data.images.config import ImageDataConfig
 from polyad.data.images.dataset import ImageData
-from polyad.data.images.samples import Images
+from polyad.data.images.source import ImageSplit
 from polyad.data.text.dataset import PreparedData, TokenStream
 from polyad.model.build import count_parameters
 from polyad.train.config.adaptation import model_of, unused_parameters
@@ -118,7 +118,7 @@ def unigram_perplexity(train: TokenStream, held_out: TokenStream, vocab_size: in
     return math.exp(-float(scored_V @ log_probability_V) / int(scored_V.sum()))
 
 
-def nearest_neighbour_accuracy(train: Images, held_out: Images, size: int) -> float:
+def nearest_neighbour_accuracy(train: ImageSplit, held_out: ImageSplit, size: int) -> float:
     """Share of the held-out images whose nearest training image has their class.
 
     Args:
@@ -139,7 +139,7 @@ def nearest_neighbour_accuracy(train: Images, held_out: Images, size: int) -> fl
     return right / len(labels_M)
 
 
-def _pixels(images: Images, size: int) -> tuple[Tensor, Tensor]:
+def _pixels(images: ImageSplit, size: int) -> tuple[Tensor, Tensor]:
     rows = [evaluation_image(images.decode(n), size, 1.0).flatten() for n in range(len(images))]
     return torch.stack(rows).float(), torch.as_tensor(images.labels, dtype=torch.int64)
 

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from polyad.data.images.dataset import ImageSplit
 from polyad.data.images.imagenet import (
     ALEXNET_ERRORS,
     by_wordnet_id,
@@ -21,6 +20,7 @@ from polyad.data.images.imagenet import (
     imagenet_classes,
 )
 from polyad.data.images.samples import EvaluationImages
+from polyad.data.images.source import ImageSplit
 from polyad.parallel import comm
 from polyad.train.errors import ConfigError
 from polyad.train.measures.measure import Examination
