@@ -1,24 +1,150 @@
-"""Opens a model's weights in any format: a checkpoint, Hugging Face, or plain safetensors."""
+"""Opens a model's weights in any format: a checkpoint, Hugging Face, or plain safetensors; merges
+adapters into their base, and streams a decoder that is larger than memory."""
 
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import torch
+import xxhash
+from pydantic import ValidationError
 from torch import nn
 
 from polyad.model.build import build_model, initial_value, place
-from polyad.model.decoder import DecoderSettings
+from polyad.model.decoder import Decoder, DecoderSettings
 from polyad.model.decoder_config import DecoderConfig
+from polyad.model.lora import AdaptConfig, LoRAConfig, adapters, add_lora, of_base
 from polyad.model.settings import ModelSettings
-from polyad.parallel.adapted import AdaptedCheckpoint, lora_of
-from polyad.parallel.checkpoint.format import CheckpointError
+from polyad.parallel.checkpoint.format import (
+    CONFIG_FILE,
+    OF_WEIGHTS,
+    Box,
+    CheckpointError,
+    Contents,
+    damaged,
+    fault_of,
+)
 from polyad.parallel.checkpoint.load import Checkpoint, find_checkpoint, read_newest
 from polyad.parallel.families import FamilyWeights, is_huggingface_folder
 from polyad.parallel.fragments import persistent_buffers
 from polyad.parallel.peft import PeftWeights, is_peft_folder
-from polyad.parallel.source import described_model
+from polyad.parallel.source import StoredWeights, described_model
 from polyad.parallel.tensor_folder import PlainWeights, is_plain_folder
 from polyad.parallel.zero import DTYPES, Precision
+
+
+def digest_of(base: StoredWeights, names: Collection[str]) -> str:
+    """Identifies a base: the xxh3 of names, shapes and fp32 values.
+
+    Args:
+        base: the weights; each is read once, one at a time.
+        names: the names to include: the frozen weights.
+    """
+    digest = xxhash.xxh3_128()
+    for name in sorted(names):
+        value = base.whole(name).contiguous()
+        digest.update(f"{name} {list(value.shape)}\n".encode())
+        digest.update(value.view(-1).numpy().data)
+    return digest.hexdigest()
+
+
+def check_base(origin: Path, trained_on: str | None, base: StoredWeights, found: str) -> None:
+    """Checks that a checkpoint's adapters belong to these weights.
+
+    Args:
+        origin: the checkpoint's folder.
+        trained_on: the digest in the checkpoint.
+        base: the weights.
+        found: the digest of these weights.
+
+    Raises:
+        CheckpointError: the adapters belong to other weights.
+    """
+    if trained_on != found:
+        raise CheckpointError(
+            f"{origin}: its adapters belong to a different base model: digest {trained_on} there, "
+            f"{found} in {base.folder}; checkpoint.init_from must name the weights that they were "
+            "trained on"
+        )
+
+
+class AdaptedCheckpoint(Checkpoint):
+    """A checkpoint of adapters with its base, whose weights are whole with the adapters merged in.
+
+    Such a checkpoint has no frozen weights: `checkpoint.init_from` in its configuration says where
+    they are, and `base_digest` in `state.json` identifies them.
+
+    Args:
+        folder: the folder of the checkpoint.
+        contents: its small files.
+        base: the weights that its configuration names, of the same model.
+        lora: the adapters.
+
+    Raises:
+        CheckpointError: its adapters belong to another base.
+    """
+
+    def __init__(
+        self, folder: Path, contents: Contents, base: StoredWeights, lora: LoRAConfig
+    ) -> None:
+        super().__init__(folder, contents)
+        self.base, self.lora = base, lora
+        model = build_model(self.model_config())
+        self._shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+        add_lora(model, lora)
+        self.frozen = of_base(model)
+        """Names of the weights that come from the base."""
+        self.adapters = {weight: (path, adapter) for weight, path, adapter in adapters(model)}
+        """By adapted weight: the adapter's own name, and the adapter."""
+        self.base_digest = digest_of(base, self.frozen)
+        check_base(folder, self.state.base_digest, base, self.base_digest)
+        self._last: tuple[str, torch.Tensor] | None = None
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Returns global shapes of the model's weights by name."""
+        return self._shapes
+
+    def read(self, box: Box) -> torch.Tensor:
+        """Reads a box like `Checkpoint.read`; adapters are merged into weights."""
+        if box.field not in OF_WEIGHTS or box.name not in self._shapes:
+            return super().read(box)
+        if self._shapes[box.name] != tuple(box.shape):
+            raise CheckpointError(
+                f"{self.folder}: {box.name} has shape {list(self._shapes[box.name])} there, "
+                f"{list(box.shape)} in this model"
+            )
+        return self.whole(box.name)[box.slices].clone()
+
+    def whole(self, name: str, field: str | None = None) -> torch.Tensor:
+        """Reads a tensor like `Checkpoint.whole`; adapters are merged into weights."""
+        if name not in self._shapes or not (field is None or field in OF_WEIGHTS):
+            return self.own(name, field)
+        if self._last is None or self._last[0] != name:
+            value = self.base.whole(name) if name in self.frozen else self.own(name)
+            if name in self.adapters:
+                path, adapter = self.adapters[name]
+                value = value + adapter.delta(self.own(f"{path}.A"), self.own(f"{path}.B"))
+            self._last = name, value
+        return self._last[1]
+
+    def take_average(self) -> None:
+        """See `Checkpoint.take_average`; the base has not changed."""
+        super().take_average()
+        self._last = None
+
+
+def lora_of(checkpoint: Checkpoint) -> LoRAConfig | None:
+    """Returns the adapters of a checkpoint, from its configuration; None if it has whole weights.
+
+    Raises:
+        CheckpointError: another version wrote its configuration.
+    """
+    try:
+        return AdaptConfig.model_validate(checkpoint.section("adapt")).lora
+    except ValidationError as error:
+        raise damaged(checkpoint.folder / CONFIG_FILE, f"adapt.{fault_of(error)}") from None
+
 
 Weights: TypeAlias = Checkpoint | FamilyWeights | PlainWeights
 """A model's weights in any format: names, shapes and whole tensors, read one at a time."""
@@ -212,3 +338,84 @@ def fill(
     place(model, weights, device, dtype)
     place(model, ((name, initial_value(model, name, 0)) for name in initial), device)
     place(model, ((name, finite(name, stored.buffer(name))) for name in buffers), device)
+
+
+class Streamed(Decoder):
+    """A decoder that is larger than memory: on the meta device, but for one part at a time.
+
+        begin, *blocks, end = parts_of(model)
+        with model.part(*begin):        model.embed(...)
+        with model.part(*blocks[3]):    model.blocks[3](...)
+        with model.part(*end):          model.score(...)
+
+    Args:
+        weights: weights of a decoder without a classification head.
+        device: the device of the loaded part.
+        precision: precision of its parameters.
+    """
+
+    def __init__(self, weights: Weights, device: torch.device, precision: Precision) -> None:
+        config = weights.model_config()
+        assert isinstance(config, DecoderSettings)
+        with torch.device("meta"):
+            super().__init__(config)
+        self.weights, self.device, self.precision = weights, device, precision
+        self.eval()
+
+    @contextmanager
+    def part(self, *begins: str) -> Iterator[None]:
+        """A context in which some weights are loaded; no file is mapped afterwards.
+
+        Args:
+            begins: prefixes of their names.
+        """
+        meta = {
+            name: tensor
+            for name, tensor in (*self.named_parameters(), *self.named_buffers())
+            if name.startswith(begins)
+        }
+        fill(self, self.weights, self.device, self.precision, begins)
+        try:
+            yield
+        finally:
+            place(self, meta.items(), "meta", DTYPES[self.precision])
+
+    @property
+    def largest(self) -> int:
+        """Size of its largest part, in bytes."""
+        return max(bytes_of(self, self.precision, part) for part in parts_of(self))
+
+
+def parts_of(model: Decoder) -> list[tuple[str, ...]]:
+    """Returns the name prefixes of each part's weights: those before the blocks, each block, and
+    those that score the output of the last block."""
+    blocks = [(f"blocks.{number}.",) for number in range(len(model.blocks))]
+    tied = ("token_embedding.",) if model.config.tied_embeddings else ()
+    return [("token_embedding.", "position_embedding."), *blocks, ("final_norm.", "head.", *tied)]
+
+
+def bytes_of_weights(weights: Weights, precision: Precision) -> int:
+    """Returns the size of a model's parameters, in bytes.
+
+    Args:
+        weights: the weights of the model.
+        precision: precision of the parameters.
+    """
+    return bytes_of(build_model(weights.model_config()), precision)
+
+
+def bytes_of(model: nn.Module, precision: Precision, begins: tuple[str, ...] = ("",)) -> int:
+    """Returns the size of some parameters of a model, in bytes.
+
+    Args:
+        model: a model on any device.
+        precision: precision of the parameters.
+        begins: prefixes of their names.
+    """
+    numbers = (p.numel() for name, p in model.named_parameters() if name.startswith(begins))
+    return sum(numbers) * DTYPES[precision].itemsize
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Returns the device on which a model computes."""
+    return model.device if isinstance(model, Streamed) else next(model.parameters()).device

@@ -23,8 +23,7 @@ from torch import Tensor, nn
 from polyad.model.decoder import DecoderSettings
 from polyad.parallel import comm
 from polyad.parallel.checkpoint.load import Checkpoint
-from polyad.parallel.streamed import Streamed, device_of
-from polyad.parallel.weights import Choice, Weights, open_weights
+from polyad.parallel.weights import Choice, Streamed, Weights, device_of, open_weights
 from polyad.train.config.environment import agreed_facts, folder_digest
 from polyad.train.config.run import RunConfig, data_overrides, load_config, parse_config
 from polyad.train.config.text import flatten

@@ -14,7 +14,6 @@ from torch import nn
 
 from polyad.model.lora import of_base
 from polyad.parallel import comm
-from polyad.parallel.adapted import check_base, digest_of
 from polyad.parallel.checkpoint.format import CONFIG_FILE
 from polyad.parallel.checkpoint.load import (
     Checkpoint,
@@ -26,7 +25,14 @@ from polyad.parallel.checkpoint.load import (
 from polyad.parallel.checkpoint.manage import complete_checkpoints
 from polyad.parallel.dims import Dims
 from polyad.parallel.families import FamilyWeights
-from polyad.parallel.weights import Weights, check_fits, open_weights, origin_of
+from polyad.parallel.weights import (
+    Weights,
+    check_base,
+    check_fits,
+    digest_of,
+    open_weights,
+    origin_of,
+)
 from polyad.train.config.adaptation import begins_anew, counts, graph_statistics, model_of
 from polyad.train.config.distillation import TeacherAt, check_teacher, of_step
 from polyad.train.config.environment import check_compiler, check_same_checkpoint

@@ -22,8 +22,7 @@ from polyad.model.decoder import DecoderSettings
 from polyad.model.output import ModelOutput
 from polyad.parallel import comm
 from polyad.parallel.host_memory import free_memory, keep_few_products, return_freed_memory
-from polyad.parallel.streamed import Streamed, bytes_of_weights, parts_of
-from polyad.parallel.weights import Weights, load_model
+from polyad.parallel.weights import Streamed, Weights, bytes_of_weights, load_model, parts_of
 from polyad.parallel.zero import DTYPES, Precision
 from polyad.train.console import in_bytes
 from polyad.train.errors import ConfigError

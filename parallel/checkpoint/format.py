@@ -185,10 +185,6 @@ class Contents:
         """Total size in bytes of all files except the manifest itself."""
         return sum(record.bytes for record in self.files.values())
 
-    def share(self, rank: int, size: int) -> list[str]:
-        """Returns the files that one of several ranks verifies: about equally many bytes each."""
-        return sorted(self.files, key=lambda name: -self.files[name].bytes)[rank::size]
-
     def verify(
         self,
         names: Iterable[str] | None = None,

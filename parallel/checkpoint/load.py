@@ -435,27 +435,26 @@ def newest_verified(checkpoint: Checkpoint | None, folder: Path) -> Checkpoint |
         CheckpointError: on every rank: there are some, but none is good.
     """
     checkpoint, reasons = shared(checkpoint), list[str]()
-    while checkpoint is not None and (reason := _verify_together(checkpoint)) is not None:
-        reasons.append(reason)
+    while checkpoint is not None:
+        try:
+            verify_together(checkpoint)
+            break
+        except DamagedCheckpoint as error:
+            reasons.append(str(error))
         older = partial(newest_that_opens, folder, checkpoint.folder, reasons)
         checkpoint = shared(comm.on_main(older))
     return checkpoint
 
 
 def verify_together(checkpoint: Checkpoint) -> None:
-    """Verifies every byte of a checkpoint that all ranks have opened, each a share of the files.
+    """Verifies every byte of a checkpoint that all ranks have opened: each file on one rank.
 
     Raises:
-        DamagedCheckpoint: on every rank.
+        DamagedCheckpoint: on every rank, for the first reason.
     """
-    if reason := _verify_together(checkpoint):
-        raise DamagedCheckpoint(reason)
-
-
-def _verify_together(checkpoint: Checkpoint) -> str | None:
-    """Reads every file once, each on one rank; None if all are correct, else the first reason."""
     contents, reason = checkpoint.contents, None
-    names = contents.share(comm.rank(), comm.size())
+    by_size = sorted(contents.files, key=lambda name: -contents.files[name].bytes)
+    names = by_size[comm.rank() :: comm.size()]  # about equally many bytes on each rank
     total, disable = sum(contents.files[name].bytes for name in names), comm.rank() > 0 or None
     what = f"verify {contents.folder.name}"
     with tqdm(total=total, desc=what, unit="B", unit_scale=True, disable=disable) as bar:
@@ -463,7 +462,7 @@ def _verify_together(checkpoint: Checkpoint) -> str | None:
             contents.verify(names, lambda done: bar.update(done - bar.n))
         except CheckpointError as error:
             reason = str(error)
-    if comm.any_rank(reason is not None):
-        return next(text for text in comm.from_all(reason) if text is not None)
+    for text in comm.from_all(reason):
+        if text is not None:
+            raise DamagedCheckpoint(text)
     checkpoint.verified.update(contents.files)
-    return None

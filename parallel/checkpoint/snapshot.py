@@ -109,22 +109,17 @@ class Task:
 
     def _run(self) -> None:
         try:
-            with self._stream:
-                for place, values in self._copies:
-                    copy_tensor(place, values)
-        except Exception as error:  # raised later, when ranks exchange errors
-            self.error = reason_for_save_error(error)
-            return
-        finally:
-            self._copies.clear()
-            self._copied.set()
-        try:
+            try:
+                with self._stream:
+                    for place, values in self._copies:
+                        copy_tensor(place, values)
+            finally:
+                self._copies.clear()
+                self._copied.set()
             self._check()
             self.result = self._work(self._check)
-        except _GivenUp:
-            pass
-        except Exception as error:
-            if not isinstance(error, OSError | NotFiniteError):
+        except Exception as error:  # raised later, when ranks exchange errors
+            if not isinstance(error, OSError | NotFiniteError | _GivenUp):
                 traceback.print_exc()
             self.error = reason_for_save_error(error)
 

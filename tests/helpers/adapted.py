@@ -8,10 +8,9 @@ from torch import nn
 
 from polyad.model.build import build_model, place
 from polyad.model.lora import AdaptConfig, LoRAConfig, add_lora, of_base
-from polyad.parallel.adapted import digest_of
 from polyad.parallel.checkpoint.save import save_weights
 from polyad.parallel.fragments import persistent_buffers
-from polyad.parallel.weights import open_weights, origin_of
+from polyad.parallel.weights import digest_of, open_weights, origin_of
 from polyad.train.exchange.writers import config_of_weights
 from polyad.train.state import TrainState
 

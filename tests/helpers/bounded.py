@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from polyad.parallel.streamed import Streamed
+from polyad.parallel.weights import Streamed
 from polyad.parallel.zero import import_deepspeed
 
 

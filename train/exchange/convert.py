@@ -9,12 +9,11 @@ from typing import Any
 from polyad.data.files import named, temporary_folder
 from polyad.model.build import num_parameters
 from polyad.model.decoder import DecoderSettings
-from polyad.parallel.adapted import AdaptedCheckpoint
 from polyad.parallel.checkpoint.load import find_checkpoint, read_newest
 from polyad.parallel.families import is_huggingface_folder
 from polyad.parallel.peft import PeftWeights, is_peft_folder
 from polyad.parallel.tensor_folder import is_plain_folder
-from polyad.parallel.weights import Choice, Weights, open_weights
+from polyad.parallel.weights import AdaptedCheckpoint, Choice, Weights, open_weights
 from polyad.train.errors import ConfigError
 from polyad.train.exchange.change import Change
 from polyad.train.exchange.experts import Merging, Upcycling, is_split

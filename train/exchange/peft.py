@@ -33,10 +33,10 @@ from polyad.model.families.low_rank import (
 from polyad.model.families.registry import family_of_model
 from polyad.model.families.tensors import Piece
 from polyad.model.lora import ExpertsLowRank, LowRank
-from polyad.parallel.adapted import AdaptedCheckpoint
 from polyad.parallel.families import FamilyWeights
 from polyad.parallel.fragments import persistent_buffers
 from polyad.parallel.peft import ADAPTER_CONFIG_FILE, ADAPTER_FILE, BEFORE
+from polyad.parallel.weights import AdaptedCheckpoint
 from polyad.train.errors import ConfigError
 
 __all__ = ["ADAPTER_CONFIG_FILE", "ADAPTER_FILE", "peft_files"]

@@ -28,7 +28,6 @@ from polyad.model.families.registry import family_of_model
 from polyad.model.mixer import MixerConfig
 from polyad.model.settings import ModelSettings
 from polyad.model.vision import ImageSettings
-from polyad.parallel.adapted import AdaptedCheckpoint
 from polyad.parallel.checkpoint.format import CONFIG_FILE as OUR_CONFIG_FILE
 from polyad.parallel.checkpoint.load import Checkpoint
 from polyad.parallel.checkpoint.save import save_weights
@@ -37,7 +36,7 @@ from polyad.parallel.fragments import persistent_buffers
 from polyad.parallel.source import differing_shapes
 from polyad.parallel.tensor_file import FileTensor, write_tensors
 from polyad.parallel.tensor_folder import WEIGHTS_FILE
-from polyad.parallel.weights import Weights, origin_of
+from polyad.parallel.weights import AdaptedCheckpoint, Weights, origin_of
 from polyad.train.config.run import RunConfig, parse_config
 from polyad.train.errors import ConfigError
 from polyad.train.exchange.change import Change, Changed

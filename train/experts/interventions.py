@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from polyad.parallel.streamed import device_of
+from polyad.parallel.weights import device_of
 from polyad.train.errors import ConfigError
 from polyad.train.experts.actions import (
     CONTRIBUTION,

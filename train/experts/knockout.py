@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from polyad.model.output import entropy
 from polyad.model.smoe.layer import SelectingMoE
-from polyad.parallel.streamed import device_of
+from polyad.parallel.weights import device_of
 from polyad.train.experts.actions import CONTRIBUTION, Action, intervening
 from polyad.train.experts.information import GroupedSums, Matrix, Summed, intervals
 from polyad.train.experts.leaving_out import from_one_class

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from polyad.model.decoder import Decoder
 from polyad.parallel import comm
-from polyad.parallel.streamed import Streamed, parts_of
+from polyad.parallel.weights import Streamed, parts_of
 from polyad.train.errors import ConfigError
 from polyad.train.experts.actions import Action, How, check_action, experts_of_a_token
 from polyad.train.experts.knockout import LayerWithout

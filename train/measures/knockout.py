@@ -16,7 +16,7 @@ from torch import Tensor
 
 from polyad.parallel import comm
 from polyad.parallel.host_memory import free_memory
-from polyad.parallel.streamed import Streamed, parts_of
+from polyad.parallel.weights import Streamed, parts_of
 from polyad.train.console import Progress
 from polyad.train.experts.actions import CONTRIBUTION, Action
 from polyad.train.experts.information import Summed

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from polyad.model.mixture import Mixture
-from polyad.parallel.streamed import device_of
+from polyad.parallel.weights import device_of
 from polyad.train.experts.by_class import (
     SHUFFLES,
     ExpertCounts,

@@ -11,8 +11,7 @@ from polyad.data.config import DataConfig
 from polyad.data.errors import DataError
 from polyad.data.text.manifest import SplitName
 from polyad.parallel import comm
-from polyad.parallel.streamed import device_of
-from polyad.parallel.weights import Weights
+from polyad.parallel.weights import Weights, device_of
 from polyad.train.config.run import data_overrides, parse_config
 from polyad.train.errors import ConfigError
 from polyad.train.experts.probing import RoutedLayer, columns_of
