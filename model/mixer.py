@@ -79,10 +79,6 @@ class MixerConfig(ImageModelSettings):
             *cut_sizes_of(CHANNELS, known[CHANNELS], self.hidden_size),
         ]
 
-    def last_parameter(self) -> str:
-        """The name of a parameter of the last block."""
-        return f"blocks.{self.num_layers - 1}.token_norm.weight"
-
 
 class MixerBlock(nn.Module):
     """Mixes patches, then channels, both on the residual stream.

@@ -297,10 +297,6 @@ class MixtureConfig(ImageSettings):
         """Describes the experts and the gate for the user."""
         return f"mixture of {self.num_experts} networks, {self.gate} gate"
 
-    def last_parameter(self) -> str:
-        """The name of a parameter of the last expert."""
-        return f"mixture.experts.{self.num_experts - 1}.output.weight"
-
 
 class Shares(NamedTuple):
     """The output of the gate."""

@@ -146,13 +146,6 @@ class ModelSettings(Config, ABC):
         """The sizes that tensor parallelism splits; None if the model does not support it."""
         return None
 
-    def last_parameter(self) -> str | None:
-        """The name of a parameter that exists only if the model has as many layers as configured.
-
-        Sizes in a file are not bounded, so this name is looked up before anything is built.
-        """
-        return None
-
 
 class TransformerSettings(ModelSettings, ABC):
     """The base class of models whose blocks have attention and a feed-forward."""
@@ -218,10 +211,6 @@ class TransformerSettings(ModelSettings, ABC):
                 for size in cut_sizes_of(key, each, self.hidden_size)
             ),
         ]
-
-    def last_parameter(self) -> str:
-        """The name of a parameter of the last block."""
-        return f"blocks.{self.num_layers - 1}.attention_norm.weight"
 
 
 def cut_sizes_of(key: str, feed_forward: FeedForwardConfig, width: int) -> CutSizes:

@@ -25,8 +25,7 @@ from polyad.parallel import comm, expert
 from polyad.parallel.config import ParallelConfig
 from polyad.parallel.dims import Dims
 from polyad.parallel.factors import pad_ranks, parallelize_factors, parallelize_table
-from polyad.parallel.flat_matrices import name_parts
-from polyad.parallel.fragments import fill
+from polyad.parallel.fragments import fill, name_parts
 from polyad.parallel.megatron import deepspeed_mpu
 from polyad.parallel.regions import data_group
 from polyad.parallel.sequence import Tokens, cut_sequence, sum_gradients

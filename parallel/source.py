@@ -9,13 +9,15 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 
 import torch
+from pydantic import ValidationError
 from torch import nn
 
-from polyad.model.build import build_model, has_experts, initial_value
+from polyad.model.build import has_experts, initial_value, read_model_config
+from polyad.model.config_yaml import load
 from polyad.model.families.keys import WeightsError
 from polyad.model.lora import of_base
 from polyad.model.settings import ModelSettings
-from polyad.parallel.checkpoint.format import MASTER, OF_WEIGHTS, Box
+from polyad.parallel.checkpoint.format import MASTER, OF_WEIGHTS, Box, fault_of
 
 
 class Source(ABC):
@@ -109,25 +111,23 @@ def differing_shapes(
     return f"{'; '.join(differing[:3])}{more}" if differing else None
 
 
-def described_model(config: ModelSettings, names: Collection[str], place: Path) -> nn.Module:
-    """Builds the model of a configuration, if weights have its last parameter: a wrong number of
-    layers would take long.
+def described_config(text: str, place: Path) -> ModelSettings:
+    """Reads the section `model` of a configuration in YAML.
 
     Args:
-        config: the configuration.
-        names: names of the weights.
-        place: where both are.
+        text: the configuration.
+        place: its file.
 
     Raises:
-        WeightsError: it is not the model of the weights, or no model.
+        WeightsError: there is none, or another Polyad or somebody else wrote it.
     """
-    last = config.last_parameter()
-    if last is not None and last not in names:
-        raise WeightsError(f"{place}: is a different model: no tensor {last}")
     try:
-        return build_model(config)
-    except ValueError as error:
-        raise WeightsError(f"{place}: section `model`: {error}") from None
+        return read_model_config(load(text)["model"])
+    except ValidationError as error:
+        raise WeightsError(f"{place}: model.{fault_of(error)}") from None
+    except (ValueError, TypeError, KeyError) as error:
+        reason = " ".join(str(error).split())
+        raise WeightsError(f"{place}: has no section `model` of a model: {reason}") from None
 
 
 class InitialWeights(Source):

@@ -16,19 +16,18 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from polyad.data import json_reader
-from polyad.model.build import read_model_config
-from polyad.model.config_yaml import load
+from polyad.data.json_reader import read_bytes
+from polyad.model.build import ModelSizeError, build_model
 from polyad.model.families.keys import WeightsError
 from polyad.model.families.tensors import Slices
 from polyad.model.settings import ModelSettings
-from polyad.parallel.checkpoint.format import CONFIG_FILE, MASTER, Box, fault_of
+from polyad.parallel.checkpoint.format import CONFIG_FILE, MASTER, Box
 from polyad.parallel.fragments import persistent_buffers
-from polyad.parallel.source import StoredWeights, described_model
+from polyad.parallel.source import StoredWeights, described_config
 from polyad.parallel.tensor_file import DTYPE_NAMES, mapped
 
 WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
@@ -337,10 +336,15 @@ class PlainWeights(FolderWeights):
     """
 
     def __init__(self, folder: Path) -> None:
-        self._config = _read_config(folder / CONFIG_FILE)
         super().__init__(folder, TensorFolder(folder), {})
         place, names = folder / CONFIG_FILE, self._tensors.keys()
-        model = described_model(self._config, names, place)
+        self._config = described_config(read_bytes(place, WeightsError).decode(), place)
+        if missing := self._config.left_to_data():
+            raise WeightsError(f"{place}: {missing}: is missing")
+        try:
+            model = build_model(self._config)
+        except ModelSizeError as error:
+            raise WeightsError(f"{place}: {error}") from None
         self._shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
         wanted = {name: Wanted(shape) for name, shape in self._shapes.items()}
         for name, buffer in persistent_buffers(model):
@@ -358,20 +362,6 @@ class PlainWeights(FolderWeights):
         if name not in self._tensors:
             raise WeightsError(f"{self.folder}: has no buffer {name}")
         return self._tensors[name].read(()).clone()
-
-
-def _read_config(path: Path) -> ModelSettings:
-    try:
-        section = load(path.read_text(encoding="utf-8"))["model"]
-        config = read_model_config(section)
-    except ValidationError as error:
-        raise WeightsError(f"{path}: model.{fault_of(error)}") from None
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        reason = " ".join(str(error).split())
-        raise WeightsError(f"{path}: has no section `model` of a model: {reason}") from None
-    if missing := config.left_to_data():
-        raise WeightsError(f"{path}: {missing}: is missing")
-    return config
 
 
 def read_json(path: Path) -> dict[str, Any]:

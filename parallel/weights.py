@@ -22,6 +22,7 @@ from polyad.parallel.checkpoint.format import (
     Box,
     CheckpointError,
     Contents,
+    NotFiniteError,
     damaged,
     fault_of,
 )
@@ -29,7 +30,7 @@ from polyad.parallel.checkpoint.load import Checkpoint, find_checkpoint, read_ne
 from polyad.parallel.families import FamilyWeights, is_huggingface_folder
 from polyad.parallel.fragments import persistent_buffers
 from polyad.parallel.peft import PeftWeights, is_peft_folder
-from polyad.parallel.source import StoredWeights, described_model
+from polyad.parallel.source import StoredWeights
 from polyad.parallel.tensor_folder import PlainWeights, is_plain_folder
 from polyad.parallel.zero import DTYPES, Precision
 
@@ -210,8 +211,7 @@ def _opened(path: Path, given: Path | None) -> Checkpoint:
     named = "checkpoint.init_from" if given is None else "--base"
     try:
         base = open_weights(place)
-        model = described_model(config, base.shapes(), place)
-        ours = {name for name, _ in model.named_parameters()}
+        ours = {name for name, _ in build_model(config).named_parameters()}
         unused = base.shapes().keys() - ours  # such as the head of a model with another one
         check_fits(base, config, (*checkpoint.shapes(), *unused))  # it has the former
     except ValueError as error:
@@ -264,12 +264,6 @@ def open_checkpoint(path: Path, choice: Choice = "trained", base: Path | None = 
     if choice == "ema":
         checkpoint.take_average()
     return checkpoint
-
-
-class NotFiniteError(RuntimeError):
-    """Weights that hold NaN or inf: one line that names the first such tensor."""
-
-    exit_status = 1
 
 
 def load_model(

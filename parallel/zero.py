@@ -264,7 +264,7 @@ class Engine:
             zero = self.deepspeed.optimizer
             zero.has_overflow_partitioned_grads_serial = lambda: _some_not_finite(zero)
         trained = [p for p in self.module.parameters() if p.requires_grad]
-        self._order = _in_one_order(self.deepspeed.optimizer, trained)
+        self._order = InOneOrder(self.deepspeed.optimizer, trained)
         if config["bf16"]["enabled"] and self.stage in (1, 2):
             # DeepSpeed would divide by the number of ranks in bf16 before it sums in fp32, which
             # rounds unless the number is a power of two.
@@ -467,19 +467,16 @@ class InOneOrder:
     skipped at the end of the backward pass.
 
     Args:
+        optimizer: DeepSpeed's of stages 1 to 3, whose methods are replaced.
         parameters: the model's parameters, the same on every rank.
-        reduce: called with a parameter whose gradient is complete.
-        finish: called at the end of the backward pass.
     """
 
-    def __init__(
-        self,
-        parameters: Sequence[nn.Parameter],
-        reduce: Callable[..., None],
-        finish: Callable[[], None],
-    ) -> None:
+    def __init__(self, optimizer: Any, parameters: Sequence[nn.Parameter]) -> None:
         self._place = {id(parameter): n for n, parameter in enumerate(reversed(parameters))}
-        self._reduce, self._finish = reduce, finish
+        self._reduce = optimizer.reduce_ready_partitions_and_remove_grads
+        self._finish = optimizer.overlapping_partition_gradients_reduce_epilogue
+        optimizer.reduce_ready_partitions_and_remove_grads = self.arrive
+        optimizer.overlapping_partition_gradients_reduce_epilogue = self.end
         self._arrived: dict[int, tuple[Any, ...]] = {}
         self._next = 0
 
@@ -506,18 +503,6 @@ class InOneOrder:
             self._reduce(*self._arrived[place])
         self.begin()
         self._finish()
-
-
-def _in_one_order(optimizer: Any, parameters: Sequence[nn.Parameter]) -> InOneOrder:
-    """Makes DeepSpeed's optimizer of stages 1 to 3 process gradients in a fixed order."""
-    order = InOneOrder(
-        parameters,
-        optimizer.reduce_ready_partitions_and_remove_grads,
-        optimizer.overlapping_partition_gradients_reduce_epilogue,
-    )
-    optimizer.reduce_ready_partitions_and_remove_grads = order.arrive
-    optimizer.overlapping_partition_gradients_reduce_epilogue = order.end
-    return order
 
 
 def replica_group(parameter: Any) -> Any:
@@ -559,15 +544,14 @@ def fragments(engine: Engine) -> dict[str, Fragment]:
     Optimizer state that does not exist yet (before the first step) is created, as zeros.
     """
     held: dict[str, Fragment] = {}
-    find = _locate_partitioned(engine) if engine.stage == 3 else _locate_flat(engine)
     state = engine.optimizer.state
     fields_by_weight = engine.fields_by_weight()
     for name, parameter in engine.module.named_parameters():
         if not parameter.requires_grad:
             continue
-        if (found := find(parameter)) is None or found[3] <= 0:
+        if (located := _located(engine, parameter)) is None or located[3] <= 0:
             continue
-        key, position, start, numel = found
+        key, position, start, numel = located
         fields = fields_by_weight.get(id(key), engine.state_fields)
         for field in fields:
             if not isinstance(state[key].get(field), torch.Tensor):
@@ -613,36 +597,20 @@ def refresh(
         optimizer.update_lp_params()
 
 
-# Each of these returns a function: parameter -> (key, position, start, numel), or None.
-
-
-def _locate_flat(engine: Engine) -> Any:
-    """Stages 1 and 2: an equal part of each flattened parameter group."""
-    # Not the optimizer's own groups: during a step DeepSpeed shows it one group at a time.
-    masters = engine.deepspeed.optimizer.single_partition_of_fp32_groups
-
-    def find(parameter: Any) -> tuple[torch.Tensor, int, int, int] | None:
-        mapping = parameter._hp_mapping
-        if mapping is None:
-            return None
-        key = masters[mapping.param_group_index]
-        whole, part = mapping.hp_fragment_address, mapping.lp_fragment_address
-        return key, whole.start, part.start, part.numel
-
-    return find
-
-
-def _locate_partitioned(engine: Engine) -> Any:
-    """Stage 3: an equal part of every parameter, the last one padded."""
+def _located(engine: Engine, parameter: Any) -> tuple[torch.Tensor, int, int, int] | None:
+    """Returns where this rank's elements of a parameter are: a master tensor, their position in it,
+    and the first of them and their number in the parameter's shard; None if there are none."""
     optimizer = engine.deepspeed.optimizer
-
-    def find(parameter: Any) -> tuple[torch.Tensor, int, int, int]:
-        group, position, size = optimizer.grad_position[optimizer.get_param_id(parameter)]
-        start = size * dist.get_rank(parameter.ds_process_group)
-        key = optimizer.fp32_partitioned_groups_flat[group]
-        return key, position, start, min(size, parameter.ds_numel - start)
-
-    return find
+    if engine.stage == 3:  # an equal part of every parameter, the last one padded
+        group, position, _ = optimizer.grad_position[optimizer.get_param_id(parameter)]
+        start, stop = own_range(parameter)
+        return optimizer.fp32_partitioned_groups_flat[group], position, start, stop - start
+    if (mapping := parameter._hp_mapping) is None:  # an equal part of each flattened group
+        return None
+    # Not the optimizer's own groups: during a step DeepSpeed shows it one group at a time.
+    key = optimizer.single_partition_of_fp32_groups[mapping.param_group_index]
+    part = mapping.lp_fragment_address
+    return key, mapping.hp_fragment_address.start, part.start, part.numel
 
 
 # Experts: DeepSpeed reduces their gradients over the ranks that have the same ones.

@@ -58,6 +58,12 @@ class DamagedCheckpoint(CheckpointError):
     """A checkpoint that differs from what was written; an older one may be intact."""
 
 
+class NotFiniteError(RuntimeError):
+    """Weights that hold NaN or inf: one line that names the first such tensor."""
+
+    exit_status = 1
+
+
 def damaged(path: Path, what: str) -> DamagedCheckpoint:
     """Returns the error for a damaged file of a checkpoint."""
     return DamagedCheckpoint(f"{path}: damaged: {what}")

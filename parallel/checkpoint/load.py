@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from polyad.model.build import read_model_config
+from polyad.model.build import build_model
 from polyad.model.config_yaml import ConfigYamlError, load
 from polyad.model.settings import ModelSettings
 from polyad.parallel import comm
@@ -47,7 +47,7 @@ from polyad.parallel.checkpoint.manage import (
     step_folders,
 )
 from polyad.parallel.fragments import persistent_buffers
-from polyad.parallel.source import StoredWeights, described_model
+from polyad.parallel.source import StoredWeights, described_config
 from polyad.parallel.tensor_file import TORCH_DTYPES, mapped
 
 T = TypeVar("T")
@@ -89,13 +89,9 @@ class Checkpoint(StoredWeights):
         """Returns the configuration of its model, complete.
 
         Raises:
-            CheckpointError: there is none.
+            WeightsError: there is none, or another version wrote it.
         """
-        path = self.folder / CONFIG_FILE
-        try:
-            return read_model_config(self.section("model") or None)
-        except ValueError:
-            raise damaged(path, "it has no section `model` of a known model") from None
+        return described_config(self.config_yaml, self.folder / CONFIG_FILE)
 
     def section(self, name: str) -> dict[str, Any]:
         """Returns a section of its configuration as parsed YAML; empty if it does not exist.
@@ -212,10 +208,9 @@ class Checkpoint(StoredWeights):
         """Compares its weights with the model of its own configuration.
 
         Raises:
-            CheckpointError: they differ, or the model is invalid.
+            ValueError: they differ, or the model is invalid.
         """
-        config, path = self.model_config(), self.folder / CONFIG_FILE
-        self.check_model(described_model(config, self.shapes(), path))
+        self.check_model(build_model(self.model_config()))
 
     def buffer(self, name: str) -> torch.Tensor:
         """Returns a whole persistent buffer of the model."""

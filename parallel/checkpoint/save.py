@@ -27,6 +27,7 @@ from polyad.parallel.checkpoint.format import (
     STATE_FILE,
     Box,
     FileRecord,
+    NotFiniteError,
     all_finite,
     record_of,
     render,
@@ -51,7 +52,6 @@ from polyad.parallel.checkpoint.manage import (
 from polyad.parallel.checkpoint.snapshot import (
     Copy,
     HeldBox,
-    NotFiniteError,
     SnapshotMemory,
     Task,
     memory_needed,

@@ -13,18 +13,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from polyad.parallel.checkpoint.format import Box
+from polyad.parallel.checkpoint.format import Box, NotFiniteError
 from polyad.parallel.checkpoint.manage import reason_of
 
 THREAD_NAME = "polyad-snapshot"
 ALIGNMENT = 64
 """The alignment of each tensor in a snapshot, in bytes."""
-
-
-class NotFiniteError(ValueError):
-    """Values from which no run can resume, NaN or infinite: a one-line error that names them."""
-
-    exit_status = 2
 
 
 class HeldBox(NamedTuple):

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from polyad.parallel.flat_matrices import PART, FlatPart
+from polyad.parallel.fragments import PART, FlatPart
 from polyad.parallel.zero import STATE_TENSORS
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)

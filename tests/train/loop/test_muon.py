@@ -16,7 +16,7 @@ from polyad.model.decoder_config import GPT2Config
 from polyad.model.mixer import MixerConfig
 from polyad.model.vit import ViTConfig
 from polyad.parallel.checkpoint.load import Checkpoint
-from polyad.parallel.flat_matrices import FlatPart
+from polyad.parallel.fragments import FlatPart
 from polyad.parallel.parallelize import pad_ranks
 from polyad.parallel.zero import RATE_FACTOR, STATE_TENSORS
 from polyad.train.config.rules import refuse_changes, validate
