@@ -216,10 +216,15 @@ class _OfEachRow(torch.autograd.Function):
 
 # grouped_mm supports fp32, but torch.compile and the meta device assume bf16 only (PyTorch 2.13).
 # As a custom operation it defines its own output, a rank without rows calls no kernel, and a
-# compiler does not see a loop over numbers of rows.
-@torch.library.custom_op("polyad::grouped_mm", mutates_args=())
+# compiler does not see a loop over numbers of rows. With the exact strides that a custom operation
+# asks for by default, Inductor would write its inputs again for every use.
+@torch.library.custom_op("polyad::grouped_mm", mutates_args=(), tags=(torch.Tag.flexible_layout,))
 def _grouped_mm(a: Tensor, b: Tensor, offsets_E: Tensor) -> Tensor:
     """[M, D] with [E, D, F] is [M, F]; [D, M] with [M, F] is [E, D, F]."""
+    if b.dim() == 3:
+        a = a.contiguous()
+    else:
+        a, b = a.t().contiguous().t(), b.contiguous()
     if not a.numel():
         return torch.zeros_like(_like_grouped_mm(a, b, offsets_E))
     if not (_takes_grouped(a) and _takes_grouped(b)):

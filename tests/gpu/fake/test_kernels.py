@@ -15,6 +15,7 @@ CONFIGS = (
     "gpt2/124m-mxd", "gpt2/124m-emo",
     "decoder/olmoe-1b-7b", "vit/vmoe-b16", "bert/base", "mixer/s16-mumoe-cp",
 )  # fmt: skip
+SPARSE = "gpt2/124m-smoe-16"
 
 
 def said_of(folder: Path, *words: str) -> dict[str, Any]:
@@ -43,6 +44,15 @@ def test_the_head_writes_no_gradients_of_logits_in_fp32(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("config", "gigabytes"), [(SPARSE, 0.69), ("decoder/olmoe-1b-7b", 13.2)])
+def test_rows_of_experts_are_not_written_twice(
+    config: str, gigabytes: float, tmp_path: Path
+) -> None:
+    found = found_for(config, tmp_path)
+    assert found["block"]["forward"]["bytes"] < gigabytes * 1e9
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("config", CONFIGS)
 def test_a_compiled_step_is_traced_whole_and_becomes_machine_code(
     config: str, tmp_path: Path
@@ -55,5 +65,5 @@ def test_a_compiled_step_is_traced_whole_and_becomes_machine_code(
 
 @pytest.mark.slow
 def test_kernels_for_weights_anywhere_take_no_place_for_granted(tmp_path: Path) -> None:
-    found = found_for("gpt2/124m-smoe-16", tmp_path, "--placed-anywhere")
+    found = found_for(SPARSE, tmp_path, "--placed-anywhere")
     assert (found["failed"], found["taken_for_granted"]) == ([], 0)
