@@ -23,6 +23,7 @@ from polyad.model.families.tensors import Piece, Shape, Slices
 from polyad.model.heads import HEAD
 from polyad.model.settings import ModelSettings
 from polyad.parallel.checkpoint.format import Record
+from polyad.parallel.source import first_few
 from polyad.parallel.tensor_file import TORCH_DTYPES, FileTensor
 from polyad.parallel.tensor_folder import (
     WEIGHT_DTYPES,
@@ -163,11 +164,19 @@ class FamilyWeights(FolderWeights):
 
     def unread(self) -> tuple[str, ...]:
         """Lists the folder's tensors that none of our weights or buffers uses, in order."""
-        used = {name for ours in self._shapes for name in self.stored_names(ours)}
-        for name, _ in self._model.named_buffers():
+        return tuple(sorted(self._tensors.keys() - self._wanted().keys()))
+
+    def _wanted(self) -> dict[str, Wanted]:
+        """Returns the folder's tensors that weights and buffers are read from."""
+        wanted = dict[str, Wanted]()
+        for name in self._shapes:
+            if not self.is_new(name):
+                pieces = (piece for piece in self._pieces(name) if not self._lacks(piece))
+                wanted |= {piece.name: Wanted(piece.shape) for piece in pieces}
+        for name, buffer in self._model.named_buffers():
             if (rule := self.family.find(name)) is not None:
-                used.add(rule.names[0])
-        return tuple(sorted(set(self._tensors) - used))
+                wanted[rule.names[0]] = Wanted(tuple(buffer.shape))
+        return wanted
 
     def is_new(self, name: str) -> bool:
         """Returns whether a tensor belongs to a head that the folder lacks in this shape."""
@@ -194,10 +203,7 @@ class FamilyWeights(FolderWeights):
             if theirs.get(key) != value
         ]
         if differing:
-            more = f"; and {len(differing) - 3} more" if len(differing) > 3 else ""
-            raise WeightsError(
-                f"{self.folder}: is a different model: {'; '.join(differing[:3])}{more}"
-            )
+            raise WeightsError(f"{self.folder}: is a different model: {first_few(differing)}")
         self._head_may_be_new = True
         self._describe(config)
 
@@ -286,14 +292,7 @@ class FamilyWeights(FolderWeights):
 
     def _check(self) -> None:
         """Checks that every tensor is accounted for."""
-        wanted: dict[str, Wanted] = {}
-        for name in self._shapes:
-            if not self.is_new(name):
-                pieces = (piece for piece in self._pieces(name) if not self._lacks(piece))
-                wanted |= {piece.name: Wanted(piece.shape) for piece in pieces}
-        for name, buffer in self._model.named_buffers():
-            if (rule := self.family.find(name)) is not None:
-                wanted[rule.names[0]] = Wanted(tuple(buffer.shape))
+        wanted = self._wanted()
         copies = self.family.copies(self.config)
         for name, other in copies.items():
             if name in self._tensors and other in wanted:

@@ -1,21 +1,57 @@
-"""What a layout takes on one rank: memory of model states and traffic of ZeRO, by arithmetic.
+"""What a layout takes on one rank: memory of model states and traffic of ZeRO, by arithmetic; and
+FLOPs, other memory and other traffic, by running the model on shapes.
 
 DeepSpeed's stages 1 and 2 flatten the weights of each group of parameters and give every rank an
 equal part; stage 3 gives every rank an equal part of each parameter. Gradients are summed in fp32.
+
+torch's `FakeTensorMode` gives every operation tensors without values. What it cannot do is here: a
+process group of one process that plays one rank of many, collectives within it, and numbers that
+code reads from tensors.
 """
 
-from collections.abc import Sequence
+import os
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from math import ceil
-from typing import Any
+from math import ceil, prod
+from typing import Any, TypeVar
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    FakeTensor,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
+from torch.distributed import distributed_c10d
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.flop_counter import flop_registry
 
+from polyad.model.build import initial_value, place
+from polyad.model.kernels import switch
+from polyad.model.output import ask_for_statistics
+from polyad.model.smoe.layer import SelectingMoE
+from polyad.parallel import comm
 from polyad.parallel.config import ParallelConfig
 from polyad.parallel.dims import Dims
+from polyad.parallel.expert import Counts, RowExchange
+from polyad.parallel.megatron import forget_groups, join_groups
 from polyad.parallel.shard import placement_of
-from polyad.parallel.zero import DTYPES, STATE_TENSORS, Precision, split_expert_groups, state_fields
+from polyad.parallel.zero import (
+    DTYPES,
+    STATE_TENSORS,
+    Precision,
+    forget_world,
+    import_engine,
+    split_expert_groups,
+    state_fields,
+)
 
 ALIGNMENT = 2
 """DeepSpeed pads each flat group to a multiple of this number times its ranks."""
@@ -209,3 +245,314 @@ def buffer_bytes(model: nn.Module) -> int:
         id(b.untyped_storage()): b.untyped_storage().nbytes() for b in model.buffers()
     }
     return sum(storages.values())
+
+
+# A model that is run on shapes.
+
+Inputs = TypeVar("Inputs", bound=tuple[Tensor, ...])
+Observer = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None]
+"""Called with an operation, its arguments and its result."""
+
+
+class _Shapes(TorchDispatchMode):
+    """Within `FakeTensorMode`: collectives send nothing, and unknown values are 1.0, 0 or False.
+
+    Args:
+        observers: Called after every operation.
+    """
+
+    def __init__(self, *observers: Observer) -> None:
+        super().__init__()
+        self._observers = observers
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = self._executed(func, args, kwargs)
+        for observer in self._observers:
+            observer(func, args, kwargs, result)
+        return result
+
+    def _executed(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        tensors = tensors_in((args, kwargs))
+        if func.namespace == "c10d":
+            with unset_fake_temporarily():
+                empty = _without_elements((args, kwargs))
+                result = func(*empty[0], **empty[1])
+            return (args[0], *result[1:]) if isinstance(result, tuple) else result
+        if tensors and not any(isinstance(tensor, FakeTensor) for tensor in tensors):
+            with unset_fake_temporarily():  # buffers, whose values are known
+                return func(*args, **kwargs)
+        try:
+            return func(*args, **kwargs)
+        except DataDependentOutputException:
+            if func is not torch.ops.aten._local_scalar_dense.default:
+                raise
+            return 1.0 if args[0].is_floating_point() else 0
+
+
+def _without_elements(tree: Any) -> Any:
+    return tree_map(lambda x: torch.empty(0, dtype=x.dtype) if isinstance(x, Tensor) else x, tree)
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    """Lists all tensors in nested lists, tuples and dictionaries."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+@contextmanager
+def shapes_only(
+    *observers: Observer, on_gpu: bool = False, compiled: bool = False
+) -> Iterator[None]:
+    """A context in which new tensors have no values.
+
+    Args:
+        observers: Called after every operation.
+        on_gpu: Whether to use the operations of a GPU.
+        compiled: Whether the model is compiled there.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        stack.enter_context(switch.without_numbers(on_gpu=on_gpu, compiled=compiled))
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(_Shapes(*observers))
+        yield
+
+
+def allocate(model: nn.Module, dtype: torch.dtype) -> None:
+    """Gives a model on the meta device parameters without values, in place; buffers are known.
+
+    Call it within `shapes_only`.
+    """
+    named = list(model.named_parameters())
+    place(model, ((n, torch.empty(p.shape, dtype=dtype)) for n, p in named), "cpu", dtype)
+    with unset_fake_temporarily():
+        place(model, [(n, initial_value(model, n, 0)) for n, _ in model.named_buffers()], "cpu")
+
+
+# A process group.
+
+
+@contextmanager
+def pretended_world(dims: Dims, rank: int = 0) -> Iterator[comm.World]:
+    """Creates a process group of `dims.world_size` within the context; nothing is sent.
+
+    Libraries keep groups in globals, which are restored when the context ends. There must be no
+    process group yet.
+
+    Args:
+        dims: The layout.
+        rank: The rank of this process.
+
+    Yields:
+        This rank, on a CPU.
+    """
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    os.environ.setdefault("LOCAL_RANK", "0")
+    import_engine()
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=dims.world_size)
+    cut, experts = dims.tensor_parallel_size, dims.expert_parallel_size
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # this kind of group does not support a timeout
+            if cut > 1:
+                join_groups(cut)
+            yield comm.World(rank, dims.world_size, 0, torch.device("cpu"), cut, experts)
+    finally:
+        if cut > 1:
+            forget_groups()
+        forget_world()
+        dist.destroy_process_group()
+
+
+def assume_even_rows(model: nn.Module) -> None:
+    """Makes expert-parallel layers exchange equal numbers of rows with all ranks, in place."""
+    for layer in model.modules():
+        exchange = getattr(getattr(layer, "dispatcher", None), "_exchange", None)
+        if isinstance(layer, SelectingMoE) and isinstance(exchange, RowExchange):
+            _assume_even(exchange, min(1.0, layer.config.capacity_factor or 1.0))
+
+
+def _assume_even(exchange: Any, share: float) -> None:
+    begin = exchange.begin
+
+    def even(plan: Any) -> Counts:
+        begun: Counts = begin(plan)
+        rows = round(plan.assignment_M.shape[0] * share)
+        parts = exchange.parts
+        way = [rows // parts + (part < rows % parts) for part in range(parts)]
+        return begun._replace(numbers=torch.tensor([way, way]))
+
+    exchange.begin = even
+
+
+# What is observed.
+
+
+class Held:
+    """An observer of the memory of tensors from creation to release.
+
+    Attributes:
+        now: Bytes in use.
+        peak: Maximum since `restart`.
+    """
+
+    def __init__(self) -> None:
+        self.now = self.peak = 0
+        self._known: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def __call__(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
+        """Counts the memory that an operation has allocated."""
+        given = {id(tensor.untyped_storage()) for tensor in tensors_in((args, kwargs))}
+        for tensor in tensors_in(result):
+            storage = tensor.untyped_storage()
+            if id(storage) not in given and storage not in self._known and storage.nbytes():
+                self._known.add(storage)
+                self.now += storage.nbytes()
+                weakref.finalize(storage, self._free, storage.nbytes())
+        self.peak = max(self.peak, self.now)
+
+    def _free(self, size: int) -> None:
+        self.now -= size
+
+    def restart(self) -> int:
+        """Returns the peak since the last call."""
+        peak, self.peak = self.peak, self.now
+        return peak
+
+
+def axes_of(dims: Dims, rank: int) -> dict[str, frozenset[int]]:
+    """Returns the groups of a rank by what their members share; of equal groups the first counts.
+
+    Args:
+        dims: The layout.
+        rank: The rank.
+    """
+    cut, experts = dims.tensor_parallel_size, dims.expert_parallel_size
+    here, together = rank // cut, rank % cut
+    first = here - here % experts
+    return {
+        "data": frozenset(range(together, dims.world_size, cut)),
+        "tensor": frozenset(range(here * cut, here * cut + cut)),
+        "expert": frozenset(cut * r + together for r in range(first, first + experts)),
+        "expert data": frozenset(
+            range((here % experts) * cut + together, dims.world_size, experts * cut)
+        ),
+        "world": frozenset(range(dims.world_size)),
+    }
+
+
+_SECOND_IS_SENT = {
+    *("reduce_scatter", "reduce_scatter_base", "reduce_scatter_tensor_coalesced"),
+    *("alltoall", "alltoall_base"),
+}
+"""Collectives whose first argument is their result."""
+
+
+class Traffic:
+    """An observer of collectives.
+
+    Args:
+        dims: The layout.
+        rank: This rank.
+
+    Attributes:
+        sent: Bytes sent, by group of `axes_of`; see `sent_bytes`.
+    """
+
+    def __init__(self, dims: Dims, rank: int = 0) -> None:
+        self._axes = axes_of(dims, rank)
+        self.sent: dict[str, int] = {}
+
+    def __call__(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
+        """Counts an operation, if it is a collective."""
+        if "c10d" not in func.namespace:
+            return
+        name = func._schema.name.rpartition("::")[2].strip("_")
+        if name in {"wait_tensor", "barrier"}:
+            return
+        ranks = frozenset(dist.get_process_group_ranks(_group_of((*args, *kwargs.values()))))
+        equal = [axis for axis, members in self._axes.items() if members == ranks]
+        if "all" in name and "to" in name and "expert" in equal:
+            equal = ["expert"]  # only these exchange rows
+        payload = sum(
+            tensor.nbytes for tensor in tensors_in(args[1 if name in _SECOND_IS_SENT else 0])
+        )
+        if name == "all_gather_into_tensor":
+            payload *= len(ranks)
+        axis = (equal or ["other"])[0]
+        self.sent[axis] = self.sent.get(axis, 0) + sent_bytes(name, payload, len(ranks))
+
+
+def sent_bytes(kind: str, payload: int, size: int) -> int:
+    """Returns the bytes that a rank sends in a ring algorithm, averaged over the ranks of a group.
+
+    An all-reduce is a reduce-scatter and an all-gather (Thakur et al. 2005, "Optimization of
+    Collective Communication Operations in MPICH").
+
+    Args:
+        kind: The name of the collective in torch's dispatcher.
+        payload: Bytes that a rank passes in; of an all-gather those that it gets.
+        size: Number of ranks in the group.
+    """
+    return (2 if kind in {"allreduce", "all_reduce"} else 1) * payload * (size - 1) // size
+
+
+def _group_of(values: Sequence[Any]) -> Any:
+    named: dict[str, Any] = {each.group_name: each for each in distributed_c10d._world.pg_map}
+    for value in values:
+        if isinstance(value, str) and value in named:
+            return named[value]
+        if type(value).__name__ == "ScriptObject" and "ProcessGroup" in str(value._type()):
+            return dist.ProcessGroup.unbox(value)
+    return dist.group.WORLD
+
+
+# FLOPs.
+
+
+def forward_flops(
+    model: nn.Module, inputs: Inputs, run: Callable[[nn.Module, Inputs], object]
+) -> int:
+    """Counts the FLOPs of a forward pass in training mode.
+
+    Values that only routing records or routing losses need do not count. Causal attention counts in
+    full, as model FLOPs do by convention (Chowdhery et al. 2022, appendix B).
+
+    Args:
+        model: The model on the meta device, from `build_model`; it gets parameters without values.
+        inputs: The inputs of the model, whose values do not matter.
+        run: Runs the forward pass.
+
+    Returns:
+        FLOPs of matrix products; a multiply-add counts as two.
+    """
+    total = 0
+
+    def count(func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
+        nonlocal total
+        name = func._schema.name
+        if name in _OTHERS:
+            total += _OTHERS[name](args)
+        elif func.overloadpacket in flop_registry:
+            total += int(flop_registry[func.overloadpacket](*args, **kwargs, out_val=result))
+
+    with torch.no_grad(), shapes_only(count):
+        allocate(model, torch.float32)
+        ask_for_statistics(model, losses=frozenset(), samples=False, record_is_due=False)
+        run(model.train(), tree_map(torch.empty_like, inputs))
+    return total
+
+
+def _attention(args: Any) -> int:
+    *batch, queries, width = args[0].shape
+    return 4 * prod(batch) * queries * args[1].shape[-2] * width
+
+
+_OTHERS: dict[str, Callable[[Any], int]] = {
+    "aten::_scaled_dot_product_flash_attention_for_cpu": _attention,
+    "polyad::experts_on_cpu": lambda args: 4 * prod(args[0].shape) * args[1].shape[2],
+    "polyad::grouped_mm": lambda args: 2 * prod(args[0].shape) * args[1].shape[-1],
+}
+"""FLOPs of operations that torch does not count, as functions of the arguments."""

@@ -107,8 +107,12 @@ def differing_shapes(
         for name in sorted(ours.keys() | theirs.keys())
         if ours.get(name) != theirs.get(name) and not name.startswith(without)
     ]
-    more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
-    return f"{'; '.join(differing[:3])}{more}" if differing else None
+    return first_few(differing) if differing else None
+
+
+def first_few(faults: list[str]) -> str:
+    """Joins the first few faults, and says how many more there are."""
+    return "; ".join(faults[:3]) + (f"; and {len(faults) - 3} more" if faults[3:] else "")
 
 
 def described_config(text: str, place: Path) -> ModelSettings:

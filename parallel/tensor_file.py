@@ -73,21 +73,13 @@ class FileTensor(NamedTuple):
         return data
 
 
-class WrittenFile(NamedTuple):
-    """A file whose content is on disk."""
-
-    begins: list[int]
-    """The first byte of each tensor, from the beginning of the file."""
-    record: FileRecord
-
-
 def write_tensors(
     path: Path,
     tensors: Sequence[FileTensor],
     metadata: dict[str, str] | None = None,
     *,
     check: Callable[[int, memoryview], None] = lambda number, piece: None,
-) -> WrittenFile:
+) -> tuple[list[int], FileRecord]:
     """Writes a safetensors file and waits until it is on disk.
 
     Args:
@@ -97,7 +89,7 @@ def write_tensors(
         check: called with the number of a tensor and some of its bytes before they are written.
 
     Returns:
-        The position of each tensor, and the file's digest.
+        The first byte of each tensor, from the beginning of the file, and the file's record.
     """
     header: dict[str, object] = {"__metadata__": metadata} if metadata else {}
     end = 0
@@ -130,4 +122,4 @@ def write_tensors(
             yield piece
 
     total = write_file(path, digested())
-    return WrittenFile(begins, FileRecord(bytes=total, xxh3=digest.hexdigest()))
+    return begins, FileRecord(bytes=total, xxh3=digest.hexdigest())

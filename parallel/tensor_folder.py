@@ -27,7 +27,7 @@ from polyad.model.families.tensors import Slices
 from polyad.model.settings import ModelSettings
 from polyad.parallel.checkpoint.format import CONFIG_FILE, MASTER, Box
 from polyad.parallel.fragments import persistent_buffers
-from polyad.parallel.source import StoredWeights, described_config
+from polyad.parallel.source import StoredWeights, described_config, first_few
 from polyad.parallel.tensor_file import DTYPE_NAMES, mapped
 
 WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
@@ -206,8 +206,7 @@ class TensorFolder(dict[str, MappedTensor | Quantized]):
     def refuse(self, faults: list[str]) -> None:
         """Raises a one-line error with the first few faults, if there are any."""
         if faults:
-            more = f"; and {len(faults) - 3} more" if len(faults) > 3 else ""
-            raise WeightsError(f"{self.folder}: {'; '.join(faults[:3])}{more}")
+            raise WeightsError(f"{self.folder}: {first_few(faults)}")
 
     def _paths(self, file_name: str) -> list[Path]:
         index, single = self.folder / INDEX_FILE, self.folder / file_name
@@ -262,12 +261,7 @@ class FolderWeights(StoredWeights):
 
     def weight(self, box: Box) -> torch.Tensor:
         """Reads a box of a weight in our orientation, fp32."""
-        there = self._shapes.get(box.name)
-        if there != tuple(box.shape):
-            raise WeightsError(
-                f"{self.folder}: {box.name} has shape {list(there or ()) or 'none'} there, "
-                f"{list(box.shape)} in this model"
-            )
+        assert self._shapes[box.name] == tuple(box.shape), box.name  # `check_model` has compared
         return _copied(self.parts(box.name, box.slices), torch.empty(box.size))
 
     def whole(self, name: str) -> torch.Tensor:

@@ -25,21 +25,19 @@ from polyad.parallel.dims import Dims, LayoutError, divisors
 from polyad.parallel.expert import connect_without_engine
 from polyad.parallel.parallelize import split_layers
 from polyad.parallel.plan import (
-    buffer_bytes,
-    flat_groups,
-    model_states,
-    peak_memory,
-    zero_traffic,
-)
-from polyad.parallel.sequence import sum_gradients
-from polyad.parallel.shapes import (
     Held,
     Traffic,
     allocate,
     assume_even_rows,
+    buffer_bytes,
+    flat_groups,
+    model_states,
+    peak_memory,
     pretended_world,
     shapes_only,
+    zero_traffic,
 )
+from polyad.parallel.sequence import sum_gradients
 from polyad.parallel.tensor import token_losses
 from polyad.parallel.zero import DTYPES, StepResult
 from polyad.train.config.adaptation import model_of

@@ -20,7 +20,7 @@ from polyad.launch.output import align
 from polyad.model.build import materialize
 from polyad.model.feedforward import FeedForward, FeedForwardContext
 from polyad.model.kernels.cpu.gelu import has_native_gelu
-from polyad.parallel.shapes import forward_flops
+from polyad.parallel.plan import forward_flops
 from tests.benchmarks.turns import Run, Times, now, part_medians, span, summary, take_turns
 
 TOLERANCES = {"fp32": 1e-4, "bf16": 0.03}

@@ -13,7 +13,7 @@ from polyad.model.build import num_parameters
 from polyad.parallel import comm
 from polyad.parallel.dims import Dims
 from polyad.parallel.megatron import data_parallel_group, forget_groups, tensor_parallel_group
-from polyad.parallel.shapes import axes_of, pretended_world
+from polyad.parallel.plan import axes_of, pretended_world
 from polyad.parallel.shard import Axis, Placement
 from tests.helpers.bert import scores_of_padded
 from tests.helpers.training import MODEL, Case, inspect_shards, local_losses, train

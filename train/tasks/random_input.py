@@ -19,7 +19,7 @@ from polyad.model.output import RoutingStats
 from polyad.model.settings import ModelSettings
 from polyad.model.smoe.config import SparseMoEConfig
 from polyad.model.vision import ImageSettings
-from polyad.parallel.shapes import forward_flops
+from polyad.parallel.plan import forward_flops
 from polyad.train.errors import ConfigError
 from polyad.train.tasks.distillation import BlockTeacher, Teacher, cross_entropy
 from polyad.train.tasks.language import TextBatch, text_losses

@@ -8,7 +8,7 @@ import torch
 
 from polyad.model.build import initial_value
 from polyad.model.mumoe.config import FACTORIZATIONS
-from polyad.parallel.shapes import forward_flops
+from polyad.parallel.plan import forward_flops
 from tests.helpers.everyday import everyday
 from tests.helpers.factorized import coefficients, contract, full_tensor, make_layer, make_sizes
 
