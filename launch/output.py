@@ -77,18 +77,18 @@ def check_json_path(path: str | None) -> None:
     _need_writable("--json", target)
 
 
-def check_result_file(option: str, path: Path, suffixes: Sequence[str]) -> None:
+def check_result_file(option: str, path: Path, suffixes: Sequence[str] = ()) -> None:
     """Checks, before any work is done, that a result file can be written.
 
     Args:
         option: the option that names it, such as `--figure`.
         path: the file.
-        suffixes: the suffixes that it may have.
+        suffixes: the suffixes that it may have; empty: any.
 
     Raises:
         UsageError: it cannot.
     """
-    if path.suffix not in suffixes:
+    if suffixes and path.suffix not in suffixes:
         raise UsageError(f"{option}: {path}: a file that ends in {' or '.join(suffixes)} is needed")
     if path.is_dir() or not path.parent.is_dir():
         wrong = "it is a folder" if path.is_dir() else f"there is no folder {path.parent}"

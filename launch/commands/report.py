@@ -4,7 +4,7 @@ from pathlib import Path
 
 from polyad.launch.command import Json, Names, NonNegative, Positive, command
 from polyad.launch.commands.options import AnyWeights, Data, Split
-from polyad.launch.output import results
+from polyad.launch.output import check_result_file, results
 
 
 @command(
@@ -13,11 +13,9 @@ from polyad.launch.output import results
     "polyad report runs/quickstart/run --layers 0,3 --experts 2,5 --top 12 --output page.html",
 )
 def report(
-    run: AnyWeights,
+    path: AnyWeights,
     *,
     output: Path | None = None,
-    checkpoint: NonNegative | None = None,
-    best: bool = False,
     data: Data = None,
     split: Split = "validation",
     layers: Names = (),
@@ -30,12 +28,9 @@ def report(
     """Writes an HTML page about a run: experts, load, curves.
 
     Args:
-        run (RUN): folder of a run, finished or not, or a folder of weights.
+        path (RUN): folder of a run, finished or not, which is read with its best checkpoint if it
+            keeps it, otherwise with the newest; one of its checkpoints; or a folder of weights.
         output (FILE): the page to write; default: report.html in the folder of the run.
-        checkpoint (STEP): step of the checkpoint with which the data is read; default: the best one
-            for a run with checkpoint.keep_best, otherwise the newest.
-        best: require the checkpoint with the best validation score, for a run with
-            checkpoint.keep_best.
         layers: blocks whose experts are shown, or all; default: the first, middle and last block
             with experts.
         experts: experts to show in each block, written LEVEL.N in a hierarchy; default: eight,
@@ -49,14 +44,14 @@ def report(
     from polyad.launch.machine import prepare_environment
 
     prepare_environment()
-    from polyad.train.report.command import report, report_line
+    from polyad.train.report.command import report
 
+    if output is not None:
+        check_result_file("--output", output)
     with results(json) as show:
         result = report(
-            run,
+            path,
             output=output,
-            checkpoint=checkpoint,
-            best=best,
             data=data,
             split=split,
             layers=layers,
@@ -65,4 +60,4 @@ def report(
             tokens=tokens,
             knockout=knockout,
         )
-        show(result, report_line(result))
+        show(result, f"report  {result['output']}")

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,85 +19,27 @@ from polyad.train.console import Progress
 from polyad.train.errors import ConfigError, RunError
 from polyad.train.experts.interventions import Intervention
 from polyad.train.reading import Evaluated, open_evaluated
-from polyad.train.results import aligned
+from polyad.train.results import aligned, in_words
 from polyad.train.streaming import predicting
-from polyad.train.tasks.registry import task_class
-from polyad.train.tasks.task import Scores, Task
+from polyad.train.tasks.task import Task
 
 
-@dataclass(frozen=True, kw_only=True)
-class Attacked:
-    """The perturbation of text or images before they were read."""
-
-    kind: str
-    rate: float
-    seed: int
-    words: int | None = None
-    """Number of words in the text; None for images."""
-    replaced: int | None = None
-    """Number of replaced words."""
-
-    def to_json(self) -> dict[str, Any]:
-        """The result as JSON values."""
-        return {name: value for name, value in vars(self).items() if value is not None}
-
-    def __str__(self) -> str:
-        """The result as text."""
-        if self.words is None:
-            noise = f"Gaussian noise of {self.rate:g} on pixels from 0 to 1"
-            return f"{noise} (seed {self.seed})"
-        counts = f"{self.replaced:,} of {self.words:,} words replaced with AAA"
-        return f"{counts} (rate {self.rate:g}, seed {self.seed})"
-
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Evaluation:
     """Scores of a checkpoint on held-out data, and how they were measured."""
 
-    checkpoint: str
-    step: int
-    weights: Choice
-    data_kind: str
-    data: str
-    split: str
-    attack: Attacked | None
-    interventions: Sequence[Intervention]
-    """Changes to experts."""
-    scores: Scores
-    precision: str
-    processes: int
-    seconds: float
+    values: Mapping[str, Any]
+    """Values of `--json`."""
+    rows: Sequence[tuple[str, str]]
+    """Names and values for display."""
 
-    @property
-    def speed(self) -> dict[str, float]:
-        """Units scored per second, by key."""
-        units = f"{task_class(self.data_kind).unit.name}s"
-        return {units: self.scores.to_json()[f"{units}_scored"] / self.seconds}
-
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Mapping[str, Any]:
         """The result as JSON values."""
-        found: dict[str, Any] = {}
-        for name, value in vars(self).items():
-            if name == "interventions" and not value:
-                continue
-            found |= self.scores.to_json() if name == "scores" else {name: value}
-        return found | {f"{units}_per_second": speed for units, speed in self.speed.items()}
+        return self.values
 
     def text(self) -> str:
         """The result as text."""
-        average = "their moving average (train.ema)"
-        ((units, speed),) = self.speed.items()
-        rows = [
-            ("checkpoint", self.checkpoint),
-            *([("weights", average)] if self.weights == "ema" else []),
-            ("split", f"{self.split} of {self.data}"),
-            *self.scores.rows(task_class(self.data_kind)),
-            *([] if self.attack is None else [("attack", str(self.attack))]),
-            *(("intervention", str(each)) for each in self.interventions),
-            ("speed", f"{speed:,.0f} {units}/s"),
-            ("processes", f"{self.processes}"),
-        ]
-        return "\n".join(aligned(rows, "<"))
+        return "\n".join(aligned(self.rows, "<"))
 
 
 def evaluate(
@@ -165,19 +107,31 @@ def evaluate_opened(
                 f"finite: numbers overflow in {opened.config.train.precision}"
             )
         seconds = time.monotonic() - started
-    return Evaluation(
-        **opened.about(),
-        weights=opened.choice,
-        data_kind=opened.config.data.kind,
-        data=task.name,
-        split=split,
-        attack=attacked,
-        interventions=opened.interventions,
-        scores=scores,
-        precision=opened.config.train.precision,
-        processes=world.size,
-        seconds=seconds,
-    )
+    values, units = scores.to_json(), f"{task.unit.name}s"
+    speed = values[f"{units}_scored"] / seconds
+    interventions = [str(each) for each in opened.interventions]
+    average = [("weights", "their moving average (train.ema)")] if opened.choice == "ema" else []
+    about = opened.about() | {
+        "weights": opened.choice,
+        "data_kind": opened.config.data.kind,
+        "data": task.name,
+        "split": split,
+        "attack": attacked,
+    }
+    if interventions:
+        about["interventions"] = [each.to_json() for each in opened.interventions]
+    how = {"precision": opened.config.train.precision, "processes": world.size, "seconds": seconds}
+    rows = [
+        ("checkpoint", about["checkpoint"]),
+        *average,
+        ("split", f"{split} of {task.name}"),
+        *scores.rows(type(task)),
+        *((f"attack: {name}", in_words(value)) for name, value in (attacked or {}).items()),
+        *(("intervention", each) for each in interventions),
+        ("speed", f"{speed:,.0f} {units}/s"),
+        ("processes", f"{world.size}"),
+    ]
+    return Evaluation({**about, **values, **how, f"{units}_per_second": speed}, rows)
 
 
 def _attacked(
@@ -185,14 +139,14 @@ def _attacked(
     split: SplitName,
     attack: WordSwap | GaussianNoise | None,
     world: comm.World,
-) -> tuple[Task[Any], Attacked | None]:
-    """Returns the task with its split after an attack, and a description of the attack."""
+) -> tuple[Task[Any], dict[str, Any] | None]:
+    """Returns the task with its split after an attack, and JSON values about the attack."""
     if attack is None:
         return opened.task, None
+    about: dict[str, Any] = {"rate": attack.rate, "seed": attack.seed}
     if isinstance(attack, GaussianNoise):
         images = opened.images("--attack gaussian-noise", attributes=True)
-        said = Attacked(kind="gaussian-noise", rate=attack.rate, seed=attack.seed)
-        return images.with_noise(attack), said
+        return images.with_noise(attack), {"kind": "gaussian-noise", **about}
     task = opened.text("--attack word-swap")
     stream, _ = task.split(split)
     report = Progress(f"attack {split}", stream.num_tokens) if world.is_main else None
@@ -201,11 +155,5 @@ def _attacked(
         text = attacked_split(stream, tokenizer, attack, report)
     except DataError as error:
         raise ConfigError(f"--attack: {error}") from None
-    said = Attacked(
-        kind="word-swap",
-        rate=attack.rate,
-        seed=attack.seed,
-        words=text.words,
-        replaced=text.replaced,
-    )
-    return task.attacked(split, text.stream, text.info), said
+    about = {"kind": "word-swap", **about, "words": text.words, "replaced": text.replaced}
+    return task.attacked(split, text.stream, text.info), about

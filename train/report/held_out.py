@@ -8,25 +8,20 @@ import torch
 from torch import nn
 
 from polyad.data.config import DataConfig
-from polyad.data.errors import DataError
 from polyad.data.text.manifest import SplitName
-from polyad.parallel import comm
 from polyad.parallel.weights import Weights, device_of
-from polyad.train.config.run import data_overrides, parse_config
 from polyad.train.errors import ConfigError
 from polyad.train.experts.probing import RoutedLayer, columns_of
 from polyad.train.measures.atlas import TOKENS as KNOCKOUT_TOKENS
 from polyad.train.measures.knockout import knock_out, knockout_tables
 from polyad.train.measures.measure import Subject
 from polyad.train.measures.specialization import Level, Specialization
-from polyad.train.reading import check_data_named, config_of, read
+from polyad.train.reading import open_data_for, read
 from polyad.train.report.top_images import MOST_IMAGES, ImagePass, TopImages
 from polyad.train.report.top_text import TopText
 from polyad.train.report.top_tokens import ShownExpert
 from polyad.train.results import Tables
-from polyad.train.streaming import opened_model
 from polyad.train.tasks.images import ImageClassification
-from polyad.train.tasks.registry import task_class
 from polyad.train.tasks.samples import ImageSamples, Samples, TextSamples, samples_of
 from polyad.train.tasks.task import Task
 from polyad.train.tasks.text import TextTask
@@ -89,26 +84,14 @@ def read_held_out(weights: Weights, layers: Sequence[RoutedLayer], options: Opti
     Raises:
         ConfigError: the data does not fit, or weights of experts or losses are not finite.
     """
-    config = config_of(weights)
-    if options.data is not None:
-        origin = str(weights.folder / "config.yaml")
-        config = parse_config(config.to_yaml(), data_overrides(config, options.data), origin=origin)
-    else:
-        check_data_named(weights, config)
-    if isinstance(config.data, DataConfig) and config.data.mixture is not None:
-        folders = ", ".join(source.path for source in config.data.mixture)
+    opened = open_data_for(weights, options.data, ("train.precision=fp32",), "trained")
+    data, split = opened.config.data, options.split
+    if isinstance(data, DataConfig) and data.mixture is not None:
+        folders = ", ".join(source.path for source in data.mixture)
         raise ConfigError(f"data.mixture: choose one folder to read with --data, out of {folders}")
-    try:
-        task = task_class(config.data.kind).open_held_out(config.for_task(), weights)
-        task.check_split(options.split)
-    except (ConfigError, DataError) as error:
-        raise ConfigError(
-            f"{error}; name another folder with --data, or use --tokens 0 to read no data"
-        ) from None
-    batch_size = config.evaluation.batch_size or config.train.micro_batch_size
-    world = comm.initialize()
-    with opened_model(weights, world, "fp32", needs_whole=None) as model:
-        return _read(model, task, layers, options, batch_size)
+    opened.task.check_split(split)
+    with opened.loaded(f"reading {split}", split, needs_whole=None) as (model, _):
+        return _read(model, opened.task, layers, options, opened.batch_size)
 
 
 @torch.inference_mode()

@@ -1,7 +1,6 @@
 """The report of a classifier of sequences, against plain loops over its rows without padding."""
 
 import dataclasses
-import json
 import shutil
 from unittest import mock
 
@@ -10,7 +9,6 @@ import pytest
 from scipy.stats import entropy
 from sklearn.metrics import mutual_info_score
 
-from polyad.launch.cli import run as polyad
 from polyad.parallel.checkpoint.load import best_checkpoint
 from polyad.train.errors import ConfigError
 from polyad.train.experts.knockout import Change
@@ -124,7 +122,7 @@ def test_one_layer_or_nothing_is_read_if_it_is_asked_for(runs, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_best_checkpoint_is_read_and_named(train, tmp_path, capfd):
+def test_the_best_checkpoint_is_read_and_named(train, tmp_path):
     """With a rate of next to nothing all validations are the same: the first is the best."""
     folder = train(
         "best", table(20, 0), table(8, 1), optimizer={"learning_rate": 1e-12},
@@ -135,19 +133,10 @@ def test_the_best_checkpoint_is_read_and_named(train, tmp_path, capfd):
     found = report(folder, output=output)
     assert (found["checkpoint_step"], found["checkpoint_is_best"]) == (2, True)
     assert "step-00000002 (the best by validation score)" in output.read_text()
-    found = report(folder, output=output, checkpoint=4)
+    found = report(folder / "checkpoints" / "step-00000004", output=output)
     assert (found["checkpoint_step"], found["checkpoint_is_best"]) == (4, False)
     assert "the best by validation" not in output.read_text()
-    command = ["report", str(folder), "--output", str(output)]
-    assert polyad([*command, "--best", "--json", "-"]) == 0
-    assert json.loads(capfd.readouterr().out)["checkpoint_step"] == 2
-    assert polyad([*command, "--best", "--checkpoint", "4"]) == 2
-    assert "--best: is not allowed with --checkpoint 4" in capfd.readouterr().err
     unmarked = tmp_path / "unmarked"
     shutil.copytree(folder, unmarked)
     (unmarked / "checkpoints" / "best").unlink()
     assert report(unmarked)["checkpoint_step"] == 4
-    capfd.readouterr()
-    assert polyad(["report", str(unmarked), "--best"]) == 2
-    (line,) = capfd.readouterr().err.splitlines()
-    assert "no checkpoint is marked as the best" in line

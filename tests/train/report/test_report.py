@@ -255,7 +255,8 @@ def test_without_text_nothing_is_loaded_and_the_data_may_be_gone(runs, tmp_path)
 def test_the_command_writes_the_page_and_json(runs, tmp_path, capfd):
     output = tmp_path / "page.html"
     options = ["--output", str(output), "--tokens", "100", "--layers", "1", "--json", "-"]
-    assert polyad(["report", str(runs["smoe"]), *options, "--checkpoint", "3"]) == 0
+    checkpoint = runs["smoe"] / "checkpoints" / "step-00000003"
+    assert polyad(["report", str(checkpoint), *options]) == 0
     captured = capfd.readouterr()
     result = json.loads(captured.out)
     assert result["output"] == str(output)
@@ -266,7 +267,6 @@ def test_the_command_writes_the_page_and_json(runs, tmp_path, capfd):
 
 
 BAD = [
-    ("mumoe", ["--checkpoint", "4"], "--checkpoint: 4"),
     ("mumoe", ["--layers", "0,2"], "--layers: 2"),
     ("smoe", ["--layers", "0"], "--layers: 0"),
     ("dense", ["--layers", "0"], "--layers: 0"),
@@ -299,11 +299,9 @@ def test_a_folder_that_is_not_a_run_is_one_line(runs, prepared_path, tmp_path, c
     without = tmp_path / "run"
     shutil.copytree(runs["mumoe"], without)
     (without / "metrics.jsonl").unlink()
-    checkpoint = runs["mumoe"] / "checkpoints" / "step-00000003"
     for folder, word in (
         (tmp_path / "none", "no such folder"),
         (prepared_path, "is prepared data"),
-        (checkpoint, "--checkpoint 3"),
         (without, "metrics.jsonl"),
     ):
         assert polyad(["report", str(folder)]) == 2
