@@ -12,7 +12,6 @@ levels side by side, E sets of them to remove, J labelings of tokens, C columns 
 labelings side by side), G groups of windows.
 """
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,7 +28,6 @@ from polyad.train.experts.actions import CONTRIBUTION, Action, intervening
 from polyad.train.experts.information import GroupedSums, Matrix, Summed, intervals
 from polyad.train.experts.leaving_out import from_one_class
 from polyad.train.experts.probing import Decision, RoutedLayer
-from polyad.train.experts.token_classes import slices_of
 from polyad.train.tasks.samples import Passages, losses, through
 
 SIDES = ("predicted", "read")
@@ -45,60 +43,6 @@ class Change(NamedTuple):
     low: float
     """Ends of a 95% interval over windows; NaN where there are too few."""
     high: float
-
-    def columns(self, name: str) -> dict[str, float]:
-        """Columns of a table: the value, and the ends of its interval.
-
-        Args:
-            name: the column of the value.
-        """
-        return dict(zip((name, f"{name}_low", f"{name}_high"), self, strict=True))
-
-
-@dataclass(frozen=True, kw_only=True)
-class ClassChanges:
-    """The changes per class, for one labeling of tokens."""
-
-    classes: Sequence[str]
-    tokens_C: Matrix
-    """Number of predicted tokens of each class."""
-    loss_C: Matrix
-    """Mean loss of the unchanged model; NaN for a class without tokens."""
-    own_EC: Matrix
-    """Number of tokens that use the expert."""
-    change_3EC: Matrix
-    """Mean change over all tokens of the class, and the ends of its interval."""
-    own_change_3EC: Matrix
-    """The same over the tokens that use the expert."""
-
-    def change(self, row: int, column: int) -> Change:
-        """The change for an expert and a class."""
-        return Change(*self.change_3EC[:, row, column].tolist())
-
-    def own_change(self, row: int, column: int) -> Change:
-        """The same over the tokens that use the expert."""
-        return Change(*self.own_change_3EC[:, row, column].tolist())
-
-    def rows(self, row: int, *, own: bool = True) -> list[dict[str, Any]]:
-        """Rows of a table, one for each class that has tokens.
-
-        Args:
-            row: the expert.
-            own: whether to include changes over the tokens that use the expert.
-        """
-        rows = []
-        for column in self.tokens_C.nonzero()[0].tolist():
-            found = {
-                "class": self.classes[column],
-                "tokens": int(self.tokens_C[column]),
-                "loss": float(self.loss_C[column]),
-                **self.change(row, column).columns("change"),
-            }
-            if own:
-                found["own_tokens"] = int(self.own_EC[row, column])
-                found |= self.own_change(row, column).columns("own_change")
-            rows.append(found)
-        return rows
 
 
 class ChangeSums:
@@ -165,16 +109,23 @@ class ChangeSums:
         for label_BP, counted_BP in zip(label_JBP, counted_JBP, strict=True):
             flat.index_add_(0, (first_B1 + label_BP)[counted_BP], values_BP3[counted_BP])
 
-    def result(self, what: str, summed: Summed = lambda counts: counts) -> dict[str, ClassChanges]:
-        """Returns the changes by labeling.
+    def result(self, what: str, summed: Summed = lambda counts: counts) -> Any:
+        """Returns the changes as a table.
 
         Args:
             what: names the change in the error.
             summed: sums over processes.
 
+        Returns:
+            For each `row`, labeling (`by`) and `class` with tokens: number of `tokens`, `loss` of
+            the unchanged model, mean `change` with the ends of its interval, and the same of the
+            tokens that use the expert, `own_tokens` and `own_change` (NaN without any).
+
         Raises:
             ConfigError: losses are not finite.
         """
+        import pandas as pd
+
         wrong = f"{what}: losses are not finite: weights hold NaN or inf, or are too large"
         sums_GEC3 = self._sums.result(summed, wrong)
         whole_C3 = sums_GEC3.sum(0)[self._whole]
@@ -186,19 +137,18 @@ class ChangeSums:
         def own(sums: Matrix) -> Matrix:
             return mean_of(sums[..., rows, :, 1], sums[..., rows, :, 2])
 
-        tables = [intervals(each, sums_GEC3, self._windows) for each in (change, own)]
-        own_EC = sums_GEC3.sum(0)[rows, :, 2]
-        return {
-            name: ClassChanges(
-                classes=self._classes[name],
-                tokens_C=whole_C3[part, 2],
-                loss_C=mean_of(whole_C3[part, 0], whole_C3[part, 2]),
-                own_EC=own_EC[:, part],
-                change_3EC=tables[0][..., part],
-                own_change_3EC=tables[1][..., part],
-            )
-            for name, part in slices_of(self._classes).items()
-        }
+        names = [(by, name) for by, classes in self._classes.items() for name in classes]
+        frame = pd.DataFrame(names * self._whole, columns=["by", "class"])
+        frame.insert(0, "row", np.repeat(np.arange(self._whole), len(names)))
+        frame["tokens"] = np.tile(whole_C3[:, 2].astype(int), self._whole)
+        frame["loss"] = np.tile(mean_of(whole_C3[:, 0], whole_C3[:, 2]), self._whole)
+        for name, measure in (("change", change), ("own_change", own)):
+            if measure is own:
+                frame["own_tokens"] = sums_GEC3.sum(0)[rows, :, 2].astype(int).ravel()
+            ends = intervals(measure, sums_GEC3, self._windows)
+            for end, values_EC in zip(("", "_low", "_high"), ends, strict=True):
+                frame[name + end] = values_EC.ravel()
+        return frame[frame["tokens"] > 0].reset_index(drop=True)
 
 
 class Focus(NamedTuple):
@@ -215,36 +165,32 @@ class Focus(NamedTuple):
     matter. Near 1 if harm is small, whatever is harmed."""
 
 
-class Paired(NamedTuple):
-    """A paired test over single tokens that use an expert: their loss without it and with it.
+def paired(own_E3: Matrix) -> Any:
+    """Tests over single tokens that use an expert: their loss without it and with it.
 
     Tokens of a window are not independent, so p is too small if windows differ; intervals over
     windows do not have this problem.
+
+    Args:
+        own_E3: number of tokens that use each expert, sums of their changes, and of squared ones.
+
+    Returns:
+        A table with the number of `tokens`, the `mean` difference in nats, `d` (the mean over the
+        standard deviation, n - 1), Student's `t` with n - 1 degrees of freedom and its two-sided
+        `p`; no row with fewer than two tokens or without deviation.
     """
+    import pandas as pd
+    from scipy.stats import t as student
 
-    tokens: int
-    mean: float
-    """The mean difference, in nats."""
-    d: float
-    """The mean over the standard deviation (n - 1)."""
-    t: float
-    p: float
-    """Two-sided, of Student's t with n - 1 degrees of freedom."""
-
-    @classmethod
-    def of(cls, tokens: float, total: float, squares: float) -> "Paired | None":
-        """Tests sums of differences; None with fewer than two tokens or no deviation."""
-        from scipy.stats import t as student
-
-        if tokens < 2:
-            return None
-        mean = total / tokens
-        deviation = math.sqrt(max(0.0, squares - tokens * mean**2) / (tokens - 1))
-        if deviation <= 1e-7 * abs(mean):  # equal differences up to rounding
-            return None
-        t = mean / deviation * math.sqrt(tokens)
-        p = 2 * float(student.sf(abs(t), tokens - 1))
-        return cls(int(tokens), mean, mean / deviation, t, p)
+    frame = pd.DataFrame(own_E3, columns=["tokens", "total", "squares"])
+    frame = frame[frame["tokens"] > 1]
+    tokens, mean = frame["tokens"], frame["total"] / frame["tokens"]
+    variance = (frame["squares"] - tokens * mean**2).clip(lower=0) / (tokens - 1)
+    is_known = variance**0.5 > 1e-7 * mean.abs()  # else equal differences up to rounding
+    d = (mean / variance**0.5)[is_known]
+    values = {"tokens": tokens[is_known].astype(int), "mean": mean[is_known], "d": d}
+    tests = pd.DataFrame(values).assign(t=d * tokens[is_known] ** 0.5)
+    return tests.assign(p=2 * student.sf(tests["t"].abs(), tests["tokens"] - 1))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,55 +202,53 @@ class LayerWithout:
     """The sets of experts removed together: single experts, and any others."""
     windows_again: int
     """Number of windows recomputed, over all sets."""
-    by_class: Mapping[str, ClassChanges]
-    """Changes by labeling of tokens; rows are the sets."""
+    changes: Any
+    """The table of `ChangeSums.result`; rows are the sets."""
     own_E3: Matrix
     """Number of predicted tokens that use each, sums of their changes, and of squared changes."""
 
-    def focus(self, by: str) -> Focus:
-        """Computes how few classes the single experts are for.
+    def of_all(self) -> list[float]:
+        """The change over all tokens without each set."""
+        change: list[float] = self.changes.query("by == 'all'")["change"].tolist()
+        return change
 
-        Args:
-            by: A labeling of tokens. Classes with fewer than `FEWEST_TOKENS` are left out.
-        """
-        table, single_E = self.by_class[by], [len(each) == 1 for each in self.sets]
-        enough_C = table.tokens_C >= FEWEST_TOKENS
-        change_3EC = torch.from_numpy(table.change_3EC[:, single_E][..., enough_C])
-        loss_C, tokens_C = (
-            torch.from_numpy(each[enough_C]) for each in (table.loss_C, table.tokens_C)
-        )
-        return focus(change_3EC[0], change_3EC[1] > 0, loss_C, tokens_C)
+    def tables(self) -> dict[str, Any]:
+        """Tables of single `experts`, every class (`classes`), tests over the expert's own tokens
+        (`paired`), and `focus`."""
+        import pandas as pd
 
-    def rows(self) -> dict[str, list[dict[str, Any]]]:
-        """Rows of tables: single `experts`, every class (`classes`), tests over the expert's own
-        tokens (`paired`), and `focus`."""
-        names = ("experts", "classes", "paired")
-        rows: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
-        every = self.by_class["all"]
-        for row, columns in enumerate(self.sets):
-            if len(columns) > 1:
-                continue
-            level, expert = self.layer.place(columns[0])
-            of = {"module": self.layer.name, "level": level, "expert": expert}
-            if (paired := Paired.of(*self.own_E3[row])) is not None:
-                rows["paired"].append({**of, **paired._asdict()})
-            rows["experts"].append(
-                {
-                    **of,
-                    "share_of_tokens": float(every.own_EC[row, 0] / max(1, every.tokens_C[0])),
-                    **every.change(row, 0).columns("change"),
-                    **every.own_change(row, 0).columns("own_change"),
-                    "own_tokens": int(every.own_EC[row, 0]),
-                }
-            )
-            for by, table in self.by_class.items():
-                rows["classes"] += [{**of, "by": by, **each} for each in table.rows(row)]
-        rows["focus"] = [
-            {"module": self.layer.name, "by": by, **self.focus(by)._asdict()}
-            for by in self.by_class
-            if by.partition(" ")[0] in SIDES
-        ]
-        return rows
+        rows = [row for row, columns in enumerate(self.sets) if len(columns) == 1]
+        places = [(self.layer.name, *self.layer.place(self.sets[row][0])) for row in rows]
+        names = ["module", "level", "expert"]
+        experts = pd.DataFrame(places, index=rows, columns=names)
+        changes = experts.join(self.changes.set_index("row"), how="inner")
+        of_all = changes[changes["by"] == "all"]
+        share = of_all["own_tokens"] / of_all["tokens"]
+        measured = [f"{of}change{end}" for of in ("", "own_") for end in ("", "_low", "_high")]
+        focused = []
+        for by, table in changes.groupby("by", sort=False):
+            if by.partition(" ")[0] in SIDES:
+                common = table[table["tokens"] >= FEWEST_TOKENS]
+                values = {"module": self.layer.name, "by": by}
+                focused.append(values | _focus_of(common)._asdict())
+        return {
+            "experts": of_all.assign(share_of_tokens=share)[
+                [*names, "share_of_tokens", *measured, "own_tokens"]
+            ],
+            "classes": changes,
+            "paired": experts.join(paired(self.own_E3), how="inner"),
+            "focus": pd.DataFrame(focused),
+        }
+
+
+def _focus_of(table: Any) -> "Focus":
+    """How few of the classes of one labeling the experts are for."""
+    if table.empty:
+        return Focus(0, None, None)
+    pivot = table.assign(row=table.index).pivot(index="row", columns="class")
+    names = ("change", "change_low", "loss", "tokens")
+    change_EC, low_EC, loss_EC, tokens_EC = (torch.tensor(pivot[name].values) for name in names)
+    return focus(change_EC, low_EC > 0, loss_EC[0], tokens_EC[0])
 
 
 def harmed(classes: Any) -> Any:
@@ -506,12 +450,11 @@ class KnockOut:
         Raises:
             ConfigError: losses are not finite.
         """
-        by_class = self._sums.result(f"without an expert of {self.layer.name}", summed)
         return LayerWithout(
             layer=self.layer,
             sets=self.sets,
             windows_again=int(summed(self._again)),
-            by_class=by_class,
+            changes=self._sums.result(f"without an expert of {self.layer.name}", summed),
             own_E3=summed(self._own_E3).cpu().numpy(),
         )
 

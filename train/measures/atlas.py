@@ -199,8 +199,7 @@ def _together(layers: Sequence[LayerWithout], chosen: Sequence["_Chosen"]) -> di
 
     rows = []
     for without, of_layer in zip(layers, chosen, strict=True):
-        change_E = without.by_class["all"].change_3EC[0, :, 0].tolist()
-        change_of = dict(zip(without.sets, change_E, strict=True))
+        change_of = dict(zip(without.sets, without.of_all(), strict=True))
         for chosen_by, experts in of_layer:
             rows.append(
                 {

@@ -95,17 +95,17 @@ def knockout_tables(layers: Sequence[LayerWithout], text: TextSamples) -> Tables
     """
     import pandas as pd
 
-    rows_of = [each.rows() for each in layers]
+    tables = [each.tables() for each in layers]
     frames = {
-        name: pd.DataFrame([row for rows in rows_of for row in rows[name]]) for name in rows_of[0]
+        name: pd.concat([each[name] for each in tables], ignore_index=True) for name in tables[0]
     }
     frames["harmed"] = harmed(frames["classes"])
-    every = layers[0].by_class["all"]
+    every = frames["classes"].iloc[0]  # all tokens
     facts = {
         "windows_read": text.rows,
         "sequence_length": text.length,
-        "tokens_scored": int(every.tokens_C[0]),
-        "loss": float(every.loss_C[0]),
+        "tokens_scored": int(every["tokens"]),
+        "loss": float(every["loss"]),
         "tokens_recomputed": sum(each.windows_again for each in layers) * text.length,
     }
     return Tables(facts=facts, frames=frames, titles=TITLES)

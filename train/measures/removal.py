@@ -310,7 +310,7 @@ def scored(
     if by == "atlas":
         sets = [[(expert,) for expert in range(layer.num_experts)] for layer in layers]
         scores = {
-            each.layer.name: torch.from_numpy(each.by_class["all"].change_3EC[0, :, 0])
+            each.layer.name: torch.tensor(each.of_all()).double()
             for each in knock_out(subject, sets, world=world)
         }
     elif by == "random":

@@ -19,8 +19,8 @@ from polyad.model.decoder import Decoder
 from polyad.train.errors import ConfigError
 from polyad.train.experts.information import GroupedSums, Matrix, Summed, intervals
 from polyad.train.experts.interventions import Intervention, intervened
-from polyad.train.experts.knockout import Change, ChangeSums, mean_of
-from polyad.train.experts.token_classes import ClassColumns, classes_of_vocabulary, slices_of
+from polyad.train.experts.knockout import ChangeSums, mean_of
+from polyad.train.experts.token_classes import ClassColumns, classes_of_vocabulary
 from polyad.train.measures.atlas import TOKENS
 from polyad.train.measures.measure import Measure, Subject
 from polyad.train.reading import Evaluated, Reading
@@ -103,7 +103,7 @@ class Steer(Measure):
         """The result."""
         import pandas as pd
 
-        by_class = self._losses.result("changed", summed)
+        classes = self._losses.result("changed", summed)
         mass_G = self._masses.result(summed, "changed: probabilities are not finite")
         columns = self._class_VK.shape[1]
 
@@ -111,32 +111,22 @@ class Steer(Measure):
             added = sums[..., columns : 2 * columns] - sums[..., :columns]
             return mean_of(added, sums[..., [-1]])
 
-        change_K3 = intervals(change, mass_G, self._text.rows).T.tolist()
-        total = mass_G.sum(0)
-        before_K = mean_of(total[:columns], total[-1]).tolist()
-        next_tokens = [
-            {
-                "by": by,
-                "class": name,
-                "probability": before_K[part.start + column],
-                **Change(*change_K3[part.start + column]).columns("change"),
-            }
-            for by, part in slices_of(self._mass_classes).items()
-            for column, name in enumerate(self._mass_classes[by])
-        ]
-        classes = [
-            {"by": by, **row} for by, each in by_class.items() for row in each.rows(0, own=False)
-        ]
-        every = by_class["all"]
+        names = [(by, name) for by, each in self._mass_classes.items() for name in each]
+        next_tokens = pd.DataFrame(names, columns=["by", "class"])
+        next_tokens["probability"] = mean_of(mass_G.sum(0)[:columns], mass_G.sum(0)[-1])
+        ends = intervals(change, mass_G, self._text.rows)
+        for end, change_K in zip(("", "_low", "_high"), ends, strict=True):
+            next_tokens[f"change{end}"] = change_K
+        measured = ["by", "class", "tokens", "loss", "change", "change_low", "change_high"]
         return Tables(
             facts={
                 "windows_read": self._text.rows,
                 "sequence_length": self._text.length,
-                "tokens_scored": int(every.tokens_C[0]),
-                "loss": float(every.loss_C[0]),
+                "tokens_scored": int(classes["tokens"].iloc[0]),
+                "loss": float(classes["loss"].iloc[0]),
                 "changed": [str(each) for each in self._changes],
             },
-            frames={"steering": pd.DataFrame(classes), "next_tokens": pd.DataFrame(next_tokens)},
+            frames={"steering": classes[measured], "next_tokens": next_tokens},
             titles={
                 "steering": "change in loss when the experts are changed",
                 "next_tokens": "change in the probability of classes of the next token",

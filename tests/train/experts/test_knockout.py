@@ -4,6 +4,7 @@ import copy
 import math
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
@@ -141,6 +142,13 @@ def token_by_token(model, layer):
     return found
 
 
+def of_class(changes, row, by, column, classes=CLASSES):
+    """What a table says of a class, by its number."""
+    place = {"row": row, "by": by, "class": classes[by][column]}
+    (found,) = changes[(changes[list(place)] == pd.Series(place)).all(axis=1)].to_dict("records")
+    return found
+
+
 def check_layer(model, layer, experts):
     """Compares all classes of some experts with copies of the model; gives the windows changed."""
     result = knocked_out(model, layer, experts)
@@ -163,16 +171,15 @@ def check_layer(model, layer, experts):
                     for key in (("all", 0), ("remainder", int(target) % 3), ("place", int(place))):
                         tokens.setdefault(key, []).append((float(nats), bool(own_T[place])))
         for (name, column), pairs in tokens.items():
-            ours = result.by_class[name]
+            ours = of_class(result.changes, row, name, column)
             own = [nats for nats, is_own in pairs if is_own]
-            assert ours.tokens_C[column] == len(pairs)
-            assert ours.own_EC[row, column] == len(own)
+            assert ours["tokens"] == len(pairs)
+            assert ours["own_tokens"] == len(own)
             expected = np.mean([nats for nats, _ in pairs])
-            assert ours.change(row, column).value == pytest.approx(expected, abs=EXACT)
+            assert ours["change"] == pytest.approx(expected, abs=EXACT)
             if own:
-                assert ours.own_change(row, column).value == pytest.approx(np.mean(own), abs=EXACT)
-    changes = [result.by_class["all"].change(row, 0).value for row in range(len(experts))]
-    assert max(map(abs, changes)) > 1e3 * EXACT
+                assert ours["own_change"] == pytest.approx(np.mean(own), abs=EXACT)
+    assert max(map(abs, result.of_all())) > 1e3 * EXACT
     assert result.windows_again == again
     return again
 
@@ -247,7 +254,7 @@ def check_actions(model, layer, hows):
             with intervened(model, [asked], lambda: {layer.name: mean_SD}):
                 without = torch.stack([loss for loss, _ in token_by_token(model, layer)])
             expected = float((without - whole)[scored].mean())
-            ours = result.by_class["all"].change(expert, 0).value
+            ours = result.of_all()[expert]
             assert ours == pytest.approx(expected, abs=EXACT), (how, expert)
 
 
@@ -261,7 +268,8 @@ def test_weights_that_are_not_finite_are_one_line():
 
 def test_intervals_are_of_windows_and_may_be_below_zero():
     """Every window loses the same, so that no draw differs; or one of two alone changes."""
-    sums = ChangeSums(2, {"all": ["all"], "parity": ["even", "odd"]}, windows=40)
+    classes = {"all": ["all"], "parity": ["even", "odd"]}
+    sums = ChangeSums(2, classes, windows=40)
     number_B = torch.arange(40)
     label_JBP = torch.stack([torch.zeros(40, 2), 1 + torch.arange(2).expand(40, 2)]).long()
     own_BP = torch.tensor([[True, False]]).expand(40, 2)
@@ -270,18 +278,21 @@ def test_intervals_are_of_windows_and_may_be_below_zero():
     changing = torch.where(number_B % 2 == 0, 1.0, -1.0).unsqueeze(1).expand(40, 2)
     sums.add(label_JBP, number_B, torch.ones(40).long(), changing, own_BP)
     found = sums.result("test")
-    assert found["all"].change(0, 0) == pytest.approx((-0.2, -0.2, -0.2))
-    assert found["parity"].change(0, 0) == pytest.approx((-0.5, -0.5, -0.5))
-    assert found["all"].own_change(0, 0) == pytest.approx((-0.5, -0.5, -0.5))
-    value, low, high = found["all"].change(1, 0)
+
+    def ends(row, by, column, name="change"):
+        ours = of_class(found, row, by, column, classes)
+        return tuple(ours[f"{name}{end}"] for end in ("", "_low", "_high"))
+
+    assert ends(0, "all", 0) == pytest.approx((-0.2, -0.2, -0.2))
+    assert ends(0, "parity", 0) == pytest.approx((-0.5, -0.5, -0.5))
+    assert ends(0, "all", 0, "own_change") == pytest.approx((-0.5, -0.5, -0.5))
+    value, low, high = ends(1, "all", 0)
     assert value == 0
     # The standard error of a mean of 40 windows of +1 or -1 is 1 / sqrt(40) = 0.158.
     assert (low, high) == pytest.approx((-0.31, 0.31), abs=0.06)
-    assert found["parity"].own_change(1, 1).value != found["parity"].own_change(1, 1).value  # NaN
-    even, odd = found["parity"].rows(1)
-    assert even["own_change"] == 0
-    assert math.isnan(odd["own_change"])
-    assert found["all"].loss_C == [3.0]
+    assert ends(1, "parity", 0, "own_change")[0] == 0
+    assert math.isnan(ends(1, "parity", 1, "own_change")[0])
+    assert of_class(found, 0, "all", 0, classes)["loss"] == 3.0
 
 
 def test_focus_is_that_of_a_table_worked_out_by_hand():

@@ -2,6 +2,7 @@
 
 import copy
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -11,7 +12,7 @@ from polyad.data.text.dataset import PreparedData
 from polyad.launch.cli import run as polyad
 from polyad.train.experts.actions import Action, intervening
 from polyad.train.experts.interventions import Intervention, intervened
-from polyad.train.experts.knockout import Paired
+from polyad.train.experts.knockout import paired
 from polyad.train.experts.moments import STATISTICS
 from polyad.train.experts.probing import deciding, routed_layers
 from polyad.train.measures.atlas import Atlas
@@ -221,12 +222,11 @@ def test_every_way_to_take_away_is_that_of_the_model_itself(how, workers, finish
 def test_a_paired_test_by_hand():
     """(.3, .1, .2, 0) - (.1, .1, 0, .1): mean .075, deviation .15."""
     differences = torch.tensor([0.2, 0.0, 0.2, -0.1], dtype=torch.float64)
-    ours = Paired.of(4, float(differences.sum()), float(differences.square().sum()))
-    assert ours.d == pytest.approx(0.5)
-    assert ours.t == pytest.approx(1.0)
-    assert ours.p == pytest.approx(0.391, abs=5e-4)
-    assert Paired.of(1, 0.2, 0.04) is None
-    assert Paired.of(3, 0.3, 0.03) is None  # all alike
+    sums = [4, float(differences.sum()), float(differences.square().sum())]
+    alone, alike = [1, 0.2, 0.04], [3, 0.3, 0.03]
+    (ours,) = paired(np.array([alone, sums, alike])).to_dict("records")
+    assert (ours["d"], ours["t"]) == pytest.approx((0.5, 1.0))
+    assert ours["p"] == pytest.approx(0.391, abs=5e-4)
 
 
 @torch.no_grad()
