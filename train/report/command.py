@@ -112,6 +112,7 @@ def read_report(run: Path, checkpoint: Path, options: Options) -> tuple[dict[str
 
 
 def _in_words(config: RunConfig) -> str:
-    sections = config.model.feed_forwards()
+    head = getattr(config.model, "head", None)
+    sections = {**config.model.feed_forwards(), **({"model.head": head} if head else {})}
     kinds = [f"{key.removeprefix('model.')}: {each.kind}" for key, each in sections.items()]
     return "; ".join([config.model.in_words(), *kinds])

@@ -1,8 +1,6 @@
 """The report of a classifier of sequences, against plain loops over its rows without padding."""
 
-import dataclasses
 import shutil
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,11 +11,10 @@ from polyad.parallel.checkpoint.load import best_checkpoint
 from polyad.train.errors import ConfigError
 from polyad.train.experts.knockout import Change
 from polyad.train.experts.probing import RoutedLayer
-from polyad.train.report import page as page_module
 from polyad.train.report.command import report
 from polyad.train.report.experts import Effect, ExpertRow
 from polyad.train.report.held_out import HeldOut
-from polyad.train.report.page import Report, Training, render_report
+from polyad.train.report.page import Training, render_report
 from polyad.train.report.top_text import Context
 from polyad.train.tasks.sequences import SequenceTask
 from tests.helpers.everyday import everyday
@@ -26,12 +23,10 @@ from tests.helpers.pages import Page
 from tests.helpers.runs import counts_of, frame_of
 
 pytestmark = pytest.mark.distributed
-REPORT = Report(
-    run="run", kind="gpt2", parameters=1, active_parameters=1, checkpoint="run", checkpoint_step=0,
-    is_best=False, total_steps=1, most_validated=None, training=Training(), task=SequenceTask,
-    loss_unit="", routed=[], layers=[], read=None,
-)  # fmt: skip
-"""A report without content."""
+CONTENT = {
+    "run": "run", "model": "gpt2", "parameters": 1, "active_parameters": 1, "checkpoint": "run",
+    "checkpoint_is_best": False,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -101,8 +96,7 @@ def test_classes_that_look_like_markup_are_text(runs, tmp_path):
     layer = RoutedLayer(name="blocks.0.feed_forward", levels=(1,))
     effect = Effect("class", "<i>bad</i>", Change(2.0, 1.5, 2.5), 0.5)
     row = ExpertRow(layer, "0", 1.0, effect, [Context(0.5, 0, 0, 0, "<b>", "</code>", "<i>")])
-    with mock.patch.object(page_module, "expert_rows", return_value=[row]):
-        text = render_report(dataclasses.replace(REPORT, read=read, layers=[layer]))
+    text = render_report(CONTENT, Training(), SequenceTask, "", [layer], [row], read)
     assert not Page(text).tags & {"i", "u"}
     for part in ("class &lt;i&gt;bad&lt;/i&gt;", "&lt;b&gt;", "&lt;/code&gt;"):
         assert part in text
@@ -117,7 +111,7 @@ def test_one_layer_or_nothing_is_read_if_it_is_asked_for(runs, tmp_path):
     assert report(runs("smoe"), output=output, tokens=0)["experts"] == []
     assert report(runs("smoe"), output=output, tokens=300)["units_read"] < 15
     assert report(runs("dense"), output=output)["experts"] == []
-    with pytest.raises(ConfigError, match=r"has no split 'test'.*use --tokens 0"):
+    with pytest.raises(ConfigError, match=r"has no split 'test'"):
         report(runs("smoe"), output=output, split="test")
 
 

