@@ -30,7 +30,7 @@ def test_the_line_about_adapters_is_that_of_its_command() -> None:
 
 
 def test_the_sizes_of_a_study_in_its_page_are_those_that_are_asserted() -> None:
-    text = (ROOT / "docs" / "findings" / "factorized-loss.md").read_text()
+    text = (ROOT / "docs" / "findings" / "mumoe.md").read_text()
     sizes = EXPECTED_STUDIES["mumoe.yaml"][1]
     rows = re.findall(r"^\| (dense|CP|ring)(?:, 64 experts)? \| ([\d,]+) \|", text, re.M)
     variants = {"dense": "dense", "CP": "mumoe-cp", "ring": "mumoe-tr"}
