@@ -220,12 +220,13 @@ class GroupedAttention(RotaryAttention):
         parts = [x.unflatten(-1, (-1, self.head_size)) for x in parts]
         if norm_of == "head":
             parts = [x if norm is None else norm(x) for x, norm in zip(parts, norms, strict=True)]
-        q_BATH, k_BGTH, v_BGTH = (x.transpose(1, 2) for x in parts)
-        k_BGTH, v_BGTH = self.own_heads(k_BGTH), self.own_heads(v_BGTH)
         assert (rotation is None) == (rotary is None)
-        if rotation is None or rotary is None:
-            return q_BATH, k_BGTH, v_BGTH
-        return rotation.turn(q_BATH, rotary), rotation.turn(k_BGTH, rotary), v_BGTH
+        if rotation is not None and rotary is not None:
+            # Before the transpose, so that fused attention reads and writes tokens in their order.
+            of_token = Rotation(*(x_TR.unsqueeze(1) for x_TR in rotation))
+            parts = [*(of_token.turn(x, rotary) for x in parts[:2]), parts[2]]
+        q_BATH, k_BGTH, v_BGTH = (x.transpose(1, 2) for x in parts)
+        return q_BATH, self.own_heads(k_BGTH), self.own_heads(v_BGTH)
 
 
 class LatentAttention(RotaryAttention):
