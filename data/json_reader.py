@@ -49,16 +49,6 @@ def parse_json(content: bytes | str, place: str, *, error: type[ValueError] = Da
     """
     before = f"{place}: " if place else ""
     try:
-        if isinstance(content, bytes):
-            content = content.decode("utf-8-sig")
-        text = content.removeprefix("\ufeff")
-        return json.loads(text)
-    except UnicodeDecodeError as fault:
-        raise error(f"{before}is not UTF-8: {fault.reason} at byte {fault.start:,}") from None
-    except RecursionError:
-        raise error(f"{before}its JSON is nested too deeply") from None
-    except json.JSONDecodeError as fault:
-        several = "\n" in fault.doc.rstrip()
-        line = f"line {fault.lineno}, column {fault.colno}"
-        where = line if several else f"character {fault.pos + 1:,}"
-        raise error(f"{before}is not JSON: {fault.msg} at {where}") from None
+        return json.loads(content.removeprefix("\ufeff") if isinstance(content, str) else content)
+    except (ValueError, RecursionError) as fault:
+        raise error(f"{before}is not JSON: {fault}") from None

@@ -33,30 +33,25 @@ def staged_folder(output: Path) -> Iterator[Path]:
         An empty folder on the same file system.
 
     Raises:
-        OSError: The folder cannot be written or moved.
+        OSError: The folder cannot be written, flushed to the disk or moved.
     """
     with temporary_folder(f".{output.name}.partial-", output.parent) as staging:
         yield staging
-        put_in_place(staging, output)
-
-
-def put_in_place(staging: Path, output: Path) -> None:
-    """Flushes a folder to the disk and renames it, in place of one that is there."""
-    for path in [*staging.iterdir(), staging]:
-        flush_to_disk(path)
-    # A rename replaces an empty folder but no other, so the old data is renamed first: between the
-    # two renames there is no data, but never a mixture.
-    retired = staging.with_name(staging.name.replace(".partial-", ".old-"))
-    if output.exists() and any(output.iterdir()):
-        output.rename(retired)
-    try:
-        staging.rename(output)
-    except OSError:
-        if retired.exists():
-            retired.rename(output)
-        raise
-    flush_to_disk(output.parent)
-    shutil.rmtree(retired, ignore_errors=True)
+        for path in [*staging.iterdir(), staging]:
+            flush_to_disk(path)
+        # A rename replaces an empty folder but no other, so the old data is renamed first: between
+        # the two renames there is no data, but never a mixture.
+        retired = staging.with_name(staging.name.replace(".partial-", ".old-"))
+        if output.exists() and any(output.iterdir()):
+            output.rename(retired)
+        try:
+            staging.rename(output)
+        except OSError:
+            if retired.exists():
+                retired.rename(output)
+            raise
+        flush_to_disk(output.parent)
+        shutil.rmtree(retired, ignore_errors=True)
 
 
 MANIFEST_FILE = "manifest.json"

@@ -161,10 +161,12 @@ def _size(folder: PreparedData) -> int:
 
 
 def _verified(folder: PreparedData, bar: Any) -> Values:
-    files = [
-        {**each._asdict(), "status": "damaged" if each.reason else "verified"}
-        for each in folder.reports(bar.update)
-    ]
+    files: list[Values] = []
+    for name in folder.manifest.sha256:
+        path, reason = folder.path / name, folder.damage(name, bar.update)
+        size = path.stat().st_size if path.is_file() else 0
+        status = "damaged" if reason else "verified"
+        files.append({"name": name, "bytes": size, "reason": reason, "status": status})
     good = all(each["reason"] is None for each in files)
     return {"folder": str(folder.path), "files": files, "good": good}
 

@@ -16,7 +16,6 @@ from polyad.data.errors import DataError, listed, user_path
 from polyad.data.images.config import ImageDataConfig
 from polyad.data.images.source import ImageSplit, digits, open_folders, table_images
 from polyad.data.names import check_classes, check_leave_out
-from polyad.data.prepared import MANIFEST_FILE
 from polyad.data.tables import open_tables
 
 DIGITS, TEST = "digits", "test"
@@ -94,11 +93,6 @@ class ImageData:
         if path == DIGITS:
             return cls(settings, {"train": digits()})
         folder = user_path(path)
-        if (folder / MANIFEST_FILE).is_file():
-            raise DataError(
-                f"data.path: {path}: holds prepared data; data.kind: {settings.kind} reads the "
-                "folder or data set of the images itself"
-            )
         if settings.domains:
             if not folder.is_dir():
                 raise DataError(f"data.domains: true needs a folder, and data.path is {path}")

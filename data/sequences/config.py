@@ -6,7 +6,7 @@ Zellers et al. 2018 (SWAG). The labels of GLUE's test splits are hidden: -1 in e
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Literal, NamedTuple, TypeAlias, get_args
+from typing import Annotated, Literal, TypeAlias
 
 from pydantic import AfterValidator, Field
 
@@ -32,70 +32,6 @@ HIDDEN_LABEL = -1
 """The label of a row whose label is hidden."""
 
 
-class Schema(NamedTuple):
-    """The roles of a table's columns."""
-
-    text: str = "text"
-    pair: str | None = None
-    label: str = "label"
-    choices: tuple[str, ...] = ()
-    domain: str | None = None
-    task: TaskKind = "classification"
-    metrics: tuple[Metric, ...] = METRICS_OF["classification"]
-    source: str | None = None
-    """Its location on the hub, as `hub:OWNER/NAME:CONFIG`."""
-    splits: Mapping[str, str] = {}
-    """The names of splits there, if they differ from ours."""
-
-
-def _glue(
-    config: str,
-    text: str,
-    pair: str | None = None,
-    *,
-    metrics: tuple[Metric, ...] = ("accuracy",),
-    task: TaskKind = "classification",
-    suffix: str = "",
-) -> Schema:
-    splits = {name: f"{name}{suffix}" for name in ("validation", "test")} if suffix else {}
-    return Schema(
-        text, pair, task=task, metrics=metrics, source=f"hub:nyu-mll/glue:{config}", splits=splits
-    )
-
-
-BENCHMARKS: dict[str, Schema] = {
-    "glue/cola": _glue("cola", "sentence", metrics=("matthews",)),
-    "glue/sst2": _glue("sst2", "sentence"),
-    "glue/mrpc": _glue("mrpc", "sentence1", "sentence2", metrics=("accuracy", "f1")),
-    "glue/stsb": _glue(
-        "stsb", "sentence1", "sentence2", metrics=("pearson", "spearman"), task="regression"
-    ),
-    "glue/qqp": _glue("qqp", "question1", "question2", metrics=("accuracy", "f1")),
-    "glue/mnli": _glue("mnli", "premise", "hypothesis", suffix="_matched"),
-    "glue/mnli-mm": _glue("mnli", "premise", "hypothesis", suffix="_mismatched"),
-    "glue/qnli": _glue("qnli", "question", "sentence"),
-    "glue/rte": _glue("rte", "sentence1", "sentence2"),
-    "glue/wnli": _glue("wnli", "sentence1", "sentence2"),
-    "sst5": Schema(source="hub:SetFit/sst5"),
-    "banking77": Schema(source="hub:legacy-datasets/banking77", metrics=("accuracy", "macro_f1")),
-    "copa": Schema(
-        "premise",
-        "question",
-        choices=("choice1", "choice2"),
-        task="multiple_choice",
-        source="hub:aps/super_glue:copa",
-    ),
-    "swag": Schema(
-        "sent1",
-        "sent2",
-        choices=("ending0", "ending1", "ending2", "ending3"),
-        task="multiple_choice",
-        source="hub:allenai/swag:regular",
-    ),
-}
-"""Schemas of benchmarks, by the name that `data.path` or `data.benchmark` gives."""
-
-
 class ColumnNames(Config):
     """Names of the columns of a table."""
 
@@ -116,6 +52,70 @@ class ColumnNames(Config):
     domain: str | None = None
     """Column with the domain of a row, such as its category or source; null: rows have no
     domains."""
+
+
+class Schema(ColumnNames):
+    """The columns of a table, and what is predicted from them."""
+
+    task: TaskKind = "classification"
+    metrics: tuple[Metric, ...] = METRICS_OF["classification"]
+    source: str | None = None
+    """Its location on the hub, as `hub:OWNER/NAME:CONFIG`."""
+    splits: Mapping[str, str] = {}
+    """The names of splits there, if they differ from ours."""
+
+
+def _glue(
+    config: str,
+    text: str,
+    pair: str | None = None,
+    *,
+    metrics: tuple[Metric, ...] = ("accuracy",),
+    task: TaskKind = "classification",
+    suffix: str = "",
+) -> Schema:
+    splits = {name: f"{name}{suffix}" for name in ("validation", "test")} if suffix else {}
+    return Schema(
+        text=text,
+        pair=pair,
+        task=task,
+        metrics=metrics,
+        source=f"hub:nyu-mll/glue:{config}",
+        splits=splits,
+    )
+
+
+BENCHMARKS: dict[str, Schema] = {
+    "glue/cola": _glue("cola", "sentence", metrics=("matthews",)),
+    "glue/sst2": _glue("sst2", "sentence"),
+    "glue/mrpc": _glue("mrpc", "sentence1", "sentence2", metrics=("accuracy", "f1")),
+    "glue/stsb": _glue(
+        "stsb", "sentence1", "sentence2", metrics=("pearson", "spearman"), task="regression"
+    ),
+    "glue/qqp": _glue("qqp", "question1", "question2", metrics=("accuracy", "f1")),
+    "glue/mnli": _glue("mnli", "premise", "hypothesis", suffix="_matched"),
+    "glue/mnli-mm": _glue("mnli", "premise", "hypothesis", suffix="_mismatched"),
+    "glue/qnli": _glue("qnli", "question", "sentence"),
+    "glue/rte": _glue("rte", "sentence1", "sentence2"),
+    "glue/wnli": _glue("wnli", "sentence1", "sentence2"),
+    "sst5": Schema(source="hub:SetFit/sst5"),
+    "banking77": Schema(source="hub:legacy-datasets/banking77", metrics=("accuracy", "macro_f1")),
+    "copa": Schema(
+        text="premise",
+        pair="question",
+        choices=["choice1", "choice2"],
+        task="multiple_choice",
+        source="hub:aps/super_glue:copa",
+    ),
+    "swag": Schema(
+        text="sent1",
+        pair="sent2",
+        choices=["ending0", "ending1", "ending2", "ending3"],
+        task="multiple_choice",
+        source="hub:allenai/swag:regular",
+    ),
+}
+"""Schemas of benchmarks, by the name that `data.path` or `data.benchmark` gives."""
 
 
 def _known(name: str | None) -> str | None:
@@ -178,19 +178,8 @@ class SequenceDataConfig(DataSettings):
     def schema_of(self) -> Schema:
         """The benchmark's schema, overridden by the keys."""
         name = self.benchmark or (self.path if self.path in BENCHMARKS else None)
-        benchmark = BENCHMARKS[name] if name else Schema()
-        task = self.task or benchmark.task
-        metrics = METRICS_OF[task] if task != benchmark.task else benchmark.metrics
-        schema = benchmark._replace(task=task, metrics=tuple(self.metrics or metrics))
-        if self.columns is not None:
-            schema = schema._replace(
-                text=self.columns.text,
-                pair=self.columns.pair,
-                label=self.columns.label,
-                choices=tuple(self.columns.choices or ()),
-                domain=self.columns.domain,
-            )
-        return schema
-
-
-assert set(METRICS_OF) == set(get_args(TaskKind))
+        schema = BENCHMARKS[name] if name else Schema()
+        task = self.task or schema.task
+        metrics = self.metrics or (schema.metrics if task == schema.task else METRICS_OF[task])
+        columns = self.columns.model_dump() if self.columns else {}
+        return schema.model_copy(update={**columns, "task": task, "metrics": tuple(metrics)})

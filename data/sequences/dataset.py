@@ -102,10 +102,11 @@ class SequenceData:
     @property
     def choices(self) -> int:
         """Number of sequences per sample: its choices, or 1."""
-        if len(self.schema.choices) != 1:
-            return max(1, len(self.schema.choices))
+        choices = self.schema.choices or []
+        if len(choices) != 1:
+            return max(1, len(choices))
         table = next(iter(self._tables.values()))
-        first = table.column(self.schema.choices[0])[0]
+        first = table.column(choices[0])[0]
         return len(first) if isinstance(first, list) else 1
 
     def check_split(self, name: str) -> None:
@@ -229,6 +230,6 @@ def _check_task(schema: Schema) -> None:
         )
     if bool(schema.choices) != (schema.task == "multiple_choice"):
         raise DataError(
-            f"data.columns.choices: {list(schema.choices) or 'null'} is not allowed with "
+            f"data.columns.choices: {schema.choices or 'null'} is not allowed with "
             f"data.task: {schema.task}; choices belong to multiple_choice, and only to it"
         )

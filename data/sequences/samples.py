@@ -172,26 +172,28 @@ def _texts(table: Table, schema: Schema) -> tuple[list[str], list[str]]:
     if not schema.choices:
         return texts, pairs or []
     if len(schema.choices) == 1:
-        lists = table.column(schema.choices[0])
-        count = len(lists[0]) if len(lists) and isinstance(lists[0], Sequence) else 0
-        for row, choices in enumerate(lists):
-            whole = isinstance(choices, list) and all(isinstance(c, str) for c in choices)
-            if not whole or len(choices) != count or count < 2:
-                raise table.fault(
-                    row,
-                    f"{schema.choices[0]!r} is {choices!r:.60}, not a list of two or more texts, "
-                    "as many as in the first row",
-                )
-        choices_NC = [list(choices) for choices in lists]
+        choices_NC = _lists(table, schema.choices[0])
     else:
         columns = [_strings(table, name) for name in schema.choices]
-        choices_NC = [list(choices) for choices in zip(*columns, strict=True)]
-    if pairs is not None:  # as in SWAG, where all choices continue the same words
-        choices_NC = [
-            [f"{pair} {choice}" for choice in choices]
-            for pair, choices in zip(pairs, choices_NC, strict=True)
-        ]
-    return texts, [choice for choices in choices_NC for choice in choices]
+        choices_NC = list(map(list, zip(*columns, strict=True)))
+    # A second text is continued by all choices, as in SWAG.
+    begins = [f"{pair} " for pair in pairs] if pairs else [""] * len(texts)
+    rows = zip(begins, choices_NC, strict=True)
+    return texts, [begin + choice for begin, choices in rows for choice in choices]
+
+
+def _lists(table: Table, name: str) -> list[list[str]]:
+    lists = table.column(name)
+    count = len(lists[0]) if isinstance(lists[0], list) else 0
+    for row, choices in enumerate(lists):
+        whole = isinstance(choices, list) and all(isinstance(each, str) for each in choices)
+        if not whole or len(choices) != count or count < 2:
+            raise table.fault(
+                row,
+                f"{name!r} is {choices!r:.60}, not a list of two or more texts, as many as in the "
+                "first row",
+            )
+    return lists
 
 
 def _strings(table: Table, name: str) -> list[str]:

@@ -2,6 +2,7 @@
 
 import random
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -93,16 +94,14 @@ def attacked_split(
     Raises:
         DataError: The tokenizer has no token for a word that the attack inserts.
     """
-    words = replaced = of_text = size = 0
+    counts = Counter(words=0, replaced=0, words_of_text=0, bytes=0)
 
     def swapped() -> Iterator[Document]:
-        nonlocal words, replaced, of_text, size
         for number, text in enumerate(_documents(stream, tokenizer, report)):
-            changed = attack(text, number)
-            words, replaced = words + changed.words, replaced + changed.replaced
-            of_text += len(changed.text.split())
-            size += len(changed.text.encode())
-            yield Document(f"document {number}", changed.text)
+            text, words, replaced = attack(text, number)
+            counts.update(words=words, replaced=replaced)
+            counts.update(words_of_text=len(text.split()), bytes=len(text.encode()))
+            yield Document(f"document {number}", text)
 
     try:
         documents = [
@@ -113,9 +112,12 @@ def attacked_split(
         raise DataError(f"{stream.prefix}.bin: cannot be attacked: {error}") from None
     attacked = TokenStream.of(stream.prefix, documents, tokenizer.vocab_size)
     info = SplitInfo(
-        documents=len(documents), tokens=attacked.num_tokens, words=of_text, bytes=size
+        documents=len(documents),
+        tokens=attacked.num_tokens,
+        words=counts["words_of_text"],
+        bytes=counts["bytes"],
     )
-    return AttackedSplit(attacked, info, words, replaced)
+    return AttackedSplit(attacked, info, counts["words"], counts["replaced"])
 
 
 def _documents(

@@ -9,9 +9,10 @@ each), and the numbers 0 to D (8 each), which are the bounds of documents in seq
 import functools
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -54,30 +55,21 @@ def read_lengths(path: Path, documents: int) -> npt.NDArray[np.int32]:
     return np.fromfile(path, np.int32, documents, offset=HEADER_BYTES)
 
 
+@dataclass(eq=False)
 class TokenStream:
     """The tokens of one split, memory-mapped, document after document.
 
     The files are opened at the first read, so that a stream can be handed to another process
     before or after it.
-
-    Args:
-        prefix: The files' common path, without `.bin` and `.idx`.
-        num_tokens: Total number of tokens, including the ends of documents.
-        num_documents: Number of documents.
-        vocab_size: Bound on token ids, checked on each read.
-
-    Attributes:
-        prefix: As given.
-        num_tokens: As given.
-        num_documents: As given.
-        vocab_size: As given.
     """
 
-    def __init__(self, prefix: Path, num_tokens: int, num_documents: int, vocab_size: int) -> None:
-        self.prefix = prefix
-        self.vocab_size = vocab_size
-        self.num_tokens = num_tokens
-        self.num_documents = num_documents
+    prefix: Path
+    """The files' common path, without `.bin` and `.idx`."""
+    num_tokens: int
+    """Total number of tokens, including the ends of documents."""
+    num_documents: int
+    vocab_size: int
+    """Bound on token ids, checked on each read."""
 
     @classmethod
     def of(
@@ -184,29 +176,7 @@ class TokenStream:
         return self.read(first, first + length)
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("prefix", "num_tokens", "num_documents", "vocab_size")
-        return {name: getattr(self, name) for name in names}
-
-
-PIECE_BYTES = 2**20
-"""Bytes that are read and checked at a time: such a piece fits into a core's cache."""
-
-Read = Callable[[int], None]
-"""Called with the number of bytes after each read. An exception that it raises ends the reading."""
-
-
-class FileReport(NamedTuple):
-    """The result of reading a file of a prepared folder.
-
-    Attributes:
-        name: The name of the file.
-        bytes: How many bytes of it were read.
-        reason: One line on why it is damaged; None if it is intact.
-    """
-
-    name: str
-    bytes: int
-    reason: str | None
+        return {each.name: getattr(self, each.name) for each in fields(self)}
 
 
 class PreparedData:
@@ -277,28 +247,27 @@ class PreparedData:
         vocab_size = self.manifest.tokenizer.vocab_size
         return TokenStream(self.path / name, info.tokens, info.documents, vocab_size)
 
-    def reports(self, read: Read = lambda count: None) -> Iterator[FileReport]:
-        """Reads every file and compares its digest, even after a damaged one.
+    def damage(self, name: str, read: Callable[[int], object] = lambda count: None) -> str | None:
+        """Reads a file and compares its digest with the manifest's.
 
         Args:
-            read: Called as the files are read.
+            name: The name of the file.
+            read: Called with the number of bytes after each read.
 
-        Yields:
-            The result for each file.
+        Returns:
+            One line on why it is damaged; None if it is intact.
         """
-        for name, sha256 in self.manifest.sha256.items():
-            path, digest, reason, size = self.path / name, hashlib.sha256(), None, 0
-            try:
-                with path.open("rb") as file:
-                    while piece := file.read(PIECE_BYTES):
-                        digest.update(piece)
-                        size += len(piece)
-                        read(len(piece))
-                if digest.hexdigest() != sha256:
-                    reason = f"{path}: damaged: its SHA-256 is not that of {MANIFEST_FILE}"
-            except OSError as error:
-                reason = f"{path}: cannot be read: {error.strerror or error}"
-            yield FileReport(name, size, reason)
+        path, digest = self.path / name, hashlib.sha256()
+        try:
+            with path.open("rb") as file:
+                while piece := file.read(2**20):  # fits into a core's cache
+                    digest.update(piece)
+                    read(len(piece))
+        except OSError as error:
+            return f"{path}: cannot be read: {error.strerror or error}"
+        if digest.hexdigest() != self.manifest.sha256[name]:
+            return f"{path}: damaged: its SHA-256 is not that of {MANIFEST_FILE}"
+        return None
 
     def verify(self) -> None:
         """Reads every byte of every file and compares it with the manifest's digests.
@@ -306,9 +275,9 @@ class PreparedData:
         Raises:
             DataError: A file has changed since it was written.
         """
-        for report in self.reports():
-            if report.reason is not None:
-                raise DataError(report.reason)
+        for name in self.manifest.sha256:
+            if reason := self.damage(name):
+                raise DataError(reason)
 
 
 def check_prepared(folder: Path) -> None:

@@ -8,7 +8,7 @@ token and 10% stay unchanged (Devlin et al. 2019, section 3.1).
 Shapes: T tokens of a sample, P chosen ones, S special tokens.
 """
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,7 @@ from torch.utils.data import Dataset
 
 from polyad.data.errors import DataError
 from polyad.data.text.dataset import TokenStream
+from polyad.data.text.samples import MixedSamples, TrainingSamples
 from polyad.data.text.tokenizers.tokenizer import Tokenizer
 
 Ids = npt.NDArray[np.int64]
@@ -120,15 +121,6 @@ class MaskedBatch(NamedTuple):
     target_ids_BP: Tensor
 
 
-class Cut(Protocol):
-    """Text by the global number of a sample, as cut by `TrainingSamples` and `MixedSamples`."""
-
-    samples_per_epoch: int
-
-    def __getitem__(self, sample: int) -> Tensor:
-        """Returns the T - 2 token ids of a sample, and the first of the next sample."""
-
-
 class MaskedSamples(Dataset[MaskedBatch]):
     """Training samples; the hidden tokens depend only on seed, epoch and sample.
 
@@ -140,7 +132,9 @@ class MaskedSamples(Dataset[MaskedBatch]):
         seed: Not negative.
     """
 
-    def __init__(self, text: Cut, count: int, special: SpecialTokens, seed: int) -> None:
+    def __init__(
+        self, text: TrainingSamples | MixedSamples, count: int, special: SpecialTokens, seed: int
+    ) -> None:
         self.text = text
         self._count, self._special, self._seed = count, special, seed
 
@@ -222,17 +216,12 @@ class MaskedWindows(Dataset[MaskedWindow]):
         count = min(words, max(1, round(share)))
         generator = np.random.Generator(np.random.PCG64((0, 0, window, _SCORING)))
         hidden = hide(tokens, count, self._special, generator)
-        numbers = np.arange(max(self.sequence_length, self._count))
-
-        def filled(values: Ids, size: int, filling: int) -> Tensor:
-            whole = np.full(size, filling, dtype=np.int64)
-            whole[: len(values)] = values
-            return torch.from_numpy(whole)
-
-        return MaskedWindow(
-            filled(hidden.input_ids_T, self.sequence_length, self._special.padding),
-            torch.from_numpy(numbers[: self.sequence_length] < len(tokens)),
-            filled(hidden.positions_P, self._count, 0),
-            filled(hidden.target_ids_P, self._count, self._special.mask),
-            torch.from_numpy(numbers[: self._count] < count),
+        after_T, after_P = self.sequence_length - len(tokens), self._count - count
+        fields = (
+            np.pad(hidden.input_ids_T, (0, after_T), constant_values=self._special.padding),
+            np.arange(self.sequence_length) < len(tokens),
+            np.pad(hidden.positions_P, (0, after_P)),
+            np.pad(hidden.target_ids_P, (0, after_P), constant_values=self._special.mask),
+            np.arange(self._count) < count,
         )
+        return MaskedWindow(*map(torch.from_numpy, fields))

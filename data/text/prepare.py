@@ -21,7 +21,7 @@ from polyad.data.text.manifest import (
     ReadOptions,
     TokenizerInfo,
 )
-from polyad.data.text.readers import LINES, TEXT
+from polyad.data.text.readers import read_lines, read_text
 from polyad.data.text.sources import (
     EMPTY,
     UNREADABLE,
@@ -88,7 +88,7 @@ def prepare(
         left_out.update(each.left_out)
     with writing(output), all_cores(), staged_folder(output) as folder:
         encoder = loaded or _trained(config, sources)
-        encoder.save(folder / encoder.file_name)
+        encoder.save(folder / encoder.file)
         splits = write_documents(folder, encoder, _read(sources, left_out, "encoding"))
         for split, each in sources.by_split.items():
             if splits[split].documents == 0:
@@ -96,15 +96,7 @@ def prepare(
         manifest = Manifest(
             format_version=FORMAT_VERSION,
             request=config,
-            tokenizer=TokenizerInfo(
-                fingerprint=encoder.fingerprint,
-                file=encoder.file_name,
-                vocab_size=encoder.vocab_size,
-                end_of_text=encoder.end_of_text,
-                end_of_text_id=encoder.end_of_text_id,
-                begin_of_text=encoder.begin_of_text,
-                begin_of_text_id=encoder.begin_of_text_id,
-            ),
+            tokenizer=TokenizerInfo.model_validate(encoder, from_attributes=True),
             splits=splits,
             dtype="uint16" if token_dtype(encoder.vocab_size)().itemsize == 2 else "int32",
             left_out=dict(left_out),
@@ -141,13 +133,14 @@ def _opened(config: PrepareConfig) -> dict[SplitName, Source]:
 
 def _check_used(config: PrepareConfig, by_split: dict[SplitName, Source]) -> None:
     """Refuses options that have no effect on this text."""
-    formats = {file.format for source in by_split.values() for file in source.files}
+    readers = {file.reader for source in by_split.values() for file in source.files}
     has_text_files = any(source.has_text_files for source in by_split.values())
     unused = {
-        "--streaming": config.streaming and None not in formats,
-        "--text-key": config.text_key != ReadOptions().text_key and formats <= {TEXT, LINES},
+        "--streaming": config.streaming and None not in readers,
+        "--text-key": config.text_key != ReadOptions().text_key
+        and readers <= {read_text, read_lines},
         "--documents": config.documents != "files" and not has_text_files,
-        "--format": config.file_format is not None and formats <= {None},
+        "--format": config.file_format is not None and readers <= {None},
     }
     for option, is_unused in unused.items():
         if is_unused:
@@ -275,7 +268,7 @@ def join(output: str | Path, *, overwrite: bool = False, report: Report = _say) 
     counts = sum((Counter(each.left_out) for each in manifests), Counter[str]())
     read = {reason: counts[reason] for reason in (EMPTY, UNREADABLE) if counts[reason]}
     with writing(output), staged_folder(output) as folder:
-        tokenizer.save(folder / tokenizer.file_name)
+        tokenizer.save(folder / tokenizer.file)
         writers = {name: SplitWriter(folder / name, tokenizer) for name in SPLITS}
         for part in parts:
             for name, writer in writers.items():

@@ -8,7 +8,7 @@ they are read.
 import io
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from polyad.data.errors import DataError, listed, nearest
 from polyad.data.json_reader import parse_json
@@ -149,25 +149,14 @@ def read_rows(rows: Any, place: str | Path, text_key: str) -> Iterator[str]:
                 yield text
 
 
-class Format(NamedTuple):
-    """A kind of text file.
-
-    Attributes:
-        name: What it is.
-        read: Yields the documents of a file.
-    """
-
-    name: str
-    read: Callable[[Path, str], Iterator[str]]
-
-
-TEXT = Format("text", read_text)
-LINES = Format("lines", read_lines)
-JSONL = Format("JSON lines", read_jsonl)
-TABLE = Format("table", read_table)
-MODULE = Format("module", read_text)
-FORMATS = {
-    ".txt": TEXT, ".jsonl": JSONL, ".jsonl.gz": JSONL, ".jsonl.zst": JSONL, ".csv": TABLE,
-    ".parquet": TABLE,
-}  # fmt: skip
-"""Formats by file extension: to add a kind of file, write a reader and add one line here."""
+Read = Callable[[Path, str], Iterator[str]]
+"""Yields the text of each document of a file."""
+FORMATS: dict[str, Read] = {
+    ".txt": read_text,
+    ".jsonl": read_jsonl,
+    ".jsonl.gz": read_jsonl,
+    ".jsonl.zst": read_jsonl,
+    ".csv": read_table,
+    ".parquet": read_table,
+}
+"""Readers by file extension: to add a kind of file, write a reader and add one line here."""

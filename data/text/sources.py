@@ -16,7 +16,7 @@ from polyad.data.errors import DataError, listed, nearest, one_line, user_path
 from polyad.data.prepared import SPLITS, SplitName, is_hidden
 from polyad.data.tables import HUB, is_saved, open_tables
 from polyad.data.text.manifest import ReadOptions
-from polyad.data.text.readers import FORMATS, LINES, MODULE, TEXT, Format, read_rows
+from polyad.data.text.readers import FORMATS, Read, read_lines, read_rows, read_text
 
 PYTHON_STDLIB, PACKAGE = "python-stdlib", "python:"
 """A source that exists on every machine, and what the name of a package's modules begins with."""
@@ -75,14 +75,14 @@ class SourceFile(NamedTuple):
         name: Its path, or the name of the rows.
         size: Its size in bytes; 0 if it is unknown.
         read: Yields the text of each of its documents.
-        format: What it is; None for rows.
+        reader: Reads it; None for rows.
         shard: Returns a part of its rows; None if it has to be read whole.
     """
 
     name: str
     size: int
     read: Callable[[], Iterator[str]]
-    format: Format | None = None
+    reader: Read | None = None
     shard: "Callable[[Part], SourceFile] | None" = None
 
 
@@ -94,7 +94,7 @@ class Source:
         spec: The source as the user wrote it.
         files: Where the documents are, in reading order.
         joins_articles: Whether documents are lines of WikiText, which are joined to articles.
-        skip_unreadable: Whether to skip a file that is not text, rather than raise an error.
+        is_code: Whether its files are modules, of which unreadable ones are skipped.
         part: Which of its documents are read; None: all.
         left_out: Counts of what else the source has.
     """
@@ -102,18 +102,20 @@ class Source:
     spec: str
     files: tuple[SourceFile, ...]
     joins_articles: bool = False
-    skip_unreadable: bool = False
+    is_code: bool = False
     part: Part | None = None
     left_out: Counter[str] = field(default_factory=Counter, compare=False)
 
     @property
     def has_text_files(self) -> bool:
         """Whether some file is plain text, whose documents the user defines."""
-        return any(file.format in (TEXT, LINES) for file in self.files)
+        readers = {file.reader for file in self.files}
+        return not self.is_code and not readers.isdisjoint((read_text, read_lines))
 
     def is_text_of_fewer_documents(self, count: int) -> bool:
         """Returns whether all files are text, with fewer documents than `count`."""
-        if not all(file.format in (TEXT, LINES) for file in self.files):
+        readers = {file.reader for file in self.files}
+        if self.is_code or not readers <= {read_text, read_lines}:
             return False
         return sum(1 for _ in islice(self.documents(), count)) < count
 
@@ -170,10 +172,10 @@ class Source:
         for file in self.files:
             try:
                 for number, text in enumerate(file.read()):
-                    is_whole = file.format in (TEXT, MODULE)
+                    is_whole = file.reader is read_text
                     yield Document(file.name if is_whole else f"{file.name}#{number}", text)
             except (OSError, UnicodeDecodeError) as error:
-                if not self.skip_unreadable:
+                if not self.is_code:
                     reason = getattr(error, "strerror", None) or one_line(error)
                     raise DataError(f"{file.name}: cannot be read: {reason}") from None
                 left_out[UNREADABLE] += 1
@@ -295,8 +297,8 @@ def _modules(spec: str) -> Source:
         subfolders[:] = [name for name in subfolders if name not in LEFT_OUT]
         paths.extend(Path(folder, name) for name in names if name.endswith(".py"))
     paths.sort(key=lambda path: path.relative_to(root).parts)
-    files = tuple(_source_file(path, ReadOptions(), MODULE) for path in paths)
-    return Source(spec, files, skip_unreadable=True)
+    files = tuple(_source_file(path, read_text, "") for path in paths)
+    return Source(spec, files, is_code=True)
 
 
 def _files(spec: str, options: ReadOptions) -> Source:
@@ -311,18 +313,22 @@ def _files(spec: str, options: ReadOptions) -> Source:
             f"{nearest(path.name, [*siblings, *names])}"
         )
     if not path.is_dir():
-        return Source(spec, (_source_file(path, options),))
-    files: list[Path] = []
-    for file in _walked(path, left_out):
-        if _format(file, options) is not None:
-            files.append(file)
+        reader = _reader(path, options)
+        if reader is None:
+            raise DataError(
+                f"{path}: the name of a text file has to end in {', '.join(FORMATS)}; use "
+                "--format text to read any file as text"
+            )
+        return Source(spec, (_source_file(path, reader, options.text_key),))
+    files = []
+    for file in sorted(_walked(path, left_out), key=lambda file: file.relative_to(path).parts):
+        if reader := _reader(file, options):
+            files.append(_source_file(file, reader, options.text_key))
         else:
             left_out["files of other kinds"] += 1
     if not files:
         raise DataError(f"{spec}: no {', '.join(FORMATS)} file in this folder")
-    files.sort(key=lambda file: file.relative_to(path).parts)
-    sources = tuple(_source_file(file, options) for file in files)
-    return Source(spec, sources, left_out=left_out)
+    return Source(spec, tuple(files), left_out=left_out)
 
 
 def _walked(root: Path, left_out: Counter[str]) -> Iterator[Path]:
@@ -346,20 +352,13 @@ def _raise(error: OSError) -> None:
     raise error
 
 
-def _source_file(path: Path, options: ReadOptions, form: Format | None = None) -> SourceFile:
-    form = form or _format(path, options)
-    if form is None:
-        raise DataError(
-            f"{path}: the name of a text file has to end in {', '.join(FORMATS)}; use --format "
-            "text to read any file as text"
-        )
-    read = partial(form.read, path, options.text_key)
-    return SourceFile(str(path), path.stat().st_size, read, form)
+def _source_file(path: Path, reader: Read, text_key: str) -> SourceFile:
+    return SourceFile(str(path), path.stat().st_size, partial(reader, path, text_key), reader)
 
 
-def _format(path: Path, options: ReadOptions) -> Format | None:
+def _reader(path: Path, options: ReadOptions) -> Read | None:
     name = path.name.lower()
-    form = next((each for ending, each in FORMATS.items() if name.endswith(ending)), None)
-    if options.file_format or form is TEXT:
-        return LINES if options.documents == "lines" else TEXT
-    return form
+    reader = next((each for ending, each in FORMATS.items() if name.endswith(ending)), None)
+    if options.file_format or reader is read_text:
+        return read_lines if options.documents == "lines" else read_text
+    return reader

@@ -3,33 +3,28 @@
 Shapes: B windows of a batch, T tokens of a window.
 """
 
-import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
+from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from polyad.data.errors import DataError
+from polyad.data.sampler import evaluation_batches
 from polyad.data.text.dataset import TokenStream
 
 
-class Window(NamedTuple):
-    """One window: `input_T` predicts `target_T`; `scored_T` marks the targets that count."""
-
-    input_T: torch.Tensor
-    target_T: torch.Tensor
-    scored_T: torch.Tensor
-
-
 class WindowBatch(NamedTuple):
-    """A batch of windows, stacked."""
+    """A batch of windows. A single window has the same fields without B."""
 
     input_BT: torch.Tensor
     target_BT: torch.Tensor
+    """The tokens that the input predicts."""
     scored_BT: torch.Tensor
+    """Whether a target counts."""
 
 
-class EvaluationWindows:
+class EvaluationWindows(Dataset[WindowBatch]):
     """The windows over the documents of a split, laid end to end.
 
     An end-of-text token precedes the first window as context, so that the first token is predicted
@@ -78,7 +73,7 @@ class EvaluationWindows:
         windows = 1 + -(-behind // self.stride)
         return windows if self._max_windows is None else min(windows, self._max_windows)
 
-    def __getitem__(self, window: int) -> Window:
+    def __getitem__(self, window: int) -> WindowBatch:
         """Reads a window.
 
         Args:
@@ -92,66 +87,40 @@ class EvaluationWindows:
         start = window * self.stride
         stop = min(start + self.sequence_length, self._stream.num_tokens)
         length = stop - start
-        result = self.empty()
-        # Position i of the input is token start + i - 1 of the stream; the token before the stream
-        # is the end-of-text token that `empty` has put there.
-        targets = torch.from_numpy(self._stream.read(start, stop))
-        result.target_T[:length] = targets
-        result.input_T[1:length] = targets[: length - 1]
-        if start > 0:
-            result.input_T[0] = int(self._stream.read(start - 1, start)[0])
-        first_scored = 0 if window == 0 else self.sequence_length - self.stride
-        result.scored_T[first_scored:length] = True
-        if self._begin_of_text_id is not None:
-            result.scored_T.logical_and_(result.target_T != self._begin_of_text_id)
-        return result
-
-    def empty(self) -> Window:
-        """Returns a window without a scored target, to fill a batch with."""
-        tokens_T = torch.full((self.sequence_length,), self._end_of_text_id, dtype=torch.int64)
+        target_T = torch.full((self.sequence_length,), self._end_of_text_id, dtype=torch.int64)
+        input_T = target_T.clone()
+        # Position i of the input is token start + i - 1 of the stream; an end-of-text token
+        # precedes the stream.
+        tokens = torch.from_numpy(self._stream.read(max(0, start - 1), stop))
+        target_T[:length] = tokens[-length:]
+        input_T[length + 1 - len(tokens) : length] = tokens[:-1]
         scored_T = torch.zeros(self.sequence_length, dtype=torch.bool)
-        return Window(tokens_T, tokens_T.clone(), scored_T)
+        scored_T[0 if window == 0 else self.sequence_length - self.stride : length] = True
+        if self._begin_of_text_id is not None:
+            scored_T &= target_T != self._begin_of_text_id
+        return WindowBatch(input_T, target_T, scored_T)
 
 
-class SpreadWindows:
-    """A subset of the windows of one split or several, evenly spaced from the first one on.
+def spread_windows(parts: Sequence[EvaluationWindows], tokens: int) -> Subset[WindowBatch]:
+    """Chooses windows of one split or several, evenly spaced from the first one on.
 
     Args:
         parts: The windows of each split, all of the same length.
         tokens: The number of full windows is chosen to hold at least this many tokens, if
             available.
     """
-
-    def __init__(self, parts: Sequence[EvaluationWindows], tokens: int) -> None:
-        self._parts = tuple(parts)
-        self.sequence_length = parts[0].sequence_length
-        self._total = sum(len(part) for part in parts)
-        self._count = min(self._total, max(1, -(-tokens // self.sequence_length)))
-
-    def __len__(self) -> int:
-        """Counts the windows."""
-        return self._count
-
-    def __getitem__(self, window: int) -> Window:
-        """Reads a window; see `EvaluationWindows.__getitem__`."""
-        if not 0 <= window < self._count:
-            raise IndexError(f"window {window} of {self._count}")
-        number = window * self._total // self._count
-        for part in self._parts:
-            if number < len(part):
-                break
-            number -= len(part)
-        return part[number]
-
-    def empty(self) -> Window:
-        """Returns a window without a scored target, to fill a batch with."""
-        return self._parts[0].empty()
+    every: ConcatDataset[WindowBatch] = ConcatDataset(parts)
+    count = min(len(every), max(1, -(-tokens // parts[0].sequence_length)))
+    return Subset(every, [number * len(every) // count for number in range(count)])
 
 
 def window_batches(
-    windows: EvaluationWindows | SpreadWindows, batch_size: int, rank: int = 0, world_size: int = 1
+    windows: EvaluationWindows | Subset[WindowBatch],
+    batch_size: int,
+    rank: int = 0,
+    world_size: int = 1,
 ) -> Iterator[WindowBatch]:
-    """Distributes the windows over ranks, which all run the same number of equal forward passes.
+    """Distributes windows over ranks, which all run the same number of equal forward passes.
 
     Args:
         windows: The windows.
@@ -164,13 +133,7 @@ def window_batches(
         with fewer rows if one batch has room for all. Each window goes to one rank; unscored
         windows pad the last batches.
     """
-    # Not larger than one batch needs: unscored windows take memory.
-    most = max(1, math.ceil(len(windows) / world_size))
-    batch_size, total = min(batch_size, most), len(windows)
-    for begin in range(0, total, batch_size * world_size):
-        first = begin + rank * batch_size
-        rows = [
-            windows[number] if number < total else windows.empty()
-            for number in range(first, first + batch_size)
-        ]
-        yield WindowBatch(*(torch.stack(field) for field in zip(*rows, strict=True)))
+    for batch, counts_B in evaluation_batches(
+        windows, len(windows), batch_size, rank=rank, ranks=world_size
+    ):
+        yield batch._replace(scored_BT=batch.scored_BT & counts_B.unsqueeze(1))

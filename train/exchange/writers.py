@@ -226,7 +226,7 @@ def _note_what_transformers_lacks(weights: Source, config: GPT2Config) -> None:
             "model.bias: false, but Hugging Face's GPT-2 always has biases: zeros were written"
         )
     tokenizer = weights.tokenizer
-    if tokenizer is not None and tokenizer.file_name == SENTENCEPIECE_FILE:
+    if tokenizer is not None and tokenizer.file == SENTENCEPIECE_FILE:
         weights.notes.append(
             f"the tokenizer is a SentencePiece model ({SENTENCEPIECE_FILE}), which transformers "
             "cannot load by itself; a tokenizer class that you choose may encode text differently"
@@ -259,9 +259,9 @@ def _write_tokenizer(weights: Source, staging: Path) -> None:
         )
         return
     assert isinstance(weights.config, DecoderSettings | BertConfig)
-    tokenizer.save(staging / tokenizer.file_name)
+    tokenizer.save(staging / tokenizer.file)
     # The class in transformers that reads a SentencePiece model depends on the model.
-    is_json = tokenizer.file_name == TOKENIZER_FILE
+    is_json = tokenizer.file == TOKENIZER_FILE
     about = {"tokenizer_class": "PreTrainedTokenizerFast"} if is_json else {}
     _write_json(
         staging / "tokenizer_config.json",
@@ -368,7 +368,7 @@ def _to_polyad(weights: Source, staging: Path, destination: Path) -> None:
         origin[weights.change.done] = weights.change.text
     files: dict[str, bytes] = {}
     if tokenizer is not None:
-        files[tokenizer.file_name] = tokenizer.file_bytes()
+        files[tokenizer.file] = tokenizer.file_bytes()
     if weights.class_names is not None:
         files[CLASSES_FILE] = json.dumps(weights.class_names, ensure_ascii=False).encode()
     save_weights(

@@ -38,7 +38,7 @@ class ClassBatch(NamedTuple):
 
 def sequences_of(data: DataSettings) -> int:
     """Sequences per sample according to the configuration: the number of choices, or 1."""
-    named = len(data.schema_of.choices) if isinstance(data, SequenceDataConfig) else 0
+    named = isinstance(data, SequenceDataConfig) and len(data.schema_of.choices or [])
     return max(1, named)
 
 

@@ -26,7 +26,12 @@ from polyad.data.sequences.samples import SequenceBatch
 from polyad.data.text.dataset import TokenStream
 from polyad.data.text.masking import MaskedWindow
 from polyad.data.text.tokenizers.tokenizer import Tokenizer
-from polyad.data.text.windows import EvaluationWindows, SpreadWindows, window_batches
+from polyad.data.text.windows import (
+    EvaluationWindows,
+    WindowBatch,
+    spread_windows,
+    window_batches,
+)
 from polyad.model.bert import BertConfig
 from polyad.model.decoder import Decoder, DecoderSettings
 from polyad.model.feedforward import NOTHING_ELSE
@@ -211,7 +216,7 @@ class TextSamples(Samples):
         self.stream, self.length, self._data = streams[0], task.model.sequence_length, task.data
         self.predicts_both_ways = isinstance(task, MaskedLanguageModelling)
         self._hidden, self._with_first = hidden, with_first
-        self._source: SpreadWindows | _WholeWindows
+        self._source: Subset[WindowBatch] | _WholeWindows
         self.stride = self.length
         """Tokens from the start of one window to the start of the next."""
         if isinstance(task, MaskedLanguageModelling):
@@ -222,7 +227,7 @@ class TextSamples(Samples):
             marks = about.end_of_text_id, about.begin_of_text_id
             parts = [EvaluationWindows(each, length, length, *marks) for each in streams]
             self._whole = parts[0]
-            self._source = SpreadWindows(parts, tokens)
+            self._source = spread_windows(parts, tokens)
         self.rows = len(self._source)
         self.amount = self.rows * self.length
         total_windows = -(-self.stream.num_tokens // self.length)
@@ -263,7 +268,7 @@ class TextSamples(Samples):
     def _read(self, batch: Any) -> tuple[Tensor, ...]:
         """Input ids, positions of predicted tokens, these tokens, and which of them count."""
         if not self.predicts_both_ways:
-            return batch.input_T, _places(batch.input_T), batch.target_T, batch.scored_T
+            return batch.input_BT, _places(batch.input_BT), batch.target_BT, batch.scored_BT
         if self._hidden:
             return (batch.input_ids_T, *batch[2:])
         return batch, _places(batch), batch, _text(batch)
@@ -274,7 +279,7 @@ class TextSamples(Samples):
         Yields:
             Input ids [B, T], and which of them count.
         """
-        if isinstance(self._source, SpreadWindows):
+        if isinstance(self._source, Subset):
             rank, ranks = world.data_parallel_rank, world.data_parallel_size
             for batch in window_batches(self._source, batch_size, rank, ranks):
                 counted_BT = self._read_BT(batch.target_BT, batch.scored_BT)

@@ -373,7 +373,7 @@ class SequenceTask(LabelledTask[SequenceBatch]):
             "end_of_text": tokenizer.end_of_text,
             "vocab_size": tokenizer.vocab_size,
         }
-        files: dict[str, bytes] = {tokenizer.file_name: tokenizer.file_bytes()}
+        files: dict[str, bytes] = {tokenizer.file: tokenizer.file_bytes()}
         if self.data.class_names:
             files[CLASSES_FILE] = file_of_classes(self.data.class_names)
         return Kept(state=state, files=files)

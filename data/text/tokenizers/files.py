@@ -37,7 +37,7 @@ class SentencePieceTokenizer(Tokenizer):
         DataError: It is not such a model, or lacks the piece.
     """
 
-    file_name: TokenizerFile = SENTENCEPIECE_FILE
+    file: TokenizerFile = SENTENCEPIECE_FILE
 
     def __init__(self, model: bytes, end_of_text: str | None = None) -> None:
         import sentencepiece

@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers
+from tokenizers import decoders, models, pre_tokenizers, processors
 
 from polyad.data.errors import DataError, nearest, one_line
 from polyad.data.json_reader import parse_json
@@ -60,7 +60,7 @@ class Tokenizer:
         end_of_text: The token that ends each document; None for a well-known one.
 
     Attributes:
-        file_name: Name of its file in a prepared folder.
+        file: Name of its file in a prepared folder.
         end_of_text: The token that ends each document.
         end_of_text_id: Its id.
         begin_of_text: The token that begins each document, if the file defines one.
@@ -69,7 +69,7 @@ class Tokenizer:
         fingerprint: SHA-256, hexadecimal, of the canonical `content` and the end-of-text token.
     """
 
-    file_name: TokenizerFile = TOKENIZER_FILE
+    file: TokenizerFile = TOKENIZER_FILE
 
     def __init__(self, content: str, end_of_text: str | None = None) -> None:
         self._content = canonical(content)
@@ -221,18 +221,15 @@ class Tokenizer:
             raise DataError(
                 f"the vocabulary has no token {token!r}, the bos_token that add_bos_token is about"
             )
-        value = parse_json(self._content, "")
-        value["post_processor"] = None
+        backend = tokenizers.Tokenizer.from_str(self._content)
+        backend.post_processor = None
         if token is not None:
-            begin = [{"SpecialToken": {"id": token, "type_id": kind}} for kind in (0, 1)]
-            text = [{"Sequence": {"id": name, "type_id": kind}} for kind, name in enumerate("AB")]
-            value["post_processor"] = {
-                "type": "TemplateProcessing",
-                "single": [begin[0], text[0]],
-                "pair": [begin[0], text[0], begin[1], text[1]],
-                "special_tokens": {token: {"id": token, "ids": [number], "tokens": [token]}},
-            }
-        return type(self)(json.dumps(value, ensure_ascii=False), self.end_of_text)
+            backend.post_processor = processors.TemplateProcessing(
+                single="begin $A",
+                pair="begin $A begin:1 $B:1",
+                special_tokens=[{"id": "begin", "ids": [number], "tokens": [token]}],
+            )
+        return type(self)(backend.to_str(), self.end_of_text)
 
     @cached_property
     def stop_ids(self) -> frozenset[int]:

@@ -11,8 +11,6 @@ from polyad.data.errors import DataError
 from polyad.data.text.tokenizers.files import load_tokenizer
 from polyad.data.text.tokenizers.tokenizer import END_OF_TEXT, Tokenizer, byte_level
 
-SMALLEST_VOCABULARY = 257
-"""256 bytes and the end-of-text token."""
 UNKNOWN = "<unk>"
 """The entry for words that a vocabulary of words lacks."""
 LARGEST_VOCABULARY = 10_000_000
@@ -37,17 +35,11 @@ def train_tokenizer(
 ) -> Tokenizer:
     """Trains a byte-level BPE with GPT-2's pre-tokenizer; the same texts give the same tokenizer.
 
-    Returns:
-        The tokenizer.
-
-    Raises:
-        DataError: `vocab_size` is too small for the bytes, or too large for memory.
+    Args:
+        texts: The texts, read once.
+        vocab_size: Entries, at least 257: those of all bytes and the end-of-text token.
+        end_of_text: The token that ends each document.
     """
-    if not SMALLEST_VOCABULARY <= vocab_size <= LARGEST_VOCABULARY:
-        raise DataError(
-            f"train:{vocab_size}: a vocabulary has at least {SMALLEST_VOCABULARY} entries "
-            f"(256 bytes and the end-of-text token) and at most {LARGEST_VOCABULARY:,}"
-        )
     backend = byte_level(models.BPE())
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -96,7 +88,7 @@ def train_words(texts: Iterator[str], vocab_size: int | None, end_of_text: str) 
     return Tokenizer(backend.to_str(), end_of_text)
 
 
-SIZES = {"train": SMALLEST_VOCABULARY, "words": 3}
+SIZES = {"train": 257, "words": 3}
 """The smallest size of a vocabulary of bytes and the end of text; of a word, `<unk>` and it."""
 
 

@@ -216,9 +216,6 @@ def bad(kind, root):
     if kind == "twice":
         write(root, "train/ant/0.jpg", "val/ant/1.jpg", "valid/ant/1.jpg")
         return root, "are both the validation split"
-    if kind == "prepared":
-        (root / "manifest.json").write_text("{}")
-        return root, "holds prepared data"
     path = root / "a.parquet"
     if kind == "damaged":
         path.write_bytes(b"PAR1 damaged")
@@ -229,9 +226,7 @@ def bad(kind, root):
     return path, "has no column of labels" if kind == "no labels" else "column 'image'"
 
 
-@pytest.mark.parametrize(
-    "kind", ["missing", "flat", "twice", "prepared", "damaged", "no labels", "numbers"]
-)
+@pytest.mark.parametrize("kind", ["missing", "flat", "twice", "damaged", "no labels", "numbers"])
 def test_what_is_no_set_of_images_is_one_line(tmp_path, kind):
     source, said = bad(kind, tmp_path)
     with pytest.raises(DataError, match=said) as caught:

@@ -29,9 +29,9 @@ def test_windows_equal_a_naive_computation(prepared, length, stride):
         window = windows[number]
         assert [field.shape for field in window] == [(length,)] * 3
         assert [field.dtype for field in window] == [torch.int64, torch.int64, torch.bool]
-        assert window.input_T[: len(inputs)].tolist() == inputs
-        assert window.target_T[: len(targets)].tolist() == targets
-        positions = window.scored_T.nonzero().flatten().tolist()
+        assert window.input_BT[: len(inputs)].tolist() == inputs
+        assert window.target_BT[: len(targets)].tolist() == targets
+        positions = window.scored_BT.nonzero().flatten().tolist()
         assert positions == list(range(first, len(targets)))
 
 
@@ -40,7 +40,7 @@ def test_every_token_is_scored_once(prepared, length):
     stream = prepared.split("validation")
     stream = TokenStream(stream.prefix, 300, stream.num_documents, stream.vocab_size)
     windows = EvaluationWindows(stream, length, max(1, length // 2), 0)
-    scored = torch.cat([windows[i].target_T[windows[i].scored_T] for i in range(len(windows))])
+    scored = torch.cat([windows[i].target_BT[windows[i].scored_BT] for i in range(len(windows))])
     assert scored.tolist() == stream.read(0, 300).tolist()
 
 

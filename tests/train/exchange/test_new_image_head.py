@@ -179,7 +179,7 @@ def test_a_head_of_another_library_is_taken_by_the_names_of_its_classes(
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ("[" * 100_000, "its JSON is nested too deeply"),
+        ("[" * 100_000, "is not JSON: maximum recursion depth"),
         ('{"0": "ant"}', "is not a list of the names of classes"),
         ('["ant", "bee"]', "names 2 classes, but its model has 3"),
     ],

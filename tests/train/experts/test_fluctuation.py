@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from polyad.data.text.dataset import PreparedData
-from polyad.data.text.windows import EvaluationWindows, SpreadWindows
+from polyad.data.text.windows import EvaluationWindows, spread_windows
 from polyad.model.smoe.router import Selected
 from polyad.parallel.weights import load_model
 from polyad.train.experts.fluctuation import (
@@ -94,16 +94,16 @@ def test_the_probe_set_lies_evenly_over_the_split(prepared_path):
     windows = EvaluationWindows(data.split("validation"), 32, 32, 0)
     assert len(windows) > 20
     for tokens, count in ((1, 1), (32, 1), (33, 2), (320, 10), (10**9, len(windows))):
-        spread = SpreadWindows([windows], tokens)
+        spread = spread_windows([windows], tokens)
         assert len(spread) == count
         for number in range(count):
             expected = windows[number * len(windows) // count]
             assert all(map(torch.equal, spread[number], expected))
         with pytest.raises(IndexError):
             spread[count]
-    both = SpreadWindows([windows, windows], 10**9)
+    both = spread_windows([windows, windows], 10**9)
     assert len(both) == 2 * len(windows)
-    assert torch.equal(both[len(windows) + 3].input_T, windows[3].input_T)
+    assert torch.equal(both[len(windows) + 3].input_BT, windows[3].input_BT)
 
 
 def train(workers, folder, data, processes, *overrides, **changes):
