@@ -29,8 +29,6 @@ ERASED, ERASED_ASPECT = (0.02, 0.33), (0.3, 3.3)
 """Area (a share of the image) and aspect ratio of an erased box (Zhong et al. 2020)."""
 TRIES = 10
 Box: TypeAlias = tuple[int, int, int, int]
-LONGEST = 32
-"""Ratio of the sides above which only the middle of an image is resized."""
 
 
 def training_image(
@@ -71,7 +69,6 @@ def evaluation_image(pixels: Pixels, size: int, resize: float) -> Tensor:
     Returns:
         uint8 [C, size, size].
     """
-    pixels = _less_long(pixels)
     height, width = pixels.shape[:2]
     shorter = max(size, round(size * resize))
     scale = shorter / min(height, width)
@@ -79,13 +76,6 @@ def evaluation_image(pixels: Pixels, size: int, resize: float) -> Tensor:
     image_CHW = resized(pixels, tall, wide)
     top, left = (tall - size) // 2, (wide - size) // 2
     return image_CHW[:, top : top + size, left : left + size].contiguous()
-
-
-def _less_long(pixels: Pixels) -> Pixels:
-    """Returns the middle of a strip: resized whole, a one-pixel strip would fill the memory."""
-    most = LONGEST * min(pixels.shape[:2])
-    top, left = (max(0, (side - most) // 2) for side in pixels.shape[:2])
-    return pixels[top : top + most, left : left + most]
 
 
 def resized(pixels: Pixels, height: int, width: int) -> Tensor:

@@ -6,7 +6,6 @@ same pixels. Orientation tags are ignored, as in the usual ImageNet pipelines.
 
 import io
 import warnings
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,8 +17,6 @@ Pixels = npt.NDArray[np.uint8]
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "PPM", "TIFF")
 """Formats that Pillow may read: some of the others start external programs."""
 _JPEG = b"\xff\xd8\xff"
-BITS_PER_SAMPLE, PHOTOMETRIC, WHITE_IS_ZERO = 258, 262, 0
-"""TIFF tags, and one value."""
 
 try:
     import simplejpeg
@@ -67,12 +64,9 @@ def _any(content: bytes, name: str) -> Pixels:
     warnings.simplefilter("ignore", Image.DecompressionBombWarning)
     try:
         with Image.open(io.BytesIO(content), formats=FORMATS) as image:
-            _check_depth(image, name)
-            image.load()
-            if image.mode.startswith("I"):
-                return _grey(image)
-            rgb = image if image.mode == "RGB" else image.convert("RGB")
-            return np.array(rgb)
+            if image.mode.startswith(("I", "F")):
+                raise DataError(f"{name}: holds grey of more than 8 bits; save it with 8 bits")
+            return np.array(image.convert("RGB"))
     except DataError:
         raise
     except Exception as error:  # Pillow's readers raise exceptions of many types
@@ -80,25 +74,3 @@ def _any(content: bytes, name: str) -> Pixels:
         if "cannot identify image file" in reason:
             reason = "no image format is known that begins like this"
         raise DataError(f"{name}: cannot be decoded: {reason}") from None
-
-
-def _check_depth(image: Any, name: str) -> None:
-    """Refuses grey images whose format does not define white: they would come out nearly black."""
-    wide = image.mode == "I" and image.format == "TIFF"  # PNG and PGM of 16 bits are I, too
-    if image.mode == "F" or wide:
-        raise DataError(
-            f"{name}: holds grey of 32 bits, of which the file does not say what is white; save it "
-            f"with 8 or 16 bits"
-        )
-
-
-def _grey(image: Any) -> Pixels:
-    """Converts grey of up to 16 bits to three equal 8-bit channels."""
-    values = np.asarray(image)
-    bits = 16
-    if image.format == "TIFF":
-        bits = int(image.tag_v2.get(BITS_PER_SAMPLE, (16,))[0])
-        if image.tag_v2.get(PHOTOMETRIC) == WHITE_IS_ZERO:
-            values = (1 << bits) - 1 - values
-    high = (values >> (bits - 8)).astype(np.uint8)
-    return np.repeat(high[..., None], 3, axis=-1)

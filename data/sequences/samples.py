@@ -293,17 +293,13 @@ class PaddedRows(Dataset[SequenceBatch]):
         return len(self._rows if self._order_N is None else self._order_N)
 
     def _padded(self, number: int, row: int, length: int) -> SequenceBatch:
-        rows, choices = self._rows, self._rows.choices
-        ids_CT = np.full((choices, length), self._padding.token, dtype=np.int64)
-        place_T, lengths, seconds = np.arange(length), [], []
-        for choice in range(choices):
-            sequence = row * choices + choice
-            start, end = rows.starts_R1[sequence : sequence + 2]
-            ids_CT[choice, : end - start] = rows.ids_S[start:end]
-            lengths.append(end - start)
-            seconds.append(rows.second_R[sequence])
-        mask_CT = place_T < np.array(lengths)[:, None]
-        second_CT = mask_CT & (place_T >= np.array(seconds)[:, None])
+        rows, first = self._rows, row * self._rows.choices
+        starts_C1 = rows.starts_R1[first : first + rows.choices + 1]
+        place_T, second_C = np.arange(length), rows.second_R[first : first + rows.choices]
+        mask_CT = place_T < np.diff(starts_C1)[:, None]
+        second_CT = mask_CT & (place_T >= second_C[:, None])
+        ids_CT = np.full((rows.choices, length), self._padding.token, dtype=np.int64)
+        ids_CT[mask_CT] = rows.ids_S[starts_C1[0] : starts_C1[-1]]
         labels_N = rows.labels_N
         label = torch.zeros((), dtype=torch.int64)
         if labels_N is not None:

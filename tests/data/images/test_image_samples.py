@@ -52,39 +52,13 @@ def test_simplejpeg_and_pillow_agree(monkeypatch, shared):
     assert all(np.array_equal(a, decode(c, "a")) for a, c in zip(fast, files, strict=True))
 
 
-def test_grey_of_16_bits_keeps_its_high_bits():
-    values = (np.arange(12, dtype=np.uint16) * 5000).reshape(3, 4)
+@pytest.mark.parametrize("values", [np.uint16, np.int32, np.float32])
+def test_grey_of_more_than_8_bits_is_refused(values):
+    """Pillow would make it nearly white, or black."""
     file = io.BytesIO()
-    Image.fromarray(values).save(file, "PNG")
-    assert np.array_equal(decode(file.getvalue(), "a")[..., 1], values >> 8)
-
-
-def saved(values, kind, **options):
-    file = io.BytesIO()
-    Image.fromarray(values).save(file, kind, **options)
-    return file.getvalue()
-
-
-@pytest.mark.parametrize("kind", ["PNG", "TIFF", "PPM"])
-def test_grey_of_16_bits_is_as_bright_in_any_format(kind):
-    values = (np.arange(12, dtype=np.uint16) * 5000).reshape(3, 4)
-    assert np.array_equal(decode(saved(values, kind), "a")[..., 1], values >> 8)
-
-
-def test_grey_whose_zero_is_white_is_turned():
-    values = (np.arange(12, dtype=np.uint16) * 5000).reshape(3, 4)
-    content = saved(values, "TIFF", tiffinfo={262: 0})
-    assert Image.open(io.BytesIO(content)).tag_v2[262] == 0
-    assert np.array_equal(decode(content, "a")[..., 1], (65535 - values) >> 8)
-
-
-@pytest.mark.parametrize("kind", [np.int32, np.uint32, np.float32])
-def test_grey_of_32_bits_is_refused(kind):
-    """It was all black: no file of it says what is white."""
-    values = (np.arange(12) * 20).reshape(3, 4).astype(kind)
-    content = saved(values if kind != np.uint32 else values.view(np.int32), "TIFF")
-    with pytest.raises(DataError, match="a: holds grey of 32 bits, of which the file does not say"):
-        decode(content, "a")
+    Image.fromarray((np.arange(12) * 20).reshape(3, 4).astype(values)).save(file, "TIFF")
+    with pytest.raises(DataError, match="a: holds grey of more than 8 bits"):
+        decode(file.getvalue(), "a")
 
 
 def bomb():
