@@ -83,7 +83,7 @@ def test_commands_know_it_by_its_name(even, trained, tmp_path, capfd):
 
 
 def test_the_page_shows_this_measure():
-    page = (ROOT / "docs" / "write-a-measure.md").read_text()
+    page = (ROOT / "docs" / "recipes" / "README.md").read_text()
     source = (ROOT / "tests" / "helpers" / "even.py").read_text()
     assert textwrap.indent(source[source.index("import pandas") :], "    ") in page
 
