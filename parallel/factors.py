@@ -5,7 +5,7 @@ four times its rank) between its input and output factors, compared with F inner
 units stay split, like those of a dense MLP, and the R values are communicated: gathered in the
 first layer, where every inner unit needs all of them, and reduce-scattered in the second, where
 every rank has a part of each sum. The block's output is all-reduced like a dense one's.
-`FACTORS.md` describes the cost.
+`LAYERS.md` describes the cost.
 
 Shapes: M tokens, R rank, S scores of all levels of a table, K experts of a token, G ranks.
 """

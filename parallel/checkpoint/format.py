@@ -1,6 +1,6 @@
 """The files of a checkpoint: `manifest.json`, `index.json`, `state.json`, and tensors in boxes.
 
-`../CHECKPOINTS.md` describes the format. Every file has one digest, in the manifest. Does not
+`../README.md` describes the format. Every file has one digest, in the manifest. Does not
 import torch, so that `polyad checkpoint` is fast.
 """
 

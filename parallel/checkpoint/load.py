@@ -3,7 +3,7 @@
 A path means the newest complete checkpoint of a run; reading is retried if the run deletes it
 meanwhile. A run resumes from the newest checkpoint of which every byte is verified. Files are
 mapped, and each is verified before anything in it is used. Nothing in a checkpoint can contain
-code. `../CHECKPOINTS.md` describes the format and its guarantees.
+code. `../README.md` describes the format and its guarantees.
 """
 
 import math

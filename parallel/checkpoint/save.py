@@ -1,7 +1,7 @@
 """Writes checkpoints: every rank writes its own boxes, nothing is gathered; either synchronously or
 from a snapshot while training continues.
 
-`../CHECKPOINTS.md` describes the format, and the order of writes that makes it crash-safe.
+`../README.md` describes the format, and the order of writes that makes it crash-safe.
 """
 
 import contextlib
