@@ -56,14 +56,6 @@ class Prediction:
     probabilities: Mapping[str, float]
     """By class or choice, the most probable first; attributes are independent."""
 
-    @property
-    def said(self) -> list[str]:
-        """The number, or the most probable classes, as text."""
-        if self.value is not None:
-            return [f"{self.value:.4f}"]
-        best = list(self.probabilities.items())[:SHOWN]
-        return [f"{name} {probability:.4f}" for name, probability in best]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Predictions:
@@ -75,15 +67,17 @@ class Predictions:
     """Number of texts longer than the model reads."""
 
     def text(self) -> str:
-        """A line for each input."""
-        rows = [
-            [*each.said, each.input if len(each.input) <= WIDTH else f"{each.input[:WIDTH]}..."]
-            for each in self.predictions
-        ]
-        lines = aligned([[" ".join(cell.split()) for cell in row] for row in rows], "<")
+        """A line for each input: the number or the most probable classes, and the input."""
+        rows = []
+        for each in self.predictions:
+            best = [f"{name} {p:.4f}" for name, p in [*each.probabilities.items()][:SHOWN]]
+            values = best if each.value is None else [f"{each.value:.4f}"]
+            shown = f"{each.input[:WIDTH]}{'...' * (len(each.input) > WIDTH)}"
+            rows.append([" ".join(cell.split()) for cell in (*values, shown)])
+        lines = aligned(rows, "<")
         if self.truncated:
             lines.append(f"{self.truncated:,} texts are longer than the model reads: truncated")
-        return "\n".join(line.rstrip() for line in lines)
+        return "\n".join(lines)
 
 
 class Predictor:

@@ -14,7 +14,6 @@ groups of samples, D draws. All measures allow further leading axes.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -107,14 +106,6 @@ class Measured(NamedTuple):
         """
         ends = (math.nan if end is None else end for end in (self.low, self.high))
         return dict(zip((name, f"{name}_low", f"{name}_high"), (self.value, *ends), strict=True))
-
-    def shown(self) -> str:
-        """Formats the value with its interval in brackets."""
-        if not math.isfinite(self.value):
-            return "none"
-        if self.low is None:
-            return f"{self.value:.4f}"
-        return f"{self.value:.4f} [{self.low:.4f}, {self.high:.4f}]"
 
 
 def intervals(measure: Callable[[Matrix], Matrix], sums_G: Matrix, samples: int) -> Matrix:
@@ -230,31 +221,6 @@ def not_finite(layer: RoutedLayer) -> str:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class LevelEntropy:
-    """The entropies of one level of a layer, in bits."""
-
-    experts: int
-    of_token: Measured
-    """H_s: mean over tokens of the entropy of their probabilities."""
-    of_usage: Measured
-    """H_u: entropy of the mean probabilities over all tokens."""
-
-    @property
-    def highest(self) -> float:
-        """The entropy of equal probabilities."""
-        return math.log2(self.experts)
-
-    def columns(self) -> dict[str, float]:
-        """Columns of a table."""
-        return {
-            "experts": self.experts,
-            **self.of_token.columns("entropy_bits"),
-            **self.of_usage.columns("usage_entropy_bits"),
-            "highest_entropy_bits": self.highest,
-        }
-
-
 class GateEntropies:
     """Accumulates the probabilities of gates and their entropies.
 
@@ -289,8 +255,9 @@ class GateEntropies:
         sums = self._sums[name]
         sums.sums_G.index_add_(0, sums.group_of(number_N), rows)
 
-    def result(self, summed: Summed = lambda sums: sums) -> dict[str, list[LevelEntropy]]:
-        """Returns the levels of each layer, by layer name.
+    def result(self, summed: Summed = lambda sums: sums) -> dict[str, list[dict[str, Measured]]]:
+        """Returns for each level of each layer, by layer name, `entropy_bits` (H_s) and
+        `usage_entropy_bits` (H_u).
 
         Args:
             summed: sums over processes.
@@ -298,22 +265,20 @@ class GateEntropies:
         Raises:
             ConfigError: probabilities are not finite.
         """
-        found: dict[str, list[LevelEntropy]] = {}
+        entropies = {}
         for layer in self._layers:
             sums_G = self._sums[layer.name].result(summed, not_finite(layer))
             ends = np.cumsum([*layer.levels, len(layer.levels)])
             *levels, bits_GL, tokens_G1 = np.split(sums_G, ends, axis=1)
-            found[layer.name] = [
-                LevelEntropy(
-                    experts=size,
-                    of_token=measured(
-                        _mean, np.concatenate([bits_GL[:, [n]], tokens_G1], 1), self._samples
-                    ),
-                    of_usage=measured(entropy_bits, p_GE, self._samples),
-                )
-                for n, (size, p_GE) in enumerate(zip(layer.levels, levels, strict=True))
+            own = [np.concatenate([bits_G[:, None], tokens_G1], 1) for bits_G in bits_GL.T]
+            entropies[layer.name] = [
+                {
+                    "entropy_bits": measured(_mean, bits_G2, self._samples),
+                    "usage_entropy_bits": measured(entropy_bits, p_GE, self._samples),
+                }
+                for bits_G2, p_GE in zip(own, levels, strict=True)
             ]
-        return found
+        return entropies
 
 
 def _mean(sums_2: Matrix) -> Matrix:

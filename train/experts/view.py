@@ -74,22 +74,11 @@ class TextView:
         """The pass under the interventions, if there are any."""
         return self.changed or self.plain
 
-    def moved(self, other: "TextView | None" = None) -> dict[str, list[bool]]:
-        """Returns which tokens are routed differently, by layer.
-
-        Args:
-            other: the view to compare with; None: this model without interventions.
-
-        Returns:
-            Results for layers that both have with equally many experts; empty if tokens differ.
-        """
-        if other is not None and other.token_ids != self.token_ids:
-            return {}
-        before = self.plain.layers if other is None else other.shown.layers
+    def moved(self) -> dict[str, list[bool]]:
+        """Returns which tokens the interventions send to other experts, by layer."""
         return {
-            name: _differ(before[name].experts, each.experts)
+            name: (_set_of(each) != _set_of(self.plain.layers[name])).any(1).tolist()
             for name, each in self.shown.layers.items()
-            if name in before and before[name].layer.levels == each.layer.levels
         }
 
     def rows(self) -> list[dict[str, Any]]:
@@ -104,13 +93,8 @@ class TextView:
 
     def _repr_html_(self) -> str:
         """The table that a notebook shows."""
-        moved = self.moved()
         return render(
-            "train/experts/view.html",
-            view=self,
-            label=label,
-            hue=hue,
-            cells={name: _cells(each, moved.get(name)) for name, each in self.shown.layers.items()},
+            "train/experts/view.html", view=self, moved=self.moved(), label=label, hue=hue, zip=zip
         )
 
     def page(self) -> str:
@@ -232,30 +216,6 @@ def _next_tokens(
     return found
 
 
-def _differ(first_TK: Tensor, second_TK: Tensor) -> list[bool]:
-    """Whether each token's set of experts differs."""
-    if first_TK.shape != second_TK.shape:
-        return [True] * len(second_TK)
-    return (first_TK.sort(1).values != second_TK.sort(1).values).any(1).tolist()
-
-
-class Cell(NamedTuple):
-    """The experts that a token uses in a layer."""
-
-    experts: list[tuple[int, float]]
-    """Number and weight of each."""
-    strongest: float
-    """Largest weight of the layer in this text."""
-    moved: bool
-
-
-def _cells(found: LayerExperts, moved: Sequence[bool] | None) -> list[Cell]:
-    """The cells of a layer."""
-    strongest = float(found.weights.abs().max())
-    weights = found.weights.tolist()
-    return [
-        Cell(
-            list(zip(experts, weights[token], strict=True)), strongest, bool(moved and moved[token])
-        )
-        for token, experts in enumerate(found.experts.tolist())
-    ]
+def _set_of(layer: LayerExperts) -> Tensor:
+    """Each token's experts in order of their numbers [T, K]."""
+    return layer.experts.sort(1).values

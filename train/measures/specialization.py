@@ -8,8 +8,8 @@ class each also the class polysemanticity of all experts, by removing each.
 Shapes: R rows of a batch, T tokens of a window, P labels: the true ones first, then shuffled ones.
 """
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,7 @@ from polyad.train.experts.by_class import (
     LevelByClass,
     given,
 )
-from polyad.train.experts.information import GateEntropies, LevelEntropy, Summed
+from polyad.train.experts.information import GateEntropies, Summed
 from polyad.train.experts.leaving_out import LeaveOneOut
 from polyad.train.experts.similarity import ExpertSimilarity, LevelSimilarity
 from polyad.train.experts.token_classes import Shifts, labellings
@@ -37,16 +37,8 @@ from polyad.train.tasks.samples import ImageSamples, Passages, TextSamples
 from polyad.train.tasks.sequences import SequenceTask
 from polyad.train.tasks.text import TextTask
 
-
-@dataclass(frozen=True, kw_only=True)
-class Level:
-    """The results for one level of a layer."""
-
-    entropy: LevelEntropy
-    labels: Mapping[str, LevelByClass]
-    """By kind of label; empty without labels."""
-    similarity: LevelSimilarity
-    """Similarity of the experts."""
+Labels = Mapping[str, LevelByClass]
+"""The experts of a level by kind of label; empty without labels."""
 
 
 class Specialization(Measure):
@@ -129,39 +121,35 @@ class Specialization(Measure):
             found[each.name] = label_PBT.flatten(1).to(passages.ids_BT.device)
         return found
 
-    def levels(self, summed: Summed = lambda values: values) -> dict[str, list[Level]]:
-        """Returns the levels of each layer, by layer name; all processes call this.
+    def labels(self, summed: Summed = lambda values: values) -> dict[str, list[Labels]]:
+        """Returns the experts and labels of each layer's levels, by layer name; all processes call
+        this.
 
         Args:
             summed: sums over processes.
         """
-        entropies, alike = self._entropies.result(summed), self._similarity.result(summed)
         counts = {name: each.result(summed) for name, each in self._by_token.items()}
         if self._by_class is not None:
             counts["class"] = self._by_class.result(summed)
         return {
-            name: [
-                Level(
-                    entropy=level,
-                    labels={label: found[name][number] for label, found in counts.items()},
-                    similarity=alike[name][number],
-                )
-                for number, level in enumerate(levels)
+            layer.name: [
+                {label: each[layer.name][level] for label, each in counts.items()}
+                for level in range(len(layer.levels))
             ]
-            for name, levels in entropies.items()
+            for layer in self.subject.layers
         }
 
     def result(self, summed: Summed = lambda values: values) -> Tables:
         """The result."""
-        return self.tables(self.levels(summed), summed)
+        return self.tables(self.labels(summed), summed)
 
     def tables(
-        self, found: Mapping[str, list[Level]], summed: Summed = lambda values: values
+        self, labels_of: Mapping[str, list[Labels]], summed: Summed = lambda values: values
     ) -> Tables:
         """The same as tables; all processes call this.
 
         Args:
-            found: the result of `levels`.
+            labels_of: the result of `labels`.
             summed: sums over processes.
         """
         import pandas as pd
@@ -172,23 +160,22 @@ class Specialization(Measure):
         else:
             unit = "images" if isinstance(samples, ImageSamples) else "sequences"
             facts = {f"{unit}_scored": samples.rows}
-        if not any(level.labels for levels in found.values() for level in levels):
+        if not any(map(any, labels_of.values())):
             facts["not_measured"] = "information and purity: they need one class per image"
-        rows = [
-            ({"module": name, "level": number}, level)
-            for name, levels in found.items()
-            for number, level in enumerate(levels)
-        ]
-        levels = [
-            {**of, **each.entropy.columns(), **each.similarity.columns()} for of, each in rows
-        ]
-        labels = [
-            {**of, "by": by, **each.columns()}
-            for of, level in rows
-            for by, each in level.labels.items()
-        ]
-        counts = [_counts(of, by, each) for of, level in rows for by, each in level.labels.items()]
-        pairs = [_pairs(of, each.similarity) for of, each in rows]
+        entropies, alike = self._entropies.result(summed), self._similarity.result(summed)
+        levels, labels, counts, pairs = [], [], [], []
+        for layer in self.subject.layers:
+            for number, size in enumerate(layer.levels):
+                of = {"module": layer.name, "level": number}
+                similarity, row = alike[layer.name][number], {**of, "experts": size}
+                for name, each in entropies[layer.name][number].items():
+                    row |= each.columns(name)
+                row["highest_entropy_bits"] = math.log2(size)
+                levels.append(row | similarity.columns())
+                pairs.append(_pairs(of, similarity))
+                for by, level in labels_of[layer.name][number].items():
+                    labels.append({**of, "by": by, **level.columns()})
+                    counts.append(_counts(of, by, level))
         frames = {
             "levels": pd.DataFrame(levels),
             "labels": pd.DataFrame(labels),

@@ -105,14 +105,14 @@ def _of_layer(
     layer: RoutedLayer, read: HeldOut, effects: Mapping[tuple[Any, ...], Effect] | None
 ) -> Iterator[ExpertRow]:
     shown = {each.name: each for each in read.shown.get(layer.name, ())}
-    if read.levels is None:  # rows without labels
+    if read.labels is None:  # rows without labels
         for name, expert in shown.items():
             yield ExpertRow(layer, name, expert.share, None, expert.top)
         return
-    for number, level in enumerate(read.levels[layer.name]):
-        names = next(iter(level.labels.values())).experts
-        shares = next(iter(level.labels.values())).share_S.tolist()
-        lifts = _lifts(level.labels)
+    for number, labels in enumerate(read.labels[layer.name]):
+        names = next(iter(labels.values())).experts
+        shares = next(iter(labels.values())).share_S.tolist()
+        lifts = _lifts(labels)
         for column, (name, share, lift) in enumerate(zip(names, shares, lifts, strict=True)):
             top = shown[name].top if name in shown else ()
             if effects is None:

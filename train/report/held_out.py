@@ -15,7 +15,7 @@ from polyad.train.experts.probing import RoutedLayer, columns_of
 from polyad.train.measures.atlas import TOKENS as KNOCKOUT_TOKENS
 from polyad.train.measures.knockout import knock_out, knockout_tables
 from polyad.train.measures.measure import Subject
-from polyad.train.measures.specialization import Level, Specialization
+from polyad.train.measures.specialization import Labels, Specialization
 from polyad.train.reading import open_data_for, read
 from polyad.train.report.top_images import MOST_IMAGES, ImagePass, TopImages
 from polyad.train.report.top_text import TopText
@@ -62,8 +62,8 @@ class HeldOut:
     """How many were read."""
     of_units: int
     """How many the whole split has."""
-    levels: Mapping[str, list[Level]] | None
-    """The levels of each layer, by layer name; None for rows without labels."""
+    labels: Mapping[str, list[Labels]] | None
+    """Labels of the levels of each layer, by layer name; None for rows without labels."""
     specialization: Tables | None
     """The same as tables."""
     knockout: Tables | None
@@ -128,15 +128,15 @@ def _read(
         shown, images = top_images.result(model, options.experts)
     if options.knockout:
         knockout = _without_experts(subject, task, shown, options)
-    levels = None if specialization is None else specialization.levels()
+    labels = None if specialization is None else specialization.labels()
     return HeldOut(
         data=task.name,
         split=options.split,
         unit=task.unit.name,
         units=units,
         of_units=task.units_of(options.split),
-        levels=levels,
-        specialization=None if specialization is None else specialization.tables(levels or {}),
+        labels=labels,
+        specialization=None if specialization is None else specialization.tables(labels or {}),
         knockout=knockout,
         shown=shown,
         images=images,

@@ -116,14 +116,14 @@ def test_entropies_of_gates_by_hand():
     second = [[1.0, 0], [1.0, 0], [0.5, 0.5]]
     gates.add(layer.name, decided(first, second), torch.tensor([0, 0, 2]))
     upper, lower = gates.result()[layer.name]
-    assert upper.of_token.value == pytest.approx(1.0)
-    assert lower.of_token.value == pytest.approx(1 / 3)
-    assert upper.of_usage.value == pytest.approx(
+    assert upper["entropy_bits"].value == pytest.approx(1.0)
+    assert lower["entropy_bits"].value == pytest.approx(1 / 3)
+    assert upper["usage_entropy_bits"].value == pytest.approx(
         entropy([1.75 / 3, 0.75 / 3, 0.25 / 3, 0.25 / 3], base=2)
     )
-    assert lower.of_usage.value == pytest.approx(entropy([2.5 / 3, 0.5 / 3], base=2))
+    assert lower["usage_entropy_bits"].value == pytest.approx(entropy([2.5 / 3, 0.5 / 3], base=2))
     assert upper.columns()["highest_entropy_bits"] == 2
-    assert upper.of_token.samples == 3
+    assert upper["entropy_bits"].samples == 3
 
 
 def test_probabilities_of_a_sparse_gate_are_all_of_its_scores():
@@ -133,8 +133,8 @@ def test_probabilities_of_a_sparse_gate_are_all_of_its_scores():
     one = Selected.of(torch.ones(2, 1), torch.tensor([[0], [1]]), 3)
     gates.add(layer.name, decided(scores, selected=one), torch.tensor([0, 1]))
     (found,) = gates.result()[layer.name]
-    assert found.of_token.value == pytest.approx(1.5)
-    assert found.of_usage.value == pytest.approx(entropy([0.375, 0.375, 0.25], base=2))
+    assert found["entropy_bits"].value == pytest.approx(1.5)
+    assert found["usage_entropy_bits"].value == pytest.approx(entropy([0.375, 0.375, 0.25], base=2))
 
 
 def test_sigmoids_and_scores_of_pruned_experts_become_probabilities():
@@ -143,8 +143,8 @@ def test_sigmoids_and_scores_of_pruned_experts_become_probabilities():
     scores = [[0.8, 0.4, 0.4], [0.9, 0.9, -math.inf]]  # by sigmoid; the last expert was pruned
     gates.add(layer.name, decided(scores), torch.tensor([0, 1]))
     (found,) = gates.result()[layer.name]
-    assert found.of_token.value == pytest.approx((1.5 + 1.0) / 2)
-    assert found.of_usage.value == pytest.approx(entropy([0.5, 0.375, 0.125], base=2))
+    assert found["entropy_bits"].value == pytest.approx((1.5 + 1.0) / 2)
+    assert found["usage_entropy_bits"].value == pytest.approx(entropy([0.5, 0.375, 0.125], base=2))
     codes = encode(decided(scores))
     assert codes.entropy_M.tolist() == pytest.approx([1.5 * math.log(2), math.log(2)])
 

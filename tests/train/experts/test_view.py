@@ -127,8 +127,6 @@ def test_tokens_of_a_pruned_expert_have_moved_and_no_others(smoe):
     assert any(used)
     assert not all(used)
     assert view.moved()[LAYER] == used
-    assert smoe.show(TEXT).moved(view)[LAYER] == used
-    assert view.moved(smoe.show("other text")) == {}
 
 
 def test_a_notebook_gets_a_table_in_which_text_is_text(smoe):

@@ -91,7 +91,7 @@ def test_classes_that_look_like_markup_are_text(runs, tmp_path):
     assert "http" not in text.replace("http-equiv", "")
     read = HeldOut(
         data="d", split="validation", unit="sequence", units=1, of_units=1,
-        levels=None, specialization=None, knockout=None,
+        labels=None, specialization=None, knockout=None,
     )  # fmt: skip
     layer = RoutedLayer(name="blocks.0.feed_forward", levels=(1,))
     effect = Effect("class", "<i>bad</i>", Change(2.0, 1.5, 2.5), 0.5)
