@@ -69,7 +69,7 @@ def generate(
                 stdout.write(text)
                 stdout.flush()
 
-        result = read_newest(
+        continuation, values = read_newest(
             path,
             lambda chosen: generate(
                 chosen,
@@ -85,9 +85,9 @@ def generate(
             ),
             best_checkpoint if best else newest_of,
         )
-        speed = f"{len(result.token_ids)} tokens, {result.tokens_per_second:,.0f} tokens/s"
-        print(f"\n{speed}, ended by {result.ended_by}", file=sys.stderr)
-        show(result, "", json, stdout)
+        speed = "{tokens_per_second:,.0f} tokens/s, ended by {ended_by}".format(**values)
+        print(f"\n{len(continuation.token_ids)} tokens, {speed}", file=sys.stderr)
+        show(values, "", json, stdout)
 
 
 @command("predict", "polyad predict runs/quickstart-images/run --image photo.jpg --json -")

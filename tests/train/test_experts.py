@@ -122,7 +122,7 @@ def test_the_result_is_evaluated_and_generates(workers, trained, kind):
     cached, plain = (
         generate(
             path, "def ", max_tokens=24, sampling=Sampling(temperature=0.0), use_cache=use_cache
-        )
+        )[0]
         for use_cache in (True, False)
     )
     assert cached.token_ids == plain.token_ids

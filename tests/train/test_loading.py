@@ -104,7 +104,7 @@ def test_a_run_generates_and_evaluates_as_the_commands_do(trained, capfd, tmp_pa
     folder = trained("smoe")
     run = polyad.load(folder)
     assert str(run.path) in repr(run)
-    expected = generate(folder, "def ", max_tokens=9, sampling=Sampling(top_k=5, seed=2))
+    expected, _ = generate(folder, "def ", max_tokens=9, sampling=Sampling(top_k=5, seed=2))
     assert run.generate("def ", max_tokens=9, top_k=5, seed=2) == expected.text
     assert command(["evaluate", str(folder), "--json", str(tmp_path / "scores.json")]) == 0
     capfd.readouterr()

@@ -230,15 +230,15 @@ def test_a_token_that_begins_documents_is_read_and_not_scored(tmp_path):
     ids = theirs("def one(x)").input_ids
     assert ids[0] == 0
     assert polyad.load(folder).experts("def one(x)").token_ids.tolist() == ids
-    assert generate(folder, "def one(x)", max_tokens=2).prompt_ids == ids
-    assert generate(folder, "", max_tokens=2).prompt_ids == [0]
+    assert generate(folder, "def one(x)", max_tokens=2)[0].prompt_ids == ids
+    assert generate(folder, "", max_tokens=2)[0].prompt_ids == [0]
 
 
 def test_more_rows_than_ids_are_never_chosen_and_fewer_are_refused(tmp_path):
     folder = tmp_path / "hub"
     hub_folder(folder, "llama")
     data = prepared_for(folder, tmp_path)
-    found = generate(folder, "x", max_tokens=100, sampling=Sampling(temperature=50.0))
+    found, _ = generate(folder, "x", max_tokens=100, sampling=Sampling(temperature=50.0))
     config = json.loads((folder / "config.json").read_text())
     assert max(found.token_ids) < IDS < config["vocab_size"]
     theirs("llama").save_pretrained(folder)  # as many rows as `WORDS`
@@ -278,7 +278,7 @@ def test_a_text_ends_where_transformers_ends_it(in_config, in_generation, ends_a
     folder = tmp_path / "hub"
     model = hub_folder(folder, "llama", eos_token="<|endoftext|>")
     greedy = Sampling(temperature=0)
-    prompt = generate(folder, "def number_1(x)", max_tokens=1).prompt_ids
+    prompt = generate(folder, "def number_1(x)", max_tokens=1)[0].prompt_ids
     length = len(prompt)
 
     def by_transformers(model):
@@ -308,7 +308,7 @@ def test_a_text_ends_where_transformers_ends_it(in_config, in_generation, ends_a
     convert(folder, tmp_path / "ours", "polyad")
     convert(tmp_path / "ours", tmp_path / "back", "huggingface")
     for place in (folder, tmp_path / "ours", tmp_path / "back"):
-        ours = generate(place, "def number_1(x)", max_tokens=9, sampling=greedy)
+        ours, _ = generate(place, "def number_1(x)", max_tokens=9, sampling=greedy)
         assert ours.token_ids == wanted, place
         text = polyad.load(place).generate("def number_1(x)", max_tokens=9, temperature=0)
         assert text == ours.text

@@ -85,7 +85,7 @@ def test_it_generates_away_from_its_data(trained, tmp_path):
     _, folder, tokenizer, _ = trained
     shutil.copytree(find_checkpoint(folder), tmp_path / "step-00000002")
     prompt = "import the"
-    result = generate(
+    result, _ = generate(
         tmp_path / "step-00000002", prompt, max_tokens=8, sampling=Sampling(temperature=0)
     )
     assert result.prompt_ids == tokenizer.encode(prompt)

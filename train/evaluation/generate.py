@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -283,28 +283,6 @@ def check_text(text: object, place: str = "--prompt") -> None:
         raise ConfigError(f"{place}: {text!r} is not text in UTF-8") from None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Generated:
-    """A generated text, and how it was generated."""
-
-    checkpoint: str
-    prompt: str
-    text: str
-    """Without the prompt."""
-    prompt_ids: list[int]
-    token_ids: list[int]
-    ended_by: str
-    temperature: float
-    top_k: int | None
-    top_p: float
-    seed: int
-    cache: bool
-    precision: Precision
-    interventions: Sequence[Intervention]
-    seconds: float
-    tokens_per_second: float
-
-
 def generate(
     path: Path,
     prompt: str,
@@ -317,7 +295,7 @@ def generate(
     interventions: Sequence[Intervention] = (),
     base: Path | None = None,
     write: Callable[[str], object] = lambda text: None,
-) -> Generated:
+) -> tuple[Continuation, dict[str, Any]]:
     """Continues a text.
 
     Args:
@@ -332,6 +310,9 @@ def generate(
         base: see `open_weights`.
         write: called with the prompt, and with every piece of text as it is generated.
 
+    Returns:
+        The text, and the values of `--json`.
+
     Raises:
         ValueError: with an `exit_status` of 2: one line says what is wrong.
     """
@@ -344,7 +325,7 @@ def generate(
     with intervened(model, interventions):
         write(prompt)
         started = time.monotonic()
-        prompt_ids, ids, text = continue_text(
+        continuation = continue_text(
             model,
             coder,
             prompt,
@@ -355,20 +336,18 @@ def generate(
             write=write,
         )
     seconds = time.monotonic() - started
-    return Generated(
-        checkpoint=str(weights.folder),
-        prompt=prompt,
-        text=text,
-        prompt_ids=prompt_ids,
-        token_ids=ids,
-        ended_by="max_tokens" if len(ids) == max_tokens else "end_of_text",
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        seed=sampling.seed,
-        cache=use_cache,
-        precision=precision,
-        interventions=interventions,
-        seconds=seconds,
-        tokens_per_second=len(ids) / max(seconds, 1e-9),
-    )
+    values = {
+        "checkpoint": str(weights.folder),
+        "prompt": prompt,
+        "text": continuation.text,
+        "prompt_ids": continuation.prompt_ids,
+        "token_ids": continuation.token_ids,
+        "ended_by": "max_tokens" if len(continuation.token_ids) == max_tokens else "end_of_text",
+        **vars(sampling),
+        "cache": use_cache,
+        "precision": precision,
+        "interventions": list(interventions),
+        "seconds": seconds,
+        "tokens_per_second": len(continuation.token_ids) / max(seconds, 1e-9),
+    }
+    return continuation, values

@@ -1,7 +1,7 @@
 """The experts of every token as a Parquet table: a row for each token, layer and chosen expert.
 
     Form          the columns of a trace, and its rows for a layer
-    TraceFile     a file that grows by row groups, so that few rows are in memory
+    trace_file    a file that grows by row groups, so that few rows are in memory
     whole_output  a file or folder of parts that gets its name once it is complete
 
 Columns of integers have -1 for missing values, since pandas would turn nulls into floats.
@@ -11,7 +11,7 @@ levels side by side).
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -217,9 +217,9 @@ class Form:
         first_L = torch.tensor([0, *layer.levels]).cumsum(0)
         level_MK = torch.searchsorted(first_L[1:], expert_MK, right=True)
         slot_K = _counted(level_MK[0].tolist()) if len(row_M) else torch.zeros(expert_MK.shape[1])
-        values: dict[str, Tensor | Sequence[str] | str] = {
+        values: dict[str, Tensor | Sequence[str]] = {
             "layer": torch.tensor(_block(layer)).expand_as(expert_MK),
-            "module": layer.name,
+            "module": [layer.name] * len(row_M),
             "level": level_MK,
             "slot": slot_K.expand_as(expert_MK),
             "expert": expert_MK - first_L[level_MK],
@@ -242,9 +242,7 @@ class Form:
                 values[name] = [of_token[row] for row in row_M.tolist()]
         return self._batch(values, expert_MK.shape)
 
-    def _batch(
-        self, values: Mapping[str, Tensor | Sequence[str] | str], shape: Sequence[int]
-    ) -> Any:
+    def _batch(self, values: Mapping[str, Tensor | Sequence[str]], shape: Sequence[int]) -> Any:
         import pyarrow as pa
 
         schema, arrays = self.schema({}), []
@@ -254,13 +252,10 @@ class Form:
                 flat = value.reshape(-1).numpy().astype(COLUMNS[name].type)
                 arrays.append(pa.array(flat, kind, from_pandas=name == "loss"))
                 continue
-            known = [value] if isinstance(value, str) else list(dict.fromkeys(value))
-            number = {each: at for at, each in enumerate(known)}
-            of_token = [0] * shape[0] if isinstance(value, str) else [number[one] for one in value]
-            codes = np.repeat(np.array(of_token, dtype=np.int32), shape[1])
             # A file's name may be bytes that are not UTF-8.
-            names = [each.encode(errors="backslashreplace").decode() for each in known]
-            arrays.append(pa.DictionaryArray.from_arrays(codes, pa.array(names, pa.string())))
+            names = [each.encode(errors="backslashreplace").decode() for each in value]
+            codes = np.repeat(np.arange(shape[0]), shape[1])
+            arrays.append(pa.array(names, pa.string()).dictionary_encode().take(codes))
         return pa.RecordBatch.from_arrays(arrays, schema=schema)
 
 
@@ -273,53 +268,46 @@ def _counted(level_K: Sequence[int]) -> Tensor:
     return torch.tensor([level_K[:k].count(level) for k, level in enumerate(level_K)])
 
 
-class TraceFile:
-    """A file that is written sequentially; rows are buffered until a row group is full.
+@contextmanager
+def trace_file(path: Path, schema: Any) -> Iterator[Callable[[Any], None]]:
+    """A context for a file that is written sequentially, by row groups.
 
     Args:
         path: the file, replaced if it exists.
         schema: schema of the columns.
 
-    Attributes:
-        rows: number of rows so far.
+    Yields:
+        A function that adds rows from `Form.rows`.
 
     Raises:
         DataError: it cannot be written.
     """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
 
-    def __init__(self, path: Path, schema: Any) -> None:
-        import pyarrow.parquet as pq
+    waiting: list[Any] = []
 
-        self.rows, self._path, self._schema = 0, path, schema
-        self._waiting: list[Any] = []
-        self._count = 0
+    def write() -> None:
+        parts = [part.replace_schema_metadata(schema.metadata) for part in waiting]
+        table = pa.Table.from_batches(parts, schema).unify_dictionaries()
         with writing(path):
-            self._file = pq.ParquetWriter(path, schema, compression="zstd")
+            file.write_table(table, row_group_size=2 * GROUP)
+        waiting.clear()
 
-    def add(self, batch: Any) -> None:
-        """Adds rows from `Form.rows`."""
-        self._waiting.append(batch)
-        self.rows, self._count = self.rows + len(batch), self._count + len(batch)
-        if self._count >= GROUP:
-            self._write()
+    def add(rows: Any) -> None:
+        waiting.append(rows)
+        if sum(map(len, waiting)) >= GROUP:
+            write()
 
-    def _write(self) -> None:
-        import pyarrow as pa
-
-        parts = [part.replace_schema_metadata(self._schema.metadata) for part in self._waiting]
-        table = pa.Table.from_batches(parts, self._schema).unify_dictionaries()
-        with writing(self._path):
-            self._file.write_table(table, row_group_size=2 * GROUP)
-        self._waiting, self._count = [], 0
-
-    def close(self) -> None:
-        """Closes the file."""
-        try:
-            if self._waiting:
-                self._write()
-        finally:
-            with writing(self._path):
-                self._file.close()
+    with writing(path):
+        file = pq.ParquetWriter(path, schema, compression="zstd")
+    try:
+        yield add
+        if waiting:
+            write()
+    finally:
+        with writing(path):
+            file.close()
 
 
 def check_output(option: str, path: Path, processes: int = 1) -> None:

@@ -6,7 +6,6 @@ one domain; the cost is measured on held-out text, and compared with equally man
 Shapes: E experts of a layer, D width.
 """
 
-import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +22,7 @@ from polyad.parallel.families import FamilyWeights
 from polyad.parallel.tensor_folder import PlainWeights
 from polyad.train.errors import ConfigError
 from polyad.train.exchange.convert import convert, refuse_what_is_there
-from polyad.train.exchange.pruning import Group, Groups, Pruning
+from polyad.train.exchange.pruning import Group, Pruning
 from polyad.train.exchange.writers import Format
 from polyad.train.experts.actions import Action
 from polyad.train.experts.interventions import Intervention, intervened
@@ -138,8 +137,13 @@ class Removal(Examination):
         whole, tokens = mean_loss(model, samples, opened.batch_size, "held-out text")
         at_random = []
         for number in range(RANDOM_CHOICES):
-            chosen = random_groups(model, layers, settings.keep, seed=settings.seed + 1 + number)
-            with intervened(model, without(layers, chosen)):
+            chance = torch.Generator().manual_seed(settings.seed + 1 + number)
+            changes = []
+            for layer in layers:
+                score_E = torch.rand(layer.num_experts, generator=chance)
+                config, own = config_of(model, layer), moments[layer.name]
+                changes.append(without_others(layer, highest(score_E, own, config, settings.keep)))
+            with intervened(model, changes):
                 label = f"without random experts {number + 1}/{RANDOM_CHOICES}"
                 at_random.append(mean_loss(model, samples, opened.batch_size, label)[0])
         smaller = _loss_of_written(opened, settings.output, split, settings.tokens)
@@ -336,54 +340,25 @@ def _merged(score_E: Tensor, moments: Moments, config: SparseMoEConfig, keep: fl
 
     Uses average linkage over the distances of mean outputs (Chen et al. 2024, HC-SMoE).
     """
-    from scipy.cluster.hierarchy import fcluster, linkage
+    from scipy.cluster.hierarchy import cut_tree, linkage
 
-    left = left_of(config, keep)
-    labels_E = fcluster(linkage(moments.mean_SD.numpy(), "average"), left, "maxclust")
+    tree = linkage(moments.mean_SD.numpy(), "average")
+    labels = cut_tree(tree, left_of(config, keep))[:, 0].tolist()
     groups = []
-    for label in dict.fromkeys(labels_E.tolist()):
-        experts = [expert for expert, each in enumerate(labels_E.tolist()) if each == label]
+    for label in dict.fromkeys(labels):
+        experts = [expert for expert, each in enumerate(labels) if each == label]
         weights = score_E[experts].double().clamp_min(0)
         total = float(weights.sum())
         shares = (weights / total).tolist() if total > 0 else [1 / len(experts)] * len(experts)
         groups.append(Group(experts, shares))
-    # Equal distances may give fewer groups than requested: the largest are split.
-    while len(groups) < left:
-        widest = max(groups, key=lambda group: len(group.experts))
-        groups.remove(widest)
-        rest = Group(
-            widest.experts[1:], [1 / (len(widest.experts) - 1)] * (len(widest.experts) - 1)
-        )
-        groups += [Group.alone(widest.experts[0]), rest]
-    return sorted(groups, key=lambda group: group.experts[0])
+    return groups
 
 
-def random_groups(
-    model: nn.Module, layers: Sequence[RoutedLayer], keep: float, *, seed: int
-) -> Groups:
-    """Random experts of each layer to keep, equally many of each group that a router is limited
-    to."""
-    found = {}
-    for layer in layers:
-        config, chance = config_of(model, layer), random.Random(f"{layer.name} {seed}")
-        size, left = config.num_experts // config.num_groups, left_of(config, keep)
-        kept = [
-            number * size + expert
-            for number in range(config.num_groups)
-            for expert in chance.sample(range(size), left // config.num_groups)
-        ]
-        found[layer.name] = [Group.alone(expert) for expert in sorted(kept)]
-    return found
-
-
-def without(layers: Sequence[RoutedLayer], groups: Groups) -> list[Intervention]:
-    """Interventions that remove all other experts."""
-    found = []
-    for layer in layers:
-        kept = {expert for group in groups[layer.name] for expert in group.experts}
-        gone = tuple(each for each in range(layer.num_experts) if each not in kept)
-        found.append(Intervention(layer=layer.block, experts=gone, action=Action(how="prune")))
-    return found
+def without_others(layer: RoutedLayer, kept: Sequence[Group]) -> Intervention:
+    """An intervention that removes all other experts of a layer."""
+    experts = {expert for group in kept for expert in group.experts}
+    gone = tuple(each for each in range(layer.num_experts) if each not in experts)
+    return Intervention(layer=layer.block, experts=gone, action=Action(how="prune"))
 
 
 @torch.inference_mode()

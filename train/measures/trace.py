@@ -25,10 +25,10 @@ from polyad.train.experts.trace import (
     EXTRA,
     TOP,
     Form,
-    TraceFile,
     check_output,
     experts_of,
     norms,
+    trace_file,
     whole_output,
 )
 from polyad.train.measures.measure import Examination
@@ -94,7 +94,8 @@ class Trace(Examination):
         write: Callable[[Any], None],
     ) -> None:
         self._samples, self._model, self._form = samples, model, form
-        self._top, self._write, self.tokens = top, write, 0
+        self._top, self._write = top, write
+        self.tokens = self.rows = 0
         if isinstance(samples, ImageSamples):
             self._split = samples.task.data.split(samples.split)
 
@@ -123,17 +124,14 @@ class Trace(Examination):
         rank, ranks = world.rank, world.size
         about = {**_about(opened, split, samples), "part": rank, "parts": ranks}
         with whole_output(settings.output, rank, ranks) as path:
-            file = TraceFile(path, form.schema(about))
-            try:
-                trace = cls(samples, model, form, settings.top or TOP, file.add)
+            with trace_file(path, form.schema(about)) as write:
+                trace = cls(samples, model, form, settings.top or TOP, write)
                 size = opened.batch_size
                 for reading in read(
                     model, layers, samples, batch_size=size, world=world, label="trace"
                 ):
                     trace.add(reading)
-            finally:
-                file.close()
-            counts = torch.tensor([file.rows, trace.tokens, path.stat().st_size])
+            counts = torch.tensor([trace.rows, trace.tokens, path.stat().st_size])
             rows, tokens, size = comm.sum_over_ranks(counts.to(world.device)).tolist()
         facts = {
             "output": str(settings.output),
@@ -155,7 +153,9 @@ class Trace(Examination):
             found = experts_of(layer, decision, self._top)
             tokens, row_M = of_batch or self._of_images(reading, layer, len(found.experts))
             norm_NK = norms(decision, found, row_M) if "norm" in self._form.extra else None
-            self._write(self._form.rows(found, tokens, row_M, norm_NK))
+            rows = self._form.rows(found, tokens, row_M, norm_NK)
+            self._write(rows)
+            self.rows += len(rows)
             most = max(most, len(row_M))
         if reading.is_first:
             self.tokens += most

@@ -262,7 +262,7 @@ def test_the_best_checkpoint_is_taken_where_it_is_asked_for(finished, tmp_path, 
 
 @pytest.mark.distributed
 def test_an_empty_prompt_begins_a_document(finished, prepared):
-    result = generate(finished, "", max_tokens=3, sampling=GREEDY)
+    result, _ = generate(finished, "", max_tokens=3, sampling=GREEDY)
     assert result.prompt_ids == [prepared.tokenizer().end_of_text_id]
 
 
@@ -272,10 +272,10 @@ def test_a_hugging_face_folder_generates_as_the_run_it_was_made_of(finished, tmp
     from polyad.train.exchange.convert import convert
 
     convert(finished, tmp_path / "theirs", "huggingface")
-    ours = generate(finished, "import", sampling=GREEDY)
-    theirs = generate(tmp_path / "theirs", "import", sampling=GREEDY)
+    ours, _ = generate(finished, "import", sampling=GREEDY)
+    theirs, _ = generate(tmp_path / "theirs", "import", sampling=GREEDY)
     assert theirs.token_ids == ours.token_ids
-    half = generate(finished, "import", sampling=GREEDY, precision="bf16", max_tokens=5)
+    half, _ = generate(finished, "import", sampling=GREEDY, precision="bf16", max_tokens=5)
     assert len(half.token_ids) == 5
 
 
