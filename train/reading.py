@@ -36,9 +36,7 @@ from polyad.train.experts.probing import Decision, RoutedLayer, deciding
 from polyad.train.guard.failures import explain_out_of_memory
 from polyad.train.loop.profiling import allow_tf32
 from polyad.train.streaming import activations_of, on_device, opened_model, run_blocks
-from polyad.train.tasks.images import ImageClassification
-from polyad.train.tasks.language import LanguageModelling
-from polyad.train.tasks.registry import task_class
+from polyad.train.tasks.registry import TASKS, task_class
 from polyad.train.tasks.samples import Samples, TextSamples, samples_of
 from polyad.train.tasks.task import Share, Task
 
@@ -124,38 +122,21 @@ class Evaluated(NamedTuple):
         moments = moments_of(model, layers, samples, self.batch_size, world)
         return {name: each.mean_SD for name, each in moments.items()}
 
-    def text(self, option: str) -> LanguageModelling:
-        """Returns the task, for an option that needs text.
+    def need(self, option: str, kind: type[Any]) -> Any:
+        """Returns the task, for an option or command that needs a kind of task.
 
         Args:
-            option: the command-line option, for the error.
+            option: names it in the error.
+            kind: the class of the task.
 
         Raises:
             ConfigError: it is a different task.
         """
-        if not isinstance(self.task, LanguageModelling):
+        if not isinstance(self.task, kind):
+            allowed = ", ".join(name for name, each in TASKS.items() if issubclass(each, kind))
             raise ConfigError(
                 f"{option}: is not allowed with data.kind: {self.config.data.kind}; allowed with: "
-                "text"
-            )
-        return self.task
-
-    def images(self, option: str, *, attributes: bool = False) -> ImageClassification:
-        """Returns the task, for an option that needs images.
-
-        Args:
-            option: the command-line option, for the error.
-            attributes: whether images with attributes are allowed, too.
-
-        Raises:
-            ConfigError: it is a different task.
-        """
-        if not isinstance(self.task, ImageClassification) or (
-            self.task.has_attributes and not attributes
-        ):
-            have = "images and attributes have" if attributes else "images has"
-            raise ConfigError(
-                f"{option}: is not allowed with data.kind: {self.config.data.kind}; {have} it"
+                f"{allowed}"
             )
         return self.task
 

@@ -21,6 +21,8 @@ from polyad.train.experts.interventions import Intervention
 from polyad.train.reading import Evaluated, open_evaluated
 from polyad.train.results import aligned, in_words
 from polyad.train.streaming import predicting
+from polyad.train.tasks.images import ImageClassification
+from polyad.train.tasks.language import LanguageModelling
 from polyad.train.tasks.task import Task
 
 
@@ -145,9 +147,9 @@ def _attacked(
         return opened.task, None
     about: dict[str, Any] = {"rate": attack.rate, "seed": attack.seed}
     if isinstance(attack, GaussianNoise):
-        images = opened.images("--attack gaussian-noise", attributes=True)
+        images = opened.need("--attack gaussian-noise", ImageClassification)
         return images.with_noise(attack), {"kind": "gaussian-noise", **about}
-    task = opened.text("--attack word-swap")
+    task = opened.need("--attack word-swap", LanguageModelling)
     stream, _ = task.split(split)
     report = Progress(f"attack {split}", stream.num_tokens) if world.is_main else None
     try:

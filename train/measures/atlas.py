@@ -36,7 +36,7 @@ from polyad.train.experts.probing import (
     routed_layers,
 )
 from polyad.train.measures import knockout
-from polyad.train.measures.measure import Examination, Subject, needs_text
+from polyad.train.measures.measure import Examination, Subject
 from polyad.train.reading import Evaluated, moments_of
 from polyad.train.results import Tables
 from polyad.train.tasks.samples import TextSamples
@@ -89,7 +89,7 @@ class Atlas(Examination):
     @classmethod
     def checked(cls, opened: Evaluated, split: str, **options: Any) -> AtlasOptions:
         """Options by the fields of `AtlasOptions`."""
-        needs_text(f"experts {cls.name}", opened)
+        opened.need(f"experts {cls.name}", TextTask)
         return AtlasOptions(**options)
 
     @classmethod

@@ -25,6 +25,7 @@ from polyad.train.experts.token_classes import labellings
 from polyad.train.experts.trace import EXTRA, TOP, Form
 from polyad.train.measures.trace import OF_TOKENS, Trace
 from polyad.train.reading import Evaluated, Reading, read
+from polyad.train.tasks.language import LanguageModelling
 from polyad.train.tasks.samples import Passages, TextSamples, losses, samples_of, through
 
 
@@ -242,7 +243,7 @@ class HeldOut:
         return read(self._model, layers, self._samples, batch_size=self._opened.batch_size)
 
     def _text(self, name: str) -> TextSamples:
-        self._opened.text(name)
+        self._opened.need(name, LanguageModelling)
         assert isinstance(self._samples, TextSamples)
         return self._samples
 

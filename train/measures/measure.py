@@ -26,7 +26,6 @@ from polyad.train.experts.probing import RoutedLayer, routed_head, routed_layers
 from polyad.train.reading import Evaluated, Reading, open_evaluated, read
 from polyad.train.results import Tables
 from polyad.train.tasks.samples import Samples, samples_of
-from polyad.train.tasks.text import TextTask
 
 
 class Subject(NamedTuple):
@@ -166,37 +165,6 @@ class Measure(Examination):
         Raises:
             ConfigError: numbers are not finite.
         """
-
-
-def needs_text(name: str, opened: Evaluated) -> None:
-    """Rejects data other than text or masked text.
-
-    Args:
-        name: name of the command.
-        opened: weights and data.
-
-    Raises:
-        ConfigError: the data is of another kind.
-    """
-    if not isinstance(opened.task, TextTask):
-        raise ConfigError(
-            f"{name}: is not allowed with data.kind: {opened.config.data.kind}; allowed with: "
-            "text, masked_text"
-        )
-
-
-def needs_one_process(name: str, world: comm.World) -> None:
-    """Rejects several processes.
-
-    Args:
-        name: name of the command.
-        world: this process.
-
-    Raises:
-        ConfigError: there are several.
-    """
-    if world.size > 1:
-        raise ConfigError(f"{name}: one process does it, and there are {world.size}")
 
 
 def examine(

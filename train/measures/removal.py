@@ -33,8 +33,6 @@ from polyad.train.measures.knockout import knock_out
 from polyad.train.measures.measure import (
     Examination,
     Subject,
-    needs_one_process,
-    needs_text,
 )
 from polyad.train.reading import Evaluated, moments_of, open_evaluated, read
 from polyad.train.results import Tables
@@ -75,7 +73,7 @@ class Removal(Examination):
     @classmethod
     def checked(cls, opened: Evaluated, split: str, **options: Any) -> RemovalOptions:
         """The fields of `RemovalOptions`."""
-        needs_text(f"experts {cls.name}", opened)
+        opened.need(f"experts {cls.name}", TextTask)
         settings, counts = RemovalOptions(**options), dict[str, int]()
         for key, each in sections_of(f"experts {cls.name}", opened).items():
             if settings.merge and each.num_groups > 1:
@@ -109,7 +107,10 @@ class Removal(Examination):
         """Reads text to choose, writes, and reads other text with the models before and after."""
         import pandas as pd
 
-        needs_one_process(f"experts {cls.name}", world)
+        if world.size > 1:
+            raise ConfigError(
+                f"experts {cls.name}: one process does it, and there are {world.size}"
+            )
         layers = sparse_layers(model)
         calibration = calibration_of(opened, settings.calibrate)
         scores, moments = scored(

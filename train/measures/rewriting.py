@@ -186,7 +186,7 @@ class Rewriting(Examination):
     @classmethod
     def checked(cls, opened: Evaluated, split: str, **options: Any) -> tuple[Rewrite, list[int]]:
         """Reads the option `move`, and finds the training images of the subpopulation."""
-        task = opened.images(f"experts {cls.name}", attributes=True)
+        task = opened.need(f"experts {cls.name}", ImageClassification)
         rewrite = read_rewrite(options["move"], task)
         task.check_split(split)
         members = rewrite.members(task.data.split("train").labels).tolist()
@@ -206,7 +206,7 @@ class Rewriting(Examination):
         """Reads the subpopulation, and then the split."""
         import pandas as pd
 
-        (rewrite, members), task = settings, opened.images(f"experts {cls.name}", attributes=True)
+        (rewrite, members), task = settings, opened.need(f"experts {cls.name}", ImageClassification)
         head = routed_head(model)
         if head is None:
             raise ConfigError(

@@ -42,7 +42,7 @@ class Robustness(Examination):
     @classmethod
     def checked(cls, opened: Evaluated, split: str, **options: Any) -> tuple[str, Path]:
         """Takes from the options the `set`, a name in `_SETS`, and its unpacked `folder`."""
-        task = opened.images(cls.name)
+        task = opened.need(cls.name, ImageClassification)
         classes = len(imagenet_classes())
         if task.model.num_classes != classes:
             raise ConfigError(
@@ -62,7 +62,7 @@ class Robustness(Examination):
         world: comm.World,
     ) -> Tables:
         """Reads the images of the set."""
-        (name, folder), task = settings, opened.images(cls.name)
+        (name, folder), task = settings, opened.need(cls.name, ImageClassification)
         found = _SETS[name](Scorer(task, model, opened.batch_size, world), folder)
         about = {"set": f"ImageNet-{name.upper()}", "folder": str(folder)}
         return found.with_facts(about, {"image_size": task.model.image_size})

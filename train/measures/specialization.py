@@ -30,12 +30,9 @@ from polyad.train.experts.leaving_out import LeaveOneOut
 from polyad.train.experts.similarity import ExpertSimilarity, LevelSimilarity
 from polyad.train.experts.token_classes import Shifts, labellings
 from polyad.train.measures.measure import Measure, Subject
-from polyad.train.reading import Evaluated, Reading
+from polyad.train.reading import Reading
 from polyad.train.results import Tables
-from polyad.train.tasks.images import ImageClassification
 from polyad.train.tasks.samples import ImageSamples, Passages, TextSamples
-from polyad.train.tasks.sequences import SequenceTask
-from polyad.train.tasks.text import TextTask
 
 Labels = Mapping[str, LevelByClass]
 """The experts of a level by kind of label; empty without labels."""
@@ -79,16 +76,6 @@ class Specialization(Measure):
                 for layer in layers
                 if not isinstance(model.get_submodule(layer.name), Mixture)  # whole networks
             ]
-
-    @classmethod
-    def refusal(cls, opened: Evaluated) -> str | None:
-        """Rejects data whose rows cannot be counted."""
-        if isinstance(opened.task, ImageClassification | SequenceTask | TextTask):
-            return None
-        return (
-            f"is not allowed with data.kind: {opened.config.data.kind}; images, attributes, "
-            f"sequences, text and masked_text have it"
-        )
 
     def add(self, reading: Reading) -> None:
         """Adds a batch."""

@@ -36,9 +36,10 @@ from polyad.train.config.distillation import (
 )
 from polyad.train.errors import ConfigError
 from polyad.train.experts.information import Summed
-from polyad.train.measures.measure import Measure, Subject, needs_text
+from polyad.train.measures.measure import Measure, Subject
 from polyad.train.reading import Evaluated, Reading
 from polyad.train.results import Tables
+from polyad.train.tasks.language import LanguageModelling
 from polyad.train.tasks.samples import TextSamples, losses, through
 
 TOKENS = 65_536
@@ -93,7 +94,7 @@ class Splicing(Measure):
     @classmethod
     def checked(cls, opened: Evaluated, split: str, **options: Any) -> SpliceOptions:
         """Options: number of `tokens` to read, and the `teacher`; None: the run's."""
-        needs_text(f"experts {cls.name}", opened)
+        opened.need(f"experts {cls.name}", LanguageModelling)
         model, weights = opened.weights.model_config(), opened.weights
         if not isinstance(model, DecoderSettings) or model.replaced is None:
             raise ConfigError(
@@ -114,7 +115,9 @@ class Splicing(Measure):
         originals = original_feed_forwards(
             settings.teacher, config.replaced_blocks(), device, precision
         )
-        text = TextSamples(opened.text(f"experts {cls.name}"), split, settings.tokens)
+        text = TextSamples(
+            opened.need(f"experts {cls.name}", LanguageModelling), split, settings.tokens
+        )
         subject = Subject(model, [], text, opened.batch_size)
         return cls(subject, originals, str(settings.teacher.folder))
 

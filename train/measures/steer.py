@@ -25,6 +25,7 @@ from polyad.train.measures.atlas import TOKENS
 from polyad.train.measures.measure import Measure, Subject
 from polyad.train.reading import Evaluated, Reading
 from polyad.train.results import Tables
+from polyad.train.tasks.language import LanguageModelling
 from polyad.train.tasks.samples import TextSamples, embedded, losses, through
 
 
@@ -60,7 +61,7 @@ class Steer(Measure):
     @classmethod
     def checked(cls, opened: Evaluated, split: str, **options: Any) -> dict[str, Any]:
         """Options: `changes`, and the approximate number of `tokens` to read."""
-        opened.text(f"experts {cls.name}")
+        opened.need(f"experts {cls.name}", LanguageModelling)
         if not options["changes"]:
             raise ConfigError("experts steer: --intervene is missing")
         return options
@@ -68,7 +69,7 @@ class Steer(Measure):
     @classmethod
     def of(cls, opened: Evaluated, split: str, settings: dict[str, Any], model: nn.Module) -> Self:
         """See `Measure.of`."""
-        task = opened.text(f"experts {cls.name}")
+        task = opened.need(f"experts {cls.name}", LanguageModelling)
         text = TextSamples(task, split, settings.get("tokens", TOKENS), hidden=True)
         return cls(Subject(model, [], text, opened.batch_size), settings["changes"])
 

@@ -34,6 +34,7 @@ from polyad.train.experts.trace import (
 from polyad.train.measures.measure import Examination
 from polyad.train.reading import Evaluated, Reading, read
 from polyad.train.results import Tables
+from polyad.train.tasks.language import LanguageModelling
 from polyad.train.tasks.samples import (
     ImageSamples,
     Samples,
@@ -108,7 +109,7 @@ class Trace(Examination):
             if name not in EXTRA:
                 raise ConfigError(f"--with: {name} is not allowed; allowed: {', '.join(EXTRA)}")
         if "loss" in settings.extra:
-            opened.text("--with loss")
+            opened.need("--with loss", LanguageModelling)
         return settings
 
     @classmethod
