@@ -173,25 +173,15 @@ def open_data_for(
     original = config_of(opened)
     if data is not None:
         overrides = (*overrides, *data_overrides(original, data))
-    else:
-        check_data_named(opened, original)
+    elif not isinstance(opened, Checkpoint) and "path" in type(original.data).model_fields:
+        raise ConfigError(
+            f"{opened.folder}: is a folder of weights, which names no data; use --data to name it"
+        )
     origin = f"{opened.folder / 'config.yaml'} with overrides"
     config = parse_config(original.to_yaml(), overrides, origin=origin)
     _refuse_other_keys(original, config)
     task = task_class(config.data.kind).open_held_out(config.for_task(), opened)
     return Evaluated(opened, config, task, choice, data is not None)
-
-
-def check_data_named(weights: Weights, config: RunConfig) -> None:
-    """Checks that the configuration of weights names a data folder.
-
-    Raises:
-        ConfigError: it does not, as for a folder of weights.
-    """
-    if not isinstance(weights, Checkpoint) and "path" in type(config.data).model_fields:
-        raise ConfigError(
-            f"{weights.folder}: is a folder of weights, which names no data; use --data to name it"
-        )
 
 
 def config_of(weights: Weights) -> RunConfig:

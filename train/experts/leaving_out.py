@@ -16,7 +16,6 @@ experts of a token.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -48,49 +47,21 @@ def without_capacity(model: nn.Module) -> Iterator[None]:
             layer.config = config
 
 
-@dataclass(frozen=True, kw_only=True)
-class Polysemanticity:
-    """How exclusively each expert of a layer matters to one class."""
-
-    expert_S: Tensor
-    """p of each expert; NaN if removing it changes no accuracy."""
-    class_S: Tensor
-    """The class that needs each expert most; -1 if none does."""
-
-    @property
-    def mean(self) -> float | None:
-        """The mean over experts that matter to any class; None if none does."""
-        known = self.expert_S[self.expert_S.isfinite()]
-        return float(known.mean()) if len(known) else None
-
-
-@dataclass(frozen=True, kw_only=True)
-class LeftOut:
-    """Accuracy of an image model without each expert of a layer."""
-
-    polysemanticity: Polysemanticity
-    top1: float
-    """The accuracy of the whole model."""
-    images_computed_again: int
-    share_of_all_pairs: float
-
-
-def polysemanticity(right_K: Tensor, lost_SK: Tensor) -> Polysemanticity:
-    """Computes the measure from counts.
+def polysemanticity(right_K: Tensor, lost_SK: Tensor) -> tuple[Tensor, Tensor]:
+    """Computes the measure from counts; a class without correct images counts as unchanged.
 
     Args:
         right_K: Correct images of each class with the whole model.
         lost_SK: How many fewer without each expert.
 
     Returns:
-        The measure; a class without correct images counts as unchanged.
+        p of each expert [S], NaN if removing it changes no accuracy; and the class that needs it
+        most [S], -1 if none does.
     """
     d_SK = torch.where(right_K > 0, lost_SK / right_K.clamp_min(1), 0).double()
     matters_S = (d_SK != 0).any(-1)
-    return Polysemanticity(
-        expert_S=from_one_class(d_SK).where(matters_S, torch.nan),
-        class_S=d_SK.argmax(-1).where(matters_S, -1),
-    )
+    p_S = from_one_class(d_SK).where(matters_S, torch.nan)
+    return p_S, d_SK.argmax(-1).where(matters_S, -1)
 
 
 def from_one_class(d_SK: Tensor) -> Tensor:
@@ -164,22 +135,41 @@ class LeaveOneOut:
                 lost_R = right_B[image_R].double() - still_R.double()
                 self.lost_SK.index_put_((expert_R, labels_B[image_R]), lost_R, accumulate=True)
 
-    def result(self, images: int, summed: Summed = lambda counts: counts) -> LeftOut:
-        """Returns the result.
+    def result(
+        self, images: int, summed: Summed = lambda counts: counts
+    ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """Returns a row of a table of layers, and rows of the experts that matter to a class.
 
         Args:
             images: number of images that all processes read together.
             summed: sums over processes.
         """
-        parts = [self.right_K, self.images_K, self.lost_SK.flatten(), self.pairs]
+        parts, layer = [self.right_K, self.images_K, self.lost_SK.flatten(), self.pairs], self.layer
         together = summed(torch.cat(parts)).cpu()
         right_K, images_K, lost, pairs = torch.split(together, [len(part) for part in parts])
-        return LeftOut(
-            polysemanticity=polysemanticity(right_K, lost.view(self.lost_SK.shape)),
-            top1=float(right_K.sum() / images_K.sum()),
-            images_computed_again=int(pairs),
-            share_of_all_pairs=int(pairs) / (images * self.layer.num_experts),
-        )
+        p_S, class_S = polysemanticity(right_K, lost.view(self.lost_SK.shape))
+        experts = []
+        for column in (class_S >= 0).nonzero().flatten().tolist():
+            level, expert = layer.place(column)
+            experts.append(
+                {
+                    "module": layer.name,
+                    "level": level,
+                    "expert": expert,
+                    "polysemanticity": float(p_S[column]),
+                    "class": self.classes[int(class_S[column])],
+                }
+            )
+        row = {
+            "module": layer.name,
+            "experts": layer.num_experts,
+            "polysemanticity": float(p_S.nanmean()),
+            "experts_that_matter": len(experts),
+            "top1": float(right_K.sum() / images_K.sum()),
+            "images_computed_again": int(pairs),
+            "share_of_all_pairs": int(pairs) / (images * layer.num_experts),
+        }
+        return row, experts
 
     def _before(self, images_BCHW: Tensor) -> Tensor:
         """The input of the layer's block, or of the head."""

@@ -11,10 +11,10 @@ Shapes: E experts of a layer, S of all levels side by side, D width, V vocabular
 
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -221,30 +221,6 @@ def _together(layers: Sequence[LayerWithout], chosen: Sequence["_Chosen"]) -> di
     return {"together": means.merge(ends), "sets": frame}
 
 
-def _unembedded(
-    model: nn.Module,
-    text: TextSamples,
-    chosen: Sequence[tuple[RoutedLayer, Sequence[int]]],
-    moments: Mapping[str, Moments],
-    count: int,
-) -> Any:
-    """A table of the tokens that each expert's mean output promotes most."""
-    import pandas as pd
-
-    assert isinstance(model, Decoder)
-    rows, tokenizer = [], text.tokenizer
-    for layer, columns in chosen:
-        raised = raised_tokens(
-            *(model, moments[layer.name].mean_SD[columns], count),
-            lambda token: tokenizer.text_within(token) or tokenizer.decode([token]),
-        )
-        for column, tokens in zip(columns, raised, strict=True):
-            level, expert = layer.place(column)
-            of = {"module": layer.name, "level": level, "expert": expert}
-            rows += [{**of, **each._asdict()} for each in tokens]
-    return pd.DataFrame(rows)
-
-
 _Chosen = list[tuple[str, tuple[int, ...]]]
 """Sets of a layer's experts: how each was chosen, by the lowest values of a statistic or `random`,
 and its experts."""
@@ -273,20 +249,15 @@ def _sets(
     return chosen
 
 
-class Raised(NamedTuple):
-    """A token that an expert promotes."""
-
-    token: int
-    text: str
-    effect: float
-    """Effect on its logit, in standard deviations above the mean over the vocabulary."""
-
-
 @torch.inference_mode()
-def raised_tokens(
-    model: Decoder, mean_SD: Tensor, count: int, text_of: Callable[[int], str]
-) -> list[list[Raised]]:
-    """Returns the tokens whose logits each expert's mean output raises most.
+def _unembedded(
+    model: nn.Module,
+    text: TextSamples,
+    chosen: Sequence[tuple[RoutedLayer, Sequence[int]]],
+    moments: Mapping[str, Moments],
+    count: int,
+) -> Any:
+    """A table of the tokens whose logits each expert's mean output raises most.
 
     Direct logit attribution. With v the mean output, gamma the final norm's scale and W the rows of
     the head:
@@ -298,28 +269,39 @@ def raised_tokens(
     Effects through later blocks are ignored, so results are most reliable in the last blocks.
 
     Args:
-        model: a language model, whole on this process.
-        mean_SD: mean outputs; 0 for unused experts.
-        count: number of tokens.
-        text_of: the text of a token.
-
-    Returns:
-        Tokens for each expert, the highest first; none for unused experts.
+        model: a language model whose end is in memory.
+        text: the text whose tokenizer names tokens.
+        chosen: layers, and columns of their experts.
+        moments: moments of their outputs; experts that are not used get no rows.
+        count: number of tokens for each expert.
     """
-    norm, head = model.final_norm, model.head
+    import pandas as pd
+
+    assert isinstance(model, Decoder)
+    norm, head, tokenizer = model.final_norm, model.head, text.tokenizer
     weight_VD = model.token_embedding.weight if head.weight is None else head.weight
     assert isinstance(weight_VD, Tensor)
-    direction_SD = mean_SD.to(weight_VD.device, torch.float32)
-    if isinstance(norm, nn.LayerNorm):
-        direction_SD = direction_SD - direction_SD.mean(-1, keepdim=True)
     assert isinstance(norm.weight, Tensor)
-    effect_SV = (direction_SD * norm.weight.float()) @ weight_VD.float().T
-    spread_S1 = effect_SV.std(-1, keepdim=True)
-    effect_SV = (effect_SV - effect_SV.mean(-1, keepdim=True)) / spread_S1
-    found = []
-    for used, effect_V in zip((spread_S1[:, 0] > 0).tolist(), effect_SV, strict=True):
-        best, tokens = effect_V.topk(min(count, len(effect_V)))
-        pairs = zip(tokens.tolist(), best.tolist(), strict=True)
-        raised = [Raised(token, text_of(token), effect) for token, effect in pairs]
-        found.append(raised if used else [])
-    return found
+    rows = []
+    for layer, columns in chosen:
+        direction_SD = moments[layer.name].mean_SD[columns].to(weight_VD.device, torch.float32)
+        if isinstance(norm, nn.LayerNorm):
+            direction_SD = direction_SD - direction_SD.mean(-1, keepdim=True)
+        effect_SV = (direction_SD * norm.weight.float()) @ weight_VD.float().T
+        spread_S1 = effect_SV.std(-1, keepdim=True)
+        effect_SV = (effect_SV - effect_SV.mean(-1, keepdim=True)) / spread_S1
+        best_SN, token_SN = effect_SV.topk(min(count, effect_SV.shape[1]))
+        for row in (spread_S1[:, 0] > 0).nonzero().flatten().tolist():
+            level, expert = layer.place(columns[row])
+            for token, effect in zip(token_SN[row].tolist(), best_SN[row].tolist(), strict=True):
+                rows.append(
+                    {
+                        "module": layer.name,
+                        "level": level,
+                        "expert": expert,
+                        "token": token,
+                        "text": tokenizer.text_within(token) or tokenizer.decode([token]),
+                        "effect": effect,
+                    }
+                )
+    return pd.DataFrame(rows)

@@ -175,42 +175,10 @@ class Specialization(Measure):
         }
         if self._left_out:
             titles["polysemanticity"] = "accuracy without each expert, and polysemanticity"
-            frames |= self._without_each(summed)
+            results = [each.result(samples.rows, summed) for each in self._left_out]
+            frames["polysemanticity"] = pd.DataFrame([row for row, _ in results])
+            frames["experts"] = pd.DataFrame([row for _, experts in results for row in experts])
         return Tables(facts=facts, frames=frames, titles=titles)
-
-    def _without_each(self, summed: Summed) -> dict[str, Any]:
-        """Tables of layers, and of the experts that matter to a class."""
-        import pandas as pd
-
-        layers, experts = [], []
-        for each in self._left_out:
-            found, layer = each.result(self.subject.samples.rows, summed), each.layer
-            of_experts = found.polysemanticity
-            matter = [column for column, best in enumerate(of_experts.class_S) if best >= 0]
-            layers.append(
-                {
-                    "module": layer.name,
-                    "experts": layer.num_experts,
-                    "polysemanticity": of_experts.mean,
-                    "experts_that_matter": len(matter),
-                    "top1": found.top1,
-                    "images_computed_again": found.images_computed_again,
-                    "share_of_all_pairs": found.share_of_all_pairs,
-                }
-            )
-            for column in matter:
-                level, expert = layer.place(column)
-                experts.append(
-                    {
-                        "module": layer.name,
-                        "level": level,
-                        "expert": expert,
-                        "polysemanticity": float(of_experts.expert_S[column]),
-                        "class": each.classes[int(of_experts.class_S[column])],
-                    }
-                )
-        frames = {"polysemanticity": pd.DataFrame(layers), "experts": pd.DataFrame(experts)}
-        return frames
 
 
 def _counts(of: dict[str, Any], by: str, level: LevelByClass) -> Any:

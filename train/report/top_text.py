@@ -99,16 +99,10 @@ class TopText:
         Raises:
             ConfigError: weights are not finite.
         """
-        columns = {name: top.columns(experts) for name, top in self._tops.items()}
-        places = {
-            (name, column): self._places(top, column)
-            for name, top in self._tops.items()
-            for column in columns[name]
-        }
         return {
             name: [
-                top.shown(column, [self._context(*at) for at in places[name, column]])
-                for column in columns[name]
+                top.shown(column, [self._context(*at) for at in self._places(top, column)])
+                for column in top.columns(experts)
             ]
             for name, top in self._tops.items()
         }
