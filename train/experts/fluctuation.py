@@ -9,9 +9,8 @@ layers, C measures.
 
 import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,7 +26,7 @@ from polyad.train.tasks.samples import ImageSamples, TextSamples
 SEED = 1_442_695_040_888_963_407
 """Seed of the experts' codes, which must be equal in all processes."""
 LOGGED = ("top1", "set", "entropy_ratio")
-"""Fields of `Fluctuation` that a run logs, and averages over layers."""
+"""Columns of differences that a run logs, and averages over layers."""
 
 
 class Codes(NamedTuple):
@@ -75,35 +74,6 @@ def encode(decision: Decision) -> Codes:
     return Codes(first_M, set_M, entropy_M)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Fluctuation:
-    """Differences in one layer's routing between an earlier and a later checkpoint."""
-
-    top1: float
-    """Share of the tokens whose first expert differs."""
-    set: float
-    """Share of the tokens whose set of experts differs."""
-    entropy: float
-    """Mean entropy over tokens at the later checkpoint, in nats."""
-    entropy_before: float
-    """Mean entropy over tokens at the earlier checkpoint, in nats."""
-
-    @property
-    def entropy_ratio(self) -> float:
-        """Later divided by earlier entropy; NaN if the earlier one is 0."""
-        return self.entropy / self.entropy_before if self.entropy_before else float("nan")
-
-    def to_json(self) -> dict[str, float]:
-        """The result as JSON values."""
-        return {
-            "top1": self.top1,
-            "set": self.set,
-            "entropy": self.entropy,
-            "compared_entropy": self.entropy_before,
-            "entropy_ratio": self.entropy_ratio,
-        }
-
-
 class Differences:
     """Accumulates differences in routing between two checkpoints, by layer.
 
@@ -125,18 +95,25 @@ class Differences:
         self._sums_L5[layer, :4] += sums.to(self._sums_L5.device)
         self._sums_L5[layer, 4] += now.first_M.numel()
 
-    def result(self, summed: Summed = lambda sums: sums) -> dict[str, Fluctuation]:
-        """Returns the differences of each layer, by layer name.
+    def result(self, summed: Summed = lambda sums: sums) -> Any:
+        """Returns a table with a row for each layer, its `module`.
+
+        `top1` and `set` are the shares of tokens whose first expert, or whose set of experts,
+        differs; `entropy` and `compared_entropy` the mean entropies over tokens, in nats, at the
+        later and at the earlier checkpoint; `entropy_ratio` is the first divided by the second, NaN
+        if that is 0.
 
         Args:
             summed: sums over processes.
         """
+        import pandas as pd
+
         sums_L5 = summed(self._sums_L5).cpu()
-        means = (sums_L5[:, :4] / sums_L5[:, 4:]).tolist()
-        return {
-            layer.name: Fluctuation(top1=top1, set=set_, entropy=now, entropy_before=before)
-            for layer, (top1, set_, now, before) in zip(self._layers, means, strict=True)
-        }
+        names = ["top1", "set", "entropy", "compared_entropy"]
+        frame = pd.DataFrame((sums_L5[:, :4] / sums_L5[:, 4:]).numpy(), columns=names)
+        frame.insert(0, "module", [layer.name for layer in self._layers])
+        before = frame["compared_entropy"].where(frame["compared_entropy"] != 0)
+        return frame.assign(entropy_ratio=frame["entropy"] / before)
 
 
 @torch.no_grad()
@@ -216,23 +193,14 @@ class FluctuationLog:
         has_earlier, self._before = bool(self._before), now
         record: dict[str, float] = {}
         if has_earlier:
-            found = differences.result(lambda sums: comm.sum_over_samples(sums, world))
-            record = fluctuation_record(found)
+            table = differences.result(lambda sums: comm.sum_over_samples(sums, world))
+            record = {f"fluctuation/{name}": value for name, value in mean(table).items()}
+            for row in table.to_dict("records"):
+                record |= {f"fluctuation/{row['module']}/{name}": row[name] for name in LOGGED}
         return record | {"fluctuation/seconds": time.monotonic() - started}
 
 
-def fluctuation_record(layers: Mapping[str, Fluctuation]) -> dict[str, float]:
-    """Returns flat keys for metrics.jsonl and TensorBoard."""
-    record = {f"fluctuation/{measure}": value for measure, value in mean(layers).items()}
-    for name, layer in layers.items():
-        record |= {f"fluctuation/{name}/{each}": getattr(layer, each) for each in LOGGED}
-    return record
-
-
-def mean(layers: Mapping[str, Fluctuation]) -> dict[str, float]:
-    """The mean over layers of each measure."""
-    count = len(layers)
-    return {
-        measure: sum(getattr(layer, measure) for layer in layers.values()) / count
-        for measure in LOGGED
-    }
+def mean(table: Any) -> dict[str, float]:
+    """The mean over layers of each measure in `LOGGED`."""
+    means: dict[str, float] = table[list(LOGGED)].mean(skipna=False).to_dict()
+    return means

@@ -92,13 +92,11 @@ class Comparison(Measure):
 
     def result(self, summed: Summed = lambda values: values) -> Tables:
         """The result."""
-        import pandas as pd
-
         layers = self._differences.result(summed)
-        for name, layer in layers.items():
-            if not math.isfinite(layer.entropy + layer.entropy_before):
+        for row in layers.to_dict("records"):
+            if not math.isfinite(row["entropy"] + row["compared_entropy"]):
                 raise ConfigError(
-                    f"compare: the scores of {name} are not finite in "
+                    f"compare: the scores of {row['module']} are not finite in "
                     f"{self._opened.weights.folder} or in what it is compared with: the weights "
                     f"hold NaN or inf, or are too large"
                 )
@@ -110,9 +108,8 @@ class Comparison(Measure):
             **self.subject.samples.about(),
             **{f"mean_{name}": value for name, value in mean(layers).items()},
         }
-        rows = [{"module": name, **layer.to_json()} for name, layer in layers.items()]
         title = "top1, set: share of the tokens whose first expert, or whose set of experts differs"
-        return Tables(facts=facts, frames={"layers": pd.DataFrame(rows)}, titles={"layers": title})
+        return Tables(facts=facts, frames={"layers": layers}, titles={"layers": title})
 
 
 def _check_pair(opened: Evaluated, own: Weights, other: Weights) -> None:
