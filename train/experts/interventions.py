@@ -6,22 +6,24 @@ are in `actions.py`.
 Shapes: S experts of a layer, of all levels side by side, D width.
 """
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from pydantic import FiniteFloat, NonNegativeInt, ValidationError
 from torch import Tensor, nn
 
+from polyad.model.config import Config
 from polyad.parallel.weights import device_of
+from polyad.train.config.faults import describe
 from polyad.train.errors import ConfigError
 from polyad.train.experts.actions import (
     CONTRIBUTION,
-    HOWS,
     RANKING,
     Action,
+    How,
     check_action,
     experts_of_a_token,
     intervening,
@@ -55,9 +57,20 @@ class Intervention:
         return {"layer": self.layer, "experts": list(self.experts)} | known
 
 
-_KEYS = ("layer", "expert", "how", "to", "value")
+class _Keys(Config):
+    """The keys of `--intervene`."""
+
+    layer: NonNegativeInt
+    expert: list[NonNegativeInt]
+    how: How = "contribution"
+    to: NonNegativeInt | None = None
+    value: FiniteFloat | None = None
+
+
 FORM = "layer=L,expert=E+F,how=HOW[,to=E][,value=X]"
 """The syntax of an intervention."""
+HOWS_OF = {"to": ("swap",), "value": ("scale", "clamp", "steer")}
+"""Actions that need a key, which means nothing to others."""
 
 
 def parse_intervention(text: str) -> Intervention:
@@ -66,48 +79,22 @@ def parse_intervention(text: str) -> Intervention:
     Raises:
         ConfigError: the syntax is wrong.
     """
-    where = f"--intervene {text}"
-    given: dict[str, str] = {}
-    for part in text.split(","):
-        key, equals, value = part.strip().partition("=")
-        if not equals or key not in _KEYS or key in given:
-            raise ConfigError(f"{where}: {part!r} is not allowed; the form is {FORM}")
-        given[key] = value
-    for key in ("layer", "expert"):
-        if key not in given:
-            raise ConfigError(f"{where}: {key} is missing; the form is {FORM}")
-    how = given.get("how", "contribution")
-    if how not in HOWS:
-        raise ConfigError(f"{where}: how: {how!r} is not allowed; allowed: {', '.join(HOWS)}")
-    for key, hows in (("to", {"swap"}), ("value", {"scale", "clamp", "steer"})):
-        if (key in given) != (how in hows):
-            needed = "is missing" if how in hows else f"means nothing with how={how}"
-            raise ConfigError(f"{where}: {key} {needed}")
-    action = Action(
-        how=how,
-        to=whole(given["to"], where, "to") if "to" in given else None,
-        value=finite(given["value"], where, "value") if "value" in given else None,
-    )
-    experts = tuple(whole(each, where, "expert") for each in given["expert"].split("+"))
-    return Intervention(layer=whole(given["layer"], where, "layer"), experts=experts, action=action)
-
-
-def whole(text: str, where: str, key: str) -> int:
-    """Reads a number of an option; an error begins with `where`."""
-    if not (text.isascii() and text.isdecimal()):
-        raise ConfigError(f"{where}: {key}: {text!r} is not a whole number of at least 0")
-    return int(text)
-
-
-def finite(text: str, where: str, key: str) -> float:
-    """Reads a number of an option; an error begins with `where`."""
+    where, pairs = f"--intervene {text}", [part.partition("=") for part in text.split(",")]
+    tree: dict[str, Any] = {key.strip(): value.strip() for key, _, value in pairs}
+    if len(tree) < len(pairs) or not all(equals for _, equals, _ in pairs):
+        raise ConfigError(f"{where}: is not allowed; the form is {FORM}, each key once")
+    if "expert" in tree:
+        tree["expert"] = tree["expert"].split("+")
     try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not math.isfinite(number):
-        raise ConfigError(f"{where}: {key}: {text!r} is not a finite number")
-    return number
+        keys = _Keys.model_validate(tree, strict=False)
+    except ValidationError as error:
+        raise ConfigError(f"{where}: {describe(error, _Keys)}; the form is {FORM}") from None
+    for key, hows in HOWS_OF.items():
+        if (key in tree) != (keys.how in hows):
+            needed = "is missing" if keys.how in hows else f"means nothing with how={keys.how}"
+            raise ConfigError(f"{where}: {key} {needed}")
+    action = Action(how=keys.how, to=keys.to, value=keys.value)
+    return Intervention(layer=keys.layer, experts=tuple(keys.expert), action=action)
 
 
 def check_interventions(model: nn.Module, interventions: Sequence[Intervention]) -> None:

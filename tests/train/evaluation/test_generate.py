@@ -243,7 +243,7 @@ def test_the_command_streams_text_that_equals_its_json(finished, capfd, tmp_path
     assert polyad([*command, "--temperature", "2", "--top-k", "1", "--json", "-"]) == 0
     likeliest = json.loads(capfd.readouterr().out)
     assert (likeliest["top_k"], result["top_k"]) == (1, None)
-    greedy = generate(finished, "def f(", max_tokens=60, sampling=GREEDY)
+    greedy, _ = generate(finished, "def f(", max_tokens=60, sampling=GREEDY)
     assert likeliest["token_ids"] == greedy.token_ids
 
 
