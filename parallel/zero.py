@@ -84,14 +84,9 @@ def quick_import() -> Iterator[None]:
     def as_it_is(function: Any = None, **_: Any) -> Any:
         return (lambda decorated: decorated) if function is None else function
 
-    compiler = torch.compile
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), patch.object(torch, "compile", as_it_is):
         warnings.simplefilter("ignore")
-        torch.compile = as_it_is  # type: ignore[assignment]
-        try:
-            yield
-        finally:
-            torch.compile = compiler
+        yield
 
 
 def import_engine() -> None:

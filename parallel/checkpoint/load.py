@@ -76,14 +76,8 @@ class Checkpoint(StoredWeights):
         self.verified: set[str] = set()
         """The files whose bytes were compared with the manifest: they are not digested again."""
         self._chosen = MASTER
-        self.has_average = self._has_average()
-        """Whether there is a moving average of every weight; a frozen weight is its own average."""
-
-    def _has_average(self) -> bool:
-        weights = [fields for fields in self.tensors.values() if MASTER in fields]
-        averaged = [fields for fields in weights if EMA in fields]
-        rest = [fields for fields in weights if EMA not in fields]
-        return bool(averaged) and all(fields.keys() == {MASTER} for fields in rest)
+        self.has_average = any(EMA in fields for fields in self.tensors.values())
+        """Whether there is a moving average of the weights; a frozen weight is its own average."""
 
     def model_config(self) -> ModelSettings:
         """Returns the configuration of its model, complete.

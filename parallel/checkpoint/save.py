@@ -312,8 +312,9 @@ class Saver:
         self._memory: SnapshotMemory | None = None
         self.seconds_waited = 0.0
         """Total time that training waited for copies, in seconds."""
-        if asynchronous:
-            self._memory = self._new_memory(memory_needed(list(held_boxes(engine))))
+        if asynchronous:  # boxes of all saves have the same sizes
+            nbytes = memory_needed(list(held_boxes(engine)))
+            self._memory = SnapshotMemory(nbytes, pinned=engine.device.type == "cuda")
 
     def save(
         self,
@@ -348,9 +349,6 @@ class Saver:
         self._keep = replace(self._keep, best=best, judged=judged)
         boxes, copies = list(held_boxes(self._engine)), list[Copy]()  # views
         if self._memory is not None:
-            if (needed := memory_needed(boxes)) > self._memory.nbytes:
-                self._memory.close()
-                self._memory = self._new_memory(needed)
             boxes, copies = self._memory.take(boxes)
             self._engine.before_change(self._settle)
         staging = comm.from_main(staging_folder(self._folder, step))
@@ -358,9 +356,6 @@ class Saver:
         self._pending = _Pending(step, staging, small_files(state, config_yaml, files), task)
         if self._memory is None:
             self.finish()
-
-    def _new_memory(self, nbytes: int) -> SnapshotMemory:
-        return SnapshotMemory(nbytes, pinned=self._engine.device.type == "cuda")
 
     def poll(self) -> None:
         """Checks without waiting whether the save is done; called after every step.

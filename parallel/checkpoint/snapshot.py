@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -34,12 +34,8 @@ class HeldBox(NamedTuple):
     """Whether `Engine.about_to_change` is called before every change of the values."""
 
 
-class Copy(NamedTuple):
-    """A copy to make."""
-
-    place: torch.Tensor
-    """Contiguous CPU memory with the dtype and shape of the values."""
-    values: torch.Tensor
+Copy: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+"""A copy to make: contiguous CPU memory with the dtype and shape of the values, and the values."""
 
 
 class _GivenUp(Exception):
@@ -175,7 +171,7 @@ class SnapshotMemory:
             nbytes = values.numel() * values.element_size()
             place = self._bytes[at : at + nbytes].view(values.dtype).view(values.shape)
             if each.by_optimizer:
-                later.append(Copy(place, values))
+                later.append((place, values))
             else:
                 copy_tensor(place, values)
             copied.append(each._replace(values=partial(_itself, place)))

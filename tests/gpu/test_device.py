@@ -15,7 +15,7 @@ from polyad.model.kernels.linear_cross_entropy import (
     by_definition,
     linear_cross_entropy,
 )
-from polyad.parallel.checkpoint.snapshot import Copy, Task
+from polyad.parallel.checkpoint.snapshot import Task
 from polyad.parallel.comm import World
 from polyad.train.errors import RunError
 from polyad.train.guard.failures import explain_out_of_memory
@@ -215,7 +215,7 @@ def test_a_snapshot_has_what_was_queued_before_it_and_waits_for_nothing_after() 
         busy = torch.tanh(busy @ busy)
     for number, value in enumerate(values):
         value += number + 0 * busy[0, 0]
-    pairs = [Copy(torch.empty(value.shape), value) for value in values]
+    pairs = [(torch.empty(value.shape), value) for value in values]
     ordered = threading.Event()
     copying = Task(lambda check: ordered.set(), pairs, CUDA)
     for _ in itertools.repeat(None, 100):  # hundreds of milliseconds, queued at once
