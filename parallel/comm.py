@@ -1,7 +1,6 @@
 """The process group: start, shutdown, and the collectives that the training loop needs."""
 
 import hashlib
-import ipaddress
 import os
 import signal
 import socket
@@ -117,8 +116,7 @@ def _check_not_apart() -> None:
     """Refuses processes that do not know of one another: each would train the whole run alone.
 
     Raises:
-        LayoutError: srun or mpirun has started several tasks without torchrun, or this host would
-            wait for the others at its own address.
+        LayoutError: srun or mpirun has started several tasks without torchrun.
     """
     nodes = environment_nodes()
     for name, starter in TASKS_OF.items():
@@ -130,23 +128,6 @@ def _check_not_apart() -> None:
                 f"{world} on 1 host: each task would train alone. Start them with `polyad launch` "
                 f"or torchrun (--nnodes {tasks}), or a single task"
             )
-    address = os.environ.get("MASTER_ADDR", "")
-    if os.environ.get("GROUP_RANK", "0") != "0" and _is_this_host(address):
-        raise LayoutError(
-            f"MASTER_ADDR: {address} is a loopback address on this host, which is not the first "
-            f"of {nodes}: it would look for the others on itself. Give the first host's address "
-            f"(--rdzv-endpoint), or a name that is not in /etc/hosts as 127.0.0.1"
-        )
-
-
-def _is_this_host(address: str) -> bool:
-    try:
-        found = (
-            {str(each[4][0]) for each in socket.getaddrinfo(address, None)} if address else set()
-        )
-    except OSError:
-        return False
-    return bool(found) and all(ipaddress.ip_address(each).is_loopback for each in found)
 
 
 def environment_nodes() -> int:
@@ -424,11 +405,6 @@ def max_over_ranks(values: torch.Tensor) -> torch.Tensor:
     total = values.clone()
     dist.all_reduce(total, dist.ReduceOp.MAX)
     return total
-
-
-def any_rank(condition: bool) -> bool:
-    """Returns whether the condition holds on any rank; the result is the same on all."""
-    return bool(max_over_ranks(torch.tensor(float(condition), device=_device())).item())
 
 
 def highest(number: int) -> int:

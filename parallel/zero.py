@@ -270,15 +270,6 @@ class Engine:
         averaged = () if average_decay is None else (EMA,)
         self.state_fields = (*state_fields(self.optimizer), *averaged)
 
-    def fields_by_weight(self) -> dict[int, tuple[str, ...]]:
-        """Maps the `id` of each weight to its state fields, for groups that list theirs."""
-        return {
-            id(parameter): tuple(f for f in self.state_fields if f in (*group[STATE_TENSORS], EMA))
-            for group in self.optimizer.param_groups
-            if STATE_TENSORS in group
-            for parameter in group["params"]
-        }
-
     @property
     def module(self) -> nn.Module:
         """The model that was passed in."""
@@ -540,14 +531,19 @@ def fragments(engine: Engine) -> dict[str, Fragment]:
     """
     held: dict[str, Fragment] = {}
     state = engine.optimizer.state
-    fields_by_weight = engine.fields_by_weight()
+    fields_of_weight = {
+        id(weight): tuple(f for f in engine.state_fields if f in (*group[STATE_TENSORS], EMA))
+        for group in engine.optimizer.param_groups
+        if STATE_TENSORS in group  # groups that differ in these
+        for weight in group["params"]
+    }
     for name, parameter in engine.module.named_parameters():
         if not parameter.requires_grad:
             continue
         if (located := _located(engine, parameter)) is None or located[3] <= 0:
             continue
         key, position, start, numel = located
-        fields = fields_by_weight.get(id(key), engine.state_fields)
+        fields = fields_of_weight.get(id(key), engine.state_fields)
         for field in fields:
             if not isinstance(state[key].get(field), torch.Tensor):
                 state[key][field] = torch.zeros_like(key)

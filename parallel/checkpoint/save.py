@@ -54,7 +54,6 @@ from polyad.parallel.checkpoint.snapshot import (
     HeldBox,
     SnapshotMemory,
     Task,
-    memory_needed,
 )
 from polyad.parallel.fragments import persistent_buffers, written
 from polyad.parallel.tensor_file import DTYPE_NAMES, FileTensor, write_tensors
@@ -313,8 +312,8 @@ class Saver:
         self.seconds_waited = 0.0
         """Total time that training waited for copies, in seconds."""
         if asynchronous:  # boxes of all saves have the same sizes
-            nbytes = memory_needed(list(held_boxes(engine)))
-            self._memory = SnapshotMemory(nbytes, pinned=engine.device.type == "cuda")
+            pinned = engine.device.type == "cuda"
+            self._memory = SnapshotMemory(held_boxes(engine), pinned=pinned)
 
     def save(
         self,

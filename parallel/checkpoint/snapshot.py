@@ -6,9 +6,8 @@ import math
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -132,11 +131,6 @@ def copy_tensor(place: torch.Tensor, values: torch.Tensor) -> None:
         place.copy_(values)
 
 
-def memory_needed(boxes: Sequence[HeldBox]) -> int:
-    """Returns the size of a snapshot in bytes."""
-    return sum(map(_room, boxes))
-
-
 def _room(held: HeldBox) -> int:
     nbytes = math.prod(held.box.size) * held.dtype.itemsize
     return math.ceil(nbytes / ALIGNMENT) * ALIGNMENT
@@ -146,21 +140,20 @@ class SnapshotMemory:
     """The memory of one snapshot.
 
     Args:
-        nbytes: size of the memory; it is allocated and touched at once, so that a snapshot only
-            costs the copying.
+        boxes: boxes of the sizes of those to take; the memory is allocated and touched at once, so
+            that a snapshot only costs the copying.
         pinned: whether a GPU copies into it, which requires page-locked memory.
     """
 
-    def __init__(self, nbytes: int, *, pinned: bool = False) -> None:
-        self.nbytes = nbytes
-        self._bytes = torch.zeros(nbytes, dtype=torch.uint8)
+    def __init__(self, boxes: Iterable[HeldBox], *, pinned: bool = False) -> None:
+        self._bytes = torch.zeros(sum(map(_room, boxes)), dtype=torch.uint8)
         self._is_pinned = pinned and _pin(self._bytes)
 
     def take(self, boxes: Sequence[HeldBox]) -> tuple[list[HeldBox], list[Copy]]:
         """Assigns memory to each box, and copies what may change at any moment.
 
         Args:
-            boxes: boxes that fit into the memory.
+            boxes: the boxes.
 
         Returns:
             The boxes with the copies as their values, and the copies that still have to be made.
@@ -174,7 +167,7 @@ class SnapshotMemory:
                 later.append((place, values))
             else:
                 copy_tensor(place, values)
-            copied.append(each._replace(values=partial(_itself, place)))
+            copied.append(each._replace(values=place.detach))
             at += _room(each)
         return copied, later
 
@@ -183,10 +176,6 @@ class SnapshotMemory:
         if self._is_pinned:
             torch.cuda.cudart().cudaHostUnregister(self._bytes.data_ptr())
             self._is_pinned = False
-
-
-def _itself(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
 
 
 def _pin(memory: torch.Tensor) -> bool:

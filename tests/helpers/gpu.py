@@ -30,7 +30,6 @@ def world() -> dict[str, Any]:
         "device": str(here.device),
         "sum": total.tolist(),
         "everyone": comm.gather_to_main("here"),
-        "any": comm.any_rank(True),
     }
 
 
