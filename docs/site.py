@@ -37,6 +37,9 @@ markdown_extensions:
     slugify: !!python/object/apply:pymdownx.slugs.slugify {{kwds: {{case: lower}}}}
 """
 """Anchors are those of GitHub."""
+STYLE, WORKER = Path("docs/site.css"), Path("docs/worker.js")
+SHIM = "https://unpkg.com/iframe-worker/shim"
+"""The script for search on a disk that the theme would load, in place of which `WORKER` is."""
 LINK = re.compile(r"\]\(([^)\s#]+)[^)]*\)")
 LINK_TO_NOTEBOOK = re.compile(r"(\]\([^)\s#]+)\.ipynb\b")
 
@@ -50,13 +53,24 @@ def main(output: Path) -> None:
         for name, text in (notebooks() | reference()).items():
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             (source / name).write_text(text, encoding="utf-8")
+        for path in (STYLE, WORKER):
+            shutil.copy(ROOT / path, source / path)
         file = Path(folder) / "mkdocs.yml"
-        file.write_text(
-            SETTINGS.format(root=ROOT, source=source, output=output.resolve()), encoding="utf-8"
-        )
+        settings = SETTINGS.format(root=ROOT, source=source, output=output.resolve())
+        file.write_text(settings + repository(), encoding="utf-8")
         command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", str(file)]
         environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}  # of an incompatible successor
         subprocess.run(command, env=environment, check=True)
+    for page in output.rglob("*.html"):
+        worker = os.path.relpath(output / WORKER, page.parent)
+        page.write_text(page.read_text(encoding="utf-8").replace(SHIM, worker), encoding="utf-8")
+
+
+def repository() -> str:
+    """The setting with the address of this clone's origin; empty if it has none on the web."""
+    command = ["git", "-C", str(ROOT), "remote", "get-url", "origin"]
+    address = subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    return f"repo_url: {address}\n" if address.startswith("https://") else ""
 
 
 def pages() -> list[Path]:

@@ -28,6 +28,8 @@ def test_every_page_of_the_navigation_is_built_and_loads_nothing_from_elsewhere(
             r'<(?:script|img|link rel="stylesheet")[^>]*(?:src|href)="(http[^"]*)', text
         )
         assert loaded == [], page
+        assert "worker.js" in text, page  # for search in pages that are opened from disk
+    assert (tmp_path / "site/search/search_index.js").exists()
     assert "polyad.load" in (tmp_path / "site" / REFERENCE / "python.html").read_text()
     assert (tmp_path / "site/model/smoe/index.html").exists()
 
