@@ -30,7 +30,7 @@ GONE: dict[str, str] = {
     "study.from_runs": "its names; write FOLDER/runs/VARIANT/seed-{seed} as the variant's value",
     "study.attack": "measures of a study; use `polyad evaluate RUN --attack`",
     "study.leak": "measures of a study",
-    "study.knockout": "measures of a study; use `polyad experts knockout RUN`",
+    "study.knockout": "measures of a study; use `polyad experts atlas RUN`",
     "study.specialization": "measures of a study; use `polyad experts specialize RUN`",
     "study.measures": "measures of a study; use `polyad experts splice RUN`",
 }
