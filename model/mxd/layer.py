@@ -153,7 +153,7 @@ def sum_of_rows(rows_ND: Tensor, ids_MK: Tensor, weights_MK: Tensor, *, whole: b
         ids_MK: Indices of the rows.
         weights_MK: Their weights.
         whole: Whether to multiply the whole table by a mostly zero weight matrix, which is faster
-            on a GPU if the table is small (BENCHMARKS.md, "GPUs").
+            on a GPU if the table is small (BENCHMARKS.md, "A first look at a GPU").
 
     Returns:
         [M, D].
