@@ -1,6 +1,5 @@
 """The base class of every configuration model in this package, and the keys under `data:`."""
 
-import re
 from collections import Counter
 from typing import Annotated, Any, Literal
 
@@ -40,15 +39,8 @@ class MixtureSource(Config):
     """Relative weight: the fraction of the training samples is this weight divided by the sum of
     all weights."""
 
-    name: str | None = None
+    name: Annotated[str, Field(pattern=r"^[\w.+-]+$")] | None = None
     """Name under which its validation loss is reported; null: the name of the folder."""
-
-    @field_validator("name")
-    @classmethod
-    def _name_is_a_word(cls, name: str | None) -> str | None:
-        if name is not None and not re.fullmatch(r"[\w.+-]+", name):
-            raise ValueError("only letters, digits and any of _ . + - are possible")
-        return name
 
     @property
     def label(self) -> str:

@@ -28,16 +28,11 @@ def each_once(names: Sequence[str]) -> list[str]:
     return [f"{name} ({number})" if count[name] > 1 else name for number, name in enumerate(names)]
 
 
-def _each_once(names: list[str] | None) -> list[str] | None:
-    if names is None:
-        return None
-    for number, name in enumerate(names):
-        if name in names[:number]:
-            raise ValueError(f"{name!r} is listed twice; list each domain once")
-    return sorted(names)
+def _sorted(names: list[str] | None) -> list[str] | None:
+    return None if names is None else sorted(set(names))
 
 
-LeaveOut = Annotated[list[str] | None, Field(min_length=1), AfterValidator(_each_once)]
+LeaveOut = Annotated[list[str] | None, Field(min_length=1), AfterValidator(_sorted)]
 """Names of domains, sorted because their order has no meaning; or None."""
 
 

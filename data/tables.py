@@ -225,27 +225,27 @@ def load_files(files: Sequence[Path], notes: list[str]) -> Any:
         notes: Receives a line on a file that is read in an unusual way.
 
     Raises:
-        DataError: One cannot be read, or they name the same number of a class differently:
-            `datasets` would give all of them the names of the first.
+        DataError: One cannot be read, or they name the same number of a class differently.
     """
     import datasets
 
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
-    ending = files[0].suffix.lower()
+    # One by one: read together, all would get the names of classes of the first.
+    tables = [_table(file, notes) for file in files]
+    with library_errors(files[0].parent):
+        return datasets.concatenate_datasets(tables)
+
+
+def _table(file: Path, notes: list[str]) -> Any:
+    import datasets
+
+    ending = file.suffix.lower()
     if ending in SEPARATORS:
-        return datasets.concatenate_datasets([_separated(file, notes) for file in files])
-    if empty := next((file for file in files if not file.stat().st_size), None):
-        raise DataError(f"{empty}: has no rows")
-    paths = [str(file.resolve()) for file in files]
-    with library_errors(files[0] if len(files) == 1 else files[0].parent):
-        rows = datasets.load_dataset(BUILDERS[ending], data_files=paths, split="train")
-        for file, path in zip(files[1:], paths[1:], strict=True):
-            other = datasets.load_dataset(
-                BUILDERS[ending], data_files=path, split="train", streaming=True
-            )
-            _check_names(file, other.features or {}, rows.features)
-    return rows
+        return _separated(file, notes)
+    with library_errors(file):
+        path = str(file.resolve())
+        return datasets.load_dataset(BUILDERS[ending], data_files=path, split="train")
 
 
 def _separated(file: Path, notes: list[str]) -> Any:
@@ -270,13 +270,3 @@ def _separated(file: Path, notes: list[str]) -> Any:
             column_types=dict.fromkeys(names, pyarrow.string()), strings_can_be_null=False
         )
         return datasets.Dataset(pyarrow.csv.read_csv(file, read, parse, words))
-
-
-def _check_names(file: Path, features: Mapping[str, Any], first: Mapping[str, Any]) -> None:
-    for column, feature in first.items():
-        mine, theirs = (getattr(each, "names", None) for each in (feature, features.get(column)))
-        if mine != theirs:
-            raise DataError(
-                f"{file}: names the numbers in {column!r} {listed(theirs or (), 5)}, another file "
-                f"{listed(mine or (), 5)}: the files of one split need the same names"
-            )

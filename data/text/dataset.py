@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from polyad.data.errors import DataError, nearest, user_path
+from polyad.data.errors import DataError, user_path
 from polyad.data.prepared import MANIFEST_FILE, SPLITS, SplitName
 from polyad.data.text.manifest import FILES, Manifest
 from polyad.data.text.tokenizers.files import load_tokenizer
@@ -291,20 +291,9 @@ def check_prepared(folder: Path) -> None:
     """
     again = "make it with `polyad prepare`"
     if not folder.exists():
-        raise DataError(
-            f"{folder}: no such folder of prepared data{_nearest_folder(folder)}; {again}"
-        )
+        raise DataError(f"{folder}: no such folder of prepared data; {again}")
     if not os.path.lexists(folder / MANIFEST_FILE):
         raise DataError(f"{folder}: not prepared data: it has no {MANIFEST_FILE}; {again}")
-
-
-def _nearest_folder(folder: Path) -> str:
-    try:
-        siblings = list(folder.parent.iterdir())
-    except OSError:
-        return ""
-    prepared = [entry.name for entry in siblings if (entry / MANIFEST_FILE).is_file()]
-    return nearest(folder.name, prepared)
 
 
 def check_replaceable(output: Path, *, overwrite: bool) -> None:

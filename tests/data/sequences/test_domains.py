@@ -181,7 +181,7 @@ def test_rows_with_hidden_labels_are_not_the_test_split(folder, tmp_path):
     assert data.size("test") == sum(row["source"] == "films" for row in table_of(12, 0))
 
 
-def test_a_name_that_stands_twice_is_refused():
-    for wrong in (["a", "a"], []):
-        with pytest.raises(ValueError, match="leave_out"):
-            SequenceDataConfig(path="x.csv", leave_out=wrong)
+def test_names_are_a_set_that_is_not_empty():
+    assert SequenceDataConfig(path="x.csv", leave_out=["b", "a", "b"]).leave_out == ["a", "b"]
+    with pytest.raises(ValueError, match="leave_out"):
+        SequenceDataConfig(path="x.csv", leave_out=[])

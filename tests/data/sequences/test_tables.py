@@ -223,7 +223,7 @@ def test_classes_are_told_by_their_names_whatever_their_numbers(tmp_path, split)
 def test_files_of_a_split_with_other_names_of_classes_are_refused(tmp_path):
     named_table(tmp_path / "train-0.parquet", CAT_DOG, ["cat", "dog"])
     named_table(tmp_path / "train-1.parquet", DOG_CAT, ["cat", "dog"])
-    with pytest.raises(DataError, match=r"train-1\.parquet: names the numbers in 'label' 'dog'"):
+    with pytest.raises(DataError, match=r"label.*ClassLabel.*dog.*cat"):
         tables_of(tmp_path)
 
 

@@ -59,12 +59,6 @@ def test_empty_split_is_empty(tmp_path):
     assert (stream.num_tokens, len(stream.document_lengths), len(stream.read(0, 0))) == (0, 0, 0)
 
 
-def test_missing_folder_suggests_a_prepared_one(copy):
-    (copy.parent / "corpsu-notes").mkdir()
-    assert "did you mean 'corpus'?" in error_of(copy.parent / "corpsu")
-    assert "polyad prepare" in error_of(copy.parent)
-
-
 @pytest.mark.parametrize("name", ["train.bin", "validation.idx", "tokenizer.json"])
 def test_missing_file_is_named(copy, name):
     (copy / name).unlink()
@@ -95,3 +89,7 @@ def test_damage_that_reading_meets_is_one_line(copy):
     flip(copy / "train.idx", 34 + 4, bit=1)
     with pytest.raises(DataError, match=r"train\.idx: damaged: the lengths of its documents"):
         PreparedData.open(copy).split("train").document_lengths  # noqa: B018
+
+
+def test_what_is_no_prepared_data_says_how_to_make_it(copy):
+    assert "polyad prepare" in error_of(copy.parent)

@@ -205,7 +205,7 @@ def test_nothing_to_train_on_is_refused(folders):
             {"mixture": [{"path": "x/a", "weight": 1}, {"path": "y/a", "weight": 1}]},
             "2 folders have the name a",
         ),
-        ({"mixture": [{"path": "a", "weight": 1, "name": "a/b"}]}, "letters"),
+        ({"mixture": [{"path": "a", "weight": 1, "name": "a/b"}]}, "match pattern"),
     ],
 )
 def test_bad_mixture_is_refused(value, expected):
