@@ -240,7 +240,7 @@ def cut_adapters(model: nn.Module, world: comm.World) -> None:
     One matrix of an adapter is split, as the weight that it adapts; the other is replicated. The r
     values per token between the two matrices are exchanged; where the layer's own reduction joins
     the parts, only the gradient of the replicated matrix is, of which each rank then has a part.
-    `LAYERS.md` has the table.
+    `LAYERS.md` has the list.
 
     Args:
         model: the model on the meta device, with the adapted layers split.
