@@ -8,8 +8,8 @@ predicted tokens, S experts of a layer (all levels side by side), F hidden units
 width.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -155,19 +155,20 @@ class HeldOut:
         """
         loss_N, model = np.zeros(len(rows)), self._model
         layers = [self._layers[name] for name in rows["module"].unique()]
-        blocks = [layer.block for layer in layers]
-        for part, entering in self._again(rows, blocks):
+        for passages, part, entering in self._again(rows, [layer.block for layer in layers]):
             for layer in layers:
-                x_BTD, of_layer = entering[layer.block], part.of(layer)
+                x_BTD, own = entering[layer.block], part[part["module"] == layer.name]
                 with intervening(model, layer, Action(how=how)) as intervene:
-                    for some in of_layer.in_parts(len(x_BTD)):
-                        chosen_rS = nn.functional.one_hot(some.column_n, layer.num_experts).bool()
-                        at_rT = nn.functional.one_hot(some.position_n, x_BTD.shape[1]).bool()
-                        intervene(chosen_rS, at_rT)
-                        y_rTD = through(model, x_BTD[some.window_n], layer.block)
-                        loss_rP = losses(model, y_rTD, part.passages.rows(some.window_n))
-                        own_r1 = loss_rP.double().gather(1, some.position_n.unsqueeze(1))
-                        loss_N[some.row_n.cpu().numpy()] = own_r1[:, 0].cpu().numpy()
+                    for first in range(0, len(own), len(x_BTD)):
+                        some = own.iloc[first : first + len(x_BTD)]
+                        window_n, position_n, column_n = _tensors(some, x_BTD.device)
+                        chosen_nS = nn.functional.one_hot(column_n, layer.num_experts).bool()
+                        at_nT = nn.functional.one_hot(position_n, x_BTD.shape[1]).bool()
+                        intervene(chosen_nS, at_nT)
+                        y_nTD = through(model, x_BTD[window_n], layer.block)
+                        loss_nP = losses(model, y_nTD, passages.rows(window_n)).double()
+                        own_n1 = loss_nP.gather(1, position_n.unsqueeze(1))
+                        loss_N[some.index] = own_n1[:, 0].cpu().numpy()
         return loss_N
 
     @torch.inference_mode()
@@ -183,8 +184,12 @@ class HeldOut:
         Raises:
             ConfigError: a layer has no units that belong to one expert alone.
         """
-        found: list[tuple[Tensor, Tensor]] = []
+        found: list[tuple[Any, Tensor]] = []
         entered: dict[str, Tensor] = {}
+
+        def keep(name: str) -> Callable[..., None]:
+            return lambda module, arguments, output: entered.update({name: arguments[0]})
+
         layers = [self._layers[name] for name in rows["module"].unique()]
         handles = []
         for layer in layers:
@@ -193,51 +198,46 @@ class HeldOut:
                 raise ConfigError(
                     f"hidden: {layer.title} is not allowed: its experts have no units of their own"
                 )
-            keep = _Entering(entered, layer.name)
-            handles.append(module.dispatcher.register_forward_hook(keep))
+            handles.append(module.dispatcher.register_forward_hook(keep(layer.name)))
         try:
-            for part, _ in self._again(rows, ()):
-                for layer in layers:
-                    experts: Any = self._model.get_submodule(layer.name).experts
-                    x_BTD = entered[layer.name].view(*part.passages.ids_BT.shape, -1)
-                    of_layer = part.of(layer)
-                    for expert in sorted(set(of_layer.column_n.tolist())):
-                        some = of_layer.where(of_layer.column_n == expert)
-                        x_nD = x_BTD[some.window_n, some.position_n]
-                        found.append((some.row_n, experts.inner(x_nD, expert).float()))
+            for passages, part, _ in self._again(rows, ()):
+                for (name, expert), some in part.groupby(["module", "column"], observed=True):
+                    experts: Any = self._model.get_submodule(name).experts
+                    x_BTD = entered[name].view(*passages.ids_BT.shape, -1)
+                    window_n, position_n, _ = _tensors(some, x_BTD.device)
+                    hidden_nF = experts.inner(x_BTD[window_n, position_n], expert).float()
+                    found.append((some.index, hidden_nF.cpu()))
         finally:
             for handle in handles:
                 handle.remove()
-        row_N, hidden_NF = (torch.cat(each).cpu() for each in zip(*found, strict=True))
-        return hidden_NF[row_N.argsort()].numpy()
+        numbers, hidden = zip(*found, strict=True)
+        return torch.cat(hidden).numpy()[np.concatenate(numbers).argsort()]
 
     def _again(
         self, rows: Any, blocks: Sequence[int]
-    ) -> Iterator[tuple["_Rows", Mapping[int, Tensor]]]:
+    ) -> Iterator[tuple[Passages, Any, Mapping[int, Tensor]]]:
         """Reads the windows of some rows once more.
 
         Yields:
-            The rows of each batch, and the inputs of blocks.
+            A batch; a table of its rows by their number, with the row of their `window` in the
+            batch and the `column` of their expert; and the inputs of blocks.
         """
-        windows = sorted(rows["window"].unique().tolist())
+        table = rows.reset_index(drop=True)
+        first = {name: np.cumsum([0, *layer.levels]) for name, layer in self._layers.items()}
+        level = table["level"] if "level" in table else np.zeros(len(table), dtype=np.int64)
+        table["column"] = table["expert"] + [
+            first[name][at] for name, at in zip(table["module"], level, strict=True)
+        ]
+        windows = sorted(table["window"].unique().tolist())
+        table["window"] = np.searchsorted(windows, table["window"])
         text, model = self._text("rows of tokens").some(windows), self._model
         device = next(model.parameters()).device
-        window_N = np.searchsorted(windows, rows["window"])
         for number_B, passages in text.batches(self._opened.batch_size, 0, 1, device):
-            row_n = np.flatnonzero(np.isin(window_N, number_B.numpy()))
-            some, row_of = rows.iloc[row_n], {n: row for row, n in enumerate(number_B.tolist())}
-            level = some["level"] if "level" in some else np.zeros(len(some), dtype=np.int64)
-            column_n = [
-                sum(self._layers[name].levels[: int(at)]) + int(expert)
-                for name, at, expert in zip(some["module"], level, some["expert"], strict=True)
-            ]
-            window_n = [row_of[number] for number in window_N[row_n].tolist()]
-            position_n = some["position"].to_numpy()
-            numbers = (row_n, window_n, position_n, column_n)
-            tensors = (torch.tensor(np.array(each), device=device).long() for each in numbers)
+            row_of = {number: row for row, number in enumerate(number_B.tolist())}
+            part = table[table["window"].isin(row_of)]
             entering = dict.fromkeys(blocks, torch.empty(0))
             text.forward(model, passages, entering)
-            yield _Rows(some["module"].to_numpy(), passages, *tensors), entering
+            yield passages, part.assign(window=part["window"].map(row_of)), entering
 
     def _read(self, layers: Sequence[RoutedLayer]) -> Iterator[Reading]:
         return read(self._model, layers, self._samples, batch_size=self._opened.batch_size)
@@ -248,41 +248,7 @@ class HeldOut:
         return self._samples
 
 
-class _Rows(NamedTuple):
-    """The rows of a trace that are in a batch."""
-
-    module_n: npt.NDArray[Any]
-    passages: Passages
-    row_n: Tensor
-    """Their numbers in the table."""
-    window_n: Tensor
-    """Their windows' rows in the batch."""
-    position_n: Tensor
-    column_n: Tensor
-    """The experts, counted over all levels."""
-
-    def where(self, chosen_n: Tensor) -> "_Rows":
-        """Returns the rows that are chosen."""
-        others = (each[chosen_n] for each in self[2:])
-        return _Rows(self.module_n[chosen_n.cpu().numpy()], self.passages, *others)
-
-    def of(self, layer: RoutedLayer) -> "_Rows":
-        """Returns the rows of a layer."""
-        chosen_n = torch.from_numpy(self.module_n == layer.name)
-        return self.where(chosen_n.to(self.row_n.device))
-
-    def in_parts(self, size: int) -> "Iterator[_Rows]":
-        """Parts of at most `size` rows."""
-        number_n = torch.arange(len(self.row_n), device=self.row_n.device)
-        for first in range(0, len(number_n), size):
-            yield self.where((number_n >= first) & (number_n < first + size))
-
-
-class _Entering:
-    """Keeps the tokens that enter a layer's experts."""
-
-    def __init__(self, entered: dict[str, Tensor], name: str) -> None:
-        self._entered, self._name = entered, name
-
-    def __call__(self, module: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
-        self._entered[self._name] = arguments[0]
+def _tensors(rows: Any, device: torch.device) -> list[Tensor]:
+    """The window's row in the batch, the position and the expert's column of each row."""
+    names = ("window", "position", "column")
+    return [torch.tensor(rows[name].to_numpy(np.int64), device=device) for name in names]
