@@ -218,11 +218,8 @@ def continue_text(
     tokenizer: Tokenizer,
     prompt: str,
     *,
-    max_tokens: int = 100,
-    sampling: Sampling = Sampling(),  # frozen
-    use_cache: bool = True,
-    name: str = "the model",
     write: Callable[[str], object] = lambda text: None,
+    **options: Any,
 ) -> Continuation:
     """Continues a text with a model in memory.
 
@@ -230,11 +227,8 @@ def continue_text(
         model: a decoder in evaluation mode.
         tokenizer: the model's tokenizer.
         prompt: the text; empty starts a document.
-        max_tokens: see `generate`.
-        sampling: see `generate`.
-        use_cache: see `generate`.
-        name: name of the model in errors.
         write: called with every piece of text as it is generated.
+        options: `max_tokens`, `sampling`, `use_cache` and `name` of `generate_ids`.
 
     Raises:
         ConfigError: the prompt is not text, or the weights are not finite.
@@ -246,13 +240,10 @@ def continue_text(
     for token in generate_ids(
         model,
         prompt_ids,
-        max_tokens=max_tokens,
-        sampling=sampling,
         stop_ids=tokenizer.stop_ids,
         vocab_size=tokenizer.vocab_size,
         unused_ids=tokenizer.unused_ids,
-        use_cache=use_cache,
-        name=name,
+        **options,
     ):
         ids.append(token)
         pieces.append(stream.push(token))
