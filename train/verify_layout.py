@@ -227,17 +227,16 @@ def verify(config: RunConfig, run: Path) -> dict[str, Any] | None:
     if not world.is_main:
         return None
     wrong = [each._asdict() for each in found if each.is_wrong]
-    compared: dict[str, Any] = {}
-    for each in found:
-        row = compared.setdefault(each.kind, {"compared": 0, "largest_difference": 0.0})
-        row["compared"] += 1
-        row["largest_difference"] = max(row["largest_difference"], each.relative)
+    by_kind = {kind: [each.relative for each in found if each.kind == kind] for kind in KINDS}
     return {
         "processes": world.size,
         "data_parallel_size": world.data_parallel_size,
         **shape.model_dump(exclude={"bucket_size", "timeout_minutes"}),
         "equal": not wrong,
-        "differences": compared,
+        "differences": {
+            kind: {"compared": len(each), "largest_difference": max(each)}
+            for kind, each in by_kind.items()
+        },
         "wrong": wrong,
     }
 

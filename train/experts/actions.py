@@ -99,26 +99,30 @@ def intervening(
     chosen = _Chosen(action)
     parent = model.get_submodule(layer.name)
     handles = []
+
+    def active(hook: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *arguments: None if chosen.is_idle else hook(*arguments)
+
     if action.how == "steer":
         block = model.get_submodule(layer.name.rpartition(".")[0])
-        handles.append(block.register_forward_pre_hook(chosen.steered))
+        handles.append(block.register_forward_pre_hook(active(chosen.steered)))
     for part in parent.children() if action.how != "steer" else ():
         if isinstance(part, Gate):
-            handles.append(part.register_forward_hook(chosen.shares))
+            handles.append(part.register_forward_hook(active(chosen.shares)))
         elif isinstance(part, SparseGate):
-            handles.append(part.register_forward_hook(chosen.selected))
+            handles.append(part.register_forward_hook(active(chosen.selected)))
         elif isinstance(part, Router):
             if action.how in RANKING:
                 _check_ranking(part, layer, action)
-                handles.append(part.score.register_forward_hook(chosen.moved))
+                handles.append(part.score.register_forward_hook(active(chosen.moved)))
             elif action.how == "prune":
-                handles.append(part.score.register_forward_hook(chosen.logits))
-                handles.append(part.selection.register_forward_pre_hook(chosen.ranked))
+                handles.append(part.score.register_forward_hook(active(chosen.logits)))
+                handles.append(part.selection.register_forward_pre_hook(active(chosen.ranked)))
             else:
-                handles.append(part.selection.register_forward_hook(chosen.selected))
+                handles.append(part.selection.register_forward_hook(active(chosen.selected)))
     if action.how == "mean":
         assert isinstance(parent, SelectingMoE)
-        handles.append(parent.dispatcher.register_forward_hook(chosen.replaced))
+        handles.append(parent.dispatcher.register_forward_hook(active(chosen.replaced)))
     try:
         with uncompiled(model):
             yield chosen.choose
@@ -135,6 +139,11 @@ class _Chosen:
         self._chosen_BS: Tensor | None = None
         self._at_BT: Tensor | None = None
         self._lost_MS: Tensor | None = None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no expert is changed."""
+        return self._chosen_BS is None
 
     def choose(self, chosen_BS: Tensor | None, at_BT: Tensor | None = None) -> None:
         """Sets which experts are changed, and where; see `Intervene`."""
@@ -153,8 +162,6 @@ class _Chosen:
 
     def steered(self, module: nn.Module, arguments: Any) -> Any:
         """Adds columns of the gate to the input of a block."""
-        if self._chosen_BS is None:
-            return None
         x_BTD, *others = arguments
         feed_forward: Any = module.feed_forward
         assert self._action.value is not None
@@ -164,10 +171,8 @@ class _Chosen:
         shift_BTD = (self._action.value * (chosen_MS @ columns_SD)).view(x_BTD.shape)
         return x_BTD + shift_BTD.to(x_BTD.dtype), *others
 
-    def selected(self, module: nn.Module, arguments: Any, output: Selected) -> Selected | None:
+    def selected(self, module: nn.Module, arguments: Any, output: Selected) -> Selected:
         """Changes the weights of selected experts, or the selection."""
-        if self._chosen_BS is None:
-            return None
         weights_MK, ids_MK = output.weights_NK, output.expert_ids_NK
         hit_MK = self._of_tokens(len(ids_MK)).gather(1, ids_MK)
         if self._action.how == "swap":
@@ -182,24 +187,18 @@ class _Chosen:
 
     def replaced(self, module: nn.Module, arguments: Any, output: Any) -> Any:
         """Adds mean outputs with the weights of the experts that they replace."""
-        if self._chosen_BS is None:
-            return None
         assert self._lost_MS is not None
         assert self._action.mean_SD is not None
         y_MD = output.y_ND
         mean_SD = self._action.mean_SD.to(y_MD)
         return output._replace(y_ND=y_MD + self._lost_MS.to(y_MD.dtype) @ mean_SD)
 
-    def logits(self, module: nn.Module, arguments: Any, output: Tensor) -> Tensor | None:
+    def logits(self, module: nn.Module, arguments: Any, output: Tensor) -> Tensor:
         """Deletes rows of the router, so that they have no score and graphs do not mix it."""
-        if self._chosen_BS is None:
-            return None
         return output.masked_fill(self._of_tokens(len(output)), -math.inf)
 
-    def moved(self, module: nn.Module, arguments: Any, output: Tensor) -> Tensor | None:
+    def moved(self, module: nn.Module, arguments: Any, output: Tensor) -> Tensor:
         """Ranks experts first or last."""
-        if self._chosen_BS is None:
-            return None
         first_MS = self._of_tokens(len(output))
         if self._action.how == "avoid":
             return moved_logits(output, torch.zeros_like(first_MS), first_MS)
@@ -210,18 +209,14 @@ class _Chosen:
     def ranked(self, module: nn.Module, arguments: Any) -> Any:
         """Ranks deleted experts behind all others, even where scores are 0 or the lowest are
         taken."""
-        if self._chosen_BS is None:
-            return None
         scores_ME, *others = arguments
         chosen_ME = self._of_tokens(len(scores_ME))
         last = math.inf if getattr(module, "lowest", False) else -math.inf
         logits = [None if one is None else one.masked_fill(chosen_ME, last) for one in others]
         return scores_ME.masked_fill(chosen_ME, -math.inf), *logits
 
-    def shares(self, module: nn.Module, arguments: Any, output: GateOutput) -> GateOutput | None:
+    def shares(self, module: nn.Module, arguments: Any, output: GateOutput) -> GateOutput:
         """Changes coefficients, level by level."""
-        if self._chosen_BS is None:
-            return None
         chosen_MS = self._of_tokens(len(output.coefficients[0]))
         sizes, first, levels = [a_MN.shape[-1] for a_MN in output.coefficients], 0, []
         hits = chosen_MS.split_with_sizes(sizes, dim=-1)

@@ -104,8 +104,7 @@ def check_interventions(model: nn.Module, interventions: Sequence[Intervention])
         ConfigError: it does not, or an action is not possible there.
     """
     by_block = layers_by_block(model)
-    pruned: dict[int, set[int]] = {}
-    ranked: dict[str, dict[int, set[int]]] = {how: {} for how in RANKING}
+    changed: dict[tuple[int, How], set[int]] = {}
     for each in interventions:
         where = f"--intervene {each}"
         if each.layer not in by_block:
@@ -115,46 +114,25 @@ def check_interventions(model: nn.Module, interventions: Sequence[Intervention])
             )
         layer = by_block[each.layer]
         check_action(layer, each.action, where)
-        for expert in each.experts:
-            if expert >= layer.num_experts:
-                raise ConfigError(
-                    f"{where}: expert: {expert} is not allowed: {layer.title} has experts 0 to "
-                    f"{layer.num_experts - 1}"
-                )
+        if (expert := max(each.experts)) >= layer.num_experts:
+            raise ConfigError(
+                f"{where}: expert: {expert} is not allowed: {layer.title} has experts 0 to "
+                f"{layer.num_experts - 1}"
+            )
         if each.action.to is not None:
             _check_swap(layer, each)
-        if each.action.how == "prune":
-            pruned.setdefault(each.layer, set()).update(each.experts)
-        if each.action.how in RANKING:
-            ranked[each.action.how].setdefault(each.layer, set()).update(each.experts)
-    _check_ranked(model, by_block, ranked)
-    for block, experts in pruned.items():
-        layer = by_block[block]
-        used, left = experts_of_a_token(model, layer), layer.num_experts - len(experts)
-        if left < used:
-            raise ConfigError(
-                f"--intervene: {layer.title} would have {left} experts left, but a token uses "
-                f"{used}"
-            )
-
-
-def _check_ranked(
-    model: nn.Module,
-    by_block: Mapping[int, RoutedLayer],
-    ranked: Mapping[str, Mapping[int, set[int]]],
-) -> None:
-    for block, experts in ranked["force"].items():
-        layer, both = by_block[block], experts & ranked["avoid"].get(block, set())
-        if both:
-            raise ConfigError(
-                f"--intervene: expert {min(both)} of {layer.title} cannot be both forced and "
-                "avoided"
-            )
-        if len(experts) > (used := experts_of_a_token(model, layer)):
-            raise ConfigError(
-                f"--intervene: {len(experts)} experts of {layer.title} are forced, but a token "
-                f"uses only {used}"
-            )
+        changed.setdefault((each.layer, each.action.how), set()).update(each.experts)
+    for (block, how), experts in changed.items():
+        layer, wrong = by_block[block], ""
+        left, count = layer.num_experts - len(experts), len(experts)
+        if how == "prune" and left < (used := experts_of_a_token(model, layer)):
+            wrong = f"{layer.title} would have {left} experts left, but a token uses {used}"
+        elif how == "force" and count > (used := experts_of_a_token(model, layer)):
+            wrong = f"{count} experts of {layer.title} are forced, but a token uses only {used}"
+        elif how == "force" and (both := experts & changed.get((block, "avoid"), set())):
+            wrong = f"expert {min(both)} of {layer.title} cannot be both forced and avoided"
+        if wrong:
+            raise ConfigError(f"--intervene: {wrong}")
 
 
 def paired(interventions: Sequence[Intervention]) -> list[Intervention]:
