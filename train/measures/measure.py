@@ -106,15 +106,8 @@ class Measure(Examination):
 
     @classmethod
     def checked(cls, opened: Evaluated, split: str, **options: Any) -> Any:
-        """Rejects weights and data to which the measure does not apply."""
-        if (refusal := cls.refusal(opened)) is not None:
-            raise ConfigError(f"{cls.name}: {refusal}")
+        """Returns the options as they are."""
         return options
-
-    @classmethod
-    def refusal(cls, opened: Evaluated) -> str | None:
-        """Returns why it does not apply to weights and data; None if it does."""
-        return None
 
     @classmethod
     def take(
