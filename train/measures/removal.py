@@ -6,7 +6,8 @@ one domain; the cost is measured on held-out text, and compared with equally man
 Shapes: E experts of a layer, D width.
 """
 
-from collections.abc import Mapping, Sequence
+import random
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -138,12 +139,11 @@ class Removal(Examination):
         whole, tokens = mean_loss(model, samples, opened.batch_size, "held-out text")
         at_random = []
         for number in range(RANDOM_CHOICES):
-            chance = torch.Generator().manual_seed(settings.seed + 1 + number)
-            changes = []
+            seed, changes = settings.seed + 1 + number, []
             for layer in layers:
-                score_E = torch.rand(layer.num_experts, generator=chance)
-                config, own = config_of(model, layer), moments[layer.name]
-                changes.append(without_others(layer, highest(score_E, own, config, settings.keep)))
+                config = config_of(model, layer)
+                others = random_experts(config, settings.keep, f"{layer.name} {seed}")
+                changes.append(without_others(layer, others))
             with intervened(model, changes):
                 label = f"without random experts {number + 1}/{RANDOM_CHOICES}"
                 at_random.append(mean_loss(model, samples, opened.batch_size, label)[0])
@@ -355,10 +355,17 @@ def _merged(score_E: Tensor, moments: Moments, config: SparseMoEConfig, keep: fl
     return groups
 
 
-def without_others(layer: RoutedLayer, kept: Sequence[Group]) -> Intervention:
+def random_experts(config: SparseMoEConfig, keep: float, seed: str) -> set[int]:
+    """Random experts, equally many of each group that a router is limited to."""
+    chance, size = random.Random(seed), config.num_experts // config.num_groups
+    left = left_of(config, keep) // config.num_groups
+    firsts = range(0, config.num_experts, size)
+    return {first + each for first in firsts for each in chance.sample(range(size), left)}
+
+
+def without_others(layer: RoutedLayer, kept: Collection[int]) -> Intervention:
     """An intervention that removes all other experts of a layer."""
-    experts = {expert for group in kept for expert in group.experts}
-    gone = tuple(each for each in range(layer.num_experts) if each not in experts)
+    gone = tuple(each for each in range(layer.num_experts) if each not in kept)
     return Intervention(layer=layer.block, experts=gone, action=Action(how="prune"))
 
 

@@ -180,7 +180,7 @@ def test_what_trace_writes_is_one_of_two(words, named, capfd):
         ("x", "layer=0,expert=1", r"layer: 0 is not allowed: blocks with experts are 1"),
         ("x", "layer=1,expert=9", r"expert: 9 is not allowed: block 1 has experts 0 to 3"),
         ("x", "layer=1,expert=1,how=mean", r"mean outputs are not known without held-out data"),
-        ("x", "expert=1", r"layer is missing"),
+        ("x", "expert=1", r"layer: is missing"),
     ],
 )
 def test_what_is_not_possible_is_said_in_a_line(smoe, text, intervention, error):
