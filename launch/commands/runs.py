@@ -186,10 +186,7 @@ def keys(key: str | None = None, *, study: bool = False, json: Json = None) -> N
 
     with results(json) as show:
         found = sections(StudyConfig if study else RunConfig)
-        if key is None:
-            rows = [(each.title, " ".join(each.about.split())) for each in found]
-            text = "\n".join([*aligned(rows, "<"), "", "`polyad keys SECTION` explains its keys."])
-        else:
+        if key is not None:
             typed = {
                 name for each in found for one in each.keys for name in one.dotted(each.places)
             }
@@ -200,7 +197,10 @@ def keys(key: str | None = None, *, study: bool = False, json: Json = None) -> N
                 raise ConfigError(
                     f"{key}: there is no such key{nearest} (`polyad keys` lists sections)"
                 )
-            text = "\n\n".join(map(as_text, found))
+        text = "\n\n".join(map(as_text, found))
+        if key is None and len(found) > 1:
+            rows = [(each.title, " ".join(each.about.split())) for each in found]
+            text = "\n".join([*aligned(rows, "<"), "", "`polyad keys SECTION` explains its keys."])
         show([each.as_dict() for each in found], text)
 
 

@@ -110,6 +110,8 @@ def test_keys_are_explained(capfd: pytest.CaptureFixture[str]) -> None:
     assert "weight: " in capfd.readouterr().out
     assert run(["keys", "data.mixture"]) == 0
     assert "weight: " in capfd.readouterr().out
+    assert run(["keys", "--study"]) == 0  # one section, so its keys
+    assert "baseline: text; required" in capfd.readouterr().out
     assert run(["keys", "grid_seeds", "--study"]) == 0
     assert "grid_seeds: integer >= 1, or null; default null" in capfd.readouterr().out
 
