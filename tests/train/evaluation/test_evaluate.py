@@ -96,15 +96,6 @@ def test_two_processes_score_what_one_scores(workers, finished, trained, kind, b
 
 
 @pytest.mark.slow
-def test_more_context_scores_better(workers, finished):
-    scores = [
-        workers(1).run(evaluation, finished, overrides=(f"evaluation.stride={stride}",))[0]["loss"]
-        for stride in (4, 32)
-    ]
-    assert scores[0] < scores[1]
-
-
-@pytest.mark.slow
 def test_bf16_is_near_fp32(workers, finished):
     full = workers(1).run(evaluation, finished)[0]["loss"]
     half = workers(1).run(evaluation, finished, overrides=("train.precision=bf16",))[0]["loss"]
