@@ -334,7 +334,7 @@ def test_a_shipped_study_is_valid(
         tree["common"]["data.path"] = "digits"
     else:  # as many tokens as its tokenizer is to have
         (size,) = re.findall(r"--tokenizer train:(\d+)", path.read_text())
-        tree["common"]["model.vocab_size"] = int(size)
+        tree["common"] |= {"model.vocab_size": int(size), "model.end_of_text_id": 0}
     (tmp_path / path.name).write_text(yaml.safe_dump(tree))
     status = run(["study", str(tmp_path / path.name), "--dry-run", "--json", "-"])
     captured = capfd.readouterr()
