@@ -244,6 +244,8 @@ def _table(file: Path, notes: list[str]) -> Any:
     if ending in SEPARATORS:
         return _separated(file, notes)
     with library_errors(file):
+        if not file.stat().st_size:
+            raise DataError(f"{file}: has no rows")
         path = str(file.resolve())
         return datasets.load_dataset(BUILDERS[ending], data_files=path, split="train")
 

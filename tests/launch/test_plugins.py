@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from polyad.launch.cli import run
 from tests.helpers.runs import write_config
 
 ROOT = Path(__file__).parents[2]
@@ -18,10 +19,8 @@ SECTIONS = [
 ]
 
 
-def polyad(
-    *words: object, plugin: str = "tests.helpers.plugged"
-) -> subprocess.CompletedProcess[str]:
-    added = {"POLYAD_PLUGINS": plugin, "PYTHONPATH": str(ROOT)}
+def polyad(*words: object) -> subprocess.CompletedProcess[str]:
+    added = {"POLYAD_PLUGINS": "tests.helpers.plugged", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "polyad.launch", *map(str, words)]
     return subprocess.run(
         command, capture_output=True, text=True, cwd=ROOT, env=os.environ | added, timeout=300
@@ -43,16 +42,16 @@ def test_a_run_trains_resumes_and_is_evaluated(section, tmp_path, prepared_path)
 
 
 def test_without_the_plugin_the_names_are_refused_and_with_it_the_schema_has_them(
-    tmp_path, prepared_path
+    tmp_path, prepared_path, capfd
 ):
     config = write_config(tmp_path / "config.yaml", prepared_path, model__feed_forward=SECTIONS[1])
-    done = polyad("validate", config, plugin="")
-    assert done.returncode == 2
+    assert run(["validate", str(config)]) == 2
     said = "model.feed_forward.score: 'halved' is not allowed: "
-    assert f"{said}input should be 'linear', 'cosine' or 'random'" in done.stderr
+    assert f"{said}input should be 'linear', 'cosine' or 'random'" in capfd.readouterr().err
     config = write_config(tmp_path / "other.yaml", prepared_path, model__feed_forward=SECTIONS[0])
-    done = polyad("validate", config, plugin="")
-    assert "model.feed_forward.kind: 'scaled' is not allowed: dense, mumoe" in done.stderr
+    assert run(["validate", str(config)]) == 2
+    said = "model.feed_forward.kind: 'scaled' is not allowed: dense, mumoe"
+    assert said in capfd.readouterr().err
     schema = json.loads(polyad("schema").stdout)["$defs"]
     assert "halved" in schema["SparseMoEConfig"]["properties"]["score"]["enum"]
     assert schema["ScaledConfig"]["properties"]["factor"]["default"] == 2.0

@@ -80,9 +80,8 @@ def test_a_page_that_does_not_fit_says_so(finished, monkeypatch, capfd):
         )
 
     monkeypatch.setattr(Path, "write_bytes", full)
-    assert polyad(["report", str(finished), "--tokens", "0"]) == 1
+    assert polyad(["report", str(finished), "--tokens", "0"]) == 2
     (line,) = capfd.readouterr().err.splitlines()
     assert line == (
-        f"polyad: error: --output: {finished}/report.html cannot be written: No space left on "
-        f"device; choose another place with --output"
+        f"polyad: error: {finished}/report.html: cannot be written: No space left on device"
     )
