@@ -82,6 +82,7 @@ def done(words: list[object], folder: Path) -> str:
     return process.stdout
 
 
+@pytest.mark.slow
 def test_a_wheel_holds_all_that_is_read_and_takes_one_name(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"polyad"}

@@ -145,7 +145,7 @@ FACTORIZED = {
     "odd cp": mumoe([], [*over("2"), "2 adamw bf16", "2 Z3 adamw bf16", "2 Z3 recompute"]),
     "odd tr": mumoe(["2 Z3"], over("2", "12"), **TR),
     "odd tt": mumoe([], over("2"), factorization="tt"),
-    "odd tucker": mumoe(["2 Z2"], over("2", "13"), factorization="tucker", rank=5),
+    "odd tucker": mumoe([], over("2"), factorization="tucker", rank=5),
     "odd gated": mumoe([], over("2"), activation="swiglu"),
     "mumoe cp, dropped experts": mumoe(
         [], ["2 TP2", "2 TP2 recompute"], rank=8, expert_dropout=0.3

@@ -13,6 +13,7 @@ from polyad.model.kernels.linear_cross_entropy import (
     linear_cross_entropy,
 )
 from tests.helpers.allocated import Allocated
+from tests.helpers.everyday import everyday
 
 N, D, V = 37, 16, 101
 
@@ -34,8 +35,14 @@ def compiled(*arguments):
     return torch.compile(linear_cross_entropy, backend="aot_eager")(*arguments)
 
 
-@pytest.mark.parametrize("chunk", [1, 7 * V, 1 << 26])
-@pytest.mark.parametrize("operation", [linear_cross_entropy, compiled])
+@everyday(
+    ("operation", "chunk"),
+    [
+        *((linear_cross_entropy, chunk) for chunk in (1, 7 * V, 1 << 26)),
+        *((compiled, chunk) for chunk in (1, 7 * V, 1 << 26)),
+    ],
+    keep=[*((linear_cross_entropy, chunk) for chunk in (1, 7 * V)), (compiled, 7 * V)],
+)
 def test_loss_and_gradients_are_those_of_whole_logits(monkeypatch, operation, chunk):
     monkeypatch.setattr(kernel, "CHUNK", chunk)
     x, weight, targets = drawn()
