@@ -13,7 +13,7 @@ INSTALLED := $(VENV)/.installed
 # Checkers are called as modules: the scripts in bin/ break when the clone is moved.
 RUN := $(BIN)/python -m
 # Three processes, which take a file each: on two cores, one of them waits for its own processes.
-IN_THREE := -n 3 --dist loadfile --no-loadscope-reorder
+IN_THREE := -n 3 --dist loadfile
 # Tests start hundreds of processes, and each would compile every module anew.
 unexport PYTHONDONTWRITEBYTECODE
 

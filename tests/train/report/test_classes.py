@@ -7,8 +7,8 @@ import pytest
 from scipy.stats import entropy
 from sklearn.metrics import mutual_info_score
 
+from polyad.data.errors import DataError
 from polyad.parallel.checkpoint.load import best_checkpoint
-from polyad.train.errors import ConfigError
 from polyad.train.experts.knockout import Change
 from polyad.train.experts.probing import RoutedLayer
 from polyad.train.report.command import report
@@ -111,7 +111,7 @@ def test_one_layer_or_nothing_is_read_if_it_is_asked_for(runs, tmp_path):
     assert report(runs("smoe"), output=output, tokens=0)["experts"] == []
     assert report(runs("smoe"), output=output, tokens=300)["units_read"] < 15
     assert report(runs("dense"), output=output)["experts"] == []
-    with pytest.raises(ConfigError, match=r"has no split 'test'"):
+    with pytest.raises(DataError, match=r"has no split 'test'"):
         report(runs("smoe"), output=output, split="test")
 
 
