@@ -107,9 +107,9 @@ CHANGED = ["2 Z1 compile", "2 Z2 compile", "2 Z1 recompute", "2 Z2 recompute"]
 DENSE = {
     "dense": Kind(
         MODEL,
-        everyday=["4 TP2 Z3", "2 Z2"],
+        everyday=["4 TP2 Z3"],
         slow=[
-            *over("1", "23"), "2 Z1", "2 Z3", *over("2 TP2, 4 TP2"), *CHANGED, "2 Z3 recompute",
+            *over("1", "23"), *over("2"), *over("2 TP2, 4 TP2"), *CHANGED, "2 Z3 recompute",
             *(f"{each} {clip}" for each in over("2, 4 TP2") for clip in ("clip0", "clip100")),
             *(f"{each} adamw" for each in ("1 Z3", *over("2, 2 TP2"), "4 TP2 Z3")),
             *over("2 adamw bf16"),
@@ -241,7 +241,6 @@ OF_ATTENTION = frozenset({"routing/blocks.1.feed_forward/attention_head"})
 SPARSE |= {
     f"smoe {section}": Kind(
         moe_model(**section),
-        everyday=["4 TP2 EP2"] if section == OPTIONS[1] else [],
         slow=["4 TP2 EP2"],
         losses=BALANCED.model_copy(update={"importance": 0.05}),
         recorded=OF_ATTENTION if "attention" in section.values() else frozenset(),
@@ -277,7 +276,7 @@ EMERGENT = {
     for name, everyday, section in (
         ("emoe", ["2 EP2"], {}),
         ("emoe grouped", [], {"experts": "grouped"}),
-        ("emoe cosine", ["2 TP2 Z3"], {"score": "cosine", "blocks": [1]}),
+        ("emoe cosine", [], {"score": "cosine", "blocks": [1]}),
     )
 } | {
     "emoe alone": Kind(emoe_model(), [], ["2 TP2 SP", "2 EP2"], bf16_rtol=2e-2, loads_alone=True),
@@ -354,7 +353,7 @@ def fed(base: dict[str, Any], *parts: dict[str, Any], **others: Any) -> dict[str
 CLASSES = {"kind": "classification", "num_classes": 7}
 CHANGED_ONCE = ("2 recompute", "2 compile")
 OTHER_MODELS: dict[str, tuple[dict[str, Any], list[str], tuple[str, ...]]] = {
-    "bert": (BERT, ["4 TP2"], CHANGED_ONCE),
+    "bert": (BERT, [], ("4 TP2", *CHANGED_ONCE)),
     "bert mumoe": (fed(BERT, MUMOE | {"gate_norm": "batch"}), [], ()),
     "bert ring": (fed(BERT, MUMOE | {"factorization": "tr"}), [], CHANGED_ONCE),
     "bert sparse": (fed(BERT, SOME_SMOE), [], ()),
@@ -366,7 +365,7 @@ OTHER_MODELS: dict[str, tuple[dict[str, Any], list[str], tuple[str, ...]]] = {
     "mixer sparse": (fed(MIXER, SMOE, COSINE), [], ()),
     "vit": (VIT | {"pre_logits": 10}, [], ()),
     "vit sparse similarity": (fed(VIT, BY_SIMILARITY), [], CHANGED_ONCE),
-    "vit sparse attention": (fed(VIT, BY_ATTENTION, pool="mean"), ["4 TP2 EP2"], ()),
+    "vit sparse attention": (fed(VIT, BY_ATTENTION, pool="mean"), [], ("4 TP2 EP2",)),
     "mixture": (MIXTURE | {"top_k": 2}, [], ()),
     "mixture attentive, BatchNorm": (
         MIXTURE | {"gate": "attentive", "expert": NORMED, "gate_network": NORMED}, ["2 Z2"], (),

@@ -73,7 +73,7 @@ def test_every_step_has_a_record_and_tensorboard_the_same_numbers(finished):
         assert line["validation_perplexity"] == math.exp(line["validation_loss"])
 
 
-@everyday("processes", [2, 4], keep=[2])
+@everyday("processes", [2, 4], keep=[])
 def test_tensor_parallel_processes_train_and_validate_alike(
     workers, finished, config, tmp_path, processes
 ):

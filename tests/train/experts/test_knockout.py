@@ -228,7 +228,7 @@ ROUTERS = {
 HOWS_OF_ATLAS = ("contribution", "route-around", "mean", "prune")
 
 
-@everyday("router", ROUTERS, keep=["attention graph", "sigmoid, normalized"])
+@everyday("router", ROUTERS, keep=["attention graph"])
 def test_each_action_changes_what_the_same_intervention_changes(router):
     """In windows of which most do without most experts, so that it matters which are read again."""
     model = make_model("linear top-2", num_experts=16, **ROUTERS[router])
