@@ -128,12 +128,17 @@ def temporary_folder(name: str, parent: Path | None = None, ending: str = "") ->
     """
     parent = parent or Path(tempfile.gettempdir())
     parent.mkdir(parents=True, exist_ok=True)
-    folder = _unused(parent, name, ending)
-    folder.mkdir()
-    descriptor = os.open(folder, os.O_RDONLY)
+    while True:
+        folder = _unused(parent, name, ending)
+        folder.mkdir()
+        with contextlib.suppress(FileNotFoundError):  # another process took it for a dead one's
+            descriptor = os.open(folder, os.O_RDONLY)
+            with contextlib.suppress(OSError):  # without locks, no process will remove it
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if folder.exists():
+                break
+            os.close(descriptor)
     try:
-        with contextlib.suppress(OSError):  # without locks, no process will remove it
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield folder
     finally:
         os.close(descriptor)

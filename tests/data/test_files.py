@@ -1,5 +1,6 @@
 """Files and folders that appear whole: what killed processes left is removed by the next one."""
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -116,6 +117,23 @@ def test_the_next_writer_removes_what_a_killed_one_left_and_not_what_is_in_use(t
         for process in processes:
             process.kill()
             process.wait()
+
+
+def _use_folders(parent):
+    for _ in range(200):
+        with temporary_folder(".out.", parent, ".partial") as folder:
+            (folder / "file").touch()
+
+
+def test_processes_that_begin_at_once_keep_their_folders(tmp_path):
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=_use_folders, args=(tmp_path,)) for _ in range(4)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0] * 4
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_disk_that_is_full_leaves_the_old_file(tmp_path):
