@@ -69,6 +69,9 @@ def _report(error: Exception) -> int:
     if line := _peer_ended(error):
         _say(line)
         return 1
+    if isinstance(error, RuntimeError) and str(error).startswith("DataLoader worker"):
+        _say(f"{one_line(str(error))}; data.num_workers=0 reads in the training process")
+        return 1
     _let_others_speak()
     traceback.print_exc()
     return 1

