@@ -126,7 +126,7 @@ class AdaptedCheckpoint(Checkpoint):
         return self._last[1]
 
     def take_average(self) -> None:
-        """See `Checkpoint.take_average`; the base has not changed."""
+        """Uses the averages of the adapters, on the unchanged base."""
         super().take_average()
         self._last = None
 

@@ -181,7 +181,7 @@ class Checkpoint(StoredWeights):
         self._chosen = EMA
 
     def check_model(self, module: nn.Module, without: tuple[str, ...] = ()) -> None:
-        """See `StoredWeights.check_model`; also compares the buffers.
+        """Compares the buffers too, beside what `StoredWeights.check_model` compares.
 
         Raises:
             ValueError: they differ; the first few differences are named.

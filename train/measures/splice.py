@@ -107,7 +107,7 @@ class Splicing(Measure):
 
     @classmethod
     def of(cls, opened: Evaluated, split: str, settings: SpliceOptions, model: nn.Module) -> Self:
-        """See `Measure.of`."""
+        """Measures opened weights, as `Measure.of` says."""
         config = opened.weights.model_config()
         assert isinstance(config, DecoderSettings)
         device = next(model.parameters()).device

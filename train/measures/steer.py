@@ -68,7 +68,7 @@ class Steer(Measure):
 
     @classmethod
     def of(cls, opened: Evaluated, split: str, settings: dict[str, Any], model: nn.Module) -> Self:
-        """See `Measure.of`."""
+        """Measures opened weights, as `Measure.of` says."""
         task = opened.need(f"experts {cls.name}", LanguageModelling)
         text = TextSamples(task, split, settings.get("tokens", TOKENS), hidden=True)
         return cls(Subject(model, [], text, opened.batch_size), settings["changes"])
