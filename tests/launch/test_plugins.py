@@ -41,9 +41,7 @@ def test_a_run_trains_resumes_and_is_evaluated(section, tmp_path, prepared_path)
     assert found["loss"] > 0
 
 
-def test_without_the_plugin_the_names_are_refused_and_with_it_the_schema_has_them(
-    tmp_path, prepared_path, capfd
-):
+def test_without_the_plugin_the_names_are_refused(tmp_path, prepared_path, capfd):
     config = write_config(tmp_path / "config.yaml", prepared_path, model__feed_forward=SECTIONS[1])
     assert run(["validate", str(config)]) == 2
     said = "model.feed_forward.score: 'halved' is not allowed: "
@@ -52,6 +50,10 @@ def test_without_the_plugin_the_names_are_refused_and_with_it_the_schema_has_the
     assert run(["validate", str(config)]) == 2
     said = "model.feed_forward.kind: 'scaled' is not allowed: dense, mumoe"
     assert said in capfd.readouterr().err
+
+
+@pytest.mark.slow
+def test_with_the_plugin_the_schema_has_the_names():
     schema = json.loads(polyad("schema").stdout)["$defs"]
     assert "halved" in schema["SparseMoEConfig"]["properties"]["score"]["enum"]
     assert schema["ScaledConfig"]["properties"]["factor"]["default"] == 2.0

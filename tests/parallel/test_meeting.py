@@ -1,11 +1,8 @@
 """Processes meet before their first collective: who differs, who does not come, what listens."""
 
-import os
 import signal
 import socket
-import subprocess
-import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import psutil
@@ -13,35 +10,36 @@ import pytest
 
 from polyad.parallel.comm import STORE, comparison
 from tests.helpers.everyday import everyday
-from tests.helpers.started import wait_for
+from tests.helpers.forking import ForkedRun, ForkServer
+from tests.helpers.meeting import join
 
 pytestmark = pytest.mark.distributed
 
-JOIN = """
-import signal, sys
-from polyad.parallel import comm
-for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-    signal.signal(number, lambda *_: None)  # never runs while torch waits
-print("begins", flush=True)
-try:
-    comm.initialize(float(sys.argv[2]), facts={"seed": sys.argv[1]})
-    print(comm.sum_over_ranks(__import__("torch").ones(1)).item())
-    comm.shutdown()
-except Exception as error:
-    print(type(error).__name__, error)
-    sys.exit(error.exit_status)
-"""
+Start = Callable[..., ForkedRun]
 
 
-def start(
-    environment: Mapping[str, str], rank: int, seed: int = 1, size: int = 2, minutes: float = 1.0
-) -> "subprocess.Popen[str]":
-    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "OMP_NUM_THREADS": 1}
-    return subprocess.Popen(
-        [sys.executable, "-c", JOIN, str(seed), str(minutes)],
-        env=dict(os.environ) | {k: str(v) for k, v in names.items()} | dict(environment),
-        **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True},
-    )
+@pytest.fixture
+def start(forks: ForkServer, tmp_path: Path) -> Iterator[Start]:
+    """Starts a process that joins the others; it writes a file of its own."""
+    started = []
+
+    def call(
+        environment: Mapping[str, str],
+        rank: int,
+        seed: int = 1,
+        size: int = 2,
+        minutes: float = 1.0,
+    ) -> ForkedRun:
+        log = tmp_path / f"log-{rank}"
+        names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size}
+        variables = {name: str(value) for name, value in names.items()} | dict(environment)
+        pid = forks.ask("call", join, (log, variables, seed, minutes))
+        started.append(ForkedRun(forks, [pid], [log]))
+        return started[-1]
+
+    yield call
+    for each in started:
+        each.kill()
 
 
 def free_port() -> int:
@@ -62,82 +60,82 @@ def place(store: str, tmp_path: Path) -> dict[str, str]:
     return there
 
 
-def ends(processes: "list[subprocess.Popen[str]]") -> list[tuple[int, str]]:
-    found = []
+def ends(processes: list[ForkedRun]) -> list[tuple[int, str]]:
+    """The status and the last line of each; before it stands what torch says of sockets."""
+    results = []
     for each in processes:
-        out, err = each.communicate(timeout=120)
-        assert "Traceback" not in err, err
-        found.append((each.returncode, out.removeprefix("begins").strip()))
-    return found
+        (status,) = each.wait(timeout=120)
+        assert "Traceback" not in each.text(), each.text()
+        results.append((status, each.text().splitlines()[-1]))
+    return results
 
 
 @everyday("store", ["one host", "hosts", "file"], keep=["one host"])
-def test_processes_that_agree_go_on(place: dict[str, str]) -> None:
+def test_processes_that_agree_go_on(place: dict[str, str], start: Start) -> None:
     assert ends([start(place, rank) for rank in range(2)]) == [(0, "2.0"), (0, "2.0")]
 
 
 @everyday("store", ["hosts", "file"], keep=["file"])
-def test_processes_that_do_not_agree_all_refuse(place: dict[str, str]) -> None:
+def test_processes_that_do_not_agree_all_refuse(place: dict[str, str], start: Start) -> None:
     seeds = (1, 1, 2)
-    found = ends([start(place, rank, seed, 3) for rank, seed in enumerate(seeds)])
+    results = ends([start(place, rank, seed, 3) for rank, seed in enumerate(seeds)])
     host = socket.gethostname()
     values = f"1 on {host} (rank 0), {host} (rank 1), 2 on {host} (rank 2); "
-    assert [status for status, _ in found] == [2, 2, 2]
-    assert all(said.startswith(f"DisagreementError seed: {values}") for _, said in found), found
+    assert [status for status, _ in results] == [2, 2, 2]
+    line = f"DisagreementError seed: {values}"
+    assert all(text.startswith(line) for _, text in results), results
 
 
 @everyday("store", ["one host", "hosts", "file"], keep=["hosts"])
 @everyday("rank", [0, 1], keep=[0])
-def test_a_process_that_waits_in_vain_ends_with_one_line(rank: int, place: dict[str, str]) -> None:
-    ((status, said),) = ends([start(place, rank, minutes=0.05)])
+def test_a_process_that_waits_in_vain_ends_with_one_line(
+    rank: int, place: dict[str, str], start: Start
+) -> None:
+    ((status, text),) = ends([start(place, rank, minutes=0.05)])
     assert status == 1
-    assert said.startswith(f"PeerError rank {rank} on {socket.gethostname()} did not find all 2 ")
-    assert "0.05 min (parallel.timeout_minutes)" in said
+    assert text.startswith(f"PeerError rank {rank} on {socket.gethostname()} did not find all 2 ")
+    assert "0.05 min (parallel.timeout_minutes)" in text
 
 
 @everyday("store", ["one host", "hosts", "file"], keep=["file"])
 @everyday("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1], keep=[signal.SIGTERM])
 @everyday("rank", [0, 1], keep=[0])
 def test_a_signal_ends_a_process_that_waits(
-    rank: int, number: signal.Signals, place: dict[str, str]
+    rank: int, number: signal.Signals, place: dict[str, str], start: Start
 ) -> None:
     process = start(place, rank)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "begins\n"
-    wait_for(lambda: not catches(process, number), process)
-    process.send_signal(number)
-    process.communicate(timeout=20)
-    assert process.returncode == -number
+    process.until(lambda: process.text() == "begins\n")
+    process.until(lambda: not catches(process, number))
+    process.signal(number)
+    assert process.wait(timeout=20) == [128 + number]
 
 
-def catches(process: "subprocess.Popen[str]", number: signal.Signals) -> bool:
+def catches(process: ForkedRun, number: signal.Signals) -> bool:
     """Whether a process has a handler for a signal."""
-    lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
+    lines = Path(f"/proc/{process.pids[0]}/status").read_text().splitlines()
     (caught,) = (line.split()[1] for line in lines if line.startswith("SigCgt"))
     return bool(int(caught, 16) >> number - 1 & 1)
 
 
 @everyday("store", ["one host", "hosts"], keep=["one host"])
-def test_a_port_that_is_taken_is_one_line(place: dict[str, str]) -> None:
+def test_a_port_that_is_taken_is_one_line(place: dict[str, str], start: Start) -> None:
     with socket.create_server(("127.0.0.1", int(place["MASTER_PORT"]))):
-        ((status, said),) = ends([start(place, 0)])
+        ((status, text),) = ends([start(place, 0)])
     assert status == 1
-    assert f"127.0.0.1:{place['MASTER_PORT']}" in said
-    assert "in use" in said
+    assert f"127.0.0.1:{place['MASTER_PORT']}" in text
+    assert "in use" in text
 
 
-def test_the_store_of_one_host_listens_on_loopback(tmp_path: Path) -> None:
+def test_the_store_of_one_host_listens_on_loopback(start: Start) -> None:
     place = {"MASTER_ADDR": socket.gethostname(), "MASTER_PORT": str(free_port())}
     process = start(place | {"LOCAL_WORLD_SIZE": "2"}, 0)
 
     def listening() -> set[str]:
-        links = psutil.Process(process.pid).net_connections("inet")
+        links = psutil.Process(process.pids[0]).net_connections("inet")
         return {link.laddr.ip for link in links if link.status == psutil.CONN_LISTEN}
 
-    wait_for(lambda: bool(listening()), process)
+    process.until(lambda: bool(listening()))
     assert listening() == {"127.0.0.1"}
-    process.kill()
-    process.communicate()
 
 
 def test_what_differs_is_a_line_for_each_name() -> None:

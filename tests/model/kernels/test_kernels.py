@@ -313,10 +313,10 @@ def test_second_derivatives_of_grouped_products_are_right():
 # The switch
 
 
-@everyday(
+@pytest.mark.slow
+@pytest.mark.parametrize(
     ("value", "reference"),
     [(None, False), ("", False), ("fast", False), ("reference", True)],
-    keep=[("reference", True)],
 )
 def test_the_variable_chooses(value, reference):
     environment = {k: v for k, v in os.environ.items() if k != switch.VARIABLE}
@@ -329,6 +329,7 @@ def test_the_variable_chooses(value, reference):
     assert done.stdout == f"{reference}\n"
 
 
+@pytest.mark.slow
 def test_another_value_is_one_line_and_exit_status_2():
     done = subprocess.run(
         [sys.executable, "-m", "polyad.launch", "validate", "configs/quickstart/gpt2.yaml"],
