@@ -10,7 +10,7 @@ import functools
 import hashlib
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -57,10 +57,10 @@ def read_lengths(path: Path, documents: int) -> npt.NDArray[np.int32]:
 
 @dataclass(eq=False)
 class TokenStream:
-    """The tokens of one split, memory-mapped, document after document.
+    """The tokens of one split, document after document; those of files are memory-mapped.
 
-    The files are opened at the first read, so that a stream can be handed to another process
-    before or after it.
+    The files are opened at the first read, and again in a process that gets the stream; tokens in
+    memory are sent to it.
     """
 
     prefix: Path
@@ -176,7 +176,8 @@ class TokenStream:
         return self.read(first, first + length)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {each.name: getattr(self, each.name) for each in fields(self)}
+        state = self.__dict__.items()
+        return {name: value for name, value in state if not isinstance(value, np.memmap)}
 
 
 class PreparedData:

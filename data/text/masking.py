@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 
 from polyad.data.errors import DataError
 from polyad.data.text.dataset import TokenStream
-from polyad.data.text.samples import MixedSamples, TrainingSamples
+from polyad.data.text.samples import MixedSamples
 from polyad.data.text.tokenizers.tokenizer import Tokenizer
 
 Ids = npt.NDArray[np.int64]
@@ -132,9 +132,7 @@ class MaskedSamples(Dataset[MaskedBatch]):
         seed: Not negative.
     """
 
-    def __init__(
-        self, text: TrainingSamples | MixedSamples, count: int, special: SpecialTokens, seed: int
-    ) -> None:
+    def __init__(self, text: MixedSamples, count: int, special: SpecialTokens, seed: int) -> None:
         self.text = text
         self._count, self._special, self._seed = count, special, seed
 

@@ -192,7 +192,7 @@ class TrainingData:
         lines = [f"{name}:{count}" for name, count in zip(prints, counts_P, strict=True)]
         return hashlib.sha256("\n".join(["mixture", *lines]).encode()).hexdigest()
 
-    def samples(self, sequence_length: int, seed: int) -> "TrainingSamples | MixedSamples":
+    def samples(self, sequence_length: int, seed: int) -> "MixedSamples":
         """Returns the training samples in order.
 
         Args:
@@ -208,8 +208,6 @@ class TrainingData:
         each = [
             TrainingSamples(part.data.split("train"), sequence_length, seed) for part in self.parts
         ]
-        if len(each) == 1:
-            return each[0]
         return MixedSamples(each, [part.share for part in self.parts], seed)
 
     def validation(self) -> list[ValidationPart]:
@@ -218,14 +216,12 @@ class TrainingData:
         Returns:
             One for each part that has such a split.
         """
-        found = [(part, part.data.split("validation")) for part in self.parts]
-        found = [(part, stream) for part, stream in found if stream.num_tokens]
-        total = sum(part.share for part, _ in found)
-        return [ValidationPart(part.name, part.share / total, stream) for part, stream in found]
+        streams = [(part, part.data.split("validation")) for part in self.parts]
+        streams = [(part, stream) for part, stream in streams if stream.num_tokens]
+        total = sum(part.share for part, _ in streams)
+        return [ValidationPart(part.name, part.share / total, stream) for part, stream in streams]
 
-    def documents(
-        self, samples: "TrainingSamples | MixedSamples", numbers: Sequence[int]
-    ) -> dict[str, list[int]]:
+    def documents(self, samples: "MixedSamples", numbers: Sequence[int]) -> dict[str, list[int]]:
         """Finds the documents that contribute tokens to samples.
 
         Args:
@@ -235,15 +231,16 @@ class TrainingData:
         Returns:
             Document numbers in the train split, ascending, by the name of the part.
         """
-        found: dict[str, set[int]] = {}
+        by_part: dict[str, set[int]] = {}
         for number in numbers:
-            source = samples.place(number)[0] if isinstance(samples, MixedSamples) else 0
-            found.setdefault(self.parts[source].name, set()).update(samples.documents(number))
-        return {name: sorted(documents) for name, documents in sorted(found.items())}
+            source, sample = samples.place(number)
+            documents = samples.sources[source].documents(sample)
+            by_part.setdefault(self.parts[source].name, set()).update(documents)
+        return {name: sorted(documents) for name, documents in sorted(by_part.items())}
 
 
 class MixedSamples(Dataset[torch.Tensor]):
-    """Samples of several sources by their global number, without end.
+    """Samples of one source or several by their global number, without end.
 
     The source of sample g, and its number k within that source, depend only on the seed, the shares
     and g. The order of sources repeats every `BLOCK` samples, which contain each source according
@@ -256,6 +253,7 @@ class MixedSamples(Dataset[torch.Tensor]):
         seed: Not negative.
 
     Attributes:
+        sources: The samples of each source.
         samples_per_epoch: The total of all sources, whatever their shares.
     """
 
@@ -263,7 +261,7 @@ class MixedSamples(Dataset[torch.Tensor]):
         self, sources: Sequence[TrainingSamples], shares: Sequence[float], seed: int
     ) -> None:
         self.samples_per_epoch = sum(source.samples_per_epoch for source in sources)
-        self._sources = list(sources)
+        self.sources = list(sources)
         self._shares = list(shares)
         self._seed = seed
 
@@ -277,12 +275,7 @@ class MixedSamples(Dataset[torch.Tensor]):
             T + 1 token ids, int64, shape (T + 1,).
         """
         source, number = self.place(sample)
-        return self._sources[source][number]
-
-    def documents(self, sample: int) -> list[int]:
-        """Finds the documents of its source that a sample has tokens of; see `TrainingSamples`."""
-        source, number = self.place(sample)
-        return self._sources[source].documents(number)
+        return self.sources[source][number]
 
     def place(self, sample: int) -> tuple[int, int]:
         """Finds the source of a sample, and its number there.

@@ -226,14 +226,14 @@ def test_documents_of_a_sample_are_those_whose_tokens_it_has(samples, prepared, 
 def test_documents_are_told_by_the_part_they_are_of(prepared):
     both = TrainingData([Part("a", 0.75, prepared), Part("b", 0.25, prepared)], "data.mixture")
     mixed = both.samples(T, SEED)
-    told = both.documents(mixed, range(40))
-    assert sorted(told) == ["a", "b"]
+    documents = both.documents(mixed, range(40))
+    assert sorted(documents) == ["a", "b"]
     places = [mixed.place(number) for number in range(40)]
     plain = TrainingSamples(prepared.split("train"), T, SEED)
     for number, name in enumerate("ab"):
         mine = {d for source, k in places if source == number for d in plain.documents(k)}
-        assert told[name] == sorted(mine)
+        assert documents[name] == sorted(mine)
     alone = TrainingData([Part("a", 1.0, prepared)], "data.path")
-    assert alone.documents(plain, [3, 4]) == {
+    assert alone.documents(alone.samples(T, SEED), [3, 4]) == {
         "a": sorted({*plain.documents(3), *plain.documents(4)})
     }

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 from polyad.data.config import DataConfig
 from polyad.data.text.dataset import TokenStream
 from polyad.data.text.manifest import SplitInfo
-from polyad.data.text.samples import MixedSamples, TrainingData, TrainingSamples
+from polyad.data.text.samples import MixedSamples, TrainingData
 from polyad.data.text.windows import EvaluationWindows
 from polyad.model.decoder import DecoderSettings
 from polyad.model.output import RoutingStats
@@ -63,7 +63,7 @@ def text_losses(
 class TextSamples(Dataset[TextBatch]):
     """Training samples as inputs and targets, each [T]."""
 
-    def __init__(self, samples: TrainingSamples | MixedSamples) -> None:
+    def __init__(self, samples: MixedSamples) -> None:
         self.tokens = samples
 
     def __getitem__(self, sample: int) -> TextBatch:
@@ -149,7 +149,7 @@ class LanguageModelling(Learner, TextTask[TextBatch]):
         return TextSamples(self.data.samples(self.model.sequence_length, self._seed))
 
     @property
-    def tokens(self) -> TrainingSamples | MixedSamples:
+    def tokens(self) -> MixedSamples:
         """Samples cut from the text, T + 1 tokens each."""
         return self.samples.tokens
 

@@ -19,7 +19,7 @@ from polyad.data.text.masking import (
     MaskedWindows,
     SpecialTokens,
 )
-from polyad.data.text.samples import MixedSamples, TrainingData, TrainingSamples
+from polyad.data.text.samples import MixedSamples, TrainingData
 from polyad.model.bert import BertConfig, MaskedLanguageHeadConfig
 from polyad.model.output import RoutingStats
 from polyad.parallel import comm
@@ -95,7 +95,7 @@ class MaskedLanguageModelling(TextTask[MaskedBatch]):
         return MaskedSamples(self.tokens, self.num_hidden, self.special, self._seed)
 
     @functools.cached_property
-    def tokens(self) -> TrainingSamples | MixedSamples:
+    def tokens(self) -> MixedSamples:
         """The text between the special tokens: T - 2 tokens, and the first of the next sample."""
         return self.data.samples(self.model.sequence_length - 2, self._seed)
 

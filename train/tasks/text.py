@@ -15,7 +15,7 @@ import torch
 from polyad.data.config import DataConfig
 from polyad.data.text.dataset import TokenStream
 from polyad.data.text.manifest import SplitInfo, SplitName
-from polyad.data.text.samples import MixedSamples, Part, TrainingData, TrainingSamples
+from polyad.data.text.samples import MixedSamples, Part, TrainingData
 from polyad.data.text.windows import EvaluationWindows, window_batches
 from polyad.model.bert import BertConfig
 from polyad.model.decoder import DecoderSettings
@@ -100,7 +100,7 @@ class TextTask(Task[Batch]):
 
     @property
     @abstractmethod
-    def tokens(self) -> TrainingSamples | MixedSamples:
+    def tokens(self) -> MixedSamples:
         """Samples cut from the text."""
 
     @property

@@ -1,6 +1,7 @@
 """Attacked text: which words are replaced, and the tokens."""
 
 import math
+import pickle
 
 import numpy as np
 import pytest
@@ -73,6 +74,14 @@ def test_nothing_replaced_gives_the_same_tokens(prepared):
     assert (result.words, result.replaced) == (result.info.words, 0)
     assert shares == sorted(shares)
     assert shares[-1] == 1
+
+
+def test_a_loader_process_reads_the_attacked_tokens(prepared):
+    attacked = attacked_split(prepared.split("train"), prepared.tokenizer(), WordSwap(0.5)).stream
+    assert_same(pickle.loads(pickle.dumps(attacked)), attacked)
+    mapped = prepared.split("train")
+    mapped.read(0, mapped.num_tokens)
+    assert len(pickle.dumps(mapped)) < 1000  # a file's tokens are not sent
 
 
 def test_long_documents_and_small_batches_give_the_same_tokens(prepared, monkeypatch):
