@@ -15,6 +15,14 @@ from pathlib import Path
 
 from polyad.data.errors import DataError
 
+SYSTEM_FILES = frozenset({"__MACOSX", "Thumbs.db", "desktop.ini"})
+"""Files that operating systems add, besides all names that begin with a dot."""
+
+
+def is_hidden(name: str) -> bool:
+    """Returns whether a component of a path belongs to the operating system and holds no data."""
+    return name.startswith(".") or name in SYSTEM_FILES
+
 
 @contextlib.contextmanager
 def named(path: Path) -> Iterator[None]:
@@ -104,12 +112,6 @@ def flush_to_disk(path: Path) -> None:
         os.close(descriptor)
 
 
-def digest_of(path: Path) -> str:
-    """Returns the SHA-256 of a file, hexadecimal."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 @contextlib.contextmanager
 def temporary_folder(name: str, parent: Path | None = None, ending: str = "") -> Iterator[Path]:
     """Creates a folder that is removed when the block ends, unless it was renamed by then.
@@ -158,6 +160,38 @@ def _unused(parent: Path, name: str, ending: str) -> Path:
             finally:
                 os.close(descriptor)
     return parent / f"{name}{host}{secrets.token_hex(4)}{ending}"
+
+
+@contextlib.contextmanager
+def staged_folder(output: Path) -> Iterator[Path]:
+    """Yields a folder to write into, and moves it to `output` when the block ends without error.
+
+    The folder is beside `output` under a hidden name and is deleted after an error. Folders left by
+    a killed process of this host are deleted by the next call, so `output` is never incomplete.
+
+    Yields:
+        An empty folder on the same file system.
+
+    Raises:
+        OSError: The folder cannot be written, flushed to the disk or moved.
+    """
+    with temporary_folder(f".{output.name}.partial-", output.parent) as staging:
+        yield staging
+        for path in [*staging.iterdir(), staging]:
+            flush_to_disk(path)
+        # A rename replaces an empty folder but no other, so the old data is renamed first: between
+        # the two renames there is no data, but never a mixture.
+        retired = staging.with_name(staging.name.replace(".partial-", ".old-"))
+        if output.exists() and any(output.iterdir()):
+            output.rename(retired)
+        try:
+            staging.rename(output)
+        except OSError:
+            if retired.exists():
+                retired.rename(output)
+            raise
+        flush_to_disk(output.parent)
+        shutil.rmtree(retired, ignore_errors=True)
 
 
 def node_folder(name: str) -> Path:

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from polyad.data.errors import DataError, listed, one_line, user_path
-from polyad.data.names import SPLIT_NAMES
-from polyad.data.prepared import SPLITS
+from polyad.data.names import SPLIT_NAMES, SPLITS
 
 HUB = "hub:"
 SAVED = ("dataset_dict.json", "state.json")

@@ -18,9 +18,9 @@ import pyarrow
 import xxhash
 
 from polyad.data.errors import DataError, listed
+from polyad.data.files import is_hidden
 from polyad.data.images.decoding import Pixels, decode
 from polyad.data.names import SPLIT_NAMES, each_once
-from polyad.data.prepared import is_hidden
 
 Labels = npt.NDArray[np.integer]
 LABELS = ("label", "fine_label", "labels", "class", "cls")

@@ -14,8 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from polyad.data.errors import DataError, listed, nearest
-from polyad.data.names import check_classes, check_leave_out
-from polyad.data.prepared import SPLITS
+from polyad.data.names import SPLITS, check_classes, check_leave_out
 from polyad.data.sequences.config import HIDDEN_LABEL, Schema
 from polyad.data.sequences.tables import Table, joined
 from polyad.data.text.splits import split_of_documents

@@ -2,17 +2,21 @@
 
 import hashlib
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, ValidationError
 
 from polyad.data.config import Config
 from polyad.data.errors import DataError
 from polyad.data.json_reader import read_json
-from polyad.data.prepared import MANIFEST_FILE, SPLITS, Count, Sha256
-from polyad.data.prepared import SplitName as SplitName
+from polyad.data.names import SPLITS
+from polyad.data.names import SplitName as SplitName
 
+MANIFEST_FILE = "manifest.json"
+"""The description of a prepared folder, written last."""
 FORMAT_VERSION = 5
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 TokenizerFile = Literal["tokenizer.json", "tokenizer.model"]
 TOKENIZER_FILE: TokenizerFile = "tokenizer.json"
 SENTENCEPIECE_FILE: TokenizerFile = "tokenizer.model"
@@ -163,3 +167,12 @@ class Manifest(Config):
         """
         path = folder / MANIFEST_FILE
         path.write_text(self.model_dump_json(indent=2) + "\n", encoding="utf-8")
+
+
+def digests_of(folder: Path) -> dict[str, str]:
+    """Returns the SHA-256 of each file of a folder that is being prepared, hexadecimal."""
+    digests = {}
+    for path in sorted(folder.iterdir()):
+        with path.open("rb") as file:
+            digests[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return digests

@@ -11,8 +11,8 @@ from pydantic import ValidationError
 from tqdm import tqdm
 
 from polyad.data.errors import DataError, user_path
-from polyad.data.files import writing
-from polyad.data.prepared import SPLITS, SplitName, digests_of, staged_folder
+from polyad.data.files import staged_folder, writing
+from polyad.data.names import SPLITS, SplitName
 from polyad.data.text.dataset import PreparedData, check_replaceable, token_dtype
 from polyad.data.text.manifest import (
     FORMAT_VERSION,
@@ -20,6 +20,7 @@ from polyad.data.text.manifest import (
     PrepareConfig,
     ReadOptions,
     TokenizerInfo,
+    digests_of,
 )
 from polyad.data.text.readers import read_lines, read_text
 from polyad.data.text.sources import (

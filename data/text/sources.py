@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from polyad.data.errors import DataError, listed, nearest, one_line, user_path
-from polyad.data.prepared import SPLITS, SplitName, is_hidden
+from polyad.data.files import is_hidden
+from polyad.data.names import SPLITS, SplitName
 from polyad.data.tables import HUB, is_saved, open_tables
 from polyad.data.text.manifest import ReadOptions
 from polyad.data.text.readers import FORMATS, Read, read_lines, read_rows, read_text

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Literal, NamedTuple
 
-from polyad.data.prepared import SplitName
+from polyad.data.names import SplitName
 from polyad.data.text.sources import Document, Source
 
 MOST_SLACK = 4096

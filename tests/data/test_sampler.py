@@ -16,10 +16,9 @@ import torch
 from scipy.stats import chisquare
 
 from polyad.data.errors import DataError
-from polyad.data.order import shuffled
 from polyad.data.sampler import micro_batches
 from polyad.data.text.dataset import TokenStream
-from polyad.data.text.samples import Part, TrainingData, TrainingSamples
+from polyad.data.text.samples import Part, TrainingData, TrainingSamples, shuffled
 from tests.helpers.everyday import everyday
 from tests.helpers.order import permutation
 

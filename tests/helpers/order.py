@@ -5,7 +5,7 @@ from xxhash import xxh3_64_intdigest
 
 
 def permutation(count, key):
-    """The permutation of `polyad.data.order.shuffled`, as a list."""
+    """The permutation of `polyad.data.text.samples.shuffled`, as a list."""
     half = 3
     while 4**half < count:
         half += 1

@@ -5,8 +5,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from polyad.data.prepared import MANIFEST_FILE
-from polyad.data.text.manifest import Manifest
+from polyad.data.text.manifest import MANIFEST_FILE, Manifest
 from polyad.data.text.prepare import prepare
 
 Tree = dict[str, Any]

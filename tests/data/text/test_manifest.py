@@ -5,9 +5,8 @@ import shutil
 import pytest
 
 from polyad.data.errors import DataError
-from polyad.data.prepared import MANIFEST_FILE
 from polyad.data.text.dataset import PreparedData
-from polyad.data.text.manifest import Manifest
+from polyad.data.text.manifest import MANIFEST_FILE, Manifest
 from tests.helpers.prepared import flip, rewrite
 
 

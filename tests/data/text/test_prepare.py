@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from polyad.data.errors import DataError
-from polyad.data.prepared import MANIFEST_FILE, SPLITS
+from polyad.data.names import SPLITS
 from polyad.data.text.dataset import PreparedData, index_bytes, read_lengths, token_dtype
-from polyad.data.text.manifest import Manifest
+from polyad.data.text.manifest import MANIFEST_FILE, Manifest
 from polyad.data.text.prepare import prepare
 from polyad.data.text.sources import open_source
 from polyad.data.text.splits import ByteShares

@@ -5,7 +5,7 @@ from itertools import islice
 
 import pytest
 
-from polyad.data.prepared import SPLITS
+from polyad.data.names import SPLITS
 from polyad.data.text.dataset import PreparedData
 from polyad.data.text.manifest import Manifest
 from polyad.data.text.prepare import prepare

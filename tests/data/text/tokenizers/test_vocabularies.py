@@ -10,7 +10,7 @@ import tokenizers
 from tokenizers import models, pre_tokenizers
 
 from polyad.data.errors import DataError
-from polyad.data.prepared import SPLITS
+from polyad.data.names import SPLITS
 from polyad.data.text.dataset import PreparedData
 from polyad.data.text.sources import open_source
 from polyad.data.text.splits import ByteShares
