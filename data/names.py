@@ -72,20 +72,23 @@ def check_leave_out(
         )
 
 
-def check_classes(domain: str, classes: Iterable[str], trained: Iterable[str]) -> None:
-    """Checks that the classes of a domain left out also occur in the training data.
+def check_classes(domains: Sequence[str], classes: Sequence[str], trained: Iterable[str]) -> None:
+    """Checks that the classes of the domains left out also occur in the training data.
 
     Args:
-        domain: The domain that is left out.
-        classes: Names of its classes.
-        trained: Names of the classes that are trained on.
+        domains: The domain of each sample left out.
+        classes: The class of each.
+        trained: The classes that are trained on.
 
     Raises:
-        DataError: It has a class that is not trained on.
+        DataError: A domain has a class that is not trained on.
     """
-    missing = sorted(set(classes) - set(trained))
-    if missing:
+    seen = set(trained)
+    strange = {pair for pair in zip(domains, classes, strict=True) if pair[1] not in seen}
+    if strange:
+        domain, _ = min(strange)
+        names = sorted(name for each, name in strange if each == domain)
         raise DataError(
-            f"data.leave_out: {domain!r} has the class {listed(missing, 3)}, which the other "
+            f"data.leave_out: {domain!r} has the class {listed(names, 3)}, which the other "
             "domains do not have: a class that is never seen cannot be learned"
         )

@@ -7,7 +7,6 @@ The name decides: labels become positions among the names of the training images
 import functools
 import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import numpy as np
 import xxhash
@@ -92,27 +91,19 @@ class ImageData:
         path = settings.path
         if path == DIGITS:
             return cls(settings, {"train": digits()})
-        folder = user_path(path)
-        if settings.domains:
-            if not folder.is_dir():
-                raise DataError(f"data.domains: true needs a folder, and data.path is {path}")
-            return cls._of_folders(settings, folder)
-        try:
+        folder, tables = user_path(path), None
+        if not settings.domains:
             tables = open_tables(path, TABLES)
-        except DataError as error:
-            raise DataError(f"data.path: {error}") from None
-        if tables is None:
-            return cls._of_folders(settings, folder)
-        by_split = {
-            split: table_images(rows, f"data.path: {path}, {split}")
-            for split, rows in tables.splits.items()
-        }
-        return cls(settings, by_split, notes=tables.notes)
-
-    @classmethod
-    def _of_folders(cls, settings: ImageDataConfig, folder: Path) -> "ImageData":
+        elif not folder.is_dir():
+            raise DataError(f"data.domains: true needs a folder, and data.path is {path}")
+        if tables is not None:
+            by_split = {
+                split: table_images(rows, f"data.path: {path}, {split}")
+                for split, rows in tables.splits.items()
+            }
+            return cls(settings, by_split, notes=tables.notes)
         by_split, domain_names, others = open_folders(folder, domains=settings.domains)
-        note = f"data.path: {settings.path}: {others:,} files are not images, and not read"
+        note = f"data.path: {path}: {others:,} files are not images, and not read"
         return cls(settings, by_split, domain_names, [note] if others else [])
 
     @property
@@ -131,20 +122,17 @@ class ImageData:
             raise DataError(f"{self.place}: has no {name} split; it has {listed(self.splits)}")
         return self._splits[name]
 
-    @functools.cached_property
+    @property
     def fingerprint(self) -> str:
-        """A digest of the names and labels of the training images, the classes and the domains."""
+        """The `contents` of the training images."""
+        return self.contents("train")
+
+    @functools.cache  # noqa: B019  # a run has one
+    def contents(self, split: str) -> str:
+        """Digests the names and labels of a split's images, the classes, and the domains."""
         names = [self.class_names, self.domain_names, self.left_out]
         digest = xxhash.xxh3_128(json.dumps(names).encode())
-        digest.update(self._splits["train"].digest().encode())
-        return digest.hexdigest()
-
-    @functools.cached_property
-    def contents(self) -> str:
-        """A digest of the names and labels of all splits."""
-        digest = xxhash.xxh3_128(self.fingerprint.encode())
-        for name, split in self._splits.items():
-            digest.update(f"{name}{split.digest()}".encode())
+        digest.update(self.split(split).digest().encode())
         return digest.hexdigest()
 
     def _renumber(self, split: str, images: ImageSplit) -> None:
@@ -173,28 +161,22 @@ class ImageData:
     def _hold_out(self, share: float) -> None:
         """Draws a validation split; the data set's own test split is never used for it."""
         train = self._splits["train"]
-        groups = {"": np.arange(len(train))}
-        if train.domains is not None:
-            groups = {
-                f" of {name}": np.flatnonzero(train.domains == number)
-                for number, name in enumerate(self.domain_names)
-            }
+        domains = np.zeros(len(train), int) if train.domains is None else train.domains
         generator = np.random.Generator(np.random.PCG64(_SEED))
-        stay, out = [], []
-        for where, numbers in groups.items():
+        out = np.zeros(len(train), dtype=bool)
+        for domain, name in enumerate(self.domain_names or [""]):
+            numbers = np.flatnonzero(domains == domain)
             count = max(1, round(share * len(numbers)))
             if count >= len(numbers):
+                where = f" of {name}" if name else ""
                 raise DataError(
                     f"data.held_out: {share} of {len(numbers):,} images{where} leaves none to "
                     "train on"
                 )
-            order = numbers[generator.permutation(len(numbers))]
-            stay.append(order[count:])
-            out.append(order[:count])
-        kept, held = (np.sort(np.concatenate(each)) for each in (stay, out))
-        within = f", from each of {len(groups)} domains" if self.domain_names else ""
+            out[numbers[generator.permutation(len(numbers))[:count]]] = True
+        within = f", from each of {len(self.domain_names)} domains" if self.domain_names else ""
         self.held_out = (
-            f"validation: {len(held):,} of the {len(train):,} training images{within}, drawn with "
+            f"validation: {out.sum():,} of the {len(train):,} training images{within}, drawn with "
             f"the seed {_SEED}"
         )
         own, test = self._splits.get("validation"), self._splits.get(TEST)
@@ -205,8 +187,8 @@ class ImageData:
             self.held_out += "; test: the data set's validation split"
             test, self.own_validation = own, TEST
         self._splits = {
-            "train": train.select(kept),
-            "validation": train.select(held),
+            "train": train.select(np.flatnonzero(~out)),
+            "validation": train.select(np.flatnonzero(out)),
         } | ({TEST: test} if test is not None else {})
 
     def _leave_out(self, images: ImageSplit) -> None:
@@ -224,10 +206,7 @@ class ImageData:
             inside.append(split.numbers[away])
             splits[name] = split.select(np.flatnonzero(~away))
         test = images.select(np.concatenate(inside))
-        assert test.domains is not None
-        trained = [self.class_names[label] for label in np.unique(splits["train"].labels)]
-        for number in numbers:
-            labels = np.unique(test.labels[test.domains == number])
-            classes = [self.class_names[label] for label in labels]
-            check_classes(self.domain_names[number], classes, trained)
+        names = np.array(self.class_names)
+        domains = np.array(self.domain_names)[test.domains].tolist()
+        check_classes(domains, names[test.labels].tolist(), names[splits["train"].labels].tolist())
         self._splits = splits | {TEST: test}

@@ -100,8 +100,7 @@ class ImageSamples(Dataset[ImageBatch]):
             first = "; ".join(list(self._damaged.values())[:_NAMED])
             more = f"; and {count - _NAMED} more" if count > _NAMED else ""
             raise DataError(
-                f"data.max_damaged: {most} is less than the {count} damaged images found: "
-                f"{first}{more}"
+                f"data.max_damaged: {most} is less than the {count} damaged images: {first}{more}"
             )
 
 

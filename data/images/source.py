@@ -217,14 +217,15 @@ def _splits(names: Iterable[str]) -> dict[str, str]:
     Raises:
         DataError: Two folders are the same split.
     """
-    found: dict[str, str] = {}
+    folders: dict[str, str] = {}
     for name in names:
         split = SPLIT_NAMES.get(name.lower())
-        if split in found:
-            raise DataError(f"data.path: {name!r} and {found[split]!r} are both the {split} split")
+        if split in folders:
+            other = folders[split]
+            raise DataError(f"data.path: {name!r} and {other!r} are both the {split} split")
         if split is not None:
-            found[split] = name
-    return found if "train" in found else {}
+            folders[split] = name
+    return folders if "train" in folders else {}
 
 
 def table_images(rows: Any, place: str) -> ImageSplit:

@@ -151,10 +151,6 @@ class ImageClassification(LabelledTask[ImageBatch]):
         assert isinstance(settings, ImageDataConfig)
         return cls(ImageData.open(settings), sections)
 
-    def contents(self, split: str) -> str:
-        """A digest of the names and labels of all splits."""
-        return self.data.contents
-
     @functools.cached_property
     def samples(self) -> ImageSamples:
         """Images after augmentation, by their global number."""

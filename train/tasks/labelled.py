@@ -83,6 +83,10 @@ class LabelledTask(Learner, Task[Batch]):
         """A digest of the training samples and their labels."""
         return self.data.fingerprint
 
+    def contents(self, split: str) -> str:
+        """A digest of the samples of a split and their labels."""
+        return self.data.contents(split)
+
     @property
     def has_validation(self) -> bool:
         """Whether there is a validation split."""

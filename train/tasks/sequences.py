@@ -201,10 +201,6 @@ class SequenceTask(LabelledTask[SequenceBatch]):
             raise ConfigError(f"{weights.folder}: contains no tokenizer")
         return cls(_open(sections, tokenizer, names_of(weights)), sections)
 
-    def contents(self, split: str) -> str:
-        """A digest of the token ids and labels of a split's rows."""
-        return self.data.contents(split)
-
     @functools.cached_property
     def samples(self) -> TrainingRows:
         """Training rows by their global number."""

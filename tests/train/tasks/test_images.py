@@ -178,7 +178,7 @@ def test_a_mixer_with_two_kinds_of_experts_logs_both(workers, config, tmp_path):
         ),
         ("model.patch_size=3", "model.patch_size: 3 does not divide model.image_size: 8"),
         ("data.augmentation.crop_scale=[0.5]", "data.augmentation.crop_scale.1: is missing"),
-        ("data.path=/nothing", "data.path: /nothing: there is no such file or folder"),
+        ("data.path=/nothing", "/nothing: there is no such file or folder"),
     ],
 )
 def test_what_does_not_fit_is_one_line(workers, config, override, message):
