@@ -12,8 +12,8 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 # Checkers are called as modules: the scripts in bin/ break when the clone is moved.
 RUN := $(BIN)/python -m
-# Three processes, which take a file each: on two cores, one of them waits for its own processes.
-IN_THREE := -n 3 --dist loadfile
+# Two processes, which take a file each: each imports everything once more, and has its own children.
+IN_TWO := -n 2 --dist loadfile
 # Tests start hundreds of processes, and each would compile every module anew.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -34,13 +34,13 @@ quickstart-images: setup  ## images to accuracy in two processes: minutes; SOURC
 	@PATH="$(CURDIR)/$(BIN):$$PATH" sh configs/quickstart/run-images.sh $(SOURCE)
 
 test: setup  ## the everyday suite and one slice of the slow tests
-	@$(RUN) pytest -q --slice due $(IN_THREE) --durations=10
+	@$(RUN) pytest -q --slice due $(IN_TWO) --durations=10
 
 test-slice: setup  ## one of the 20 slices of the slow tests: SLICE=7
-	@$(RUN) pytest -q -m slow --slice $(or $(SLICE),due) $(IN_THREE)
+	@$(RUN) pytest -q -m slow --slice $(or $(SLICE),due) $(IN_TWO)
 
 test-all: setup  ## every test: hours
-	@$(RUN) pytest -q --slice all $(IN_THREE)
+	@$(RUN) pytest -q --slice all $(IN_TWO)
 
 check: setup  ## lint, format, types, the direction of imports, slow tests; prints lines by room
 	@$(RUN) ruff check .
