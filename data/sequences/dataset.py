@@ -23,7 +23,6 @@ from polyad.data.sequences.samples import (
     Encoded,
     Form,
     PaddedRows,
-    Padding,
     TrainingRows,
     encode_rows,
     form_of,
@@ -76,7 +75,7 @@ class SequenceData:
                 f"sequence"
             )
         self.has_segments = self._form.segments
-        self._padding = Padding(self._form.padding, max_length, settings.padding == "longest")
+        self._to_longest = settings.padding == "longest"
         tables, self.notes = read_tables(settings.path, self.schema)
         if settings.held_out and "train" in tables and "validation" not in tables:
             tables["train"], tables["validation"] = held_out(
@@ -177,8 +176,12 @@ class SequenceData:
         Args:
             seed: The seed of their order.
         """
-        rows = self.encoded("train")
-        return TrainingRows(rows, self._padding, seed, self.settings.group_by_length)
+        return TrainingRows(
+            self.encoded("train"),
+            to_longest=self._to_longest,
+            seed=seed,
+            group=self.settings.group_by_length,
+        )
 
     def held_out(self, name: str, most: int | None = None) -> PaddedRows:
         """Returns the rows of a split, from the shortest to the longest.
@@ -191,7 +194,7 @@ class SequenceData:
         order_N = rows.lengths_N.argsort(kind="stable")
         if most is not None and most < len(rows):
             order_N = order_N[np.arange(most) * len(rows) // most]
-        return PaddedRows(rows, self._padding, order_N)
+        return PaddedRows(rows, to_longest=self._to_longest, order_N=order_N)
 
     def _classes(self) -> list[str]:
         if "train" not in self._tables:

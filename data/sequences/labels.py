@@ -76,19 +76,20 @@ def labels_in_words(table: Table, column: str) -> list[str]:
     names = table.class_names(column)
     words = []
     for row, value in enumerate(_labels(table, column)):
-        if names is not None:
-            if not 0 <= value < len(names):
-                raise table.fault(
-                    row,
-                    f"the label {value!r} is not the number of one of the {len(names)} classes",
-                )
-            words.append(names[value])
-        elif not isinstance(value, str | int | float) or value != value:
+        if names is not None and not 0 <= value < len(names):
+            raise table.fault(
+                row, f"the label {value!r} is not the number of one of the {len(names)} classes"
+            )
+        if not isinstance(value, str | int | float) or value != value:
             raise table.fault(row, f"the label {value!r:.60} is not a class: text or a number")
-        else:
-            whole = isinstance(value, float) and value.is_integer()
-            words.append(str(int(value)) if whole else str(value))
+        words.append(_word(value) if names is None else names[int(value)])
     return words
+
+
+def _word(value: Any) -> str:
+    """Returns a cell as text: a whole number has no fraction."""
+    whole = isinstance(value, float) and value.is_integer()
+    return str(int(value)) if whole else str(value)
 
 
 def class_labels(table: Table, column: str, names: Sequence[str]) -> Labels:
@@ -164,8 +165,7 @@ def domains_of(table: Table, column: str) -> list[str]:
     """
     words = []
     for row, value in enumerate(table.column(column)):
-        whole = isinstance(value, float) and value.is_integer()
-        word = "" if value is None else str(int(value) if whole else value).strip()
+        word = "" if value is None else _word(value).strip()
         if not word or value != value:  # NaN marks an empty cell of numbers
             raise table.fault(row, f"has no domain: {column!r} (data.columns.domain)")
         words.append(word)

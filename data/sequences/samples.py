@@ -59,8 +59,12 @@ class Encoded:
     """Number of sequences that were truncated."""
     choices: int
     """C, choices of a row."""
-    labels_N: Labels | None = None
+    labels_N: Labels | None
     """Labels, or None if they are hidden."""
+    padding: int
+    """The padding token."""
+    max_length: int
+    """The longest sequence, in tokens."""
 
     def __len__(self) -> int:
         """Counts the rows."""
@@ -147,6 +151,8 @@ def encode_rows(
         cut=cut,
         choices=each,
         labels_N=labels_N,
+        padding=form.padding,
+        max_length=max_length,
     )
 
 
@@ -241,33 +247,23 @@ class SequenceBatch(NamedTuple):
         return self.mask_BCT.sum()
 
 
-class Padding(NamedTuple):
-    """How sequences are padded."""
-
-    token: int
-    """The padding token."""
-    length: int
-    """Padded length of single rows, and of batches unless `to_longest`."""
-    to_longest: bool
-    """Whether a batch is padded to its longest row."""
-
-
 class PaddedRows(Dataset[SequenceBatch]):
     """Rows in a given order, padded to one length per micro-batch.
 
     Args:
         rows: The rows of a split.
-        padding: How they are padded.
+        to_longest: Whether a batch is padded to its longest row, not to the longest allowed.
         order_N: The row at each position; None for the rows in file order.
     """
 
     def __init__(
         self,
         rows: Encoded,
-        padding: Padding,
+        *,
+        to_longest: bool,
         order_N: npt.NDArray[np.integer] | None = None,
     ) -> None:
-        self._rows, self._padding, self._order_N = rows, padding, order_N
+        self._rows, self._to_longest, self._order_N = rows, to_longest, order_N
         self._lengths_N = rows.lengths_N
 
     def row_of(self, number: int) -> int:
@@ -276,13 +272,13 @@ class PaddedRows(Dataset[SequenceBatch]):
 
     def __getitem__(self, number: int) -> SequenceBatch:
         """Returns a single sample, padded to the full length."""
-        return self._padded(number, self.row_of(number), self._padding.length)
+        return self._padded(number, self.row_of(number), self._rows.max_length)
 
     def __getitems__(self, numbers: Sequence[int]) -> list[SequenceBatch]:
         """Returns the samples of a batch, all of one length; called by torch's loader."""
         rows = [self.row_of(number) for number in numbers]
-        length = self._padding.length
-        if self._padding.to_longest:
+        length = self._rows.max_length
+        if self._to_longest:
             longest = max(int(self._lengths_N[row]) for row in rows)
             length = min(length, -(-longest // STEP) * STEP)
         return [
@@ -298,7 +294,7 @@ class PaddedRows(Dataset[SequenceBatch]):
         place_T, second_C = np.arange(length), rows.second_R[first : first + rows.choices]
         mask_CT = place_T < np.diff(starts_C1)[:, None]
         second_CT = mask_CT & (place_T >= second_C[:, None])
-        ids_CT = np.full((rows.choices, length), self._padding.token, dtype=np.int64)
+        ids_CT = np.full((rows.choices, length), self._rows.padding, dtype=np.int64)
         ids_CT[mask_CT] = rows.ids_S[starts_C1[0] : starts_C1[-1]]
         labels_N = rows.labels_N
         label = torch.zeros((), dtype=torch.int64)
@@ -313,13 +309,13 @@ class TrainingRows(PaddedRows):
 
     Args:
         rows: The rows of the training split.
-        padding: How they are padded.
+        to_longest: As in `PaddedRows`.
         seed: The run's seed.
         group: Number of rows of similar length that follow each other; 1 for a random order.
     """
 
-    def __init__(self, rows: Encoded, padding: Padding, seed: int, group: int) -> None:
-        super().__init__(rows, padding)
+    def __init__(self, rows: Encoded, *, to_longest: bool, seed: int, group: int) -> None:
+        super().__init__(rows, to_longest=to_longest)
         self._seed, self._group = seed, group
 
     def row_of(self, number: int) -> int:

@@ -22,7 +22,7 @@ from polyad.data.text.manifest import (
     TokenizerInfo,
     digests_of,
 )
-from polyad.data.text.readers import read_lines, read_text
+from polyad.data.text.readers import TEXT
 from polyad.data.text.sources import (
     EMPTY,
     UNREADABLE,
@@ -33,8 +33,9 @@ from polyad.data.text.sources import (
     open_splits,
 )
 from polyad.data.text.splits import Sources, documents_needed
-from polyad.data.text.tokenizers.tokenizer import Tokenizer, all_cores
-from polyad.data.text.tokenizers.training import resolve_tokenizer, training_wanted
+from polyad.data.text.tokenizers.files import load_tokenizer
+from polyad.data.text.tokenizers.tokenizer import END_OF_TEXT, all_cores
+from polyad.data.text.tokenizers.training import trainer_of
 from polyad.data.text.writer import SplitWriter, cut_between_words, write_documents
 
 HELD_OUT = 0.05
@@ -82,13 +83,21 @@ def prepare(
         output = part_folder(output, config.part)
     check_replaceable(output, overwrite=overwrite)
     by_split = _opened(config)
-    loaded = _loaded_tokenizer(config)
+    trainer = trainer_of(config.tokenizer)
+    if trainer is None:
+        encoder = load_tokenizer(config.tokenizer, config.end_of_text)
+    elif config.part is not None:
+        raise DataError(
+            f"--part: {config.part} needs a tokenizer that exists, not {config.tokenizer}: prepare "
+            "a sample of the text first, and name its folder with --tokenizer"
+        )
     sources = _sources(config, by_split, report)
     left_out = Counter[str]()
     for each in {id(each.left_out): each for each in by_split.values()}.values():
         left_out.update(each.left_out)
     with writing(output), all_cores(), staged_folder(output) as folder:
-        encoder = loaded or _trained(config, sources)
+        if trainer is not None:
+            encoder = trainer(_training_texts(sources), config.end_of_text or END_OF_TEXT)
         encoder.save(folder / encoder.file)
         splits = write_documents(folder, encoder, _read(sources, left_out, "encoding"))
         for split, each in sources.by_split.items():
@@ -134,30 +143,17 @@ def _opened(config: PrepareConfig) -> dict[SplitName, Source]:
 
 def _check_used(config: PrepareConfig, by_split: dict[SplitName, Source]) -> None:
     """Refuses options that have no effect on this text."""
-    readers = {file.reader for source in by_split.values() for file in source.files}
-    has_text_files = any(source.has_text_files for source in by_split.values())
+    readers = {reader for source in by_split.values() for reader in source.readers}
+    user_defined = {r for source in by_split.values() if not source.is_code for r in source.readers}
     unused = {
         "--streaming": config.streaming and None not in readers,
-        "--text-key": config.text_key != ReadOptions().text_key
-        and readers <= {read_text, read_lines},
-        "--documents": config.documents != "files" and not has_text_files,
+        "--text-key": config.text_key != ReadOptions().text_key and readers <= TEXT,
+        "--documents": config.documents != "files" and TEXT.isdisjoint(user_defined),
         "--format": config.file_format is not None and readers <= {None},
     }
     for option, is_unused in unused.items():
         if is_unused:
             raise DataError(f"{option}: has no effect on {config.source}; remove the option")
-
-
-def _loaded_tokenizer(config: PrepareConfig) -> Tokenizer | None:
-    """Loads the tokenizer; None if it is to be trained."""
-    if training_wanted(config.tokenizer) is None:
-        return resolve_tokenizer(config.tokenizer, end_of_text=config.end_of_text)
-    if config.part is not None:
-        raise DataError(
-            f"--part: {config.part} needs a tokenizer that exists, not {config.tokenizer}: prepare "
-            "a sample of the text first, and name its folder with --tokenizer"
-        )
-    return None
 
 
 def _fractions(config: PrepareConfig, by_split: dict[SplitName, Source]) -> dict[SplitName, float]:
@@ -213,16 +209,12 @@ def _read(
             bar.update(document.size)
 
 
-def _trained(config: PrepareConfig, sources: Sources) -> Tokenizer:
-    """Trains the tokenizer on the train split: held-out text must not shape the vocabulary."""
-
-    def texts() -> Iterator[str]:
-        train_only = sources._replace(by_split={"train": sources.by_split["train"]})
-        for split, document in _read(train_only, Counter(), "training the tokenizer"):
-            if split == "train":
-                yield from cut_between_words(document.text)
-
-    return resolve_tokenizer(config.tokenizer, end_of_text=config.end_of_text, training_texts=texts)
+def _training_texts(sources: Sources) -> Iterator[str]:
+    """Reads the train split alone: held-out text must not shape the vocabulary."""
+    train_only = sources._replace(by_split={"train": sources.by_split["train"]})
+    for split, document in _read(train_only, Counter(), "training the tokenizer"):
+        if split == "train":
+            yield from cut_between_words(document.text)
 
 
 def _part(text: str) -> tuple[int, int]:

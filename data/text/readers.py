@@ -151,6 +151,8 @@ def read_rows(rows: Any, place: str | Path, text_key: str) -> Iterator[str]:
 
 Read = Callable[[Path, str], Iterator[str]]
 """Yields the text of each document of a file."""
+TEXT: frozenset[Read | None] = frozenset({read_text, read_lines})
+"""Readers of plain text, whose documents the user defines."""
 FORMATS: dict[str, Read] = {
     ".txt": read_text,
     ".jsonl": read_jsonl,

@@ -17,7 +17,7 @@ from polyad.data.files import is_hidden
 from polyad.data.names import SPLITS, SplitName
 from polyad.data.tables import HUB, is_saved, open_tables
 from polyad.data.text.manifest import ReadOptions
-from polyad.data.text.readers import FORMATS, Read, read_lines, read_rows, read_text
+from polyad.data.text.readers import FORMATS, TEXT, Read, read_lines, read_rows, read_text
 
 PYTHON_STDLIB, PACKAGE = "python-stdlib", "python:"
 """A source that exists on every machine, and what the name of a package's modules begins with."""
@@ -108,15 +108,13 @@ class Source:
     left_out: Counter[str] = field(default_factory=Counter, compare=False)
 
     @property
-    def has_text_files(self) -> bool:
-        """Whether some file is plain text, whose documents the user defines."""
-        readers = {file.reader for file in self.files}
-        return not self.is_code and not readers.isdisjoint((read_text, read_lines))
+    def readers(self) -> set[Read | None]:
+        """What reads its files; None for rows."""
+        return {file.reader for file in self.files}
 
     def is_text_of_fewer_documents(self, count: int) -> bool:
         """Returns whether all files are text, with fewer documents than `count`."""
-        readers = {file.reader for file in self.files}
-        if self.is_code or not readers <= {read_text, read_lines}:
+        if self.is_code or not self.readers <= TEXT:
             return False
         return sum(1 for _ in islice(self.documents(), count)) < count
 

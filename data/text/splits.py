@@ -6,7 +6,7 @@ Shares held out are of bytes, or of documents if these are too few.
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Literal, NamedTuple
 
@@ -32,29 +32,23 @@ class Sources(NamedTuple):
     fractions: dict[SplitName, float]
     split_by: Literal["documents", "position"]
 
-    def shares(self, name: SplitName) -> Callable[[int], SplitName]:
-        """Returns the rule by which the documents of a source get their splits, by their bytes.
-
-        Only as many documents are read as it takes to know whether there are too few.
-        """
-        fractions = self.fractions if name == "train" and self.split_by == "documents" else {}
-        needed = documents_needed(fractions)
-        if needed > 1:
-            documents = self.by_split[name].documents()
-            if sum(1 for _ in islice(documents, needed)) < needed:
-                of_documents = split_of_documents(name, fractions)
-                return lambda size: next(of_documents)
-        return ByteShares(name, fractions).split_of
-
     def assigned(self, left_out: Counter[str]) -> Iterator[tuple[SplitName, Document]]:
-        """Reads all sources, each document with its split."""
+        """Reads all sources, each document with its split.
+
+        Args:
+            left_out: Counts what is left out of the text.
+        """
+        needed = documents_needed(self.fractions)
         for name, source in self.by_split.items():
             documents = source.documents(left_out)
-            if name == "train" and self.split_by == "position":
+            if name != "train":
+                yield from ((name, document) for document in documents)
+            elif self.split_by == "position":
                 yield from split_by_position(list(documents), self.fractions)
+            elif sum(1 for _ in islice(source.documents(), needed)) < needed:
+                yield from zip(split_of_documents(name, self.fractions), documents, strict=False)
             else:
-                split_of = self.shares(name)
-                yield from ((split_of(each.size), each) for each in documents)
+                yield from split_by_bytes(documents, self.fractions)
 
     @property
     def total_bytes(self) -> int:
@@ -91,8 +85,10 @@ def split_of_documents(first: SplitName, fractions: dict[SplitName, float]) -> I
             yield first
 
 
-class ByteShares:
-    """Shares of the bytes of all documents so far.
+def split_by_bytes(
+    documents: Iterable[Document], fractions: dict[SplitName, float]
+) -> Iterator[tuple[SplitName, Document]]:
+    """Holds documents out by shares of the bytes of all so far.
 
     A held-out split that has less than its fraction takes the next document of at most twice the
     mean size, and any document that brings its share closer to the fraction. So each split keeps
@@ -100,29 +96,27 @@ class ByteShares:
     ones. Until there are `documents_needed`, no mean is known, and the second rule holds alone.
 
     Args:
-        first: The split of all documents that no other split takes.
-        fractions: The fraction of all bytes for each other split.
+        documents: The documents.
+        fractions: The fraction of all bytes for each held-out split; train takes the others.
+
+    Yields:
+        Each document and its split.
     """
-
-    def __init__(self, first: SplitName, fractions: dict[SplitName, float]) -> None:
-        self._first, self._fractions = first, fractions
-        self._held, self._total, self._number = dict.fromkeys(fractions, 0), 0, 0
-        self._needed = documents_needed(fractions)
-
-    def split_of(self, size: int) -> SplitName:
-        """Returns the split of the next document of `size` bytes."""
-        split = next((name for name in self._fractions if self._takes(name, size)), self._first)
-        self._number, self._total = self._number + 1, self._total + size
-        if split in self._held:
-            self._held[split] += size
-        return split
-
-    def _takes(self, name: SplitName, size: int) -> bool:
-        held, total = self._held[name], self._total + size
-        goal, number = self._fractions[name] * total, self._number + 1
-        is_usual = number >= self._needed and size * number <= 2 * total
-        # The second: |held + size - goal| < |held - goal|.
-        return (is_usual and held < goal) or held + size / 2 < goal
+    needed, total = documents_needed(fractions), 0
+    held = dict.fromkeys(fractions, 0)
+    for number, document in enumerate(documents, start=1):
+        size = document.size
+        total += size
+        is_usual = number >= needed and size * number <= 2 * total
+        split: SplitName = "train"
+        for name, fraction in fractions.items():
+            goal = fraction * total
+            # The second: |held + size - goal| < |held - goal|.
+            if (is_usual and held[name] < goal) or held[name] + size / 2 < goal:
+                held[name] += size
+                split = name
+                break
+        yield split, document
 
 
 def documents_needed(fractions: dict[SplitName, float]) -> int:

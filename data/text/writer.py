@@ -164,12 +164,13 @@ def _encoded_batches(
         try:
             return tokenizer.encode_batch([piece.text for piece in pieces])
         except DataError:
-            for piece in pieces:
-                try:
-                    tokenizer.encode_batch([piece.text])
-                except DataError as error:
-                    raise DataError(f"{piece.document.name}: {error}") from None
-            raise
+            return [encode_alone(piece) for piece in pieces]
+
+    def encode_alone(piece: _Piece) -> list[int]:
+        try:
+            return tokenizer.encode(piece.text)
+        except DataError as error:
+            raise DataError(f"{piece.document.name}: {error}") from None
 
     with ThreadPoolExecutor(1, thread_name_prefix="encode") as thread:
         waiting = None
@@ -185,12 +186,9 @@ def _encoded_batches(
 def _pieces(tokenizer: Tokenizer, documents: Iterable[Document]) -> Iterator[_Piece]:
     cuts = tokenizer.encodes_in_pieces()
     for document in documents:
-        pieces = cut_between_words(document.text) if cuts else iter([document.text])
-        ahead = next(pieces)
-        for piece in pieces:
-            yield _Piece(document, ahead, False)
-            ahead = piece
-        yield _Piece(document, ahead, True)
+        *heads, tail = cut_between_words(document.text) if cuts else [document.text]
+        yield from (_Piece(document, head, False) for head in heads)
+        yield _Piece(document, tail, True)
 
 
 def _batches(pieces: Iterator[_Piece]) -> Iterator[list[_Piece]]:

@@ -19,7 +19,7 @@ from polyad.data.images.config import AttributeDataConfig, ImageDataConfig
 from polyad.data.images.decoding import decode
 from polyad.data.images.source import is_image
 from polyad.data.sequences.config import Schema, SequenceDataConfig
-from polyad.data.sequences.samples import PaddedRows, Padding, encode_rows, form_of
+from polyad.data.sequences.samples import PaddedRows, encode_rows, form_of
 from polyad.data.sequences.tables import ENDINGS, Table, read_tables
 from polyad.data.text.tokenizers.tokenizer import Tokenizer
 from polyad.model.decoder import DecoderSettings
@@ -231,7 +231,7 @@ class Predictor:
         rows = encode_rows(table, schema, tokenizer, form, length)
         texts = table.column(schema.text)
         order_N = rows.lengths_N.argsort(kind="stable")
-        padded = PaddedRows(rows, Padding(form.padding, length, to_longest=True), order_N)
+        padded = PaddedRows(rows, to_longest=True, order_N=order_N)
         outputs: dict[int, Tensor] = {}
         report = Progress("predict", len(rows), "seq") if len(rows) > BATCH else None
         for begin in range(0, len(rows), BATCH):

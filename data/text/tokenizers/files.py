@@ -61,7 +61,7 @@ class SentencePieceTokenizer(Tokenizer):
         self._threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else -1
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Encodes texts, in parallel; see `Tokenizer.encode_batch`.
+        """Encodes texts in parallel, without control pieces at their ends.
 
         Args:
             texts: Any texts.
@@ -232,12 +232,12 @@ def read_about(folder: Path) -> dict[str, Any]:
     return tree
 
 
-def _token(about: dict[str, Any], key: str) -> str | None:
+def _token(about: dict[str, Any], key: str, place: Path) -> str | None:
     """Returns a token named there, given as text or as an object."""
     token = about.get(key)
     content = token.get("content") if isinstance(token, dict) else token
     if content is not None and not isinstance(content, str):
-        raise DataError(f"{key}: {token!r:.60} is not allowed; it must be a token, or null")
+        raise DataError(f"{place}: {key}: {token!r:.60} is not allowed; a token, or null")
     return content
 
 
@@ -267,18 +267,17 @@ def load_tokenizer(path: str | Path, end_of_text: str | None = None) -> Tokenize
 
 
 def _load_folder(folder: Path, end_of_text: str | None) -> Tokenizer:
-    about = read_about(folder)
+    place, about = folder / ABOUT_FILE, read_about(folder)
+    begin, end = (_token(about, key, place) for key in ("bos_token", "eos_token"))
+    names = (*TOKENIZER_FILES, VOCABULARY_FILE)
+    file = next((folder / name for name in names if (folder / name).is_file()), folder)
+    tokenizer = _load_file(file, end_of_text or end)
+    if (adds := about.get("add_bos_token")) is None:
+        return tokenizer
     try:
-        begin, end = (_token(about, key) for key in ("bos_token", "eos_token"))
-        names = (*TOKENIZER_FILES, VOCABULARY_FILE)
-        file = next((folder / name for name in names if (folder / name).is_file()), folder)
-        tokenizer = _load_file(file, end_of_text or end)
-        adds = about.get("add_bos_token")
-        return tokenizer if adds is None else tokenizer.with_begin_of_text(begin if adds else None)
+        return tokenizer.with_begin_of_text(begin if adds else None)
     except DataError as error:
-        if str(error).startswith(str(folder)):
-            raise
-        raise DataError(f"{folder / ABOUT_FILE}: {error}") from None
+        raise DataError(f"{place}: {error}") from None
 
 
 def _load_file(path: Path, end_of_text: str | None) -> Tokenizer:
@@ -312,6 +311,6 @@ def _byte_level_of(folder: Path, end_of_text: str | None) -> Tokenizer:
         )
     model = models.BPE.from_file(str(vocabulary), str(merges))
     backend = byte_level(model)
-    known = [token for token in KNOWN_END_OF_TEXT if model.token_to_id(token) is not None]
-    backend.add_special_tokens(known)
+    ends = [token for token in KNOWN_END_OF_TEXT if model.token_to_id(token) is not None]
+    backend.add_special_tokens(ends)
     return Tokenizer(backend.to_str(), end_of_text)

@@ -1,4 +1,4 @@
-"""Loads the tokenizer that a user names, or trains it on the text."""
+"""Trains a tokenizer on text."""
 
 import re
 from collections import Counter
@@ -8,7 +8,6 @@ import tokenizers
 from tokenizers import AddedToken, models, pre_tokenizers, trainers
 
 from polyad.data.errors import DataError
-from polyad.data.text.tokenizers.files import load_tokenizer
 from polyad.data.text.tokenizers.tokenizer import END_OF_TEXT, Tokenizer, byte_level
 
 UNKNOWN = "<unk>"
@@ -92,20 +91,23 @@ SIZES = {"train": 257, "words": 3}
 """The smallest size of a vocabulary of bytes and the end of text; of a word, `<unk>` and it."""
 
 
-def training_wanted(spec: str) -> tuple[str, int | None] | None:
-    """Reads a tokenizer's specification.
+def trainer_of(spec: str) -> Callable[[Iterator[str], str], Tokenizer] | None:
+    """Reads the specification of a tokenizer that is trained on the train split.
+
+    Args:
+        spec: `train:VOCAB_SIZE`, `words` or `words:VOCAB_SIZE`; or what `load_tokenizer` reads.
 
     Returns:
-        `train` or `words`, and the number of entries (None for no limit of words), of a tokenizer
-        to train on the train split; None for a path or a name on the hub.
+        Trains the tokenizer, from texts and the end-of-text token; None for a path or a name on the
+        hub.
 
     Raises:
         DataError: The part after the colon is not a valid size.
     """
-    name, _, digits = spec.partition(":")
+    name, colon, digits = spec.partition(":")
     if spec == "words":
-        return name, None
-    if name not in SIZES or (spec != "train" and ":" not in spec):
+        return lambda texts, end_of_text: train_words(texts, None, end_of_text)
+    if name not in SIZES or (spec != "train" and not colon):
         return None
     size = int(digits) if digits.isdecimal() and len(digits) < 20 else -1
     if not SIZES[name] <= size <= LARGEST_VOCABULARY:
@@ -113,35 +115,5 @@ def training_wanted(spec: str) -> tuple[str, int | None] | None:
             f"tokenizer {spec!r:.60}: VOCAB_SIZE in {name}:VOCAB_SIZE is a whole number of at "
             f"least {SIZES[name]} and at most {LARGEST_VOCABULARY:,}"
         )
-    return name, size
-
-
-def resolve_tokenizer(
-    spec: str,
-    *,
-    end_of_text: str | None = None,
-    training_texts: Callable[[], Iterator[str]] | None = None,
-) -> Tokenizer:
-    """Loads or trains the tokenizer that the user named.
-
-    Args:
-        spec: `train:VOCAB_SIZE`, `words` or `words:VOCAB_SIZE`; or what `load_tokenizer` reads.
-        end_of_text: The token that ends each document; None for a well-known one.
-        training_texts: Returns the texts to train on; called only if training is needed.
-
-    Returns:
-        The tokenizer.
-
-    Raises:
-        DataError: There is no such tokenizer, or nothing to train it on.
-    """
-    wanted = training_wanted(spec)
-    if wanted is None:
-        return load_tokenizer(spec, end_of_text)
-    if training_texts is None:
-        raise DataError(f"tokenizer {spec!r}: no text to train on here; name a tokenizer.json")
-    kind, size = wanted
-    if kind == "words":
-        return train_words(training_texts(), size, end_of_text or END_OF_TEXT)
-    assert size is not None
-    return train_tokenizer(training_texts(), size, end_of_text or END_OF_TEXT)
+    train = train_words if name == "words" else train_tokenizer
+    return lambda texts, end_of_text: train(texts, size, end_of_text)

@@ -12,7 +12,7 @@ from polyad.data.text.dataset import PreparedData, index_bytes, read_lengths, to
 from polyad.data.text.manifest import MANIFEST_FILE, Manifest
 from polyad.data.text.prepare import prepare
 from polyad.data.text.sources import open_source
-from polyad.data.text.splits import ByteShares
+from polyad.data.text.splits import split_by_bytes
 from polyad.data.text.tokenizers.tokenizer import END_OF_TEXT
 from polyad.data.text.tokenizers.training import train_tokenizer
 from tests.helpers.everyday import everyday
@@ -54,10 +54,10 @@ print(int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[
 def test_tokens_are_the_documents_with_their_ends(texts, tmp_path):
     prepare(str(texts), "train:400", tmp_path / "modules", report=lambda line: None)
     prepared = PreparedData.open(tmp_path / "modules")
-    shares = ByteShares("train", {"validation": 0.05, "test": 0.05})
     dealt_texts = {name: [] for name in SPLITS}
-    for document in open_source(str(texts)).documents():
-        dealt_texts[shares.split_of(len(document.text.encode()))].append(document.text)
+    documents = open_source(str(texts)).documents()
+    for split, document in split_by_bytes(documents, {"validation": 0.05, "test": 0.05}):
+        dealt_texts[split].append(document.text)
     tokenizer = prepared.tokenizer()
     # The tokenizer has seen the train split alone.
     assert tokenizer.fingerprint == train_tokenizer(iter(dealt_texts["train"]), 400).fingerprint

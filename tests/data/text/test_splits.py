@@ -5,8 +5,8 @@ import pytest
 
 from polyad.data.text.sources import Document
 from polyad.data.text.splits import (
-    ByteShares,
     documents_needed,
+    split_by_bytes,
     split_by_position,
     split_of_documents,
 )
@@ -71,6 +71,12 @@ def dealt(count, **fractions):
     return list(islice(split_of_documents("train", fractions), count))
 
 
+def dealt_by_bytes(sizes, **fractions):
+    """The split of a document of each size, and the size."""
+    documents = (Document("", "x" * size) for size in sizes)
+    return [(split, document.size) for split, document in split_by_bytes(documents, fractions)]
+
+
 def test_three_documents_fill_every_split():
     assert dealt(3, validation=0.05, test=0.05) == ["train", "validation", "test"]
 
@@ -86,13 +92,12 @@ def test_shares_are_exact_within_a_document(fractions):
 
 def test_shares_are_of_bytes_by_hand():
     """A fifth is held out. Before the fifth document a document has to bring the share closer."""
-    shares = ByteShares("train", {"validation": 0.2})
     sizes = [10, 10, 10, 100, 10, 10, 10, 100]
     # What is held out and half the document, against a fifth of all bytes so far: 5 of 2, 5 of 4,
     # 5 of 6 (taken), 60 of 26. What is held out, and the size against twice the mean: 10 of 28 and
     # 10 of 56 (taken), 20 of 30 and 10 of 50 (taken), 30 of 32 and 10 of 46 (taken), 40 of 52 but
     # 100 of 65; and 90 of 52.
-    taken = [shares.split_of(size) == "validation" for size in sizes]
+    taken = [split == "validation" for split, _ in dealt_by_bytes(sizes, validation=0.2)]
     assert taken == [False, False, True, False, True, True, True, False]
 
 
@@ -100,10 +105,9 @@ def test_shares_are_of_bytes_by_hand():
 def test_shares_of_bytes_are_kept_where_few_documents_have_most_of_the_text(order):
     sizes = [int(1000 * size) for size in random.Random(1).choices(*HEAVY, k=400)]
     sizes = {"as drawn": sizes, "falling": sorted(sizes)[::-1], "rising": sorted(sizes)}[order]
-    shares = ByteShares("train", {"validation": 0.05, "test": 0.1})
     held = {"train": 0, "validation": 0, "test": 0}
-    for size in sizes:
-        held[shares.split_of(size)] += size
+    for split, size in dealt_by_bytes(sizes, validation=0.05, test=0.1):
+        held[split] += size
     # Sorted, the documents around the last one are all large or all small.
     usual = 2 * sum(sizes) / len(sizes) if order == "as drawn" else max(sizes)
     assert abs(held["validation"] - 0.05 * sum(sizes)) < usual

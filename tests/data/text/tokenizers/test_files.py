@@ -23,10 +23,10 @@ COMMIT = "607a30d783dfa663caf39e06633721c8d4cfcd7e"
 LOAD = """
 import sys
 from polyad.data.errors import DataError
-from polyad.data.text.tokenizers.training import resolve_tokenizer
+from polyad.data.text.tokenizers.files import load_tokenizer
 for name in sys.argv[1:]:
     try:
-        tokenizer = resolve_tokenizer(name)
+        tokenizer = load_tokenizer(name)
         print(tokenizer.fingerprint, tokenizer.vocab_size, tokenizer.end_of_text)
     except DataError as error:
         print(error)

@@ -10,7 +10,7 @@ from tokenizers import models, pre_tokenizers
 from polyad.data.errors import DataError
 from polyad.data.text.tokenizers.files import load_tokenizer
 from polyad.data.text.tokenizers.tokenizer import END_OF_TEXT, Tokenizer
-from polyad.data.text.tokenizers.training import resolve_tokenizer, train_tokenizer
+from polyad.data.text.tokenizers.training import train_tokenizer, trainer_of
 from polyad.data.text.writer import cut_between_words
 
 TRAIN_ELSEWHERE = """
@@ -114,7 +114,7 @@ def test_tokenizer_that_marks_beginnings_is_not_cut():
 def test_gpt2_files_agree_with_transformers(shared):
     transformers = pytest.importorskip("transformers")
     folder = shared / "gpt2_bpe"
-    tokenizer = resolve_tokenizer(str(folder))
+    tokenizer = load_tokenizer(str(folder))
     assert (tokenizer.vocab_size, tokenizer.end_of_text_id) == (50257, 50256)
     oracle = transformers.GPT2TokenizerFast(
         vocab=str(folder / "vocab.json"), merges=str(folder / "merges.txt")
@@ -133,7 +133,7 @@ def test_gpt2_files_agree_with_transformers(shared):
 )
 def test_bad_vocabulary_size_is_refused(spec):
     with pytest.raises(DataError, match=r"at least 257"):
-        resolve_tokenizer(spec, training_texts=lambda: iter(["a"]))
+        trainer_of(spec)
 
 
 def test_bad_files_are_one_line(tmp_path):

@@ -12,11 +12,11 @@ from tokenizers import models, pre_tokenizers
 from polyad.data.errors import DataError
 from polyad.data.names import SPLITS
 from polyad.data.text.dataset import PreparedData
-from polyad.data.text.sources import open_source
-from polyad.data.text.splits import ByteShares
+from polyad.data.text.sources import Document, open_source
+from polyad.data.text.splits import split_by_bytes
 from polyad.data.text.tokenizers.files import SPECIAL, load_tokenizer
 from polyad.data.text.tokenizers.tokenizer import END_OF_TEXT
-from polyad.data.text.tokenizers.training import resolve_tokenizer, train_words
+from polyad.data.text.tokenizers.training import train_words, trainer_of
 from tests.helpers.prepared import jsonl, silent
 
 
@@ -89,9 +89,9 @@ def test_prepared_words_of_the_train_split(tmp_path, texts, size):
 
 
 def _held_out(documents):
-    shares = ByteShares("train", {"validation": 0.05, "test": 0.05})
-    splits = [shares.split_of(len(text.encode())) for text in documents]
-    return {i for i, name in enumerate(splits) if name != "train"}
+    named = (Document(str(number), text) for number, text in enumerate(documents))
+    dealt = split_by_bytes(named, {"validation": 0.05, "test": 0.05})
+    return {int(document.name) for split, document in dealt if split != "train"}
 
 
 @pytest.mark.parametrize("splitter", [pre_tokenizers.WhitespaceSplit, pre_tokenizers.Whitespace])
@@ -113,12 +113,12 @@ def test_unknown_word_without_unk_names_word_and_document(tmp_path, splitter):
 @pytest.mark.parametrize("spec", ["words:", "words:2", "words:x", "words:-1"])
 def test_bad_size_is_refused(spec):
     with pytest.raises(DataError, match="whole number of at least 3"):
-        resolve_tokenizer(spec, training_texts=lambda: iter(["a"]))
+        trainer_of(spec)
 
 
 def test_unk_cannot_end_documents(tmp_path):
     with pytest.raises(DataError, match=re.escape("'<unk>' cannot end")):
-        resolve_tokenizer("words", end_of_text="<unk>", training_texts=lambda: iter(["a"]))
+        trainer_of("words")(iter(["a"]), "<unk>")
     # An unknown word in a text would end its document.
     file = word_file(tmp_path / "words.json", {"<unk>": 0, "a": 1, "</s>": 2})
     with pytest.raises(DataError, match="--end-of-text TOKEN"):
