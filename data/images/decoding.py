@@ -4,6 +4,7 @@ JPEGs are decoded by simplejpeg where it is installed, everything else by Pillow
 same pixels. Orientation tags are ignored, as in the usual ImageNet pipelines.
 """
 
+import contextlib
 import io
 import warnings
 
@@ -40,25 +41,10 @@ def decode(content: bytes, name: str) -> Pixels:
     if not content:
         raise DataError(f"{name}: is empty")
     if simplejpeg is not None and content.startswith(_JPEG):
-        fast = _jpeg(content)
-        if fast is not None:
-            return fast
-    return _any(content, name)
-
-
-def _jpeg(content: bytes) -> Pixels | None:
-    """Decodes a colour or grey JPEG; None if Pillow has to decode it."""
-    try:
-        colours = simplejpeg.decode_jpeg_header(content)[2]
-        if colours not in ("YCbCr", "Gray", "RGB"):
-            return None
-        pixels: Pixels = simplejpeg.decode_jpeg(content, colorspace="RGB")
-    except ValueError:
-        return None
-    return pixels
-
-
-def _any(content: bytes, name: str) -> Pixels:
+        with contextlib.suppress(ValueError):  # Pillow names the fault
+            if simplejpeg.decode_jpeg_header(content)[2] in ("YCbCr", "Gray", "RGB"):
+                pixels: Pixels = simplejpeg.decode_jpeg(content, colorspace="RGB")
+                return pixels
     from PIL import Image
 
     warnings.simplefilter("ignore", Image.DecompressionBombWarning)

@@ -50,11 +50,6 @@ def index_bytes(documents: int) -> int:
     return HEADER_BYTES + 12 * documents + 8 * (documents + 1)
 
 
-def read_lengths(path: Path, documents: int) -> npt.NDArray[np.int32]:
-    """Reads the number of tokens of each document from an index."""
-    return np.fromfile(path, np.int32, documents, offset=HEADER_BYTES)
-
-
 @dataclass(eq=False)
 class TokenStream:
     """The tokens of one split, document after document; those of files are memory-mapped.
@@ -96,7 +91,8 @@ class TokenStream:
     @functools.cached_property
     def document_lengths(self) -> npt.NDArray[np.int32]:
         """Tokens of each document, its end included; shape (num_documents,)."""
-        lengths_D = read_lengths(self.prefix.with_suffix(".idx"), self.num_documents)
+        path = self.prefix.with_suffix(".idx")
+        lengths_D = np.fromfile(path, np.int32, self.num_documents, offset=HEADER_BYTES)
         whole = int(lengths_D.sum(dtype=np.int64)) == self.num_tokens
         if not whole or (lengths_D < 1).any():
             raise DataError(

@@ -8,6 +8,7 @@ are numbered consecutively without end.
 import functools
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -155,17 +156,14 @@ class ValidationPart(NamedTuple):
     stream: TokenStream
 
 
+@dataclass(frozen=True)
 class TrainingData:
-    """The opened and checked data of a run: one prepared folder or several. Use `open`.
+    """The opened and checked data of a run: one prepared folder or several. Use `open`."""
 
-    Attributes:
-        parts: At least one, in the order of the configuration.
-        key: The configuration key that names them, for errors.
-    """
-
-    def __init__(self, parts: Sequence[Part], key: str) -> None:
-        self.parts = tuple(parts)
-        self.key = key
+    parts: Sequence[Part]
+    """At least one, in the order of the configuration."""
+    key: str
+    """The configuration key that names them, for errors."""
 
     @classmethod
     def open(cls, config: DataConfig) -> "TrainingData":
@@ -198,9 +196,13 @@ class TrainingData:
                     f"{key}.weight: {source.weight} is a fraction of {part.share:.1e} of all "
                     f"weights; at least 1 / {BLOCK:,} is needed"
                 )
-            if parts:
-                _check_tokenizers(parts[0], part, f"{key}.path")
             parts.append(part)
+            first, own = (each.data.manifest.tokenizer.fingerprint for each in (parts[0], part))
+            if own != first:
+                raise DataError(
+                    f"{key}.path: {part.data.path} was made with tokenizer {own[:12]}, "
+                    f"{parts[0].data.path} with {first[:12]}: their token ids mean different things"
+                )
         return cls(parts, "data.mixture")
 
     @property
@@ -367,12 +369,3 @@ def _open(path: str, key: str) -> PreparedData:
         return PreparedData.open(path)
     except DataError as error:
         raise DataError(f"{key}: {error}") from None
-
-
-def _check_tokenizers(first: Part, other: Part, key: str) -> None:
-    expected, actual = (part.data.manifest.tokenizer.fingerprint for part in (first, other))
-    if expected != actual:
-        raise DataError(
-            f"{key}: {other.data.path} was made with tokenizer {actual[:12]}, {first.data.path} "
-            f"with {expected[:12]}: their token ids mean different things"
-        )

@@ -8,7 +8,7 @@ import pytest
 
 from polyad.data.errors import DataError
 from polyad.data.names import SPLITS
-from polyad.data.text.dataset import PreparedData, index_bytes, read_lengths, token_dtype
+from polyad.data.text.dataset import PreparedData, TokenStream, index_bytes, token_dtype
 from polyad.data.text.manifest import MANIFEST_FILE, Manifest
 from polyad.data.text.prepare import prepare
 from polyad.data.text.sources import open_source
@@ -265,7 +265,7 @@ def test_files_of_megatron_s_builder_are_read_as_it_writes_them(tmp_path, dtype)
     for tokens in documents:
         builder.add_document(np.array(tokens), [len(tokens)])
     builder.finalize(str(tmp_path / "theirs.idx"))
-    assert read_lengths(tmp_path / "theirs.idx", 3).tolist() == [3, 1, 2]
+    assert TokenStream(tmp_path / "theirs", 6, 3, 7).document_lengths.tolist() == [3, 1, 2]
     assert (tmp_path / "theirs.idx").stat().st_size == index_bytes(3)
     for size in (400, 65_499, 65_500, 300_000):
         assert token_dtype(size) == DType.optimal_dtype(size)
