@@ -2,7 +2,7 @@
 
     opened = open_evaluated(path, data, overrides)      weights, their configuration, their task
     with opened.loaded(doing, split) as (model, world)  the model on this process's device
-    for reading in read(model, layers, samples, ...)    the one pass, in which routers are read
+    for reading in Subject(model, layers, ...).read()   the one pass, in which routers are read
 
 A reading is a batch with the decisions of every router; see `measures/`.
 
@@ -119,7 +119,7 @@ class Evaluated(NamedTuple):
         blocks = {each.layer for each in self.interventions if each.action.how == "mean"}
         layers = [layer for block, layer in layers_by_block(model).items() if block in blocks]
         samples = samples_of(self.task, split or "validation", MEAN_OF)
-        moments = moments_of(model, layers, samples, self.batch_size, world)
+        moments = Subject(model, layers, samples, self.batch_size).moments(world)
         return {name: each.mean_SD for name, each in moments.items()}
 
     def need(self, option: str, kind: type[Any]) -> Any:
@@ -294,106 +294,93 @@ class Reading:
         return self.number_R[self.rows_of(decision)]
 
 
-def moments_of(
-    model: nn.Module,
-    layers: Sequence[RoutedLayer],
-    samples: Samples,
-    batch_size: int,
-    world: comm.World,
-) -> Mapping[str, Moments]:
-    """Reads samples for the moments of expert outputs, by layer name; all processes call this.
+class Subject(NamedTuple):
+    """What is read: held-out samples by a model, with the decisions of some of its routers."""
 
-    Args:
-        model: see `read`.
-        layers: see `read`.
-        samples: see `read`.
-        batch_size: see `read`.
-        world: see `read`.
-    """
-    moments = ExpertMoments(layers)
-    for reading in read(
-        model, layers, samples, batch_size=batch_size, world=world, label="read experts"
-    ):
-        moments.add(reading.decisions)
-    return moments.result(lambda values: comm.sum_over_samples(values.to(world.device), world))
+    model: nn.Module
+    """In evaluation mode, whole on each process, or `Streamed`, which is read block by block, up to
+    the last block with one of the layers."""
+    layers: Sequence[RoutedLayer]
+    """The layers whose routers are read."""
+    samples: Samples
+    """The samples that all processes read together."""
+    batch_size: int
+    """Samples per forward pass."""
 
+    def read(
+        self,
+        world: comm.World | None = None,
+        *,
+        label: str = "",
+        blocks: Sequence[int] = (),
+    ) -> Iterator[Reading]:
+        """Reads the samples once.
 
-def read(
-    model: nn.Module,
-    layers: Sequence[RoutedLayer],
-    samples: Samples,
-    *,
-    batch_size: int,
-    world: comm.World | None = None,
-    label: str = "",
-    blocks: Sequence[int] = (),
-    report: Share = lambda share: None,
-) -> Iterator[Reading]:
-    """Reads held-out samples and all routers' decisions once.
+        Args:
+            world: the processes that share the samples; None: this one reads all.
+            label: label on the console; empty: no output.
+            blocks: the blocks whose inputs are needed.
 
-    Args:
-        model: in evaluation mode, whole on each process, or `Streamed`, which is read block by
-            block, up to the last block with one of the layers.
-        layers: the layers whose routers are read.
-        samples: the samples that all processes read together.
-        batch_size: samples per forward pass.
-        world: the processes that share the samples; None: this one reads all.
-        label: label on the console; empty: no output.
-        blocks: the blocks whose inputs are needed.
-        report: called with the share done.
-
-    Yields:
-        Every batch of this process, of a streamed model once for each block with layers.
-    """
-    device, done = device_of(model), 0
-    rank, ranks = (world.data_parallel_rank, world.data_parallel_size) if world else (0, 1)
-    if label and (world is None or world.is_main):
-        report = Progress(label, samples.amount, samples.unit)
-    if isinstance(model, Streamed):
-        assert not blocks
-        yield from _read_streamed(model, layers, samples, batch_size, report)
-        return
-    for number_R, batch in samples.batches(batch_size, rank, ranks, device):
-        if len(number_R):
-            entering = dict.fromkeys(blocks, torch.empty(0))
-            with deciding(model, layers) as decisions, torch.inference_mode():
-                output = samples.forward(model, batch, entering)
-            yield Reading(
-                number_R=number_R.to(device),
-                batch=batch,
-                output=output,
-                of_all_tokens=decisions,
-                entering=entering,
-                row_N=samples.row_N(batch),
-            )
-        done += len(number_R) * ranks
-        report(min(1.0, done / samples.rows))
-
-
-def _read_streamed(
-    model: Streamed,
-    layers: Sequence[RoutedLayer],
-    samples: Samples,
-    batch_size: int,
-    report: Share,
-) -> Iterator[Reading]:
-    assert isinstance(samples, TextSamples)
-    batches = list(samples.batches(batch_size, 0, 1, torch.device("cpu")))
-    by_block: dict[int, list[str]] = {}
-    for layer in layers:
-        by_block.setdefault(layer.block, []).append(layer.name)
-    ids, last = [batch.ids_BT.int() for _, batch in batches], max(by_block, default=-1) + 1
-    with activations_of(model, ids) as activations, deciding(model, layers) as decisions:
-        for block, number in run_blocks(model, activations, last, report=report):
-            if block in by_block:
-                number_R, batch = batches[number]
-                batch = on_device(batch, model.device)
+        Yields:
+            Every batch of this process, of a streamed model once for each block with layers.
+        """
+        model, layers, samples, batch_size = self
+        device, done, report = device_of(model), 0, None
+        rank, ranks = (world.data_parallel_rank, world.data_parallel_size) if world else (0, 1)
+        if label and (world is None or world.is_main):
+            report = Progress(label, samples.amount, samples.unit)
+        if isinstance(model, Streamed):
+            assert not blocks
+            yield from self._read_streamed(model, report or (lambda share: None))
+            return
+        for number_R, batch in samples.batches(batch_size, rank, ranks, device):
+            if len(number_R):
+                entering = dict.fromkeys(blocks, torch.empty(0))
+                with deciding(model, layers) as decisions, torch.inference_mode():
+                    output = samples.forward(model, batch, entering)
                 yield Reading(
-                    number_R=number_R.to(model.device),
+                    number_R=number_R.to(device),
                     batch=batch,
-                    output=None,
-                    of_all_tokens={name: decisions.pop(name) for name in by_block[block]},
-                    entering={},
-                    is_first=block == min(by_block),
+                    output=output,
+                    of_all_tokens=decisions,
+                    entering=entering,
                     row_N=samples.row_N(batch),
                 )
+            done += len(number_R) * ranks
+            if report is not None:
+                report(min(1.0, done / samples.rows))
+
+    def _read_streamed(self, model: Streamed, report: Share) -> Iterator[Reading]:
+        samples = self.samples
+        assert isinstance(samples, TextSamples)
+        batches = list(samples.batches(self.batch_size, 0, 1, torch.device("cpu")))
+        by_block: dict[int, list[str]] = {}
+        for layer in self.layers:
+            by_block.setdefault(layer.block, []).append(layer.name)
+        ids, last = [batch.ids_BT.int() for _, batch in batches], max(by_block, default=-1) + 1
+        with activations_of(model, ids) as activations, deciding(model, self.layers) as decisions:
+            for block, number in run_blocks(model, activations, last, report=report):
+                if block in by_block:
+                    number_R, batch = batches[number]
+                    batch = on_device(batch, model.device)
+                    yield Reading(
+                        number_R=number_R.to(model.device),
+                        batch=batch,
+                        output=None,
+                        of_all_tokens={name: decisions.pop(name) for name in by_block[block]},
+                        entering={},
+                        is_first=block == min(by_block),
+                        row_N=samples.row_N(batch),
+                    )
+
+    def moments(self, world: comm.World) -> Mapping[str, Moments]:
+        """Reads the samples for the moments of expert outputs, by layer name; all processes call
+        this.
+
+        Args:
+            world: this process.
+        """
+        moments = ExpertMoments(self.layers)
+        for reading in self.read(world, label="read experts"):
+            moments.add(reading.decisions)
+        return moments.result(lambda values: comm.sum_over_samples(values.to(world.device), world))

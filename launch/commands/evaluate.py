@@ -90,10 +90,10 @@ class Compare(HeldOut):
         from polyad.train.measures.measure import examine
 
         options = self.reading() | ({} if self.tokens is None else {"units": self.tokens})
-        found = read_newest(
+        result = read_newest(
             self.with_, lambda other: examine(checkpoint, Comparison, other=other, **options)
         )
-        return found, found.text()
+        return result, result.text()
 
 
 @command("robustness", "polyad robustness runs/quickstart/run --set a --images imagenet-a")

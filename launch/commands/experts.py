@@ -6,7 +6,7 @@ Each runs in one process, or in each process that torchrun has started; rank 0 s
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from polyad.launch.command import (
     Argument,
@@ -21,9 +21,6 @@ from polyad.launch.command import (
 from polyad.launch.commands.held_out import Seed, Stored, Tokens
 from polyad.launch.commands.options import TokenizerFile
 from polyad.launch.output import check_result_file
-
-if TYPE_CHECKING:
-    from polyad.train.measures.measure import Examination
 
 
 @command("experts specialize", "polyad experts specialize runs/quickstart/run")
@@ -132,17 +129,10 @@ class Trace(Stored):
     with_: Annotated[Sequence[str], Argument(parse=names)] = ()
     tokens: Tokens = None
 
-    def examination(self) -> "type[Examination]":
-        """The examination, which has losses after the last block alone."""
-        from polyad.train.measures.trace import TraceWithLoss
-
-        return TraceWithLoss if "loss" in self.with_ else super().examination()
-
     def options(self) -> dict[str, Any]:
-        """The options of the examination."""
+        """The options of the analysis."""
         options = super().options()
-        options["extra"] = options.pop("with_")
-        return options
+        return options | {"extra": options.pop("with_")}
 
     def run(self) -> None:
         """Writes the page of a text, or the experts of held-out data."""

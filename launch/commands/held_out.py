@@ -6,7 +6,7 @@ Each runs in one process, or in each process that torchrun has started; rank 0 s
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self
 
 from polyad.launch.command import Argument, Json, NonNegative, Overrides, Positive
 from polyad.launch.commands.options import (
@@ -20,9 +20,6 @@ from polyad.launch.commands.options import (
 )
 from polyad.launch.machine import is_main
 from polyad.launch.output import results
-
-if TYPE_CHECKING:
-    from polyad.train.measures.measure import Examination
 
 Tokens = Annotated[
     Positive | None,
@@ -47,14 +44,8 @@ class Analysis:
     measure: ClassVar[str]
     """The name of what is measured."""
 
-    def examination(self) -> "type[Examination]":
-        """What is measured."""
-        from polyad.train.measures.registry import MEASURES
-
-        return MEASURES[self.measure]
-
     def options(self) -> dict[str, Any]:
-        """The options of the examination: those of this command alone."""
+        """The options of the analysis: those of this command alone."""
         shared = {each.name for each in fields(Stored)}
         own = {each.name: getattr(self, each.name) for each in fields(self)}
         return {name: own[name] for name in own if name not in shared and own[name] is not None}
@@ -66,9 +57,11 @@ class Analysis:
     def measured(self, checkpoint: Path) -> tuple[object, str]:
         """Returns the result of a checkpoint, and the same as text."""
         from polyad.train.measures.measure import examine
+        from polyad.train.measures.registry import MEASURES
 
-        found = examine(checkpoint, self.examination(), **self.options(), **self.reading())
-        return found, found.text()
+        analysis = MEASURES[self.measure]
+        result = examine(checkpoint, analysis, **self.options(), **self.reading())
+        return result, result.text()
 
     def chosen(self, choose: Callable[[Path], Path]) -> Self:
         """Returns the same with the checkpoint that rank 0 chooses; all processes call this."""

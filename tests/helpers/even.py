@@ -9,17 +9,17 @@ import pandas as pd
 import torch
 
 from polyad.train.experts.information import Summed
-from polyad.train.measures.measure import Measure, Subject
+from polyad.train.measures.measure import Measure
 from polyad.train.measures.registry import MEASURES
-from polyad.train.reading import Reading
+from polyad.train.reading import Reading, Subject
 from polyad.train.results import Tables
 
 
 class EvenExperts(Measure):
     name = "even"
 
-    def __init__(self, subject: Subject) -> None:
-        super().__init__(subject)
+    def begin(self, subject: Subject) -> None:
+        super().begin(subject)
         device = next(subject.model.parameters()).device
         self._sums_L2 = torch.zeros(len(subject.layers), 2, dtype=torch.float64, device=device)
 

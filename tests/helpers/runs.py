@@ -24,7 +24,7 @@ from polyad.train.loop.profiling import memory_of_process, peak_memory_bytes
 from polyad.train.loop.statistics import StepStatistics
 from polyad.train.measures.atlas import Atlas
 from polyad.train.measures.comparison import Comparison
-from polyad.train.measures.measure import Examination, examine
+from polyad.train.measures.measure import Analysis, examine
 from polyad.train.measures.registry import MEASURES
 from polyad.train.measures.rewriting import Rewriting
 from polyad.train.measures.robustness import Robustness
@@ -150,7 +150,7 @@ def measured(path: Path, name: str, **options: Any) -> tuple[dict[str, Any], str
     return both_forms(path, MEASURES[name], **options)
 
 
-def both_forms(path: Path, kind: type[Examination], **options: Any) -> tuple[dict[str, Any], str]:
+def both_forms(path: Path, kind: type[Analysis], **options: Any) -> tuple[dict[str, Any], str]:
     """What is found out about a checkpoint: the values for programs, and the text for people."""
     found = examine(path, kind, **options)
     return json_value(found), found.text()

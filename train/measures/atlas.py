@@ -36,8 +36,8 @@ from polyad.train.experts.probing import (
     routed_layers,
 )
 from polyad.train.measures import knockout
-from polyad.train.measures.measure import Examination, Subject
-from polyad.train.reading import Evaluated, moments_of
+from polyad.train.measures.measure import Analysis
+from polyad.train.reading import Evaluated, Subject
 from polyad.train.results import Tables
 from polyad.train.tasks.samples import TextSamples
 from polyad.train.tasks.text import TextTask
@@ -64,9 +64,13 @@ TITLES = knockout.TITLES | {
 """Lines above tables of a text."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class AtlasOptions:
-    """Which experts to remove, and how."""
+@dataclass(kw_only=True)
+class Atlas(Analysis):
+    """Removes every expert, one after the other, and sets of them."""
+
+    name = "atlas"
+    doing = "removing experts"
+    needs_whole = None
 
     layers: Sequence[str] = (EVERY,)
     """Blocks whose experts are removed, by number, or `all`."""
@@ -78,52 +82,34 @@ class AtlasOptions:
     unembed: int | None = None
     """How many of the tokens that each expert promotes are listed."""
 
+    def check(self, opened: Evaluated, split: str) -> None:
+        """Refuses a model that does not predict text."""
+        opened.need(f"experts {self.name}", TextTask)
 
-class Atlas(Examination):
-    """Removes every expert, one after the other, and sets of them."""
-
-    name = "atlas"
-    doing = "removing experts"
-    needs_whole = None
-
-    @classmethod
-    def checked(cls, opened: Evaluated, split: str, **options: Any) -> AtlasOptions:
-        """Options by the fields of `AtlasOptions`."""
-        opened.need(f"experts {cls.name}", TextTask)
-        return AtlasOptions(**options)
-
-    @classmethod
-    def take(
-        cls,
-        opened: Evaluated,
-        split: str,
-        settings: AtlasOptions,
-        model: nn.Module,
-        world: comm.World,
-    ) -> Tables:
+    def run(self, opened: Evaluated, split: str, model: nn.Module, world: comm.World) -> Tables:
         """Reads the text twice: for the statistics, and for the changes in loss."""
         if not (routed := routed_layers(model)):
             raise ConfigError(f"{opened.weights.folder}: its model has no experts")
-        layers = choose_layers(routed, settings.layers)
-        check_experts(layers, settings.experts)
+        layers = choose_layers(routed, self.layers)
+        check_experts(layers, self.experts)
         for layer in layers:
-            check_action(layer, Action(how=settings.how), f"--how {settings.how}")
-            if settings.unembed is not None and (layer.shares or not isinstance(model, Decoder)):
+            check_action(layer, Action(how=self.how), f"--how {self.how}")
+            if self.unembed is not None and (layer.shares or not isinstance(model, Decoder)):
                 raise ConfigError(
-                    f"--unembed: {settings.unembed} is not allowed with {layer.title}; allowed "
+                    f"--unembed: {self.unembed} is not allowed with {layer.title}; allowed "
                     "with: sparse experts of a model that predicts the next token"
                 )
         assert isinstance(opened.task, TextTask)
-        text = TextSamples(opened.task, split, settings.tokens, hidden=True)
+        text = TextSamples(opened.task, split, self.tokens, hidden=True)
         subject = Subject(model, layers, text, opened.batch_size)
-        moments = moments_of(*subject, world)
-        columns = [columns_of(layer, settings.experts) for layer in layers]
-        chosen = [_sets(model, layer, moments[layer.name], settings) for layer in layers]
+        moments = subject.moments(world)
+        columns = [columns_of(layer, self.experts) for layer in layers]
+        chosen = [self._sets(model, layer, moments[layer.name]) for layer in layers]
         sets = [
             [*((column,) for column in singles), *sorted({experts for _, experts in together})]
             for singles, together in zip(columns, chosen, strict=True)
         ]
-        actions = [Action(how=settings.how, mean_SD=moments[each.name].mean_SD) for each in layers]
+        actions = [Action(how=self.how, mean_SD=moments[each.name].mean_SD) for each in layers]
         without = knockout.knock_out(
             *(subject, sets, actions, world),
             lambda values: comm.sum_over_samples(values.to(world.device), world),
@@ -142,14 +128,34 @@ class Atlas(Examination):
             "correlations": correlations,
             **_together(without, chosen),
         }
-        if settings.unembed is not None:
+        if self.unembed is not None:
             end = model.part(*parts_of(model)[-1]) if isinstance(model, Streamed) else nullcontext()
             with end:
                 frames["unembedded"] = _unembedded(
                     *(model, text, list(zip(layers, columns, strict=True)), moments),
-                    settings.unembed,
+                    self.unembed,
                 )
-        return Tables(facts={**tables.facts, "how": settings.how}, frames=frames, titles=TITLES)
+        return Tables(facts={**tables.facts, "how": self.how}, frames=frames, titles=TITLES)
+
+    def _sets(self, model: nn.Module, layer: RoutedLayer, moments: Moments) -> "_Chosen":
+        """The lowest quarter and half of experts by each statistic, and random sets."""
+        chosen: _Chosen = []
+        experts = layer.num_experts
+        if self.experts or len(layer.levels) > 1:  # a set in one level is not a share of a layer
+            return chosen
+        for share in SHARES:
+            size = experts // share
+            left_over = self.how == "prune" and experts - size < experts_of_a_token(model, layer)
+            if size < 2 or left_over:
+                continue
+            statistics = moments.statistics()
+            for name in STATISTICS:
+                lowest = statistics[name].argsort(stable=True)[:size].tolist()
+                chosen.append((name, tuple(sorted(lowest))))
+            chance = random.Random(f"{layer.name} {size}")
+            for _ in range(RANDOM_SETS):
+                chosen.append(("random", tuple(sorted(chance.sample(range(experts), size)))))
+        return chosen
 
 
 def _correlation(
@@ -158,8 +164,8 @@ def _correlation(
     """Spearman's rank correlation over experts, and its p; NaN where undefined."""
     from scipy.stats import spearmanr
 
-    known_E = np.isfinite(change_E)  # an unused expert has no own change
-    statistic_E, change_E = statistic_E[known_E], change_E[known_E]
+    is_used_E = np.isfinite(change_E)  # an unused expert has no own change
+    statistic_E, change_E = statistic_E[is_used_E], change_E[is_used_E]
     varies = len(set(statistic_E.tolist())) > 1 and len(set(change_E.tolist())) > 1
     if len(change_E) < FEWEST_EXPERTS or not varies:
         return math.nan, math.nan
@@ -186,10 +192,14 @@ def _correlations(experts: Any) -> Any:
 
 def _predictive(correlations: Any) -> Any:
     """A table of the layers in which a statistic predicts a change, of those where it can."""
-    known = correlations.dropna(subset=["rho"]).groupby(["statistic", "target"], sort=False)
-    return known.agg(
-        mean_rho=("rho", "mean"), significant_in=("significant", "sum"), layers=("rho", "size")
-    ).reset_index()
+    defined = correlations.dropna(subset=["rho"])
+    return (
+        defined.groupby(["statistic", "target"], sort=False)
+        .agg(
+            mean_rho=("rho", "mean"), significant_in=("significant", "sum"), layers=("rho", "size")
+        )
+        .reset_index()
+    )
 
 
 def _together(layers: Sequence[LayerWithout], chosen: Sequence["_Chosen"]) -> dict[str, Any]:
@@ -224,29 +234,6 @@ def _together(layers: Sequence[LayerWithout], chosen: Sequence["_Chosen"]) -> di
 _Chosen = list[tuple[str, tuple[int, ...]]]
 """Sets of a layer's experts: how each was chosen, by the lowest values of a statistic or `random`,
 and its experts."""
-
-
-def _sets(
-    model: nn.Module, layer: RoutedLayer, moments: Moments, settings: AtlasOptions
-) -> _Chosen:
-    """The lowest quarter and half of experts by each statistic, and random sets."""
-    chosen: _Chosen = []
-    experts = layer.num_experts
-    if settings.experts or len(layer.levels) > 1:  # a set in one level is not a share of a layer
-        return chosen
-    for share in SHARES:
-        size = experts // share
-        left_over = settings.how == "prune" and experts - size < experts_of_a_token(model, layer)
-        if size < 2 or left_over:
-            continue
-        statistics = moments.statistics()
-        for name in STATISTICS:
-            lowest = statistics[name].argsort(stable=True)[:size].tolist()
-            chosen.append((name, tuple(sorted(lowest))))
-        chance = random.Random(f"{layer.name} {size}")
-        for _ in range(RANDOM_SETS):
-            chosen.append(("random", tuple(sorted(chance.sample(range(experts), size)))))
-    return chosen
 
 
 @torch.inference_mode()

@@ -1,24 +1,21 @@
 """`polyad compare`: which tokens are routed differently by two checkpoints of a model."""
 
 import math
-from typing import Any, Self
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import nn
 
 from polyad.parallel.checkpoint.load import Checkpoint
-from polyad.parallel.weights import Weights, load_model, open_weights
+from polyad.parallel.weights import Weights, device_of, load_model, open_weights
 from polyad.train.config.text import flatten
 from polyad.train.errors import ConfigError
-from polyad.train.experts.fluctuation import (
-    Differences,
-    encode,
-    mean,
-)
+from polyad.train.experts.fluctuation import Differences, encode, mean
 from polyad.train.experts.information import Summed
 from polyad.train.experts.probing import deciding, routed_layers
-from polyad.train.measures.measure import Measure, Subject
-from polyad.train.reading import Evaluated, Reading
+from polyad.train.measures.measure import Measure
+from polyad.train.reading import Evaluated, Reading, Subject
 from polyad.train.results import Tables
 from polyad.train.tasks.samples import probe_of
 
@@ -32,16 +29,11 @@ FREE_KEYS = (
 """Keys of a model that do not affect its outputs in evaluation."""
 
 
+@dataclass(kw_only=True)
 class Comparison(Measure):
     """Accumulates the differences in routing between two models on the same samples.
 
     Both models and one batch of data are in memory.
-
-    Args:
-        subject: the model that reads, and the samples for both.
-        opened: its weights, and the data.
-        other: the other weights.
-        before: the model of the other weights.
     """
 
     name = "compare"
@@ -49,34 +41,29 @@ class Comparison(Measure):
     needs_whole = "two models read each batch together"
     label = "compare"
 
-    def __init__(
-        self, subject: Subject, opened: Evaluated, other: Weights, before: nn.Module
-    ) -> None:
-        super().__init__(subject)
-        device = next(before.parameters()).device
-        self._opened, self._other, self._before = opened, other, before
+    other: Path
+    """The other weights."""
+    units: int = PROBE_UNITS
+    """Minimum number of tokens (in whole windows) or images to compare, spread evenly over the
+    split."""
+
+    def check(self, opened: Evaluated, split: str) -> None:
+        """Opens both, which must belong to one model with experts."""
+        self._opened, self._other = opened, open_weights(self.other)
+        _check_pair(opened, opened.weights, self._other)
+
+    def subject_of(self, opened: Evaluated, split: str, model: nn.Module) -> Subject:
+        """The probe set, and all layers in blocks."""
+        samples = probe_of(opened.task, self.units, split)
+        return Subject(model, routed_layers(model), samples, opened.batch_size)
+
+    def begin(self, subject: Subject) -> None:
+        """Loads the other model."""
+        super().begin(subject)
+        device, precision = device_of(subject.model), self._opened.config.train.precision
+        self._before = load_model(self._other, device, precision)
         self._differences = Differences(subject.layers, device)
         self._units = torch.zeros(1, dtype=torch.float64, device=device)
-
-    @classmethod
-    def checked(cls, opened: Evaluated, split: str, **options: Any) -> tuple[Weights, int]:
-        """Opens the weights `other`, and takes `units` from the options: the minimum number of
-        tokens (in whole windows) or images to compare, spread evenly over the split."""
-        other = open_weights(options["other"])
-        _check_pair(opened, opened.weights, other)
-        return other, options.get("units", PROBE_UNITS)
-
-    @classmethod
-    def of(
-        cls, opened: Evaluated, split: str, settings: tuple[Weights, int], model: nn.Module
-    ) -> Self:
-        """The measure of `polyad compare`, with the result of `checked`."""
-        other, units = settings
-        device = next(model.parameters()).device
-        before = load_model(other, device, opened.config.train.precision)
-        samples = probe_of(opened.task, units, split)
-        subject = Subject(model, routed_layers(model), samples, opened.batch_size)
-        return cls(subject, opened, other, before)
 
     def add(self, reading: Reading) -> None:
         """Adds a batch, which the other model reads, too."""
@@ -135,8 +122,8 @@ def _check_pair(opened: Evaluated, own: Weights, other: Weights) -> None:
             f"experts whose choice could be compared"
         )
     opened.task.check_weights(other, f"checkpoint of --with {other.folder}")
-    known = [c.state.data_fingerprint for c in (own, other) if isinstance(c, Checkpoint)]
-    if len({*known}) > 1 and not opened.data_is_named:
+    data = {each.state.data_fingerprint for each in (own, other) if isinstance(each, Checkpoint)}
+    if len(data) > 1 and not opened.data_is_named:
         raise ConfigError(
             f"compare: {other.folder}: was trained on other data than {own.folder}; use --data to "
             "name the text that both are to read"

@@ -22,9 +22,9 @@ from polyad.train.experts.actions import Action, intervening
 from polyad.train.experts.moments import ExpertMoments
 from polyad.train.experts.probing import RoutedLayer, routed_head, routed_layers
 from polyad.train.experts.token_classes import labellings
-from polyad.train.experts.trace import EXTRA, TOP, Form
-from polyad.train.measures.trace import OF_TOKENS, Trace
-from polyad.train.reading import Evaluated, Reading, read
+from polyad.train.experts.trace import EXTRA, TOP
+from polyad.train.measures.trace import TraceRows
+from polyad.train.reading import Evaluated, Subject
 from polyad.train.tasks.language import LanguageModelling
 from polyad.train.tasks.samples import Passages, TextSamples, losses, samples_of, through
 
@@ -60,16 +60,13 @@ class HeldOut:
         for name in extra:
             if name not in EXTRA:
                 raise ConfigError(f"trace: {name!r} is not allowed; allowed: {', '.join(EXTRA)}")
-        of_tokens = OF_TOKENS[type(self._samples)]
         if "loss" in extra:
             self._text("trace: loss")
-            of_tokens += ("loss",)
-        layers, batches = list(self._layers.values()), list[Any]()
-        form = Form(layers, of_tokens, extra)
-        trace = Trace(self._samples, self._model, form, top, batches.append)
-        for reading in self._read(layers):
-            trace.add(reading)
-        return pa.Table.from_batches(batches, form.schema({})).unify_dictionaries().to_pandas()
+        subject = self._subject(list(self._layers.values()))
+        rows = TraceRows(subject, extra, top)
+        batches = [batch for reading in subject.read() for batch in rows.of(reading)]
+        schema = rows.form.schema({})
+        return pa.Table.from_batches(batches, schema).unify_dictionaries().to_pandas()
 
     def statistics(self) -> Any:
         """Returns statistics of every expert, which are said to predict how much it matters.
@@ -81,7 +78,7 @@ class HeldOut:
 
         layers = list(self._layers.values())
         moments = ExpertMoments(layers)
-        for reading in self._read(layers):
+        for reading in self._subject(layers).read():
             moments.add(reading.decisions)
         tables = []
         for name, each in moments.result().items():
@@ -103,7 +100,7 @@ class HeldOut:
         import pandas as pd
 
         text, tables = self._text("losses"), []
-        for reading in self._read([]):
+        for reading in self._subject([]).read():
             passages, scored_BP = reading.batch, reading.batch.scored_BP
             window_B, _, _ = text.places(passages)
             columns_BP = {
@@ -239,8 +236,8 @@ class HeldOut:
             text.forward(model, passages, entering)
             yield passages, part.assign(window=part["window"].map(row_of)), entering
 
-    def _read(self, layers: Sequence[RoutedLayer]) -> Iterator[Reading]:
-        return read(self._model, layers, self._samples, batch_size=self._opened.batch_size)
+    def _subject(self, layers: Sequence[RoutedLayer]) -> Subject:
+        return Subject(self._model, layers, self._samples, self._opened.batch_size)
 
     def _text(self, name: str) -> TextSamples:
         self._opened.need(name, LanguageModelling)

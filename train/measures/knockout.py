@@ -23,8 +23,7 @@ from polyad.train.experts.information import Summed
 from polyad.train.experts.knockout import KnockOut, LayerWithout, harmed
 from polyad.train.experts.probing import deciding
 from polyad.train.experts.token_classes import ClassColumns
-from polyad.train.measures.measure import Subject
-from polyad.train.reading import read
+from polyad.train.reading import Subject
 from polyad.train.results import Tables
 from polyad.train.streaming import activations_of, on_device, run_block, run_blocks
 from polyad.train.tasks.samples import TextSamples, losses
@@ -71,13 +70,7 @@ def knock_out(
     if isinstance(model, Streamed):
         _block_by_block(model, without, text, columns, batch_size)
     else:
-        for reading in read(
-            *(model, layers, text),
-            batch_size=batch_size,
-            world=world,
-            label=LABEL,
-            blocks=[*without],
-        ):
+        for reading in subject.read(world, label=LABEL, blocks=[*without]):
             passages, label_JBP = reading.batch, columns(reading.batch)
             loss_BP = losses(model, reading.output, passages)
             for block, each in without.items():

@@ -1,7 +1,7 @@
-"""Interfaces of examinations and measures of a checkpoint.
+"""Interfaces of analyses and measures of a checkpoint.
 
-    Examination   checks the user's options, examines weights and data, and returns `Tables`
-    Measure       an examination that accumulates over one pass over samples, reading all routers
+    Analysis   has the user's options, reads weights and data, and returns `Tables`
+    Measure    an analysis that accumulates over one pass over samples, reading all routers
 
 A new measure is one file with a `Measure`, and one line in `registry.py`: `polyad experts NAME`
 reads the registry.
@@ -10,8 +10,9 @@ reads the registry.
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -23,65 +24,49 @@ from polyad.train.errors import ConfigError
 from polyad.train.experts.information import Summed
 from polyad.train.experts.interventions import Intervention
 from polyad.train.experts.probing import RoutedLayer, routed_head, routed_layers
-from polyad.train.reading import Evaluated, Reading, open_evaluated, read
+from polyad.train.reading import Evaluated, Reading, Subject, open_evaluated
 from polyad.train.results import Tables
-from polyad.train.tasks.samples import Samples, samples_of
+from polyad.train.tasks.samples import samples_of
 
 
-class Subject(NamedTuple):
-    """The subject of a measure: a model, its layers and samples."""
-
-    model: nn.Module
-    """In evaluation mode, whole on each process."""
-    layers: Sequence[RoutedLayer]
-    samples: Samples
-    batch_size: int
-
-
-class Examination(ABC):
-    """An examination of a checkpoint by one command.
+@dataclass(kw_only=True)
+class Analysis(ABC):
+    """An analysis of a checkpoint by one command. Its fields are its options.
 
     Attributes:
         name: its name in errors.
         doing: describes the work, for an out-of-memory error.
         reads_split: whether it reads a split of the data.
-        needs_whole: why the whole model must be in memory; None: it may be read block by block,
-            see `polyad.train.reading.Reading`.
     """
 
     name: ClassVar[str]
     doing: ClassVar[str] = "measuring experts"
     reads_split: ClassVar[bool] = True
-    needs_whole: ClassVar[str | None] = "it takes all of a model at once"
 
-    @classmethod
-    @abstractmethod
-    def checked(cls, opened: Evaluated, split: str, **options: Any) -> Any:
-        """Checks the user's options, before processes connect and weights are loaded.
+    @property
+    def needs_whole(self) -> str | None:
+        """Why the whole model must be in memory; None: it may be read block by block, see
+        `polyad.train.reading.Reading`."""
+        return "it takes all of a model at once"
+
+    def check(self, opened: Evaluated, split: str) -> None:  # noqa: B027  # most refuse nothing
+        """Checks the options, before processes connect and weights are loaded.
 
         Args:
             opened: weights and data.
             split: name of the split.
-            options: options of this examination.
-
-        Returns:
-            The argument `settings` of `take`.
 
         Raises:
             ConfigError: the weights, the data or an option are not allowed.
         """
 
-    @classmethod
     @abstractmethod
-    def take(
-        cls, opened: Evaluated, split: str, settings: Any, model: nn.Module, world: comm.World
-    ) -> Tables:
-        """Examines the weights; all processes call it.
+    def run(self, opened: Evaluated, split: str, model: nn.Module, world: comm.World) -> Tables:
+        """Analyses the weights; all processes call it.
 
         Args:
             opened: weights and data.
             split: name of the split.
-            settings: the result of `checked`.
             model: the weights' model, in evaluation mode, whole on each process.
             world: this process.
 
@@ -90,58 +75,42 @@ class Examination(ABC):
         """
 
 
-class Measure(Examination):
+class Measure(Analysis):
     """A measure that accumulates over a model's pass over held-out samples.
 
     Attributes:
         label: label of its progress.
         blocks: the blocks whose inputs it needs.
+        subject: what is read.
     """
 
     label: ClassVar[str] = "measure experts"
     blocks: Sequence[int] = ()
+    subject: Subject
 
-    def __init__(self, subject: Subject) -> None:
-        self.subject = subject
-
-    @classmethod
-    def checked(cls, opened: Evaluated, split: str, **options: Any) -> Any:
-        """Returns the options as they are."""
-        return options
-
-    @classmethod
-    def take(
-        cls, opened: Evaluated, split: str, settings: Any, model: nn.Module, world: comm.World
-    ) -> Tables:
+    def run(self, opened: Evaluated, split: str, model: nn.Module, world: comm.World) -> Tables:
         """Reads the samples once."""
-        taken = cls.of(opened, split, settings, model)
-        taken.read(world)
-        return taken.result(lambda values: comm.sum_over_samples(values, world))
+        self.begin(self.subject_of(opened, split, model))
+        self.read(world)
+        return self.result(lambda values: comm.sum_over_samples(values, world))
 
-    @classmethod
-    def of(cls, opened: Evaluated, split: str, settings: Any, model: nn.Module) -> Self:
-        """Makes the measure of a command, for all layers with experts and all samples; see
-        `take`."""
-        head = routed_head(model)
-        layers = [*routed_layers(model), *([head] if head else [])]
-        if not layers:
-            raise ConfigError(
-                f"{opened.weights.folder}: its model has no experts, in blocks or as its head"
-            )
-        return cls(Subject(model, layers, samples_of(opened.task, split), opened.batch_size))
+    def subject_of(self, opened: Evaluated, split: str, model: nn.Module) -> Subject:
+        """Returns what is read: by default all layers with experts, and all samples; see `run`."""
+        layers = every_layer(opened, model)
+        return Subject(model, layers, samples_of(opened.task, split), opened.batch_size)
+
+    def begin(self, subject: Subject) -> None:
+        """Begins a pass.
+
+        Args:
+            subject: the model, layers and samples.
+        """
+        self.subject = subject
 
     @torch.inference_mode()
     def read(self, world: comm.World | None = None) -> None:
-        """Reads its samples in a separate pass for this measure; see
-        `polyad.train.reading.read`."""
-        model, layers, samples, batch_size = self.subject
-        for reading in read(
-            *(model, layers, samples),
-            batch_size=batch_size,
-            world=world,
-            label=self.label,
-            blocks=self.blocks,
-        ):
+        """Reads its samples in a separate pass for this measure; see `Subject.read`."""
+        for reading in self.subject.read(world, label=self.label, blocks=self.blocks):
             self.add(reading)
 
     @abstractmethod
@@ -160,9 +129,28 @@ class Measure(Examination):
         """
 
 
+def every_layer(opened: Evaluated, model: nn.Module) -> list[RoutedLayer]:
+    """Returns all layers with experts, in blocks and as the head.
+
+    Args:
+        opened: the weights.
+        model: their model.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    head = routed_head(model)
+    layers = [*routed_layers(model), *([head] if head else [])]
+    if not layers:
+        raise ConfigError(
+            f"{opened.weights.folder}: its model has no experts, in blocks or as its head"
+        )
+    return layers
+
+
 def examine(
     path: Path,
-    kind: type[Examination],
+    kind: type[Analysis],
     *,
     data: str | None = None,
     split: SplitName = "validation",
@@ -176,14 +164,14 @@ def examine(
 
     Args:
         path: a checkpoint, or a run (its newest checkpoint).
-        kind: the examination.
+        kind: the analysis.
         data: as `data.path`; None: the run's.
         split: `validation`, `test` or `train`.
         overrides: `key=value` for keys that evaluation reads.
         weights: which of the checkpoint's weights.
         base: see `open_weights`.
         interventions: see `open_evaluated`.
-        options: see the examination's `checked`.
+        options: the fields of the analysis.
 
     Returns:
         The same on each process.
@@ -192,15 +180,16 @@ def examine(
         ValueError: with an `exit_status` of 2: one line says what is wrong.
     """
     opened = open_evaluated(path, data, overrides, weights, base, interventions)
-    settings = kind.checked(opened, split, **options)
-    if kind.reads_split:
+    analysis = kind(**options)
+    analysis.check(opened, split)
+    if analysis.reads_split:
         opened.task.check_split(split)
-    started, reads = time.monotonic(), split if kind.reads_split else None
-    with opened.loaded(kind.doing, reads, needs_whole=kind.needs_whole) as (model, world):
-        result = kind.take(opened, split, settings, model, world)
+    started, reads = time.monotonic(), split if analysis.reads_split else None
+    with opened.loaded(kind.doing, reads, needs_whole=analysis.needs_whole) as (model, world):
+        result = analysis.run(opened, split, model, world)
         seconds = time.monotonic() - started
     about = opened.about()
-    if kind.reads_split:
+    if analysis.reads_split:
         about |= {
             "data": opened.task.name,
             "data_kind": opened.config.data.kind,

@@ -5,7 +5,7 @@ A plugin adds one with the line `MEASURES[Mine.name] = Mine`, and `polyad expert
 
 from polyad.train.measures.atlas import Atlas
 from polyad.train.measures.comparison import Comparison
-from polyad.train.measures.measure import Examination
+from polyad.train.measures.measure import Analysis
 from polyad.train.measures.removal import Removal
 from polyad.train.measures.rewriting import Rewriting
 from polyad.train.measures.robustness import Robustness
@@ -14,7 +14,7 @@ from polyad.train.measures.splice import Splicing
 from polyad.train.measures.steer import Steer
 from polyad.train.measures.trace import Trace
 
-MEASURES: dict[str, type[Examination]] = {
+MEASURES: dict[str, type[Analysis]] = {
     each.name: each
     for each in (
         *(Specialization, Atlas, Steer, Rewriting, Trace, Removal, Splicing),

@@ -7,7 +7,7 @@ Shapes: E experts of a layer, D width.
 """
 
 import random
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -31,11 +31,8 @@ from polyad.train.experts.moments import Moments
 from polyad.train.experts.probing import RoutedLayer, routed_layers
 from polyad.train.measures.atlas import TOKENS
 from polyad.train.measures.knockout import knock_out
-from polyad.train.measures.measure import (
-    Examination,
-    Subject,
-)
-from polyad.train.reading import Evaluated, moments_of, open_evaluated, read
+from polyad.train.measures.measure import Analysis
+from polyad.train.reading import Evaluated, Subject, open_evaluated
 from polyad.train.results import Tables
 from polyad.train.tasks.samples import TextSamples, losses
 from polyad.train.tasks.text import TextTask
@@ -45,9 +42,13 @@ RANDOM_CHOICES = 3
 """Number of models with random experts with which the cost is compared."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class RemovalOptions:
-    """What to write, and how to choose its experts."""
+@dataclass(kw_only=True)
+class Removal(Analysis):
+    """Chooses experts, writes the smaller model, and measures its cost."""
+
+    name = "prune"
+    doing = "choosing experts"
+    needs_whole = "experts are left out of a whole model"
 
     output: Path
     by: By
@@ -63,91 +64,81 @@ class RemovalOptions:
         """The options that choose the experts."""
         return f"--by {self.by} --keep {self.keep:g}" + " --merge" * self.merge
 
-
-class Removal(Examination):
-    """Chooses experts, writes the smaller model, and measures its cost."""
-
-    name = "prune"
-    doing = "choosing experts"
-    needs_whole = "experts are left out of a whole model"
-
-    @classmethod
-    def checked(cls, opened: Evaluated, split: str, **options: Any) -> RemovalOptions:
-        """The fields of `RemovalOptions`."""
-        opened.need(f"experts {cls.name}", TextTask)
-        settings, counts = RemovalOptions(**options), dict[str, int]()
-        for key, each in sections_of(f"experts {cls.name}", opened).items():
-            if settings.merge and each.num_groups > 1:
+    def check(self, opened: Evaluated, split: str) -> None:
+        """Checks that every layer can keep the share of its experts."""
+        opened.need(f"experts {self.name}", TextTask)
+        sections, folder = opened.weights.model_config().feed_forwards(), opened.weights.folder
+        counts = dict[str, int]()
+        for key, each in sections.items():
+            if not isinstance(each, SparseMoEConfig):
+                continue
+            if self.merge and each.num_groups > 1:
                 raise ConfigError(
                     f"--merge: is not allowed with {key}.num_groups: {each.num_groups}; experts of "
                     "different groups cannot be merged"
                 )
-            check_share(key, each, settings.keep)
-            counts[key] = left_of(each, settings.keep)
+            _check_share(key, each, self.keep)
+            counts[key] = _left_of(each, self.keep)
+        if not counts:
+            kinds = ", ".join(f"{key}.kind: {each.kind}" for key, each in sections.items())
+            raise ConfigError(
+                f"experts {self.name}: {folder}: {kinds}: only sparse experts (smoe) can be left "
+                "out"
+            )
         if len(set(counts.values())) > 1:
             counted = ", ".join(f"{left} in {key}" for key, left in counts.items())
             raise ConfigError(
-                f"--keep: {settings.keep:g} leaves {counted}, but all layers must keep equally many"
+                f"--keep: {self.keep:g} leaves {counted}, but all layers must keep equally many"
             )
-        format_of(opened)
-        refuse_what_is_there(settings.output)
+        _format_of(opened)
+        refuse_what_is_there(self.output)
         # Made of any experts: whatever is wrong with the smaller model is known before the reading.
         kept = [Group.alone(expert) for expert in range(min(counts.values()))]
-        Pruning({"": kept}, settings.text).of(opened.weights)
-        return settings
+        Pruning({"": kept}, self.text).of(opened.weights)
 
-    @classmethod
-    def take(
-        cls,
-        opened: Evaluated,
-        split: str,
-        settings: RemovalOptions,
-        model: nn.Module,
-        world: comm.World,
-    ) -> Tables:
+    def run(self, opened: Evaluated, split: str, model: nn.Module, world: comm.World) -> Tables:
         """Reads text to choose, writes, and reads other text with the models before and after."""
         import pandas as pd
 
         if world.size > 1:
             raise ConfigError(
-                f"experts {cls.name}: one process does it, and there are {world.size}"
+                f"experts {self.name}: one process does it, and there are {world.size}"
             )
-        layers = sparse_layers(model)
-        calibration = calibration_of(opened, settings.calibrate)
-        scores, moments = scored(
-            *(calibration, model, layers, world),
-            by=settings.by,
-            tokens=settings.tokens,
-            seed=settings.seed,
-        )
-        choose = _merged if settings.merge else highest
-        groups = {
-            layer.name: choose(
-                scores[layer.name], moments[layer.name], config_of(model, layer), settings.keep
-            )
-            for layer in layers
+        layers = {
+            layer: module.config
+            for layer in routed_layers(model)
+            if isinstance(module := model.get_submodule(layer.name), SparseMoE)
         }
-        form = format_of(opened)
-        written = convert(
-            opened.weights.folder,
-            settings.output,
-            form,
-            Pruning(groups, settings.text),
-            opened.choice,
-        )
-        samples = text_of(opened, split, settings.tokens)
-        whole, tokens = mean_loss(model, samples, opened.batch_size, "held-out text")
+        calibration = opened
+        if self.calibrate is not None:
+            calibration = open_evaluated(
+                opened.weights.folder, self.calibrate, _as_in(opened), opened.choice
+            )
+        calibration.task.check_split("train")
+        text = _text_of(calibration, "train", self.tokens)
+        subject = Subject(model, [*layers], text, calibration.batch_size)
+        moments = subject.moments(world)
+        scores = self._scores(subject, moments, world)
+        choose = _merged if self.merge else _highest
+        groups = {
+            layer.name: choose(scores[layer.name], moments[layer.name], config, self.keep)
+            for layer, config in layers.items()
+        }
+        change, source = Pruning(groups, self.text), opened.weights.folder
+        written = convert(source, self.output, _format_of(opened), change, opened.choice)
+        held_out = Subject(model, [], _text_of(opened, split, self.tokens), opened.batch_size)
+        whole, tokens = _mean_loss(held_out, "held-out text")
         at_random = []
         for number in range(RANDOM_CHOICES):
-            seed, changes = settings.seed + 1 + number, []
-            for layer in layers:
-                config = config_of(model, layer)
-                others = random_experts(config, settings.keep, f"{layer.name} {seed}")
-                changes.append(without_others(layer, others))
+            seed = self.seed + 1 + number
+            changes = [
+                _without_random(layer, config, self.keep, f"{layer.name} {seed}")
+                for layer, config in layers.items()
+            ]
             with intervened(model, changes):
                 label = f"without random experts {number + 1}/{RANDOM_CHOICES}"
-                at_random.append(mean_loss(model, samples, opened.batch_size, label)[0])
-        smaller = _loss_of_written(opened, settings.output, split, settings.tokens)
+                at_random.append(_mean_loss(held_out, label)[0])
+        smaller = _loss_of_written(opened, self.output, split, self.tokens)
         kept = [
             {"module": name, "expert": expert, "made_of": list(group.experts)}
             for name, each in groups.items()
@@ -157,10 +148,10 @@ class Removal(Examination):
         costs += [(f"random experts {n + 1}", loss) for n, loss in enumerate(at_random)]
         return Tables(
             facts={
-                "by": settings.by,
-                "merged": settings.merge,
+                "by": self.by,
+                "merged": self.merge,
                 "calibrated_on": f"train of {calibration.task.name}",
-                "experts": layers[0].num_experts,
+                "experts": next(iter(layers)).num_experts,
                 "experts_left": len(next(iter(groups.values()))),
                 "tokens_scored": tokens,
                 "written": written["destination"],
@@ -177,8 +168,25 @@ class Removal(Examination):
             titles={"losses": "loss in nats per token, none of the random choices merged"},
         )
 
+    def _scores(
+        self, subject: Subject, moments: Mapping[str, Moments], world: comm.World
+    ) -> Mapping[str, Tensor]:
+        """The scores of each layer's experts [E], of which the highest are kept."""
+        layers = subject.layers
+        if self.by == "atlas":
+            sets = [[(expert,) for expert in range(layer.num_experts)] for layer in layers]
+            return {
+                each.layer.name: torch.tensor(each.of_all()).double()
+                for each in knock_out(subject, sets, world=world)
+            }
+        if self.by == "random":
+            chance = torch.Generator().manual_seed(self.seed)
+            return {each.name: torch.rand(each.num_experts, generator=chance) for each in layers}
+        statistic = self.by.replace("-", "_")
+        return {name: each.statistics()[statistic] for name, each in moments.items()}
 
-def format_of(opened: Evaluated) -> Format:
+
+def _format_of(opened: Evaluated) -> Format:
     """The weights' format, in which the smaller model is written, too."""
     if isinstance(opened.weights, FamilyWeights):
         return "huggingface"
@@ -192,27 +200,7 @@ def format_of(opened: Evaluated) -> Format:
     )
 
 
-def sections_of(name: str, opened: Evaluated) -> dict[str, SparseMoEConfig]:
-    """Returns the sections of sparse experts by key.
-
-    Args:
-        name: name of the command.
-        opened: the weights.
-
-    Raises:
-        ConfigError: the model has none.
-    """
-    given = opened.weights.model_config().feed_forwards()
-    sections = {key: each for key, each in given.items() if isinstance(each, SparseMoEConfig)}
-    if not sections:
-        kinds = ", ".join(f"{key}.kind: {each.kind}" for key, each in given.items())
-        raise ConfigError(
-            f"{name}: {opened.weights.folder}: {kinds}: only sparse experts (smoe) can be left out"
-        )
-    return sections
-
-
-def check_share(key: str, config: SparseMoEConfig, keep: float) -> None:
+def _check_share(key: str, config: SparseMoEConfig, keep: float) -> None:
     """Checks that a share of the experts removes some, and leaves enough for a token.
 
     Args:
@@ -223,7 +211,7 @@ def check_share(key: str, config: SparseMoEConfig, keep: float) -> None:
     Raises:
         ConfigError: it does not.
     """
-    left = left_of(config, keep)
+    left = _left_of(config, keep)
     groups = config.num_groups
     # A token's experts are in the best groups, each of which must have enough of them.
     within = max(
@@ -240,32 +228,12 @@ def check_share(key: str, config: SparseMoEConfig, keep: float) -> None:
         )
 
 
-def sparse_layers(model: nn.Module) -> list[RoutedLayer]:
-    """The layers of sparse experts."""
-    layers = routed_layers(model)
-    return [each for each in layers if isinstance(model.get_submodule(each.name), SparseMoE)]
-
-
-def left_of(config: SparseMoEConfig, keep: float) -> int:
+def _left_of(config: SparseMoEConfig, keep: float) -> int:
     """The number of experts kept, equally many in each group that a router is limited to."""
     return config.num_groups * round(keep * config.num_experts / config.num_groups)
 
 
-def config_of(model: nn.Module, layer: RoutedLayer) -> SparseMoEConfig:
-    """The section of a layer of sparse experts."""
-    module = model.get_submodule(layer.name)
-    assert isinstance(module, SparseMoE)
-    return module.config
-
-
-def calibration_of(opened: Evaluated, data: str | None) -> Evaluated:
-    """Opens the weights with the text on which experts are chosen; None: their own text."""
-    if data is None:
-        return opened
-    return open_evaluated(opened.weights.folder, data, as_in(opened), opened.choice)
-
-
-def as_in(opened: Evaluated) -> tuple[str, ...]:
+def _as_in(opened: Evaluated) -> tuple[str, ...]:
     """Overrides to read other weights or data in the same way."""
     model: Any = opened.config.model
     return (
@@ -275,7 +243,7 @@ def as_in(opened: Evaluated) -> tuple[str, ...]:
     )
 
 
-def text_of(opened: Evaluated, split: str, tokens: int) -> TextSamples:
+def _text_of(opened: Evaluated, split: str, tokens: int) -> TextSamples:
     """Returns the text of a split, as it is scored.
 
     Args:
@@ -287,50 +255,12 @@ def text_of(opened: Evaluated, split: str, tokens: int) -> TextSamples:
     return TextSamples(opened.task, split, tokens, hidden=True)
 
 
-def scored(
-    calibration: Evaluated,
-    model: nn.Module,
-    layers: Sequence[RoutedLayer],
-    world: comm.World,
-    *,
-    by: By,
-    tokens: int,
-    seed: int,
-) -> tuple[Mapping[str, Tensor], Mapping[str, Moments]]:
-    """Returns the scores of each layer's experts [E], of which the highest are kept, and moments.
-
-    Args:
-        calibration: the weights with the text whose train split is read.
-        model: the weights' model.
-        layers: layers of sparse experts.
-        world: this process, alone.
-        by: the criterion.
-        tokens: approximate number of tokens to read.
-        seed: seed of random choices.
-    """
-    calibration.task.check_split("train")
-    text = text_of(calibration, "train", tokens)
-    subject = Subject(model, layers, text, calibration.batch_size)
-    moments = moments_of(*subject, world)
-    if by == "atlas":
-        sets = [[(expert,) for expert in range(layer.num_experts)] for layer in layers]
-        scores = {
-            each.layer.name: torch.tensor(each.of_all()).double()
-            for each in knock_out(subject, sets, world=world)
-        }
-    elif by == "random":
-        chance = torch.Generator().manual_seed(seed)
-        scores = {each.name: torch.rand(each.num_experts, generator=chance) for each in layers}
-    else:
-        name_of = by.replace("-", "_")
-        scores = {name: each.statistics()[name_of] for name, each in moments.items()}
-    return scores, moments
-
-
-def highest(score_E: Tensor, moments: Moments, config: SparseMoEConfig, keep: float) -> list[Group]:
+def _highest(
+    score_E: Tensor, moments: Moments, config: SparseMoEConfig, keep: float
+) -> list[Group]:
     """The experts with the highest scores, equally many of each group that a router is limited
     to."""
-    left, groups = left_of(config, keep) // config.num_groups, config.num_groups
+    left, groups = _left_of(config, keep) // config.num_groups, config.num_groups
     kept_GE = score_E.view(groups, -1).argsort(dim=1, descending=True, stable=True)[:, :left]
     first_G1 = torch.arange(groups).unsqueeze(1) * (config.num_experts // groups)
     return [Group.alone(expert) for expert in sorted((kept_GE + first_G1).flatten().tolist())]
@@ -344,7 +274,7 @@ def _merged(score_E: Tensor, moments: Moments, config: SparseMoEConfig, keep: fl
     from scipy.cluster.hierarchy import cut_tree, linkage
 
     tree = linkage(moments.mean_SD.numpy(), "average")
-    labels = cut_tree(tree, left_of(config, keep))[:, 0].tolist()
+    labels = cut_tree(tree, _left_of(config, keep))[:, 0].tolist()
     groups = []
     for label in dict.fromkeys(labels):
         experts = [expert for expert, each in enumerate(labels) if each == label]
@@ -355,36 +285,26 @@ def _merged(score_E: Tensor, moments: Moments, config: SparseMoEConfig, keep: fl
     return groups
 
 
-def random_experts(config: SparseMoEConfig, keep: float, seed: str) -> set[int]:
-    """Random experts, equally many of each group that a router is limited to."""
+def _without_random(
+    layer: RoutedLayer, config: SparseMoEConfig, keep: float, seed: str
+) -> Intervention:
+    """An intervention that keeps random experts of a layer, equally many of each group that a
+    router is limited to."""
     chance, size = random.Random(seed), config.num_experts // config.num_groups
-    left = left_of(config, keep) // config.num_groups
+    left = _left_of(config, keep) // config.num_groups
     firsts = range(0, config.num_experts, size)
-    return {first + each for first in firsts for each in chance.sample(range(size), left)}
-
-
-def without_others(layer: RoutedLayer, kept: Collection[int]) -> Intervention:
-    """An intervention that removes all other experts of a layer."""
+    kept = {first + each for first in firsts for each in chance.sample(range(size), left)}
     gone = tuple(each for each in range(layer.num_experts) if each not in kept)
     return Intervention(layer=layer.block, experts=gone, action=Action(how="prune"))
 
 
 @torch.inference_mode()
-def mean_loss(
-    model: nn.Module, samples: TextSamples, batch_size: int, label: str
-) -> tuple[float, int]:
-    """Computes the mean loss of predicted tokens, in nats, and their number.
-
-    Args:
-        model: in evaluation mode, whole on this process.
-        samples: the samples to read.
-        batch_size: windows per forward pass.
-        label: label on the console.
-    """
+def _mean_loss(subject: Subject, label: str) -> tuple[float, int]:
+    """The mean loss of predicted tokens, in nats, and their number."""
     total, tokens = 0.0, 0
-    for reading in read(model, [], samples, batch_size=batch_size, label=label):
+    for reading in subject.read(label=label):
         scored_BP = reading.batch.scored_BP
-        loss_BP = losses(model, reading.output, reading.batch).double()
+        loss_BP = losses(subject.model, reading.output, reading.batch).double()
         total += float(loss_BP[scored_BP].sum())
         tokens += int(scored_BP.sum())
     return total / max(1, tokens), tokens
@@ -393,10 +313,8 @@ def mean_loss(
 def _loss_of_written(opened: Evaluated, folder: Path, split: str, tokens: int) -> float:
     """The mean loss of the written model, loaded from its files."""
     data: Any = opened.config.data
-    written = open_evaluated(folder, str(data.path), as_in(opened))
-    with written.loaded("scoring what was written", split, needs_whole="it is scored") as (
-        model,
-        _,
-    ):
-        samples = text_of(written, split, tokens)
-        return mean_loss(model, samples, opened.batch_size, "what was written")[0]
+    written = open_evaluated(folder, str(data.path), _as_in(opened))
+    why = "it is scored"
+    with written.loaded("scoring what was written", split, needs_whole=why) as (model, _):
+        subject = Subject(model, [], _text_of(written, split, tokens), opened.batch_size)
+        return _mean_loss(subject, "what was written")[0]

@@ -12,19 +12,18 @@ subpopulations: the output's value, 0 or 1, times the sensitive attribute's.
 """
 
 import re
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
 from polyad.parallel import comm
 from polyad.train.errors import ConfigError
 from polyad.train.experts.probing import routed_head
-from polyad.train.measures.measure import Examination
-from polyad.train.reading import Evaluated, Reading, read
+from polyad.train.measures.measure import Analysis
+from polyad.train.reading import Evaluated, Reading, Subject
 from polyad.train.results import Tables
 from polyad.train.tasks.images import ImageClassification
 from polyad.train.tasks.samples import ImageSamples
@@ -52,41 +51,45 @@ class Rewrite(NamedTuple):
     """lambda; None: the number of experts, with the sign of the subpopulation's value."""
 
     @property
-    def value(self) -> bool:
-        """Whether the images of the subpopulation have the class."""
-        return next((each.value for each in self.of if each.number == self.output), True)
+    def target(self) -> int:
+        """The `group` of the subpopulation."""
+        value = next((each.value for each in self.of if each.number == self.output), True)
+        return 2 * value + 1
 
     def strength(self, experts: int) -> float:
         """lambda, for a head with this many experts."""
         if self.by is not None:
             return self.by
-        return float(experts if self.value else -experts)
-
-    def members(self, labels: npt.NDArray[np.integer]) -> npt.NDArray[np.intp]:
-        """Indices of the subpopulation's images, from labels [N] or [N, K]."""
-        found = np.ones(len(labels), dtype=bool)
-        for number, value in self.of:
-            has = labels == number if labels.ndim == 1 else labels[:, number] == 1
-            found &= has == value
-        return np.flatnonzero(found)
+        return float(experts if self.target == 3 else -experts)
 
     def group(self, labels: Tensor) -> Tensor:
-        """The subpopulation [B] of images: twice the output's value, plus whether the image meets
-        the other conditions; for classes 2 if it belongs to the output's class.
+        """The subpopulation [B] of images: twice whether they have the output's class, plus whether
+        they meet the other conditions, which classes do not have.
 
         Args:
             labels: [B], or for attributes [B, K].
         """
-        if labels.ndim == 1:
-            return 2 * (labels == self.output).long()
-        others = [(labels[:, n] == 1) == value for n, value in self.of if n != self.output]
-        return 2 * (labels[:, self.output] == 1).long() + torch.stack(others).all(0).long()
+        others = [each for each in self.of if each.number != self.output and labels.ndim > 1]
+        return 2 * _has(labels, self.output).long() + _meets(labels, others).long()
 
     def is_right(self, logits_BK: Tensor, labels: Tensor) -> Tensor:
         """Which images have the right class, or for attributes the right value of the output."""
         if labels.ndim == 1:
             return logits_BK.argmax(-1) == labels
-        return (logits_BK[:, self.output] > 0) == (labels[:, self.output] == 1)
+        return (logits_BK[:, self.output] > 0) == _has(labels, self.output)
+
+
+def _has(labels: Tensor, number: int) -> Tensor:
+    """Which images have a class [B]."""
+    return labels == number if labels.ndim == 1 else labels[:, number] == 1
+
+
+def _meets(labels: Tensor, conditions: Iterable[Condition]) -> Tensor:
+    """Which images meet all conditions [B]."""
+    meets_B = torch.ones_like(labels.select(-1, 0) if labels.ndim > 1 else labels).bool()
+    for number, value in conditions:
+        meets_B &= _has(labels, number) == value
+    return meets_B
 
 
 def read_rewrite(text: str, task: ImageClassification) -> Rewrite:
@@ -106,15 +109,13 @@ def read_rewrite(text: str, task: ImageClassification) -> Rewrite:
         )
     names = task.data.class_names
     output = _class_number(parts["class"], names)
-    words = parts["of"] if "of" in parts else parts["class"]
-    of: tuple[Condition, ...]
+    words = parts.get("of", parts["class"])
     if task.has_attributes:
         of = tuple(_condition(word, names) for word in words.split("+"))
     else:
         of = (Condition(_class_number(words, names), value=True),)
-    if task.has_attributes and (
-        output not in {each.number for each in of} or len({each.number for each in of}) < 2
-    ):
+    numbers = {each.number for each in of}
+    if task.has_attributes and (output not in numbers or len(numbers) < 2):
         other = names[1 if output == 0 and len(names) > 1 else 0]
         raise ConfigError(
             f"--move: of={words} is not allowed with class={parts['class']}: a subpopulation "
@@ -161,7 +162,7 @@ def _measures(
     right = (accuracy_G.nan_to_num() * images_G).sum()
     values = {"accuracy": right / images_G.sum(), "target_accuracy": accuracy_G[target]}
     if not has_attributes:
-        values["others_accuracy"] = accuracy_G[0]
+        values["others_accuracy"] = accuracy_G[target ^ 2]  # of all that lack the class
     else:
         some_G = accuracy_G[images_G > 0]
         counterpart = accuracy_G[target ^ 1]  # the other value of the sensitive attribute
@@ -177,36 +178,32 @@ def _rewrite_score(change_G: Tensor, target: int) -> float:
     return float(change_G[target] - others)
 
 
-class Rewriting(Examination):
+@dataclass(kw_only=True)
+class Rewriting(Analysis):
     """Scores images before and after a rewrite with mean coefficients from training images."""
 
     name = "rewrite"
     doing = "rewriting"
 
-    @classmethod
-    def checked(cls, opened: Evaluated, split: str, **options: Any) -> tuple[Rewrite, list[int]]:
-        """Reads the option `move`, and finds the training images of the subpopulation."""
-        task = opened.need(f"experts {cls.name}", ImageClassification)
-        rewrite = read_rewrite(options["move"], task)
-        task.check_split(split)
-        members = rewrite.members(task.data.split("train").labels).tolist()
-        if not members:
-            raise ConfigError("--move: no training image belongs to the subpopulation")
-        return rewrite, members
+    move: str
+    """As in `FORM`."""
 
-    @classmethod
-    def take(
-        cls,
-        opened: Evaluated,
-        split: str,
-        settings: tuple[Rewrite, list[int]],
-        model: nn.Module,
-        world: comm.World,
-    ) -> Tables:
+    def check(self, opened: Evaluated, split: str) -> None:
+        """Finds the training images of the subpopulation."""
+        task = opened.need(f"experts {self.name}", ImageClassification)
+        self._rewrite = read_rewrite(self.move, task)
+        task.check_split(split)
+        labels = torch.as_tensor(task.data.split("train").labels)
+        self._members = _meets(labels, self._rewrite.of).nonzero()[:, 0].tolist()
+        if not self._members:
+            raise ConfigError("--move: no training image belongs to the subpopulation")
+
+    def run(self, opened: Evaluated, split: str, model: nn.Module, world: comm.World) -> Tables:
         """Reads the subpopulation, and then the split."""
         import pandas as pd
 
-        (rewrite, members), task = settings, opened.need(f"experts {cls.name}", ImageClassification)
+        rewrite, members = self._rewrite, self._members
+        task = opened.need(f"experts {self.name}", ImageClassification)
         head = routed_head(model)
         if head is None:
             raise ConfigError(
@@ -216,8 +213,8 @@ class Rewriting(Examination):
 
         def readings(samples: ImageSamples, label: str) -> Iterator[tuple[Reading, Tensor]]:
             """Each batch with its coefficients [B, S]."""
-            size = opened.batch_size
-            for each in read(model, [head], samples, batch_size=size, world=world, label=label):
+            subject = Subject(model, [head], samples, opened.batch_size)
+            for each in subject.read(world, label=label):
                 yield each, each.decisions[head.name].coefficients()
 
         workers = task.settings.num_workers
@@ -242,8 +239,7 @@ class Rewriting(Examination):
                 counts_2G2[place].index_add_(0, group_B, counted_B2)
         counts_2G2 = comm.sum_over_samples(counts_2G2.flatten(), world).view(2, 4, 2).cpu()
         images_G, accuracy_2G = counts_2G2[0, :, 0], counts_2G2[..., 1] / counts_2G2[..., 0]
-        target = 2 * rewrite.value + task.has_attributes
-        names = task.data.class_names
+        target, names = rewrite.target, task.data.class_names
         of = "+".join(names[each.number] + ("" if each.value else ":0") for each in rewrite.of)
         facts = {
             "images_scored": scored.rows,

@@ -5,9 +5,10 @@ Shapes: B images of a batch, N images of a set, K classes of the model, S classe
 
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,8 +24,8 @@ from polyad.data.images.samples import EvaluationImages
 from polyad.data.images.source import ImageSplit
 from polyad.parallel import comm
 from polyad.train.errors import ConfigError
-from polyad.train.measures.measure import Examination
-from polyad.train.reading import Evaluated, read
+from polyad.train.measures.measure import Analysis
+from polyad.train.reading import Evaluated, Subject
 from polyad.train.results import Tables
 from polyad.train.tasks.images import ImageClassification
 from polyad.train.tasks.samples import ImageSamples
@@ -32,17 +33,22 @@ from polyad.train.tasks.samples import ImageSamples
 _WORDNET_ID = re.compile(r"n\d{8}")
 
 
-class Robustness(Examination):
+@dataclass(kw_only=True)
+class Robustness(Analysis):
     """Scores a checkpoint on one of the sets."""
 
     name = "robustness"
     doing = "evaluating"
     reads_split = False
 
-    @classmethod
-    def checked(cls, opened: Evaluated, split: str, **options: Any) -> tuple[str, Path]:
-        """Takes from the options the `set`, a name in `_SETS`, and its unpacked `folder`."""
-        task = opened.need(cls.name, ImageClassification)
+    set: str
+    """A name in `_SETS`."""
+    folder: Path
+    """The unpacked set."""
+
+    def check(self, opened: Evaluated, split: str) -> None:
+        """Refuses a model of other classes."""
+        task = opened.need(self.name, ImageClassification)
         classes = len(imagenet_classes())
         if task.model.num_classes != classes:
             raise ConfigError(
@@ -50,22 +56,13 @@ class Robustness(Examination):
                 f"sets are of ImageNet-1k's {classes:,} classes"
             )
         check_order(task.data.class_names, task.place)
-        return options["set"], options["folder"]
 
-    @classmethod
-    def take(
-        cls,
-        opened: Evaluated,
-        split: str,
-        settings: tuple[str, Path],
-        model: nn.Module,
-        world: comm.World,
-    ) -> Tables:
+    def run(self, opened: Evaluated, split: str, model: nn.Module, world: comm.World) -> Tables:
         """Reads the images of the set."""
-        (name, folder), task = settings, opened.need(cls.name, ImageClassification)
-        found = _SETS[name](Scorer(task, model, opened.batch_size, world), folder)
-        about = {"set": f"ImageNet-{name.upper()}", "folder": str(folder)}
-        return found.with_facts(about, {"image_size": task.model.image_size})
+        task = opened.need(self.name, ImageClassification)
+        tables = _SETS[self.set](Scorer(task, model, opened.batch_size, world), self.folder)
+        about = {"set": f"ImageNet-{self.set.upper()}", "folder": str(self.folder)}
+        return tables.with_facts(about, {"image_size": task.model.image_size})
 
 
 def check_order(names: list[str], place: str) -> None:
@@ -103,11 +100,8 @@ class Scorer(NamedTuple):
         samples = ImageSamples(self.task, images=images, num_workers=self.task.settings.num_workers)
         own = [
             (each.number_R.cpu(), each.output.float().cpu(), each.batch.labels_B.cpu())
-            for each in read(
-                *(self.model, [], samples),
-                batch_size=self.batch_size,
-                world=self.world,
-                label=label,
+            for each in Subject(self.model, [], samples, self.batch_size).read(
+                self.world, label=label
             )
         ]
         parts = [part for parts in comm.from_all(own) for part in parts]

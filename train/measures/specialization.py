@@ -10,6 +10,7 @@ Shapes: R rows of a batch, T tokens of a window, P labels: the true ones first, 
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -29,8 +30,8 @@ from polyad.train.experts.information import GateEntropies, Summed
 from polyad.train.experts.leaving_out import LeaveOneOut
 from polyad.train.experts.similarity import ExpertSimilarity, LevelSimilarity
 from polyad.train.experts.token_classes import Shifts, labellings
-from polyad.train.measures.measure import Measure, Subject
-from polyad.train.reading import Reading
+from polyad.train.measures.measure import Measure
+from polyad.train.reading import Reading, Subject
 from polyad.train.results import Tables
 from polyad.train.tasks.samples import ImageSamples, Passages, TextSamples
 
@@ -38,20 +39,20 @@ Labels = Mapping[str, LevelByClass]
 """The experts of a level by kind of label; empty without labels."""
 
 
+@dataclass(kw_only=True)
 class Specialization(Measure):
-    """Accumulates routing decisions, and for images the losses without each expert.
-
-    Args:
-        subject: the model, layers and samples.
-        leave_out: for images with one class each, whether to remove each expert.
-    """
+    """Accumulates routing decisions, and for images the losses without each expert."""
 
     name = "specialize"
     label = "measure routing"
     needs_whole = None
 
-    def __init__(self, subject: Subject, *, leave_out: bool = True) -> None:
-        super().__init__(subject)
+    leave_out: bool = True
+    """For images with one class each, whether to remove each expert."""
+
+    def begin(self, subject: Subject) -> None:
+        """Makes the accumulators."""
+        super().begin(subject)
         model, layers, samples, batch_size = subject
         device = device_of(model)
         self._entropies = GateEntropies(layers, samples.rows, device)
@@ -70,7 +71,7 @@ class Specialization(Measure):
                 each.name: ExpertCounts(layers, each.classes, samples.rows, device)
                 for each in self._labellings
             }
-        if leave_out and classes is not None and isinstance(samples, ImageSamples):
+        if self.leave_out and classes is not None and isinstance(samples, ImageSamples):
             self._left_out = [
                 LeaveOneOut(model, layer, classes[0], batch_size)
                 for layer in layers
@@ -101,12 +102,12 @@ class Specialization(Measure):
         assert isinstance(self.subject.samples, TextSamples)
         ids_BT = passages.ids_BT.cpu()
         counted_BT = self.subject.samples.counted_BT(passages).cpu()
-        found = {}
+        labels = {}
         for each in self._labellings:
             label_BT = each.of(ids_BT).where(counted_BT, -1)
             label_PBT = self._shifts(label_BT, passages.number_B)
-            found[each.name] = label_PBT.flatten(1).to(passages.ids_BT.device)
-        return found
+            labels[each.name] = label_PBT.flatten(1).to(passages.ids_BT.device)
+        return labels
 
     def labels(self, summed: Summed = lambda values: values) -> dict[str, list[Labels]]:
         """Returns the experts and labels of each layer's levels, by layer name; all processes call

@@ -14,19 +14,19 @@ Source: MxD (Oldfield et al. 2025, "Towards interpretability without sacrifice: 
 decomposition with mixture of decoders").
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Self, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from polyad.model.decoder import DecoderSettings
-from polyad.model.feedforward import FeedForward
 from polyad.model.mxd.layer import SparseTable
 from polyad.parallel import comm
 from polyad.parallel.checkpoint.load import Checkpoint
-from polyad.parallel.weights import Weights
+from polyad.parallel.weights import Weights, device_of
 from polyad.train.config.distillation import (
     TeacherAt,
     check_original,
@@ -36,8 +36,8 @@ from polyad.train.config.distillation import (
 )
 from polyad.train.errors import ConfigError
 from polyad.train.experts.information import Summed
-from polyad.train.measures.measure import Measure, Subject
-from polyad.train.reading import Evaluated, Reading
+from polyad.train.measures.measure import Measure
+from polyad.train.reading import Evaluated, Reading, Subject
 from polyad.train.results import Tables
 from polyad.train.tasks.language import LanguageModelling
 from polyad.train.tasks.samples import TextSamples, losses, through
@@ -48,38 +48,49 @@ WAYS: tuple[Way, ...] = ("zeroed", "spliced")
 """Replacements of the original feed-forwards."""
 
 
-class SpliceOptions(NamedTuple):
-    """The original model, and the amount of text."""
-
-    teacher: Weights
-    """The original model."""
-    tokens: int
-
-
+@dataclass(kw_only=True)
 class Splicing(Measure):
-    """Reads text with the original, with zeroed and with the replaced feed-forwards.
-
-    Args:
-        subject: the spliced model, and text.
-        originals: original feed-forwards by number of the replaced block.
-        teacher: their source, for the result.
-    """
+    """Reads text with the original, with zeroed and with the replaced feed-forwards."""
 
     name = "splice"
     doing = "splicing feed-forwards"
     label = "splice feed-forwards"
 
-    def __init__(
-        self, subject: Subject, originals: Mapping[int, FeedForward], teacher: str
-    ) -> None:
-        super().__init__(subject)
-        self._originals, self._teacher = originals, teacher
+    teacher: Path | None = None
+    """The original model; None: the run's teacher."""
+    tokens: int = TOKENS
+    """Approximate number of tokens to read."""
+
+    def check(self, opened: Evaluated, split: str) -> None:
+        """Opens the original model."""
+        opened.need(f"experts {self.name}", LanguageModelling)
+        model, weights = opened.weights.model_config(), opened.weights
+        if not isinstance(model, DecoderSettings) or model.replaced is None:
+            raise ConfigError(
+                f"experts {self.name}: {weights.folder} has no model.replaced: all of its blocks "
+                f"have their own feed-forwards"
+            )
+        self._teacher = open_original(self.teacher, opened, model)
+
+    def subject_of(self, opened: Evaluated, split: str, model: nn.Module) -> Subject:
+        """The text; loads the original feed-forwards."""
+        config, precision = opened.weights.model_config(), opened.config.train.precision
+        assert isinstance(config, DecoderSettings)
+        self._originals = original_feed_forwards(
+            self._teacher, config.replaced_blocks(), device_of(model), precision
+        )
+        task = opened.need(f"experts {self.name}", LanguageModelling)
+        return Subject(model, [], TextSamples(task, split, self.tokens), opened.batch_size)
+
+    def begin(self, subject: Subject) -> None:
+        """Lists the sets of blocks to replace."""
+        super().begin(subject)
+        originals, device = self._originals, device_of(subject.model)
         self._ways: dict[int, Way] = dict.fromkeys(originals, "original")
         self._counted_BT: Tensor | None = None
         self.blocks = [min(originals)]
         together: list[Sequence[int]] = [tuple(originals)] if len(originals) > 1 else []
         self._sets = [*((block,) for block in originals), *together]
-        device = next(subject.model.parameters()).device
 
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(*shape, dtype=torch.float64, device=device)
@@ -90,36 +101,6 @@ class Splicing(Measure):
         self._errors: dict[int, Tensor] = {block: zeros(4) for block in originals}
         """Sums for each block: |ŷ - y|^2, |y|^2, active experts, and the number of tokens for the
         latter."""
-
-    @classmethod
-    def checked(cls, opened: Evaluated, split: str, **options: Any) -> SpliceOptions:
-        """Options: number of `tokens` to read, and the `teacher`; None: the run's."""
-        opened.need(f"experts {cls.name}", LanguageModelling)
-        model, weights = opened.weights.model_config(), opened.weights
-        if not isinstance(model, DecoderSettings) or model.replaced is None:
-            raise ConfigError(
-                f"experts {cls.name}: {weights.folder} has no model.replaced: all of its blocks "
-                f"have their own feed-forwards"
-            )
-        given: Path | None = options.get("teacher")
-        teacher = open_original(given, opened, model)
-        return SpliceOptions(teacher, options.get("tokens") or TOKENS)
-
-    @classmethod
-    def of(cls, opened: Evaluated, split: str, settings: SpliceOptions, model: nn.Module) -> Self:
-        """Measures opened weights, as `Measure.of` says."""
-        config = opened.weights.model_config()
-        assert isinstance(config, DecoderSettings)
-        device = next(model.parameters()).device
-        precision = opened.config.train.precision
-        originals = original_feed_forwards(
-            settings.teacher, config.replaced_blocks(), device, precision
-        )
-        text = TextSamples(
-            opened.need(f"experts {cls.name}", LanguageModelling), split, settings.tokens
-        )
-        subject = Subject(model, [], text, opened.batch_size)
-        return cls(subject, originals, str(settings.teacher.folder))
 
     def read(self, world: comm.World | None = None) -> None:
         """Reads the text, with hooks on the replaced blocks' outputs."""
@@ -138,18 +119,18 @@ class Splicing(Measure):
     def _output_of(self, block: int) -> Callable[..., Any]:
         """Returns a hook that replaces a feed-forward's output."""
 
-        def output(module: nn.Module, given: tuple[Any, ...], found: tuple[Any, Any]) -> Any:
-            ours_BTD, stats = found
+        def output(module: nn.Module, inputs: tuple[Any, ...], outputs: tuple[Any, Any]) -> Any:
+            ours_BTD, stats = outputs
             way = self._ways[block]
             if way == "zeroed":
                 return torch.zeros_like(ours_BTD), None
-            theirs_BTD, _ = self._originals[block](*given)
+            theirs_BTD, _ = self._originals[block](*inputs)
             if way == "original":
                 return theirs_BTD, None
             if self._counted_BT is not None:
                 self._add_error(block, ours_BTD, theirs_BTD)
                 if isinstance(module, SparseTable):
-                    weights_NK = module.gate.forward(given[0][self._counted_BT]).weights_NK
+                    weights_NK = module.gate.forward(inputs[0][self._counted_BT]).weights_NK
                     self._errors[block][2] += (weights_NK != 0).sum()
                     self._errors[block][3] += len(weights_NK)
             return ours_BTD, stats
@@ -173,13 +154,13 @@ class Splicing(Measure):
             alone = way == "spliced" and len(blocks) == 1
             self._counted_BT = passages.scored_BP if alone else None
             x_BTD = through(self.subject.model, reading.entering[first], first)
-            found_BT = losses(self.subject.model, x_BTD, passages)
-            return found_BT[passages.scored_BP].double().sum()
+            loss_BT = losses(self.subject.model, x_BTD, passages)
+            return loss_BT[passages.scored_BP].double().sum()
 
-        found = [loss((), "original")]
-        found += [loss(blocks, way) for blocks in self._sets for way in WAYS]
+        sums = [loss((), "original")]
+        sums += [loss(blocks, way) for blocks in self._sets for way in WAYS]
         self._ways = dict.fromkeys(self._originals, "original")
-        self._losses += torch.stack(found)
+        self._losses += torch.stack(sums)
         self._tokens += passages.scored_BP.sum()
 
     def result(self, summed: Summed = lambda values: values) -> Tables:
@@ -204,17 +185,17 @@ class Splicing(Measure):
             "the share recovered, and active experts per token"
         )
         return Tables(
-            facts={"teacher": self._teacher, "tokens": int(tokens), "loss": whole},
+            facts={"teacher": str(self._teacher.folder), "tokens": int(tokens), "loss": whole},
             frames={"blocks": pd.DataFrame(rows).astype({"active": float})},
             titles={"blocks": title},
         )
 
 
-def open_original(given: Path | None, opened: Evaluated, model: DecoderSettings) -> Weights:
+def open_original(path: Path | None, opened: Evaluated, model: DecoderSettings) -> Weights:
     """Opens the model whose blocks were replaced.
 
     Args:
-        given: its path; None: the run's teacher, at the step with which the run started.
+        path: of the model; None: the run's teacher, at the step with which the run started.
         opened: the spliced weights.
         model: their configuration.
 
@@ -222,9 +203,9 @@ def open_original(given: Path | None, opened: Evaluated, model: DecoderSettings)
         ConfigError: it is unknown, missing, or a different model.
     """
     named, weights = opened.config.distill.teacher, opened.weights
-    if given is not None:
-        teacher = open_teacher(given, "--teacher")
-        key = f"--teacher: {given}"
+    if path is not None:
+        teacher = open_teacher(path, "--teacher")
+        key = f"--teacher: {path}"
     elif named is None:
         raise ConfigError(
             f"experts splice: {weights.folder} names no distill.teacher; use --teacher to name the "

@@ -9,46 +9,60 @@ groups of windows.
 """
 
 from collections.abc import Sequence
-from typing import Any, Self
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import one_hot
 
 from polyad.model.decoder import Decoder
+from polyad.parallel.weights import device_of
 from polyad.train.errors import ConfigError
 from polyad.train.experts.information import GroupedSums, Matrix, Summed, intervals
 from polyad.train.experts.interventions import Intervention, intervened
 from polyad.train.experts.knockout import ChangeSums, mean_of
 from polyad.train.experts.token_classes import ClassColumns, classes_of_vocabulary
 from polyad.train.measures.atlas import TOKENS
-from polyad.train.measures.measure import Measure, Subject
-from polyad.train.reading import Evaluated, Reading
+from polyad.train.measures.measure import Measure
+from polyad.train.reading import Evaluated, Reading, Subject
 from polyad.train.results import Tables
 from polyad.train.tasks.language import LanguageModelling
 from polyad.train.tasks.samples import TextSamples, embedded, losses, through
 
 
+@dataclass(kw_only=True)
 class Steer(Measure):
-    """Accumulates the joint effect of interventions.
-
-    Args:
-        subject: a GPT-2, and text.
-        changes: the interventions, all at once.
-    """
+    """Accumulates the joint effect of interventions on a decoder."""
 
     name = "steer"
     doing = "steering"
     label = "steer"
     needs_whole = "the changed model runs all blocks again"
 
-    def __init__(self, subject: Subject, changes: Sequence[Intervention]) -> None:
-        super().__init__(subject)
+    changes: Sequence[Intervention]
+    """The interventions, all at once."""
+    tokens: int = TOKENS
+    """Approximate number of tokens to read."""
+
+    def check(self, opened: Evaluated, split: str) -> None:
+        """Refuses a model that does not predict the next token, and no changes."""
+        opened.need(f"experts {self.name}", LanguageModelling)
+        if not self.changes:
+            raise ConfigError("experts steer: --intervene is missing")
+
+    def subject_of(self, opened: Evaluated, split: str, model: nn.Module) -> Subject:
+        """The text, and no layers."""
+        task = opened.need(f"experts {self.name}", LanguageModelling)
+        text = TextSamples(task, split, self.tokens, hidden=True)
+        return Subject(model, [], text, opened.batch_size)
+
+    def begin(self, subject: Subject) -> None:
+        """Finds the classes of the vocabulary."""
+        super().begin(subject)
         model, text = subject.model, subject.samples
         assert isinstance(model, Decoder)
         assert isinstance(text, TextSamples)
-        self._model, self._changes, self._text = model, changes, text
-        device = next(model.parameters()).device
+        self._model, self._text, device = model, text, device_of(model)
         self._columns = ClassColumns(text)
         self._losses = ChangeSums(1, self._columns.classes, text.rows, device)
         vocabulary = classes_of_vocabulary(text.tokenizer, text.stream)
@@ -58,27 +72,12 @@ class Steer(Measure):
         width = 2 * self._class_VK.shape[1] + 1
         self._masses = GroupedSums(text.rows, [width], device)
 
-    @classmethod
-    def checked(cls, opened: Evaluated, split: str, **options: Any) -> dict[str, Any]:
-        """Options: `changes`, and the approximate number of `tokens` to read."""
-        opened.need(f"experts {cls.name}", LanguageModelling)
-        if not options["changes"]:
-            raise ConfigError("experts steer: --intervene is missing")
-        return options
-
-    @classmethod
-    def of(cls, opened: Evaluated, split: str, settings: dict[str, Any], model: nn.Module) -> Self:
-        """Measures opened weights, as `Measure.of` says."""
-        task = opened.need(f"experts {cls.name}", LanguageModelling)
-        text = TextSamples(task, split, settings.get("tokens", TOKENS), hidden=True)
-        return cls(Subject(model, [], text, opened.batch_size), settings["changes"])
-
     @torch.inference_mode()
     def add(self, reading: Reading) -> None:
         """Adds a batch, which the changed model reads, too."""
         passages, x_BTD = reading.batch, reading.output
         label_JBP, loss_BP = self._columns(passages), losses(self._model, x_BTD, passages)
-        with intervened(self._model, self._changes):
+        with intervened(self._model, self.changes):
             y_BTD = through(self._model, embedded(self._model, passages))
         change_BP = losses(self._model, y_BTD, passages).double() - loss_BP.double()
         number_B, counted_BP = passages.number_B, passages.scored_BP
@@ -125,7 +124,7 @@ class Steer(Measure):
                 "sequence_length": self._text.length,
                 "tokens_scored": int(classes["tokens"].iloc[0]),
                 "loss": float(classes["loss"].iloc[0]),
-                "changed": [str(each) for each in self._changes],
+                "changed": [str(each) for each in self.changes],
             },
             frames={"steering": classes[measured], "next_tokens": next_tokens},
             titles={

@@ -3,10 +3,10 @@
 Shapes: B windows, R rows of a batch, T tokens of a row, N tokens that a layer gets.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,13 +14,7 @@ from torch import Tensor, nn
 from polyad.parallel import comm
 from polyad.train.config.environment import folder_digest
 from polyad.train.errors import ConfigError
-from polyad.train.experts.probing import (
-    EVERY,
-    RoutedLayer,
-    choose_layers,
-    routed_head,
-    routed_layers,
-)
+from polyad.train.experts.probing import EVERY, RoutedLayer, choose_layers
 from polyad.train.experts.trace import (
     EXTRA,
     TOP,
@@ -31,8 +25,8 @@ from polyad.train.experts.trace import (
     trace_file,
     whole_output,
 )
-from polyad.train.measures.measure import Examination
-from polyad.train.reading import Evaluated, Reading, read
+from polyad.train.measures.measure import Analysis, every_layer
+from polyad.train.reading import Evaluated, Reading, Subject
 from polyad.train.results import Tables
 from polyad.train.tasks.language import LanguageModelling
 from polyad.train.tasks.samples import (
@@ -55,9 +49,12 @@ OF_TOKENS: Mapping[type[Samples], tuple[str, ...]] = {
 Columns = Mapping[str, Tensor | Sequence[str]]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """What to write, and where."""
+@dataclass(kw_only=True)
+class Trace(Analysis):
+    """Writes the experts of every token."""
+
+    name = "trace"
+    doing = "tracing experts"
 
     output: Path
     """A file that ends in .parquet, or a folder with a part for each process."""
@@ -70,92 +67,87 @@ class Options:
     tokens: int = TOKENS
     """Approximate number of tokens or images to read, in whole windows, spread over the split."""
 
+    @property
+    def needs_whole(self) -> str | None:
+        """Losses need all blocks at once."""
+        if "loss" in self.extra:
+            return "--with loss: a loss is known after the last block alone"
+        return None
 
-class Trace(Examination):
-    """Writes the experts of every token.
-
-    Args:
-        samples: the samples to read.
-        model: the model that reads them.
-        form: form of the rows.
-        top: see `Options`.
-        write: receives this process's rows, as `Form.rows` returns them.
-    """
-
-    name = "trace"
-    doing = "tracing experts"
-    needs_whole: ClassVar[str | None] = None
-
-    def __init__(
-        self,
-        samples: Samples,
-        model: nn.Module,
-        form: Form,
-        top: int,
-        write: Callable[[Any], None],
-    ) -> None:
-        self._samples, self._model, self._form = samples, model, form
-        self._top, self._write = top, write
-        self.tokens = self.rows = 0
-        if isinstance(samples, ImageSamples):
-            self._split = samples.task.data.split(samples.split)
-
-    @classmethod
-    def checked(cls, opened: Evaluated, split: str, **options: Any) -> Options:
-        """Checks the fields of `Options`."""
-        settings = Options(**options)
-        check_output("--output", settings.output, comm.environment_world_size())
-        for name in settings.extra:
+    def check(self, opened: Evaluated, split: str) -> None:
+        """Refuses what exists already, and columns that the data does not have."""
+        check_output("--output", self.output, comm.environment_world_size())
+        for name in self.extra:
             if name not in EXTRA:
                 raise ConfigError(f"--with: {name} is not allowed; allowed: {', '.join(EXTRA)}")
-        if "loss" in settings.extra:
+        if "loss" in self.extra:
             opened.need("--with loss", LanguageModelling)
-        return settings
 
-    @classmethod
     @torch.inference_mode()
-    def take(
-        cls, opened: Evaluated, split: str, settings: Options, model: nn.Module, world: comm.World
-    ) -> Tables:
+    def run(self, opened: Evaluated, split: str, model: nn.Module, world: comm.World) -> Tables:
         """Reads the samples once; each process writes what it reads."""
-        layers = _chosen(model, str(opened.weights.folder), settings)
-        samples = samples_of(opened.task, split, settings.tokens)
-        of_tokens = OF_TOKENS[type(samples)] + (("loss",) if "loss" in settings.extra else ())
-        form = Form(layers, of_tokens, settings.extra)
+        routed, place = every_layer(opened, model), str(opened.weights.folder)
+        layers = choose_layers(routed, self.layers or (EVERY,))
+        if self.top is not None and not any(layer.shares for layer in layers):
+            raise ConfigError(
+                f"--top: {self.top} is not allowed: a router of {place} selects whole experts, "
+                "and all of them are written; allowed with: a muMoE, a mixture of networks"
+            )
+        subject = Subject(
+            model, layers, samples_of(opened.task, split, self.tokens), opened.batch_size
+        )
+        rows = TraceRows(subject, self.extra, self.top or TOP)
         rank, ranks = world.rank, world.size
-        about = {**_about(opened, split, samples), "part": rank, "parts": ranks}
-        with whole_output(settings.output, rank, ranks) as path:
-            with trace_file(path, form.schema(about)) as write:
-                trace = cls(samples, model, form, settings.top or TOP, write)
-                size = opened.batch_size
-                for reading in read(
-                    model, layers, samples, batch_size=size, world=world, label="trace"
-                ):
-                    trace.add(reading)
-            counts = torch.tensor([trace.rows, trace.tokens, path.stat().st_size])
-            rows, tokens, size = comm.sum_over_ranks(counts.to(world.device)).tolist()
+        about = {**_about(opened, split, subject.samples), "part": rank, "parts": ranks}
+        with whole_output(self.output, rank, ranks) as path:
+            with trace_file(path, rows.form.schema(about)) as write:
+                for reading in subject.read(world, label="trace"):
+                    for batch in rows.of(reading):
+                        write(batch)
+            counts = torch.tensor([rows.rows, rows.tokens, path.stat().st_size])
+            written, tokens, size = comm.sum_over_ranks(counts.to(world.device)).tolist()
         facts = {
-            "output": str(settings.output),
+            "output": str(self.output),
             "files": ranks,
             "bytes": size,
-            "rows": rows,
+            "rows": written,
             "tokens_traced": tokens,
             "layers": [layer.name for layer in layers],
-            "columns": list(form.columns),
+            "columns": list(rows.form.columns),
         }
         return Tables(facts=facts)
 
-    def add(self, reading: Reading) -> None:
-        """Writes a batch."""
+
+class TraceRows:
+    """The rows of a trace, made of readings.
+
+    Args:
+        subject: what is read.
+        extra: further columns, from `EXTRA`.
+        top: number of experts per token and level, if tokens weight every expert.
+    """
+
+    def __init__(self, subject: Subject, extra: Sequence[str], top: int) -> None:
+        self._model, layers, self._samples, _ = subject
+        of_tokens = OF_TOKENS[type(self._samples)] + (("loss",) if "loss" in extra else ())
+        self.form = Form(layers, of_tokens, extra)
+        self._top = top
+        self.tokens = self.rows = 0
+        """Numbers of tokens and of rows so far."""
+        if isinstance(self._samples, ImageSamples):
+            self._split = self._samples.task.data.split(self._samples.split)
+
+    def of(self, reading: Reading) -> Iterator[Any]:
+        """Yields the rows of a batch for each layer, as `Form.rows` returns them."""
         of_batch, most = self._of_batch(reading), 0
-        for layer in self._form.layers:
+        for layer in self.form.layers:
             if (decision := reading.of_all_tokens.get(layer.name)) is None:  # in another block
                 continue
-            found = experts_of(layer, decision, self._top)
-            tokens, row_M = of_batch or self._of_images(reading, layer, len(found.experts))
-            norm_NK = norms(decision, found, row_M) if "norm" in self._form.extra else None
-            rows = self._form.rows(found, tokens, row_M, norm_NK)
-            self._write(rows)
+            experts = experts_of(layer, decision, self._top)
+            tokens, row_M = of_batch or self._of_images(reading, layer, len(experts.experts))
+            norm_NK = norms(decision, experts, row_M) if "norm" in self.form.extra else None
+            rows = self.form.rows(experts, tokens, row_M, norm_NK)
+            yield rows
             self.rows += len(rows)
             most = max(most, len(row_M))
         if reading.is_first:
@@ -183,7 +175,7 @@ class Trace(Examination):
             "offset": offset_N,
             "token_id": passages.ids_BT.flatten().cpu(),
         }
-        if "loss" in self._form.extra:
+        if "loss" in self.form.extra:
             loss_BT = losses(self._model, reading.output, passages).float()
             if not loss_BT[passages.scored_BP].isfinite().all():
                 raise ConfigError("--with loss: losses are not finite: weights are too large")
@@ -225,27 +217,6 @@ def _of_sequences(sequences: SequenceSamples, reading: Reading) -> tuple[Columns
         "token_id": reading.batch.ids_BCT.flatten(0, 1).cpu()[mask_RT],
     }
     return columns, torch.arange(len(row_N))
-
-
-class TraceWithLoss(Trace):
-    """Writes the losses of predicted tokens, too."""
-
-    needs_whole = "--with loss: a loss is known after the last block alone"
-
-
-def _chosen(model: nn.Module, place: str, settings: Options) -> list[RoutedLayer]:
-    """The layers to write."""
-    head = routed_head(model)
-    routed = [*routed_layers(model), *([head] if head else [])]
-    if not routed:
-        raise ConfigError(f"{place}: its model has no experts, in blocks or as its head")
-    layers = choose_layers(routed, settings.layers or (EVERY,))
-    if settings.top is not None and not any(layer.shares for layer in layers):
-        raise ConfigError(
-            f"--top: {settings.top} is not allowed: a router of {place} selects whole experts, and "
-            "all of them are written; allowed with: a muMoE, a mixture of networks"
-        )
-    return layers
 
 
 def _about(opened: Evaluated, split: str, samples: Samples) -> dict[str, Any]:

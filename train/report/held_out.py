@@ -14,9 +14,8 @@ from polyad.train.errors import ConfigError
 from polyad.train.experts.probing import RoutedLayer, columns_of
 from polyad.train.measures.atlas import TOKENS as KNOCKOUT_TOKENS
 from polyad.train.measures.knockout import knock_out, knockout_tables
-from polyad.train.measures.measure import Subject
 from polyad.train.measures.specialization import Labels, Specialization
-from polyad.train.reading import open_data_for, read
+from polyad.train.reading import Subject, open_data_for
 from polyad.train.report.top_images import MOST_IMAGES, ImagePass, TopImages
 from polyad.train.report.top_text import TopText
 from polyad.train.report.top_tokens import ShownExpert
@@ -107,7 +106,8 @@ def _read(
     readers: list[Any] = []
     specialization = top_text = top_images = knockout = None
     if isinstance(samples, TextSamples) or samples.classes() is not None:
-        specialization = Specialization(subject, leave_out=False)
+        specialization = Specialization(leave_out=False)
+        specialization.begin(subject)
         readers.append(specialization)
     if isinstance(samples, TextSamples):
         top_text = TopText(layers, samples, options.top, device)
@@ -115,9 +115,7 @@ def _read(
     elif isinstance(samples, ImageSamples):
         top_images = TopImages(layers, samples, options.top, device)
         readers.append(top_images)
-    for reading in read(
-        model, layers, samples, batch_size=batch_size, label=f"read {options.split}"
-    ):
+    for reading in subject.read(label=f"read {options.split}"):
         for each in readers:
             each.add(reading)
     shown: dict[str, list[ShownExpert]] = {}

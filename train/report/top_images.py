@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from polyad.model.vision import ImageModelSettings, ImageSettings
 from polyad.train.experts.probing import Decision, RoutedLayer
-from polyad.train.reading import Reading, read
+from polyad.train.reading import Reading, Subject
 from polyad.train.report.top_tokens import ShownExpert, TopTokens
 from polyad.train.tasks.samples import ImageSamples
 
@@ -161,7 +161,7 @@ class TopImages:
             name: self._experts(top, experts, grid, in_words) for name, top in self._tops.items()
         }
         some, maps = ImageSamples(task, split, MAPPED), dict[str, list[RoutingMap]]()
-        for reading in read(model, self._layers, some, batch_size=MAPPED):
+        for reading in Subject(model, self._layers, some, MAPPED).read():
             of_split = [some.numbers[number] for number in reading.number_R.tolist()]
             for name, decision in reading.decisions.items():
                 a_BTS = _by_image(decision, len(of_split))

@@ -134,14 +134,14 @@ def test_merged_experts_are_means_by_use(finished, tmp_path):
     )
     whole, small = load_model(newest(finished)), load_model(tmp_path / "small")
     from polyad.parallel import comm
-    from polyad.train.reading import moments_of, open_evaluated
+    from polyad.train.reading import Subject, open_evaluated
     from polyad.train.tasks.samples import TextSamples
 
     opened = open_evaluated(newest(finished), None, ())
     layers = routed_layers(whole)
     samples = TextSamples(opened.task, "train", 640, hidden=True)
     with comm.left_again():
-        moments = moments_of(whole, layers, samples, 4, comm.initialize())
+        moments = Subject(whole, layers, samples, 4).moments(comm.initialize())
     assert any(len(row["made_of"]) > 1 for row in result["kept"])
     for block, layer in enumerate(layers):
         groups = list(frame_of(result, "kept", module=layer.name)["made_of"])
@@ -183,7 +183,7 @@ def test_groups_that_become_too_small_are_known_before_the_reading(tmp_path):
     opened = open_evaluated(tmp_path / "hub", str(data), ())
     asked = {"output": tmp_path / "small", "by": "reap"}
     with pytest.raises(ConfigError, match=r"--keep: 0.5 leaves 4 of 8 experts; .* num_groups: 4$"):
-        Removal.checked(opened, "validation", keep=0.5, **asked)
+        Removal(keep=0.5, **asked).check(opened, "validation")
 
 
 def test_a_folder_that_is_there_is_known_before_the_reading(tmp_path):
@@ -193,4 +193,4 @@ def test_a_folder_that_is_there_is_known_before_the_reading(tmp_path):
     (tmp_path / "there").write_text("mine")
     asked = {"output": tmp_path / "there", "by": "reap"}
     with pytest.raises(ConfigError, match="there: exists and is not an empty folder"):
-        Removal.checked(opened, "validation", keep=0.5, **asked)
+        Removal(keep=0.5, **asked).check(opened, "validation")

@@ -217,8 +217,9 @@ def test_a_copy_of_the_original_recovers_everything(workers, tmp_path, prepared_
     spliced = load_model(opened.weights)
     theirs = load_model(tmp_path / "teacher").get_submodule("blocks.1.feed_forward")
     spliced.get_submodule("blocks.1.feed_forward").load_state_dict(theirs.state_dict())
-    asked = Splicing.checked(opened, "validation")
-    measure = Splicing.of(opened, "validation", asked, spliced)
+    measure = Splicing()
+    measure.check(opened, "validation")
+    measure.begin(measure.subject_of(opened, "validation", spliced))
     measure.read()
     found = measure.result()
     (block,), loss = found.frames["blocks"].to_dict("records"), found.facts["loss"]

@@ -27,7 +27,7 @@ from polyad.train.errors import ConfigError
 from polyad.train.experts import trace as written
 from polyad.train.experts.probing import deciding, routed_head, routed_layers
 from polyad.train.experts.trace import COLUMNS, EXTRA, whole_output
-from polyad.train.measures.trace import Trace, TraceWithLoss
+from polyad.train.measures.trace import Trace
 from polyad.train.reading import open_data_for
 from polyad.train.tasks.samples import ImageSamples
 from tests.helpers import images as made
@@ -57,9 +57,9 @@ def hub(tmp_path_factory):
     return root / "hub", prepared_for(root / "hub", root), model
 
 
-def traced(folder, output, kind=Trace, **options):
+def traced(folder, output, **options):
     """Rows in a known order, and the result."""
-    found, text = both_forms(folder, kind, output=output, **options)
+    found, text = both_forms(folder, Trace, output=output, **options)
     assert re.search(f"^output +{output}$", text, re.MULTILINE)
     return rows_of(output), found
 
@@ -123,7 +123,7 @@ def by_transformers(model, data, chosen):
 def test_every_column_is_that_of_transformers(hub, tmp_path):
     folder, data, model = hub
     asked = {"data": str(data), "overrides": OVERRIDES, "extra": EXTRA}
-    found, about = traced(folder, tmp_path / "t.parquet", TraceWithLoss, tokens=150, **asked)
+    found, about = traced(folder, tmp_path / "t.parquet", tokens=150, **asked)
     windows = -(-PreparedData.open(data).split("validation").num_tokens // LENGTH)
     chosen = [number * windows // 7 for number in range(7)]  # 7 of 24 hold 150 tokens
     wanted = by_transformers(model, data, chosen)
@@ -156,9 +156,7 @@ def test_every_column_is_that_of_transformers(hub, tmp_path):
 def test_summed_up_it_is_what_measures_and_evaluate_find(hub, tmp_path):
     folder, data, _ = hub
     asked = {"data": str(data), "overrides": OVERRIDES}
-    found, _ = traced(
-        folder, tmp_path / "t.parquet", TraceWithLoss, tokens=10**6, extra=["loss"], **asked
-    )
+    found, _ = traced(folder, tmp_path / "t.parquet", tokens=10**6, extra=["loss"], **asked)
     result = measured(folder, "specialize", **asked)[0]
     for name in [row["module"] for row in result["levels"]]:
         counts = counts_of(result, name, "characters").sum(1)
@@ -247,12 +245,13 @@ def test_what_is_not_whole_leaves_nothing(hub, tmp_path, name):
     opened = open_data_for(open_weights(folder), str(data), OVERRIDES, "trained")
     model = load_model(folder)
     model.blocks[1].feed_forward.router.score.weight.data.fill_(torch.nan)
-    asked = Trace.checked(opened, "validation", output=output)
+    trace = Trace(output=output)
+    trace.check(opened, "validation")
     with (
         pytest.raises(ConfigError, match=r"coefficients of blocks\.1\.feed_forward are not"),
         opened.loaded("x", "validation", model, needs_whole="x") as (_, world),
     ):
-        Trace.take(opened, "validation", asked, model, world)
+        trace.run(opened, "validation", model, world)
     assert not list(tmp_path.iterdir())
 
 

@@ -16,9 +16,8 @@ from polyad.launch.cli import run as polyad
 from polyad.parallel.weights import load_model
 from polyad.train.config.run import load_config
 from polyad.train.experts.probing import routed_layers
-from polyad.train.measures.measure import Subject
 from polyad.train.measures.specialization import Specialization
-from polyad.train.reading import read
+from polyad.train.reading import Subject
 from polyad.train.report.command import report
 from polyad.train.report.top_text import TopText
 from polyad.train.tasks.language import LanguageModelling
@@ -174,18 +173,20 @@ def test_memory_does_not_grow_with_the_text(runs):
         """Most numbers in tensors that are alive between batches, and how many tokens were read."""
         text = TextSamples(task, "train", tokens, with_first=False)
         top = TopText(layers, text, 3, "cpu")
-        specialization = Specialization(Subject(model, layers, text, 2))
+        subject, specialization = Subject(model, layers, text, 2), Specialization()
+        specialization.begin(subject)
         alive = []
         gc.collect()  # what other tests have left
 
-        def count(share):
+        def count():
             # By type: a dead weak proxy, of another test, has no class to ask for.
             tensors = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]
             alive.append(sum(tensor.numel() for tensor in tensors))
 
-        for reading in read(model, layers, text, batch_size=2, report=count):
+        for reading in subject.read():
             top.add(reading)
             specialization.add(reading)
+            count()
         return max(alive), top.tokens
 
     # Intervals are over at most 200 groups of windows, which the shorter text has too. Of a window
@@ -316,7 +317,7 @@ def test_weights_that_are_not_finite_are_one_line(runs):
         model.blocks[0].feed_forward.gate.weight[0] = torch.nan
     layers, text = routed_layers(model)[:1], TextSamples(task, "test", 100)
     top = TopText(layers, text, 8, "cpu")
-    for reading in read(model, layers, text, batch_size=2):
+    for reading in Subject(model, layers, text, 2).read():
         top.add(reading)
     with pytest.raises(ValueError, match=r"the coefficients of blocks.0.feed_forward are not"):
         top.result(())
