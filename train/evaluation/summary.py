@@ -3,7 +3,7 @@
     polyad evaluate RUN --json SCORES
     python -m polyad.train.evaluation.summary RUN SCORES
 
-Shapes: V vocabulary, N training images, B held-out images of a chunk, P numbers per image.
+Shapes: V vocabulary.
 """
 
 import json
@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from polyad.data.images.augmentation import evaluation_image
 from polyad.data.images.config import ImageDataConfig
@@ -28,9 +26,6 @@ from polyad.train.experts.token_classes import frequencies
 from polyad.train.records import last_loss, median_rate, peak_memory, read_records
 from polyad.train.results import aligned
 from polyad.train.tasks.registry import task_class
-
-PART = 512
-"""Number of held-out images whose distances are in memory at a time."""
 
 
 def summary(run: Path, scores: dict[str, Any]) -> list[tuple[str, str]]:
@@ -129,19 +124,14 @@ def nearest_neighbour_accuracy(train: ImageSplit, held_out: ImageSplit, size: in
     Returns:
         From 0 to 1.
     """
-    known_NP, labels_N = _pixels(train, size)
-    right = 0
-    asked_MP, labels_M = _pixels(held_out, size)
-    parts = (torch.split(each, PART) for each in (asked_MP, labels_M))
-    for asked_BP, labels_B in zip(*parts, strict=True):
-        nearest_B = torch.cdist(asked_BP, known_NP).argmin(-1)
-        right += int((labels_N[nearest_B] == labels_B).sum())
-    return right / len(labels_M)
+    from sklearn.neighbors import KNeighborsClassifier
 
-
-def _pixels(images: ImageSplit, size: int) -> tuple[Tensor, Tensor]:
-    rows = [evaluation_image(images.decode(n), size, 1.0).flatten() for n in range(len(images))]
-    return torch.stack(rows).float(), torch.as_tensor(images.labels, dtype=torch.int64)
+    train_NP, held_out_MP = (
+        [evaluation_image(part.decode(n), size, 1.0).flatten().numpy() for n in range(len(part))]
+        for part in (train, held_out)
+    )
+    nearest = KNeighborsClassifier(1).fit(train_NP, train.labels)
+    return float(nearest.score(held_out_MP, held_out.labels))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 import re
 from abc import ABC, abstractmethod
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from polyad.model.feedforward import (
 from polyad.model.settings import ModelSettings
 from polyad.parallel.families import Origin
 from polyad.parallel.fragments import persistent_buffers
-from polyad.parallel.source import differing_shapes
 from polyad.parallel.weights import Weights
 from polyad.train.config.faults import describe
 from polyad.train.config.run import ModelSection, RunConfig
@@ -65,54 +63,36 @@ class Option(Change):
     """An option with keys of the new feed-forward, and keys that control the change.
 
     Args:
-        name: name of the option, with dashes.
         text: as in `num_experts=8,top_k=2,placement=[1,3],seed=2`; values in YAML.
-        start: the class of the controlling keys, with `section`.
-        feed_forward: the class of the feed-forward's keys.
-        example: the example in errors.
 
     Raises:
-        ConfigError: the number of experts is missing, or a key is unknown or given twice. Keys that
-            depend on the dense model are checked by `model_config`.
+        ConfigError: it is not in this form, or a controlling key is invalid. Keys of the
+            feed-forward are checked by `model_config`.
     """
 
     kind: str
     """The kind of the new feed-forward."""
     widths: tuple[str, ...] = ("hidden_size",)
     """Its keys for the inner width; by default the dense one's."""
-    start: Any
-    """Controlling keys, with the section to change; None: a Mixer's channels, or the only one."""
+    controls: type[Config]
+    """The class of the controlling keys, with `section`, the feed-forward to change; None: a
+    Mixer's channels, or the only one."""
 
-    def __init__(
-        self,
-        name: str,
-        text: str,
-        start: type[Config],
-        feed_forward: type[Config],
-        example: str = "num_experts=8,top_k=2",
-    ) -> None:
-        self.name, self.text = name, text
-        given, self.keys = dict[str, Any](), dict[str, Any]()
-        known = [*start.model_fields, *(k for k in feed_forward.model_fields if k != "kind")]
+    def __init__(self, text: str) -> None:
+        self.text, self.keys = text, dict[str, Any]()
         for part in re.split(r",(?![^\[]*\])", text):  # not at commas inside a list
-            key, sign, value = (piece.strip() for piece in part.partition("="))
-            if not sign:
-                raise self.error(f"{part.strip()!r} is not key=value, as in {example}")
-            if key not in known:
-                near = get_close_matches(key, known, 1)
-                end = f"the nearest is {near[0]}" if near else f"there are {', '.join(known)}"
-                raise self.error(f"unknown key {key!r}; {end}")
-            section = given if key in start.model_fields else self.keys
-            if key in section:
-                raise self.error(f"{key} is given twice")
+            key, equals, value = (piece.strip() for piece in part.partition("="))
+            if key in (*self.keys, "kind"):
+                raise self.error(f"{key} is set already")
             try:
-                apply_override(section, f"{key}={value}")
+                apply_override(self.keys, f"{key}{equals}{value}")
             except ConfigError as error:
                 raise self.error(str(error)) from None
         if "num_experts" not in self.keys:
-            raise self.error(f"num_experts is missing, as in {example}")
+            raise self.error("num_experts is missing, as in num_experts=8,top_k=2")
+        names = self.controls.model_fields.keys() & self.keys.keys()
         try:
-            self.start = start.model_validate(given)
+            self.start: Any = self.controls.model_validate({n: self.keys.pop(n) for n in names})
         except ValidationError as error:
             raise self.error(describe(error, RunConfig)) from None
 
@@ -166,19 +146,16 @@ class Changed(ABC):
         seed: seed of weights that are initialized as in a new run.
 
     Raises:
-        ConfigError: the weights do not match their configuration, or the new model is too large.
+        ConfigError: the new model is too large.
     """
 
     def __init__(
         self, weights: Weights, change: Change, config: ModelSettings, seed: int = 0
     ) -> None:
-        self._before = build_model(weights.model_config())
-        expected = {name: tuple(p.shape) for name, p in self._before.named_parameters()}
-        if differing := differing_shapes(weights.shapes(), expected):
-            raise ConfigError(f"{weights.folder}: does not match its configuration: {differing}")
+        before = build_model(weights.model_config())
         self.folder = weights.folder
         self._weights, self._config, self._seed = weights, config, seed
-        self._own_buffers = frozenset(name for name, _ in persistent_buffers(self._before))
+        self._own_buffers = frozenset(name for name, _ in persistent_buffers(before))
         try:
             self._model = build_model(config)
         except ModelSizeError:
@@ -203,14 +180,13 @@ class Changed(ABC):
         own = name in self._own_buffers
         return self._weights.buffer(name) if own else self.made_buffer(name)
 
-    @abstractmethod
     def made(self, name: str) -> torch.Tensor:
-        """A weight that the first model lacks, fp32."""
+        """A weight that the first model lacks, fp32; by default as in a new run."""
+        return self.begun(name)
 
     def made_buffer(self, name: str) -> torch.Tensor:
-        """A buffer that the first model lacks, initialized as in a new run."""
-        dtypes = {known: buffer.dtype for known, buffer in persistent_buffers(self._model)}
-        return self.begun(name).to(dtypes[name])
+        """A buffer that the first model lacks; by default as in a new run."""
+        return self.begun(name).to(self._model.get_buffer(name).dtype)
 
     def begun(self, name: str) -> torch.Tensor:
         """The initial value of a parameter or buffer in a new run with the seed."""
@@ -231,20 +207,20 @@ def dense_section(option: Option, model: ModelSettings, folder: Path) -> tuple[s
     Raises:
         ConfigError: there is none, or it is not dense.
     """
-    known = [key.removeprefix("model.") for key in model.feed_forwards()]
-    if not known:
+    sections = [key.removeprefix("model.") for key in model.feed_forwards()]
+    if not sections:
         raise option.error(f"{folder}: model.kind: {model.kind} has no feed-forward")
-    given = option.start.section
-    section = known[-1] if given is None else given
-    if section not in known:
+    section = option.start.section or sections[-1]
+    if section not in sections:
         raise option.error(
-            f"section: {given!r} is not allowed: model.kind: {model.kind} has {' and '.join(known)}"
+            f"section: {section!r} is not allowed: model.kind: {model.kind} has "
+            f"{' and '.join(sections)}"
         )
-    found = getattr(model, section)
-    if not isinstance(found, DenseFeedForwardConfig):
+    feed_forward = getattr(model, section)
+    if not isinstance(feed_forward, DenseFeedForwardConfig):
         raise option.error(
-            f"{folder}: model.{section}.kind: {found.kind!r} is not allowed: a dense model is "
-            f"{option.done}"
+            f"{folder}: model.{section}.kind: {feed_forward.kind!r} is not allowed: a dense model "
+            f"is {option.done}"
         )
     layer = build_model(model).get_submodule(f"blocks.0.{section}")
     assert isinstance(layer, DenseFeedForward)
@@ -257,5 +233,5 @@ def activation_of(model: ModelSettings) -> Activation | GatedActivation:
     Args:
         model: the model; GPT-2 has a fixed activation.
     """
-    found: Activation | GatedActivation = getattr(model, "activation", "gelu_tanh")
-    return found
+    activation: Activation | GatedActivation = getattr(model, "activation", "gelu_tanh")
+    return activation

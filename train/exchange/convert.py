@@ -109,15 +109,18 @@ def _convert(
         if to in ("huggingface", "safetensors"):
             write_classes(weights, staging)
     weights.note_what_was_made()
-    config, tokenizer = weights.config, weights.tokenizer
+    parameters = num_parameters(weights.config)
+    if to == "peft":
+        beside = [adapter for _, adapter in weights.adapted.adapters.values()]
+        parameters = sum(p.numel() for adapter in beside for p in adapter.parameters())
     files = sorted(destination.iterdir())
     return {
         "source": str(weights.folder),
         "destination": str(destination),
         "format": to,
-        "parameters": _count_adapters(weights) if to == "peft" else num_parameters(config),
-        "vocab_size": getattr(config, "vocab_size", None),
-        "tokenizer": tokenizer is not None,
+        "parameters": parameters,
+        "vocab_size": getattr(weights.config, "vocab_size", None),
+        "tokenizer": weights.tokenizer is not None,
         "files": {path.name: path.stat().st_size for path in files},
         "notes": weights.notes,
     }
@@ -197,9 +200,3 @@ def conversion_table(result: dict[str, Any]) -> str:
         *(("note", note) for note in result["notes"]),
     ]
     return "\n".join(aligned(rows, "<"))
-
-
-def _count_adapters(weights: Source) -> int:
-    assert weights.adapted is not None
-    beside = [adapter for _, adapter in weights.adapted.adapters.values()]
-    return sum(p.numel() for adapter in beside for p in adapter.parameters())

@@ -31,7 +31,6 @@ from polyad.model.smoe.config import SparseMoEConfig
 from polyad.model.smoe.experts import copies, dense_tensor
 from polyad.parallel.weights import Weights
 from polyad.train.config.run import RunConfig
-from polyad.train.errors import ConfigError
 from polyad.train.exchange.change import Change, Changed, Option, activation_of
 
 
@@ -47,21 +46,12 @@ class _Copying(Config):
 
 
 class Upcycling(Option):
-    """The value of `--upcycle`: keys of `model.feed_forward`, noise and seed.
+    """The value of `--upcycle`: keys of `model.feed_forward`, noise and seed, as in
+    `num_experts=8,top_k=2,placement=[1,3],noise=0.01`."""
 
-    Args:
-        text: as in `num_experts=8,top_k=2,placement=[1,3],noise=0.01`; values in YAML.
-
-    Raises:
-        ConfigError: the number of experts is missing, a key is unknown or given twice, or noise or
-            seed is invalid. Keys that depend on the dense model are checked by `model_config`.
-    """
-
-    done, kind, widths = "upcycled", "smoe", ("expert_hidden_size", "dense_hidden_size")
-    start: _Copying
-
-    def __init__(self, text: str) -> None:
-        super().__init__("--upcycle", text, _Copying, SparseMoEConfig)
+    name, done = "--upcycle", "upcycled"
+    kind, widths = "smoe", ("expert_hidden_size", "dense_hidden_size")
+    controls = _Copying
 
     def of(self, weights: Weights) -> "Upcycled":
         """The sparse model's weights."""
@@ -104,8 +94,7 @@ class Upcycled(Changed):
 
     def notes(self) -> list[str]:
         """Says whether the sparse model starts with the dense model's outputs."""
-        feed_forward = getattr(self._config, self._section)
-        assert isinstance(feed_forward, SparseMoEConfig)
+        feed_forward: SparseMoEConfig = getattr(self._config, self._section)
         reasons = []
         if feed_forward.top_k == 1:
             reasons.append("with top_k: 1 an expert's output is multiplied by its score")
@@ -140,27 +129,11 @@ class _Grouping(Config):
 
 
 class Splitting(Option):
-    """The value of `--split`: keys of `model.feed_forward`, how units are grouped, and a seed.
+    """The value of `--split`: keys of `model.feed_forward`, how units are grouped, and a seed, as
+    in `num_experts=64,top_k=16,blocks=[8,10],by=clustering`."""
 
-    Args:
-        text: as in `num_experts=64,top_k=16,blocks=[8,10],by=clustering`; values in YAML.
-
-    Raises:
-        ConfigError: the number of experts is missing, a key is unknown or given twice, or the way
-            to group is unknown.
-    """
-
-    done, kind = "split", "emoe"
-    start: _Grouping
-
-    def __init__(self, text: str) -> None:
-        if re.search(r"\bby *= *copies\b", text):
-            raise ConfigError(
-                f"--split {text}: by: copies is not allowed; allowed: clustering, random. To make "
-                "experts that are copies, use --upcycle num_experts=4,top_k=2,score=cosine"
-            )
-        example = "num_experts=64,top_k=16,blocks=[8,10]"
-        super().__init__("--split", text, _Grouping, EmergentMoEConfig, example)
+    name, done, kind = "--split", "split", "emoe"
+    controls = _Grouping
 
     def of(self, weights: Weights) -> "Split":
         """The split model's weights."""
@@ -183,9 +156,7 @@ class Split(Changed):
         super().__init__(weights, splitting, config, splitting.start.seed)
         self._splitting = splitting
         self._pattern = re.compile(rf"(blocks\.\d+\.{section})\.(.+)")
-        found = getattr(config, section)
-        assert isinstance(found, EmergentMoEConfig)
-        self._feed_forward = found
+        self._feed_forward: EmergentMoEConfig = getattr(config, section)
         self._is_gated = activation_of(config) in GATED
         self._names = dense_names(gated=self._is_gated)
         self._units: dict[str, torch.Tensor] = {}
@@ -195,10 +166,10 @@ class Split(Changed):
         parts = self._pattern.fullmatch(name)
         assert parts is not None
         layer, own = parts[1], parts[2]
-        if (found := self._names.get(own)) is None:
+        if (dense_name := self._names.get(own)) is None:
             return self.begun(name)
-        dense = self._weights.whole(f"{layer}.{found}")
-        return split(found, dense, self._unit(layer), self._feed_forward.num_experts)
+        dense = self._weights.whole(f"{layer}.{dense_name}")
+        return split(dense_name, dense, self._unit(layer), self._feed_forward.num_experts)
 
     def made_buffer(self, name: str) -> torch.Tensor:
         """The places of units."""

@@ -98,10 +98,6 @@ class Pruned(Changed):
         shape = self._model.get_buffer(name).shape
         return value if value.shape == shape else self._kept(name, value).to(value.dtype)
 
-    def made(self, name: str) -> Tensor:
-        """Never called: the first model has all weights."""
-        raise AssertionError(name)
-
     def _kept(self, name: str, value: Tensor) -> Tensor:
         layer = next(layer for layer in self._groups if name.startswith(f"{layer}."))
         rows = []
@@ -128,8 +124,8 @@ def _smaller(config: ModelSettings, pruning: Pruning) -> ModelSettings:
             continue
         # The default is half of the experts, but existing keys keep their width.
         width = {"score_width": section.score_size()} if section.score != "linear" else {}
-        known = {"pool_least": section.pool_least, "pool_most": section.pool_most}
-        bounds = {name: min(d, pruning.num_experts) for name, d in known.items() if d is not None}
+        pool = {"pool_least": section.pool_least, "pool_most": section.pool_most}
+        bounds = {name: min(d, pruning.num_experts) for name, d in pool.items() if d is not None}
         tree[key.removeprefix("model.")] |= {"num_experts": pruning.num_experts} | width | bounds
     try:
         return Tree.model_validate({"model": tree}).model

@@ -67,31 +67,32 @@ class Source:
     """
 
     def __init__(self, weights: Weights, change: Change | None) -> None:
-        self.tokenizer: Tokenizer | None = tokenizer_of(weights)
-        self.notes: list[str] = []
-        self.change = change
-        self.adapted = weights if isinstance(weights, AdaptedCheckpoint) else None
-        self._opened = weights
-        self._weights: Weights | Changed = weights
-        if change:
-            self._weights = change.of(weights)
-        self.folder = weights.folder
-        self.config = self._weights.model_config()
-        self.shapes = self._weights.shapes()
+        self._opened, self.change = weights, change
+        self._weights = change.of(weights) if change else weights
+        self.folder, self.config = weights.folder, self._weights.model_config()
+        self._model, self._not_finite = build_model(self.config), list[str]()
+        self.shapes = {name: tuple(p.shape) for name, p in self._model.named_parameters()}
+        """Shapes by name, in the model's order (a checkpoint has its shards' order)."""
+        if differing := differing_shapes(self._weights.shapes(), self.shapes):
+            raise ConfigError(f"{self.folder}: does not match its configuration: {differing}")
         self.bytes = 4 * sum(map(math.prod, self.shapes.values()))
         self.progress = tqdm(
             total=self.bytes, desc="converting", unit="B", unit_scale=True, disable=None
         )
-        self._not_finite: list[str] = []
-        note = getattr(weights, "note", None)
-        if note is not None:
-            self.notes.append(note)
+        self.notes: list[str] = [] if (note := getattr(weights, "note", None)) is None else [note]
+        self.tokenizer: Tokenizer | None = tokenizer_of(weights)
         vocabulary = getattr(self.config, "vocab_size", None)
         if self.tokenizer and vocabulary and self.tokenizer.vocab_size > vocabulary:
             raise ConfigError(
                 f"{self.folder}: its tokenizer has {self.tokenizer.vocab_size} tokens, its model "
                 f"{vocabulary}"
             )
+
+    @property
+    def adapted(self) -> AdaptedCheckpoint:
+        """The same as a checkpoint of adapters, for `--to peft`."""
+        assert isinstance(self._opened, AdaptedCheckpoint)
+        return self._opened
 
     @property
     def class_names(self) -> list[str] | None:
@@ -126,9 +127,9 @@ class Source:
     def origin(self) -> Origin | None:
         """Contents beside the weights of the other library's folder; None: they are not from such a
         folder of a decoder, or the kind of model has changed."""
-        if (kept := origin_of(self._opened)) is None:
+        if (contents := origin_of(self._opened)) is None:
             return None
-        origin = Origin.model_validate(kept)
+        origin = Origin.model_validate(contents)
         return origin if self.change is None else self.change.origin(origin)
 
     def whole(self, name: str) -> torch.Tensor:
@@ -141,27 +142,12 @@ class Source:
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """The persistent buffers of the model."""
-        names = [name for name, _ in persistent_buffers(build_model(self.config))]
+        names = [name for name, _ in persistent_buffers(self._model)]
         return {name: self._weights.buffer(name) for name in names}
-
-    def check_model(self) -> dict[str, tuple[int, ...]]:
-        """Checks the weights against their configuration.
-
-        Returns:
-            Names and shapes in the model's order (a checkpoint has its shards' order).
-
-        Raises:
-            ConfigError: the first few differences.
-        """
-        model = build_model(self.config)
-        ours = {name: tuple(p.shape) for name, p in model.named_parameters()}
-        if differing := differing_shapes(self.shapes, ours):
-            raise ConfigError(f"{self.folder}: does not match its configuration: {differing}")
-        return ours
 
     def note_what_was_made(self) -> None:
         """Adds the change's notes on its weights, and notes which are NaN or infinite."""
-        if not isinstance(self._weights, Weights):
+        if isinstance(self._weights, Changed):
             self.notes += self._weights.notes()
         if names := self._not_finite:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
@@ -186,12 +172,12 @@ def _to_huggingface(weights: Source, staging: Path, destination: Path) -> None:
         tokenizer.vocabulary().get("[PAD]") if tokenizer else None,
     )
     tree = origin.config if origin else family.write_config(config, known)
-    held, buffers = weights.check_model(), weights.buffers()
+    buffers = weights.buffers()
     entries = stored_entries(
         family,
         config,
         family.parameter_shapes(config),
-        lambda name: weights.whole(name) if name in held else buffers.get(name),
+        lambda name: weights.whole(name) if name in weights.shapes else buffers.get(name),
         origin,
     )
     if isinstance(config, ImageSettings):
@@ -236,7 +222,7 @@ def _note_what_transformers_lacks(weights: Source, config: GPT2Config) -> None:
 def _to_safetensors(weights: Source, staging: Path, destination: Path) -> None:
     entries = [
         FileTensor(name, torch.float32, shape, partial(weights.whole, name))
-        for name, shape in weights.check_model().items()
+        for name, shape in weights.shapes.items()
     ]
     for name, value in weights.buffers().items():
         entries.append(FileTensor(name, value.dtype, tuple(value.shape), value.detach))
@@ -307,13 +293,10 @@ def _data_of(model: ModelSettings, folder: Path) -> tuple[DataSettings, list[str
     keys, notes = read_pixels(folder, model.image_size)
     settings = ImageDataConfig.model_validate({"path": "runs/images"} | keys)
     if "normalization" not in keys:
-        notes = [
-            *notes,
-            f"{folder} does not say how pixels are normalized: assuming data.normalization: "
-            f"{settings.normalization} (allowed: {', '.join(NORMALIZATIONS)})"
-            if not notes
-            else f"assuming data.normalization: {settings.normalization}: check it",
-        ]
+        assumed = f"assuming data.normalization: {settings.normalization}"
+        unknown = f"{folder} does not say how pixels are normalized: {assumed} (allowed: "
+        unknown += f"{', '.join(NORMALIZATIONS)})"
+        notes = [*notes, f"{assumed}: check it" if notes else unknown]
     return settings, notes
 
 
@@ -383,7 +366,6 @@ def _to_polyad(weights: Source, staging: Path, destination: Path) -> None:
 
 
 def _to_peft(weights: Source, staging: Path, destination: Path) -> None:
-    assert weights.adapted is not None
     tree, tensors = peft_files(weights.adapted)
     entries = [
         FileTensor(name, torch.float32, tuple(value.shape), value.detach) for name, value in tensors
