@@ -5,18 +5,8 @@ Libraries read the environment as they are imported, so it is set up before a sc
 
 import os
 import sys
-from pathlib import Path
 
 from polyad.launch.machine import prepare_environment
-
-ROOT = Path(__file__).resolve().parents[2]
-
-
-def environment() -> dict[str, str]:
-    """The environment of a process that is to find this package, wherever it starts."""
-    paths = [os.environ.get("PYTHONPATH", ""), str(ROOT)]
-    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
-
 
 if sys.argv[0] == "-m":  # while Python looks for the script of a command line
     prepare_environment()

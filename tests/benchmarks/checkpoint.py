@@ -39,8 +39,7 @@ from polyad.train.loop.optimizer import OptimizerConfig, build_optimizer
 from polyad.train.loop.step import train_step
 from polyad.train.tasks.distillation import cross_entropy
 from polyad.train.tasks.language import TextBatch, text_losses
-from tests.benchmarks.script import Repeats, benchmark, start
-from tests.benchmarks.turns import now
+from tests.benchmarks.comparison import Repeats, benchmark, now, start
 
 STALL_GOAL, BANDWIDTH_GOAL = 1 / 20, 0.8
 """Shares of the synchronous save's time, and of the plain write's bandwidth."""

@@ -26,8 +26,7 @@ from polyad.data.sampler import micro_batches
 from polyad.launch.command import Argument, Json
 from polyad.launch.output import results
 from polyad.train.tasks.pixels import normalize
-from tests.benchmarks.script import Repeats, benchmark, start
-from tests.benchmarks.turns import clocked, summary, take_turns
+from tests.benchmarks.comparison import Repeats, benchmark, clocked, start, summary, take_turns
 
 SIZE, BATCH = 224, 16
 GOAL = 1.3

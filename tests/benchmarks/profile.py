@@ -10,7 +10,7 @@ from typing import Any
 from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.profiler import ProfilerActivity, profile
 
-from tests.benchmarks.turns import now, synchronize
+from tests.benchmarks.comparison import now
 
 REGIONS = ("loss", "optimizer")
 """Names of `record_function` in the step; what runs inside counts for them, whatever it is."""
@@ -38,7 +38,6 @@ def time_by_kind(step: Callable[[], None], device: str) -> dict[str, float]:
     activities = [ProfilerActivity.CPU]
     if device == "cuda":
         activities.append(ProfilerActivity.CUDA)
-    synchronize(device)
     with profile(activities=activities) as recorded:
         began = now(device)
         for _ in range(STEPS):

@@ -1,245 +1,235 @@
 """`routing.py`: what a graph of tokens adds to a sparse mixture of experts.
 
 In one GPT-2 block (attention and experts) and in a whole model with its loss, forward and backward
-on one sequence of T tokens: the router without a graph, with each graph, and with each graph as the
-paper writes it, a T x T matrix. All in turn in one run; what counts is the ratio to the plain
-router's (see `turns.py`).
+on one sequence of T tokens: the router without a graph, and with each graph. What counts is the
+ratio to the plain router's.
 
-Shapes: B batch, T tokens in a sequence, D width.
+All variants have the same weights, in the same memory. Experts are given: an untrained graph may
+send all tokens to the same two, and the block would be timed with another load, not another graph.
+Every router still scores, mixes and selects before that.
+
+Shapes: B batch, T tokens in a sequence, N = B T, D width, E experts, K experts of a token, A heads,
+H width of one head.
 """
 
-from collections.abc import Mapping
 from typing import Annotated, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from polyad.launch.command import Argument, Json, non_negative, positive
 from polyad.launch.output import results
-from polyad.model.build import compile_model, num_parameters
+from polyad.model.attention import AttentionTrace
+from polyad.model.build import build_model, initial_value, initial_values, place
 from polyad.model.decoder import Decoder
+from polyad.model.decoder_config import GPT2Config
+from polyad.model.feedforward import NOTHING_ELSE, BlockInput
+from polyad.model.smoe.config import SparseMoEConfig
+from polyad.model.smoe.graph import Graph, Mixed, MixingGraph
+from polyad.model.smoe.router import Selected, TopK
 from polyad.parallel.zero import DTYPES
-from polyad.train.errors import ConfigError, RunError
+from polyad.train.errors import ConfigError
 from polyad.train.tasks.distillation import cross_entropy
-from tests.benchmarks.routing_peers import (
-    MATERIALIZED,
-    PLAIN,
-    difference,
-    graphs_of,
-    make_plain,
-    make_variants,
-)
-from tests.benchmarks.routing_table import add_ratios, model_config, routing_table
-from tests.benchmarks.script import (
+from polyad.train.tasks.random_input import flops_of_unit
+from tests.benchmarks.comparison import (
+    Compile,
     Device,
     PrecisionOption,
     Repeats,
     Threads,
-    benchmark,
-    precisions,
-    start,
-)
-from tests.benchmarks.timed_layer import (
-    TOLERANCES,
     TimedLayer,
-    pass_rows,
-    passes,
-    saved_bytes,
-    surroundings,
-    threads_of,
+    benchmark,
+    check,
+    compare,
+    on_device,
+    precisions,
+    say,
+    setting,
+    start,
+    table,
 )
-from tests.benchmarks.turns import free_bytes, prepare_device, say, take_turns
 
-GOAL_SHAPE = {
-    "width": 768,
-    "heads": 12,
-    "experts": 16,
-    "top_k": 2,
-    "hidden": 3072,
-    "layers": 12,
-    "vocab_size": 50257,
-}
-GOAL_TOKENS = 512
-GOALS = {"block": 1.15, "model": 1.04}
-"""Of that shape: times the plain router's."""
 CHECKED = 512
 """Tokens of a sequence that are compared before the clock counts: in float64, with a matrix."""
-MATRICES = {"similarity": 5, "cosine": 5, "attention": 9}
-"""T x T matrices in fp32 that a materialized graph holds at its most, in its backward pass."""
 
 
-def bench_routing(
-    *,
-    tokens: tuple[int, ...] = (512, 2048, 8192),
-    model_tokens: tuple[int, ...] = (512,),
-    precisions: tuple[str, ...] = ("fp32", "bf16"),
-    width: int = 768,
-    heads: int = 12,
-    experts: int = 16,
-    top_k: int = 2,
-    hidden: int | None = None,
-    layers: int = 12,
-    vocab_size: int = 50257,
-    repeats: int = 5,
-    threads: int | None = None,
-    device: str = "cpu",
-    compiled: bool = False,
-) -> dict[str, Any]:
-    """Times each graph.
+def graphs_of(width: int) -> dict[str, dict[str, Any]]:
+    """The keys of each graph, with temperatures at which S is neither the identity nor even.
 
     Args:
-        tokens: T of the block, one after the other; a batch is one sequence.
-        model_tokens: T of the whole model, one after the other.
-        precisions: of weights and activations; routing is fp32.
-        width: D.
-        heads: of attention.
-        experts: E.
-        top_k: K.
-        hidden: F, of one expert; None: 4 D.
-        layers: of the whole model; 0: no whole model.
-        vocab_size: of the whole model.
-        repeats: how often each is timed; once more goes before.
-        threads: of each; None: as many as PyTorch takes.
-        device: `cpu` or `cuda`.
-        compiled: whether blocks run through torch.compile.
-
-    Returns:
-        JSON values: for each precision, block and model, and T: of each variant the median seconds,
-        their multiple of the plain router's and what it would be if a graph's FLOPs took as long as
-        the others (the least in one precision), the bytes
-        kept for backward for each token and the graph's own part of them.
-
-    Raises:
-        ConfigError: shapes that do not agree, or a device that is not there.
-        RunError: a graph does not compute what its definition says.
+        width: D, the squared length of a normalized token.
     """
-    if top_k > experts:
-        raise ConfigError(f"--top-k: {top_k} is more than --experts: {experts}")
-    if experts < 2:
-        raise ConfigError(f"--experts: {experts} is less than 2")
-    if width % heads:
-        raise ConfigError(f"--width: {width} is not a multiple of --heads: {heads}")
-    prepare_device(device)
-    shape = {
-        "width": width,
-        "heads": heads,
-        "experts": experts,
-        "top_k": top_k,
-        "hidden": hidden or 4 * width,
-        "layers": layers,
-        "vocab_size": vocab_size,
+    return {
+        "similarity": {"graph": "similarity", "tau": width / 4},
+        "cosine": {"graph": "similarity", "similarity": "cosine", "tau": 0.25},
+        "attention": {"graph": "attention", "sigma": 10.0},
     }
-    places = {"block": tokens} | ({"model": model_tokens} if layers else {})
-    for precision in precisions:
-        _check_memory(shape, places, precision, torch.device(device))
-    with threads_of(threads):
-        results: dict[str, Any] = {}
-        for precision in precisions:
-            comparison = _Comparison(shape, precision, repeats, torch.device(device), compiled)
-            results[precision] = {
-                place: comparison.at(place, lengths) for place, lengths in places.items()
-            }
-        return {
-            **shape,
-            **surroundings(device, repeats),
-            "compiled": compiled,
-            "precisions": results,
-        }
 
 
-class _Comparison:
-    """All variants in one precision.
+class MaterializedGraph(MixingGraph):
+    """A graph's mixture as the paper writes it, with the matrix S [B, T, T] in memory.
 
     Args:
-        shape: as in the result.
-        precision: of weights and activations.
-        repeats: how often each is timed.
-        device: where.
-        compiled: whether blocks run through torch.compile.
+        like: Ours, whose configuration this has; of an attention graph the first head is taken,
+            which is ours as long as nothing was learned.
     """
 
-    def __init__(
-        self,
-        shape: dict[str, int],
-        precision: str,
-        repeats: int,
-        device: torch.device,
-        compiled: bool,
-    ) -> None:
-        self.shape, self.precision, self.repeats = shape, precision, repeats
-        self.device, self.compiled = device, compiled
+    def __init__(self, like: MixingGraph) -> None:
+        super().__init__(like.config, like.context)
+        self._head = like.attention_head()
 
-    def at(self, place: str, lengths: tuple[int, ...]) -> list[dict[str, Any]]:
-        """The results of the block, or of the whole model, one for each T."""
-        config = model_config(self.shape, place, max(lengths))
-        say(f"{self.precision}: weights of the {place}")
-        plain = make_plain(config, self.precision, self.device)
-        return [self._compare(place, plain, length) for length in dict.fromkeys(lengths)]
+    def attention_head(self) -> Tensor | None:
+        """The head of the graph that this one copies."""
+        return self._head
 
-    def _compare(self, place: str, plain: Decoder, length: int) -> dict[str, Any]:
-        models = make_variants(plain, length, self.precision, materialized=place == "block")
-        left_out = _leave_out(models, length, self.device)
-        make = self._blocks if place == "block" else self._models
-        layers, inputs, gradient = make(models, length)
-        result: dict[str, Any] = {"tokens": length, "left_out": left_out}
-        if place == "block":
-            result["difference"] = self._check(models, inputs.detach()[:, :CHECKED])
-        if self.compiled:
-            torch.compiler.reset()  # programs of another length would be tried first
-            for model in models.values():
-                compile_model(model)
-        say(f"{self.precision}, {place}, {length} tokens")
-        # All variants are instances of one class: dynamo counts them as recompilations.
-        with torch._dynamo.config.patch(recompile_limit=8 * len(layers)):
-            runs = {name: passes(layer, inputs, gradient) for name, layer in layers.items()}
-            rows = pass_rows(take_turns(runs, self.repeats), PLAIN)
-            for name, layer in layers.items():
-                rows[name]["saved_bytes"] = saved_bytes(layer, inputs)
-        add_ratios(rows, self.shape, place, length)
-        result["variants"] = rows
-        if self.shape == GOAL_SHAPE and length == GOAL_TOKENS:
-            ratio = max(rows[name]["seconds_ratio"] for name in graphs_of(1))
-            result |= {"goal": GOALS[place], "reached": ratio <= GOALS[place]}
-        return result
+    def forward(self, scores_BTE: Tensor, u_BTD: Tensor, given: BlockInput = NOTHING_ELSE) -> Mixed:
+        """S times the scores, without measures."""
+        if given.attention is None:
+            s_BTT = self._similarity(u_BTD.to(scores_BTE.dtype))
+        else:
+            s_BTT = self._posterior(given.attention, scores_BTE.dtype)
+        return Mixed(s_BTT @ scores_BTE, None, None)
 
-    def _blocks(
-        self, models: Mapping[str, Decoder], length: int
-    ) -> tuple[dict[str, TimedLayer], Tensor, Tensor]:
-        """Blocks, their input, and the gradient that comes to their output."""
-        generator = torch.Generator().manual_seed(1)
-        x_BTD, gradient_BTD = (
-            torch.randn(1, length, self.shape["width"], generator=generator)
-            .to(self.device, DTYPES[self.precision])
-            for _ in range(2)
-        )  # fmt: skip
-        layers = {name: _block_of(model) for name, model in models.items()}
-        return layers, x_BTD.requires_grad_(), gradient_BTD
+    def _similarity(self, u_BTD: Tensor) -> Tensor:
+        if self.config.similarity == "cosine":
+            u_BTD = u_BTD / u_BTD.norm(dim=-1, keepdim=True)
+        return self._masked(u_BTD @ u_BTD.mT / self.config.tau).softmax(-1)
 
-    def _models(
-        self, models: Mapping[str, Decoder], length: int
-    ) -> tuple[dict[str, TimedLayer], Tensor, None]:
-        """Whole models with the loss, and the tokens."""
-        generator = torch.Generator().manual_seed(1)
-        shape = (1, length + 1)
-        ids_BT = torch.randint(self.shape["vocab_size"], shape, generator=generator)
-        ids_BT, labels_BT = (
-            x.contiguous().to(self.device) for x in (ids_BT[:, :-1], ids_BT[:, 1:])
+    def _posterior(self, attention: AttentionTrace, dtype: torch.dtype) -> Tensor:
+        o_BTD, weight_DM = attention.output_BTD.to(dtype), attention.output_weight_DM.to(dtype)
+        if attention.output_bias_D is not None:
+            o_BTD = o_BTD - attention.output_bias_D.to(dtype)
+        q_BTH, k_BTH, v_BTH = attention.of_head_BT3H.to(dtype).unbind(2)
+        heads, size = attention.qkv_BT3AH.shape[3:]
+        prior_BTT = self._masked(q_BTH @ k_BTH.mT / size**0.5).log_softmax(-1)
+        factor = heads if self.config.head_mean else 1
+        m_BTD = factor * v_BTH @ weight_DM[:, :size].T
+        squares_BTT = o_BTD.square().sum(-1)[:, :, None] + m_BTD.square().sum(-1)[:, None, :]
+        distance_BTT = squares_BTT - 2 * o_BTD @ m_BTD.mT
+        return (prior_BTT - distance_BTT / (2 * self.config.sigma**2)).softmax(-1)
+
+    def _masked(self, logits_BTT: Tensor) -> Tensor:
+        unseen_TT = torch.ones(logits_BTT.shape[1:], dtype=torch.bool, device=logits_BTT.device)
+        return logits_BTT.masked_fill(unseen_TT.triu_(1), -torch.inf)
+
+
+class GivenExperts(TopK):
+    """Runs the selection, but returns given experts.
+
+    Args:
+        config: Of the layer.
+        ids_NK: The experts of each token.
+    """
+
+    ids_NK: Tensor
+
+    def __init__(self, config: SparseMoEConfig, ids_NK: Tensor) -> None:
+        super().__init__(config)
+        self.register_buffer("ids_NK", ids_NK)
+
+    def forward(self, scores_NE: Tensor, logits_NE: Tensor | None = None) -> Selected:
+        """The given experts, with their scores as weights that sum to 1."""
+        selected = super().forward(scores_NE)
+        weights_NK = scores_NE.gather(-1, self.ids_NK)
+        weights_NK = weights_NK / weights_NK.sum(-1, keepdim=True)
+        # Uses the selection's result without effect, so that the compiler keeps it.
+        return Selected.of(weights_NK + 0 * selected.weights_NK, self.ids_NK, self.num_experts)
+
+
+def make_variants(
+    config: GPT2Config, tokens: int, precision: str, device: str
+) -> tuple[dict[str, Decoder], dict[str, GPT2Config]]:
+    """The model with each graph, and their configurations; all have the weights of the plain one.
+
+    Args:
+        config: The plain model's.
+        tokens: N of a batch, whose experts are drawn at random.
+        precision: Of the weights.
+        device: Where they are.
+    """
+    sparse = config.feed_forward
+    assert isinstance(sparse, SparseMoEConfig)
+    generator = torch.Generator().manual_seed(0)
+    ids_NK = torch.rand(tokens, sparse.num_experts, generator=generator).topk(sparse.top_k).indices
+    models: dict[str, Decoder] = {}
+    configs = {}
+    for name, keys in ({"plain": {}} | graphs_of(config.hidden_size)).items():
+        feed_forward = sparse.model_copy(update=keys)
+        configs[name] = config.model_copy(update={"feed_forward": feed_forward})
+        model = build_model(configs[name])
+        assert isinstance(model, Decoder)
+        if models:
+            values = {n: p.detach() for n, p in models["plain"].named_parameters()}
+            values |= {n: initial_value(model, n, seed=0) for n, _ in model.named_buffers()}
+            place(model, values.items(), torch.device(device), DTYPES[precision])
+        else:
+            place(model, initial_values(model, 0), torch.device(device), DTYPES[precision])
+        for block in model.blocks:
+            router: Any = block.get_submodule("feed_forward.router")
+            router.selection = GivenExperts(sparse, ids_NK.to(device))
+        models[name] = model
+    return models, configs
+
+
+def check_graph(name: str, block: nn.Module, x_BTD: Tensor, precision: str) -> None:
+    """Compares a block's graph with the materialized one in float64, on the block's own tokens."""
+    layer: Any = block.get_submodule("feed_forward")
+    with torch.no_grad():
+        normalized_BTD = block.get_submodule("attention_norm")(x_BTD)
+        attended_BTD, trace = block.get_submodule("attention")(
+            normalized_BTD, traced_head=layer.attention_head()
         )
-        layers = {name: _with_loss(model, labels_BT) for name, model in models.items()}
-        return layers, ids_BT, None
+        u_BTD = block.get_submodule("feed_forward_norm")(x_BTD + attended_BTD)
+        scores_NE = layer.router.score(u_BTD.flatten(0, 1)).softmax(-1)
+    graph: MixingGraph = layer.router.graph
+    scores_BTE = scores_NE.unflatten(0, u_BTD.shape[:2])
+    read = [scores_BTE, u_BTD] if trace is None else [scores_BTE, *trace]
+    ours = _mixture_and_gradients(graph, read)
+    exact = _mixture_and_gradients(MaterializedGraph(graph), [x.double() for x in read])
+    check(name, ours, exact, precision)
 
-    def _check(self, models: Mapping[str, Decoder], x_BTD: Tensor) -> dict[str, float]:
-        """How far each graph is from its definition."""
-        allowed = TOLERANCES[self.precision]
-        apart = {}
-        for name in graphs_of(1):
-            apart[name] = difference(models[name].blocks[0], x_BTD)
-            if not apart[name] <= allowed:
-                raise RunError(
-                    f"{name} in {self.precision} is {apart[name]:.1e} away from the materialized "
-                    f"form in float64, {allowed:.0e} is allowed"
-                )
-        return apart
+
+def _mixture_and_gradients(graph: Graph, read: list[Tensor]) -> tuple[Tensor, ...]:
+    """The mixture, and gradients of scores and of tokens or of what attention did."""
+    inputs = [x.detach().requires_grad_() for x in read]
+    scores_BTE, *others = inputs
+    if graph.attention_head() is None:
+        mixed_BTE = graph(scores_BTE, *others).scores_BTE
+    else:
+        trace = AttentionTrace(*others)
+        mixed_BTE = graph(scores_BTE, scores_BTE, BlockInput(attention=trace)).scores_BTE
+        inputs = [x for x in inputs if x is not trace.qkv_BT3AH]  # no way for gradients
+    generator = torch.Generator().manual_seed(1)
+    gradient_BTE = torch.randn(mixed_BTE.shape, generator=generator).to(mixed_BTE)
+    return mixed_BTE, *torch.autograd.grad(mixed_BTE, inputs, gradient_BTE)
+
+
+def compare_at(
+    where: str, config: GPT2Config, precision: str, device: str, compiled: bool, repeats: int
+) -> dict[str, Any]:
+    """The rows of the variants of one block, or of the whole model with its loss."""
+    length, width = config.sequence_length, config.hidden_size
+    models, configs = make_variants(config, length, precision, device)
+    generator = torch.Generator().manual_seed(1)
+    if where == "block":
+        x_BTD, gradient = (
+            torch.randn(1, length, width, generator=generator).to(device, DTYPES[precision])
+            for _ in range(2)
+        )
+        for name in graphs_of(width):
+            check_graph(name, models[name].blocks[0], x_BTD[:, :CHECKED], precision)
+        layers = {name: _block_of(model) for name, model in models.items()}
+        rows = compare(
+            layers, x_BTD.requires_grad_(), gradient, repeats, "plain", compiled=compiled
+        )
+    else:
+        ids_BT = torch.randint(config.known_vocab_size(), (1, length + 1), generator=generator)
+        ids_BT = ids_BT.to(device)
+        layers = {name: _with_loss(model, ids_BT[:, 1:]) for name, model in models.items()}
+        rows = compare(layers, ids_BT[:, :-1], None, repeats, "plain", compiled=compiled)
+    for name, row in rows.items():
+        row["flops_ratio"] = flops_of_unit(configs[name]) / flops_of_unit(config)
+    return rows
 
 
 def _block_of(model: Decoder) -> TimedLayer:
@@ -253,37 +243,8 @@ def _block_of(model: Decoder) -> TimedLayer:
 
 
 def _with_loss(model: Decoder, labels_BT: Tensor) -> TimedLayer:
+    labels_BT = labels_BT.contiguous()
     return TimedLayer(model, lambda ids_BT: cross_entropy(model(ids_BT).logits, labels_BT).mean())
-
-
-def _check_memory(
-    shape: dict[str, int], places: dict[str, tuple[int, ...]], precision: str, device: torch.device
-) -> None:
-    """Weights and gradients have to fit, of one variant at a time."""
-    free = free_bytes(device)
-    for place, lengths in places.items():
-        parameters = num_parameters(model_config(shape, place, max(lengths)))
-        needed = 2 * parameters * DTYPES[precision].itemsize
-        if needed > free:
-            option = "--hidden" if place == "block" else "--layers"
-            raise ConfigError(
-                f"{option}: {shape[option[2:]]}: the {place} in {precision} takes "
-                f"{needed / 2**30:.1f} GiB with its gradients, {free / 2**30:.1f} are free"
-            )
-
-
-def _leave_out(models: dict[str, Decoder], length: int, device: torch.device) -> dict[str, str]:
-    """Takes out the variants whose matrices do not fit, and says why."""
-    free = free_bytes(device)
-    reasons = {}
-    for name, matrices in MATRICES.items():
-        needed = 4 * matrices * length**2
-        if MATERIALIZED + name in models and needed > free:
-            del models[MATERIALIZED + name]
-            reasons[MATERIALIZED + name] = (
-                f"takes {needed / 2**30:.1f} GiB, {free / 2**30:.1f} are free"
-            )
-    return reasons
 
 
 @benchmark(
@@ -314,9 +275,6 @@ def routing(
             non_negative,
         ),
     ] = 12,
-    vocab_size: Annotated[
-        int, Argument("vocabulary of the whole model; default 50257", "V", positive)
-    ] = 50257,
     width: Annotated[int, Argument("width of a token; default 768", "D", positive)] = 768,
     heads: Annotated[int, Argument("heads of attention; default 12", "A", positive)] = 12,
     experts: Annotated[int, Argument("number of experts; default 16", "E", positive)] = 16,
@@ -328,28 +286,39 @@ def routing(
     repeats: Repeats = 5,
     threads: Threads = None,
     device: Device = "cpu",
-    compile: Annotated[bool, Argument("compile every block with torch.compile")] = False,
+    compile: Compile = False,
     json: Json = None,
 ) -> None:
-    """Times graphs of tokens beside the plain router and the T x T form."""
-    with results(json) as show:
-        result = bench_routing(
-            tokens=tuple(tokens),
-            model_tokens=tuple(model_tokens),
-            precisions=precisions(precision),
-            width=width,
-            heads=heads,
-            experts=experts,
-            top_k=top_k,
-            hidden=hidden,
-            layers=layers,
-            vocab_size=vocab_size,
-            repeats=repeats,
-            threads=threads,
-            device=device,
-            compiled=compile,
-        )
-        show(result, routing_table(result))
+    """Times what a graph of tokens adds to a sparse mixture of experts."""
+    if top_k > experts:
+        raise ConfigError(f"--top-k: {top_k} is more than --experts: {experts}")
+    if width % heads:
+        raise ConfigError(f"--width: {width} is not a multiple of --heads: {heads}")
+    sparse = SparseMoEConfig(
+        num_experts=experts, top_k=top_k, expert_hidden_size=hidden or 4 * width
+    )
+    places = {"block": (1, 2, tokens)} | (
+        {"model": (layers, 50257, model_tokens)} if layers else {}
+    )
+    shape = {"width": width, "heads": heads, "experts": experts, "top_k": top_k}
+    with on_device(device, threads) as about, results(json) as show:
+        result: dict[str, Any] = {**shape, **about, "repeats": repeats, "precisions": {}}
+        lines = [f"width {width}, {experts} experts of which {top_k}; {setting(result)}"]
+        for each in precisions(precision):
+            rows = result["precisions"][each] = {}
+            for where, (blocks, vocabulary, lengths) in places.items():
+                for length in lengths:
+                    name = f"{where}, {length} tokens"
+                    say(f"{each}, {name}")
+                    config = GPT2Config(
+                        num_layers=blocks, hidden_size=width, num_heads=heads,
+                        sequence_length=length, vocab_size=vocabulary, feed_forward=sparse,
+                    )  # fmt: skip
+                    rows[name] = compare_at(where, config, each, device, compile, repeats)
+                    lines += ["", f"{each}, {name}", table(rows[name], "plain")]
+                    flops = (f"{key} {row['flops_ratio']:.3f}" for key, row in rows[name].items())
+                    lines += [f"by FLOPs: {', '.join(flops)}"]
+        show(result, "\n".join(lines))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Runs in turn: the order, the ratio that a slower minute does not change, and its interval."""
 
-from tests.benchmarks.turns import SLOW, span, summary, take_turns
+from tests.benchmarks.comparison import SLOW, span, summary, take_turns
 
 
 def recorded(turns, names=("a", "b", "c"), seconds=None, **options):
