@@ -8,7 +8,6 @@ experts of all levels side by side, P labels: the true ones first, then shuffled
 samples.
 """
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +19,6 @@ from torch import Tensor
 from polyad.train.experts.information import (
     GroupedSums,
     Matrix,
-    Measured,
     Summed,
     information_bits,
     intervals,
@@ -63,39 +61,23 @@ class LevelByClass:
         """I(E; Y) in bits."""
         return float(information_bits(self.counts_SY))
 
-    @functools.cached_property
-    def measures(self) -> dict[str, Measured]:
-        """Information in bits, the same divided by the mean entropy, and purity, with intervals."""
-        return {
-            name: measured(measure, self.counts_GSY, self.samples)
-            for name, measure in (
-                ("information_bits", information_bits),
-                ("normalized_information", normalized_information),
-                ("purity", purity),
-            )
-        }
-
-    @functools.cached_property
-    def of_highest(self) -> Measured | None:
-        """Information in bits of the expert with the highest share; None without shares.
-
-        Source: Krishnamurthy et al. 2023, who count each sample for one expert.
-        """
-        if self.highest_GSY is None:
-            return None
-        return measured(information_bits, self.highest_GSY, self.samples)
-
     def columns(self) -> dict[str, float]:
-        """Columns of a table: how much an expert reveals about the class."""
-        found: dict[str, float] = {}
-        for name, each in self.measures.items():
-            found |= each.columns(name)
-            if name == "information_bits":
-                found["information_bits_by_chance"] = self.by_chance
-        if self.of_highest is not None and self.highest_by_chance is not None:
-            found |= self.of_highest.columns("information_bits_of_highest")
-            found["information_bits_of_highest_by_chance"] = self.highest_by_chance
-        return found
+        """Columns of a table: how much an expert reveals about the class, with intervals.
+
+        Information in bits, the same divided by the mean entropy, and purity; with shares also the
+        information of the expert with the highest share, since Krishnamurthy et al. 2023 count each
+        sample for one expert.
+        """
+        counts_GSY, samples = self.counts_GSY, self.samples
+        columns = measured("information_bits", information_bits, counts_GSY, samples)
+        columns["information_bits_by_chance"] = self.by_chance
+        columns |= measured("normalized_information", normalized_information, counts_GSY, samples)
+        columns |= measured("purity", purity, counts_GSY, samples)
+        if self.highest_GSY is not None and self.highest_by_chance is not None:
+            name = "information_bits_of_highest"
+            columns |= measured(name, information_bits, self.highest_GSY, samples)
+            columns[f"{name}_by_chance"] = self.highest_by_chance
+        return columns
 
     @property
     def share_S(self) -> Matrix:
@@ -186,7 +168,7 @@ class ExpertCounts:
         Raises:
             ConfigError: coefficients are not finite.
         """
-        found: dict[str, list[LevelByClass]] = {}
+        by_layer: dict[str, list[LevelByClass]] = {}
         for layer in self._layers:
             counts_GYS = self._counts[layer.name].result(summed, not_finite(layer))
             shuffled_PYS = summed(self._shuffled[layer.name]).cpu().numpy()
@@ -215,8 +197,8 @@ class ExpertCounts:
                     )
                 )
                 first += size
-            found[layer.name] = levels
-        return found
+            by_layer[layer.name] = levels
+        return by_layer
 
 
 class ExpertsByClass(ExpertCounts):

@@ -23,7 +23,7 @@ from polyad.train.experts.probing import Decision, RoutedLayer, deciding, routed
 from polyad.train.guard.failures import Explain
 from polyad.train.tasks.samples import ImageSamples, TextSamples
 
-SEED = 1_442_695_040_888_963_407
+SEED = 0
 """Seed of the experts' codes, which must be equal in all processes."""
 LOGGED = ("top1", "set", "entropy_ratio")
 """Columns of differences that a run logs, and averages over layers."""
@@ -44,16 +44,10 @@ class Codes(NamedTuple):
 
 @functools.cache
 def expert_codes(num_experts: int, device: torch.device | str = "cpu") -> Tensor:
-    """Returns a 64-bit code for each expert [S], the same on every machine: splitmix64 of its
-    number."""
-    mask, codes = 2**64 - 1, []
-    for expert in range(num_experts):
-        x = (SEED + (expert + 1) * 0x9E3779B97F4A7C15) & mask
-        x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & mask
-        x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & mask
-        x ^= x >> 31
-        codes.append(x - 2**64 if x >= 2**63 else x)
-    return torch.tensor(codes, dtype=torch.int64, device=device)
+    """Returns a random 64-bit code for each expert [S], the same in all processes."""
+    generator = torch.Generator().manual_seed(SEED)
+    codes_S = torch.randint(-(2**63), 2**63 - 1, (num_experts,), generator=generator)
+    return codes_S.to(device)
 
 
 def encode(decision: Decision) -> Codes:
@@ -133,15 +127,15 @@ def codes_of(
         inputs: its inputs.
         counts: which tokens [B, T], or samples with all of their tokens [B], count.
     """
-    counts, found = counts.flatten(), []
     with deciding(module, layers) as decisions:
         forward(inputs)
+    counts, codes = counts.flatten(), []
     for layer in layers:
-        codes = encode(decisions[layer.name])
+        of_all = encode(decisions[layer.name])
         # a sample may have any number of tokens in a layer
-        counts_M = counts.repeat_interleave(len(codes.first_M) // len(counts))
-        found.append(Codes(*(each_M[counts_M] for each_M in codes)))
-    return found
+        counts_M = counts.repeat_interleave(len(of_all.first_M) // len(counts))
+        codes.append(Codes(*(each_M[counts_M] for each_M in of_all)))
+    return codes
 
 
 class FluctuationLog:
@@ -175,11 +169,12 @@ class FluctuationLog:
             `fluctuation/seconds`, and from the second call on `fluctuation/LAYER/MEASURE` for each
             layer and `fluctuation/MEASURE`, the mean over layers.
         """
+        started = time.monotonic()
         with self._memory(lambda: "comparing routing"):
-            return self._compare()
+            record = self._compare()
+        return record | {"fluctuation/seconds": time.monotonic() - started}
 
     def _compare(self) -> dict[str, float]:
-        started = time.monotonic()
         self._engine.train(False)
         world, now = self._engine.world, []
         differences = Differences(self._layers, world.device)
@@ -191,13 +186,13 @@ class FluctuationLog:
                 for layer, (ours, theirs) in enumerate(pairs):
                     differences.add(layer, ours, theirs)
         has_earlier, self._before = bool(self._before), now
-        record: dict[str, float] = {}
-        if has_earlier:
-            table = differences.result(lambda sums: comm.sum_over_samples(sums, world))
-            record = {f"fluctuation/{name}": value for name, value in mean(table).items()}
-            for row in table.to_dict("records"):
-                record |= {f"fluctuation/{row['module']}/{name}": row[name] for name in LOGGED}
-        return record | {"fluctuation/seconds": time.monotonic() - started}
+        if not has_earlier:
+            return {}
+        table = differences.result(lambda sums: comm.sum_over_samples(sums, world))
+        record = {f"fluctuation/{name}": value for name, value in mean(table).items()}
+        for row in table.to_dict("records"):
+            record |= {f"fluctuation/{row['module']}/{name}": row[name] for name in LOGGED}
+        return record
 
 
 def mean(table: Any) -> dict[str, float]:

@@ -14,7 +14,6 @@ groups of samples, D draws. All measures allow further leading axes.
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -45,8 +44,8 @@ def entropy_bits(counts: Matrix) -> Matrix:
     total = counts.sum(-1)
     some = np.where(total > 0, total, 1.0)
     inner = (counts * np.log2(np.where(counts > 0, counts, 1.0))).sum(-1)
-    found: Matrix = np.maximum(0.0, np.log2(some) - inner / some)
-    return found
+    bits: Matrix = np.maximum(0.0, np.log2(some) - inner / some)
+    return bits
 
 
 def information_bits(counts_SY: Matrix) -> Matrix:
@@ -60,8 +59,8 @@ def information_bits(counts_SY: Matrix) -> Matrix:
     """
     apart = entropy_bits(counts_SY.sum(-1)) + entropy_bits(counts_SY.sum(-2))
     joint = entropy_bits(counts_SY.reshape(*counts_SY.shape[:-2], -1))
-    found: Matrix = np.maximum(0.0, apart - joint)
-    return found
+    bits: Matrix = np.maximum(0.0, apart - joint)
+    return bits
 
 
 def normalized_information(counts_SY: Matrix) -> Matrix:
@@ -73,8 +72,9 @@ def normalized_information(counts_SY: Matrix) -> Matrix:
         counts_SY: as in `information_bits`.
     """
     mean = (entropy_bits(counts_SY.sum(-1)) + entropy_bits(counts_SY.sum(-2))) / 2
-    found: Matrix = np.where(mean > 0, information_bits(counts_SY) / np.where(mean > 0, mean, 1), 0)
-    return found
+    bits = information_bits(counts_SY)
+    share: Matrix = np.where(mean > 0, bits / np.where(mean > 0, mean, 1), 0)
+    return share
 
 
 def purity(counts_SY: Matrix) -> Matrix:
@@ -84,28 +84,8 @@ def purity(counts_SY: Matrix) -> Matrix:
         counts_SY: as in `information_bits`.
     """
     total = counts_SY.sum((-2, -1))
-    found: Matrix = counts_SY.max(-1).sum(-1) / np.where(total > 0, total, 1.0)
-    return found
-
-
-class Measured(NamedTuple):
-    """A measure and its interval."""
-
-    value: float
-    low: float | None
-    """None for a single sample."""
-    high: float | None
-    samples: int
-    """Number of sequences, images or windows read."""
-
-    def columns(self, name: str) -> dict[str, float]:
-        """Columns of a table: the value, and the ends of its interval.
-
-        Args:
-            name: the column of the value.
-        """
-        ends = (math.nan if end is None else end for end in (self.low, self.high))
-        return dict(zip((name, f"{name}_low", f"{name}_high"), (self.value, *ends), strict=True))
+    share: Matrix = counts_SY.max(-1).sum(-1) / np.where(total > 0, total, 1.0)
+    return share
 
 
 def intervals(measure: Callable[[Matrix], Matrix], sums_G: Matrix, samples: int) -> Matrix:
@@ -127,29 +107,31 @@ def intervals(measure: Callable[[Matrix], Matrix], sums_G: Matrix, samples: int)
     value = measure(sums_G.sum(0))
     groups = len(sums_G)
     if samples < 2:
-        unknown = np.full_like(value, np.nan)
-        return np.stack([value, unknown, unknown])
+        return np.stack([value, np.full_like(value, np.nan), np.full_like(value, np.nan)])
     drawn_DG = np.random.default_rng(0).multinomial(groups, np.full(groups, 1 / groups), DRAWS)
-    found = [
-        measure(np.tensordot(drawn_DG[first : first + AT_ONCE].astype(np.float64), sums_G, 1))
-        for first in range(0, DRAWS, AT_ONCE)
-    ]
-    draws_D = np.concatenate(found)
+    draws_D = np.concatenate(
+        [
+            measure(np.tensordot(drawn_DG[first : first + AT_ONCE].astype(np.float64), sums_G, 1))
+            for first in range(0, DRAWS, AT_ONCE)
+        ]
+    )
     low, high = value + np.quantile(draws_D - draws_D.mean(0), OUTSIDE, axis=0)
     return np.stack([value, low, high])
 
 
 def measured(
+    name: str,
     measure: Callable[[Matrix], Matrix],
     sums_G: Matrix,
     samples: int,
     *,
     lowest: float = 0.0,
     highest: float = math.inf,
-) -> Measured:
-    """Computes one bounded measure with its interval; see `intervals`.
+) -> dict[str, float]:
+    """Computes one bounded measure with its interval, as columns of a table; see `intervals`.
 
     Args:
+        name: the column of the value; those of the ends are `NAME_low` and `NAME_high`.
         measure: function of sums over samples; further leading axes are draws.
         sums_G: sums of each group, [G, ...].
         samples: number of samples in all groups.
@@ -157,12 +139,11 @@ def measured(
         highest: upper bound.
 
     Returns:
-        The measure, without an interval if an end is not finite.
+        Values by column; both ends are NaN if one is not finite.
     """
-    value, low, high = intervals(measure, sums_G, samples).tolist()
-    if not (math.isfinite(low) and math.isfinite(high)):
-        return Measured(value, None, None, samples)
-    return Measured(value, max(lowest, low), min(highest, high), samples)
+    value, *ends = intervals(measure, sums_G, samples).tolist()
+    low, high = np.clip(ends, lowest, highest) if np.isfinite(ends).all() else (np.nan, np.nan)
+    return {name: value, f"{name}_low": float(low), f"{name}_high": float(high)}
 
 
 class GroupedSums:
@@ -209,8 +190,8 @@ class GroupedSums:
         sums_G = summed(self.sums_G)
         if not sums_G.isfinite().all():
             raise ConfigError(wrong)
-        found: Matrix = sums_G.cpu().numpy()
-        return found
+        sums: Matrix = sums_G.cpu().numpy()
+        return sums
 
 
 def not_finite(layer: RoutedLayer) -> str:
@@ -255,9 +236,9 @@ class GateEntropies:
         sums = self._sums[name]
         sums.sums_G.index_add_(0, sums.group_of(number_N), rows)
 
-    def result(self, summed: Summed = lambda sums: sums) -> dict[str, list[dict[str, Measured]]]:
-        """Returns for each level of each layer, by layer name, `entropy_bits` (H_s) and
-        `usage_entropy_bits` (H_u).
+    def result(self, summed: Summed = lambda sums: sums) -> dict[str, list[dict[str, float]]]:
+        """Returns columns for each level of each layer, by layer name: `entropy_bits` (H_s) and
+        `usage_entropy_bits` (H_u) with their intervals.
 
         Args:
             summed: sums over processes.
@@ -272,10 +253,8 @@ class GateEntropies:
             *levels, bits_GL, tokens_G1 = np.split(sums_G, ends, axis=1)
             own = [np.concatenate([bits_G[:, None], tokens_G1], 1) for bits_G in bits_GL.T]
             entropies[layer.name] = [
-                {
-                    "entropy_bits": measured(_mean, bits_G2, self._samples),
-                    "usage_entropy_bits": measured(entropy_bits, p_GE, self._samples),
-                }
+                measured("entropy_bits", _mean, bits_G2, self._samples)
+                | measured("usage_entropy_bits", entropy_bits, p_GE, self._samples)
                 for bits_G2, p_GE in zip(own, levels, strict=True)
             ]
         return entropies

@@ -186,10 +186,10 @@ def paired(own_E3: Matrix) -> Any:
     frame = frame[frame["tokens"] > 1]
     tokens, mean = frame["tokens"], frame["total"] / frame["tokens"]
     variance = (frame["squares"] - tokens * mean**2).clip(lower=0) / (tokens - 1)
-    is_known = variance**0.5 > 1e-7 * mean.abs()  # else equal differences up to rounding
-    d = (mean / variance**0.5)[is_known]
-    values = {"tokens": tokens[is_known].astype(int), "mean": mean[is_known], "d": d}
-    tests = pd.DataFrame(values).assign(t=d * tokens[is_known] ** 0.5)
+    varies = variance**0.5 > 1e-7 * mean.abs()  # else equal differences up to rounding
+    d = (mean / variance**0.5)[varies]
+    values = {"tokens": tokens[varies].astype(int), "mean": mean[varies], "d": d}
+    tests = pd.DataFrame(values).assign(t=d * tokens[varies] ** 0.5)
     return tests.assign(p=2 * student.sf(tests["t"].abs(), tests["tokens"] - 1))
 
 
@@ -241,7 +241,7 @@ class LayerWithout:
         }
 
 
-def _focus_of(table: Any) -> "Focus":
+def _focus_of(table: Any) -> Focus:
     """How few of the classes of one labeling the experts are for."""
     if table.empty:
         return Focus(0, None, None)

@@ -13,14 +13,13 @@ Shapes: N tokens of a group, D width of an output, E experts of a level, G group
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from polyad.train.experts.information import Matrix, Measured, Summed, measured
+from polyad.train.experts.information import Matrix, Summed, measured
 from polyad.train.experts.probing import Decision, RoutedLayer
 
 GROUPS = 16
@@ -54,27 +53,16 @@ class LevelSimilarity:
         """The CKA of each pair; NaN where an output does not depend on the token."""
         return _cka(self.sums_GEE[:, 1].sum(0))
 
-    @property
-    def cosine(self) -> Measured:
-        """The mean over pairs of two experts."""
-        return self._measured(lambda sums: _of_pairs(_cosine(sums)))
-
-    @property
-    def cka(self) -> Measured:
-        """The mean over pairs of two experts."""
-        return self._measured(lambda sums: _of_pairs(_cka(sums[..., 1, :, :])))
-
-    def _measured(self, measure: Any) -> Measured:
-        found = measured(measure, self.sums_GEE, len(self.sums_GEE), lowest=-1.0, highest=1.0)
-        return found._replace(samples=self.tokens)
-
     def columns(self) -> dict[str, float]:
-        """Columns of a table."""
+        """Columns of a table: the means over pairs of two experts, with their intervals."""
+        sums_G, bounds = self.sums_GEE, {"lowest": -1.0, "highest": 1.0}
         return {
             "compared_experts": len(self.experts),
             "compared_tokens": self.tokens,
-            **self.cosine.columns("cosine"),
-            **self.cka.columns("cka"),
+            **measured("cosine", lambda s: _of_pairs(_cosine(s)), sums_G, len(sums_G), **bounds),
+            **measured(
+                "cka", lambda s: _of_pairs(_cka(s[..., 1, :, :])), sums_G, len(sums_G), **bounds
+            ),
         }
 
 
@@ -139,12 +127,12 @@ class ExpertSimilarity:
         Args:
             summed: sums over processes, which have read different batches.
         """
-        found: dict[str, list[LevelSimilarity]] = {}
+        levels: dict[str, list[LevelSimilarity]] = {}
         for layer in self._layers:
             tokens = int(summed(self._tokens[layer.name]).sum())
             read_G = summed(self._tokens[layer.name]).cpu().numpy() > 0  # some groups are too small
             first = np.cumsum([0, *layer.levels])
-            found[layer.name] = [
+            levels[layer.name] = [
                 LevelSimilarity(
                     experts=[layer.expert_name(int(first[level]) + e) for e in experts],
                     tokens=tokens,
@@ -152,7 +140,7 @@ class ExpertSimilarity:
                 )
                 for level, (sums, experts) in enumerate(self._levels[layer.name])
             ]
-        return found
+        return levels
 
 
 def _sums(outputs_END: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ labels: the true ones first, then shifted ones; for predicted tokens P of a wind
 
 import itertools
 import unicodedata
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -60,13 +60,13 @@ def labellings(tokenizer: Tokenizer, stream: TokenStream, length: int) -> list[L
         stream: the split from which frequencies are counted.
         length: T.
     """
-    counts_V = frequencies(stream, tokenizer.vocab_size)
-    character_V = character_classes(tokenizer, np.flatnonzero(counts_V))
-    return [
-        Labelling("characters", CHARACTERS, _by_token(character_V)),
-        Labelling("position", _position_names(length), _by_position),
-        Labelling("frequency", _frequency_names(), _by_token(equal_mass(counts_V))),
-    ]
+    by_token = classes_of_vocabulary(tokenizer, stream, occurring=True)
+    characters, frequency = (
+        Labelling(name, classes, class_V.__getitem__)
+        for name, (classes, class_V) in by_token.items()
+    )
+    position = Labelling("position", _position_names(length), _by_position)
+    return [characters, position, frequency]
 
 
 def character_classes(tokenizer: Tokenizer, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -84,19 +84,21 @@ def character_classes(tokenizer: Tokenizer, tokens: npt.NDArray[np.int64]) -> np
 
 
 def classes_of_vocabulary(
-    tokenizer: Tokenizer, stream: TokenStream
+    tokenizer: Tokenizer, stream: TokenStream, *, occurring: bool = False
 ) -> dict[str, tuple[Sequence[str], Tensor]]:
     """Returns the classes that depend only on the token, and the class of every token [V].
 
     Args:
         tokenizer: the tokenizer of the ids.
         stream: the split from which frequencies are counted.
+        occurring: whether the characters of tokens of the split are enough.
     """
-    character_V = character_classes(tokenizer, np.arange(tokenizer.vocab_size))
-    frequency_V = equal_mass(frequencies(stream, tokenizer.vocab_size))
+    counts_V = frequencies(stream, tokenizer.vocab_size)
+    tokens = np.flatnonzero(counts_V) if occurring else np.arange(tokenizer.vocab_size)
+    character_V = character_classes(tokenizer, tokens)
     return {
         "characters": (CHARACTERS, torch.from_numpy(character_V).long()),
-        "frequency": (_frequency_names(), torch.from_numpy(frequency_V).long()),
+        "frequency": (_frequency_names(), torch.from_numpy(equal_mass(counts_V)).long()),
     }
 
 
@@ -127,9 +129,9 @@ def equal_mass(counts_V: npt.NDArray[np.int64], bins: int = BINS) -> npt.NDArray
     """
     order = np.argsort(-counts_V, kind="stable")
     middles = np.cumsum(counts_V[order]) - counts_V[order] / 2
-    found_V = np.zeros(len(counts_V), dtype=np.int64)
-    found_V[order] = np.minimum(bins - 1, bins * middles // max(1, counts_V.sum()))
-    return found_V
+    bin_V = np.zeros(len(counts_V), dtype=np.int64)
+    bin_V[order] = np.minimum(bins - 1, bins * middles // max(1, counts_V.sum()))
+    return bin_V
 
 
 class Shifts:
@@ -162,15 +164,6 @@ class Shifts:
         return torch.cat([label_BT.unsqueeze(0), moved_PBT])
 
 
-def slices_of(classes: Mapping[str, Sequence[str]]) -> dict[str, slice]:
-    """The columns of each labeling, with the classes of all labelings side by side."""
-    found, first = {}, 0
-    for name, each in classes.items():
-        found[name] = slice(first, first + len(each))
-        first += len(each)
-    return found
-
-
 class ClassColumns:
     """The classes of tokens, all labelings side by side.
 
@@ -201,19 +194,15 @@ class ClassColumns:
         """
         scored_BP, places_BP = passages.scored_BP.cpu(), passages.places_BP.cpu()
         ids_BT, target_BP = passages.ids_BT.cpu(), passages.target_BP.cpu()
-        slices, columns = slices_of(self.classes), [torch.zeros_like(places_BP)]
-        for name, (side, labelling) in self._of.items():
+        first, columns = len(self.classes["all"]), [torch.zeros_like(places_BP)]
+        for side, labelling in self._of.values():
             if side == "predicted":
                 class_BP = labelling.of(target_BP)
             else:
                 class_BP = labelling.of(ids_BT).gather(1, places_BP)
-            columns.append(slices[name].start + class_BP)
+            columns.append(first + class_BP)
+            first += len(labelling.classes)
         return torch.stack(columns).where(scored_BP, -1).to(passages.ids_BT.device)
-
-
-def _by_token(class_V: npt.NDArray[np.int64]) -> Callable[[Tensor], Tensor]:
-    table_V = torch.from_numpy(class_V).long()
-    return lambda ids_BT: table_V[ids_BT]
 
 
 def _by_position(ids_BT: Tensor) -> Tensor:

@@ -156,9 +156,7 @@ class Specialization(Measure):
             for number, size in enumerate(layer.levels):
                 of = {"module": layer.name, "level": number}
                 similarity, row = alike[layer.name][number], {**of, "experts": size}
-                for name, each in entropies[layer.name][number].items():
-                    row |= each.columns(name)
-                row["highest_entropy_bits"] = math.log2(size)
+                row |= entropies[layer.name][number] | {"highest_entropy_bits": math.log2(size)}
                 levels.append(row | similarity.columns())
                 pairs.append(_pairs(of, similarity))
                 for by, level in labels_of[layer.name][number].items():

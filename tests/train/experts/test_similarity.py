@@ -138,9 +138,10 @@ def test_cosine_and_alignment_are_those_of_the_definitions():
         )
         assert level.cka_EE[first, second] == pytest.approx(across / (own * other) ** 0.5)
     above = np.triu_indices(4, 1)
-    assert level.cosine.value == pytest.approx(level.cosine_EE[above].mean())
-    assert level.cka.value == pytest.approx(level.cka_EE[above].mean())
-    assert level.cka.low < level.cka.value < level.cka.high
+    columns = level.columns()
+    assert columns["cosine"] == pytest.approx(level.cosine_EE[above].mean())
+    assert columns["cka"] == pytest.approx(level.cka_EE[above].mean())
+    assert columns["cka_low"] < columns["cka"] < columns["cka_high"]
     assert level.cosine_EE[0, 1] > 0.5 > level.cosine_EE[0, 2]
 
 
@@ -182,8 +183,10 @@ def test_a_smaller_last_batch_leaves_the_interval_narrow(last):
         both = torch.stack([outputs, outputs + 0.1 * torch.randn(tokens, 6)])
         decision = SimpleNamespace(output=lambda _, expert, rows, both=both: both[expert][rows])
         similarity.add(layer.name, decision, torch.full((tokens,), batch * 8))
-    (found,) = similarity.result()[layer.name]
-    assert found.tokens == 15 * 128 + (last if last > 3 else 0)
-    for measure in (found.cosine, found.cka):
-        assert 0.95 < measure.low <= measure.value <= measure.high <= 1.0
-        assert measure.high - measure.low < 0.01
+    (level,) = similarity.result()[layer.name]
+    assert level.tokens == 15 * 128 + (last if last > 3 else 0)
+    columns = level.columns()
+    for name in ("cosine", "cka"):
+        value, low, high = (columns[f"{name}{end}"] for end in ("", "_low", "_high"))
+        assert 0.95 < low <= value <= high <= 1.0
+        assert high - low < 0.01
