@@ -105,8 +105,8 @@ class StudyConfig(Config):
                 )
         for key, name in [("baseline", self.baseline), *(("grids", name) for name in self.grids)]:
             if name not in self.variants:
-                known = ", ".join(self.variants) or "none"
-                raise ValueError(f"{key}: {shown(name)} is not a variant; variants: {known}")
+                variants = ", ".join(self.variants) or "none"
+                raise ValueError(f"{key}: {shown(name)} is not a variant; variants: {variants}")
         if len(set(self.seeds)) < len(self.seeds):
             raise ValueError("seeds: one appears twice; all seeds must be different")
         if (self.grid_seeds or 0) > len(self.seeds):
@@ -280,10 +280,10 @@ def results_of(study: Study) -> pandas.DataFrame:
         row = {"task": run.task, "variant": run.variant, "point": run.point, "seed": run.seed}
         row |= {"state": "", "validation": None, "seconds": None, "data": None}
         if run.file.exists():
-            known, now = read_json(run.file, error=ConfigError), _definition(study, run)
-            if not isinstance(known, dict) or not isinstance(known.get("config"), dict):
+            record, now = read_json(run.file, error=ConfigError), _definition(study, run)
+            if not isinstance(record, dict) or not isinstance(record.get("config"), dict):
                 raise ConfigError(f"{run.file}: was not written by a study")
-            before = known.pop("config")
+            before = record.pop("config")
             for key in sorted(before.keys() & now.keys()):
                 if before[key] != now[key]:
                     raise ConfigError(
@@ -291,7 +291,7 @@ def results_of(study: Study) -> pandas.DataFrame:
                         f"{shown(now[key])} here: {run.folder} has the earlier value; change the "
                         "key back, choose another folder, or give the variant another name"
                     )
-            row |= {"state": "finished" if "step" in known else "started", **known}
+            row |= {"state": "finished" if "step" in record else "started", **record}
         rows.append(row)
     frame = pandas.DataFrame(rows).astype({"validation": float, "seconds": float})
     return frame.merge(points_of(study, frame)[[*POINT, "compared"]], on=POINT, how="left")
@@ -563,11 +563,11 @@ def progress(study: Study, frame: pandas.DataFrame) -> tuple[int, int, float]:
     before the first is finished. With later seeds only the best point of a grid is trained.
     """
     later = len(study.config.seeds) - len(study.swept)
-    known, seconds, total = frame.groupby("variant").seconds.mean(), 0.0, 0
+    usual, seconds, total = frame.groupby("variant").seconds.mean(), 0.0, 0
     for (_, variant), runs in frame.groupby(["task", "variant"]):
         count = runs.point.nunique() * len(study.swept) + later
         left = count - int((runs.state == "finished").sum())
-        each = frame.seconds.mean() if math.isnan(known[variant]) else known[variant]
+        each = frame.seconds.mean() if math.isnan(usual[variant]) else usual[variant]
         total, seconds = total + count, seconds + (left * each if left else 0.0)
     return total, int((frame.state == "finished").sum()), seconds
 
@@ -589,14 +589,14 @@ def plan_text(study: Study, frame: pandas.DataFrame) -> str:
 
 def result_text(study: Study, frame: pandas.DataFrame) -> str:
     """The comparison, and the points of grids, as tables."""
-    found, config, first = compare(study, frame), study.config, study.task.scores[0]
-    found = found[found.groupby(["task", "measure"])["mean"].transform("any")]
-    if found.empty:
+    table, config, first = compare(study, frame), study.config, study.task.scores[0]
+    table = table[table.groupby(["task", "measure"])["mean"].transform("any")]
+    if table.empty:
         return "no variant can be compared yet"
-    found["0 excluded"] = ((found.low > 0) | (found.high < 0)).map({True: "*", False: ""})
+    table["0 excluded"] = ((table.low > 0) | (table.high < 0)).map({True: "*", False: ""})
     numbers: dict[str, Any] = {"float_format": "{:,.5g}".format, "na_rep": ""}
     index = [*["task"] * bool(config.tasks), "measure", "variant"]
-    parts = [found.set_index(index)[[*MEANS, "0 excluded"]].to_string(**numbers)]
+    parts = [table.set_index(index)[[*MEANS, "0 excluded"]].to_string(**numbers)]
     points = points_of(study, frame)[lambda each: each.point != ""]
     if len(points):
         parts.append(points.to_string(index=False, **numbers))
@@ -621,9 +621,9 @@ def draw(study: Study, frame: pandas.DataFrame, file: Path) -> None:
         frame: its results.
         file: ends in .pdf, .svg or .png.
     """
-    score, found = study.task.scores[0], compare(study, frame)
-    found = found[(found.measure == score.name) & (found.variant != study.config.baseline)]
-    tasks = [*dict.fromkeys(found.task)] or [""]
+    score, table = study.task.scores[0], compare(study, frame)
+    table = table[(table.measure == score.name) & (table.variant != study.config.baseline)]
+    tasks = [*dict.fromkeys(table.task)] or [""]
     curves = frame[frame.compared & (frame.state == "finished")]
     rows = 2 if "validations" in curves and (curves.validations.map(len) > 1).any() else 1
     size = 1.5 + 3.5 * len(tasks), 0.3 * len(study.config.variants) + 2.5 * rows
@@ -632,7 +632,7 @@ def draw(study: Study, frame: pandas.DataFrame, file: Path) -> None:
     figure = Figure(size, layout="constrained")
     axes = figure.subplots(rows, len(tasks), squeeze=False)
     for place, task in enumerate(tasks):
-        part, axis = found[found.task == task], axes[0][place]
+        part, axis = table[table.task == task], axes[0][place]
         half = (part.high - part.low) / 2
         axis.errorbar(part.difference, [*part.variant], xerr=half, fmt="o", capsize=3)
         axis.axvline(0, color="gray", linewidth=0.8)

@@ -214,7 +214,7 @@ def verify(config: RunConfig, run: Path) -> dict[str, Any] | None:
     world = comm.initialize(shape.timeout_minutes, *degrees, agreed_facts(config, None))
     parent = None if comm.is_one_host() else run.absolute().parent
     made: Any = temporary_folder(".polyad-verify-", parent) if world.is_main else nullcontext()
-    found: list[Difference] = []
+    compared: list[Difference] = []
     with made as mine:
         folder = comm.from_main(mine)
         ours = run_trial(config, world, folder / "layout")
@@ -222,12 +222,12 @@ def verify(config: RunConfig, run: Path) -> dict[str, Any] | None:
             with ProcessPoolExecutor(1, get_context("spawn"), _leave_group) as alone:
                 ranks = world.data_parallel_size
                 trials = alone.submit(trials_alone, config, ranks, folder).result()
-            found = [*differences(config, ours, *trials)]
+            compared = [*differences(config, ours, *trials)]
         comm.barrier()
     if not world.is_main:
         return None
-    wrong = [each._asdict() for each in found if each.is_wrong]
-    by_kind = {kind: [each.relative for each in found if each.kind == kind] for kind in KINDS}
+    wrong = [each._asdict() for each in compared if each.is_wrong]
+    by_kind = {kind: [each.relative for each in compared if each.kind == kind] for kind in KINDS}
     return {
         "processes": world.size,
         "data_parallel_size": world.data_parallel_size,

@@ -49,16 +49,16 @@ def bench(
     from polyad.train.errors import ConfigError
 
     check_json_path(json)
-    found = environment_world_size()
-    if processes is not None and found > 1 and processes != found:
+    started = environment_world_size()
+    if processes is not None and started > 1 and processes != started:
         raise ConfigError(
-            f"--processes: {processes} is not allowed, {found} processes were started"
+            f"--processes: {processes} is not allowed, {started} processes were started"
         )
-    number = processes or found
-    known = configuration(config, overrides, number)
+    number = processes or started
+    settings = configuration(config, overrides, number)
     if forced_balance:
-        _check_experts(known)
-    if number > found:
+        _check_experts(settings)
+    if number > started:
         words = ["bench", str(config), "--steps", str(steps)]
         words += ["--compile"] if compile else []
         words += ["--forced-balance"] if forced_balance else []
@@ -68,8 +68,8 @@ def bench(
     bind_to_cores()
     prepare_environment()
     with results(json) as show:
-        ways = (False, True) if compile else (known.model.compile,)
-        result = _measured(known, config, overrides, steps, ways, balanced=forced_balance)
+        ways = (False, True) if compile else (settings.model.compile,)
+        result = _measured(settings, config, overrides, steps, ways, balanced=forced_balance)
         if result is not None:
             show(result, _table(result))
 

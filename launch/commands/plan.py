@@ -73,24 +73,24 @@ def plan(
         raise UsageError(f"--peak-tflops: {peak_tflops:g} is not allowed; it must be above 0")
     processes = nodes * processes_per_node
     words = [] if layout is None else [f"parallel.{key}" for key in _keys(layout)]
-    known = configuration(config, [*overrides, *words], processes, check=layout is not None)
+    settings = configuration(config, [*overrides, *words], processes, check=layout is not None)
     prepare_environment()
     with results(json) as show:
         if layout is not None:
-            found = [(known, footprint(known, validate(known, processes)))]
+            plans = [(settings, footprint(settings, validate(settings, processes)))]
         else:
-            found = [(each, takes) for each, _, takes in layouts(known, processes)]
-        if not found:
+            plans = [(each, takes) for each, _, takes in layouts(settings, processes)]
+        if not plans:
             raise ConfigError(
-                f"train.global_batch_size: {known.train.global_batch_size} in micro-batches of "
-                f"{known.train.micro_batch_size} fits no layout of {processes} processes"
+                f"train.global_batch_size: {settings.train.global_batch_size} in micro-batches of "
+                f"{settings.train.micro_batch_size} fits no layout of {processes} processes"
             )
-        flops = flops_per_step(known)
-        rows = [_row(each, takes, processes) for each, takes in found]
+        flops = flops_per_step(settings)
+        rows = [_row(each, takes, processes) for each, takes in plans]
         result: dict[str, Any] = {
             "processes": processes,
-            "micro_batch_size": known.train.micro_batch_size,
-            "global_batch_size": known.train.global_batch_size,
+            "micro_batch_size": settings.train.micro_batch_size,
+            "global_batch_size": settings.train.global_batch_size,
             "flops_per_step": flops,
             "layouts": rows,
         }
@@ -150,16 +150,16 @@ def configuration(
         raise
 
 
-def _row(config: "RunConfig", found: "Footprint", processes: int) -> dict[str, Any]:
+def _row(config: "RunConfig", needs: "Footprint", processes: int) -> dict[str, Any]:
     """JSON values of one layout."""
     parallel = config.parallel
     return {
         "data_parallel_size": processes // parallel.tensor_parallel_size,
         **{key: getattr(parallel, key) for key in LAYOUT.values()},
-        "parameters": found.parameters,
-        "memory_bytes": found.memory | {"total": found.total},
-        "held_bytes": found.states,
-        "sent_bytes": found.sent,
+        "parameters": needs.parameters,
+        "memory_bytes": needs.memory | {"total": needs.total},
+        "held_bytes": needs.states,
+        "sent_bytes": needs.sent,
     }
 
 

@@ -124,15 +124,15 @@ def study(
     if figure is not None:
         check_result_file("--figure", figure, (".pdf", ".svg", ".png"))
     with results(json) as show:
-        known = studies.load_study(study)
+        loaded = studies.load_study(study)
         if dry_run:
-            frame = studies.results_of(known)
-            say(studies.plan_text(known, frame))
+            frame = studies.results_of(loaded)
+            say(studies.plan_text(loaded, frame))
         else:
-            frame = studies.finish_runs(known, processes.polyad, say)
+            frame = studies.finish_runs(loaded, processes.polyad, say)
         if figure is not None:
-            studies.draw(known, frame, figure)
-        show(studies.to_json(known, frame), studies.result_text(known, frame))
+            studies.draw(loaded, frame, figure)
+        show(studies.to_json(loaded, frame), studies.result_text(loaded, frame))
 
 
 @command(
@@ -185,23 +185,23 @@ def keys(key: str | None = None, *, study: bool = False, json: Json = None) -> N
     from polyad.train.study import StudyConfig
 
     with results(json) as show:
-        found = sections(StudyConfig if study else RunConfig)
+        chosen = sections(StudyConfig if study else RunConfig)
         if key is not None:
             typed = {
-                name for each in found for one in each.keys for name in one.dotted(each.places)
+                name for each in chosen for one in each.keys for name in one.dotted(each.places)
             }
-            found = find_keys(found, key)
-            if not found:
+            chosen = find_keys(chosen, key)
+            if not chosen:
                 close = difflib.get_close_matches(key, sorted(typed), n=3)
                 nearest = f"; the nearest: {', '.join(close)}" if close else ""
                 raise ConfigError(
                     f"{key}: there is no such key{nearest} (`polyad keys` lists sections)"
                 )
-        text = "\n\n".join(map(as_text, found))
-        if key is None and len(found) > 1:
-            rows = [(each.title, " ".join(each.about.split())) for each in found]
+        text = "\n\n".join(map(as_text, chosen))
+        if key is None and len(chosen) > 1:
+            rows = [(each.title, " ".join(each.about.split())) for each in chosen]
             text = "\n".join([*aligned(rows, "<"), "", "`polyad keys SECTION` explains its keys."])
-        show([each.as_dict() for each in found], text)
+        show([each.as_dict() for each in chosen], text)
 
 
 @command("schema", "polyad schema > polyad.schema.json", "polyad schema study > study.schema.json")
@@ -223,10 +223,10 @@ def schema_text(kind: Literal["run", "study"]) -> str:
     from polyad.train.study import StudyConfig
 
     if kind == "run":
-        found = schema_of(RunConfig, "A run of Polyad")
+        tree = schema_of(RunConfig, "A run of Polyad")
     else:
-        found = schema_of(StudyConfig, "A study of Polyad")
-    return json.dumps(found, indent=1) + "\n"
+        tree = schema_of(StudyConfig, "A study of Polyad")
+    return json.dumps(tree, indent=1) + "\n"
 
 
 @command(
@@ -341,14 +341,14 @@ def verify_layout(
     if number < 2 or started not in (1, number):
         least = "it must be at least 2" if started == 1 else f"{started} processes were started"
         raise ConfigError(f"--processes: {number} is not allowed; {least}")
-    given = config_at(config, overrides, number)
-    small = small_config(given, number)
+    original = config_at(config, overrides, number)
+    small = small_config(original, number)
     if started == 1:
         words = [str(config), "--processes", str(number)]
         words += ["--json", json] if json else []
         become_processes(["verify-layout", *words, *overrides], number)
     with results(json) as show:
-        result = verify(small, Path(given.run.folder))
+        result = verify(small, Path(original.run.folder))
         shutdown()
         if result is not None:
             show(result, table(result))

@@ -134,10 +134,10 @@ def predict(
         )
         predictor = run.predictor()
         if file is not None:
-            found = predictor.file(file)
+            predictions = predictor.file(file)
         else:
-            found = predictor.images(image) if image else predictor.texts(text, pair)
-        show(found, found.text())
+            predictions = predictor.images(image) if image else predictor.texts(text, pair)
+        show(predictions, predictions.text())
 
 
 @command("inspect", "polyad inspect exported", "polyad inspect exported --tensors")

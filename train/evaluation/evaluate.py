@@ -97,8 +97,8 @@ def evaluate_opened(
         started = time.monotonic()
         scores = predicting(
             model,
-            lambda predictor, told: task.score(
-                predictor, split, batch_size=opened.batch_size, world=world, report=told
+            lambda predictor, progress: task.score(
+                predictor, split, batch_size=opened.batch_size, world=world, report=progress
             ),
             report,
         )

@@ -262,12 +262,12 @@ def _number(options: dict[str, Any], key: str, kind: type[int] | type[float]) ->
         raise ConfigError(f"{key}: {value!r} is not a number") from None
 
 
-def _batch_size(given: int | str | None) -> int:
-    text = str(given or 1)
+def _batch_size(value: int | str | None) -> int:
+    text = str(value or 1)
     if text.startswith("auto"):
         return _AUTOMATIC_BATCH
     if not text.isdecimal() or int(text) < 1:
-        raise ConfigError(f"batch_size: {given!r} is not allowed: a number of at least 1, or auto")
+        raise ConfigError(f"batch_size: {value!r} is not allowed: a number of at least 1, or auto")
     return int(text)
 
 

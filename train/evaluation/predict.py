@@ -185,7 +185,7 @@ class Predictor:
         assert isinstance(data, ImageDataConfig)
         size, files = self._settings.image_size, [f for p in paths for f in _images_of(p)]
         each = isinstance(data, AttributeDataConfig)
-        apart, found = each or data.loss == "sigmoid", []
+        apart, parts = each or data.loss == "sigmoid", []
         report = Progress("predict", len(files), "img") if len(files) > BATCH else None
         for begin in range(0, len(files), BATCH):
             pixels_BCHW = torch.stack(
@@ -198,10 +198,10 @@ class Predictor:
             ).to(self._device)
             inputs_BCHW = normalize(pixels_BCHW, data.mean, data.std)
             logits_BK = self._model(inputs_BCHW).logits.float()
-            found.append((logits_BK.sigmoid() if apart else logits_BK.softmax(-1)).cpu())
+            parts.append((logits_BK.sigmoid() if apart else logits_BK.softmax(-1)).cpu())
             if report is not None:
                 report(min(1.0, (begin + BATCH) / len(files)))
-        named = zip(map(str, files), torch.cat(found), strict=True)
+        named = zip(map(str, files), torch.cat(parts), strict=True)
         return self._result([self._of_classes(name, p_K, one=not each) for name, p_K in named])
 
     @cached_property
@@ -242,8 +242,10 @@ class Predictor:
             outputs |= zip((padded.row_of(n) for n in numbers), outputs_BK, strict=True)
             if report is not None:
                 report((begin + len(numbers)) / len(rows))
-        found = [self._of_row(text, outputs[row], rows.choices) for row, text in enumerate(texts)]
-        return self._result(found, rows.cut)
+        predictions = [
+            self._of_row(text, outputs[row], rows.choices) for row, text in enumerate(texts)
+        ]
+        return self._result(predictions, rows.cut)
 
     def _of_row(self, text: str, output_K: Tensor, choices: int) -> Prediction:
         """Makes a prediction from the scores of classes or choices, or from the number."""
@@ -256,15 +258,15 @@ class Predictor:
     def _of_classes(
         self, name: str, p_K: Tensor, *, names: Sequence[str] | None = None, one: bool = True
     ) -> Prediction:
-        known = names or self._classes or [str(k) for k in range(len(p_K))]
+        names = names or self._classes or [str(k) for k in range(len(p_K))]
         best = p_K.argsort(descending=True).tolist()
-        probabilities = {known[k]: p_K[k].item() for k in best}
-        label = known[best[0]] if one else None
+        probabilities = {names[k]: p_K[k].item() for k in best}
+        label = names[best[0]] if one else None
         return Prediction(input=name, label=label, probabilities=probabilities)
 
-    def _result(self, found: Sequence[Prediction], truncated: int = 0) -> Predictions:
+    def _result(self, predictions: Sequence[Prediction], truncated: int = 0) -> Predictions:
         return Predictions(
-            checkpoint=str(self._weights.folder), predictions=found, truncated=truncated
+            checkpoint=str(self._weights.folder), predictions=predictions, truncated=truncated
         )
 
 

@@ -176,15 +176,15 @@ def _targets(weights: AdaptedCheckpoint, family: Family) -> list[_Target]:
     Raises:
         WeightsError: they have no such weight.
     """
-    config, found = weights.model_config(), dict[str, _Target]()
+    config, targets = weights.model_config(), dict[str, _Target]()
     is_mixture = isinstance(config, DecoderConfig) and config.has_experts()
     for name in weights.adapters:
         for piece in family.pieces(name, weights.shapes()[name]):
             stored = family.stored_name(piece.name, config)
             by_parameter = is_mixture and ".feed_forward." in name
-            target = found.setdefault(piece.name, _Target(stored, piece.name, [], by_parameter))
+            target = targets.setdefault(piece.name, _Target(stored, piece.name, [], by_parameter))
             target.parts.append((name, piece))
-    return list(found.values())
+    return list(targets.values())
 
 
 def _bare(name: str) -> str:

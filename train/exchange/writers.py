@@ -166,12 +166,12 @@ def _to_huggingface(weights: Source, staging: Path, destination: Path) -> None:
             origin = family = None
     if family is None:
         family = family_of_model(config)
-    known = Known(
+    beside = Known(
         weights.class_names,
         tokenizer.end_of_text_id if tokenizer else None,
         tokenizer.vocabulary().get("[PAD]") if tokenizer else None,
     )
-    tree = origin.config if origin else family.write_config(config, known)
+    tree = origin.config if origin else family.write_config(config, beside)
     buffers = weights.buffers()
     entries = stored_entries(
         family,

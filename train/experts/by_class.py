@@ -131,7 +131,7 @@ class ExpertCounts:
     ) -> None:
         self._layers, self._groups, self._samples = layers, list(groups), samples
         self._counts: dict[str, GroupedSums] = {}
-        """What each layer's experts get of each class [G, Y, S], or 2 S, as `given`."""
+        """What each layer's experts get of each class [G, Y, S], or 2 S, as `assigned`."""
         self._shuffled: dict[str, Tensor] = {}
         """The same with shuffled labels [SHUFFLES, Y, S], over all samples."""
         for layer in layers:
@@ -140,24 +140,24 @@ class ExpertCounts:
             counts = self._counts[layer.name] = GroupedSums(samples, shape, device, numbers=size)
             self._shuffled[layer.name] = counts.sums_G.new_zeros(SHUFFLES, *shape)
 
-    def count(self, name: str, given_RS: Tensor, label_PR: Tensor, number_R: Tensor) -> None:
+    def count(self, name: str, assigned_RS: Tensor, label_PR: Tensor, number_R: Tensor) -> None:
         """Adds rows.
 
         Args:
             name: the layer's name.
-            given_RS: each row's counts per expert, fp64, [R, S] or 2 S; see `given`.
+            assigned_RS: each row's counts per expert, fp64, [R, S] or 2 S; see `assigned`.
             label_PR: its class, and shuffled ones; -1: not counted.
             number_R: the number of its sample.
         """
         for shuffle, label_R in enumerate(label_PR):
             counted_R = label_R >= 0
-            label_C, given_CS = label_R[counted_R], given_RS[counted_R]
+            label_C, assigned_CS = label_R[counted_R], assigned_RS[counted_R]
             if shuffle:
-                self._shuffled[name][shuffle - 1].index_add_(0, label_C, given_CS)
+                self._shuffled[name][shuffle - 1].index_add_(0, label_C, assigned_CS)
                 continue
             counts = self._counts[name]
             row_C = counts.group_of(number_R[counted_R]) * len(self._groups) + label_C
-            counts.sums_G.flatten(0, 1).index_add_(0, row_C, given_CS)
+            counts.sums_G.flatten(0, 1).index_add_(0, row_C, assigned_CS)
 
     def result(self, summed: Summed = lambda counts: counts) -> dict[str, list[LevelByClass]]:
         """Returns the levels of each layer, by layer name.
@@ -237,10 +237,10 @@ class ExpertsByClass(ExpertCounts):
             row_N: each token's row of the batch.
             number_R: each row's number among all rows read.
         """
-        given_NS = given(decision)
-        given_RS = given_NS.new_zeros(len(number_R), given_NS.shape[1])
-        given_RS.index_add_(0, row_N, given_NS)
-        self.count(name, given_RS, self._class_PA[:, number_R], number_R)
+        assigned_NS = assigned(decision)
+        assigned_RS = assigned_NS.new_zeros(len(number_R), assigned_NS.shape[1])
+        assigned_RS.index_add_(0, row_N, assigned_NS)
+        self.count(name, assigned_RS, self._class_PA[:, number_R], number_R)
 
 
 def _lift(sums_4: Matrix) -> Matrix:
@@ -256,7 +256,7 @@ def _mean_bits(counts_PSY: Matrix) -> float:
     return float(information_bits(counts_PSY).mean())
 
 
-def given(decision: Decision) -> Tensor:
+def assigned(decision: Decision) -> Tensor:
     """Returns each token's counts per expert, in fp64.
 
     Args:

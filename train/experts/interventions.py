@@ -52,9 +52,9 @@ class Intervention:
 
     def to_json(self) -> dict[str, Any]:
         """JSON values."""
-        said = {"how": self.action.how, "to": self.action.to, "value": self.action.value}
-        known = {key: value for key, value in said.items() if value is not None}
-        return {"layer": self.layer, "experts": list(self.experts)} | known
+        options = {"how": self.action.how, "to": self.action.to, "value": self.action.value}
+        options = {key: value for key, value in options.items() if value is not None}
+        return {"layer": self.layer, "experts": list(self.experts)} | options
 
 
 class _Keys(Config):
@@ -108,9 +108,9 @@ def check_interventions(model: nn.Module, interventions: Sequence[Intervention])
     for each in interventions:
         where = f"--intervene {each}"
         if each.layer not in by_block:
-            known = ", ".join(map(str, by_block)) or "none"
+            names = ", ".join(map(str, by_block)) or "none"
             raise ConfigError(
-                f"{where}: layer: {each.layer} is not allowed: blocks with experts are {known}"
+                f"{where}: layer: {each.layer} is not allowed: blocks with experts are {names}"
             )
         layer = by_block[each.layer]
         check_action(layer, each.action, where)
@@ -140,10 +140,10 @@ def paired(interventions: Sequence[Intervention]) -> list[Intervention]:
 
     First and last refer to the router's own order, which a first change would alter for a second.
     """
-    found, done = [], set()
+    merged, done = [], set()
     for each in interventions:
         if each.action.how not in RANKING:
-            found.append(each)
+            merged.append(each)
         elif each.layer not in done:
             done.add(each.layer)
             first, last = (
@@ -156,8 +156,8 @@ def paired(interventions: Sequence[Intervention]) -> list[Intervention]:
                 for how in RANKING
             )
             action = Action(how="force", avoided=last) if first else Action(how="avoid")
-            found.append(Intervention(layer=each.layer, experts=first or last, action=action))
-    return found
+            merged.append(Intervention(layer=each.layer, experts=first or last, action=action))
+    return merged
 
 
 def _check_swap(layer: RoutedLayer, intervention: Intervention) -> None:

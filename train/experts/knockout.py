@@ -398,9 +398,9 @@ class KnockOut:
         """
         row_N, window_N = self.changed(has_BTE).nonzero().unbind(-1)
         self._again += len(row_N)
-        size = len(has_BTE)
-        for first in range(0, len(row_N), size):
-            yield row_N[first : first + size], window_N[first : first + size]
+        if len(row_N):
+            parts = (torch.split(each_N, len(has_BTE)) for each_N in (row_N, window_N))
+            yield from zip(*parts, strict=True)
 
     @contextmanager
     def without(self, row_R: Tensor) -> Iterator[None]:

@@ -127,8 +127,11 @@ class LeaveOneOut:
         self.images_K.index_add_(0, labels_B, torch.ones_like(right_B, dtype=torch.float64))
         image_P, expert_P = (a_BTS != 0).any(1).nonzero().unbind(-1)
         self.pairs += len(image_P)
+        if not len(image_P):
+            return
         with intervening(self._model, self.layer) as intervene:
-            for image_R, expert_R in _in_rows(image_P, expert_P, self._rows):
+            parts = (torch.split(each_P, self._rows) for each_P in (image_P, expert_P))
+            for image_R, expert_R in zip(*parts, strict=True):
                 intervene(self._single_SS[expert_R], None)
                 changed_RK = self._from(x[image_R])
                 still_R = changed_RK.argmax(-1) == labels_B[image_R]
@@ -189,8 +192,3 @@ class LeaveOneOut:
         else:
             logits_BK, _ = classified(model.head, x)
         return logits_BK
-
-
-def _in_rows(image_P: Tensor, expert_P: Tensor, rows: int) -> Iterator[tuple[Tensor, Tensor]]:
-    for first in range(0, len(image_P), rows):
-        yield image_P[first : first + rows], expert_P[first : first + rows]

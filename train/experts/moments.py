@@ -128,13 +128,13 @@ class ExpertMoments:
         Raises:
             ConfigError: outputs are not finite.
         """
-        found = {}
+        moments = {}
         for layer in self._layers:
             # A process that has read nothing knows the width of no output, but the others do.
             sums_SX = self._sums.get(layer.name, torch.zeros(layer.num_experts, 0).double())
-            columns, known = summed(sums_SX.new_tensor([sums_SX.shape[1], sums_SX.numel() > 0]))
+            columns, processes = summed(sums_SX.new_tensor([sums_SX.shape[1], sums_SX.numel() > 0]))
             if not sums_SX.numel():
-                size = max(4, round(float(columns / known.clamp_min(1))))
+                size = max(4, round(float(columns / processes.clamp_min(1))))
                 sums_SX = sums_SX.new_zeros(layer.num_experts, size)
             tokens_1 = sums_SX.new_full((1,), self._tokens.get(layer.name, 0))
             p_S = self._probability[layer.name].to(sums_SX)
@@ -147,7 +147,7 @@ class ExpertMoments:
             sums_SX = together[: sums_SX.numel()].view(sums_SX.shape)
             width = (sums_SX.shape[1] - 4) // 2
             used_S, weight_S, norm_S, weighted_S = sums_SX[:, :4].unbind(-1)
-            found[layer.name] = Moments(
+            moments[layer.name] = Moments(
                 tokens=int(together[-1]),
                 used_S=used_S,
                 weight_S=weight_S,
@@ -157,4 +157,4 @@ class ExpertMoments:
                 output_SD=sums_SX[:, 4 : 4 + width],
                 square_SD=sums_SX[:, 4 + width :],
             )
-        return found
+        return moments

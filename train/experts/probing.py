@@ -285,8 +285,8 @@ def choose_layers(routed: list[RoutedLayer], blocks: Sequence[str]) -> list[Rout
         return routed
     for block in blocks:
         if block not in by_block:
-            known = f"blocks with experts are {', '.join(by_block)}"
-            there = known if by_block else "no block of this run has experts"
+            names = f"blocks with experts are {', '.join(by_block)}"
+            there = names if by_block else "no block of this run has experts"
             raise ConfigError(f"--layers: {block} is not allowed: {there}")
     return [layer for block, each in by_block.items() if block in blocks for layer in each]
 

@@ -124,17 +124,17 @@ def experts_of(layer: RoutedLayer, decision: Decision, top: int) -> LayerExperts
     return LayerExperts(layer=layer, experts=experts_NK, weights=weights_NK, scores=scores_NS)
 
 
-def norms(decision: Decision, found: LayerExperts, row_M: Tensor) -> Tensor:
+def norms(decision: Decision, experts: LayerExperts, row_M: Tensor) -> Tensor:
     """Returns the L2 norms of the experts' outputs [N, K], on the CPU.
 
     Args:
         decision: the decision of a forward pass.
-        found: the experts of its N tokens.
+        experts: the experts of its N tokens.
         row_M: the tokens to use, on the CPU; the norms of others are 0.
     """
-    norm_NK = torch.zeros_like(found.weights)
-    experts_MK, first = found.experts[row_M], 0
-    for level, size in enumerate(found.layer.levels):
+    norm_NK = torch.zeros_like(experts.weights)
+    experts_MK, first = experts.experts[row_M], 0
+    for level, size in enumerate(experts.layer.levels):
         for expert in range(size):
             at_M, slot_M = (experts_MK == first + expert).nonzero(as_tuple=True)
             if len(at_M):
@@ -175,7 +175,7 @@ class Form:
         """
         import pyarrow as pa
 
-        said = {
+        metadata = {
             "format": FORMAT,
             **about,
             "layers": {
@@ -189,11 +189,11 @@ class Form:
             pa.field(name, types.get(COLUMNS[name].type) or COLUMNS[name].type, name == "loss")
             for name in self.columns
         ]
-        return pa.schema(fields, {METADATA: json.dumps(said).encode()})
+        return pa.schema(fields, {METADATA: json.dumps(metadata).encode()})
 
     def rows(
         self,
-        found: LayerExperts,
+        experts: LayerExperts,
         tokens: Mapping[str, Tensor | Sequence[str]],
         row_M: Tensor,
         norm_NK: Tensor | None = None,
@@ -201,7 +201,7 @@ class Form:
         """Returns the rows of a layer (`pyarrow.RecordBatch`), token by token.
 
         Args:
-            found: the experts of N tokens.
+            experts: the experts of N tokens.
             tokens: the columns of the tokens by name, each [N], on the CPU; names are sequences of
                 strings. NaN in `loss` means none.
             row_M: the tokens to write.
@@ -210,10 +210,10 @@ class Form:
         Raises:
             ConfigError: weights are not finite.
         """
-        layer, weight_MK = found.layer, found.weights[row_M]
+        layer, weight_MK = experts.layer, experts.weights[row_M]
         if not weight_MK.isfinite().all():
             raise ConfigError(not_finite(layer))
-        expert_MK = found.experts[row_M]
+        expert_MK = experts.experts[row_M]
         first_L = torch.tensor([0, *layer.levels]).cumsum(0)
         level_MK = torch.searchsorted(first_L[1:], expert_MK, right=True)
         slot_K = _counted(level_MK[0].tolist()) if len(row_M) else torch.zeros(expert_MK.shape[1])
@@ -225,7 +225,7 @@ class Form:
             "expert": expert_MK - first_L[level_MK],
             "weight": weight_MK,
         }
-        scores_MS = found.scores[row_M]
+        scores_MS = experts.scores[row_M]
         if "score" in self.extra:
             values["score"] = scores_MS.gather(1, expert_MK)
         if "entropy" in self.extra:

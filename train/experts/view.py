@@ -48,8 +48,8 @@ class Pass:
     @property
     def loss(self) -> float | None:
         """The mean over predicted tokens; None if there are none."""
-        known = [loss for loss in self.losses if loss is not None]
-        return sum(known) / len(known) if known else None
+        losses = [loss for loss in self.losses if loss is not None]
+        return sum(losses) / len(losses) if losses else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,8 +108,8 @@ class TextView:
     def __repr__(self) -> str:
         """Names the model and its loss."""
         losses = [each.loss for each in (self.plain, self.changed) if each is not None]
-        said = " -> ".join("none" if loss is None else f"{loss:.4f}" for loss in losses)
-        return f"polyad.TextView({self.name!r}: {len(self.tokens)} tokens, loss {said})"
+        shown = " -> ".join("none" if loss is None else f"{loss:.4f}" for loss in losses)
+        return f"polyad.TextView({self.name!r}: {len(self.tokens)} tokens, loss {shown})"
 
 
 def label(token: str) -> str:
@@ -191,7 +191,7 @@ def _read(model: nn.Module, token_ids: Sequence[int], top: int) -> tuple[Pass, T
 def _next_tokens(
     logits_TV: Tensor, changed_TV: Tensor | None, vocab_size: int, text: Callable[[int], str]
 ) -> list[list[NextToken]]:
-    found = []
+    likeliest = []
     for first in range(0, len(logits_TV), _AT_ONCE):
         both = [
             each[first : first + _AT_ONCE].float().softmax(-1)
@@ -212,8 +212,8 @@ def _next_tokens(
                 )
                 for place, token_id in enumerate(ids)
             }
-            found.append(list(likely.values()))
-    return found
+            likeliest.append(list(likely.values()))
+    return likeliest
 
 
 def _set_of(layer: LayerExperts) -> Tensor:

@@ -181,7 +181,7 @@ class HeldOut:
         Raises:
             ConfigError: a layer has no units that belong to one expert alone.
         """
-        found: list[tuple[Any, Tensor]] = []
+        units: list[tuple[Any, Tensor]] = []
         entered: dict[str, Tensor] = {}
 
         def keep(name: str) -> Callable[..., None]:
@@ -203,11 +203,11 @@ class HeldOut:
                     x_BTD = entered[name].view(*passages.ids_BT.shape, -1)
                     window_n, position_n, _ = _tensors(some, x_BTD.device)
                     hidden_nF = experts.inner(x_BTD[window_n, position_n], expert).float()
-                    found.append((some.index, hidden_nF.cpu()))
+                    units.append((some.index, hidden_nF.cpu()))
         finally:
             for handle in handles:
                 handle.remove()
-        numbers, hidden = zip(*found, strict=True)
+        numbers, hidden = zip(*units, strict=True)
         return torch.cat(hidden).numpy()[np.concatenate(numbers).argsort()]
 
     def _again(

@@ -24,7 +24,7 @@ from polyad.train.experts.by_class import (
     ExpertCounts,
     ExpertsByClass,
     LevelByClass,
-    given,
+    assigned,
 )
 from polyad.train.experts.information import GateEntropies, Summed
 from polyad.train.experts.leaving_out import LeaveOneOut
@@ -90,10 +90,10 @@ class Specialization(Measure):
             if self._by_class is not None:
                 self._by_class.add(name, decision, reading.rows_of(decision), reading.number_R)
             if labels:
-                given_NS = given(decision)
+                assigned_NS = assigned(decision)
                 for label, label_PN in labels.items():
                     counted_PM = label_PN[:, reading.counted_M]
-                    self._by_token[label].count(name, given_NS, counted_PM, number_N)
+                    self._by_token[label].count(name, assigned_NS, counted_PM, number_N)
         for each in self._left_out:
             each.add(reading.batch.images_BCHW, reading.batch.labels_B)
 

@@ -86,8 +86,8 @@ def interval_axis(values: Sequence[float], *, of_ratios: bool) -> Axis:
         values: the values, and the ends of their intervals.
         of_ratios: whether they are ratios, around 1; else changes, around 0.
     """
-    known = [value for value in values if math.isfinite(value) and (value > 0 or not of_ratios)]
-    low, high = min([*known, float(of_ratios)]), max([*known, float(of_ratios)])
+    drawn = [value for value in values if math.isfinite(value) and (value > 0 or not of_ratios)]
+    low, high = min([*drawn, float(of_ratios)]), max([*drawn, float(of_ratios)])
     return Axis(low, high if high > low else low + 1, 12, BAR - 12, of_ratios)
 
 
@@ -160,7 +160,7 @@ def load_matrix(title: str, rows: Mapping[str, Sequence[float]]) -> Markup:
                 width=max(width - 1, 1), height=ROW - 3, fill_opacity=f"{strength:.2f}",
             )  # fmt: skip
             which = f"expert {place}" if few else f"experts {first} to {stop - 1} by load"
-            told = element("title", f"{name}, {which}: {load:.2f} times the mean load")
+            tip = element("title", f"{name}, {which}: {load:.2f} times the mean load")
             shown = [_text(LEFT + 36 + (place + 0.5) * width, y + 13, f"{load:.2f}")]
-            parts.append(element("g", told, rect, *(shown if count <= MOST_NUMBERS else ())))
+            parts.append(element("g", tip, rect, *(shown if count <= MOST_NUMBERS else ())))
     return _drawing(title, WIDTH, TOP + len(rows) * ROW + 4, parts)

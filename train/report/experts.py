@@ -156,16 +156,16 @@ def harms(knockout: Tables) -> dict[tuple[Any, ...], Effect]:
         change = Change(*(row[name] for name in columns))
         effects[tuple(row[name] for name in EXPERT)] = [Effect("", "", change, None)]
     for row in frames["harmed"].to_dict("records"):
-        found = effects[tuple(row[name] for name in EXPERT)]
+        of_expert = effects[tuple(row[name] for name in EXPERT)]
         change = Change(*(row[name] for name in columns))
         if (others := tokens - row["tokens"]) > 0:
-            of_others = tokens * found[0].value.value - row["tokens"] * change.value
+            of_others = tokens * of_expert[0].value.value - row["tokens"] * change.value
             elsewhere = of_others / others
             if is_beyond(change, max(0.0, elsewhere), classes):
-                found.append(Effect(row["by"], row["class"], change, elsewhere))
+                of_expert.append(Effect(row["by"], row["class"], change, elsewhere))
     return {
-        place: max(found[1:] or found, key=lambda each: each.value.value)
-        for place, found in effects.items()
+        place: max(of_expert[1:] or of_expert, key=lambda each: each.value.value)
+        for place, of_expert in effects.items()
     }
 
 

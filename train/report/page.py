@@ -50,13 +50,13 @@ class Training:
     def routing(self) -> dict[str, dict[str, Any]]:
         """The newest routing statistics by layer and measure; see
         `polyad.train.loop.statistics.measures`."""
-        found: dict[str, dict[str, Any]] = {}
+        routing: dict[str, dict[str, Any]] = {}
         for key, value in self.newest.items():
             section, _, name = key.partition("/")
             layer, _, measure = name.rpartition("/")
             if section == "routing" and layer:
-                found.setdefault(layer, {})[measure] = value
-        return found
+                routing.setdefault(layer, {})[measure] = value
+        return routing
 
 
 def read_training(run: Path, score: str) -> Training:

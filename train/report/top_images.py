@@ -79,14 +79,14 @@ class ImagePass:
     def runs(self, first: Sequence[int]) -> list[tuple[int, int, int, int, float]]:
         """Adjacent patches with the same first expert: row, column, number of patches, expert, and
         its hue, which is far from those of its neighbors."""
-        found, grid = [], self.grid
+        runs, grid = [], self.grid
         for row in range(grid):
             column = 0
             for expert, run in groupby(first[row * grid : (row + 1) * grid]):
                 width = len(list(run))
-                found.append((row, column, width, expert, expert * 137.508 % 360))
+                runs.append((row, column, width, expert, expert * 137.508 % 360))
                 column += width
-        return found
+        return runs
 
 
 def _data_uri(pixels: np.ndarray[Any, Any]) -> str:

@@ -99,7 +99,7 @@ class TopTokens:
     def shares(self) -> list[Tensor]:
         """Each expert's share of all that its level gives so far, by level."""
         of_levels = torch.split(self._given_S.cpu(), list(self.layer.levels))
-        return [given / given.sum().clamp_min(1e-300) for given in of_levels]
+        return [sums / sums.sum().clamp_min(1e-300) for sums in of_levels]
 
     def columns(self, experts: Sequence[str]) -> list[int]:
         """Returns the columns of the experts to show.
