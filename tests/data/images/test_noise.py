@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-from polyad.data.errors import DataError
 from polyad.data.images.augmentation import GaussianNoise
 from polyad.data.images.config import ImageDataConfig
 from polyad.data.images.dataset import ImageData
@@ -31,12 +30,6 @@ def test_noise_ends_at_black_and_white_and_none_changes_nothing():
     white = GaussianNoise(0.5)(np.full_like(GREY, 255), 3)
     assert white.max() == 255
     assert white.min() < 128
-
-
-@pytest.mark.parametrize(("rate", "seed"), [(-0.1, 0), (1.5, 0), (float("nan"), 0), (0.1, -1)])
-def test_numbers_out_of_range_are_refused(rate, seed):
-    with pytest.raises(DataError, match="is not allowed"):
-        GaussianNoise(rate, seed)
 
 
 def test_held_out_images_have_it_whatever_part_is_read(tmp_path):

@@ -116,49 +116,6 @@ def test_the_fingerprint_knows_what_is_left_out(folder, tmp_path):
     )
 
 
-@pytest.mark.parametrize(
-    ("keys", "said"),
-    [
-        (
-            {"leave_out": ["film"]},
-            r"data\.leave_out: 'film' is not a domain of .*\(did you mean 'films'\?\); domains: "
-            "'boo",
-        ),
-        ({"leave_out": list(DOMAINS)}, r"data\.leave_out: all domains of .* are left out"),
-        (
-            {"leave_out": ["films"], "columns": None},
-            r"data\.leave_out: 'films' is not allowed: .* has no domains; .*data\.columns\.domain",
-        ),
-        ({"columns": {"domain": "sauce"}}, r"no column 'sauce'; .*\(did you mean 'source'\?\)"),
-    ],
-)
-def test_domains_that_cannot_be_left_out_are_one_line(folder, keys, said):
-    with pytest.raises(DataError, match=said) as caught:
-        opened(folder, **keys)
-    assert "\n" not in str(caught.value)
-
-
-def test_rows_that_will_not_do_are_one_line(folder, tmp_path):
-    table = table_of(12, 0)
-    strange = [{"text": "x", "label": "new", "source": "films"}, *table]
-    only = [row | {"source": "films"} for row in table]
-    for name, train, held, said in (
-        ("empty", [*table, table[0] | {"source": " "}], table, r"row 13: has no domain: 'source'"),
-        ("class", table, strange, r"data\.leave_out: 'films' has the class 'new', which the other"),
-        (
-            "held",
-            table,
-            only,
-            r"data\.leave_out: films are all the domains of .*validation.*, which",
-        ),
-    ):
-        write(tmp_path / name / "train.csv", train)
-        write(tmp_path / name / "dev.csv", held)
-        with pytest.raises(DataError, match=said) as caught:
-            opened(folder, tmp_path / name, leave_out=["films"])
-        assert "\n" not in str(caught.value)
-
-
 def test_a_domain_is_a_word(tmp_path):
     for cells, words in (
         (["a ", "3"], ["a", "3"]),

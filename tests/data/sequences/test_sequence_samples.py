@@ -190,20 +190,6 @@ def test_workers_read_the_same_samples(folder, tokenizer):
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("keys", "said"),
-    [
-        ({"metrics": ["pearson"]}, "data.metrics: 'pearson' is not allowed with data.task: class"),
-        ({"task": "multiple_choice"}, "data.columns.choices: null is not allowed with data.task"),
-        ({"columns": {"text": "txt"}}, r"no column 'txt'; .* \(did you mean 'text'\?\)"),
-    ],
-)
-def test_keys_that_do_not_fit_are_one_line(folder, tokenizer, keys, said):
-    with pytest.raises(DataError, match=said) as caught:
-        opened(folder, tokenizer, **keys).training(0)
-    assert "\n" not in str(caught.value)
-
-
 def test_a_split_whose_labels_are_hidden_cannot_be_scored(tmp_path, tokenizer):
     write(tmp_path / "train.csv", rows(9, 0))
     (tmp_path / "test.jsonl").write_text('{"text": "a", "label": -1}\n')
@@ -251,25 +237,3 @@ def test_numbers_of_choices_have_one_meaning_in_all_splits(tmp_path, tokenizer):
     keys = {"task": "multiple_choice", "columns": {"choices": ["a", "b"]}}
     with pytest.raises(DataError, match="numbers have to mean the same in all splits"):
         opened(tmp_path, tokenizer, **keys)
-
-
-@pytest.mark.parametrize("name", ["rows.csv", "rows.jsonl", "rows.parquet"])
-def test_a_table_of_other_columns_names_those_that_are_there(tmp_path, tokenizer, name):
-    import pyarrow
-    import pyarrow.parquet
-
-    table = [{"sentence": "a", "label": "x"}, {"sentence": "b", "label": "y"}]
-    if name.endswith("parquet"):
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(table), tmp_path / name)
-    elif name.endswith("jsonl"):
-        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in table))
-    else:
-        write(tmp_path / name, table)
-    with pytest.raises(DataError, match="no column 'text'; columns present: 'sentence', 'label'"):
-        opened(tmp_path / name, tokenizer).training(0)
-    keys = {"columns": {"text": "sentence", "label": "grade"}}
-    with pytest.raises(DataError, match="no column 'grade'; columns present"):
-        opened(tmp_path / name, tokenizer, **keys)
-    (tmp_path / "rows.csv").write_text("text,label\n")
-    with pytest.raises(DataError, match=r"rows\.csv .*has no rows"):
-        opened(tmp_path / "rows.csv", tokenizer)

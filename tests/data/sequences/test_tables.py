@@ -1,7 +1,6 @@
 """Tables of every form: the same rows, their labels, and one line for what is wrong with them."""
 
 import json
-import re
 
 import datasets
 import numpy as np
@@ -88,32 +87,6 @@ def test_splits_of_a_folder_are_told_by_names_and_what_is_not_read_is_said(tmp_p
     write(tmp_path / "mnli" / "train-1.tsv", row)
     with pytest.raises(DataError, match=r"train has files of several kinds: '\.csv', '\.tsv'"):
         tables_of(tmp_path / "mnli")
-
-
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("rows.csv", b"text,text,label\na,b,c\n"),
-        ("rows.csv", b"text;label\na;b\n"),
-        ("rows.csv", b"text,label\na,b,c\n"),
-        ("rows.csv", b"text,label\na\n"),
-        ("rows.csv", b'text,label\n"a,b\n'),
-        ("rows.csv", b"text,label\na,b\nc,\xff\n"),
-        ("rows.csv", b""),
-        ("rows.tsv", b'text\tlabel\n"a\t1\nb\tc\t0\n'),
-        ("rows.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n'),
-        ("rows.jsonl", b'{"text": "a", "text": "b"}\n'),
-        ("rows.jsonl", b'{"text": "a"}\n[1]\n'),
-        ("rows.jsonl", b"{\n"),
-        ("rows.parquet", b"no parquet"),
-        ("rows.txt", b"text"),
-    ],
-)
-def test_what_is_damaged_or_no_table_is_one_line_with_the_file(tmp_path, name, content):
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(DataError, match=re.escape(str(tmp_path / name))) as caught:
-        tables_of(tmp_path / name)["train"].column("text")
-    assert "\n" not in str(caught.value)
 
 
 def test_a_share_is_held_out_evenly(tmp_path):

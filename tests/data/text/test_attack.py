@@ -46,21 +46,6 @@ def test_words_depend_on_seed_and_document_and_more_are_the_same_and_others():
     assert len({frozenset(places(0.3, s, d)) for s in range(3) for d in range(3)}) == 9
 
 
-@pytest.mark.parametrize(
-    ("rate", "seed", "expected"),
-    [
-        (-0.01, 0, "rate: -0.01"),
-        (1.01, 0, "rate: 1.01"),
-        (math.nan, 0, "rate: nan"),
-        (math.inf, 0, "rate: inf"),
-        (0.5, -1, "seed: -1"),
-    ],
-)
-def test_numbers_out_of_range_are_refused(rate, seed, expected):
-    with pytest.raises(DataError, match=expected):
-        WordSwap(rate, seed)
-
-
 def assert_same(stream, other):
     assert np.array_equal(stream.document_lengths, other.document_lengths)
     assert np.array_equal(stream.read(0, stream.num_tokens), other.read(0, other.num_tokens))

@@ -14,14 +14,6 @@ def copy(prepared_path, tmp_path):
     return shutil.copytree(prepared_path, tmp_path / "corpus")
 
 
-def error_of(path):
-    with pytest.raises(DataError) as caught:
-        PreparedData.open(path)
-    message = str(caught.value)
-    assert "\n" not in message
-    return message
-
-
 def test_reads_agree_with_the_bytes(prepared):
     stream = prepared.split("train")
     raw = np.fromfile(prepared.path / "train.bin", dtype=np.uint16)
@@ -59,21 +51,6 @@ def test_empty_split_is_empty(tmp_path):
     assert (stream.num_tokens, len(stream.document_lengths), len(stream.read(0, 0))) == (0, 0, 0)
 
 
-@pytest.mark.parametrize("name", ["train.bin", "validation.idx", "tokenizer.json"])
-def test_missing_file_is_named(copy, name):
-    (copy / name).unlink()
-    assert name in error_of(copy)
-
-
-@pytest.mark.parametrize("name", ["train.bin", "test.idx"])
-def test_truncated_file_is_named(copy, name):
-    content = (copy / name).read_bytes()
-    (copy / name).write_bytes(content[:-2])
-    message = error_of(copy)
-    assert name in message
-    assert f"{len(content):,}" in message
-
-
 def test_another_tokenizer_is_refused_when_it_is_read(copy):
     path = copy / "tokenizer.json"
     path.write_text(path.read_text().replace('"add_prefix_space":false', '"add_prefix_space":true'))
@@ -89,7 +66,3 @@ def test_damage_that_reading_meets_is_one_line(copy):
     flip(copy / "train.idx", 34 + 4, bit=1)
     with pytest.raises(DataError, match=r"train\.idx: damaged: the lengths of its documents"):
         PreparedData.open(copy).split("train").document_lengths  # noqa: B018
-
-
-def test_what_is_no_prepared_data_says_how_to_make_it(copy):
-    assert "polyad prepare" in error_of(copy.parent)

@@ -4,7 +4,6 @@ import shutil
 
 import pytest
 
-from polyad.data.errors import DataError
 from polyad.data.text.dataset import PreparedData
 from polyad.data.text.manifest import MANIFEST_FILE, Manifest
 from tests.helpers.prepared import flip, rewrite
@@ -13,37 +12,6 @@ from tests.helpers.prepared import flip, rewrite
 @pytest.fixture
 def copy(prepared_path, tmp_path):
     return shutil.copytree(prepared_path, tmp_path / "corpus")
-
-
-def refusal(folder):
-    with pytest.raises(DataError) as caught:
-        PreparedData.open(folder)
-    line = str(caught.value)
-    assert str(folder) in line
-    assert "\n" not in line
-    return line
-
-
-@pytest.mark.parametrize(
-    ("change", "expected"),
-    [
-        ({"format_version": 4}, "format version 4, but this Polyad reads version 5: prepare"),
-        ({"dtype": "int64"}, "key 'dtype': Input should be"),
-        ({"dtype": "int32"}, "bytes where manifest.json says"),
-        ({"left_out": {"x": -1}}, "key 'left_out.x': Input should be greater"),
-        ({"more": 1}, "key 'more': Extra inputs"),
-        ({"sha256": {"train.bin": "x"}}, "key 'sha256.train.bin': String should match"),
-    ],
-)
-def test_a_wrong_value_is_named(copy, change, expected):
-    rewrite(copy, lambda tree: tree | change)
-    assert expected in refusal(copy)
-
-
-@pytest.mark.parametrize("content", [b"{", b"[]", b"{}", b"\xff\xfe", b"\0" * 99])
-def test_what_is_no_manifest_is_refused(copy, content):
-    (copy / MANIFEST_FILE).write_bytes(content)
-    assert MANIFEST_FILE in refusal(copy)
 
 
 def test_the_fingerprint_is_of_tokens_and_tokenizer_alone(copy):

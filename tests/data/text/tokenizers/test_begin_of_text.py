@@ -72,14 +72,6 @@ def test_it_is_that_of_transformers(template, about, begins, tmp_path):
     assert (again.before, again.fingerprint) == (ours.before, ours.fingerprint)
 
 
-def test_a_token_that_the_vocabulary_lacks_is_named(tmp_path):
-    folder = folder_of(tmp_path / "hub", "none", {"add_bos_token": True, "bos_token": "<s>"})
-    with pytest.raises(
-        DataError, match=r"tokenizer_config\.json: .* no token '<s>', the bos_token"
-    ):
-        load_tokenizer(folder)
-
-
 @pytest.mark.parametrize("documents", [40, 2], ids=["dealt out", "split by position"])
 def test_each_document_begins_with_it(tmp_path, documents):
     folder = folder_of(tmp_path / "hub", "none", {"add_bos_token": True})

@@ -7,9 +7,7 @@ import pytest
 import tokenizers
 from tokenizers import models, pre_tokenizers
 
-from polyad.data.errors import DataError
 from polyad.data.text.dataset import PreparedData
-from polyad.data.text.tokenizers.files import load_tokenizer
 from polyad.data.text.tokenizers.tokenizer import Tokenizer
 from polyad.data.text.tokenizers.training import train_tokenizer
 from tests.helpers.prepared import silent
@@ -84,12 +82,3 @@ def test_white_space_up_to_its_limit_trains_as_before():
     )
     backend.train_from_iterator([text], trainer=trainer)
     assert ours.vocabulary() == backend.get_vocab()
-
-
-@pytest.mark.parametrize("content", ["[]", "\xff", "{"])
-def test_a_file_that_is_no_json_is_one_line(tmp_path, content):
-    (tmp_path / "tokenizer.json").write_text(content, encoding="latin-1")
-    with pytest.raises(DataError, match=r"tokenizer\.json: (is not|not a)") as caught:
-        load_tokenizer(tmp_path / "tokenizer.json")
-    assert "\n" not in str(caught.value)
-    assert json.dumps(str(caught.value))

@@ -147,13 +147,8 @@ def test_a_snapshot_says_which_token_ends_documents(tmp_path, trained):
     value["added_tokens"][0]["content"] = "<stop>"
     value["model"]["vocab"]["<stop>"] = value["model"]["vocab"].pop(END_OF_TEXT)
     (tmp_path / "tokenizer.json").write_text(json.dumps(value))
-    with pytest.raises(DataError, match="--end-of-text TOKEN"):
-        load_tokenizer(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": {"content": "<stop>"}}')
     assert load_tokenizer(tmp_path).end_of_text == "<stop>"
-    (tmp_path / "tokenizer_config.json").write_text("[")
-    with pytest.raises(DataError, match=r"tokenizer_config\.json: is not JSON"):
-        load_tokenizer(tmp_path)
 
 
 def test_a_misspelled_path_is_no_name_of_the_hub(tmp_path, monkeypatch):
@@ -231,13 +226,6 @@ def test_prepared_folder_keeps_the_model(model, texts, tmp_path):
         PreparedData.open(tmp_path / "out").tokenizer()
 
 
-def test_bad_model_is_one_line(model, tmp_path):
-    for content in (b"", b"nonsense"):
-        (tmp_path / "a.model").write_bytes(content)
-        with pytest.raises(DataError, match=r"a\.model: not a SentencePiece model$"):
-            load_tokenizer(tmp_path / "a.model")
-    (tmp_path / "a.model").write_bytes(model)
+def test_a_piece_that_the_model_lacks_cannot_end_documents(model):
     with pytest.raises(DataError, match=r"no token '<end>' to end a document.*--end-of-text"):
-        load_tokenizer(tmp_path / "a.model", "<end>")
-    with pytest.raises(DataError, match=r"did you mean 'a\.model'"):
-        load_tokenizer(tmp_path / "b.model")
+        SentencePieceTokenizer(model, "<end>")

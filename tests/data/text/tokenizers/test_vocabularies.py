@@ -110,12 +110,6 @@ def test_unknown_word_without_unk_names_word_and_document(tmp_path, splitter):
         silent(forged, file, tmp_path / "other")
 
 
-@pytest.mark.parametrize("spec", ["words:", "words:2", "words:x", "words:-1"])
-def test_bad_size_is_refused(spec):
-    with pytest.raises(DataError, match="whole number of at least 3"):
-        trainer_of(spec)
-
-
 def test_unk_cannot_end_documents(tmp_path):
     with pytest.raises(DataError, match=re.escape("'<unk>' cannot end")):
         trainer_of("words")(iter(["a"]), "<unk>")
@@ -192,16 +186,3 @@ def test_accents_and_chinese_are_read_as_the_folder_says(tmp_path):
         text = "Caf\u00e9 \u4e2d\u56fd"
         assert ours.encode(text) == theirs.encode(text, add_special_tokens=False)
         assert ours.vocabulary()["\u2028"] == len(SPECIAL)
-
-
-@pytest.mark.parametrize(
-    ("tokens", "message"),
-    [
-        (["the", "a"], r"not found in the vocabulary"),
-        ([*SPECIAL, "a", "b", "a"], "'a' appears twice"),
-    ],
-)
-def test_another_file_is_refused(tmp_path, tokens, message):
-    with pytest.raises(DataError, match=message) as raised:
-        load_tokenizer(write(tmp_path, tokens))
-    assert str(raised.value).count("vocab.txt") == 2  # the file, and what it is not

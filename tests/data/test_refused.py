@@ -1,0 +1,272 @@
+"""What data refuses: in one line that names the file or the key, and says what is wrong."""
+
+import gzip
+import io
+import json
+import math
+import shutil
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import tokenizers
+
+from polyad.data.errors import DataError
+from polyad.data.images.augmentation import GaussianNoise
+from polyad.data.sequences.config import SequenceDataConfig
+from polyad.data.sequences.dataset import SequenceData
+from polyad.data.text.attack import WordSwap
+from polyad.data.text.dataset import PreparedData
+from polyad.data.text.manifest import MANIFEST_FILE, ReadOptions
+from polyad.data.text.sources import open_source
+from polyad.data.text.tokenizers.files import SPECIAL, load_tokenizer
+from polyad.data.text.tokenizers.training import train_tokenizer, trainer_of
+from tests.helpers.prepared import rewrite
+
+
+def line_of(call, *arguments):
+    """The line with which a call refuses its arguments."""
+    with pytest.raises(DataError) as caught:
+        call(*arguments)
+    (line,) = str(caught.value).splitlines()
+    return line
+
+
+def write(folder, files):
+    for name, content in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return folder
+
+
+def parquet(**columns):
+    file = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.table(columns), file)
+    return file.getvalue()
+
+
+LINES = b'{"text": "fine"}\n'
+TEXTS = [
+    ("a.txt", b"fine\n\xff\n", {"documents": "lines"}, "cannot be read"),
+    ("a.png", b"\x89PNG", {"file_format": "text"}, "cannot be read"),
+    ("a.py", b"fine", {}, "--format text"),
+    ("a.jsonl", LINES + b"{no", {}, "line 2: is not JSON"),
+    ("a.jsonl", LINES + b'{"text": "\xff"}', {}, "line 2: is not JSON"),
+    ("a.jsonl", LINES + b"[1, 2]", {}, "line 2: list where a JSON object is expected"),
+    ("a.jsonl", b'{"txt": "a", "id": 1}', {}, "keys present: 'txt', 'id' (did you mean 'txt'?)"),
+    ("a.jsonl", LINES + b'{"text": 7}', {}, "line 2: 'text' is 7, not a string"),
+    ("a.jsonl", LINES + b'{"text": null}', {}, "line 2: 'text' is None, not a string"),
+    ("a.jsonl", LINES + rb'{"text": "\ud800"}', {}, "line 2: 'text' has half a surrogate pair"),
+    ("a.jsonl.gz", gzip.compress(LINES * 100, mtime=0)[:-10], {}, ""),
+    ("a.jsonl.gz", b"not gzip", {}, ""),
+    ("a.jsonl.zst", pyarrow.compress(LINES * 100, "zstd", asbytes=True)[:-5], {}, ""),
+    ("a.csv", b"text,id\na,1\n", {"text_key": "txt"}, "did you mean 'text'?"),
+    ("a.parquet", parquet(txt=["a"], id=[1]), {}, "'txt', 'id' (did you mean 'txt'?)"),
+    ("a.parquet", parquet(id=[1]), {"text_key": "id"}, "row 1: 'id' is 1, not a string"),
+    ("a.parquet", parquet(text=["a", None]), {}, "row 2"),
+    ("a.parquet", parquet(text=["a"])[:-20], {}, ""),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "options", "words"), TEXTS, ids=range(len(TEXTS)))
+def test_a_file_without_text_is_named(tmp_path, name, content, options, words):
+    source = str(write(tmp_path, {name: content}) / name)
+    line = line_of(lambda: list(open_source(source, ReadOptions(**options)).documents()))
+    assert source in line
+    assert words in line
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("corpsu.txt", "did you mean 'corpus.txt'?"),
+        ("python-stdlb", "did you mean 'python-stdlib'?"),
+        ("others", ".jsonl"),
+        ("others/a.xyz", ".jsonl"),
+        *(
+            (f"python:{name}", "is not a package that this Python has")
+            for name in ("no_such_package", "yaml.loader", "argparse", "", "../yaml")
+        ),
+    ],
+)
+def test_what_is_no_source_of_text_is_named(tmp_path, monkeypatch, spec, words):
+    monkeypatch.chdir(write(tmp_path, {"corpus.txt": "a", "others/a.xyz": "a"}))
+    line = line_of(open_source, spec)
+    assert spec in line
+    assert words in line
+
+
+BYTES = train_tokenizer(iter(["a b"]), 260).file_bytes()
+WORDS = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "u": 1}, unk_token="u")).to_str()
+TOKENIZERS = [
+    ({"tokenizer.json": "{}"}, "tokeniser.json", None, "did you mean 'tokenizer.json'"),
+    ({"tokenizer.json": "{}"}, ".", None, "no key 'model'"),
+    ({"tokenizer.json": '{"model": {"type": "none"}}'}, ".", None, "not a tokenizer"),
+    ({"tokenizer.json": "[]"}, "tokenizer.json", None, "tokenizer.json: not a"),
+    ({"tokenizer.json": "{"}, "tokenizer.json", None, "tokenizer.json: is not"),
+    ({"tokenizer.json": b"\xff"}, "tokenizer.json", None, "tokenizer.json: not a"),
+    ({"tokenizer.json": BYTES}, ".", "<|endoftext>", "did you mean '<|endoftext|>'?"),
+    ({"tokenizer.json": WORDS}, ".", None, "--end-of-text TOKEN"),
+    (
+        {"tokenizer.json": BYTES, "tokenizer_config.json": "["},
+        ".",
+        None,
+        "_config.json: is not JSON",
+    ),
+    (
+        {
+            "tokenizer.json": BYTES,
+            "tokenizer_config.json": '{"add_bos_token": true, "bos_token": "<s>"}',
+        },
+        ".",
+        None,
+        "tokenizer_config.json: the vocabulary has no token '<s>', the bos_token",
+    ),
+    ({"other": ""}, ".", None, "vocab.json and merges.txt"),
+    ({"vocab.txt": "the\na\n"}, ".", None, "vocab.txt: not the vocab.txt of a BERT"),
+    ({"vocab.txt": "\n".join([*SPECIAL, "a", "b", "a"])}, ".", None, "'a' appears twice"),
+    ({"a.model": ""}, "a.model", None, "a.model: not a SentencePiece model"),
+    ({"a.model": "nonsense"}, "a.model", None, "a.model: not a SentencePiece model"),
+    ({"a.model": "nonsense"}, "b.model", None, "did you mean 'a.model'"),
+]
+
+
+@pytest.mark.parametrize(
+    ("files", "name", "end_of_text", "words"), TOKENIZERS, ids=range(len(TOKENIZERS))
+)
+def test_what_is_no_tokenizer_is_named(tmp_path, files, name, end_of_text, words):
+    line = line_of(load_tokenizer, write(tmp_path, files) / name, end_of_text)
+    assert str(tmp_path) in line
+    assert words in line
+
+
+@pytest.mark.parametrize(
+    ("spec", "least"),
+    [
+        *((f"train{size}", 257) for size in ("", ":abc", ":256", ":-5", ":1e4", f":{10**11}")),
+        *((f"words:{size}", 3) for size in ("", "2", "x", "-1")),
+    ],
+)
+def test_the_size_of_a_vocabulary_is_a_number_in_its_range(spec, least):
+    assert f"at least {least}" in line_of(trainer_of, spec)
+
+
+PREPARED = [
+    *((name, lambda path: path.unlink(), "") for name in ("train.bin", "test.idx")),
+    ("tokenizer.json", lambda path: path.unlink(), ""),
+    *((name, lambda path: path.write_bytes(path.read_bytes()[:-2]), "cut short")
+      for name in ("train.bin", "test.idx")),
+    *((MANIFEST_FILE, lambda path, content=content: path.write_bytes(content), "")
+      for content in (b"{", b"[]", b"{}", b"\xff\xfe", b"\0" * 99)),
+    *(
+        (file, lambda path, change=change: rewrite(path.parent, lambda tree: tree | change), words)
+        for file, change, words in (
+            (MANIFEST_FILE, {"format_version": 4}, "format version 4, but this Polyad reads"),
+            (MANIFEST_FILE, {"dtype": "int64"}, "'dtype'"),
+            ("train.bin", {"dtype": "int32"}, "bytes where manifest.json says"),
+            (MANIFEST_FILE, {"left_out": {"x": -1}}, "'left_out.x'"),
+            (MANIFEST_FILE, {"more": 1}, "'more'"),
+            (MANIFEST_FILE, {"sha256": {"train.bin": "x"}}, "'sha256.train.bin'"),
+        )
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "change", "words"), PREPARED, ids=range(len(PREPARED)))
+def test_a_prepared_folder_that_is_incomplete_or_changed_is_named(
+    tmp_path, prepared_path, name, change, words
+):
+    folder = shutil.copytree(prepared_path, tmp_path / "corpus")
+    change(folder / name)
+    line = line_of(PreparedData.open, folder)
+    assert str(folder / name) in line
+    assert words in line
+
+
+def test_what_is_no_prepared_folder_says_how_to_make_it(tmp_path):
+    assert "polyad prepare" in line_of(PreparedData.open, tmp_path)
+
+
+SENTENCES = [{"sentence": "a", "label": "x"}, {"sentence": "b", "label": "y"}]
+AS_LINES = "".join(json.dumps(row) + "\n" for row in SENTENCES)
+FORMS = {
+    "a.csv": "sentence,label\na,x\nb,y\n",
+    "a.jsonl": AS_LINES,
+    "a.parquet": parquet(sentence=["a", "b"], label=["x", "y"]),
+}
+DOMAINS = "text,label,source\na,x,books\nb,y,books\nc,x,films\n"
+OF_DOMAINS = {"columns": {"domain": "source"}}
+TABLES = [
+    *(
+        ({name: content}, {}, name)
+        for name, content in (
+            ("a.csv", b"text,text,label\na,b,c\n"),
+            ("a.csv", b"text;label\na;b\n"),
+            ("a.csv", b"text,label\na,b,c\n"),
+            ("a.csv", b"text,label\na\n"),
+            ("a.csv", b'text,label\n"a,b\n'),
+            ("a.csv", b"text,label\na,b\nc,\xff\n"),
+            ("a.csv", b""),
+            ("a.tsv", b'text\tlabel\n"a\t1\nb\tc\t0\n'),
+            ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n'),
+            ("a.jsonl", b'{"text": "a", "text": "b"}\n'),
+            ("a.jsonl", b'{"text": "a"}\n[1]\n'),
+            ("a.jsonl", b"{\n"),
+            ("a.parquet", b"no parquet"),
+            ("a.txt", b"text"),
+        )
+    ),
+    ({"a.csv": "text,label\n"}, {}, "has no rows"),
+    *(({name: content}, {}, "no column 'text'; columns present: 'sentence', 'label'")
+      for name, content in FORMS.items()),
+    *(({name: content}, {"columns": {"text": "sentence", "label": "grade"}}, "no column 'grade'")
+      for name, content in FORMS.items()),
+    ({"a.csv": FORMS["a.csv"]}, {"columns": {"text": "sentense"}}, "(did you mean 'sentence'?)"),
+    ({"a.csv": FORMS["a.csv"]}, {"metrics": ["pearson"]}, "data.metrics: 'pearson'"),
+    ({"a.csv": FORMS["a.csv"]}, {"task": "multiple_choice"}, "data.columns.choices: null"),
+    ({"a.csv": DOMAINS}, {"leave_out": ["films"]}, "data.leave_out: 'films'"),
+    ({"a.csv": DOMAINS}, {"columns": {"domain": "sauce"}}, "(did you mean 'source'?)"),
+    ({"a.csv": DOMAINS}, OF_DOMAINS | {"leave_out": ["film"]}, "(did you mean 'films'?)"),
+    ({"a.csv": DOMAINS}, OF_DOMAINS | {"leave_out": ["books", "films"]}, "data.leave_out: all"),
+    ({"a.csv": f"{DOMAINS}d,y, \n"}, OF_DOMAINS, "row 4: has no domain: 'source'"),
+    (
+        {"a.csv": f"{DOMAINS}d,new,films\n"},
+        OF_DOMAINS | {"leave_out": ["films"]},
+        "data.leave_out: 'films' has the class 'new'",
+    ),
+    (
+        {"train.csv": DOMAINS, "dev.csv": "text,label,source\na,x,films\n"},
+        OF_DOMAINS | {"leave_out": ["films"]},
+        "data.leave_out: films are all the domains of",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("files", "keys", "words"), TABLES, ids=range(len(TABLES)))
+def test_a_table_that_cannot_be_learned_from_is_named(tmp_path, prepared, files, keys, words):
+    write(tmp_path, files)
+    path = tmp_path if len(files) > 1 else tmp_path / next(iter(files))
+    settings = SequenceDataConfig.model_validate({"path": str(path), **keys})
+
+    def read():
+        data = SequenceData(settings, prepared.tokenizer(), model_kind="gpt2", max_length=64)
+        data.training(0)
+        data.domains("train")
+
+    assert words in line_of(read)
+
+
+@pytest.mark.parametrize("attack", [WordSwap, GaussianNoise])
+@pytest.mark.parametrize(
+    ("rate", "seed", "words"),
+    [
+        (-0.01, 0, "rate: -0.01"),
+        (1.01, 0, "rate: 1.01"),
+        (math.nan, 0, "rate: nan"),
+        (math.inf, 0, "rate: inf"),
+        (0.5, -1, "seed: -1"),
+    ],
+)
+def test_the_strength_of_an_attack_is_a_share(attack, rate, seed, words):
+    assert words in line_of(attack, rate, seed)
