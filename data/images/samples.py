@@ -8,7 +8,6 @@ Shapes: B images of a batch, C channels, H x W pixels.
 """
 
 import functools
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -117,7 +116,6 @@ class EvaluationImages(Dataset[ImageBatch]):
         images: The split.
         settings: The settings of the data.
         size: Side of an image, in pixels.
-        numbers: The numbers of the images to read; None for all.
         noise: Noise to add to each image; None for none.
     """
 
@@ -126,31 +124,21 @@ class EvaluationImages(Dataset[ImageBatch]):
         images: ImageSplit,
         settings: ImageDataConfig,
         size: int,
-        numbers: Sequence[int] | None = None,
         noise: GaussianNoise | None = None,
     ) -> None:
-        self._images, self._settings, self._size = images, settings, size
-        self._noise = noise
-        self._numbers = range(len(images)) if numbers is None else numbers
+        self._images, self._settings, self._size, self._noise = images, settings, size, noise
 
     def __len__(self) -> int:
         """Counts the images."""
-        return len(self._numbers)
+        return len(self._images)
 
     @property
     def domains(self) -> npt.NDArray[np.integer] | None:
         """The domain number of each image; None if there are no domains."""
-        domains = self._images.domains
-        return None if domains is None else domains[np.asarray(self._numbers)]
+        return self._images.domains
 
-    def subset(self, numbers: Sequence[int]) -> "EvaluationImages":
-        """Returns a subset, in the order of the given numbers."""
-        chosen = [self._numbers[number] for number in numbers]
-        return EvaluationImages(self._images, self._settings, self._size, chosen, self._noise)
-
-    def __getitem__(self, place: int) -> ImageBatch:
+    def __getitem__(self, number: int) -> ImageBatch:
         """Reads and decodes an image; a damaged one is an error, since no score may skip images."""
-        number = self._numbers[place]
         pixels = self._images.decode(number)
         image_CHW = evaluation_image(pixels, self._size, self._settings.evaluation_resize)
         if self._noise is not None:

@@ -6,7 +6,7 @@ Zellers et al. 2018 (SWAG). The labels of GLUE's test splits are hidden: -1 in e
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import AfterValidator, Field
 
@@ -23,11 +23,7 @@ METRICS_OF: Mapping[TaskKind, tuple[Metric, ...]] = {
     "multiple_choice": ("accuracy",),
 }
 """The default metrics of a task."""
-ALLOWED_METRICS: Mapping[TaskKind, tuple[Metric, ...]] = {
-    "classification": ("accuracy", "f1", "macro_f1", "matthews"),
-    "regression": ("pearson", "spearman"),
-    "multiple_choice": ("accuracy",),
-}
+ALLOWED_METRICS = {**METRICS_OF, "classification": ("accuracy", "f1", "macro_f1", "matthews")}
 HIDDEN_LABEL = -1
 """The label of a row whose label is hidden."""
 
@@ -58,31 +54,18 @@ class Schema(ColumnNames):
     """The columns of a table, and what is predicted from them."""
 
     task: TaskKind = "classification"
-    metrics: tuple[Metric, ...] = METRICS_OF["classification"]
+    metrics: tuple[Metric, ...] = ("accuracy",)
     source: str | None = None
     """Its location on the hub, as `hub:OWNER/NAME:CONFIG`."""
     splits: Mapping[str, str] = {}
     """The names of splits there, if they differ from ours."""
 
 
-def _glue(
-    config: str,
-    text: str,
-    pair: str | None = None,
-    *,
-    metrics: tuple[Metric, ...] = ("accuracy",),
-    task: TaskKind = "classification",
-    suffix: str = "",
-) -> Schema:
+def _glue(config: str, text: str, pair: str | None = None, suffix: str = "", **keys: Any) -> Schema:
+    """Returns the schema of a benchmark of GLUE, whose splits may have a suffix."""
     splits = {name: f"{name}{suffix}" for name in ("validation", "test")} if suffix else {}
-    return Schema(
-        text=text,
-        pair=pair,
-        task=task,
-        metrics=metrics,
-        source=f"hub:nyu-mll/glue:{config}",
-        splits=splits,
-    )
+    source = f"hub:nyu-mll/glue:{config}"
+    return Schema(text=text, pair=pair, source=source, splits=splits, **keys)
 
 
 BENCHMARKS: dict[str, Schema] = {

@@ -6,7 +6,7 @@ they are read.
 """
 
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -60,10 +60,7 @@ def read_jsonl(path: Path, text_key: str) -> Iterator[str]:
         DataError: A line is not such an object.
     """
     for number, line in _lines(path):
-        try:
-            yield _text_of_line(line, text_key)
-        except DataError as error:
-            raise DataError(f"{path}, line {number}: {error}") from None
+        yield _text_of_line(line, text_key, f"{path}, line {number}")
 
 
 def _opened(path: Path) -> Any:
@@ -83,22 +80,31 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
                 yield number, line
 
 
-def _text_of_line(line: bytes, text_key: str) -> str:
-    value = parse_json(line, "")
+def _text_of_line(line: bytes, text_key: str, place: str) -> str:
+    value = parse_json(line, place)
     if not isinstance(value, dict):
-        raise DataError(f"{type(value).__name__} where a JSON object is expected")
-    if text_key not in value:
-        raise DataError(
-            f"no key {text_key!r}; keys present: {listed(value)}"
-            f"{nearest(text_key, value)}; choose one with --text-key"
-        )
-    text = value[text_key]
-    if not isinstance(text, str):
-        raise DataError(f"{text_key!r} is {text!r:.60}, not a string")
+        raise DataError(f"{place}: {type(value).__name__} where a JSON object is expected")
+    text = _string(_column(value, text_key, place), text_key, place)
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise DataError(f"{text_key!r} has half a surrogate pair: {error}") from None
+        raise DataError(f"{place}: {text_key!r} has half a surrogate pair: {error}") from None
+    return text
+
+
+def _column(row: Mapping[str, Any], text_key: str, place: str | Path) -> Any:
+    """Returns what an object, or a batch of rows, has under the key of the text."""
+    if text_key not in row:
+        raise DataError(
+            f"{place}: no key or column {text_key!r}; there are {listed(row)}"
+            f"{nearest(text_key, row)}; choose one with --text-key"
+        )
+    return row[text_key]
+
+
+def _string(text: Any, text_key: str, place: str) -> str:
+    if not isinstance(text, str):
+        raise DataError(f"{place}: {text_key!r} is {text!r:.60}, not a string")
     return text
 
 
@@ -135,18 +141,9 @@ def read_rows(rows: Any, place: str | Path, text_key: str) -> Iterator[str]:
     row = 0
     with library_errors(place):
         for batch in rows.iter(batch_size=TABLE_ROWS):
-            if text_key not in batch:
-                raise DataError(
-                    f"{place}: no column {text_key!r}; columns present: {listed(batch)}"
-                    f"{nearest(text_key, batch)}; choose one with --text-key"
-                )
-            for text in batch[text_key]:
+            for text in _column(batch, text_key, place):
                 row += 1
-                if not isinstance(text, str):
-                    raise DataError(
-                        f"{place}, row {row}: {text_key!r} is {text!r:.60}, not a string"
-                    )
-                yield text
+                yield _string(text, text_key, f"{place}, row {row}")
 
 
 Read = Callable[[Path, str], Iterator[str]]

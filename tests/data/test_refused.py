@@ -54,7 +54,7 @@ TEXTS = [
     ("a.jsonl", LINES + b"{no", {}, "line 2: is not JSON"),
     ("a.jsonl", LINES + b'{"text": "\xff"}', {}, "line 2: is not JSON"),
     ("a.jsonl", LINES + b"[1, 2]", {}, "line 2: list where a JSON object is expected"),
-    ("a.jsonl", b'{"txt": "a", "id": 1}', {}, "keys present: 'txt', 'id' (did you mean 'txt'?)"),
+    ("a.jsonl", b'{"txt": "a", "id": 1}', {}, "there are 'txt', 'id' (did you mean 'txt'?)"),
     ("a.jsonl", LINES + b'{"text": 7}', {}, "line 2: 'text' is 7, not a string"),
     ("a.jsonl", LINES + b'{"text": null}', {}, "line 2: 'text' is None, not a string"),
     ("a.jsonl", LINES + rb'{"text": "\ud800"}', {}, "line 2: 'text' has half a surrogate pair"),

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Subset
 
 from polyad.parallel import comm
 from polyad.train.errors import ConfigError
@@ -218,7 +219,7 @@ class Rewriting(Analysis):
                 yield each, each.decisions[head.name].coefficients()
 
         workers = task.settings.num_workers
-        images = task.held_out("train").subset(members)
+        images = Subset(task.held_out("train"), members)
         sums_S = torch.zeros(head.num_experts, dtype=torch.float64, device=world.device)
         some = ImageSamples(task, images=images, num_workers=workers)
         for _, a_BS in readings(some, "read the subpopulation"):

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Subset
 
 from polyad.data.images.imagenet import (
     ALEXNET_ERRORS,
@@ -20,7 +21,7 @@ from polyad.data.images.imagenet import (
     corruptions,
     imagenet_classes,
 )
-from polyad.data.images.samples import EvaluationImages
+from polyad.data.images.samples import EvaluationImages, ImageBatch
 from polyad.data.images.source import ImageSplit
 from polyad.parallel import comm
 from polyad.train.errors import ConfigError
@@ -95,7 +96,9 @@ class Scorer(NamedTuple):
     batch_size: int
     world: comm.World
 
-    def logits(self, images: EvaluationImages, label: str) -> tuple[Tensor, Tensor]:
+    def logits(
+        self, images: EvaluationImages | Subset[ImageBatch], label: str
+    ) -> tuple[Tensor, Tensor]:
         """Logits [N, K] in fp32 and labels [N] of all images in order, on each process."""
         samples = ImageSamples(self.task, images=images, num_workers=self.task.settings.num_workers)
         own = [
@@ -173,7 +176,7 @@ def _outliers(scorer: Scorer, folder: Path) -> Tables:
     numbers = torch.isin(labels, classes_S).nonzero().flatten().tolist()
     if not numbers:
         raise ConfigError(f"{scorer.task.place}: its {split} split has none of these classes")
-    inside_NK, _ = scorer.logits(scorer.task.held_out(split).subset(numbers), split)
+    inside_NK, _ = scorer.logits(Subset(scorer.task.held_out(split), numbers), split)
     logits_NS = torch.cat([outside_NK, inside_NK])[:, classes_S]
     is_outside = [True] * len(files) + [False] * len(numbers)
     area = average_precision_score(is_outside, -logits_NS.softmax(-1).amax(-1).numpy())

@@ -472,7 +472,7 @@ class ImageSamples(Samples):
         split: str = "",
         most: int | None = None,
         *,
-        images: EvaluationImages | None = None,
+        images: EvaluationImages | Subset[ImageBatch] | None = None,
         num_workers: int = 0,
     ) -> None:
         images = task.held_out(split) if images is None else images

@@ -39,4 +39,3 @@ def test_held_out_images_have_it_whatever_part_is_read(tmp_path):
     noisy = EvaluationImages(split, settings, 8, noise=noise)
     expected = noise(clean[5].images_BCHW.numpy(), 5)
     assert np.array_equal(noisy[5].images_BCHW.numpy(), expected)
-    assert np.array_equal(noisy.subset([2, 5])[1].images_BCHW.numpy(), expected)

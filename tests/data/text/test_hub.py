@@ -201,7 +201,7 @@ def test_bad_configuration_column_and_row_are_one_line(wikitext, tmp_path):
     assert RAW in error_of(open_source, f"hub:{wikitext}")
     assert RAW in error_of(open_source, f"hub:{wikitext}:nonsense")
     source = open_source(f"hub:{wikitext}:{RAW}", ReadOptions(text_key="txt"))
-    assert "columns present: 'text' (did you mean 'text'?)" in error_of(texts, source)
+    assert "there are 'text' (did you mean 'text'?)" in error_of(texts, source)
     (tmp_path / "nulls").mkdir()
     table = pyarrow.table({"text": ["a", None]})
     pyarrow.parquet.write_table(table, tmp_path / "nulls" / "train.parquet")
