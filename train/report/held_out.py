@@ -17,8 +17,7 @@ from polyad.train.measures.knockout import knock_out, knockout_tables
 from polyad.train.measures.specialization import Labels, Specialization
 from polyad.train.reading import Subject, open_data_for
 from polyad.train.report.top_images import MOST_IMAGES, ImagePass, TopImages
-from polyad.train.report.top_text import TopText
-from polyad.train.report.top_tokens import ShownExpert
+from polyad.train.report.top_tokens import ShownExpert, TopText
 from polyad.train.results import Tables
 from polyad.train.tasks.images import ImageClassification
 from polyad.train.tasks.samples import ImageSamples, Samples, TextSamples, samples_of

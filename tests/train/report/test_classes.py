@@ -15,7 +15,7 @@ from polyad.train.report.command import report
 from polyad.train.report.experts import Effect, ExpertRow
 from polyad.train.report.held_out import HeldOut
 from polyad.train.report.page import Training, render_report
-from polyad.train.report.top_text import Context
+from polyad.train.report.top_tokens import Context
 from polyad.train.tasks.sequences import SequenceTask
 from tests.helpers.everyday import everyday
 from tests.helpers.fine_tuned import KINDS, NAMES, counted, one_by_one, table, trainer

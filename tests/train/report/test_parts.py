@@ -8,8 +8,7 @@ import torch
 from polyad.train.errors import ConfigError
 from polyad.train.experts.probing import RoutedLayer
 from polyad.train.report.page import read_training
-from polyad.train.report.top_text import split_text
-from polyad.train.report.top_tokens import STRETCH, TopTokens, choose_experts
+from polyad.train.report.top_tokens import STRETCH, TopTokens, choose_experts, split_text
 
 
 def test_records_of_training_are_the_newest_and_those_that_are_numbers(tmp_path):

@@ -19,7 +19,7 @@ from polyad.train.experts.probing import routed_layers
 from polyad.train.measures.specialization import Specialization
 from polyad.train.reading import Subject
 from polyad.train.report.command import report
-from polyad.train.report.top_text import TopText
+from polyad.train.report.top_tokens import TopText
 from polyad.train.tasks.language import LanguageModelling
 from polyad.train.tasks.samples import TextSamples
 from tests.helpers.everyday import everyday
