@@ -1,9 +1,12 @@
 """Self-attention with PyTorch's fused kernel, and the key-value cache for generation.
 
 Shapes: B batch, T tokens in a sequence (new ones, in generation), S tokens seen in all, D width, A
-heads, H width of one head, M = A H: D, or a part of it under tensor parallelism.
+heads, G heads of keys and values (A, or fewer), H width of one head, V width of its values (H, or
+another), M = A H: D, or a part of it under tensor parallelism.
 """
 
+import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
@@ -11,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import dropout, pad, scaled_dot_product_attention
 
-from polyad.model.initialization import normal
+from polyad.model.initialization import ZEROS, Initializer, normal
 from polyad.model.layers import Linear
 from polyad.model.rotary import Rotation
 
@@ -118,67 +121,64 @@ class AttentionTrace(NamedTuple):
         return self.qkv_BT3AH.select(2, 2).transpose(1, 2)
 
 
-class Attention(nn.Module):
-    """The base class of attention: its output projection, and hooks for parallel execution.
+class Heads(NamedTuple):
+    """Queries, keys and values of new tokens, and those of a traced head."""
+
+    q_BATH: Tensor
+    k_BGTH: Tensor
+    v_BGTV: Tensor
+    qkv_BT3AH: Tensor | None = None
+    """q, k and v of all heads in one tensor, if a class has them so and a head is traced."""
+    of_head_BT3H: Tensor | None = None
+    """q, k and v of the traced head; None if `qkv_BT3AH` is."""
+
+
+class Attention(nn.Module, ABC):
+    """The base class of attention: `heads` of any kind, then fused attention and a projection.
 
     Args:
         dropout: Dropout probability of the attention weights and of the output.
+        causal: Whether a token attends to no later ones.
+        window: Number of tokens that a token attends to, including itself; None for all earlier
+            ones.
+        scale: Factor of the products of queries and keys; None: 1 / sqrt(H).
+        sinks: Number of heads that each have an attention sink, a learned logit whose weight goes
+            to no token.
     """
 
     projection: nn.Linear
     """Projects all heads to the residual stream; the last layer that a subclass creates."""
 
-    def __init__(self, dropout: float) -> None:
+    def __init__(
+        self,
+        dropout: float,
+        *,
+        causal: bool = True,
+        window: int | None = None,
+        scale: float | None = None,
+        sinks: int = 0,
+    ) -> None:
         super().__init__()
-        self.dropout = dropout
+        self.dropout, self.causal, self.window, self.scale = dropout, causal, window, scale
+        self.sinks = nn.Parameter(torch.empty(sinks)) if sinks else None
         self.residual_dropout = nn.Dropout(dropout)
         self.random_numbers: Callable[[], AbstractContextManager[None]] = nullcontext
         """Context around dropout of attention weights: ranks with other heads need other random
         numbers."""
 
-    def finish(
-        self, heads_BATH: Tensor, qkv_BT3AH: Tensor, of_head_BT3H: Tensor | None
-    ) -> tuple[Tensor, AttentionTrace | None]:
-        """Projects the heads, and traces one of them.
+    def initializers(self) -> dict[str, Initializer]:
+        """Returns the initializer of the sinks: zeros."""
+        return {"sinks": ZEROS}
+
+    @abstractmethod
+    def heads(self, x_BTD: Tensor, rotation: Rotation | None, traced_head: Tensor | None) -> Heads:
+        """Computes queries, keys and values.
 
         Args:
-            heads_BATH: The output of every head.
-            qkv_BT3AH: q, k and v of all heads, for the trace; only read if a head is traced.
-            of_head_BT3H: q, k and v of the traced head; None if no head is traced.
-
-        Returns:
-            The output [B, T, D] and the trace.
+            x_BTD: Normalized input.
+            rotation: Rotation of the tokens' positions; None if positions are learned.
+            traced_head: See `forward`.
         """
-        projected_BTD = self.projection(heads_BATH.transpose(1, 2).flatten(2))
-        y_BTD = self.residual_dropout(projected_BTD)
-        if of_head_BT3H is None:
-            return y_BTD, None
-        weight_DM, bias_D = _matrix_of(self.projection), self.projection.bias
-        return y_BTD, AttentionTrace(
-            qkv_BT3AH.detach(), of_head_BT3H, projected_BTD, weight_DM, bias_D
-        )
-
-
-class SelfAttention(Attention):
-    """Multi-head attention, causal or, in an encoder or vision model, bidirectional.
-
-    The fused weight is stored as [3, A, H, D] flattened to [3D, D]: all queries, all keys, all
-    values, each ordered by head (GPT-2's order; transformers' `c_attn.weight` is its transpose).
-    To split it over ranks, split the A dimension, not the rows.
-
-    Args:
-        context: The `FeedForwardContext` of the model, whose file imports this one; D is a
-            multiple of A.
-    """
-
-    def __init__(self, context: Any) -> None:
-        super().__init__(context.dropout)
-        assert context.num_heads is not None
-        self.causal, width = context.causal, context.hidden_size
-        self.head_size = width // context.num_heads
-        start, end = normal(context.initializer_std), normal(context.residual_std)
-        self.qkv = Linear(width, 3 * width, start, bias=context.bias)
-        self.projection = Linear(width, width, end, bias=context.bias)
 
     def forward(
         self,
@@ -199,11 +199,130 @@ class SelfAttention(Attention):
                 there are no earlier tokens.
             mask_BT: True for tokens, False for padding, to which no token attends; None if there is
                 no padding. Causal attention ignores it, since padding comes last.
-            rotation: Always None; positions are learned.
+            rotation: See `heads`.
 
         Returns:
             The output [B, T, D], before the residual, and the trace if there is a traced head.
         """
+        q_BATH, k_BGTH, v_BGTV, qkv_BT3AH, of_head_BT3H = self.heads(x_BTD, rotation, traced_head)
+        k_BGSH, v_BGSV = (k_BGTH, v_BGTV) if cache is None else cache.append(k_BGTH, v_BGTV)
+        heads_BATV = self.attend(q_BATH, k_BGSH, v_BGSV, mask_BT)
+        projected_BTD = self.projection(heads_BATV.transpose(1, 2).flatten(2))
+        y_BTD = self.residual_dropout(projected_BTD)
+        if traced_head is None:
+            return y_BTD, None
+        if qkv_BT3AH is None or of_head_BT3H is None:
+            groups = q_BATH.shape[1] // k_BGTH.shape[1]
+            expanded = (x.repeat_interleave(groups, 1) for x in (k_BGTH, v_BGTV))
+            qkv_BT3AH = torch.stack((q_BATH, *expanded), 1).permute(0, 3, 1, 2, 4)
+            of_head_BT3H = qkv_BT3AH.index_select(3, traced_head).squeeze(3)
+        weight_DM, bias_D = _matrix_of(self.projection), self.projection.bias
+        return y_BTD, AttentionTrace(
+            qkv_BT3AH.detach(), of_head_BT3H, projected_BTD, weight_DM, bias_D
+        )
+
+    def attend(
+        self, q_BATH: Tensor, k_BGSH: Tensor, v_BGSV: Tensor, mask_BT: Tensor | None = None
+    ) -> Tensor:
+        """Computes the attention of the last T of S tokens to the tokens that they may see.
+
+        Args:
+            q_BATH: Queries of the last tokens.
+            k_BGSH: Keys of all; query head a uses key head a // (A / G).
+            v_BGSV: Values of all.
+            mask_BT: See `forward`.
+
+        Returns:
+            [B, A, T, V].
+        """
+        new, length = q_BATH.shape[2], k_BGSH.shape[2]
+        window = length if self.window is None else min(self.window, length)
+        seen = None
+        if not self.causal:
+            seen = None if mask_BT is None else mask_BT[:, None, None, :]
+        elif self.sinks is not None or window < length or 1 < new < length:
+            age_TS = (
+                torch.arange(length - new, length, device=q_BATH.device).unsqueeze(1)
+                - torch.arange(length, device=q_BATH.device)
+            )  # fmt: skip
+            seen = (age_TS >= 0) & (age_TS < window)
+        drop = self.dropout if self.training else 0.0
+        with self.random_numbers() if drop else nullcontext():
+            if self.sinks is not None:
+                assert seen is not None
+                return attend_with_sinks(q_BATH, k_BGSH, v_BGSV, seen, self.sinks, self.scale, drop)
+            # Values are padded with zeros to the width of keys: other widths have no fused kernel
+            # on a CPU and only slower ones on a GPU. A single token does not need it.
+            narrow = v_BGSV.shape[-1]
+            missing = q_BATH.shape[-1] - narrow if new > 1 else 0
+            heads_BATV = scaled_dot_product_attention(
+                q_BATH,
+                k_BGSH,
+                pad(v_BGSV, (0, missing)) if missing > 0 else v_BGSV,
+                attn_mask=seen,
+                dropout_p=drop,
+                is_causal=self.causal and seen is None and new > 1,
+                scale=self.scale,
+                enable_gqa=q_BATH.shape[1] != k_BGSH.shape[1],
+            )
+            return heads_BATV[..., :narrow] if missing > 0 else heads_BATV
+
+
+def attend_with_sinks(
+    q_BATH: Tensor,
+    k_BGSH: Tensor,
+    v_BGSV: Tensor,
+    seen_TS: Tensor,
+    sinks_A: Tensor,
+    scale: float | None,
+    drop: float = 0.0,
+) -> Tensor:
+    """Computes attention with one extra logit per head whose weight goes to no token (gpt-oss).
+
+    Args:
+        q_BATH: Queries.
+        k_BGSH: Keys.
+        v_BGSV: Values.
+        seen_TS: True where a token attends to another.
+        sinks_A: The sink logit of each head.
+        scale: Factor of the inner products; None: 1 / sqrt(H).
+        drop: Dropout probability of the attention weights.
+
+    Returns:
+        [B, A, T, V].
+    """
+    groups = q_BATH.shape[1] // k_BGSH.shape[1]
+    k_BASH, v_BASV = (x.repeat_interleave(groups, 1) for x in (k_BGSH, v_BGSV))
+    logits_BATS = (q_BATH @ k_BASH.mT) * (q_BATH.shape[-1] ** -0.5 if scale is None else scale)
+    logits_BATS = logits_BATS.masked_fill(~seen_TS, -math.inf)
+    sink_BAT1 = sinks_A.view(1, -1, 1, 1).expand(*logits_BATS.shape[:-1], 1)
+    weights_BATS = torch.cat((logits_BATS, sink_BAT1), -1).softmax(-1)[..., :-1]
+    return dropout(weights_BATS, drop, training=drop > 0) @ v_BASV
+
+
+class SelfAttention(Attention):
+    """Multi-head attention, causal or, in an encoder or vision model, bidirectional.
+
+    The fused weight is stored as [3, A, H, D] flattened to [3D, D]: all queries, all keys, all
+    values, each ordered by head (GPT-2's order; transformers' `c_attn.weight` is its transpose).
+    To split it over ranks, split the A dimension, not the rows.
+
+    Args:
+        context: The `FeedForwardContext` of the model, whose file imports this one; D is a
+            multiple of A.
+    """
+
+    def __init__(self, context: Any) -> None:
+        super().__init__(context.dropout, causal=context.causal)
+        assert context.num_heads is not None
+        width = context.hidden_size
+        self.head_size = width // context.num_heads
+        start, end = normal(context.initializer_std), normal(context.residual_std)
+        self.qkv = Linear(width, 3 * width, start, bias=context.bias)
+        self.projection = Linear(width, width, end, bias=context.bias)
+
+    def heads(self, x_BTD: Tensor, rotation: Rotation | None, traced_head: Tensor | None) -> Heads:
+        """See `Attention.heads`; positions are learned."""
         qkv_BTM = self.qkv(x_BTD)
         # Not the shapes of x or A: a rank may have only some of the tokens there, and some of the
         # heads.
@@ -213,45 +332,11 @@ class SelfAttention(Attention):
         # Split as stored, so that the kernel's three gradients become that of qkv in one pass.
         of_head_BT3H = None
         if traced_head is None:
-            q_BTAH, k_BTAH, v_BTAH = qkv_BT3AH.unbind(2)
+            parts = qkv_BT3AH.unbind(2)
         else:
-            q_BTAH, k_BTAH, v_BTAH, of_head_BT3H = _Traced.apply(qkv_BT3AH, traced_head)  # type: ignore[no-untyped-call]
-        q_BATH, k_BATH, v_BATH = (x.transpose(1, 2) for x in (q_BTAH, k_BTAH, v_BTAH))
-        drop = self.dropout if self.training else 0.0
-        if cache is not None:
-            k_BATH, v_BATH = cache.append(k_BATH, v_BATH)
-        heads_BATH = self.attend(q_BATH, k_BATH, v_BATH, drop, mask_BT)
-        return self.finish(heads_BATH, qkv_BT3AH, of_head_BT3H)
-
-    def attend(
-        self,
-        q_BATH: Tensor,
-        k_BATH: Tensor,
-        v_BATH: Tensor,
-        drop: float,
-        mask_BT: Tensor | None = None,
-    ) -> Tensor:
-        """Computes the attention of the last T of S tokens to the tokens that they may see.
-
-        Args:
-            q_BATH: Queries of the last tokens.
-            k_BATH: Keys of all.
-            v_BATH: Values of all.
-            drop: Probability that an attention weight is dropped.
-            mask_BT: See `forward`.
-
-        Returns:
-            [B, A, T, H].
-        """
-        new, length = q_BATH.shape[2], k_BATH.shape[2]
-        seen = None if mask_BT is None or self.causal else mask_BT[:, None, None, :]
-        if self.causal and 1 < new < length:  # in generation; a single token attends to all
-            seen = q_BATH.new_ones(new, length, dtype=torch.bool).tril(length - new)
-        is_causal = self.causal and new == length
-        with self.random_numbers() if drop else nullcontext():
-            return scaled_dot_product_attention(
-                q_BATH, k_BATH, v_BATH, attn_mask=seen, dropout_p=drop, is_causal=is_causal
-            )
+            *parts, of_head_BT3H = _Traced.apply(qkv_BT3AH, traced_head)  # type: ignore[no-untyped-call]
+        q_BATH, k_BATH, v_BATH = (x_BTAH.transpose(1, 2) for x_BTAH in parts)
+        return Heads(q_BATH, k_BATH, v_BATH, qkv_BT3AH, of_head_BT3H)
 
 
 def _matrix_of(layer: nn.Linear) -> Tensor:

@@ -16,12 +16,11 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from polyad.model.block import FeedForwardConfig, PostNormBlock, build_block, run_blocks
+from polyad.model.block import PostNormBlock, build_block, run_blocks
 from polyad.model.config import Config, Count
 from polyad.model.feedforward import (
     Activation,
     BlockInput,
-    DenseFeedForwardConfig,
 )
 from polyad.model.heads import (
     ClassificationHead,
@@ -80,12 +79,6 @@ class BertConfig(TransformerSettings):
 
     kind: Literal["bert"] = "bert"
     """The kind of model."""
-    num_layers: Annotated[int, Field(ge=1, le=10_000)] = 12
-    """Number of transformer blocks L."""
-    hidden_size: Count = 768
-    """Width D of the residual stream, in units; a multiple of num_heads."""
-    num_heads: Count = 12
-    """Number of attention heads."""
     sequence_length: Annotated[int, Field(ge=3, le=2**31 - 1)] = 512
     """Maximum input length in tokens, which is also the number of learned positions. The first and
     the last token of a training sample mark its ends."""
@@ -94,9 +87,6 @@ class BertConfig(TransformerSettings):
     num_segments: Count = 2
     """Number of segment (token type) embeddings, for example for the first and the second text of a
     pair."""
-    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Dropout probability for the embeddings, the attention weights and the output of every
-    residual branch."""
     layer_norm_epsilon: Annotated[float, Field(gt=0, le=1e6)] = 1e-12
     """Epsilon that is added to the variance in every LayerNorm."""
     activation: Activation = "gelu"
@@ -105,8 +95,6 @@ class BertConfig(TransformerSettings):
     own key, model.feed_forward.activation."""
     initializer_range: Annotated[float, Field(gt=0, le=1e6)] = 0.02
     """Standard deviation of the initial weights."""
-    feed_forward: FeedForwardConfig = DenseFeedForwardConfig()
-    """The feed-forward layer of every block."""
     head: HeadConfig = MaskedLanguageHeadConfig()
     """The output head."""
 

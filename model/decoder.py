@@ -8,7 +8,7 @@ Shapes: B batch, T tokens in a sequence, D width, V vocabulary, K classes, L blo
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Annotated, ClassVar, NamedTuple, Self
+from typing import Annotated, ClassVar, NamedTuple, Self
 
 import torch
 from pydantic import Field, model_validator
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from polyad.model.attention import KeyValueCache
 from polyad.model.block import Block, FeedForwardConfig, run_blocks
-from polyad.model.config import Config
+from polyad.model.config import Config, Count
 from polyad.model.feedforward import BlockInput
 from polyad.model.heads import (
     ClassificationHeadConfig,
@@ -69,13 +69,25 @@ class DecoderSettings(TransformerSettings, ABC):
     embeddings: ClassVar[tuple[str, ...]] = ("token_embedding", "position_embedding", "head")
     causal: ClassVar[bool] = True
 
-    if TYPE_CHECKING:  # each model declares these keys, in its own order and words
-        sequence_length: int
-        initializer_range: float
-        tied_embeddings: bool
-        end_of_text_id: int | None
-        head: ClassificationHeadConfig | None
-        replaced: ReplacedConfig | None
+    sequence_length: Count = 1024
+    """Maximum input length in tokens, which is also the number of learned positions, if there are
+    any."""
+    vocab_size: Count | None = None
+    """Vocabulary size V, in tokens; null: that of the data's tokenizer."""
+    end_of_text_id: Annotated[int, Field(ge=0)] | None = None
+    """ID of the token that ends each document, for feed-forwards whose training depends on document
+    boundaries (model.feed_forward.pool); null: that of the data's tokenizer, where it is needed."""
+    initializer_range: Annotated[float, Field(gt=0, le=1e6)] = 0.02
+    """Standard deviation of the initial weights; divided by sqrt(2 L) for the last layer of each
+    residual branch, with L blocks."""
+    tied_embeddings: bool = True
+    """Whether the output head shares its matrix with the token embedding; false: it has a matrix of
+    its own, of the same size."""
+    replaced: ReplacedConfig | None = None
+    """Blocks that have another feed-forward instead of this one, as trained by `distill.blocks`;
+    null: none."""
+    head: ClassificationHeadConfig | None = None
+    """A classification head for whole sequences; null: the model predicts the next token."""
 
     @model_validator(mode="after")
     def _replacement_fits(self) -> Self:

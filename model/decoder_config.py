@@ -12,13 +12,12 @@ from torch import nn
 
 from polyad.model.block import Block, FeedForwardConfig, build_block, build_feedforward
 from polyad.model.config import Count
-from polyad.model.decoder import DecoderParts, DecoderSettings, ReplacedConfig
+from polyad.model.decoder import DecoderParts, DecoderSettings
 from polyad.model.feedforward import (
     Activation,
     DenseFeedForwardConfig,
     GatedActivation,
 )
-from polyad.model.heads import ClassificationHeadConfig
 from polyad.model.layers import LayerNorm, NormName, build_norm
 from polyad.model.rotary import RotaryConfig
 from polyad.model.rotary_attention import GroupedAttention, LatentAttention, LatentConfig
@@ -30,39 +29,10 @@ class GPT2Config(DecoderSettings):
 
     kind: Literal["gpt2"] = "gpt2"
     """The kind of model."""
-    num_layers: Annotated[int, Field(ge=1, le=10_000)] = 12
-    """Number of transformer blocks L."""
-    hidden_size: Count = 768
-    """Width D of the residual stream, in units; a multiple of num_heads."""
-    num_heads: Count = 12
-    """Number of attention heads."""
-    sequence_length: Count = 1024
-    """Maximum input length in tokens, which is also the number of learned positions."""
-    vocab_size: Count | None = None
-    """Vocabulary size V, in tokens; null: that of the data's tokenizer."""
-    end_of_text_id: Annotated[int, Field(ge=0)] | None = None
-    """ID of the token that ends each document, for feed-forwards whose training depends on document
-    boundaries (model.feed_forward.pool); null: that of the data's tokenizer, where it is needed."""
-    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Dropout probability for the embeddings, the attention weights and the output of every
-    residual branch."""
     bias: bool = True
     """Whether linear layers and LayerNorms have a bias."""
     layer_norm_epsilon: Annotated[float, Field(gt=0, le=1e6)] = 1e-5
     """Epsilon that is added to the variance in every LayerNorm."""
-    initializer_range: Annotated[float, Field(gt=0, le=1e6)] = 0.02
-    """Standard deviation of the initial weights; divided by sqrt(2 L) for the last layer of each
-    residual branch, with L blocks."""
-    tied_embeddings: bool = True
-    """Whether the output head shares its matrix with the token embedding; false: it has a matrix of
-    its own, of the same size."""
-    feed_forward: FeedForwardConfig = DenseFeedForwardConfig()
-    """The feed-forward layer of every block."""
-    replaced: ReplacedConfig | None = None
-    """Blocks that have another feed-forward instead of this one, as trained by `distill.blocks`;
-    null: none."""
-    head: ClassificationHeadConfig | None = None
-    """A classification head for whole sequences; null: the model predicts the next token."""
 
     def in_words(self) -> str:
         """Describes depth and width for the user."""
@@ -87,24 +57,11 @@ class DecoderConfig(DecoderSettings):
 
     kind: Literal["decoder"] = "decoder"
     """The kind of model."""
-    num_layers: Annotated[int, Field(ge=1, le=10_000)] = 12
-    """Number of transformer blocks L."""
-    hidden_size: Count = 768
-    """Width D of the residual stream, in units."""
-    num_heads: Count = 12
-    """Number of query heads."""
     num_key_value_heads: Count | None = None
     """Number of key and value heads, each shared by several query heads (grouped-query attention);
     null: num_heads."""
     head_size: Count | None = None
     """Dimension of each head, in units; null: hidden_size / num_heads."""
-    sequence_length: Count = 1024
-    """Maximum input length, in tokens."""
-    vocab_size: Count | None = None
-    """Vocabulary size V, in tokens; null: that of the data's tokenizer."""
-    end_of_text_id: Annotated[int, Field(ge=0)] | None = None
-    """ID of the token that ends each document, for feed-forwards whose training depends on document
-    boundaries (model.feed_forward.pool); null: that of the data's tokenizer, where it is needed."""
     norm: NormName = "rms"
     """Normalization layer: `rms`, RMSNorm without a bias; `rms_rounded_last`, as in gpt-oss, which
     rounds to bf16 after applying the scale rather than before; or `layer`, LayerNorm."""
@@ -141,12 +98,6 @@ class DecoderConfig(DecoderSettings):
     """Activation of dense feed-forwards: `swiglu` or `geglu` with a gate, or `gelu`, `gelu_tanh`,
     `quick_gelu` or `relu` without one. Sparse experts have their own key,
     model.feed_forward.activation."""
-    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Dropout probability for the embeddings, the attention weights and the output of every
-    residual branch."""
-    initializer_range: Annotated[float, Field(gt=0, le=1e6)] = 0.02
-    """Standard deviation of the initial weights; divided by sqrt(2 L) for the last layer of each
-    residual branch, with L blocks."""
     tied_embeddings: bool = False
     """Whether the output head shares its matrix with the token embedding; false: it has a matrix of
     its own, of the same size."""
@@ -161,14 +112,6 @@ class DecoderConfig(DecoderSettings):
     """Factor of each residual branch before it is added to the residual stream (Granite)."""
     logits_divisor: Multiplier = 1.0
     """Divisor of the output logits (Granite)."""
-    feed_forward: FeedForwardConfig = DenseFeedForwardConfig()
-    """The feed-forward layer of every block; with a mixture of experts, some blocks can stay
-    dense."""
-    replaced: ReplacedConfig | None = None
-    """Blocks that have another feed-forward instead of this one, as trained by `distill.blocks`;
-    null: none."""
-    head: ClassificationHeadConfig | None = None
-    """A classification head for whole sequences; null: the model predicts the next token."""
 
     @model_validator(mode="after")
     def _attention_fits(self) -> Self:

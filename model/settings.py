@@ -2,14 +2,14 @@
 
 from abc import ABC
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar, Literal, Self, TypeAlias
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self, TypeAlias
 
 import torch
-from pydantic import model_validator
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from polyad.model.block import FeedForwardConfig
-from polyad.model.config import Config, SectionError
+from polyad.model.config import Config, Count, SectionError
 from polyad.model.feedforward import DenseFeedForwardConfig, FeedForwardContext
 
 CutSizes: TypeAlias = list[dict[str, int]]
@@ -150,10 +150,22 @@ class ModelSettings(Config, ABC):
 class TransformerSettings(ModelSettings, ABC):
     """The base class of models whose blocks have attention and a feed-forward."""
 
-    if TYPE_CHECKING:  # each model declares these keys, in its own order and words
-        num_heads: int
+    num_layers: Annotated[int, Field(ge=1, le=10_000)] = 12
+    """Number of transformer blocks L."""
+    hidden_size: Count = 768
+    """Width D of the residual stream, in units; a multiple of num_heads, unless the heads of a
+    decoder have another size."""
+    num_heads: Count = 12
+    """Number of attention heads; of query heads, if keys have fewer."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Dropout probability for the embeddings, the attention weights and the output of every
+    residual branch."""
+    feed_forward: FeedForwardConfig = DenseFeedForwardConfig()
+    """The feed-forward layer of every block; with a mixture of experts, some blocks can stay
+    dense."""
+
+    if TYPE_CHECKING:  # models of text declare it
         vocab_size: int | None
-        feed_forward: FeedForwardConfig
 
     @model_validator(mode="after")
     def _heads_divide_width(self) -> Self:

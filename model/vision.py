@@ -91,7 +91,7 @@ class ImageModelSettings(ImageSettings):
     hidden_size: Count = 768
     """Width D of the residual stream, in units."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Dropout probability for the attention weights and the output of every residual branch."""
+    """Dropout probability for the output of every residual branch."""
     drop_path: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Stochastic depth: the probability that a residual branch of the last block is skipped for an
     image; in block i of L it is i / (L - 1) times this."""

@@ -14,8 +14,6 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from polyad.model.block import Block, FeedForwardConfig, build_block, run_blocks
-from polyad.model.config import Count
-from polyad.model.feedforward import DenseFeedForwardConfig
 from polyad.model.initialization import (
     ZEROS,
     Initializer,
@@ -35,8 +33,6 @@ class ViTConfig(TransformerSettings, ImageModelSettings):
 
     kind: Literal["vit"] = "vit"
     """The kind of model."""
-    num_heads: Count = 12
-    """Number of attention heads; divides hidden_size."""
     pool: Literal["class_token", "mean"] = "class_token"
     """Input of the head: `class_token`, an additional token that attends to the patches, or `mean`,
     the mean over the patches."""
@@ -44,8 +40,6 @@ class ViTConfig(TransformerSettings, ImageModelSettings):
     """Whether there is a LayerNorm before the first block, as in CLIP."""
     pre_logits: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
     """Width, in units, of an additional layer with tanh before the head; null: no such layer."""
-    feed_forward: FeedForwardConfig = DenseFeedForwardConfig()
-    """The feed-forward layer of every block."""
 
     @property
     def num_tokens(self) -> int:

@@ -26,7 +26,7 @@ from polyad.model.layers import Region, embed, same
 from polyad.model.lora import AdapterRegions, FactorLowRank, LoRAExperts, LowRank
 from polyad.model.mumoe.factorizations import Factorized
 from polyad.model.mxd.layer import SparseTable
-from polyad.model.rotary_attention import GroupedAttention, LatentAttention, RotaryAttention
+from polyad.model.rotary_attention import GroupedAttention, LatentAttention
 from polyad.model.smoe.layer import SelectingMoE
 from polyad.parallel import comm
 from polyad.parallel.megatron import tensor_parallel_library
@@ -80,7 +80,7 @@ def parallelize_tensors(model: nn.Module, world: comm.World, tokens: Tokens | No
                     if (linear := getattr(layer, name)) is not None:
                         layer.add_module(name, of_this.column(linear))
                 layer.add_module("down", of_this.row(layer.down))
-            if isinstance(layer, RotaryAttention) and layer.sinks is not None:
+            if isinstance(layer, Attention) and layer.sinks is not None:
                 _cut_vector(layer, "sinks", world)
 
 

@@ -1,15 +1,14 @@
 """The keys of an emergent mixture of experts."""
 
 import math
-from typing import Annotated, ClassVar, Literal, Self
+from typing import ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from polyad.model.config import Count, SectionError
 from polyad.model.feedforward import DenseFeedForwardConfig
 from polyad.model.smoe.config import (
     Placement,
-    Positive,
     SelectingConfig,
 )
 
@@ -26,9 +25,6 @@ class EmergentMoEConfig(SelectingConfig):
 
     kind: Literal["emoe"] = "emoe"
     """The kind of feed-forward."""
-    num_experts: Annotated[int, Field(ge=2, le=2**31 - 1)] = 16
-    """Number of experts E per block, which are groups of inner units of equal size; must divide the
-    inner width."""
     top_k: Count = 8
     """Number of experts K that each token uses; with all of them it is the dense feed-forward."""
     hidden_size: Count | None = None
@@ -42,20 +38,9 @@ class EmergentMoEConfig(SelectingConfig):
     rows of its first layer, or of its gate), and weight 1 for each selected expert. Learned:
     `linear` or `cosine`, as for smoe, with a softmax over the selected experts that is multiplied
     by their number, so that weights are 1 on average."""
-    score_width: Count | None = None
-    """Width of the space in which the cosine score compares, in units; null: half of num_experts,
-    but at least 8."""
     select: Literal["top_k", "bottom_k", "not_top_k"] = "top_k"
     """Which experts a token uses: the `top_k` with the highest scores, as many with the lowest
     (`bottom_k`), or all except the top_k highest (`not_top_k`). The last two are for comparison."""
-    router_noise: Annotated[float, Field(ge=0, le=1e6)] = 0.0
-    """Normal noise that is added to the scores in training, with a standard deviation of
-    router_noise / num_experts (the authors' code: 1); 0: no noise."""
-    capacity_factor: Positive | None = None
-    """Maximum number of tokens per expert in a micro-batch, as a multiple of an even share (the
-    authors' code: 1.5, in evaluation too); null: no token is ever dropped."""
-    evaluation_capacity_factor: Positive | None = None
-    """capacity_factor in evaluation; null: the same as in training."""
     experts: Literal["masked", "grouped", "loop"] = "masked"
     """How experts are computed: `masked` computes all of them in one matrix product and sets to 0
     what a token does not use; `grouped` and `loop` (as for smoe) compute only what it uses. With

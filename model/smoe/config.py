@@ -71,12 +71,23 @@ def at_most(key: str, value: int, limit_key: str, limit: int) -> None:
 class SelectingConfig(FeedForwardSettings, ABC):
     """The base class of kinds whose router selects whole experts per token, in some blocks."""
 
-    if TYPE_CHECKING:  # each kind declares these keys, in its own order and words
-        num_experts: int
-        score_width: int | None
-        capacity_factor: float | None
-        evaluation_capacity_factor: float | None
-        router_noise: float
+    num_experts: Annotated[int, Field(ge=2, le=2**31 - 1)] = 16
+    """Number of experts E per block; in an emergent mixture it must divide the inner width."""
+    router_noise: Annotated[float, Field(ge=0, le=1e6)] = 0.0
+    """Normal noise that is added to the router logits in training, independently for each token and
+    expert, with a standard deviation of router_noise / num_experts (V-MoE: 1); 0: no noise."""
+    score_width: Count | None = None
+    """Width of the space in which the cosine score compares, in units; null: half of num_experts,
+    but at least 8."""
+    capacity_factor: Positive | None = None
+    """Maximum number of assignments per expert in a micro-batch, as a multiple of an even share
+    (EMoE's code: 1.5, in evaluation too); tokens beyond it are not processed by that expert. null:
+    no token is ever dropped."""
+    evaluation_capacity_factor: Positive | None = None
+    """capacity_factor in evaluation (V-MoE trains with 1.05 and evaluates with 4); null: the same
+    as in training. With num_experts / top_k or more, nothing is dropped."""
+
+    if TYPE_CHECKING:  # each kind has other ways
         experts: str
 
     placement_key: ClassVar[str]
@@ -187,8 +198,6 @@ class SparseMoEConfig(SelectingConfig):
 
     kind: Literal["smoe"] = "smoe"
     """The kind of feed-forward."""
-    num_experts: Annotated[int, Field(ge=2)] = 16
-    """Number of experts E per block."""
     top_k: Count = 2
     """Number of experts K that each token uses."""
     combine: Literal["renormalized", "normalized", "softmax"] = "renormalized"
@@ -226,12 +235,6 @@ class SparseMoEConfig(SelectingConfig):
     their `best_two` scores including the balancing bias (DeepSeek-V3)."""
     router_bias: bool = True
     """Whether the linear score has a bias if the model's layers have one; V-MoE has none."""
-    router_noise: Annotated[float, Field(ge=0, le=1e6)] = 0.0
-    """Normal noise that is added to the router logits in training, independently for each token and
-    expert, with a standard deviation of router_noise / num_experts (V-MoE: 1); 0: no noise."""
-    score_width: Count | None = None
-    """Width of the space in which the cosine score compares, in units; null: half of num_experts,
-    but at least 8."""
     final_top_k: Count | None = None
     """Value to which top_k grows linearly over `train.steps` (num_experts in SMoE-dropout); null:
     top_k stays constant."""
@@ -273,12 +276,6 @@ class SparseMoEConfig(SelectingConfig):
     selection_bias: bool = False
     """Whether there is a balancing bias even if balancing_rate is 0, which then stays fixed, as in
     a DeepSeek-V3 checkpoint that is loaded."""
-    capacity_factor: Positive | None = None
-    """Maximum number of assignments per expert in a micro-batch, as a multiple of an even share;
-    tokens beyond it are not processed by that expert. null: no token is ever dropped."""
-    evaluation_capacity_factor: Positive | None = None
-    """capacity_factor in evaluation (V-MoE trains with 1.05 and evaluates with 4); null: the same
-    as in training. With num_experts / top_k or more, nothing is dropped."""
     activation: Activation | GatedActivation = "gelu_tanh"
     """Activation of the experts: `gelu_tanh` (tanh approximation of GELU), `gelu` (exact),
     `quick_gelu` (x sigmoid(1.702 x)) or `relu`; or with a gate, a second layer beside the first:

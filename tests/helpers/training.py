@@ -405,7 +405,8 @@ def inspect_shards(case: Case) -> dict[str, Any]:
     parameters = list(engine.module.parameters())
     attention = engine.module.blocks[0].attention
     replicated = attention.residual_dropout(torch.ones(1000))
-    cut = attention.attend(*torch.ones(3, 50, 2, 4, 9), 0.5)  # of equal queries, keys and values
+    attention.dropout = 0.5
+    cut = attention.attend(*torch.ones(3, 50, 2, 4, 9))  # of equal queries, keys and values
     after = torch.rand(3)
     return {
         "elements": sum(p.numel() for p in parameters),

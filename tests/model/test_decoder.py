@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
+from polyad.model.attention import attend_with_sinks
 from polyad.model.build import build_model, materialize, read_model_config
 from polyad.model.rotary import RotaryConfig, rotation
-from polyad.model.rotary_attention import attend_with_sinks
 from polyad.model.smoe.config import SparseMoEConfig
 from polyad.model.smoe.router import TopK
 
