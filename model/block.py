@@ -18,8 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from polyad.model.attention import Attention, KeyValueCache, SelfAttention
 from polyad.model.config import SectionIn
 from polyad.model.cuda_graph import GraphedBlocks
-from polyad.model.emoe.config import EmergentMoEConfig
-from polyad.model.emoe.layer import EmergentMoE
+from polyad.model.emoe.layer import EmergentMoE, EmergentMoEConfig
 from polyad.model.feedforward import (
     NOTHING_ELSE,
     BlockInput,
@@ -32,8 +31,12 @@ from polyad.model.feedforward import (
 from polyad.model.layers import DropPath, LayerNorm
 from polyad.model.mumoe.config import MuMoEConfig
 from polyad.model.mumoe.layer import MuMoE
-from polyad.model.mxd.config import MixtureOfDecodersConfig, TranscoderConfig
-from polyad.model.mxd.layer import MixtureOfDecoders, Transcoder
+from polyad.model.mxd import (
+    MixtureOfDecoders,
+    MixtureOfDecodersConfig,
+    Transcoder,
+    TranscoderConfig,
+)
 from polyad.model.output import RoutingStats
 from polyad.model.smoe.config import SparseMoEConfig
 from polyad.model.smoe.layer import SparseMoE

@@ -21,7 +21,7 @@ from polyad.model.lora import FactorLowRank
 from polyad.model.mumoe.factorizations import Factorized, FactorRegions
 from polyad.model.mumoe.gating import GateRegions
 from polyad.model.mumoe.layer import MuMoE
-from polyad.model.mxd.layer import SparseTable
+from polyad.model.mxd import SparseTable
 from polyad.model.smoe.router import Selected
 from polyad.parallel import comm
 from polyad.parallel.regions import Group, copy, sum_parts, tensor_group

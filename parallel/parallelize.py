@@ -18,7 +18,7 @@ from polyad.model.decoder import Decoder
 from polyad.model.lora import of_base
 from polyad.model.mumoe.gating import BatchNorm
 from polyad.model.mumoe.layer import MuMoE
-from polyad.model.mxd.layer import SparseTable
+from polyad.model.mxd import SparseTable
 from polyad.model.smoe.graph import AttentionGraph
 from polyad.model.smoe.layer import SelectingMoE
 from polyad.parallel import comm, expert

@@ -25,7 +25,7 @@ from polyad.model.kernels.linear_cross_entropy import VocabularyPart
 from polyad.model.layers import Region, embed, same
 from polyad.model.lora import AdapterRegions, FactorLowRank, LoRAExperts, LowRank
 from polyad.model.mumoe.factorizations import Factorized
-from polyad.model.mxd.layer import SparseTable
+from polyad.model.mxd import SparseTable
 from polyad.model.rotary_attention import GroupedAttention, LatentAttention
 from polyad.model.smoe.layer import SelectingMoE
 from polyad.parallel import comm

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from polyad.model.build import count_parameters
-from polyad.model.emoe.config import EmergentMoEConfig
+from polyad.model.emoe.layer import EmergentMoEConfig
 from polyad.model.smoe.config import SelectingConfig, SparseMoEConfig
 from polyad.parallel.dims import Dims
 from polyad.train.config.adaptation import counts, model_of, unused_parameters

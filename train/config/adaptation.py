@@ -8,7 +8,7 @@ from torch import nn
 from polyad.model.build import build_model
 from polyad.model.decoder import DecoderSettings
 from polyad.model.lora import adapters, add_lora, of_base
-from polyad.model.mxd.layer import SparseTable
+from polyad.model.mxd import SparseTable
 from polyad.model.settings import ModelSettings
 from polyad.model.smoe.layer import SelectingMoE
 from polyad.parallel import comm

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from polyad.data.images.config import ImageDataConfig
 from polyad.model.config import Config
 from polyad.model.decoder_config import DecoderConfig
-from polyad.model.emoe.config import EmergentMoEConfig
+from polyad.model.emoe.layer import EmergentMoEConfig
 from polyad.model.mixture import MixtureConfig
 from polyad.model.settings import ModelSettings
 from polyad.model.smoe.config import SelectingConfig, SparseMoEConfig

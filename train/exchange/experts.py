@@ -16,7 +16,7 @@ from pydantic import Field
 
 from polyad.model.config import Config
 from polyad.model.decoder_config import DecoderConfig
-from polyad.model.emoe.config import EmergentMoEConfig
+from polyad.model.emoe.layer import EmergentMoEConfig
 from polyad.model.emoe.splitting import (
     balanced_kmeans,
     dense_names,

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from polyad.model.mumoe.gating import Gate, GateOutput
-from polyad.model.mxd.layer import SparseGate
+from polyad.model.mxd import SparseGate
 from polyad.model.smoe.layer import SelectingMoE
 from polyad.model.smoe.router import Router, Selected
 from polyad.train.errors import ConfigError

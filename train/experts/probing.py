@@ -23,7 +23,7 @@ from polyad.model.mixture import Mixture, MixtureGate, Shares
 from polyad.model.mumoe.gating import Gate
 from polyad.model.mumoe.head import MuMoEHead
 from polyad.model.mumoe.layer import MuMoE
-from polyad.model.mxd.layer import SparseGate, SparseTable
+from polyad.model.mxd import SparseGate, SparseTable
 from polyad.model.smoe.layer import SelectingMoE
 from polyad.model.smoe.router import Router, Selected, spread
 from polyad.train.errors import ConfigError

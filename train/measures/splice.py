@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from polyad.model.decoder import DecoderSettings
-from polyad.model.mxd.layer import SparseTable
+from polyad.model.mxd import SparseTable
 from polyad.parallel import comm
 from polyad.parallel.checkpoint.load import Checkpoint
 from polyad.parallel.weights import Weights, device_of

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from polyad.model.build import build_model, materialize
-from polyad.model.emoe.config import EmergentMoEConfig
-from polyad.model.emoe.layer import EmergentMoE
+from polyad.model.emoe.layer import EmergentMoE, EmergentMoEConfig
 from polyad.model.emoe.splitting import (
     balanced_kmeans,
     dense_names,

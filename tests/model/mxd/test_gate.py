@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from polyad.model.mxd.layer import SparseGate, best_sums
+from polyad.model.mxd import SparseGate, best_sums
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,12 @@ from polyad.model.build import build_model, initial_values, materialize
 from polyad.model.decoder_config import GPT2Config
 from polyad.model.feedforward import FeedForwardContext
 from polyad.model.mumoe.factorizations import CP, Sizes
-from polyad.model.mxd.config import MixtureOfDecodersConfig, TranscoderConfig
-from polyad.model.mxd.layer import MULTIPLIED_WHOLE, sum_of_rows
+from polyad.model.mxd import (
+    MULTIPLIED_WHOLE,
+    MixtureOfDecodersConfig,
+    TranscoderConfig,
+    sum_of_rows,
+)
 from polyad.model.smoe.router import spread
 
 WIDTH = 8
