@@ -30,7 +30,6 @@ _CLASSES = {
     "language": "BertForMaskedLM", "classification": "BertForSequenceClassification",
     "none": "BertModel",
 }  # fmt: skip
-_FREE = frozenset({"head", "dropout", "recompute", "compile", "initializer_range"})
 
 
 def _copies(config: BertConfig) -> dict[str, str]:
@@ -121,9 +120,8 @@ BERT = Family(
         only("position_embedding_type", "absolute"),
     ),
     further=lambda tree, shape_of: {"head": _head_of(tree, shape_of)},
-    free=lambda config: _FREE,
     num_classes=_num_classes,
-    check=lambda config: refuse_experts(config, "BERT"),
+    check=refuse_experts,
     architecture=lambda config: _CLASSES[config.head.kind],
     written=_written,
 )

@@ -13,7 +13,15 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from polyad.model.decoder_config import DecoderConfig
-from polyad.model.families.family import FP32_TEXT, Family, Known, Rules, refuse_replaced
+from polyad.model.families.family import (
+    FP32_TEXT,
+    FREE,
+    OUR_NAMES,
+    Family,
+    Known,
+    Rules,
+    refuse_decoder,
+)
 from polyad.model.families.keys import (
     Key,
     Tree,
@@ -38,10 +46,6 @@ IGNORED_KEYS = frozenset({
     "transformers_version", "unsloth_fixed", "unsloth_version", "use_cache",
 })  # fmt: skip
 """Keys that do not affect the computation, or that a family reads where they do."""
-FREE = frozenset({
-    "head", "dropout", "recompute", "compile", "initializer_range", "end_of_text_id",
-})  # fmt: skip
-"""Our keys that may differ from a folder's."""
 FREE_OF_EXPERTS = frozenset({
     "graph", "similarity", "tau", "sigma", "attention_head", "head_mean",
     "balancing_rate", "capacity_factor", "evaluation_capacity_factor", "expert_dropout",
@@ -160,25 +164,24 @@ def heads(groups: int | None, *, sized: bool = True, size: int | None = None) ->
     """
 
     def read(tree: Tree) -> dict[str, Any]:
-        found = tree.get("num_key_value_heads", groups)
-        values = {"num_key_value_heads": found or tree.get("num_attention_heads")}
-        return values | ({"head_size": tree.get("head_dim", size)} if sized else {})
-
-    def refuse(tree: Tree) -> None:
         width, count = tree.get("hidden_size"), tree.get("num_attention_heads")
-        found = tree.get("head_dim")
-        if not sized and found is not None and width and count and found != width // count:
+        found = tree.get("head_dim", size)
+        values = {"num_key_value_heads": tree.get("num_key_value_heads", groups) or count}
+        if sized:
+            return values | {"head_size": found}
+        if found is not None and width and count and found != width // count:
             raise WeightsError(
                 f"head_dim: {found} is not supported; it must be absent, or hidden_size / "
                 f"num_attention_heads: {width // count}"
             )
+        return values
 
     def write(config: DecoderConfig) -> dict[str, Any]:
         values = {"num_key_value_heads": config.known_key_value_heads()}
         return values | ({"head_dim": config.known_head_size()} if sized else {})
 
     names = {"num_key_value_heads": "num_key_value_heads", "head_size": "head_dim"}
-    return Key(names, read, write, refuse)
+    return Key(names, read, write)
 
 
 def rope(
@@ -201,20 +204,16 @@ def rope(
     """
     unsaid = scaling or {}
 
-    def refuse(tree: Tree) -> None:
+    def read(tree: Tree) -> dict[str, Any]:
         found = _rope_parameters(tree, theta, unsaid)
         if (kind := found["rope_type"]) != "default" and kind not in _SCALINGS:
             known = ", ".join(("default", *_SCALINGS))
             raise WeightsError(f"rope_type: {kind!r:.60} is not supported; supported: {known}")
-        if found.get("partial_rotary_factor", 1.0) != 1.0:
-            raise WeightsError("partial_rotary_factor: is not supported; supported: 1.0")
-
-    def read(tree: Tree) -> dict[str, Any]:
-        found = _rope_parameters(tree, theta, unsaid)
+        implied(partial_rotary_factor=1.0).read(found)
         values: dict[str, Any] = {"theta": float(found["rope_theta"]), "dtype": dtype}
         of_file = "neighbours" if tree.get("rope_interleave", True) else "halves"
         values["pairs"] = of_file if is_latent else pairs
-        if found["rope_type"] != "default":
+        if kind != "default":
             values["scaling"] = _read_scaling(found, tree.get("max_position_embeddings"), is_latent)
         return {"rotary": values}
 
@@ -232,7 +231,7 @@ def rope(
         return written
 
     names = {"rotary": "rope_scaling", "rotary.theta": "rope_theta"}
-    return Key(names, read, write, refuse, reads=("rope_parameters", "rope_interleave"))
+    return Key(names, read, write, reads=("rope_parameters", "rope_interleave"))
 
 
 def _rope_parameters(tree: Tree, theta: float, unsaid: Tree) -> dict[str, Any]:
@@ -341,21 +340,18 @@ def placement(
     def read(tree: Tree) -> dict[str, Any]:
         blocks = range(tree.get("num_hidden_layers", 0))
         listed = [block for block in blocks if routes(tree, block)]
-        return {"feed_forward.placement": 1 if len(listed) == len(blocks) else listed}
-
-    def refuse(tree: Tree) -> None:
-        count = tree.get("num_hidden_layers", 0)
-        if not any(routes(tree, block) for block in range(count)):
+        if not listed:
             found = {key: tree[key] for key in reads if key in tree} or {reads[0]: "the default"}
             said = ", ".join(f"{key}: {value}" for key, value in found.items())
-            raise WeightsError(f"{said}: leaves none of {count} blocks with experts")
+            raise WeightsError(f"{said}: leaves none of {len(blocks)} blocks with experts")
+        return {"feed_forward.placement": 1 if len(listed) == len(blocks) else listed}
 
     def written(config: DecoderConfig) -> dict[str, Any]:
         experts = config.feed_forward
         assert isinstance(experts, SparseMoEConfig)
         return write([b for b in range(config.num_layers) if not experts.routes(b)])
 
-    return Key({"feed_forward.placement": reads[0]}, read, written, refuse, reads=reads)
+    return Key({"feed_forward.placement": reads[0]}, read, written, reads=reads)
 
 
 def shared_experts(default: int) -> Key:
@@ -508,13 +504,8 @@ def _deepseek(
 ) -> tuple[Key, ...]:
     """The keys of both DeepSeek versions, with defaults that differ between them."""
 
-    def refuse(tree: Tree) -> None:
-        groups, count = tree.get("num_key_value_heads"), tree.get("num_attention_heads", 32)
-        if groups not in (None, count):
-            raise WeightsError(
-                f"num_key_value_heads: {groups} is not supported; latent attention has as many as "
-                f"num_attention_heads: {count}"
-            )
+    def read_groups(tree: Tree) -> dict[str, Any]:
+        return implied(num_key_value_heads=tree.get("num_attention_heads", 32)).read(tree)
 
     blocks = placement(
         lambda tree, block: block >= (tree.get("first_k_dense_replace", dense_first) or 0),
@@ -529,7 +520,7 @@ def _deepseek(
         field("qk_rope_head_dim", "latent_attention.rotated_size", 64),
         field("v_head_dim", "latent_attention.value_size", 128),
         biases(False, "attention_bias", "attention_output_bias"),
-        Key({}, write=lambda config: {"num_key_value_heads": config.num_heads}, refuse=refuse,
+        Key({}, read_groups, lambda config: {"num_key_value_heads": config.num_heads},
             reads=("num_key_value_heads", "qk_head_dim", "num_nextn_predict_layers", "ep_size",
                    "aux_loss_alpha", "seq_aux")),
         *_sparse("n_routed_experts", experts, top_k, "moe_intermediate_size"),
@@ -562,7 +553,6 @@ def _decoder(
         copies=lambda config: {HEAD: "embed_tokens.weight"} if config.tied_embeddings else {},
         keys=keys,
         known_keys=IGNORED_KEYS,
-        free=lambda config: FREE,
         architecture=lambda config: f"{classes}ForCausalLM",
         written=lambda config, known: {"eos_token_id": known.end_of_text_id, **FP32_TEXT},
         **more,
@@ -667,22 +657,19 @@ def _groups(tree: Tree, number: int = 1, best: int = 1) -> dict[str, Any]:
 
 
 def _v2_groups(tree: Tree) -> dict[str, Any]:
-    return _groups(tree) if tree.get("topk_method") == "group_limited_greedy" else {}
-
-
-def _written_groups(config: DecoderConfig) -> dict[str, Any]:
-    experts = config.feed_forward
-    assert isinstance(experts, SparseMoEConfig)
-    return {"n_group": experts.num_groups, "topk_group": experts.top_groups}
-
-
-def _known_method(tree: Tree) -> None:
     method = tree.get("topk_method", "greedy")
     if method not in ("greedy", "group_limited_greedy"):
         raise WeightsError(
             f"topk_method: {method!r:.60} is not supported; supported: 'greedy', "
             "'group_limited_greedy'"
         )
+    return {} if method == "greedy" else _groups(tree)
+
+
+def _written_groups(config: DecoderConfig) -> dict[str, Any]:
+    experts = config.feed_forward
+    assert isinstance(experts, SparseMoEConfig)
+    return {"n_group": experts.num_groups, "topk_group": experts.top_groups}
 
 
 DEEPSEEK_V2_FAMILY = _decoder(
@@ -696,7 +683,7 @@ DEEPSEEK_V2_FAMILY = _decoder(
             _v2_groups,
             lambda config: {"topk_method": "greedy" if config.feed_forward.num_groups == 1
                             else "group_limited_greedy", **_written_groups(config)},
-            _known_method, reads=("topk_method", "norm_topk_prob")),
+            reads=("topk_method", "norm_topk_prob")),
         length=2048, experts=64, top_k=None, shared=2, dense_size=11008, dense_first=0,
     ),
     ROUTED, _shared("mlp.shared_experts"), LATENT, other_forms=(FUSED,),
@@ -766,13 +753,7 @@ def family_of(config: DecoderConfig) -> Family:
     Raises:
         WeightsError: There is none; the message names the differences from the nearest family.
     """
-    if config.head is not None:
-        raise WeightsError(
-            f"model.head.kind: {config.head.kind!r}: only language models can be written in "
-            "Hugging Face's format; use `--to safetensors` to write the weights under Polyad's "
-            "names"
-        )
-    refuse_replaced(config)
+    refuse_decoder(config)
     wanted, nearest = flat(comparable(config, is_written=True)), list[str]()
     for family in DECODERS:
         try:
@@ -793,8 +774,7 @@ def family_of(config: DecoderConfig) -> Family:
             nearest = [f"{family.title} has {each}" for each in differing]
     said = "; ".join(nearest[:3]) if nearest else "no family has such blocks"
     raise WeightsError(
-        f"model.kind: decoder: transformers has no such architecture: {said}; use `--to "
-        "safetensors` to write the weights under Polyad's names"
+        f"model.kind: decoder: transformers has no such architecture: {said}; {OUR_NAMES}"
     )
 
 

@@ -12,18 +12,24 @@ from pydantic import ValidationError
 from polyad.model.build import build_model
 from polyad.model.decoder import DecoderSettings
 from polyad.model.decoder_config import DecoderConfig
-from polyad.model.families.keys import Key, Tree, WeightsError, absent, check_forms, nested
+from polyad.model.families.keys import Key, Tree, WeightsError, check_forms, implied, nested
 from polyad.model.families.tensors import Piece, Rule, Shape
 from polyad.model.settings import ModelSettings
 
 CONFIG_FILE = "config.json"
+OUR_NAMES = "use `--to safetensors` to write the weights under Polyad's names"
+"""The end of errors about models that other libraries have not."""
+FREE = frozenset({
+    "head", "dropout", "recompute", "compile", "initializer_range", "end_of_text_id",
+})  # fmt: skip
+"""Our keys that may differ from a folder's in every family."""
 _BLOCK = re.compile(r"blocks\.(\d+)\.(.+)")
 _NONE = re.compile(r"(?!)")
 """Matches nothing."""
 FP32_TEXT = {"dtype": "float32", "use_cache": True}
 """The last keys of every text model that is written."""
-_REFUSED = (absent("pruned_heads"),)
-"""Options of every transformers family that are not supported here."""
+_ALWAYS = implied(pruned_heads={})
+"""Options of every transformers family of which only one value is supported."""
 
 ShapeOf: TypeAlias = Callable[[str], Shape | None]
 """The shape of a folder's tensor by its plain name; None if it does not exist."""
@@ -97,7 +103,7 @@ class Family:
     """Returns the part of config.json that contains the keys."""
     further: Callable[[Tree, ShapeOf], dict[str, Any]] = lambda tree, shape_of: {}
     """Returns values of ours that follow from tensors, or from no single key."""
-    free: Callable[[Any], frozenset[str]]
+    free: Callable[[Any], frozenset[str]] = lambda config: FREE
     """Returns our keys that only matter in training, or select the head, which may be new."""
     width: Callable[[Any, str], int] = lambda config, key: config.hidden_size
     """Returns the input width of a section's feed-forward."""
@@ -188,12 +194,10 @@ class Family:
         try:
             section = self.section(tree)
             check_forms(section)
-            for key in (*self.keys, *_REFUSED):
-                key.refuse(section)
             self._refuse_quantized(section)
             self._refuse_unknown(section)
             values: dict[str, Any] = {}
-            for key in self.keys:
+            for key in (*self.keys, _ALWAYS):
                 values |= key.read(section)
             return self.config.model_validate(nested(values | self.further(tree, shape_of)))
         except ValidationError as error:
@@ -214,7 +218,6 @@ class Family:
         Raises:
             WeightsError: They have no equivalent of the model.
         """
-        refuse_replaced(config)
         self.check(config)
         assert config.left_to_data() is None
         if isinstance(config, DecoderConfig):
@@ -288,37 +291,36 @@ def _rule(rules: Rules, name: str) -> Rule | None:
     return Rule((found,), of_module=True) if isinstance(found, str) else found
 
 
-def refuse_replaced(config: ModelSettings) -> None:
-    """Raises an error if some blocks have another feed-forward than the rest.
+def refuse_decoder(config: DecoderSettings) -> None:
+    """Raises an error if a decoder has what no family of decoders has.
 
     Raises:
-        WeightsError: Some do.
+        WeightsError: It scores sequences, or some blocks have another feed-forward than the rest.
     """
-    if isinstance(config, DecoderSettings) and config.replaced is not None:
+    if config.head is not None:
+        raise WeightsError(
+            f"model.head.kind: {config.head.kind!r}: only language models can be written in "
+            f"Hugging Face's format; {OUR_NAMES}"
+        )
+    if config.replaced is not None:
         raise WeightsError(
             "model.replaced: Hugging Face's transformers has no architecture whose blocks "
-            f"{config.replaced_blocks()} have another feed-forward; use `--to safetensors` to "
-            "write the weights under Polyad's names"
+            f"{config.replaced_blocks()} have another feed-forward; {OUR_NAMES}"
         )
 
 
-def refuse_experts(config: ModelSettings, name: str) -> None:
+def refuse_experts(config: ModelSettings) -> None:
     """Raises an error if feed-forwards are not dense.
-
-    Args:
-        config: Our configuration.
-        name: The name of the model in transformers.
 
     Raises:
         WeightsError: They are not.
     """
-    kind = config.known_feed_forward().kind
-    if kind != "dense":
-        raise WeightsError(
-            f"model.feed_forward.kind: {kind!r}: Hugging Face's transformers has no such "
-            f"architecture, its {name} is always 'dense'; use `--to safetensors` to write the "
-            "weights under Polyad's names"
-        )
+    for key, each in config.feed_forwards().items():
+        if each.kind != "dense":
+            raise WeightsError(
+                f"{key}.kind: {each.kind!r}: other libraries have this architecture only with "
+                f"'dense' ones; {OUR_NAMES}"
+            )
 
 
 def labels_or_numbers(names: list[str] | None, count: int) -> list[str]:

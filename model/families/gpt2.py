@@ -7,29 +7,21 @@ fused q, k, v is the same.
 import re
 
 from polyad.model.decoder_config import GPT2Config
-from polyad.model.families.family import FP32_TEXT, Family, refuse_experts
-from polyad.model.families.keys import WeightsError, dropouts, field, inner_size, only
+from polyad.model.families.family import FP32_TEXT, FREE, Family, refuse_decoder, refuse_experts
+from polyad.model.families.keys import dropouts, field, inner_size, only
 from polyad.model.families.tensors import parameter, transposed
 
 _HEAD = "lm_head.weight"
-_FREE = frozenset({
-    "head", "dropout", "recompute", "compile", "initializer_range", "end_of_text_id",
-})  # fmt: skip
 
 
 def _free(config: GPT2Config) -> frozenset[str]:
     # A model that scores sequences has no head to tie.
-    return _FREE if config.head is None else _FREE | {"tied_embeddings"}
+    return FREE if config.head is None else FREE | {"tied_embeddings"}
 
 
 def _check(config: GPT2Config) -> None:
-    if config.head is not None:
-        raise WeightsError(
-            f"model.head.kind: {config.head.kind!r}: only language models can be written in "
-            "Hugging Face's format; use `--to safetensors` to write the weights under Polyad's "
-            "names"
-        )
-    refuse_experts(config, "GPT-2")
+    refuse_decoder(config)
+    refuse_experts(config)
 
 
 GPT2 = Family(

@@ -105,10 +105,6 @@ def _nothing(_: Any) -> dict[str, Any]:
     return {}
 
 
-def _accept(_: Tree) -> None:
-    pass
-
-
 @dataclass(frozen=True)
 class Key:
     """One or several keys of theirs that correspond to keys of ours."""
@@ -116,11 +112,10 @@ class Key:
     names: Mapping[str, str]
     """Their keys by ours, as named by pydantic, for errors about config.json."""
     read: Callable[[Tree], dict[str, Any]] = _nothing
-    """Returns the values of our keys."""
+    """Returns the values of our keys; raises a `WeightsError`, without the file name, for values
+    that are not supported."""
     write: Callable[[Any], dict[str, Any]] = _nothing
     """Returns the values of their keys for one of our configurations."""
-    refuse: Callable[[Tree], None] = _accept
-    """Raises a `WeightsError`, without the file name, for values that are not supported."""
     reads: tuple[str, ...] = ()
     """Further keys of theirs that it handles."""
 
@@ -139,18 +134,16 @@ def field(
             need a fixed size.
     """
 
-    def read(tree: Tree) -> Any:
-        return tree.get(theirs, default if alias is None else tree.get(alias, default))
-
-    def refuse(tree: Tree) -> None:
-        if is_needed and read(tree) is None:
+    def read(tree: Tree) -> dict[str, Any]:
+        value = tree.get(theirs, default if alias is None else tree.get(alias, default))
+        if is_needed and value is None:
             raise WeightsError(f"{theirs}: None: a number of at least 1 is needed")
+        return {ours: value}
 
     return Key(
         {ours: theirs},
-        lambda tree: {ours: read(tree)},
+        read,
         lambda config: {theirs: value_at(config, ours)},
-        refuse,
         reads=() if alias is None else (alias,),
     )
 
@@ -168,37 +161,29 @@ def constant(**values: Any) -> Key:
 def only(theirs: str, value: Any) -> Key:
     """An option of theirs of which only one value is supported."""
 
-    def refuse(tree: Tree) -> None:
-        found = tree.get(theirs, value)
-        if found != value:
+    def read(tree: Tree) -> dict[str, Any]:
+        if (found := tree.get(theirs, value)) != value:
             raise WeightsError(f"{theirs}: {found!r:.60} is not supported; supported: {value!r}")
+        return {}
 
-    return Key({}, write=lambda config: {theirs: value}, refuse=refuse, reads=(theirs,))
+    return Key({}, read, lambda config: {theirs: value}, reads=(theirs,))
 
 
 def implied(**values: Any) -> Key:
-    """Options that say what a family computes anyway; they may be absent, and are not written.
+    """Options that say what a family computes anyway; they may be absent or null, and are not
+    written.
 
     Args:
         values: The only supported values by their keys.
     """
 
-    def refuse(tree: Tree) -> None:
+    def read(tree: Tree) -> dict[str, Any]:
         for theirs, value in values.items():
             if tree.get(theirs) is not None:
-                only(theirs, value).refuse(tree)
+                only(theirs, value).read(tree)
+        return {}
 
-    return Key({}, refuse=refuse, reads=tuple(values))
-
-
-def absent(theirs: str) -> Key:
-    """An option of theirs that is not supported at all."""
-
-    def refuse(tree: Tree) -> None:
-        if tree.get(theirs):
-            raise WeightsError(f"{theirs}: is not supported; it must be absent")
-
-    return Key({}, refuse=refuse)
+    return Key({}, read, reads=tuple(values))
 
 
 def inner_size(theirs: str, default: int | None) -> Key:
@@ -224,19 +209,15 @@ def inner_size(theirs: str, default: int | None) -> Key:
 def activation(theirs: str, default: str) -> Key:
     """The activation function of dense feed-forwards."""
 
-    def refuse(tree: Tree) -> None:
+    def read(tree: Tree) -> dict[str, Any]:
         name = tree.get(theirs, default)
         if not isinstance(name, str) or name not in ACTIVATIONS:
             known = ", ".join(ACTIVATIONS)
             raise WeightsError(f"{theirs}: {name!r:.60} is not supported; {known}")
+        return {"activation": ACTIVATIONS[name]}
 
     names = {ours: name for name, ours in reversed(ACTIVATIONS.items())}
-    return Key(
-        {"activation": theirs},
-        lambda tree: {"activation": ACTIVATIONS[tree.get(theirs, default)]},
-        lambda config: {theirs: names[config.activation]},
-        refuse,
-    )
+    return Key({"activation": theirs}, read, lambda config: {theirs: names[config.activation]})
 
 
 def dropouts(*theirs: str, is_read: bool = True) -> Key:

@@ -6,7 +6,7 @@ from typing import Any
 from polyad.model.families.family import Family, Known, ShapeOf, labels_or_numbers
 from polyad.model.families.keys import Tree, WeightsError, only
 from polyad.model.families.tensors import Shape
-from polyad.model.families.vision import FREE, check_image_model, classes_of
+from polyad.model.families.vision import FREE_OF_IMAGES, check_image_model, classes_of
 from polyad.model.feedforward import DenseFeedForwardConfig
 from polyad.model.mixer import CHANNELS, TOKENS, MixerConfig
 from polyad.model.settings import ModelSettings
@@ -28,7 +28,7 @@ _ARGUMENTS = ("mlp_ratio", "img_size", "in_chans", "num_classes", "patch_size", 
 
 
 def _read(tree: Tree, shape_of: ShapeOf) -> dict[str, Any]:
-    only("global_pool", "avg").refuse(tree)
+    only("global_pool", "avg").read(tree)
     arguments = tree.get("model_args") or {}
     if not isinstance(arguments, dict):
         raise WeightsError(f"model_args: {arguments!r:.60} is not an object of keys")
@@ -143,7 +143,7 @@ MIXER = _Timm(
     },
     may_lack_head=True,
     further=_read,
-    free=lambda config: FREE,
+    free=lambda config: FREE_OF_IMAGES,
     width=_width,
     labels=_labels,
     num_classes=lambda config: config.num_classes,

@@ -6,7 +6,7 @@ from typing import Any
 from polyad.model.decoder_config import DecoderConfig
 from polyad.model.families.bert import BERT
 from polyad.model.families.decoders import DECODERS, family_of
-from polyad.model.families.family import Family
+from polyad.model.families.family import OUR_NAMES, Family
 from polyad.model.families.gpt2 import GPT2
 from polyad.model.families.keys import WeightsError
 from polyad.model.families.mixer import MIXER
@@ -57,7 +57,6 @@ def family_of_model(config: ModelSettings) -> Family:
     family = WRITTEN.get(config.kind)
     if family is None:
         raise WeightsError(
-            f"model.kind: {config.kind!r}: other libraries have no such model; use `--to "
-            "safetensors` to write the weights under Polyad's names"
+            f"model.kind: {config.kind!r}: other libraries have no such model; {OUR_NAMES}"
         )
     return family

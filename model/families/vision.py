@@ -10,7 +10,15 @@ three layers in this order.
 import re
 from typing import Any
 
-from polyad.model.families.family import Family, Known, ShapeOf, label_keys, labels_or_numbers
+from polyad.model.families.family import (
+    FREE,
+    Family,
+    Known,
+    ShapeOf,
+    label_keys,
+    labels_or_numbers,
+    refuse_experts,
+)
 from polyad.model.families.keys import (
     Key,
     Tree,
@@ -25,8 +33,7 @@ from polyad.model.families.tensors import parameter, rows
 from polyad.model.vision import ImageModelSettings
 from polyad.model.vit import ViTConfig
 
-FREE = frozenset({"num_classes", "head", "head_bias", "dropout", "drop_path", "recompute",
-                  "compile", "initializer_range"})  # fmt: skip
+FREE_OF_IMAGES = FREE | {"num_classes", "head_bias", "drop_path"}
 """Our keys that may differ from a folder's: the data determines the classes."""
 
 
@@ -47,12 +54,7 @@ def check_image_model(config: ImageModelSettings) -> None:
     Raises:
         WeightsError: It has experts, another head, or no biases.
     """
-    for key, each in config.feed_forwards().items():
-        if each.kind != "dense":
-            raise WeightsError(
-                f"{key}.kind: {each.kind!r}: other libraries have only dense architectures; use "
-                "`--to safetensors` to write the weights under Polyad's names"
-            )
+    refuse_experts(config)
     if config.head.kind != "linear":
         raise WeightsError(
             f"model.head.kind: {config.head.kind!r}: other libraries have only 'linear' heads"
@@ -121,7 +123,7 @@ VIT = Family(
     may_lack_head=True,
     keys=_keys(16, 1e-12, "gelu"),
     further=lambda tree, shape_of: {"num_classes": classes_of("classifier.weight", shape_of)},
-    free=lambda config: FREE,
+    free=lambda config: FREE_OF_IMAGES,
     num_classes=lambda config: config.num_classes,
     check=_check,
     architecture=lambda config: "ViTForImageClassification",
@@ -164,6 +166,6 @@ CLIP = Family(
     keys=_keys(32, 1e-5, "quick_gelu"),
     section=_tower,
     further=lambda tree, shape_of: {"num_classes": 1, "pre_norm": True},
-    free=lambda config: FREE,
+    free=lambda config: FREE_OF_IMAGES,
     num_classes=lambda config: config.num_classes,
 )
