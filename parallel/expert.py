@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from polyad.model.feedforward import NOTHING_ELSE, BlockInput
-from polyad.model.kernels.rows import permute
+from polyad.model.kernels.rows import take
 from polyad.model.smoe.experts import StackedExperts
 from polyad.model.smoe.graph import AttentionGraph, Mixed, head_entropies
 from polyad.model.smoe.layer import Dispatcher, DispatchRegions, Plan, SelectingMoE, make_plan
@@ -216,5 +216,5 @@ class RowExchange:
         expert_M = expert_E.repeat_interleave(counts_PX.flatten(), output_size=total)
         counts_X = counts_PX.sum(0)
         order_M, place_M, *_ = make_plan(expert_M.unsqueeze(1), counts_X)
-        sorted_MD = experts(permute(arrived_MD, order_M, place_M), counts_X)
-        return permute(sorted_MD, place_M, order_M)
+        sorted_MD = experts(take(arrived_MD, order_M, place_M, 1), counts_X)
+        return take(sorted_MD, place_M, order_M, 1)

@@ -19,9 +19,9 @@ from torch.nn.functional import embedding_bag
 from polyad.model.kernels import switch
 
 
-def take_by_definition(tokens_ND: Tensor, assignment_M: Tensor, row_A: Tensor) -> Tensor:
+def take_by_definition(tokens_ND: Tensor, assignment_M: Tensor, top_k: int) -> Tensor:
     """`take` in plain PyTorch."""
-    return tokens_ND.index_select(0, assignment_M // _top_k(tokens_ND, row_A))
+    return tokens_ND.index_select(0, assignment_M if top_k == 1 else assignment_M // top_k)
 
 
 def combine_by_definition(
@@ -32,20 +32,21 @@ def combine_by_definition(
     return (weights_NK.unsqueeze(-1) * rows_NKD).sum(1)
 
 
-def take(tokens_ND: Tensor, assignment_M: Tensor, row_A: Tensor) -> Tensor:
+def take(tokens_ND: Tensor, assignment_M: Tensor, row_A: Tensor, top_k: int) -> Tensor:
     """Selects the token of each row.
 
     Args:
         tokens_ND: Tokens.
         assignment_M: The assignment of each row.
-        row_A: The row of each assignment.
+        row_A: The row of each assignment: the inverse permutation.
+        top_k: K; with 1 rows are only reordered.
 
     Returns:
         [M, D].
     """
     if switch.REFERENCE:
-        return take_by_definition(tokens_ND, assignment_M, row_A)
-    rows_MD: Tensor = _Take.apply(tokens_ND, assignment_M, row_A)  # type: ignore[no-untyped-call]
+        return take_by_definition(tokens_ND, assignment_M, top_k)
+    rows_MD: Tensor = _Take.apply(tokens_ND, assignment_M, row_A, top_k)  # type: ignore[no-untyped-call]
     return rows_MD
 
 
@@ -67,28 +68,6 @@ def combine(rows_MD: Tensor, weights_NK: Tensor, assignment_M: Tensor, row_A: Te
     return y_ND
 
 
-def permute(rows_MD: Tensor, order_M: Tensor, place_M: Tensor) -> Tensor:
-    """Reorders rows.
-
-    Args:
-        rows_MD: Rows.
-        order_M: The source row for each position.
-        place_M: The position of each row: the inverse permutation.
-
-    Returns:
-        [M, D].
-    """
-    if switch.REFERENCE:
-        return rows_MD.index_select(0, order_M)
-    permuted_MD: Tensor = _Permute.apply(rows_MD, order_M, place_M)  # type: ignore[no-untyped-call]
-    return permuted_MD
-
-
-def _top_k(tokens_ND: Tensor, row_A: Tensor) -> int:
-    """Returns K; 1 on a rank without any rows."""
-    return max(1, row_A.shape[0] // max(1, tokens_ND.shape[0]))
-
-
 def _takes_bags(rows_MD: Tensor) -> bool:
     """Returns whether to sum rows in one operation: on a CPU, where several passes are slow."""
     return switch.on_cpu(rows_MD)
@@ -97,10 +76,10 @@ def _takes_bags(rows_MD: Tensor) -> bool:
 def _sum_rows(rows_MD: Tensor, row_NK: Tensor, weights_NK: Tensor | None = None) -> Tensor:
     """Computes sum_k weight_nk row_nk, in fp32 at least; the plain sum without weights. [N, D]."""
     num_tokens, top_k = row_NK.shape
-    if not row_NK.numel():  # a rank without any rows
-        return rows_MD.new_zeros(num_tokens, rows_MD.shape[1])
     if top_k == 1 and weights_NK is None:  # a permutation: nothing is summed
         return rows_MD.index_select(0, row_NK.view(-1))
+    if not row_NK.numel():  # a rank without any rows
+        return rows_MD.new_zeros(num_tokens, rows_MD.shape[1])
     if _takes_bags(rows_MD):
         return embedding_bag(row_NK, rows_MD, per_sample_weights=weights_NK, mode="sum")
     rows_NKD = rows_MD.index_select(0, row_NK.view(-1)).view(num_tokens, top_k, -1)
@@ -133,32 +112,20 @@ def _products(x_MD: Tensor, y_MD: Tensor) -> Tensor:
     return torch.bmm(x_MD.unsqueeze(1), y_MD.unsqueeze(2)).view(-1)
 
 
-class _Permute(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows_MD: Tensor, order_M: Tensor, place_M: Tensor) -> Tensor:
-        ctx.save_for_backward(place_M)
-        return rows_MD.index_select(0, order_M)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        (place_M,) = ctx.saved_tensors
-        return gradients[0].index_select(0, place_M), None, None
-
-
 class _Take(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tokens_ND: Tensor, assignment_M: Tensor, row_A: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, tokens_ND: Tensor, assignment_M: Tensor, row_A: Tensor, top_k: int
+    ) -> Tensor:
         ctx.save_for_backward(row_A)
-        ctx.num_tokens = tokens_ND.shape[0]
-        ctx.top_k = row_A.shape[0] // max(1, ctx.num_tokens)  # a rank may have no rows
-        return tokens_ND.index_select(0, assignment_M // max(1, ctx.top_k))
+        ctx.top_k = top_k
+        return take_by_definition(tokens_ND, assignment_M, top_k)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         (row_A,) = ctx.saved_tensors
-        return _sum_rows(gradients[0], row_A.view(ctx.num_tokens, ctx.top_k)), None, None
+        return _sum_rows(gradients[0], row_A.view(-1, ctx.top_k)), None, None, None
 
 
 class _Combine(torch.autograd.Function):

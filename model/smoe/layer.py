@@ -144,7 +144,7 @@ class Dispatcher(nn.Module):
         weights_NK = self.regions.weights(selected.weights_NK)
         plan = make_plan(selected.expert_ids_NK, selected.counts_E, capacity_factor)
         begun = self.begin(plan)
-        rows_MD = rows.take(tokens_ND, plan.assignment_M, plan.row_A)
+        rows_MD = rows.take(tokens_ND, plan.assignment_M, plan.row_A, weights_NK.shape[1])
         if plan.drops:
             # For dropped rows, both the expert's output and the input's gradient are undefined.
             kept_M1 = plan.kept_M().unsqueeze(1)

@@ -87,13 +87,13 @@ OPERATIONS = {
         experts_inputs(),
     ),
     "rows permuted": (
-        lambda given: rows.permute(given, *order(given)),
+        lambda given: rows.take(given, *order(given), 1),
         lambda given: given[order(given)[0]],
         numbers((8, 6)),
     ),
     "rows taken": (
-        lambda tokens: rows.take(tokens, *order(tokens)),
-        lambda tokens: rows.take_by_definition(tokens, *order(tokens)),
+        lambda tokens: rows.take(tokens, *order(tokens), 2),
+        lambda tokens: rows.take_by_definition(tokens, order(tokens)[0], 2),
         numbers((4, 6)),
     ),
     "rows combined": (

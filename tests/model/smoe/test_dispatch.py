@@ -43,7 +43,7 @@ def plan_of(ids, experts, *others, **named):
 
 
 def take_rows(tokens_ND, plan):
-    return rows.take(tokens_ND, plan.assignment_M, plan.row_A)
+    return rows.take(tokens_ND, plan.assignment_M, plan.row_A, len(plan.row_A) // len(tokens_ND))
 
 
 def combine(rows_MD, weights_NK, plan):
