@@ -102,12 +102,12 @@ class BertConfig(TransformerSettings):
         """Number of tokens read per sample; 1 if a whole sequence is scored."""
         return 1 if self.head.kind == "classification" else self.sequence_length
 
-    def left_to_data(self) -> str | None:
-        """The key of the vocabulary size or of the number of classes, if it is unset."""
-        if self.vocab_size is None:
-            return "model.vocab_size"
-        open_classes = self.head.kind == "classification" and self.head.num_classes is None
-        return "model.head.num_classes" if open_classes else None
+    def from_data(self) -> dict[str, int | None]:
+        """The vocabulary size, and the number of classes if there are any."""
+        values = {"vocab_size": self.vocab_size}
+        if isinstance(self.head, ClassificationHeadConfig):
+            values["head.num_classes"] = self.head.num_classes
+        return values
 
     def in_words(self) -> str:
         """Describes depth and width for the user."""
@@ -128,7 +128,7 @@ class Bert(nn.Module):
         super().__init__()
         self.config = config
         width = config.hidden_size
-        self.token_embedding = Embedding(config.known_vocab_size(), width)
+        self.token_embedding = Embedding(config.known("vocab_size"), width)
         self.position_embedding = Embedding(config.sequence_length, width)
         self.segment_embedding = Embedding(config.num_segments, width)
         self.embedding_norm = LayerNorm(width, eps=config.layer_norm_epsilon)
@@ -230,9 +230,9 @@ def _build_head(config: BertConfig) -> nn.Module:
     head, width, std = config.head, config.hidden_size, config.initializer_range
     if isinstance(head, MaskedLanguageHeadConfig):
         return MaskedLanguageHead(
-            config.known_vocab_size(), width, config.activation, config.layer_norm_epsilon, std
+            config.known("vocab_size"), width, config.activation, config.layer_norm_epsilon, std
         )
     if isinstance(head, ClassificationHeadConfig):
         dropout = head.known_dropout(config.dropout)
-        return ClassificationHead(width, head.known_num_classes(), dropout, std)
+        return ClassificationHead(width, config.known("head.num_classes"), dropout, std)
     return nn.ModuleDict({"pooler": Pooler(width, std)} if head.pooler else {})

@@ -176,30 +176,14 @@ class DecoderSettings(TransformerSettings, ABC):
         known = self.feed_forwards().values()
         return self.head is None and any(each.reads_documents() for each in known)
 
-    def known_end_of_text_id(self) -> int | None:
-        """Returns the token that ends documents, which must have been filled in; None if unused.
-
-        Raises:
-            ValueError: It is not known yet.
-        """
-        if not self.reads_documents():
-            return None
-        if self.end_of_text_id is None:
-            raise ValueError(
-                "model.end_of_text_id is not set: give a number, or take it from the data's "
-                "tokenizer; pools of experts need to know where documents end"
-            )
-        return self.end_of_text_id
-
-    def left_to_data(self) -> str | None:
-        """The first unset key among those filled in from the data: the vocabulary size, the end of
-        documents, or the number of classes."""
-        if self.vocab_size is None:
-            return "model.vocab_size"
-        if self.reads_documents() and self.end_of_text_id is None:
-            return "model.end_of_text_id"
-        unknown = self.head is not None and self.head.num_classes is None
-        return "model.head.num_classes" if unknown else None
+    def from_data(self) -> dict[str, int | None]:
+        """The vocabulary size, the end of documents and the number of classes, if they are used."""
+        values = {"vocab_size": self.vocab_size}
+        if self.reads_documents():
+            values["end_of_text_id"] = self.end_of_text_id
+        if self.head is not None:
+            values["head.num_classes"] = self.head.num_classes
+        return values
 
 
 class Decoder(nn.Module):
@@ -223,7 +207,7 @@ class Decoder(nn.Module):
     def __init__(self, config: DecoderSettings) -> None:
         super().__init__()
         self.config, self.parts = config, config.parts()
-        width, vocab_size = config.hidden_size, config.known_vocab_size()
+        width, vocab_size = config.hidden_size, config.known("vocab_size")
         self.token_embedding = Embedding(vocab_size, width, pad_id=self.parts.pad_id)
         self.position_embedding: Embedding | None = None
         if self.parts.rotary is None:
@@ -245,9 +229,12 @@ class Decoder(nn.Module):
         if config.head is not None:
             self.last_token = LastToken()
             dropout = config.head.known_dropout(config.dropout)
-            self.head = SequenceHead(config.head, width, dropout, config.initializer_range)
+            classes = config.known("head.num_classes")
+            self.head = SequenceHead(width, classes, dropout, config.initializer_range)
         self._routes = any(each.kind != "dense" for each in feed_forwards)
-        self._end_of_text_id = config.known_end_of_text_id()
+        self._end_of_text_id: int | None = None
+        if config.reads_documents():
+            self._end_of_text_id = config.known("end_of_text_id")
 
     def train(self, mode: bool = True) -> Self:
         """Sets the mode of all modules, or only of those in `taught`."""

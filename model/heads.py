@@ -100,38 +100,20 @@ class ClassificationHeadConfig(Config):
         """Returns the dropout, by default the model's."""
         return of_model if self.dropout is None else self.dropout
 
-    def known_num_classes(self) -> int:
-        """Returns the number of classes, which must have been filled in.
-
-        Raises:
-            ValueError: It is not known yet.
-        """
-        if self.num_classes is None:
-            raise ValueError(
-                "model.head.num_classes is not set: give a number, or take it from the data"
-            )
-        return self.num_classes
-
 
 class SequenceHead(nn.Module):
     """A linear layer without a bias, like that of transformers' `GPT2ForSequenceClassification`.
 
     Args:
-        config: The head's configuration, with the number of classes.
         width: D.
+        classes: K.
         dropout: Dropout probability of the head's input.
         initializer_std: Standard deviation of the initial weights.
     """
 
-    def __init__(
-        self,
-        config: ClassificationHeadConfig,
-        width: int,
-        dropout: float,
-        initializer_std: float,
-    ) -> None:
+    def __init__(self, width: int, classes: int, dropout: float, initializer_std: float) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(config.known_num_classes(), width))
+        self.weight = nn.Parameter(torch.empty(classes, width))
         self.dropout = nn.Dropout(dropout)
         self._initializer_std = initializer_std
 

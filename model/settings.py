@@ -130,9 +130,26 @@ class ModelSettings(Config, ABC):
         """Returns whether the model chooses among experts before its head."""
         return self.known_feed_forward().kind != "dense"
 
+    def from_data(self) -> dict[str, int | None]:
+        """The values that the data determines unless they are given, by key; None if not known
+        yet."""
+        return {}
+
     def left_to_data(self) -> str | None:
-        """The key that is filled in from the data; None if there is none."""
-        return None
+        """The first key whose value the data has yet to determine; None if there is none."""
+        unset = (f"model.{key}" for key, value in self.from_data().items() if value is None)
+        return next(unset, None)
+
+    def known(self, key: str) -> int:
+        """Returns one of the values in `from_data`, which must have been filled in.
+
+        Raises:
+            ValueError: It is not known yet.
+        """
+        value = self.from_data()[key]
+        if value is None:
+            raise ValueError(f"model.{key} is not set: give a number, or take it from the data")
+        return value
 
     def in_words(self) -> str:
         """Describes the model briefly for the user."""
@@ -164,9 +181,6 @@ class TransformerSettings(ModelSettings, ABC):
     """The feed-forward layer of every block; with a mixture of experts, some blocks can stay
     dense."""
 
-    if TYPE_CHECKING:  # models of text declare it
-        vocab_size: int | None
-
     @model_validator(mode="after")
     def _heads_divide_width(self) -> Self:
         if self.hidden_size % self.num_heads and not self.heads_fit():
@@ -181,18 +195,6 @@ class TransformerSettings(ModelSettings, ABC):
     def _feed_forward_fits(self) -> Self:
         self.check_feed_forward(FEED_FORWARD, self.feed_forward, self.hidden_size, self.num_heads)
         return self
-
-    def known_vocab_size(self) -> int:
-        """Returns the vocabulary size of a model of text, which must have been filled in.
-
-        Raises:
-            ValueError: It is not known yet.
-        """
-        if self.vocab_size is None:
-            raise ValueError(
-                "model.vocab_size is not set: give a number, or take it from the data's tokenizer"
-            )
-        return self.vocab_size
 
     def heads_fit(self) -> bool:
         """Whether num_heads is free; by default it must divide hidden_size."""

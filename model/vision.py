@@ -47,19 +47,9 @@ class ImageSettings(ModelSettings):
     num_classes: Count | None = None
     """Number of output classes K; null: derived from the data."""
 
-    def known_num_classes(self) -> int:
-        """Returns the number of classes, which must have been filled in.
-
-        Raises:
-            ValueError: It is not known yet.
-        """
-        if self.num_classes is None:
-            raise ValueError("model.num_classes is not set: give a number, or take the data's")
-        return self.num_classes
-
-    def left_to_data(self) -> str | None:
-        """The key of the number of classes, if it is unset."""
-        return "model.num_classes" if self.num_classes is None else None
+    def from_data(self) -> dict[str, int | None]:
+        """The number of classes."""
+        return {"num_classes": self.num_classes}
 
     def gives_log_probabilities(self) -> bool:
         """Whether its logits are log-probabilities, to which a sigmoid cannot be applied."""
@@ -151,7 +141,7 @@ class ImageModelSettings(ImageSettings):
     def known_head(self) -> LinearHeadConfig | MuMoEHeadConfig:
         """Returns the head with its rank filled in; the number of classes must be known."""
         try:
-            return self.head.of_model(self.head_width(), self.known_num_classes())
+            return self.head.of_model(self.head_width(), self.known("num_classes"))
         except SectionError as error:
             raise ValueError(error.within("model.head")) from None
 
@@ -216,7 +206,7 @@ def build_head(config: ImageModelSettings) -> nn.Module:
     Args:
         config: The model's configuration, with the number of classes.
     """
-    width, classes, head = config.head_width(), config.known_num_classes(), config.known_head()
+    width, classes, head = config.head_width(), config.known("num_classes"), config.known_head()
     if isinstance(head, MuMoEHeadConfig):
         return MuMoEHead(head, width, classes)
     # All classes are equally likely, except for the bias.

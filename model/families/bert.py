@@ -53,15 +53,10 @@ def _head_of(tree: Tree, shape_of: ShapeOf) -> dict[str, Any]:
     return {"kind": "none", "pooler": pooler}
 
 
-def _num_classes(config: BertConfig) -> int:
-    head = config.head
-    return head.num_classes or 0 if isinstance(head, ClassificationHeadConfig) else 0
-
-
 def _written(config: BertConfig, known: Known) -> dict[str, Any]:
     head, about = config.head, {}
     if isinstance(head, ClassificationHeadConfig):
-        names = labels_or_numbers(known.class_names, head.known_num_classes())
+        names = labels_or_numbers(known.class_names, config.known("head.num_classes"))
         about = {"classifier_dropout": head.dropout, **label_keys(names)}
     return {"pad_token_id": known.pad_id, **about, **FP32_TEXT}
 
@@ -120,7 +115,6 @@ BERT = Family(
         only("position_embedding_type", "absolute"),
     ),
     further=lambda tree, shape_of: {"head": _head_of(tree, shape_of)},
-    num_classes=_num_classes,
     check=refuse_experts,
     architecture=lambda config: _CLASSES[config.head.kind],
     written=_written,

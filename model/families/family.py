@@ -109,8 +109,6 @@ class Family:
     """Returns the input width of a section's feed-forward."""
     labels: Callable[[Tree], object] = lambda tree: tree.get("id2label")
     """Returns the class names in config.json: by number, or as a list."""
-    num_classes: Callable[[Any], int] = lambda config: 0
-    """Returns the number of classes of the head; 0 without one."""
     check: Callable[[Any], None] = lambda config: None
     """Raises a `WeightsError` if they have no equivalent of our model."""
     architecture: Callable[[Any], str | None] = lambda config: None
@@ -255,6 +253,11 @@ class Family:
         for form in self.other_forms:
             inside |= form
         return replace(self, inside=inside, other_forms=())
+
+    def num_classes(self, config: ModelSettings) -> int:
+        """Returns the number of classes of the head; 0 without one."""
+        values = config.from_data()
+        return values.get("num_classes") or values.get("head.num_classes") or 0
 
     def _refuse_quantized(self, section: Tree) -> None:
         about = section.get("quantization_config")

@@ -91,7 +91,7 @@ def _check(config: ViTConfig) -> None:
 
 
 def _written(config: ViTConfig, known: Known) -> dict[str, Any]:
-    names = labels_or_numbers(known.class_names, config.known_num_classes())
+    names = labels_or_numbers(known.class_names, config.known("num_classes"))
     return {**label_keys(names), "dtype": "float32"}
 
 
@@ -124,7 +124,6 @@ VIT = Family(
     keys=_keys(16, 1e-12, "gelu"),
     further=lambda tree, shape_of: {"num_classes": classes_of("classifier.weight", shape_of)},
     free=lambda config: FREE_OF_IMAGES,
-    num_classes=lambda config: config.num_classes,
     check=_check,
     architecture=lambda config: "ViTForImageClassification",
     written=_written,
@@ -167,5 +166,4 @@ CLIP = Family(
     section=_tower,
     further=lambda tree, shape_of: {"num_classes": 1, "pre_norm": True},
     free=lambda config: FREE_OF_IMAGES,
-    num_classes=lambda config: config.num_classes,
 )
