@@ -31,20 +31,16 @@ class _Tensors(nn.Module):
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
         self.block = block
-        self.fields: tuple[str, ...] = ()
-        """The fields of the statistics that the tensors after the first one hold."""
-        self.others: dict[str, Any] = {}
-        """Fields of the statistics that are not tensors."""
+        self.stats: RoutingStats | None = None
+        """Statistics as they were captured, whose tensors are those after the first one."""
 
     def forward(self, x_BTD: Tensor) -> tuple[Tensor, ...]:
         """Returns the residual stream, and the statistics that the block computes."""
         y_BTD, stats = self.block(x_BTD)
         if stats is None:
             return (y_BTD,)
-        found = stats._asdict()
-        tensors = {name: value for name, value in found.items() if isinstance(value, Tensor)}
-        self.fields = tuple(tensors)
-        self.others = {name: value for name, value in found.items() if name not in tensors}
+        tensors = stats.tensors()
+        self.stats = stats.with_tensors({name: x.detach() for name, x in tensors.items()})
         return (y_BTD, *tensors.values())
 
     def with_weights(self, x_BTD: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
@@ -53,10 +49,9 @@ class _Tensors(nn.Module):
 
     def named(self, tensors: tuple[Tensor, ...]) -> RoutingStats | None:
         """Rebuilds the statistics from the output of `forward`."""
-        if not self.fields:
+        if self.stats is None:
             return None
-        named = dict(zip(self.fields, tensors[1:], strict=True))
-        return RoutingStats(**(self.others | named))
+        return self.stats.with_tensors(dict(zip(self.stats.tensors(), tensors[1:], strict=True)))
 
 
 @contextmanager

@@ -214,10 +214,8 @@ class Convolution(nn.Module):
         if self.norm is not None:
             wide = torch.promote_types(y_BCHW.dtype, torch.float32)
             y_BHWC = y_BCHW.to(wide).permute(0, 2, 3, 1)
-            levels, mean, square = self.norm(y_BHWC.flatten(0, 2))
-            assert mean is not None
-            assert square is not None
-            mean_C, square_C = mean, square
+            levels, moments = self.norm(y_BHWC.flatten(0, 2))
+            mean_C, square_C = moments["score_mean_S"], moments["score_square_S"]
             y_BHWC = levels[0].view(y_BHWC.shape) * self.scale + self.shift
             y_BCHW = y_BHWC.permute(0, 3, 1, 2).to(y_BCHW.dtype)
         return max_pool2d(relu(y_BCHW), POOL), mean_C, square_C
@@ -415,17 +413,21 @@ class Mixture(StatisticsModule):
         best_BK = log_p_BM.topk(self.config.top_k or 1, dim=-1).indices
         load_M = count(best_BK, log_p_BM.shape[1]).to(scores_BM.dtype) / best_BK.numel()
         norms = self.training and any(each.norm_mean_N.numel() for each in ran)
-        coefficients = GateOutput([log_p_BM.detach().exp()], None, None)
-        stats = gate_statistics(coefficients)._replace(
-            name="mixture",
-            balance_loss=load_balance_loss(
+        losses = {
+            "balance_loss": load_balance_loss(
                 self.for_loss("balance_loss", before_BM).mean(0), load_M
             ),
-            z_loss=router_z_loss(self.for_loss("z_loss", scores_BM)),
-            importance_loss=importance_loss(self.for_loss("importance_loss", before_BM).mean(0)),
-            norm_mean_N=torch.cat([each.norm_mean_N for each in ran]) if norms else None,
-            norm_square_N=torch.cat([each.norm_square_N for each in ran]) if norms else None,
-        )
+            "z_loss": router_z_loss(self.for_loss("z_loss", scores_BM)),
+            "importance_loss": importance_loss(self.for_loss("importance_loss", before_BM).mean(0)),
+        }
+        stats = gate_statistics(GateOutput([log_p_BM.detach().exp()]))
+        stats = stats._replace(name="mixture", losses=losses)
+        if norms:
+            moments = {
+                "norm_mean_N": torch.cat([each.norm_mean_N for each in ran]),
+                "norm_square_N": torch.cat([each.norm_square_N for each in ran]),
+            }
+            stats = stats._replace(measures=stats.measures | moments)
         return self.with_samples(stats, [before_BM], gate.hidden_BD.unsqueeze(1))
 
     def update(self, stats: RoutingStats, progress: float) -> None:
@@ -435,17 +437,18 @@ class Mixture(StatisticsModule):
             stats: The mixture's statistics, averaged over the step.
             progress: Fraction of the run's steps that are done.
         """
-        if stats.norm_mean_N is None or stats.norm_square_N is None:
+        if "norm_mean_N" not in stats.measures:
             return
         networks = [network for network in self.modules() if isinstance(network, SmallNetwork)]
         norms = [norm for network in networks for norm in network.norms()]
         sizes = [sum(norm.num_experts) for norm in norms]
         means, squares = (
-            each_N.split_with_sizes(sizes) for each_N in (stats.norm_mean_N, stats.norm_square_N)
+            stats.measures[name].split_with_sizes(sizes)
+            for name in ("norm_mean_N", "norm_square_N")
         )
         for norm, mean_C, square_C in zip(norms, means, squares, strict=True):
             if norm.training:  # a frozen network is not in training mode
-                norm.update(mean_C, square_C)
+                norm.update({"score_mean_S": mean_C, "score_square_S": square_C})
 
 
 class MixtureModel(nn.Module):

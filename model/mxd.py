@@ -379,8 +379,8 @@ class SparseTable(FeedForward, StatisticsModule):
         return RoutingStats(
             name="",
             load_E=load_E,
-            active=self.config.top_k * load_E.sum() if self.measures else None,
             tokens=None if real is None else counted(real, load_E.dtype),
+            measures={"active": self.config.top_k * load_E.sum()} if self.measures else {},
         )
 
 

@@ -10,13 +10,16 @@ those of all levels, side by side), A heads, S experts of all levels, L levels, 
 of all BatchNorms of a mixture, or real tokens (B T without padding).
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from polyad.model.padding import RealTokens, pack
+
+NO_TENSORS: dict[str, Tensor] = {}
+"""The default of dictionaries in tuples, which nothing changes."""
 
 
 class RoutingStats(NamedTuple):
@@ -30,76 +33,42 @@ class RoutingStats(NamedTuple):
     tokens of each coefficient; every level sums to 1. In a transcoder or a mixture of decoders the
     share of the top_k assignments per token; it sums to the fraction of these with a weight above
     0."""
-    entropy: Tensor | None = None
-    """Mean over tokens of the entropy of the routing scores, in nats. In a muMoE the entropy of the
-    leaves' coefficients, which are products over levels, so that it is the sum of the levels'
-    entropies. A scalar, like all fields below without a suffix. None in training unless a record is
-    due, like all fields that only records need."""
     usage_E: Tensor | None = None
     """Mean over tokens of the routing scores; None: equal to `load_E`. With a gradient if a loss
     over all layers needs it."""
-    balance_loss: Tensor | None = None
-    """E sum_e f_e P_e: 1 at even load. Losses have a gradient only if training requests it; those
-    of sparse routing are None in evaluation."""
-    z_loss: Tensor | None = None
-    """Mean of the squared logsumexp of the router's logits."""
-    importance_loss: Tensor | None = None
-    """Squared coefficient of variation of the experts' summed scores over tokens, computed from
-    each token's own scores without noise and before a graph: 0 if even."""
-    load_loss: Tensor | None = None
-    """Squared coefficient of variation of the expected load under noise; None without noise."""
-    sequence_loss: Tensor | None = None
-    """Mean over sequences of sum_e f_e P_e within each: 1 at even load; None unless requested."""
-    dropped: Tensor | None = None
-    """Share of the assignments that were dropped."""
-    effective_neighbours: Tensor | None = None
-    """Mean of exp(entropy) of a token's weights in a graph; None without one, or while it is
-    off."""
-    head_entropy_A: Tensor | None = None
-    """Mean entropy of each head's attention, in nats; None unless a graph needs it."""
-    attention_head: Tensor | None = None
-    """The head whose attention forms the graph; None in the same cases as
-    `effective_neighbours`."""
-    effective_experts: Tensor | None = None
-    """muMoE: the mean over tokens of exp(entropy of its leaves' coefficients), 1 to all leaves."""
-    active: Tensor | None = None
-    """Transcoder and mixture of decoders: the mean over tokens of the number of experts whose
-    weight is above 0, 0 to top_k."""
-    dominated: Tensor | None = None
-    """muMoE: the share of the tokens that give one leaf a coefficient of at least 0.5."""
-    dominant_E: Tensor | None = None
-    """muMoE: load at a >= 0.5, the share of the tokens that give this expert at least 0.5."""
-    level_entropy_L: Tensor | None = None
-    """muMoE with several levels: the contribution of each to `entropy`."""
     levels: tuple[int, ...] = ()
     """muMoE: number of experts of each level, which are side by side; empty for other kinds."""
-    score_mean_S: Tensor | None = None
-    """Mean over tokens of each expert's score, all levels of a muMoE side by side; None unless the
-    gate has a BatchNorm."""
-    score_square_S: Tensor | None = None
-    """Mean over tokens of each expert's squared score; None if `score_mean_S` is."""
-    norm_mean_N: Tensor | None = None
-    """Mixture of networks with BatchNorm, in training: mean of each BatchNorm input channel,
-    networks side by side; only for updating the running statistics."""
-    norm_square_N: Tensor | None = None
-    """Mean of the squares; None if `norm_mean_N` is."""
+    tokens: Tensor | None = None
+    """Number of tokens without padding in these statistics; None: equal in all micro-batches."""
     sample_scores_BS: Tensor | None = None
     """Mean over each sample's tokens of each expert's score, without noise and before a graph, with
     its gradient; None unless a loss over pairs of samples needs it."""
     sample_inputs_BD: Tensor | None = None
     """Mean over each sample's tokens of the router's input; None if `sample_scores_BS` is."""
-    similarity_loss: Tensor | None = None
-    """The sample similarity loss, with its gradient; the training loop replaces the two fields
-    above with it."""
-    distill_loss: Tensor | None = None
-    """The loss of a feed-forward that is trained to imitate the one that it replaces, with its
-    gradient; see `polyad.train.tasks.distillation`."""
-    distill_error: Tensor | None = None
-    """Mean over tokens of the squared norm of its output minus the original's."""
-    distill_square: Tensor | None = None
-    """Mean over tokens of the squared norm of the original's output."""
-    tokens: Tensor | None = None
-    """Number of tokens without padding in these statistics; None: equal in all micro-batches."""
+    losses: dict[str, Tensor] = NO_TENSORS
+    """Losses by their names in records, scalars. They have a gradient only if training requests it;
+    those of sparse routing are missing in evaluation."""
+    measures: dict[str, Tensor] = NO_TENSORS
+    """Further values by their names in records, with the suffix of their shape; those that only
+    records need are missing in training unless a record is due."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Returns all tensors by name."""
+        fields = self._asdict()
+        own = {name: value for name, value in fields.items() if isinstance(value, Tensor)}
+        return own | self.losses | self.measures
+
+    def with_tensors(self, values: Mapping[str, Tensor]) -> "RoutingStats":
+        """Returns the same statistics with other values of all tensors.
+
+        Args:
+            values: Tensors by the names of `tensors`.
+        """
+        own: dict[str, Any] = {name: values[name] for name in self._fields if name in values}
+        losses, measures = (
+            {name: values[name] for name in part} for part in (self.losses, self.measures)
+        )
+        return self._replace(losses=losses, measures=measures, **own)
 
 
 class ModelOutput(NamedTuple):
@@ -113,7 +82,7 @@ class ModelOutput(NamedTuple):
 
 
 AUXILIARY_LOSSES = frozenset({"balance_loss", "z_loss", "importance_loss", "load_loss"})
-"""Losses of `RoutingStats` that every router computes in training: `loss.*` may add them. Training
+"""Losses that every router computes in training: `loss.*` may add them. Training
 can also request `usage_E` with a gradient, and `sequence_loss`."""
 
 
@@ -136,7 +105,7 @@ class StatisticsModule(nn.Module):
         """Returns whether a loss is computed, for its gradient or for a record.
 
         Args:
-            name: The field of `RoutingStats`.
+            name: Its name in `RoutingStats`, or `usage_E`.
         """
         return self.measures or name in self.learns_from
 
@@ -144,7 +113,7 @@ class StatisticsModule(nn.Module):
         """Returns the input of a loss, detached unless the loss gets a gradient.
 
         Args:
-            name: The field of `RoutingStats`, as in `AUXILIARY_LOSSES`.
+            name: Its name, as in `needs`.
             x: Scores, logits, or their means.
         """
         return x if name in self.learns_from else x.detach()
@@ -204,7 +173,8 @@ def ask_for_statistics(
 
     Args:
         model: The whole model.
-        losses: Fields of `RoutingStats` that get a gradient: those with a coefficient.
+        losses: Losses of `RoutingStats`, or `usage_E`, that get a gradient: those with a
+            coefficient.
         samples: Whether per-sample statistics are returned.
         record_is_due: Whether to compute values that only the step's record needs. In a layer with
             a graph they account for a third of the GPU kernels.

@@ -128,17 +128,19 @@ class TensorParallelAttentionGraph(AttentionGraph):
         attention = given.attention
         assert attention is not None
         assert given.cache is None  # generation runs in one process
-        entropy_A = sum_parts(self._own_entropies(given)) if self.chooses else None
+        measures = {"attention_head": self.chosen_head().squeeze(0)}
+        if self.chooses:
+            measures["head_entropy_A"] = sum_parts(self._own_entropies(given))
         head = self.chosen_head() - self._first_head
         is_here = (head >= 0) & (head < self._heads_here)
         whole = attention._replace(output_BTD=copy(attention.output_BTD))
         if attention.output_bias_D is not None:
             whole = whole._replace(output_bias_D=copy(attention.output_bias_D))
-        mixed_BTE, neighbours = self.mix(self.features(whole), copy(scores_BTE), given)
-        mixed_BTE = sum_parts(torch.where(is_here, mixed_BTE, 0.0))
-        if neighbours is not None:
-            neighbours = sum_parts(torch.where(is_here, neighbours, 0.0).squeeze(0))
-        return Mixed(mixed_BTE, neighbours, entropy_A, self.chosen_head().squeeze(0))
+        mixed = self.mix(self.features(whole), copy(scores_BTE), given)
+        mixed_BTE = sum_parts(torch.where(is_here, mixed.scores_BTE, 0.0))
+        for name, value in mixed.measures.items():
+            measures[name] = sum_parts(torch.where(is_here, value, 0.0).squeeze(0))
+        return Mixed(mixed_BTE, measures)
 
     def _own_entropies(self, given: BlockInput) -> Tensor:
         """Returns [A], 0 for heads of other ranks."""

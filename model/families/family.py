@@ -321,8 +321,8 @@ def refuse_experts(config: ModelSettings) -> None:
     for key, each in config.feed_forwards().items():
         if each.kind != "dense":
             raise WeightsError(
-                f"{key}.kind: {each.kind!r}: other libraries have this architecture only with "
-                f"'dense' ones; {OUR_NAMES}"
+                f"{key}.kind: {each.kind!r}: other libraries have no such architecture, theirs are "
+                f"'dense'; {OUR_NAMES}"
             )
 
 

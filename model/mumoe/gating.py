@@ -11,7 +11,7 @@ Shapes: M tokens, D width, N experts of a level, S experts of all levels togethe
 import functools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +21,7 @@ from torch.nn.functional import dropout, layer_norm, linear
 
 from polyad.model.initialization import ONES, ZEROS, Initializer, normal
 from polyad.model.layers import Region, same
+from polyad.model.output import NO_TENSORS
 
 EPSILON = 1e-5
 """Default epsilon, added to the variance of the scores, from the paper."""
@@ -95,15 +96,15 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-class Normalized(NamedTuple):
-    """Normalized scores of every token."""
+class GateOutput(NamedTuple):
+    """The output of a gate, and of its norm before the activation."""
 
-    levels: list[Tensor]
-    """The scores of each level, [M, N]."""
-    mean_S: Tensor | None = None
-    """Mean over tokens of the scores before the norm; None unless the norm keeps a running mean."""
-    square_S: Tensor | None = None
-    """Mean over tokens of the squared scores; None if `mean_S` is."""
+    coefficients: list[Tensor]
+    """The coefficients of each level, [M, N], at least fp32; each row sums to 1. Of a norm the
+    normalized scores."""
+    moments: dict[str, Tensor] = NO_TENSORS
+    """`score_mean_S` and `score_square_S`, the means over tokens of each expert's score before the
+    norm and of its square, all levels side by side; empty unless the norm keeps running ones."""
 
 
 class ScoreNorm(nn.Module, ABC):
@@ -123,29 +124,28 @@ class ScoreNorm(nn.Module, ABC):
         return {}
 
     @abstractmethod
-    def forward(self, scores_MS: Tensor) -> Normalized:
+    def forward(self, scores_MS: Tensor) -> GateOutput:
         """Normalizes scores.
 
         Args:
             scores_MS: The scores of all levels side by side, at least fp32.
         """
 
-    def update(self, mean_S: Tensor | None, square_S: Tensor | None) -> None:
+    def update(self, moments: Mapping[str, Tensor]) -> None:
         """Prepares the next optimizer step; called once after each.
 
         Args:
-            mean_S: The mean that `forward` returned, averaged over the step.
-            square_S: The mean square that `forward` returned, averaged over the step.
+            moments: Those that `forward` returned, averaged over the step, among others.
         """
 
 
 class LayerNorm(ScoreNorm):
     """Normalizes the scores of one token over the experts of a level; for language models."""
 
-    def forward(self, scores_MS: Tensor) -> Normalized:
+    def forward(self, scores_MS: Tensor) -> GateOutput:
         """See `ScoreNorm.forward`."""
         levels = scores_MS.split_with_sizes(self.num_experts, dim=-1)
-        return Normalized([layer_norm(x_MN, x_MN.shape[-1:], eps=self.epsilon) for x_MN in levels])
+        return GateOutput([layer_norm(x_MN, x_MN.shape[-1:], eps=self.epsilon) for x_MN in levels])
 
 
 class BatchNorm(ScoreNorm):
@@ -172,7 +172,7 @@ class BatchNorm(ScoreNorm):
         """Returns the initializers: mean 0 and variance 1, which change nothing."""
         return {"running_mean": ZEROS, "running_variance": ONES}
 
-    def forward(self, scores_MS: Tensor) -> Normalized:
+    def forward(self, scores_MS: Tensor) -> GateOutput:
         """See `ScoreNorm.forward`."""
         mean_S, variance_S = self.running_mean, self.running_variance
         seen = scores_MS.detach()
@@ -180,7 +180,8 @@ class BatchNorm(ScoreNorm):
             mean_S, variance_S = self.moments(scores_MS)
         normalized_MS = (scores_MS - mean_S) * torch.rsqrt(variance_S + self.epsilon)
         levels = list(normalized_MS.to(scores_MS.dtype).split_with_sizes(self.num_experts, dim=-1))
-        return Normalized(levels, seen.mean(0), seen.square().mean(0))
+        moments = {"score_mean_S": seen.mean(0), "score_square_S": seen.square().mean(0)}
+        return GateOutput(levels, moments)
 
     def moments(self, scores_MS: Tensor) -> tuple[Tensor, Tensor]:
         """Computes mean and variance over the tokens of all ranks' micro-batches, differentiably.
@@ -208,27 +209,15 @@ class BatchNorm(ScoreNorm):
         spread_S = weight_1 * (variance_S + (here_S - mean_S).square())
         return mean_S, self.mean(spread_S)
 
-    def update(self, mean_S: Tensor | None, square_S: Tensor | None) -> None:
+    def update(self, moments: Mapping[str, Tensor]) -> None:
         """Updates the running statistics from the step's."""
-        assert mean_S is not None
-        assert square_S is not None
+        mean_S, square_S = moments["score_mean_S"], moments["score_square_S"]
         self.running_mean.lerp_(mean_S.to(self.running_mean), MOMENTUM)
         variance_S = (square_S - mean_S.square()).clamp(min=0)
         self.running_variance.lerp_(variance_S.to(self.running_variance), MOMENTUM)
 
 
 NORMS: dict[str, type[ScoreNorm]] = {"layer": LayerNorm, "batch": BatchNorm}
-
-
-class GateOutput(NamedTuple):
-    """The output of a gate."""
-
-    coefficients: list[Tensor]
-    """The coefficients of each level, [M, N], at least fp32; each row sums to 1."""
-    mean_S: Tensor | None
-    """See `Normalized`."""
-    square_S: Tensor | None
-    """See `Normalized`."""
 
 
 class GateRegions(NamedTuple):
@@ -287,8 +276,8 @@ class Gate(nn.Module):
         scores_MS = self.scores(u_MD)
         # The product is in the model's precision, the rest at least in fp32.
         scores_MS = scores_MS.to(torch.promote_types(scores_MS.dtype, torch.float32))
-        levels, mean_S, square_S = self.norm(scores_MS)
-        return GateOutput([self.activation(x_MN) for x_MN in levels], mean_S, square_S)
+        levels, moments = self.norm(scores_MS)
+        return GateOutput([self.activation(x_MN) for x_MN in levels], moments)
 
     def scores(self, u_MD: Tensor) -> Tensor:
         """Scores every expert of every level.
@@ -318,11 +307,10 @@ class Gate(nn.Module):
             levels = [dropout(a_MN, self.dropout) for a_MN in levels]
         return [self.regions.coefficients(a_MN.to(dtype)) for a_MN in levels]
 
-    def update(self, mean_S: Tensor | None, square_S: Tensor | None) -> None:
+    def update(self, moments: Mapping[str, Tensor]) -> None:
         """Prepares the next optimizer step; called once after each.
 
         Args:
-            mean_S: The mean that the norm returned, averaged over the step.
-            square_S: The mean square that the norm returned, averaged over the step.
+            moments: Those of `GateOutput`, averaged over the step, among others.
         """
-        self.norm.update(mean_S, square_S)
+        self.norm.update(moments)

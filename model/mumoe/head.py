@@ -87,4 +87,4 @@ class MuMoEHead(StatisticsModule):
             stats: Statistics of the head, averaged over the step.
             progress: Fraction of the run's steps that are done.
         """
-        self.gate.update(stats.score_mean_S, stats.score_square_S)
+        self.gate.update(stats.measures)

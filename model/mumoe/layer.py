@@ -95,7 +95,7 @@ class MuMoE(FeedForward, StatisticsModule):
 
     def update(self, stats: RoutingStats, progress: float) -> None:
         """See `FeedForward.update`."""
-        self.gate.update(stats.score_mean_S, stats.score_square_S)
+        self.gate.update(stats.measures)
 
 
 def gate_statistics(
@@ -114,7 +114,10 @@ def gate_statistics(
         measures: Whether to compute values that only records need.
 
     Returns:
-        The statistics with an empty name; those of sparse routing are None.
+        The statistics with an empty name. The measures are the mean entropy of the leaves'
+        coefficients, the sum of its levels' (`level_entropy_L`); `effective_experts`, the mean of
+        its exponential, from 1 to all leaves; `dominated`, the share of the tokens that give one
+        leaf at least 0.5; `dominant_E`, the share of the tokens that give this expert as much.
     """
     levels = [a_MN.detach() for a_MN in output.coefficients]
     load_E = torch.cat([a_MN.mean(0) for a_MN in levels])
@@ -122,9 +125,8 @@ def gate_statistics(
         name="",
         load_E=load_E,
         levels=tuple(a_MN.shape[-1] for a_MN in levels),
-        score_mean_S=output.mean_S,
-        score_square_S=output.square_S,
         tokens=None if real is None else counted(real, load_E.dtype),
+        measures=output.moments,
     )
     if not measures:
         return stats
@@ -133,15 +135,15 @@ def gate_statistics(
     for level_M, a_MN in zip(entropies[1:], levels[1:], strict=True):
         entropy_M = entropy_M + level_M
         largest_M = largest_M * a_MN.amax(-1)
-    return stats._replace(
-        entropy=entropy_M.mean(),
-        effective_experts=entropy_M.exp().mean(),
-        dominated=_dominance(largest_M).mean(),
-        dominant_E=torch.cat([_dominance(a_MN).mean(0) for a_MN in levels]),
-        level_entropy_L=(
-            torch.stack([level_M.mean() for level_M in entropies]) if len(levels) > 1 else None
-        ),
-    )
+    values = {
+        "entropy": entropy_M.mean(),
+        "effective_experts": entropy_M.exp().mean(),
+        "dominated": _dominance(largest_M).mean(),
+        "dominant_E": torch.cat([_dominance(a_MN).mean(0) for a_MN in levels]),
+    }
+    if len(levels) > 1:
+        values["level_entropy_L"] = torch.stack([level_M.mean() for level_M in entropies])
+    return stats._replace(measures=output.moments | values)
 
 
 def _dominance(a_MN: Tensor) -> Tensor:

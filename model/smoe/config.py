@@ -71,7 +71,7 @@ def at_most(key: str, value: int, limit_key: str, limit: int) -> None:
 class SelectingConfig(FeedForwardSettings, ABC):
     """The base class of kinds whose router selects whole experts per token, in some blocks."""
 
-    num_experts: Annotated[int, Field(ge=2, le=2**31 - 1)] = 16
+    num_experts: Annotated[int, Field(ge=2)] = 16
     """Number of experts E per block; in an emergent mixture it must divide the inner width."""
     router_noise: Annotated[float, Field(ge=0, le=1e6)] = 0.0
     """Normal noise that is added to the router logits in training, independently for each token and

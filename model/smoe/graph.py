@@ -14,6 +14,7 @@ A heads, H width of one head, G heads that the graph chooses from (A, or this ra
 F width of the features, M measured rows.
 """
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -23,7 +24,7 @@ from torch.nn.functional import normalize, pad, scaled_dot_product_attention
 from polyad.model.attention import AttentionTrace
 from polyad.model.feedforward import NOTHING_ELSE, BlockInput, FeedForwardContext, refuse_autocast
 from polyad.model.initialization import ZEROS, Initializer, constant
-from polyad.model.output import StatisticsModule, entropy
+from polyad.model.output import NO_TENSORS, StatisticsModule, entropy
 from polyad.model.padding import RealTokens
 from polyad.model.smoe.config import GRAPHS, SparseMoEConfig
 
@@ -152,14 +153,15 @@ class Mixed(NamedTuple):
 
     scores_BTE: Tensor
     """p, each row summing to 1: the scores for top-K selection."""
-    effective_neighbours: Tensor | None = None
-    """Mean of exp(entropy of S_i) over measured rows: 1 if each token uses only itself; None
-    without a graph, in generation, and when no record is due."""
-    head_entropy_A: Tensor | None = None
-    """Mean entropy of each head's attention over measured rows, in nats; None unless the graph
-    chooses a head by it."""
-    attention_head: Tensor | None = None
-    """Index of the head that defines S; None without one."""
+    measures: dict[str, Tensor] = NO_TENSORS
+    """By name, as in `RoutingStats`:
+
+    effective_neighbours    mean of exp(entropy of S_i) over measured rows: 1 if each token uses
+                            only itself; not in generation, or when no record is due
+    head_entropy_A          mean entropy of each head's attention over measured rows, in nats, if
+                            the graph chooses a head by it
+    attention_head          index of the head that defines S, if one does
+    """
 
 
 class Graph(StatisticsModule):
@@ -184,11 +186,11 @@ class Graph(StatisticsModule):
         """
         return Mixed(scores_BTE)
 
-    def update(self, head_entropy_A: Tensor | None) -> None:
+    def update(self, measures: Mapping[str, Tensor]) -> None:
         """Prepares the next optimizer step; called once after each.
 
         Args:
-            head_entropy_A: The value in `Mixed`, averaged over the whole step.
+            measures: Those of `Mixed`, averaged over the whole step, among others.
         """
 
 
@@ -204,9 +206,7 @@ class MixingGraph(Graph):
         super().__init__()
         self.config, self.context = config, context
 
-    def mix(
-        self, features: Features, scores_BTE: Tensor, given: BlockInput
-    ) -> tuple[Tensor, Tensor | None]:
+    def mix(self, features: Features, scores_BTE: Tensor, given: BlockInput) -> Mixed:
         """Computes p = S r.
 
         Args:
@@ -215,7 +215,7 @@ class MixingGraph(Graph):
             given: See `forward`; with a cache S is always causal.
 
         Returns:
-            p [B, T, E], and the effective neighbours as in `Mixed`.
+            p [B, T, E], and the effective neighbours.
         """
         query_BTF, key_BSF, scale, *_ = features
         refuse_autocast(query_BTF, "a graph of tokens")
@@ -227,9 +227,10 @@ class MixingGraph(Graph):
         features = Features(query_BTF, key_BSF, scale, causal, _seen(real, causal))
         mixed_BTE = features.mix(value_BSE)
         if cache is not None or not self.measures:
-            return mixed_BTE, None
+            return Mixed(mixed_BTE)
         measured = _measured_rows(features.query_BTF.shape[-2], scores_BTE.device, real)
-        return mixed_BTE, measured.mean(features.row_entropies(measured).exp())
+        neighbours = measured.mean(features.row_entropies(measured).exp())
+        return Mixed(mixed_BTE, {"effective_neighbours": neighbours})
 
 
 def _seen(real: RealTokens | None, causal: bool) -> Tensor | None:
@@ -271,7 +272,7 @@ class SimilarityGraph(MixingGraph):
         if self.config.similarity == "cosine":
             u_BTD = normalize(u_BTD, dim=-1)
         features = Features(u_BTD, u_BTD, 1 / self.config.tau)
-        return Mixed(*self.mix(features, scores_BTE, given))
+        return self.mix(features, scores_BTE, given)
 
 
 class AttentionGraph(MixingGraph):
@@ -316,12 +317,10 @@ class AttentionGraph(MixingGraph):
         return {"head_entropy": ZEROS, "fixed_head": fixed}
 
     @torch.no_grad()
-    def update(self, head_entropy_A: Tensor | None) -> None:
+    def update(self, measures: Mapping[str, Tensor]) -> None:
         """See `Graph.update`; updates the running mean of the entropies."""
-        if head_entropy_A is not None:
-            self.head_entropy.lerp_(
-                head_entropy_A.to(self.head_entropy.dtype), 1 - ENTROPY_MOMENTUM
-            )
+        if (entropy_A := measures.get("head_entropy_A")) is not None:
+            self.head_entropy.lerp_(entropy_A.to(self.head_entropy.dtype), 1 - ENTROPY_MOMENTUM)
 
     def chosen_head(self) -> Tensor:
         """Returns [1], the index among all heads of the model of the head that defines S."""
@@ -357,12 +356,14 @@ class AttentionGraph(MixingGraph):
 
     def forward(self, scores_BTE: Tensor, u_BTD: Tensor, given: BlockInput = NOTHING_ELSE) -> Mixed:
         """See `Graph.forward`."""
-        attention, entropy_A = given.attention, None
+        attention = given.attention
         assert attention is not None
+        measures = {"attention_head": self.chosen_head().squeeze(0)}
         if self.chooses and given.cache is None:
             entropy_A = head_entropies(attention, self.context.causal, given.real)
-        mixed_BTE, neighbours = self.mix(self.features(attention), scores_BTE, given)
-        return Mixed(mixed_BTE, neighbours, entropy_A, self.chosen_head().squeeze(0))
+            measures["head_entropy_A"] = entropy_A
+        mixed = self.mix(self.features(attention), scores_BTE, given)
+        return mixed._replace(measures=mixed.measures | measures)
 
 
 GRAPHS |= {

@@ -253,7 +253,8 @@ class SelectingMoE(FeedForward):
         if (plan := done.plan) is not None and plan.drops:
             kept_NK = plan.kept_M()[plan.row_A].view_as(selected.weights_NK)
             if self.router.measures:
-                stats = stats._replace(dropped=1 - kept_NK.to(stats.load_E.dtype).mean())
+                dropped = 1 - kept_NK.to(stats.load_E.dtype).mean()
+                stats = stats._replace(measures=stats.measures | {"dropped": dropped})
         if self.output_bias is not None:
             weights_NK = selected.weights_NK if kept_NK is None else selected.weights_NK * kept_NK
             y_ND = self.add_bias(y_ND, selected._replace(weights_NK=weights_NK))

@@ -18,7 +18,7 @@ width of the cosine score's space, M maximum experts of a pool.
 """
 
 from abc import ABC, abstractmethod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -526,19 +526,11 @@ class Router(StatisticsModule):
         if self.needs("usage_E") or self.needs("balance_loss"):
             usage_E = shares_NE.mean(0)
         load_E = selected.load(shares_NE.dtype)
-        stats = RoutingStats(
-            name="",
-            load_E=load_E,
-            usage_E=None if usage_E is None else self.for_loss("usage_E", usage_E),
-            entropy=entropy(shares_NE.detach()).mean() if self.measures else None,
-            dropped=load_E.new_zeros(()) if self.measures else None,
-            effective_neighbours=mixed.effective_neighbours,
-            head_entropy_A=mixed.head_entropy_A,
-            attention_head=mixed.attention_head,
-            tokens=None if real is None else counted(real, load_E.dtype),
-        )
+        measures, losses = dict(mixed.measures), dict[str, Tensor]()
+        if self.measures:
+            measures["entropy"] = entropy(shares_NE.detach()).mean()
+            measures["dropped"] = load_E.new_zeros(())
         if self.training:
-            losses: dict[str, Any] = {}
             if usage_E is not None and self.needs("balance_loss"):
                 mean_E = self.for_loss("balance_loss", usage_E)
                 losses["balance_loss"] = load_balance_loss(mean_E, load_E)
@@ -556,7 +548,14 @@ class Router(StatisticsModule):
                 )
             if "sequence_loss" in self.learns_from:
                 losses["sequence_loss"] = self._of_sequences(own_NE, u_BTD, real)
-            stats = stats._replace(**losses)
+        stats = RoutingStats(
+            name="",
+            load_E=load_E,
+            usage_E=None if usage_E is None else self.for_loss("usage_E", usage_E),
+            tokens=None if real is None else counted(real, load_E.dtype),
+            losses=losses,
+            measures=measures,
+        )
         return Routing(selected, self.with_samples(stats, [own_NE], u_BTD, real))
 
     def _of_sequences(self, own_NE: Tensor, u_BTD: Tensor, real: RealTokens | None) -> Tensor:
@@ -575,7 +574,7 @@ class Router(StatisticsModule):
             progress: Fraction of the run's steps that are done.
         """
         self.selection.update(stats.load_E, progress)
-        self.graph.update(stats.head_entropy_A)
+        self.graph.update(stats.measures)
 
 
 def make_router(config: SparseMoEConfig, context: FeedForwardContext) -> Router:

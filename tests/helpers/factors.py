@@ -151,7 +151,7 @@ def batch_norm_against_the_whole(
         scale = world.data_parallel_size if is_whole else 1
         ((y_BTD * wanted_BTD[:, rows]).sum() / scale).backward()
         gradients = {name: p.grad for name, p in block.named_parameters()}
-        about = {"mean": stats.score_mean_S, "square": stats.score_square_S}
+        about = {name: stats.measures[name] for name in ("score_mean_S", "score_square_S")}
         if not is_whole:  # as an engine and the loop do
             weight = counts[world.data_parallel_rank] * len(counts) / sum(counts)
             gradients = {name: _mean(gradient, world) for name, gradient in gradients.items()}

@@ -27,15 +27,13 @@ def step(model, ids):
     output = model(ids)
     loss = cross_entropy(output.logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
     for stats in output.routing:
-        loss = loss + 0.01 * stats.balance_loss + 0.001 * stats.z_loss
-        loss = loss + 0.01 * stats.importance_loss
-        if stats.load_loss is not None:
-            loss = loss + 0.01 * stats.load_loss
+        for name, value in stats.losses.items():
+            loss = loss + (0.001 if name == "z_loss" else 0.01) * value
     loss.backward()
     numbers = {"logits": output.logits.detach()}
     for stats in output.routing:
-        values = {k: v for k, v in stats._asdict().items() if isinstance(v, torch.Tensor)}
-        numbers |= {f"{stats.name}.{key}": value.detach() for key, value in values.items()}
+        values = stats.tensors().items()
+        numbers |= {f"{stats.name}.{key}": value.detach() for key, value in values}
     return numbers | {name: p.grad for name, p in model.named_parameters()}
 
 

@@ -128,8 +128,8 @@ def run(model: Bert, ids: Tensor, mask: Tensor, segments: Tensor):
     numbers = [
         value.detach()
         for stats in output.routing
-        for name, value in stats._asdict().items()
-        if isinstance(value, torch.Tensor) and name != "tokens"
+        for name, value in stats.tensors().items()
+        if name != "tokens"
     ]
     return output.logits, numbers
 

@@ -98,7 +98,7 @@ class Routed(FeedForward):
     """Sends everything to the second of two experts."""
 
     def forward(self, normalized_BTD, residual_BTD, given):
-        stats = RoutingStats(name="", load_E=torch.tensor([0.0, 1.0]), entropy=torch.tensor(0.0))
+        stats = RoutingStats(name="", load_E=torch.tensor([0.0, 1.0]))
         return residual_BTD - normalized_BTD, stats
 
 

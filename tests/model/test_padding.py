@@ -60,14 +60,13 @@ def outcome(model, ids, mask):
     loss = cross_entropy(logits, torch.tensor([0, 2, 1, 1]))
     for stats in routing:
         for name in ("balance_loss", "z_loss", "importance_loss"):
-            if getattr(stats, name) is not None:
-                loss = loss + getattr(stats, name)
+            if name in stats.losses:
+                loss = loss + stats.losses[name]
     loss.backward()
     numbers = {
         f"{stats.name}/{name}": value
         for stats in routing
-        for name, value in stats._asdict().items()
-        if isinstance(value, torch.Tensor)
+        for name, value in stats.tensors().items()
     }
     gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
     return {"logits": logits} | numbers | gradients
@@ -145,11 +144,11 @@ def test_a_graph_without_a_mask_sees_no_padding(kind):
         rows = slice(row, row + 1), slice(size)
         alone = graph(scores[rows], u[rows], BlockInput(attention=own))
         torch.testing.assert_close(mixed.scores_BTE[row, :size], alone.scores_BTE[0])
-        neighbours = neighbours + alone.effective_neighbours * size / 47
+        neighbours = neighbours + alone.measures["effective_neighbours"] * size / 47
         entropies = entropies + head_entropies(own, causal=False) * size / 47
-    torch.testing.assert_close(mixed.effective_neighbours, neighbours)
+    torch.testing.assert_close(mixed.measures["effective_neighbours"], neighbours)
     if kind == "attention":
-        torch.testing.assert_close(mixed.head_entropy_A, entropies)
+        torch.testing.assert_close(mixed.measures["head_entropy_A"], entropies)
 
 
 def test_scores_are_those_of_transformers():

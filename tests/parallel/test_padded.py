@@ -66,8 +66,8 @@ def z_losses_of_sequences(case: Case) -> list[float]:
         batch = padded_batch(0, slice(row, row + 1))
         assert bool(batch.mask_BCT.all())
         _, routing = class_losses(engine, batch)
-        assert routing[0].z_loss is not None
-        found.append(routing[0].z_loss.item())
+        assert routing[0].losses.get("z_loss") is not None
+        found.append(routing[0].losses["z_loss"].item())
     return found
 
 
@@ -221,8 +221,9 @@ def test_the_z_loss_of_a_step_is_the_mean_over_its_tokens(workers, whole):
 def test_other_losses_of_tokens_weigh_micro_batches_by_their_tokens(name):
     field = {"load_balance": "balance_loss"}.get(name, f"{name}_loss")
     one = torch.ones(())
-    stats = RoutingStats("", one, one, **{field: torch.tensor(4.0)}, tokens=torch.tensor(30.0))
-    both = stats._replace(similarity_loss=torch.tensor(7.0))
+    losses = {field: torch.tensor(4.0)}
+    stats = RoutingStats("", one, tokens=torch.tensor(30.0), losses=losses)
+    both = stats._replace(losses=losses | {"similarity_loss": torch.tensor(7.0)})
     config = LossConfig(**{name: 0.5})
     # 0.5 x 4 x 30 tokens of 20 in the mean; what is of pairs of samples is not weighed.
     assert routing_loss((stats,), config, torch.tensor(20.0)) == pytest.approx(3.0)
@@ -233,10 +234,8 @@ def test_other_losses_of_tokens_weigh_micro_batches_by_their_tokens(name):
 
 
 def test_losses_of_sequences_and_of_the_model_weigh_what_they_are_means_of():
-    one, even_E = torch.ones(()), torch.tensor([0.5, 0.5])
-    stats = RoutingStats(
-        "", even_E, one, usage_E=even_E, sequence_loss=torch.tensor(4.0), tokens=torch.tensor(30.0)
-    )
+    even_E, losses = torch.tensor([0.5, 0.5]), {"sequence_loss": torch.tensor(4.0)}
+    stats = RoutingStats("", even_E, usage_E=even_E, tokens=torch.tensor(30.0), losses=losses)
     of_sequences = LossConfig(sequence_balance=0.5)
     assert routing_loss((stats, stats), of_sequences, torch.tensor(20.0)) == pytest.approx(4.0)
     of_model = LossConfig(load_balance=0.5, load_balance_over="model")

@@ -159,7 +159,9 @@ def with_sample_similarity(
         stats
         if stats.sample_scores_BS is None
         else stats._replace(
-            similarity_loss=next(losses), sample_scores_BS=None, sample_inputs_BD=None
+            losses=stats.losses | {"similarity_loss": next(losses)},
+            sample_scores_BS=None,
+            sample_inputs_BD=None,
         )
         for stats in routing
     )
@@ -240,7 +242,7 @@ class LossConfig(Config):
 
     def coefficients(self) -> dict[str, float]:
         """The nonzero coefficients of losses over tokens (not over whole samples), by their names
-        in `RoutingStats`."""
+        in `RoutingStats.losses`."""
         known = {
             "balance_loss": self.load_balance if self.load_balance_over == "layer" else 0.0,
             "sequence_loss": self.sequence_balance,
@@ -251,7 +253,7 @@ class LossConfig(Config):
         return {name: coefficient for name, coefficient in known.items() if coefficient}
 
     def asked(self) -> frozenset[str]:
-        """Fields of `RoutingStats` that need a gradient."""
+        """Losses of `RoutingStats`, or `usage_E`, that need a gradient."""
         reads_usage = self.load_balance_over == "model" or self.load_balance_counts == "all"
         usage = {"usage_E"} if self.load_balance and reads_usage else set()
         return frozenset({*self.coefficients(), *usage})
@@ -280,15 +282,16 @@ def routing_loss(
         pooled = config.load_balance * _balance_of_model(routing)
         terms.append(_by_tokens(pooled, routing[0], mean_tokens))
     for stats in routing:
-        known = stats._replace(importance_loss=_importance(stats.importance_loss, config))
         for name, coefficient in config.coefficients().items():
-            if (value := getattr(known, name)) is None:
+            if (value := stats.losses.get(name)) is None:
                 continue
+            if name == "importance_loss" and config.importance_form == "plain":
+                value = _root(value)
             term = coefficient * value
             of_tokens = name not in NOT_OF_TOKENS
             terms.append(_by_tokens(term, stats, mean_tokens) if of_tokens else term)
-        if stats.similarity_loss is not None:  # over pairs of samples; includes its coefficients
-            terms.append(stats.similarity_loss)
+        if "similarity_loss" in stats.losses:  # over pairs of samples; includes its coefficients
+            terms.append(stats.losses["similarity_loss"])
     return torch.stack(terms).sum() if terms else None
 
 
@@ -320,8 +323,9 @@ def with_counts_of_all(
     for stats in routing:
         if (usage_E := stats.usage_E) is not None:
             stats = stats._replace(load_E=next(of_all))
-            if stats.balance_loss is not None:
-                stats = stats._replace(balance_loss=load_balance_loss(usage_E, stats.load_E))
+            if "balance_loss" in stats.losses:
+                balance = load_balance_loss(usage_E, stats.load_E)
+                stats = stats._replace(losses=stats.losses | {"balance_loss": balance})
         found.append(stats)
     return tuple(found)
 
@@ -342,9 +346,7 @@ def _by_tokens(term: Tensor, stats: RoutingStats, mean_tokens: Tensor | None) ->
     return (stats.tokens / mean_tokens).to(term.dtype) * term
 
 
-def _importance(squared: Tensor | None, config: LossConfig) -> Tensor | None:
-    """The importance loss in the configured form; no gradient at 0, where a root has none."""
-    if squared is None or config.importance_form == "squared":
-        return squared
+def _root(squared: Tensor) -> Tensor:
+    """The root of a loss; no gradient at 0, where a root has none."""
     root = squared.clamp_min(torch.finfo(squared.dtype).tiny).sqrt()
     return torch.where(squared > 0, root, 0)

@@ -121,7 +121,7 @@ class StepStatistics:
 
 def _weighted(stats: RoutingStats) -> Iterator[Tensor]:
     """Yields its tensors, multiplied by their number of tokens where that varies."""
-    for name, value in tensors_of(stats).items():
+    for name, value in stats.tensors().items():
         if stats.tokens is None or name in OF_MICRO_BATCHES:
             yield value
         else:
@@ -133,19 +133,14 @@ def _cut(vector: Tensor, like: Routing) -> Routing:
     first, routing = 1, []
     for stats in like:
         values = {}
-        for name, value in tensors_of(stats).items():
+        for name, value in stats.tensors().items():
             values[name] = vector[first : first + value.numel()].view(value.shape)
             first += value.numel()
         if stats.tokens is not None:
             tokens = values["tokens"]
             values = {n: v if n in OF_MICRO_BATCHES else v / tokens for n, v in values.items()}
-        routing.append(RoutingStats(**(stats._asdict() | values)))
+        routing.append(stats.with_tensors(values))
     return tuple(routing)
-
-
-def tensors_of(stats: RoutingStats) -> dict[str, Tensor]:
-    """The fields that are set for a layer, by name."""
-    return {name: value for name, value in stats._asdict().items() if isinstance(value, Tensor)}
 
 
 def update_routers(module: nn.Module, routing: Routing, progress: float) -> None:
@@ -205,7 +200,7 @@ def measures(stats: RoutingStats, ranks: int = 1) -> dict[str, float | int | lis
         if sparse; `rank_load` with several processes: the share of the assignments that each
         computes; `rank_load_max`: the largest over the mean; `nmse` of a feed-forward that learns
         from another: the squared error over the squared target; `attention_head`: the head from
-        which a graph is made; the other fields of `RoutingStats` that the layer has, by their
+        which a graph is made; the other tensors of the layer's statistics, by their
         names.
     """
     load_E = stats.load_E
@@ -217,7 +212,7 @@ def measures(stats: RoutingStats, ranks: int = 1) -> dict[str, float | int | lis
     if routes:
         values["load_max"] = max(map(_most, levels))
         values["unused"] = (load_E == 0).float().mean().item()
-    if stats.entropy is not None:
+    if "entropy" in stats.measures:
         of_levels = usage_E.split_with_sizes(sizes)
         values["usage_entropy"] = math.fsum(entropy(p_N).item() for p_N in of_levels)
     if routes and not stats.levels:
@@ -225,17 +220,18 @@ def measures(stats: RoutingStats, ranks: int = 1) -> dict[str, float | int | lis
     if routes and ranks > 1 and not stats.levels:  # a process has experts of consecutive numbers
         load_R = load_E.view(ranks, -1).sum(1)
         values |= {"rank_load": _short(load_R.tolist()), "rank_load_max": _most(load_R)}
-    for name, value in tensors_of(stats).items():
+    for name, value in stats.tensors().items():
         if name in NOT_RECORDED or value.numel() > MOST_LOADS or (name == "load_E" and not routes):
             continue
-        if name == "load_E" and stats.active is not None:  # sums to less than 1
+        if name == "load_E" and "active" in stats.measures:  # sums to less than 1
             value = value / value.sum().clamp_min(torch.finfo(value.dtype).tiny)
         short = name.rpartition("_")[0] if name.endswith(("_E", "_A", "_S", "_L")) else name
         values[short] = value.item() if value.dim() == 0 else _short(value.tolist())
-    if stats.distill_error is not None and stats.distill_square is not None:
-        values["nmse"] = (stats.distill_error / stats.distill_square).item()
-    if stats.attention_head is not None:  # equal in all micro-batches up to rounding
-        values["attention_head"] = round(stats.attention_head.item())
+    if "distill_error" in stats.measures:
+        error, square = (stats.measures[name] for name in ("distill_error", "distill_square"))
+        values["nmse"] = (error / square).item()
+    if "attention_head" in stats.measures:  # equal in all micro-batches up to rounding
+        values["attention_head"] = round(stats.measures["attention_head"].item())
     return values
 
 

@@ -124,7 +124,9 @@ def distillation_loss(teacher_BK: Tensor, student_BK: Tensor, temperature: float
 
 
 def feed_forward_losses(ours_BTD: Tensor, theirs_BTD: Tensor, loss: BlockLoss) -> dict[str, Tensor]:
-    """Computes the distance of outputs from the original's, as fields of `RoutingStats`.
+    """Computes the distance of outputs from the original's, by their names in `RoutingStats`:
+    the loss, and the mean over tokens of the squared norms of the difference and of the
+    original's output.
 
     A token whose original output is 0 (dropped by a capacity limit, say) counts with norm 1.
 
@@ -178,9 +180,9 @@ class BlockTeacher:
         self, model: Predictor, input_ids_BT: Tensor
     ) -> tuple[Tensor, tuple[RoutingStats, ...]]:
         """Returns the summed loss of all replaced blocks, and their statistics."""
-        taught = [each for each in model(input_ids_BT).routing if each.distill_loss is not None]
-        losses = [each.distill_loss for each in taught if each.distill_loss is not None]
-        return torch.stack(losses).sum(), tuple(taught)
+        routing = model(input_ids_BT).routing
+        taught = tuple(each for each in routing if "distill_loss" in each.losses)
+        return torch.stack([each.losses["distill_loss"] for each in taught]).sum(), taught
 
 
 def _compared_with(original: FeedForward, loss: BlockLoss) -> Callable[..., Any]:
@@ -194,6 +196,10 @@ def _compared_with(original: FeedForward, loss: BlockLoss) -> Callable[..., Any]
             theirs_BTD, _ = original(*given)
         if stats is None:  # not routed: all tokens go to one expert
             stats = RoutingStats("", load_E=ours_BTD.new_ones(1, dtype=torch.float32))
-        return theirs_BTD, stats._replace(**feed_forward_losses(ours_BTD, theirs_BTD, loss))
+        measures = feed_forward_losses(ours_BTD, theirs_BTD, loss)
+        losses = {"distill_loss": measures.pop("distill_loss")}
+        return theirs_BTD, stats._replace(
+            losses=stats.losses | losses, measures=stats.measures | measures
+        )
 
     return compare

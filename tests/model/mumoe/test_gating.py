@@ -101,8 +101,8 @@ def test_what_is_not_finite_travels_on(name, poison):
 
 def test_layer_norm_is_over_the_experts_of_each_level():
     normalized = LayerNorm((2, 3))(torch.tensor([[1.0, 3.0, 0.0, 3.0, 6.0]]))
-    assert (normalized.mean_S, normalized.square_S) == (None, None)
-    first, second = normalized.levels
+    assert not normalized.moments
+    first, second = normalized.coefficients
     # (1, 3): mean 2, variance 1. (0, 3, 6): mean 3, variance 6.
     torch.testing.assert_close(first, torch.tensor([[-1.0, 1.0]]), atol=1e-5, rtol=0)
     torch.testing.assert_close(second, torch.tensor([[-1.0, 0, 1]]) * 1.5**0.5, atol=1e-5, rtol=0)
@@ -110,12 +110,12 @@ def test_layer_norm_is_over_the_experts_of_each_level():
 
 def test_epsilon_is_added_to_the_variance():
     # (1, 3): mean 2, variance 1, and 3 more.
-    (level,) = LayerNorm((2,), epsilon=3.0)(torch.tensor([[1.0, 3.0]])).levels
+    (level,) = LayerNorm((2,), epsilon=3.0)(torch.tensor([[1.0, 3.0]])).coefficients
     torch.testing.assert_close(level, torch.tensor([[-0.5, 0.5]]))
     norm = BatchNorm((1,), epsilon=3.0).eval()
     norm.running_mean.fill_(2.0)
     norm.running_variance.fill_(1.0)
-    torch.testing.assert_close(norm(torch.tensor([[5.0]])).levels[0], torch.tensor([[1.5]]))
+    torch.testing.assert_close(norm(torch.tensor([[5.0]])).coefficients[0], torch.tensor([[1.5]]))
 
 
 def batch_norm(size):
@@ -130,24 +130,24 @@ def test_batch_norm_is_torchs_and_reads_running_statistics_in_evaluation():
     for _ in range(3):
         x_MS = 2 * torch.randn(500, 6) + 1
         normalized = ours(x_MS)
-        torch.testing.assert_close(normalized.levels[0], theirs(x_MS), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(normalized.coefficients[0], theirs(x_MS), atol=1e-5, rtol=1e-5)
         before = ours.running_mean.clone()
         assert torch.equal(before, ours.running_mean)  # forward reads alone
-        ours.update(normalized.mean_S, normalized.square_S)
+        ours.update(normalized.moments)
     # torch's running variance divides by 499, ours by 500.
     torch.testing.assert_close(ours.running_mean, theirs.running_mean)
     torch.testing.assert_close(ours.running_variance, theirs.running_var, atol=0, rtol=3e-3)
     x_MS = torch.randn(1, 6)  # of one token there is no variance
     ours.eval(), theirs.eval()
-    torch.testing.assert_close(ours(x_MS).levels[0], theirs(x_MS), atol=1e-3, rtol=1e-2)
+    torch.testing.assert_close(ours(x_MS).coefficients[0], theirs(x_MS), atol=1e-3, rtol=1e-2)
 
 
 def test_statistics_of_two_micro_batches_are_those_of_both_together():
     x_MS = torch.randn(8, 3)
     whole, halves = batch_norm(3), batch_norm(3)
-    whole.update(*whole(x_MS)[1:])
-    parts = [halves(part)[1:] for part in x_MS.split(4)]
-    halves.update(*(torch.stack(p).mean(0) for p in zip(*parts, strict=True)))
+    whole.update(whole(x_MS).moments)
+    one, other = (halves(part).moments for part in x_MS.split(4))
+    halves.update({name: (one[name] + other[name]) / 2 for name in one})
     torch.testing.assert_close(whole.running_variance, halves.running_variance)
 
 

@@ -66,7 +66,9 @@ def test_an_mxd_is_a_mixture_of_whole_last_layers(levels, activation):
     y_MO = torch.einsum("mn,mh,nho->mo", a_MN, z_MH, w_NHO) + layer.output_bias
     found_BTD, stats = layer(x_BTD, x_BTD)
     torch.testing.assert_close(found_BTD.flatten(0, 1), y_MO)
-    assert stats.active.item() == pytest.approx((a_MN > 0).sum(1).double().mean().item())
+    assert stats.measures["active"].item() == pytest.approx(
+        (a_MN > 0).sum(1).double().mean().item()
+    )
     torch.testing.assert_close(stats.load_E, (a_MN > 0).double().mean(0) / 3)
 
 

@@ -64,10 +64,10 @@ def test_steps_without_a_record_take_a_second_program_and_no_more(small_model, r
         model.zero_grad()
         ask_for_statistics(model, losses=asked, samples=False, record_is_due=is_due)
         loss, routing = model(ids, target_ids_BT=ids.roll(-1, 1))
-        (loss + sum(0.01 * each.balance_loss for each in routing)).backward()
+        (loss + sum(0.01 * each.losses["balance_loss"] for each in routing)).backward()
         steps.append({name: p.grad for name, p in model.named_parameters()} | {"loss": loss})
-        assert all((each.entropy is not None) == is_due for each in routing)
-        assert all((each.z_loss is not None) == is_due for each in routing)
+        assert all((each.measures.get("entropy") is not None) == is_due for each in routing)
+        assert all((each.losses.get("z_loss") is not None) == is_due for each in routing)
     for other in steps[1:]:
         assert_same_step(other, steps[0], tolerance=1e-6)
     # As in any model three; a second one of the blocks.

@@ -43,7 +43,8 @@ def plan_of(ids, experts, *others, **named):
 
 
 def take_rows(tokens_ND, plan):
-    return rows.take(tokens_ND, plan.assignment_M, plan.row_A, len(plan.row_A) // len(tokens_ND))
+    top_k = max(1, len(plan.row_A) // max(1, len(tokens_ND)))
+    return rows.take(tokens_ND, plan.assignment_M, plan.row_A, top_k)
 
 
 def combine(rows_MD, weights_NK, plan):

@@ -82,7 +82,7 @@ def test_layer_equals_two_loops_in_value_and_gradients(bias, options):
             for place in places[5:]:
                 kept_NK[tuple(place)] = 0.0
         assert 0 < (kept_NK == 0).sum() < 18
-    torch.testing.assert_close(stats.dropped, (kept_NK == 0).double().mean())
+    torch.testing.assert_close(stats.measures["dropped"], (kept_NK == 0).double().mean())
     expected_ND = by_two_loops(
         layer, u_BTD.flatten(0, 1), highest.indices, highest.values / total, kept_NK
     )
@@ -147,9 +147,9 @@ def test_evaluation_has_a_capacity_of_its_own():
     options = {"capacity_factor": 0.5, "evaluation_capacity_factor": 6 / 2}
     layer = make(SparseMoE, make_config(**options))
     u_BTD = torch.randn(2, 9, 12, dtype=torch.float64)
-    assert layer(u_BTD, u_BTD)[1].dropped > 0.2
+    assert layer(u_BTD, u_BTD)[1].measures["dropped"] > 0.2
     y_BTD, stats = layer.eval()(u_BTD, u_BTD)
-    assert stats.dropped == 0
+    assert stats.measures["dropped"] == 0
     whole_BTD = make(SparseMoE, make_config()).eval()(u_BTD, u_BTD)[0]
     torch.testing.assert_close(y_BTD, whole_BTD)
 
@@ -247,14 +247,14 @@ def test_placement_says_which_blocks_route(small_model, random_ids, placement, r
     # The loss of each is its own: even load is 1 in each, whatever their number.
     for stats in output.routing:
         layer = model.get_submodule(stats.name)
-        assert 0.5 < stats.balance_loss < layer.config.num_experts
+        assert 0.5 < stats.losses["balance_loss"] < layer.config.num_experts
         torch.testing.assert_close(stats.load_E.sum().item(), 1.0)
 
 
 def test_a_layer_without_spread_has_a_balance_loss_of_one(small_model, random_ids):
     # Scores start within 1% of even: P is, and so is E sum f P for any f.
     model = small_model(num_layers=4, feed_forward={"kind": "smoe", "placement": 2})
-    losses = [stats.balance_loss.item() for stats in model(random_ids(2, 16)).routing]
+    losses = [stats.losses["balance_loss"].item() for stats in model(random_ids(2, 16)).routing]
     assert losses == pytest.approx([1.0, 1.0], abs=0.03)
 
 

@@ -78,10 +78,10 @@ def test_the_balance_of_sequences_is_of_scores_without_bias_groups_noise_and_gra
     u_BTD = torch.randn(3, 9, 12, dtype=torch.float64)
     asked = frozenset({"sequence_loss"})
     for router in (plain, other):
-        assert router(u_BTD).stats.sequence_loss is None
+        assert router(u_BTD).stats.losses.get("sequence_loss") is None
         ask_for_statistics(router, losses=asked, samples=False)
     (ids, loss), (others, theirs) = (
-        (selected.expert_ids_NK, stats.sequence_loss)
+        (selected.expert_ids_NK, stats.losses["sequence_loss"])
         for selected, stats in (router(u_BTD) for router in (plain, other))
     )
     assert not torch.equal(ids, others)
@@ -93,7 +93,7 @@ def test_the_balance_of_sequences_is_of_scores_without_bias_groups_noise_and_gra
     torch.testing.assert_close(loss, by_hand / 3)
     torch.testing.assert_close(theirs, loss)
     router = plain.eval()
-    assert router(u_BTD).stats.sequence_loss is None
+    assert router(u_BTD).stats.losses.get("sequence_loss") is None
 
 
 def test_balance_loss_pushes_down_the_scores_of_busy_experts():
@@ -127,16 +127,18 @@ def test_the_router_reports_the_losses_of_its_own_choice(top_k):
     p_NE = router.graph(r_BTE, u_BTD).scores_BTE.flatten(0, 1)  # the scores that top-K sees
     share_E = expert_ids_NK.flatten().bincount(minlength=6).double() / expert_ids_NK.numel()
     torch.testing.assert_close(stats.load_E, share_E)
-    torch.testing.assert_close(stats.balance_loss, 6 * (share_E * p_NE.mean(0)).sum())
-    torch.testing.assert_close(stats.z_loss, logits_NE.logsumexp(-1).square().mean())
-    torch.testing.assert_close(stats.entropy, -(p_NE * p_NE.log()).sum(-1).mean())
+    torch.testing.assert_close(stats.losses["balance_loss"], 6 * (share_E * p_NE.mean(0)).sum())
+    torch.testing.assert_close(stats.losses["z_loss"], logits_NE.logsumexp(-1).square().mean())
+    torch.testing.assert_close(stats.measures["entropy"], -(p_NE * p_NE.log()).sum(-1).mean())
     own_E = r_BTE.flatten(0, 1).sum(0)  # before the graph
     variation = own_E.std(correction=0) / own_E.mean()
-    torch.testing.assert_close(stats.importance_loss, variation**2)
-    assert stats.load_loss is None  # there is no noise
-    assert stats.dropped.item() == 0
-    assert not stats.entropy.requires_grad
-    (stats.balance_loss + stats.z_loss + stats.importance_loss).backward()
+    torch.testing.assert_close(stats.losses["importance_loss"], variation**2)
+    assert stats.losses.get("load_loss") is None  # there is no noise
+    assert stats.measures["dropped"].item() == 0
+    assert not stats.measures["entropy"].requires_grad
+    (
+        stats.losses["balance_loss"] + stats.losses["z_loss"] + stats.losses["importance_loss"]
+    ).backward()
     assert router.score.weight.grad.abs().max() > 1e-4
 
 
@@ -203,15 +205,14 @@ def test_a_noisy_router_reports_the_losses_of_its_own_noise(graph):
     noisy_NE = logits_NE + 1.5 / 6 * torch.randn(18, 6, dtype=torch.float64)
     p_BTE = router.graph(noisy_NE.softmax(-1).unflatten(0, (2, 9)), u_BTD).scores_BTE
     assert torch.equal(expert_ids_NK, p_BTE.flatten(0, 1).topk(2).indices)
-    torch.testing.assert_close(stats.load_loss, load_loss(logits_NE, noisy_NE, 0.25, 2))
+    torch.testing.assert_close(stats.losses["load_loss"], load_loss(logits_NE, noisy_NE, 0.25, 2))
     mean_E = logits_NE.softmax(-1).mean(0)
-    torch.testing.assert_close(stats.importance_loss, importance_loss(mean_E))
-    torch.testing.assert_close(stats.z_loss, router_z_loss(logits_NE))
+    torch.testing.assert_close(stats.losses["importance_loss"], importance_loss(mean_E))
+    torch.testing.assert_close(stats.losses["z_loss"], router_z_loss(logits_NE))
     router.eval()
     plain = make(make_router, make_config(graph=graph)).eval()
     stats = router(u_BTD).stats
-    assert stats.load_loss is None
-    assert stats.balance_loss is stats.z_loss is stats.importance_loss is None
+    assert not stats.losses
     assert torch.equal(router(u_BTD).selected.weights_NK, plain(u_BTD).selected.weights_NK)
 
 

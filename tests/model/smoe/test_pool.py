@@ -139,10 +139,10 @@ def test_a_router_selects_within_pools(pool, options, padded):
     torch.testing.assert_close(stats.usage_E, q_NE.mean(0))
     counts_E = torch.bincount(best_NK.flatten(), minlength=6) / best_NK.numel()
     balance = 6 * (counts_E * q_NE.mean(0)).sum()
-    torch.testing.assert_close(stats.balance_loss, balance)
+    torch.testing.assert_close(stats.losses["balance_loss"], balance)
     sample = torch.randn(weights_NK.shape, generator=generator).double()
     (balance + (sample * weights_NK).sum()).backward()
-    (stats.balance_loss + (sample * selected.weights_NK).sum()).backward()
+    (stats.losses["balance_loss"] + (sample * selected.weights_NK).sum()).backward()
     torch.testing.assert_close(logits_NE.grad, free_NE.grad)
 
 
@@ -208,7 +208,9 @@ def small_model(small_config, **options):
 def gradients(model, ids_BT, seed=5):
     torch.manual_seed(seed)
     output = model(ids_BT)
-    loss = output.logits.square().mean() + sum(stats.balance_loss for stats in output.routing)
+    loss = output.logits.square().mean() + sum(
+        stats.losses["balance_loss"] for stats in output.routing
+    )
     loss.backward()
     return loss, {name: p.grad for name, p in model.named_parameters()}
 

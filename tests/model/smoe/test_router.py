@@ -31,9 +31,9 @@ def test_any_score_goes_with_any_graph(score, graph, top_k):
     total = highest.values.sum(-1, keepdim=True) if top_k > 1 else 1.0
     torch.testing.assert_close(weights_NK, highest.values / total)
     assert stats.name == ""
-    assert (stats.effective_neighbours is None) == (graph == "none")
-    assert (stats.head_entropy_A is None) == (graph != "attention")
-    assert (stats.attention_head is None) == (graph != "attention")
+    assert (stats.measures.get("effective_neighbours") is None) == (graph == "none")
+    assert (stats.measures.get("head_entropy_A") is None) == (graph != "attention")
+    assert (stats.measures.get("attention_head") is None) == (graph != "attention")
 
 
 @every_score
@@ -59,10 +59,8 @@ def test_routing_is_fp32_in_a_bf16_model_and_float64_in_a_float64_one(graph, dty
     trace = make_trace(2, 9, heads=3, size=4, width=12, dtype=dtype)
     selected, stats = router(torch.randn(2, 9, 12, dtype=dtype), BlockInput(attention=trace))
     assert selected.weights_NK.dtype == expected
-    for name, value in stats._asdict().items():
-        if name not in ("name", "levels"):
-            wanted = torch.int64 if name == "attention_head" else expected
-            assert value is None or value.dtype == wanted, name
+    for name, value in stats.tensors().items():
+        assert value.dtype == (torch.int64 if name == "attention_head" else expected), name
 
 
 @every_graph
@@ -89,7 +87,7 @@ def test_a_step_reads_no_number_from_the_device(small_config, graph, dtype):
     options = {"graph": graph, "kind": "smoe", "balancing_rate": 0.1, "final_top_k": 4}
     model = build_model(small_config(feed_forward=options)).to(dtype)
     output = model(torch.zeros(2, 16, dtype=torch.int64, device="meta"))
-    losses = sum(stats.balance_loss + stats.z_loss for stats in output.routing)
+    losses = sum(stats.losses["balance_loss"] + stats.losses["z_loss"] for stats in output.routing)
     (output.logits.sum() + losses).backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
     for stats in output.routing:

@@ -155,13 +155,15 @@ def test_every_layer_of_a_model_gets_it_from_its_own_router(name, of):
             by_the_formula(scores.detach(), inputs, settings)
             for scores in stats.sample_scores_BS.split(levels, dim=1)
         )
-        torch.testing.assert_close(result.similarity_loss, expected, rtol=1e-9, atol=0)
+        torch.testing.assert_close(result.losses["similarity_loss"], expected, rtol=1e-9, atol=0)
         torch.testing.assert_close(
             stats.sample_scores_BS.sum(1), torch.full((5,), float(len(levels))).double()
         )
         assert result.sample_scores_BS is result.sample_inputs_BD is None
     loss = routing_loss(found, LossConfig(sample_similarity=settings))
-    torch.testing.assert_close(loss, torch.stack([x.similarity_loss for x in found]).sum())
+    torch.testing.assert_close(
+        loss, torch.stack([x.losses["similarity_loss"] for x in found]).sum()
+    )
     loss.backward()
     gates = [p for n, p in model.named_parameters() if "gate" in n or "router.score" in n]
     assert all(gate.grad.abs().max() > 0 for gate in gates)
@@ -182,7 +184,7 @@ def test_grey_networks_compare_the_one_number_of_a_pixel_that_they_read():
     (stats,) = read(images).routing
     (found,) = with_sample_similarity((stats,), read.inputs, config())
     expected = by_the_formula(stats.sample_scores_BS.detach(), images[:, 0].flatten(1), config())
-    torch.testing.assert_close(found.similarity_loss, expected)
+    torch.testing.assert_close(found.losses["similarity_loss"], expected)
 
 
 def test_probabilities_of_a_padded_sample_are_of_its_real_tokens():
@@ -192,7 +194,7 @@ def test_probabilities_of_a_padded_sample_are_of_its_real_tokens():
     layer.gives_samples = True
     u = torch.randn(3, 3, 4)
     scores = torch.rand(6, 2)
-    found = layer.with_samples(RoutingStats("", scores, scores), [scores], u, real)
+    found = layer.with_samples(RoutingStats("", scores), [scores], u, real)
     for sample, rows in enumerate(([0, 1], [2], [3, 4, 5])):
         inputs = u[sample][mask[sample]].mean(0)
         torch.testing.assert_close(found.sample_scores_BS[sample], scores[rows].mean(0))
@@ -201,14 +203,14 @@ def test_probabilities_of_a_padded_sample_are_of_its_real_tokens():
 
 def test_the_plain_importance_loss_is_the_root_and_finite_where_scores_are_even():
     squared = torch.tensor(0.25, requires_grad=True)
-    stats = RoutingStats(name="", load_E=torch.ones(1), entropy=squared, importance_loss=squared)
+    stats = RoutingStats(name="", load_E=torch.ones(1), losses={"importance_loss": squared})
     plain = LossConfig(importance=2, importance_form="plain")
     loss = routing_loss((stats,), plain)
     assert loss.item() == 2 * 0.5
     (gradient,) = torch.autograd.grad(loss, squared)
     assert gradient.item() == pytest.approx(2 * 0.5 / 0.5)
     even = torch.zeros((), requires_grad=True)
-    loss = routing_loss((stats._replace(importance_loss=even),), plain)
+    loss = routing_loss((stats._replace(losses={"importance_loss": even}),), plain)
     (gradient,) = torch.autograd.grad(loss, even)
     assert loss.item() == gradient.item() == 0
 

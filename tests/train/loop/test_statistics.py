@@ -15,7 +15,7 @@ pytestmark = pytest.mark.distributed
 
 
 def statistics(rows):
-    gated = GateOutput([torch.tensor(rows, dtype=torch.float32)], None, None)
+    gated = GateOutput([torch.tensor(rows, dtype=torch.float32)])
     return gate_statistics(gated)._replace(name="blocks.0.feed_forward")
 
 
@@ -83,7 +83,7 @@ def test_numbers_of_single_experts_are_short_and_zero_stays_zero():
 def test_the_console_names_the_busiest_expert_and_how_uneven_processes_are():
     shares = {3: [0.25, 0.25, 0.3, 0.2], 12: [0.1, 0.1, 0.2, 0.6]}
     routing = tuple(
-        RoutingStats(f"blocks.{block}.feed_forward", torch.tensor(load), torch.tensor(1.0))
+        RoutingStats(f"blocks.{block}.feed_forward", torch.tensor(load))
         for block, load in shares.items()
     )
     record = routing_record(routing, ranks=2)
@@ -95,20 +95,20 @@ def test_the_console_names_the_busiest_expert_and_how_uneven_processes_are():
 
 
 def test_the_head_of_a_graph_is_a_number_of_each_layer_and_has_no_mean():
-    load, entropy = torch.tensor([0.5, 0.5]), torch.tensor(1.0)
+    load = torch.tensor([0.5, 0.5])
     routing = tuple(
-        RoutingStats(f"blocks.{block}", load, entropy, attention_head=torch.tensor(head))
+        RoutingStats(f"blocks.{block}", load, measures={"attention_head": torch.tensor(head)})
         for block, head in ((0, 3), (1, 6.9999995), (2, 0.0))  # averaged over micro-batches
     )
-    record = routing_record((*routing, RoutingStats("blocks.3", load, entropy)))
+    record = routing_record((*routing, RoutingStats("blocks.3", load)))
     heads = {k: v for k, v in record.items() if k.endswith("attention_head")}
     assert heads == {f"routing/blocks.{n}/attention_head": head for n, head in enumerate((3, 7, 0))}
     assert all(type(head) is int for head in heads.values())
 
 
 def test_the_entropy_of_usage_is_that_of_the_mean_scores_and_not_of_the_load():
-    load, usage, entropy = torch.tensor([1.0, 0.0]), torch.tensor([0.75, 0.25]), torch.tensor(0.1)
-    stats = RoutingStats("", load, entropy, usage_E=usage)
+    load, usage = torch.tensor([1.0, 0.0]), torch.tensor([0.75, 0.25])
+    stats = RoutingStats("", load, usage, measures={"entropy": torch.tensor(0.1)})
     assert measures(stats)["usage_entropy"] == pytest.approx(math.log(4) - 0.75 * math.log(3))
     assert "usage" not in measures(stats)
     even = statistics([[1.0, 0, 0, 0], [0, 1.0, 0, 0]])  # decided, and both are used
@@ -118,7 +118,8 @@ def test_the_entropy_of_usage_is_that_of_the_mean_scores_and_not_of_the_load():
 
 def test_the_load_of_a_sparse_gate_is_recorded_as_shares_of_what_is_in_use():
     # Of 4 assignments a token 2 have a weight above 0: the load sums to 1/2.
-    stats = RoutingStats("", load_E=torch.tensor([0.3, 0.2, 0.0]), active=torch.tensor(2.0))
+    active = {"active": torch.tensor(2.0)}
+    stats = RoutingStats("", load_E=torch.tensor([0.3, 0.2, 0.0]), measures=active)
     found = measures(stats)
     assert found["load"] == pytest.approx([0.6, 0.4, 0])
     assert found["load_max"] == pytest.approx(1.8)
