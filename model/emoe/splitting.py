@@ -95,12 +95,16 @@ def balanced_kmeans(keys_FD: Numbers, groups: int, seed: int) -> Labels:
     Returns:
         The group of each key [F], from 0.
     """
-    x_FD = normalized(keys_FD)
+    from scipy.spatial.distance import cdist
+    from sklearn.cluster import kmeans_plusplus
+    from sklearn.preprocessing import normalize
+
+    x_FD: Numbers = normalize(keys_FD.astype(np.float64))
     size = len(x_FD) // groups
-    centers_ED = _first_centers(x_FD, groups, np.random.default_rng(seed))
+    centers_ED, _ = kmeans_plusplus(x_FD, groups, random_state=seed)
     best_F, least = np.zeros(len(x_FD), dtype=np.int64), np.inf
     for _ in range(MOST_ROUNDS):
-        group_F = assign(squared_distances(x_FD, centers_ED), size)
+        group_F = assign(cdist(x_FD, centers_ED, "sqeuclidean"), size)
         centers_ED = np.stack([x_FD[group_F == group].mean(0) for group in range(groups)])
         gain = least - (now := objective(x_FD, group_F))
         if gain > 0:  # an inexact assignment may also be worse
@@ -124,37 +128,10 @@ def random_groups(num_keys: int, groups: int, seed: int) -> Labels:
     return np.random.default_rng(seed).permutation(np.arange(num_keys, dtype=np.int64) % groups)
 
 
-def normalized(keys_FD: Numbers) -> Numbers:
-    """Normalizes keys to length 1; zero keys stay zero."""
-    keys_FD = keys_FD.astype(np.float64)
-    lengths_F1: Numbers = np.linalg.norm(keys_FD, axis=1, keepdims=True)
-    lengths_F1[lengths_F1 == 0] = 1
-    return keys_FD / lengths_F1
-
-
 def objective(x_FD: Numbers, group_F: Labels) -> float:
     """Returns the sum of squared distances of keys to the means of their groups."""
     means_ED = np.stack([x_FD[group_F == group].mean(0) for group in range(group_F.max() + 1)])
     return float(((x_FD - means_ED[group_F]) ** 2).sum())
-
-
-def squared_distances(x_FD: Numbers, centers_ED: Numbers) -> Numbers:
-    """Returns squared distances [F, E]."""
-    squares_FE = (x_FD**2).sum(1)[:, None] + (centers_ED**2).sum(1)
-    distances_FE: Numbers = np.maximum(squares_FE - 2 * x_FD @ centers_ED.T, 0)
-    return distances_FE
-
-
-def _first_centers(x_FD: Numbers, groups: int, generator: np.random.Generator) -> Numbers:
-    """Chooses initial centers by k-means++: keys far from earlier centers are more likely."""
-    chosen = [int(generator.integers(len(x_FD)))]
-    nearest_F = squared_distances(x_FD, x_FD[chosen])[:, 0]
-    while len(chosen) < groups:
-        total = nearest_F.sum()
-        chance_F = nearest_F / total if total > 0 else None  # None: all keys are equal
-        chosen.append(int(generator.choice(len(x_FD), p=chance_F)))
-        nearest_F = np.minimum(nearest_F, squared_distances(x_FD, x_FD[chosen[-1:]])[:, 0])
-    return x_FD[chosen]
 
 
 def assign(cost_FE: Numbers, size: int) -> Labels:

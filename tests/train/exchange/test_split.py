@@ -6,9 +6,10 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
+from sklearn.preprocessing import normalize
 
 from polyad.launch.cli import run as polyad
-from polyad.model.emoe.splitting import normalized, objective
+from polyad.model.emoe.splitting import objective
 from polyad.parallel.checkpoint.load import Checkpoint
 from polyad.parallel.weights import load_model
 from polyad.train.evaluation.generate import Sampling, generate
@@ -109,7 +110,7 @@ def test_groups_are_those_of_directions_and_by_chance_others(sources, tmp_path):
         dense = load_model(sources / "gpt2").blocks[2].feed_forward.up.weight
         assert torch.equal(keys_EFD.flatten(0, 1), dense[unit_U])
         group_U = torch.arange(128) // 8
-        found[by] = objective(normalized(keys_EFD.flatten(0, 1).double().numpy()), group_U.numpy())
+        found[by] = objective(normalize(keys_EFD.flatten(0, 1).double().numpy()), group_U.numpy())
     assert found["clustering"] < 0.9 * found["random"]
 
 
