@@ -526,7 +526,8 @@ class Router(StatisticsModule):
         if self.needs("usage_E") or self.needs("balance_loss"):
             usage_E = shares_NE.mean(0)
         load_E = selected.load(shares_NE.dtype)
-        measures, losses = dict(mixed.measures), dict[str, Tensor]()
+        losses: dict[str, Tensor] = {}
+        measures = dict(mixed.measures)
         if self.measures:
             measures["entropy"] = entropy(shares_NE.detach()).mean()
             measures["dropped"] = load_E.new_zeros(())

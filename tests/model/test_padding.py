@@ -97,10 +97,10 @@ def test_statistics_of_a_padded_batch_are_those_of_its_sequences_by_themselves()
     for layer, stats in enumerate(whole):
         assert stats.tokens == LENGTHS.sum()
         for name in ("load_E", "entropy", "z_loss"):
-            values = [getattr(routing[layer], name) for routing in alone]
+            values = [routing[layer].tensors()[name] for routing in alone]
             each = [value * size for value, size in zip(values, LENGTHS, strict=True)]
             expected = torch.stack(each).sum(0) / LENGTHS.sum()
-            torch.testing.assert_close(getattr(stats, name), expected, msg=name)
+            torch.testing.assert_close(stats.tensors()[name], expected, msg=name)
 
 
 def test_experts_get_the_rows_of_real_tokens_alone():

@@ -42,17 +42,17 @@ def test_the_head_is_the_one_of_least_running_entropy_and_changes_with_it():
     assert_head(0)
     # A hundredth of each: 0.02, 0.01, 0.03. Then 0.99 x 0.02 + 0.01 x 0.5 = 0.0248 and
     # 0.99 x 0.01 + 0.01 x 1.0 = 0.0199, and so on.
-    graph.update(torch.tensor([2.0, 1.0, 3.0]))
+    graph.update({"head_entropy_A": torch.tensor([2.0, 1.0, 3.0])})
     torch.testing.assert_close(graph.head_entropy, torch.tensor([0.02, 0.01, 0.03]))
     assert_head(1)
-    graph.update(torch.tensor([0.5, 1.0, 3.0]))
+    graph.update({"head_entropy_A": torch.tensor([0.5, 1.0, 3.0])})
     torch.testing.assert_close(graph.head_entropy, torch.tensor([0.0248, 0.0199, 0.0597]))
     assert_head(1)  # one step's entropies alone decide nothing
     for _ in range(2):
-        graph.update(torch.tensor([0.5, 2.0, 3.0]))
+        graph.update({"head_entropy_A": torch.tensor([0.5, 2.0, 3.0])})
     # 0.0248 -> 0.029552 -> 0.0342565; 0.0199 -> 0.039701 -> 0.0593040.
     assert_head(0)
-    graph.update(None)  # a step that measured nothing
+    graph.update({})  # a step that measured nothing
     torch.testing.assert_close(graph.head_entropy[0].item(), 0.0342565, atol=1e-6, rtol=0)
 
 
@@ -96,7 +96,7 @@ def test_a_fixed_head_is_the_one_of_its_number(causal, head):
     assert_same_with_gradients(mixed.scores_BTE, s_BTT @ r_BTE, (r_BTE, *leaves_of(trace)))
     assert mixed.measures.get("head_entropy_A") is None
     assert mixed.measures["attention_head"].item() == head
-    graph.update(None)
+    graph.update({})
     assert graph.attention_head().tolist() == [head]
 
 
