@@ -18,7 +18,7 @@ from polyad.model.feedforward import Activation
 from polyad.model.heads import HEAD
 from polyad.model.initialization import ZEROS, Initializer, constant, normal
 from polyad.model.layers import Linear
-from polyad.model.mumoe.head import MuMoEHead, MuMoEHeadConfig
+from polyad.model.mumoe.layer import MuMoEHead, MuMoEHeadConfig
 from polyad.model.output import RoutingStats
 from polyad.model.settings import ModelSettings
 

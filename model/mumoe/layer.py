@@ -2,11 +2,18 @@
 
     a = gate(u)        y = down(GELU(up(z, a)), a)        or down(silu(up_gate(z, a)) up(z, a), a)
 
-Source: Oldfield et al. 2024, section 4.3: all layers share the coefficients of one gate.
+and as the output layer of a classifier, with one factorized layer:
 
-Shapes: B batch, T tokens in a sequence, M real tokens, D width, F inner width, N experts of a
-level, E and S experts of all levels side by side, L levels.
+    a = gate(z)        y = layer(z, a)
+
+Source: Oldfield et al. 2024, section 4.3: all layers share the coefficients of one gate; sections
+4.1 and 4.2: CLIP and DINO with a muMoE as the output layer.
+
+Shapes: B batch or images, T tokens in a sequence, M real tokens, D width, F inner width, N experts
+of a level, E and S experts of all levels side by side, L levels, K classes.
 """
+
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +26,7 @@ from polyad.model.feedforward import (
     FeedForwardContext,
     refuse_autocast,
 )
-from polyad.model.mumoe.config import MuMoEConfig
+from polyad.model.mumoe.config import FactorizedExperts, MuMoEConfig
 from polyad.model.mumoe.factorizations import Factorized
 from polyad.model.mumoe.gating import Gate, GateOutput
 from polyad.model.output import RoutingStats, StatisticsModule, entropy
@@ -95,6 +102,77 @@ class MuMoE(FeedForward, StatisticsModule):
 
     def update(self, stats: RoutingStats, progress: float) -> None:
         """See `FeedForward.update`."""
+        self.gate.update(stats.measures)
+
+
+class MuMoEHeadConfig(FactorizedExperts):
+    """A muMoE head: a gate and one factorized layer."""
+
+    kind: Literal["mumoe"] = "mumoe"
+    """The kind of head."""
+
+    def of_model(self, width: int, classes: int) -> "MuMoEHeadConfig":
+        """Returns a copy with the rank as a number.
+
+        Args:
+            width: D.
+            classes: K.
+
+        Raises:
+            SectionError: No rank is small enough to match a linear head.
+        """
+        if self.rank != "match-dense":
+            return self
+        return self.nearest_rank(
+            lambda config: config.parameters(width, classes), (width + 1) * classes
+        )
+
+    def parameters(self, width: int, classes: int) -> int:
+        """Counts the parameters of the head, including the gate."""
+        layer = self.factorized.num_parameters(self.sizes(width, classes))
+        return sum(self.num_experts) * width + layer
+
+
+class MuMoEHead(StatisticsModule):
+    """A gate and one factorized layer.
+
+    Args:
+        config: Its own configuration.
+        width: D.
+        classes: K.
+    """
+
+    def __init__(self, config: MuMoEHeadConfig, width: int, classes: int) -> None:
+        super().__init__()
+        self.config = config = config.of_model(width, classes)
+        self.gate = Gate(config.num_experts, width, config.gate, config.gate_norm)
+        self.layer = config.factorized(config.sizes(width, classes))
+
+    def forward(self, z_BD: Tensor) -> tuple[Tensor, RoutingStats]:
+        """Classifies images.
+
+        Args:
+            z_BD: The representation of each image.
+
+        Returns:
+            Logits [B, K], and the statistics with the name `head`.
+        """
+        output = self.gate(z_BD)
+        logits_BK: Tensor = self.layer(z_BD, self.gate.mixing_weights(output, z_BD.dtype))
+        stats = gate_statistics(output, measures=self.measures)._replace(name="head")
+        return logits_BK, self.with_samples(stats, output.coefficients, z_BD.unsqueeze(1))
+
+    def gate_columns(self) -> list[Tensor]:
+        """Returns the gate's columns for each level, [N, D]."""
+        return list(self.gate.weight.split_with_sizes(list(self.config.num_experts)))
+
+    def update(self, stats: RoutingStats, progress: float) -> None:
+        """Prepares the next optimizer step; called once after each.
+
+        Args:
+            stats: Statistics of the head, averaged over the step.
+            progress: Fraction of the run's steps that are done.
+        """
         self.gate.update(stats.measures)
 
 

@@ -21,8 +21,7 @@ from polyad.model.emoe.layer import EmergentMoE
 from polyad.model.feedforward import FeedForward
 from polyad.model.mixture import Mixture, MixtureGate, Shares
 from polyad.model.mumoe.gating import Gate
-from polyad.model.mumoe.head import MuMoEHead
-from polyad.model.mumoe.layer import MuMoE
+from polyad.model.mumoe.layer import MuMoE, MuMoEHead
 from polyad.model.mxd import SparseGate, SparseTable
 from polyad.model.smoe.layer import SelectingMoE
 from polyad.model.smoe.router import Router, Selected, spread

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from polyad.model.feedforward import FeedForward
 from polyad.model.mixture import Mixture
-from polyad.model.mumoe.head import MuMoEHead
+from polyad.model.mumoe.layer import MuMoEHead
 from polyad.model.output import RoutingStats, entropy
 from polyad.parallel import comm
 
