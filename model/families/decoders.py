@@ -30,7 +30,6 @@ from polyad.model.families.keys import (
     field,
     implied,
     only,
-    value_at,
 )
 from polyad.model.families.tensors import Rule, every_other, half, parameter, per_expert
 from polyad.model.smoe.config import SparseMoEConfig
@@ -130,28 +129,6 @@ GPT_OSS: Rules = {
     "feed_forward.experts.up_bias": every_other("mlp.experts.gate_up_proj_bias", 1),
     "feed_forward.output_bias": parameter("mlp.experts.down_proj_bias"),
 }
-
-
-def number(theirs: str, ours: str, default: Any, *, unused: Any = None) -> Key:
-    """A value that is null here for one special value there; null there means the default.
-
-    Args:
-        theirs: The library's key.
-        ours: Our key.
-        default: The library's default if the file has no such key.
-        unused: The library's value for null.
-    """
-
-    def read(tree: Tree) -> dict[str, Any]:
-        value = tree.get(theirs)
-        value = default if value is None else value
-        return {ours: None if value == unused else value}
-
-    def write(config: Any) -> dict[str, Any]:
-        value = value_at(config, ours)
-        return {theirs: unused if value is None else value}
-
-    return Key({ours: theirs}, read, write)
 
 
 def heads(groups: int | None, *, sized: bool = True, size: int | None = None) -> Key:
@@ -346,10 +323,8 @@ def placement(
             raise WeightsError(f"{said}: leaves none of {len(blocks)} blocks with experts")
         return {"feed_forward.placement": 1 if len(listed) == len(blocks) else listed}
 
-    def written(config: DecoderConfig) -> dict[str, Any]:
-        experts = config.feed_forward
-        assert isinstance(experts, SparseMoEConfig)
-        return write([b for b in range(config.num_layers) if not experts.routes(b)])
+    def written(config: Any) -> dict[str, Any]:
+        return write([b for b in range(config.num_layers) if not config.feed_forward.routes(b)])
 
     return Key({"feed_forward.placement": reads[0]}, read, written, reads=reads)
 
@@ -366,9 +341,8 @@ def shared_experts(default: int) -> Key:
         size = count * tree.get("moe_intermediate_size", 0)
         return {"feed_forward.shared_hidden_size": size or None}
 
-    def write(config: DecoderConfig) -> dict[str, Any]:
+    def write(config: Any) -> dict[str, Any]:
         experts = config.feed_forward
-        assert isinstance(experts, SparseMoEConfig)
         size, each = experts.shared_hidden_size or 0, experts.expert_hidden_size or 1
         if size % each:
             raise WeightsError(
@@ -394,12 +368,13 @@ def normalized(default: bool) -> Key:
     )
 
 
-def biases(default: bool, *ours: str, theirs: str = "attention_bias") -> Key:
-    """One key of the library for several of ours, which must be equal."""
+def biases(default: bool) -> Key:
+    """Whether attention has biases: one key of the library for two of ours, which must be equal."""
+    ours, theirs = ("attention_bias", "attention_output_bias"), "attention_bias"
     return Key(
         dict.fromkeys(ours, theirs),
         lambda tree: dict.fromkeys(ours, tree.get(theirs, default)),
-        lambda config: {theirs: getattr(config, ours[0])},
+        lambda config: {theirs: config.attention_bias},
     )
 
 
@@ -519,7 +494,7 @@ def _deepseek(
         field("qk_nope_head_dim", "latent_attention.plain_size", 128),
         field("qk_rope_head_dim", "latent_attention.rotated_size", 64),
         field("v_head_dim", "latent_attention.value_size", 128),
-        biases(False, "attention_bias", "attention_output_bias"),
+        biases(False),
         Key({}, read_groups, lambda config: {"num_key_value_heads": config.num_heads},
             reads=("num_key_value_heads", "qk_head_dim", "num_nextn_predict_layers", "ep_size",
                    "aux_loss_alpha", "seq_aux")),
@@ -567,7 +542,7 @@ def _by_layers(tree: Tree, block: int) -> bool:
 LLAMA_FAMILY = _decoder(
     "llama", "Llama", "Llama",
     (*_shape(1e-6, 2048), heads(None), rope(10000.0), *_dense(11008),
-     biases(False, "attention_bias", "attention_output_bias"),
+     biases(False),
      field("mlp_bias", "mlp_bias", False)),
 )  # fmt: skip
 MISTRAL_FAMILY = _decoder(
@@ -585,15 +560,15 @@ QWEN3_FAMILY = _decoder(
     (*_shape(1e-6, 32768), heads(32, size=128), rope(10000.0), *_dense(22016),
      window(_by_layers, 4096, is_optional=True), constant(query_key_norm="head"),
      implied(use_qk_norm=True),
-     biases(False, "attention_bias", "attention_output_bias")),
+     biases(False)),
 )  # fmt: skip
 OLMOE_FAMILY = _decoder(
     "olmoe", "OLMoE", "Olmoe",
     (*_shape(1e-5, 4096, pad_id=1), heads(None, sized=False), rope(10000.0),
      *_sparse("num_experts", 64, 8), normalized(False),
-     number("clip_qkv", "query_key_value_clip", None), constant(query_key_norm="all"),
+     field("clip_qkv", "query_key_value_clip", None), constant(query_key_norm="all"),
      implied(use_qk_norm=True),
-     biases(False, "attention_bias", "attention_output_bias")),
+     biases(False)),
     ROUTED, other_forms=(FUSED,),
 )  # fmt: skip
 MIXTRAL_FAMILY = _decoder(
@@ -619,7 +594,7 @@ QWEN3_MOE_FAMILY = _decoder(
      *_sparse("num_experts", 128, 8, "moe_intermediate_size", "num_local_experts"),
      _dense_blocks(6144), QWEN_BLOCKS, normalized(False), window(default=4096, is_optional=True),
      constant(query_key_norm="head"), implied(use_qk_norm=True),
-     biases(False, "attention_bias", "attention_output_bias")),
+     biases(False)),
     ROUTED, other_forms=(FUSED,),
 )  # fmt: skip
 _GRANITE = (
@@ -628,7 +603,7 @@ _GRANITE = (
     implied(
         norm_topk_prob=True, position_embedding_type="rope", normalization_function="rmsnorm"
     ),
-    biases(False, "attention_bias", "attention_output_bias"),
+    biases(False),
     field("embedding_multiplier", "embedding_multiplier", 1.0),
     field("residual_multiplier", "residual_multiplier", 1.0),
     field("attention_multiplier", "attention_scale", 1.0),
@@ -644,7 +619,11 @@ GRANITE_FAMILY = _decoder(
 GRANITE_SHARED_FAMILY = _decoder(
     "granitemoeshared", "GraniteMoE with a shared expert", "GraniteMoeShared",
     (*_GRANITE,
-     number("shared_intermediate_size", "feed_forward.shared_hidden_size", 0, unused=0)),
+     Key({"feed_forward.shared_hidden_size": "shared_intermediate_size"},
+         lambda tree: {"feed_forward.shared_hidden_size":
+                       tree.get("shared_intermediate_size") or None},
+         lambda config: {"shared_intermediate_size":
+                         config.feed_forward.shared_hidden_size or 0})),
     GRANITE, other_forms=(_GRANITE_FORM,),
 )  # fmt: skip
 
@@ -666,9 +645,8 @@ def _v2_groups(tree: Tree) -> dict[str, Any]:
     return {} if method == "greedy" else _groups(tree)
 
 
-def _written_groups(config: DecoderConfig) -> dict[str, Any]:
+def _written_groups(config: Any) -> dict[str, Any]:
     experts = config.feed_forward
-    assert isinstance(experts, SparseMoEConfig)
     return {"n_group": experts.num_groups, "topk_group": experts.top_groups}
 
 
@@ -713,7 +691,7 @@ GPT_OSS_FAMILY = _decoder(
      *_sparse("num_local_experts", 128, 4), window(lambda tree, block: block % 2 == 0, 128),
      constant(feed_forward__activation="clamped_swiglu", feed_forward__combine="normalized",
               mlp_bias=True, attention_sinks=True, norm="rms_rounded_last"),
-     biases(True, "attention_bias", "attention_output_bias"),
+     biases(True),
      field("swiglu_alpha", "feed_forward.swiglu_alpha", 1.702),
      field("swiglu_limit", "feed_forward.swiglu_limit", 7.0),
      implied(norm_topk_prob=True),
