@@ -88,7 +88,7 @@ class MaterializedGraph(MixingGraph):
             s_BTT = self._similarity(u_BTD.to(scores_BTE.dtype))
         else:
             s_BTT = self._posterior(given.attention, scores_BTE.dtype)
-        return Mixed(s_BTT @ scores_BTE, None, None)
+        return Mixed(s_BTT @ scores_BTE)
 
     def _similarity(self, u_BTD: Tensor) -> Tensor:
         if self.config.similarity == "cosine":
@@ -223,7 +223,7 @@ def compare_at(
             layers, x_BTD.requires_grad_(), gradient, repeats, "plain", compiled=compiled
         )
     else:
-        ids_BT = torch.randint(config.known_vocab_size(), (1, length + 1), generator=generator)
+        ids_BT = torch.randint(config.known("vocab_size"), (1, length + 1), generator=generator)
         ids_BT = ids_BT.to(device)
         layers = {name: _with_loss(model, ids_BT[:, 1:]) for name, model in models.items()}
         rows = compare(layers, ids_BT[:, :-1], None, repeats, "plain", compiled=compiled)
