@@ -62,15 +62,10 @@ FEED_FORWARDS: dict[str, FeedForwardKind] = {
 }
 
 FeedForwardConfig: TypeAlias = Annotated[
-    DenseFeedForwardConfig
-    | MuMoEConfig
-    | SparseMoEConfig
-    | EmergentMoEConfig
-    | MixtureOfDecodersConfig
-    | TranscoderConfig,
+    FeedForwardSettings,
     SectionIn(lambda: {kind: each.config for kind, each in FEED_FORWARDS.items()}, "dense"),
 ]
-"""The section of a feed-forward; its type names the kinds that are here, not those of plugins."""
+"""The section of a feed-forward, of any kind in the registry."""
 
 
 def build_feedforward(config: FeedForwardConfig, context: FeedForwardContext) -> FeedForward:

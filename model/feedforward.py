@@ -149,6 +149,9 @@ class FeedForward(nn.Module, ABC):
 class FeedForwardSettings(Config, ABC):
     """The base class of feed-forward configurations, each of which defines only what differs."""
 
+    kind: str
+    """The kind of feed-forward."""
+
     def inner_size(self, width: int) -> int:
         """Returns the inner width F in a model of width D: by default the key hidden_size, or four
         times D if that is null."""

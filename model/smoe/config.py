@@ -87,7 +87,8 @@ class SelectingConfig(FeedForwardSettings, ABC):
     """capacity_factor in evaluation (V-MoE trains with 1.05 and evaluates with 4); null: the same
     as in training. With num_experts / top_k or more, nothing is dropped."""
 
-    if TYPE_CHECKING:  # each kind has other ways
+    if TYPE_CHECKING:  # each kind has other ones
+        score: str
         experts: str
 
     placement_key: ClassVar[str]
