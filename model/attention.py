@@ -1,4 +1,5 @@
-"""Self-attention with PyTorch's fused kernel, and the key-value cache for generation.
+"""Self-attention with PyTorch's fused kernel, windows and sinks; and the key-value cache for
+generation.
 
 Shapes: B batch, T tokens in a sequence (new ones, in generation), S tokens seen in all, D width, A
 heads, G heads of keys and values (A, or fewer), H width of one head, V width of its values (H, or

@@ -1,9 +1,8 @@
-"""Attention of Llama-style decoders: grouped-query attention with rotary positions, query and key
-norms, sliding windows and sinks; and DeepSeek's latent attention.
+"""Attention of Llama-style decoders: grouped-query attention with rotary positions and query and
+key norms; and DeepSeek's latent attention.
 
-Shapes: B batch, T tokens in a sequence (new ones, in generation), S tokens seen in all, D width, A
-query heads, G key and value heads, H width of one head, V width of its values, C width of the
-latent vector, R rotated units of a head.
+Shapes: B batch, T tokens in a sequence, D width, A query heads, G key and value heads, H width of
+one head, V width of its values, C width of the latent vector, R rotated units of a head.
 """
 
 from collections.abc import Callable
