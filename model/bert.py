@@ -128,7 +128,7 @@ class Bert(nn.Module):
         super().__init__()
         self.config = config
         width = config.hidden_size
-        self.token_embedding = Embedding(config.known("vocab_size"), width)
+        self.token_embedding = Embedding(config.number("vocab_size"), width)
         self.position_embedding = Embedding(config.sequence_length, width)
         self.segment_embedding = Embedding(config.num_segments, width)
         self.embedding_norm = LayerNorm(width, eps=config.layer_norm_epsilon)
@@ -230,9 +230,9 @@ def _build_head(config: BertConfig) -> nn.Module:
     head, width, std = config.head, config.hidden_size, config.initializer_range
     if isinstance(head, MaskedLanguageHeadConfig):
         return MaskedLanguageHead(
-            config.known("vocab_size"), width, config.activation, config.layer_norm_epsilon, std
+            config.number("vocab_size"), width, config.activation, config.layer_norm_epsilon, std
         )
     if isinstance(head, ClassificationHeadConfig):
         dropout = head.known_dropout(config.dropout)
-        return ClassificationHead(width, config.known("head.num_classes"), dropout, std)
+        return ClassificationHead(width, config.number("head.num_classes"), dropout, std)
     return nn.ModuleDict({"pooler": Pooler(width, std)} if head.pooler else {})

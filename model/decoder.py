@@ -207,7 +207,7 @@ class Decoder(nn.Module):
     def __init__(self, config: DecoderSettings) -> None:
         super().__init__()
         self.config, self.parts = config, config.parts()
-        width, vocab_size = config.hidden_size, config.known("vocab_size")
+        width, vocab_size = config.hidden_size, config.number("vocab_size")
         self.token_embedding = Embedding(vocab_size, width, pad_id=self.parts.pad_id)
         self.position_embedding: Embedding | None = None
         if self.parts.rotary is None:
@@ -229,12 +229,12 @@ class Decoder(nn.Module):
         if config.head is not None:
             self.last_token = LastToken()
             dropout = config.head.known_dropout(config.dropout)
-            classes = config.known("head.num_classes")
+            classes = config.number("head.num_classes")
             self.head = SequenceHead(width, classes, dropout, config.initializer_range)
         self._routes = any(each.kind != "dense" for each in feed_forwards)
         self._end_of_text_id: int | None = None
         if config.reads_documents():
-            self._end_of_text_id = config.known("end_of_text_id")
+            self._end_of_text_id = config.number("end_of_text_id")
 
     def train(self, mode: bool = True) -> Self:
         """Sets the mode of all modules, or only of those in `taught`."""

@@ -362,7 +362,7 @@ class Mixture(StatisticsModule):
         self.config = config
         self.experts = nn.ModuleList(
             SmallNetwork(
-                config.expert, config.image_size, config.read_channels, config.known("num_classes")
+                config.expert, config.image_size, config.read_channels, config.number("num_classes")
             )
             for _ in range(config.num_experts)
         )
@@ -391,7 +391,7 @@ class Mixture(StatisticsModule):
 
     def _of_chosen(self, x_BCHW: Tensor, log_p_BM: Tensor) -> Tensor:
         """Returns each expert's output for the images routed to it [B, M, K]; 0 for the others."""
-        classes = self.config.known("num_classes")
+        classes = self.config.number("num_classes")
         o_BMK = x_BCHW.new_zeros(*log_p_BM.shape, classes)
         for number, expert in enumerate(self.experts):
             rows = log_p_BM[:, number].isfinite().nonzero().squeeze(-1)

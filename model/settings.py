@@ -140,7 +140,7 @@ class ModelSettings(Config, ABC):
         unset = (f"model.{key}" for key, value in self.from_data().items() if value is None)
         return next(unset, None)
 
-    def known(self, key: str) -> int:
+    def number(self, key: str) -> int:
         """Returns one of the values in `from_data`, which must have been filled in.
 
         Raises:

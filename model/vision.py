@@ -141,7 +141,7 @@ class ImageModelSettings(ImageSettings):
     def known_head(self) -> LinearHeadConfig | MuMoEHeadConfig:
         """Returns the head with its rank filled in; the number of classes must be known."""
         try:
-            return self.head.of_model(self.head_width(), self.known("num_classes"))
+            return self.head.of_model(self.head_width(), self.number("num_classes"))
         except SectionError as error:
             raise ValueError(error.within("model.head")) from None
 
@@ -206,7 +206,7 @@ def build_head(config: ImageModelSettings) -> nn.Module:
     Args:
         config: The model's configuration, with the number of classes.
     """
-    width, classes, head = config.head_width(), config.known("num_classes"), config.known_head()
+    width, classes, head = config.head_width(), config.number("num_classes"), config.known_head()
     if isinstance(head, MuMoEHeadConfig):
         return MuMoEHead(head, width, classes)
     # All classes are equally likely, except for the bias.

@@ -56,7 +56,7 @@ def _head_of(tree: Tree, shape_of: ShapeOf) -> dict[str, Any]:
 def _written(config: BertConfig, known: Known) -> dict[str, Any]:
     head, about = config.head, {}
     if isinstance(head, ClassificationHeadConfig):
-        names = labels_or_numbers(known.class_names, config.known("head.num_classes"))
+        names = labels_or_numbers(known.class_names, config.number("head.num_classes"))
         about = {"classifier_dropout": head.dropout, **label_keys(names)}
     return {"pad_token_id": known.pad_id, **about, **FP32_TEXT}
 

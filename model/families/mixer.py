@@ -86,10 +86,10 @@ def _written(config: MixerConfig, known: Known) -> dict[str, Any]:
     own = f"mixer_w{config.hidden_size}_l{config.num_layers}_p{config.patch_size}_{size}"
     return {
         "architecture": _name(config) or own,
-        "num_classes": config.known("num_classes"),
+        "num_classes": config.number("num_classes"),
         "num_features": config.hidden_size,
         "global_pool": "avg",
-        "label_names": labels_or_numbers(known.class_names, config.known("num_classes")),
+        "label_names": labels_or_numbers(known.class_names, config.number("num_classes")),
         "model_args": {} if ratios == RATIOS else {"mlp_ratio": list(ratios)},
         "pretrained_cfg": {
             "input_size": [config.channels, size, size],

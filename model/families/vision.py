@@ -91,7 +91,7 @@ def _check(config: ViTConfig) -> None:
 
 
 def _written(config: ViTConfig, known: Known) -> dict[str, Any]:
-    names = labels_or_numbers(known.class_names, config.known("num_classes"))
+    names = labels_or_numbers(known.class_names, config.number("num_classes"))
     return {**label_keys(names), "dtype": "float32"}
 
 

@@ -223,7 +223,7 @@ def compare_at(
             layers, x_BTD.requires_grad_(), gradient, repeats, "plain", compiled=compiled
         )
     else:
-        ids_BT = torch.randint(config.known("vocab_size"), (1, length + 1), generator=generator)
+        ids_BT = torch.randint(config.number("vocab_size"), (1, length + 1), generator=generator)
         ids_BT = ids_BT.to(device)
         layers = {name: _with_loss(model, ids_BT[:, 1:]) for name, model in models.items()}
         rows = compare(layers, ids_BT[:, :-1], None, repeats, "plain", compiled=compiled)

@@ -89,7 +89,7 @@ def make_step(name: str, config: GPT2Config, precision: str, shape: dict[str, An
     device = shape["device"]
     generator = torch.Generator().manual_seed(0)
     size = (shape["batch_size"], shape["sequence_length"] + 1)
-    tokens = torch.randint(config.known("vocab_size"), size, generator=generator).to(device)
+    tokens = torch.randint(config.number("vocab_size"), size, generator=generator).to(device)
     make = _theirs if name == "transformers" else _ours
     module, call = make(config, device, precision)
     if shape["compiled"]:

@@ -145,7 +145,7 @@ def _sample(model: ModelSettings, length: int | None, seed: int) -> RandomBatch:
         if model.head is not None:
             return _sequence_sample(model, model.head, length or model.sequence_length, generator)
         ids = torch.randint(
-            model.known("vocab_size"), (model.sequence_length + 1,), generator=generator
+            model.number("vocab_size"), (model.sequence_length + 1,), generator=generator
         )
         return TextBatch.of(ids)
     if isinstance(model, BertConfig):
@@ -161,7 +161,7 @@ def _sample(model: ModelSettings, length: int | None, seed: int) -> RandomBatch:
     side = model.image_size
     return ImageBatch(
         torch.randn((model.channels, side, side), generator=generator),
-        torch.randint(model.known("num_classes"), (), generator=generator),
+        torch.randint(model.number("num_classes"), (), generator=generator),
         torch.ones(()),
         torch.zeros(4, dtype=torch.int16),
     )
@@ -173,7 +173,7 @@ def _bert_sample(
     if isinstance(model.head, ClassificationHeadConfig):
         return _sequence_sample(model, model.head, length, generator)
     if isinstance(model.head, MaskedLanguageHeadConfig):
-        ids_T = torch.randint(model.known("vocab_size"), (length,), generator=generator)
+        ids_T = torch.randint(model.number("vocab_size"), (length,), generator=generator)
         hidden = model.head.num_masked(length)
         positions_P = torch.randperm(length, generator=generator)[:hidden].sort().values
         return MaskedBatch(ids_T, positions_P, ids_T[positions_P].roll(1))
@@ -189,7 +189,7 @@ def _sequence_sample(
     length: int,
     generator: torch.Generator,
 ) -> ClassBatch:
-    ids_T = torch.randint(model.known("vocab_size"), (length,), generator=generator)
+    ids_T = torch.randint(model.number("vocab_size"), (length,), generator=generator)
     return ClassBatch(ids_T, torch.randint(head.num_classes or 1, (), generator=generator))
 
 
