@@ -12,6 +12,7 @@ import functools
 import importlib
 import math
 import sys
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -233,6 +234,7 @@ def randaugment(image_CHW: Tensor, chosen: RandAugmentConfig, seeds: tuple[int, 
     return result
 
 
+@dataclass(frozen=True)
 class GaussianNoise:
     """Adds Gaussian noise to each number of each pixel, as ImageNet-C does.
 
@@ -241,17 +243,17 @@ class GaussianNoise:
     The noise of an image depends only on the seed and the image's number; another rate scales the
     same noise.
 
-    Args:
-        rate: Standard deviation, for pixels from 0 to 1.
-        seed: Not negative.
-
     Raises:
         DataError: A number is out of its range.
     """
 
-    def __init__(self, rate: float, seed: int = 0) -> None:
-        check_attack(rate, seed)
-        self.rate, self.seed = rate, seed
+    rate: float
+    """Standard deviation, for pixels from 0 to 1."""
+    seed: int = 0
+    """Not negative."""
+
+    def __post_init__(self) -> None:
+        check_attack(self.rate, self.seed)
 
     def __call__(self, pixels: Pixels, number: int) -> Pixels:
         """Returns the pixels of an image with noise added, clipped to the valid range."""

@@ -8,6 +8,7 @@ Shapes: B images of a batch, C channels, H x W pixels.
 """
 
 import functools
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -109,43 +110,37 @@ def _order(images: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
     return generator.permutation(images)
 
 
+@dataclass(eq=False)
 class EvaluationImages(Dataset[ImageBatch]):
-    """The images of a split in order, resized and center-cropped.
+    """The images of a split in order, resized and center-cropped."""
 
-    Args:
-        images: The split.
-        settings: The settings of the data.
-        size: Side of an image, in pixels.
-        noise: Noise to add to each image; None for none.
-    """
-
-    def __init__(
-        self,
-        images: ImageSplit,
-        settings: ImageDataConfig,
-        size: int,
-        noise: GaussianNoise | None = None,
-    ) -> None:
-        self._images, self._settings, self._size, self._noise = images, settings, size, noise
+    images: ImageSplit
+    """The split."""
+    settings: ImageDataConfig
+    """The settings of the data."""
+    size: int
+    """Side of an image, in pixels."""
+    noise: GaussianNoise | None = None
+    """Noise to add to each image; None for none."""
 
     def __len__(self) -> int:
         """Counts the images."""
-        return len(self._images)
+        return len(self.images)
 
     @property
     def domains(self) -> npt.NDArray[np.integer] | None:
         """The domain number of each image; None if there are no domains."""
-        return self._images.domains
+        return self.images.domains
 
     def __getitem__(self, number: int) -> ImageBatch:
         """Reads and decodes an image; a damaged one is an error, since no score may skip images."""
-        pixels = self._images.decode(number)
-        image_CHW = evaluation_image(pixels, self._size, self._settings.evaluation_resize)
-        if self._noise is not None:
-            image_CHW = torch.from_numpy(self._noise(image_CHW.numpy(), number))
+        pixels = self.images.decode(number)
+        image_CHW = evaluation_image(pixels, self.size, self.settings.evaluation_resize)
+        if self.noise is not None:
+            image_CHW = torch.from_numpy(self.noise(image_CHW.numpy(), number))
         return ImageBatch(
             image_CHW,
-            _label(self._images, number),
+            _label(self.images, number),
             torch.tensor(1.0),
             torch.zeros(4, dtype=torch.int16),
         )

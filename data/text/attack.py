@@ -4,6 +4,7 @@ import random
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -30,6 +31,7 @@ class Swapped(NamedTuple):
     """How many of its words were replaced."""
 
 
+@dataclass(frozen=True)
 class WordSwap:
     """Replaces each word by "AAA" with a probability.
 
@@ -37,17 +39,17 @@ class WordSwap:
     Which words of a document are replaced depends only on the seed and the document's number; a
     higher rate replaces the same words and more.
 
-    Args:
-        rate: The probability, from 0 to 1.
-        seed: Not negative.
-
     Raises:
         DataError: A number is out of its range.
     """
 
-    def __init__(self, rate: float, seed: int = 0) -> None:
-        check_attack(rate, seed)
-        self.rate, self.seed = rate, seed
+    rate: float
+    """The probability, from 0 to 1."""
+    seed: int = 0
+    """Not negative."""
+
+    def __post_init__(self) -> None:
+        check_attack(self.rate, self.seed)
 
     def __call__(self, text: str, document: int) -> Swapped:
         """Attacks a document."""

@@ -176,18 +176,12 @@ class TokenStream:
         return {name: value for name, value in state if not isinstance(value, np.memmap)}
 
 
+@dataclass(frozen=True, eq=False)
 class PreparedData:
-    """A folder made by `polyad prepare`; use `open`.
+    """A folder made by `polyad prepare`; use `open`."""
 
-    Attributes:
-        path: The folder.
-        manifest: Its manifest.
-    """
-
-    def __init__(self, path: Path, manifest: Manifest) -> None:
-        self.path = path
-        self.manifest = manifest
-        self._tokenizer: Tokenizer | None = None
+    path: Path
+    manifest: Manifest
 
     @classmethod
     def open(cls, path: str | Path) -> "PreparedData":
@@ -216,20 +210,18 @@ class PreparedData:
             raise DataError(f"{folder / manifest.tokenizer.file}: missing; prepare the data again")
         return cls(folder, manifest)
 
+    @functools.cache  # noqa: B019  # a run has few
     def tokenizer(self) -> Tokenizer:
         """Loads the tokenizer on the first call.
 
         Returns:
             The tokenizer that made the tokens.
         """
-        if self._tokenizer is None:
-            info = self.manifest.tokenizer
-            self._tokenizer = load_tokenizer(self.path / info.file, info.end_of_text)
-            if self._tokenizer.fingerprint != info.fingerprint:
-                raise DataError(
-                    f"{self.path / info.file}: is not the tokenizer that made these tokens"
-                )
-        return self._tokenizer
+        info = self.manifest.tokenizer
+        tokenizer = load_tokenizer(self.path / info.file, info.end_of_text)
+        if tokenizer.fingerprint != info.fingerprint:
+            raise DataError(f"{self.path / info.file}: is not the tokenizer that made these tokens")
+        return tokenizer
 
     def split(self, name: SplitName) -> TokenStream:
         """Returns the tokens of a split.

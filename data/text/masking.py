@@ -8,6 +8,7 @@ token and 10% stay unchanged (Devlin et al. 2019, section 3.1).
 Shapes: T tokens of a sample, P chosen ones, S special tokens.
 """
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -121,30 +122,29 @@ class MaskedBatch(NamedTuple):
     target_ids_BP: Tensor
 
 
+@dataclass(eq=False)
 class MaskedSamples(Dataset[MaskedBatch]):
-    """Training samples; the hidden tokens depend only on seed, epoch and sample.
+    """Training samples; the hidden tokens depend only on seed, epoch and sample."""
 
-    Args:
-        text: Text cut into samples of T - 2 targets, which are the text of a masked sample and one
-            more token.
-        count: P.
-        special: The special tokens of the vocabulary.
-        seed: Not negative.
-    """
-
-    def __init__(self, text: MixedSamples, count: int, special: SpecialTokens, seed: int) -> None:
-        self.text = text
-        self._count, self._special, self._seed = count, special, seed
+    text: MixedSamples
+    """Text cut into samples of T - 2 targets, which are the text of a masked sample and one more
+    token."""
+    count: int
+    """P."""
+    special: SpecialTokens
+    """The special tokens of the vocabulary."""
+    seed: int
+    """Not negative."""
 
     def __getitem__(self, sample: int) -> MaskedBatch:
         """Reads a sample by its global number."""
         epoch, number = divmod(sample, self.text.samples_per_epoch)
-        words = (self._seed, epoch, number, _TRAINING)
+        words = (self.seed, epoch, number, _TRAINING)
         text = self.text[sample].numpy()[:-1]  # the last token begins the next sample
         hidden = hide(
-            between_marks(text, self._special),
-            self._count,
-            self._special,
+            between_marks(text, self.special),
+            self.count,
+            self.special,
             np.random.Generator(np.random.PCG64(words)),
         )
         return MaskedBatch(*map(torch.from_numpy, hidden))
@@ -162,64 +162,60 @@ class MaskedWindow(NamedTuple):
     """Whether a position counts: a window with little text has fewer."""
 
 
+@dataclass(eq=False)
 class MaskedWindows(Dataset[MaskedWindow]):
     """The text of a split, each token once, with the same hidden tokens in every run.
-
-    Args:
-        stream: The tokens of a split.
-        sequence_length: T.
-        share: Fraction of a window's T tokens that is hidden.
-        special: The special tokens of the vocabulary.
-        most: Maximum number of windows; None for all.
 
     Raises:
         DataError: The split is empty.
     """
 
-    def __init__(
-        self,
-        stream: TokenStream,
-        sequence_length: int,
-        count: int,
-        special: SpecialTokens,
-        most: int | None = None,
-    ) -> None:
-        if stream.num_tokens == 0:
-            raise DataError(f"{stream.prefix}.bin: no tokens to evaluate on in this split")
-        self.sequence_length = sequence_length
-        self._stream, self._count, self._special, self._most = stream, count, special, most
+    stream: TokenStream
+    """The tokens of a split."""
+    sequence_length: int
+    """T."""
+    count: int
+    """P, how many tokens of a full window are hidden."""
+    special: SpecialTokens
+    """The special tokens of the vocabulary."""
+    most: int | None = None
+    """Maximum number of windows; None for all."""
+
+    def __post_init__(self) -> None:
+        if self.stream.num_tokens == 0:
+            raise DataError(f"{self.stream.prefix}.bin: no tokens to evaluate on in this split")
 
     def __len__(self) -> int:
         """Counts the windows."""
-        windows = -(-self._stream.num_tokens // (self.sequence_length - 2))
-        return windows if self._most is None else min(windows, self._most)
+        windows = -(-self.stream.num_tokens // (self.sequence_length - 2))
+        return windows if self.most is None else min(windows, self.most)
 
     @property
     def num_full(self) -> int:
         """Number of windows without padding."""
-        return min(len(self), self._stream.num_tokens // (self.sequence_length - 2))
+        return min(len(self), self.stream.num_tokens // (self.sequence_length - 2))
 
     def text(self, window: int) -> Ids:
         """Returns the tokens of a window between two marks, at most T."""
         first = window * (self.sequence_length - 2)
-        last = min(first + self.sequence_length - 2, self._stream.num_tokens)
-        return between_marks(self._stream.read(first, last), self._special)
+        last = min(first + self.sequence_length - 2, self.stream.num_tokens)
+        return between_marks(self.stream.read(first, last), self.special)
 
     def __getitem__(self, window: int) -> MaskedWindow:
         """Reads a window."""
         tokens = self.text(window)
-        words = int((~np.isin(tokens, self._special.ids)).sum())
+        words = int((~np.isin(tokens, self.special.ids)).sum())
         # The same fraction as in a full window.
-        share = self._count * len(tokens) / self.sequence_length
+        share = self.count * len(tokens) / self.sequence_length
         count = min(words, max(1, round(share)))
         generator = np.random.Generator(np.random.PCG64((0, 0, window, _SCORING)))
-        hidden = hide(tokens, count, self._special, generator)
-        after_T, after_P = self.sequence_length - len(tokens), self._count - count
+        hidden = hide(tokens, count, self.special, generator)
+        after_T, after_P = self.sequence_length - len(tokens), self.count - count
         fields = (
-            np.pad(hidden.input_ids_T, (0, after_T), constant_values=self._special.padding),
+            np.pad(hidden.input_ids_T, (0, after_T), constant_values=self.special.padding),
             np.arange(self.sequence_length) < len(tokens),
             np.pad(hidden.positions_P, (0, after_P)),
-            np.pad(hidden.target_ids_P, (0, after_P), constant_values=self._special.mask),
-            np.arange(self._count) < count,
+            np.pad(hidden.target_ids_P, (0, after_P), constant_values=self.special.mask),
+            np.arange(self.count) < count,
         )
         return MaskedWindow(*map(torch.from_numpy, fields))
