@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 
+import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -13,6 +14,8 @@ import tokenizers
 
 from polyad.data.errors import DataError
 from polyad.data.images.augmentation import GaussianNoise
+from polyad.data.images.config import ImageDataConfig
+from polyad.data.images.dataset import ImageData
 from polyad.data.sequences.config import SequenceDataConfig
 from polyad.data.sequences.dataset import SequenceData
 from polyad.data.text.attack import WordSwap
@@ -255,6 +258,73 @@ def test_a_table_that_cannot_be_learned_from_is_named(tmp_path, prepared, files,
         data.domains("train")
 
     assert words in line_of(read)
+
+
+def named(labels, names):
+    """A table of images whose classes have names; no image is opened."""
+    file = io.BytesIO()
+    features = datasets.Features(
+        {"image": datasets.Value("binary"), "label": datasets.ClassLabel(names=names)}
+    )
+    rows = {"image": [b"x"] * len(labels), "label": labels}
+    datasets.Dataset.from_dict(rows, features=features).to_parquet(file)
+    return file.getvalue()
+
+
+def files(*folders, count=5):
+    """Files with the names of images."""
+    return {f"{folder}/{number}.png": "" for folder in folders for number in range(count)}
+
+
+ANTS = {"train.parquet": named([0], ["ant"])}
+TREE = files("grey/ant", "grey/bee", "plain/ant", "plain/bee")
+NO_TREE = "is not a folder of DOMAIN/CLASS/image"
+IMAGES = [
+    ({}, "nowhere", {}, "there is no such file or folder"),
+    (files("train", "val"), ".", {}, "has no training images with classes"),
+    (files("train/ant", "val/ant", "valid/ant"), ".", {}, "are both the validation split"),
+    ({"a.parquet": b"PAR1 damaged"}, "a.parquet", {}, "a.parquet: "),
+    ({"a.parquet": parquet(image=[b"x"], other=[1])}, "a.parquet", {}, "no column of labels"),
+    ({"a.parquet": parquet(image=[1], label=[1])}, "a.parquet", {}, "column 'image'"),
+    (ANTS | {"test.parquet": named([0], ["dog"])}, ".", {}, "the class 'dog', which no training"),
+    (ANTS | {"test.parquet": parquet(image=[b"x"], label=[0])}, ".", {}, "the class '0', which"),
+    (
+        {"train.parquet": parquet(image=[b"x", b"x"], label=[0, 5_000_000])},
+        ".",
+        {},
+        "the label 5000000, which is not the number of",
+    ),
+    ({"train.parquet": named([0, -1], ["ant"])}, ".", {}, "row 1 of train has the label -1"),
+    (
+        {
+            "train-0.parquet": named([0], ["ant", "bee"]),
+            "train-1.parquet": named([0], ["bee", "ant"]),
+        },
+        ".",
+        {},
+        "ClassLabel",
+    ),
+    (TREE, ".", {"leave_out": ["grey"]}, "data.leave_out: 'grey' is not allowed"),
+    *(
+        (tree, ".", {"domains": True, "held_out": 0.2, "leave_out": leave_out}, words)
+        for tree, leave_out, words in (
+            (TREE, ["gray"], "data.leave_out: 'gray' is not a domain of"),
+            (TREE, ["grey", "plain"], "data.leave_out: all domains of"),
+            (TREE | files("plain/cat"), ["plain"], "data.leave_out: 'plain' has the class 'cat'"),
+            (TREE | files("red/ant", count=1), None, "data.held_out: 0.2 of 1 images of red"),
+            (files("ant", "bee"), None, NO_TREE),
+            (files("train/ant", "val/ant"), None, NO_TREE),
+            (files("grey/raw/ant"), None, NO_TREE),
+            ({"other": ""}, None, NO_TREE),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("tree", "name", "keys", "words"), IMAGES, ids=range(len(IMAGES)))
+def test_images_that_cannot_be_learned_from_are_named(tmp_path, tree, name, keys, words):
+    path = write(tmp_path, tree) / name
+    assert words in line_of(ImageData.open, ImageDataConfig(path=str(path), **keys))
 
 
 @pytest.mark.parametrize("attack", [WordSwap, GaussianNoise])

@@ -4,12 +4,9 @@ import io
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from polyad.data.errors import DataError
 from polyad.data.images.config import ImageDataConfig
 from polyad.data.images.dataset import ImageData
 from tests.helpers import images as made
@@ -177,28 +174,6 @@ def test_splits_that_number_their_classes_differently_are_read_by_name(tmp_path)
     assert words(data, "test") == ["cat", "ant"]
 
 
-@pytest.mark.parametrize(
-    ("files", "said"),
-    [
-        ({"train": ([0], ["ant"]), "test": ([0], ["dog"])}, "the class 'dog', which no training"),
-        ({"train": ([0], ["ant"]), "test": ([0], None)}, "the class '0', which no training"),
-        ({"train": ([0, 5_000_000], None)}, "the label 5000000, which is not the number of"),
-        ({"train": ([0, -1], ["ant"])}, "row 1 of train has the label -1"),
-        (
-            {"train-0": ([0], ["ant", "bee"]), "train-1": ([0], ["bee", "ant"])},
-            "label.*ClassLabel.*bee.*ant",
-        ),
-    ],
-    ids=["another class", "no names", "ids", "no label", "files"],
-)
-def test_classes_that_do_not_fit_are_one_line(tmp_path, files, said):
-    for name, (labels, names) in files.items():
-        table(tmp_path / f"{name}.parquet", labels, names)
-    with pytest.raises(DataError, match=said) as caught:
-        opened(tmp_path)
-    assert "\n" not in str(caught.value)
-
-
 def test_columns_of_true_and_false_are_attributes(tmp_path):
     data = opened(made.celeba(tmp_path / "celeba"))
     assert data.has_attributes
@@ -207,31 +182,3 @@ def test_columns_of_true_and_false_are_attributes(tmp_path):
     assert sizes(data) == {"train": 40, "validation": 10, "test": 10}
     train = data.split("train")
     assert np.array_equal(train.labels, [made.attributes_of(number) for number in range(40)])
-
-
-def bad(kind, root):
-    """A source that cannot be read, and what is said of it."""
-    if kind == "missing":
-        return root / "nowhere", "there is no such file or folder"
-    if kind == "flat":
-        write(root, "train/0.jpg", "val/1.jpg")
-        return root, "has no training images with classes"
-    if kind == "twice":
-        write(root, "train/ant/0.jpg", "val/ant/1.jpg", "valid/ant/1.jpg")
-        return root, "are both the validation split"
-    path = root / "a.parquet"
-    if kind == "damaged":
-        path.write_bytes(b"PAR1 damaged")
-        return path, "a.parquet"
-    label = "other" if kind == "no labels" else "label"
-    column = pa.array([b"x"]) if kind == "no labels" else pa.array([1])
-    pq.write_table(pa.table({"image": column, label: [1]}), path)
-    return path, "has no column of labels" if kind == "no labels" else "column 'image'"
-
-
-@pytest.mark.parametrize("kind", ["missing", "flat", "twice", "damaged", "no labels", "numbers"])
-def test_what_is_no_set_of_images_is_one_line(tmp_path, kind):
-    source, said = bad(kind, tmp_path)
-    with pytest.raises(DataError, match=said) as caught:
-        opened(source)
-    assert "\n" not in str(caught.value)

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from polyad.data.errors import DataError
 from polyad.data.images.config import ImageDataConfig
 from polyad.data.images.dataset import ImageData
 from tests.helpers import images as made
@@ -83,48 +82,6 @@ def test_the_fingerprint_knows_what_is_left_out(tree):
     assert opened(tree, ["inverted", "grey"]).fingerprint == found[3]
 
 
-@pytest.mark.parametrize(
-    ("leave_out", "said"),
-    [
-        (["gray"], r"data\.leave_out: 'gray' is not a domain of .* \(did you mean 'grey'\?\); dom"),
-        (["plain", "grey", "inverted"], r"data\.leave_out: all domains of .* are left out"),
-    ],
-)
-def test_domains_that_cannot_be_left_out_are_one_line(tree, leave_out, said):
-    with pytest.raises(DataError, match=said) as caught:
-        opened(tree, leave_out)
-    assert "\n" not in str(caught.value)
-
-
-def test_a_class_of_a_left_out_domain_alone_is_one_line(tmp_path):
-    root = made.domain_tree(
-        tmp_path / "all", {"grey": {"ant": 5, "bee": 5}, "plain": {"ant": 5, "cat": 5}}
-    )
-    with pytest.raises(
-        DataError, match=r"data\.leave_out: 'plain' has the class 'cat', which the other domai"
-    ):
-        opened(root, ["plain"])
-
-
 def test_data_without_domains_leaves_none_out(tmp_path):
     path = str(made.class_folders(tmp_path / "all"))
     assert ImageData.open(ImageDataConfig(path=path)).split("train").domains is None
-    with pytest.raises(DataError, match=r"data\.leave_out: 'grey' is not allowed: .* no domains"):
-        ImageData.open(ImageDataConfig(path=path, leave_out=["grey"]))
-
-
-@pytest.mark.parametrize("kind", ["classes", "splits", "deeper", "empty"])
-def test_what_is_no_tree_of_domains_is_one_line(tmp_path, kind):
-    root = tmp_path / "all"
-    inside = {"classes": ["."], "splits": ["train", "val"], "deeper": ["grey/raw"], "empty": []}
-    root.mkdir()
-    for name in inside[kind]:
-        made.class_folders(root / name, 2)
-    with pytest.raises(DataError, match=r"data\.domains: .* is not a folder of DOMAIN/CLASS/image"):
-        opened(root)
-
-
-def test_a_domain_of_one_image_has_none_to_hold_out(tmp_path):
-    root = made.domain_tree(tmp_path / "all", {"grey": {"ant": 1}, "plain": {"ant": 5}})
-    with pytest.raises(DataError, match=r"data\.held_out: 0\.2 of 1 images of grey leaves none"):
-        opened(root)
