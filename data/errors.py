@@ -17,8 +17,8 @@ class DataError(ValueError):
     exit_status = 2
 
     def __init__(self, message: str) -> None:
-        found = _OF_A_LOADER.match(message)
-        super().__init__(found[1] if found else message)
+        match = _OF_A_LOADER.match(message)
+        super().__init__(match[1] if match else message)
 
 
 _OF_A_LOADER = re.compile(r"Caught \w+ in DataLoader worker.*\n[\w.]+: (.*?)\s*\Z", re.DOTALL)
@@ -87,15 +87,15 @@ def listed(names: Iterable[str], most: int = 20) -> str:
     return ", ".join(quoted[:most]) + more or "none"
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """Returns the end of an error message that suggests the nearest known name.
+def nearest(name: str, allowed: Iterable[str]) -> str:
+    """Returns the end of an error message that suggests the nearest allowed name.
 
     Args:
         name: What the user wrote.
-        known: The allowed names.
+        allowed: The allowed names.
 
     Returns:
-        ` (did you mean 'x'?)`, or an empty string if no known name is close.
+        ` (did you mean 'x'?)`, or an empty string if no allowed name is close.
     """
-    matches = difflib.get_close_matches(name, sorted(set(known)), n=1)
+    matches = difflib.get_close_matches(name, sorted(set(allowed)), n=1)
     return f" (did you mean {matches[0]!r}?)" if matches else ""

@@ -178,7 +178,7 @@ class MaskedWindows(Dataset[MaskedWindow]):
     """P, how many tokens of a full window are hidden."""
     special: SpecialTokens
     """The special tokens of the vocabulary."""
-    most: int | None = None
+    max_windows: int | None = None
     """Maximum number of windows; None for all."""
 
     def __post_init__(self) -> None:
@@ -188,7 +188,7 @@ class MaskedWindows(Dataset[MaskedWindow]):
     def __len__(self) -> int:
         """Counts the windows."""
         windows = -(-self.stream.num_tokens // (self.sequence_length - 2))
-        return windows if self.most is None else min(windows, self.most)
+        return windows if self.max_windows is None else min(windows, self.max_windows)
 
     @property
     def num_full(self) -> int:

@@ -122,7 +122,7 @@ def test_windows_read_every_token_once_and_hide_the_same_for_every_run(prepared)
         assert 1 <= scored.sum() <= COUNT
     assert torch.cat(text).tolist() == stream.read(0, stream.num_tokens).tolist()
     assert windows.num_full in (len(windows), len(windows) - 1)
-    assert len(MaskedWindows(stream, LENGTH, COUNT, SPECIAL, most=2)) == 2
+    assert len(MaskedWindows(stream, LENGTH, COUNT, SPECIAL, max_windows=2)) == 2
 
 
 def test_a_tokenizer_without_a_mask_is_refused(prepared: PreparedData):
