@@ -124,14 +124,12 @@ def open_folders(root: Path, *, domains: bool) -> tuple[dict[str, ImageSplit], l
         DataError: The folder has another layout, or cannot be read.
     """
     try:
-        while not domains and len(tops := _folders(root)) == 1 and not _splits(tops):
-            if not _folders(root / tops[0]):
-                break
-            root = root / tops[0]  # an archive unpacked into a folder of its own
         if domains:
-            images, others = list_files(root, _domains(root))
-            return {"train": images}, _domains(root), others
-        tops = _folders(root)
+            names = _domains(root)
+            images, others = list_files(root, names)
+            return {"train": images}, names, others
+        while len(tops := _folders(root)) == 1 and not _splits(tops) and _folders(root / tops[0]):
+            root = root / tops[0]  # an archive unpacked into a folder of its own
         splits = _splits(tops)
         # Beside others, a folder that holds no folders is a class, as of vehicles.
         if splits and len(splits) < len(tops) and not _folders(root / splits["train"]):
@@ -146,32 +144,27 @@ def open_folders(root: Path, *, domains: bool) -> tuple[dict[str, ImageSplit], l
 
 def list_files(root: Path, domains: Sequence[str] = ()) -> tuple[ImageSplit, int]:
     """Lists the images of a split by domain, class and path, and counts other files."""
-    tops = domains or ["."]
-    inside = {top: _folders(root / top) for top in tops}
-    class_names = sorted({name for names in inside.values() for name in names})
-    names: list[bytes] = []
-    labels: list[int] = []
-    numbers: list[int] = []
-    others = 0
-    for number, top in enumerate(tops):
-        for name in inside[top]:
-            paths = sorted(_paths(root / top / name))
-            chosen = [path for path in paths if is_image(path)]
-            others += len(paths) - len(chosen)
-            start = f"{top}/{name}" if domains else name
-            names += [os.fsencode(f"{start}/{path}") for path in chosen]
-            labels += [class_names.index(name)] * len(chosen)
-            numbers += [number] * len(chosen)
+    tops = {f"{name}/": number for number, name in enumerate(domains)} or {"": 0}
+    files = [
+        (f"{top}{label}/{path}", label, number)
+        for top, number in tops.items()
+        for label in _folders(root / top)
+        for path in sorted(_paths(root / top / label))
+    ]
+    chosen = [file for file in files if is_image(file[0])]
+    class_names = sorted({label for top in tops for label in _folders(root / top)})
+    number_of = {label: number for number, label in enumerate(class_names)}
+    names = [os.fsencode(path) for path, _, _ in chosen]
     images = ImageSplit(
         str(root),
         # A list of a million strings would take four times as much memory in each loader process.
         partial(_file, pyarrow.array(names, pyarrow.large_binary())),
-        np.array(labels, dtype=np.int32),
+        np.array([number_of[label] for _, label, _ in chosen], dtype=np.int32),
         class_names,
-        np.array(numbers, dtype=np.int32) if domains else None,
+        np.array([number for _, _, number in chosen], dtype=np.int32) if domains else None,
         xxhash.xxh3_128_hexdigest(b"\0".join(names)),
     )
-    return images, others
+    return images, len(files) - len(chosen)
 
 
 def _file(names: Any, number: int) -> dict[str, Any]:
@@ -180,16 +173,11 @@ def _file(names: Any, number: int) -> dict[str, Any]:
 
 def _domains(root: Path) -> list[str]:
     names = _folders(root)
-    why = None
-    if _splits(names):
-        why = f"{listed(names)} are splits, not domains"
-    elif len(names) < 2:
-        why = f"has only {listed(names)}"
-    else:
-        why = next((f"{name} has no folders of classes" for name in names
-                    if not _folders(root / name)), None)  # fmt: skip
-    if why is not None:
-        raise DataError(f"data.domains: {root}: is not a folder of DOMAIN/CLASS/image: {why}")
+    if len(names) < 2 or _splits(names) or not all(_folders(root / name) for name in names):
+        raise DataError(
+            f"data.domains: {root}: is not a folder of DOMAIN/CLASS/image: it has {listed(names)}, "
+            "and needs two domains or more, not splits, each with a folder for each class"
+        )
     return names
 
 
@@ -245,25 +233,33 @@ def table_images(rows: Any, place: str) -> ImageSplit:
     image = image or next((name for name in IMAGES if name in features), None)
     label = next((name for name in LABELS if name in features), None)
     bits = [n for n, f in features.items() if getattr(f, "dtype", None) == "bool"]
-    for column, what in ((image, f"images: {' or '.join(IMAGES)}"), (label or bits, "labels: "
-            f"{' or '.join(LABELS)}, and none of true and false")):  # fmt: skip
-        if not column:
-            raise DataError(f"{place}: has no column of {what}; it has {listed(features)}")
+    if image is None:
+        raise DataError(
+            f"{place}: has no column of images: {' or '.join(IMAGES)}; it has {listed(features)}"
+        )
+    if label is None and not bits:
+        raise DataError(
+            f"{place}: has no column of labels: {' or '.join(LABELS)}, and none of true and false; "
+            f"it has {listed(features)}"
+        )
     try:
         encoded = rows.select_columns([image]).cast_column(image, datasets.Image(decode=False))
     except (pyarrow.ArrowException, TypeError, ValueError) as error:
         raise DataError(f"{place}: the column {image!r}: {error}") from None
     labels: Labels
     if label is None:
-        columns = [_column(rows, name, place, missing=None) for name in bits]
-        labels, names = np.stack(columns, axis=1).astype(np.uint8), bits
+        labels, names = np.stack([_column(rows, name, place) for name in bits], axis=1), bits
+        if len(missing := np.argwhere(labels < 0)):
+            row, column = missing[0]
+            raise DataError(f"{place}: row {row} has no {bits[column]!r}")
+        labels = labels.astype(np.uint8)
     elif getattr(features[label], "dtype", None) == "string":
         words = rows.select_columns([label])[:][label]
         names = sorted({word for word in words if word is not None})
         number_of = {word: number for number, word in enumerate(names)}
         labels = np.array([number_of.get(word, -1) for word in words])
     else:
-        labels = _column(rows, label, place, missing=-1)
+        labels = _column(rows, label, place)
         if isinstance(features[label], datasets.ClassLabel):
             names = each_once(features[label].names)
         else:
@@ -272,22 +268,16 @@ def table_images(rows: Any, place: str) -> ImageSplit:
     return ImageSplit(place, partial(_row, encoded, image), labels, names)
 
 
-def _row(rows: Any, column: str | None, number: int) -> Mapping[str, Any]:
+def _row(rows: Any, column: str, number: int) -> Mapping[str, Any]:
     return rows[number][column] or {}
 
 
-def _column(rows: Any, name: str, place: str, missing: int | None) -> Labels:
-    """Reads a column of whole numbers, or of true and false."""
+def _column(rows: Any, name: str, place: str) -> Labels:
+    """Reads a column of whole numbers, or of true and false; -1 where there is no value."""
     column = rows.select_columns([name]).with_format("arrow")[:][name]
-    kind = column.type
-    if not (pyarrow.types.is_integer(kind) or pyarrow.types.is_boolean(kind)):
-        raise DataError(f"{place}: the column {name!r} holds {kind}, not numbers of classes")
-    if missing is None and column.null_count:
-        raise DataError(f"{place}: {column.null_count:,} rows have no {name!r}")
-    column = column.cast(pyarrow.int64())
-    if missing is not None:
-        column = column.fill_null(missing)
-    return np.asarray(column.to_numpy(), dtype=np.int64)
+    if not (pyarrow.types.is_integer(column.type) or pyarrow.types.is_boolean(column.type)):
+        raise DataError(f"{place}: the column {name!r} holds {column.type}, not numbers of classes")
+    return np.asarray(column.cast(pyarrow.int64()).fill_null(-1).to_numpy(), dtype=np.int64)
 
 
 def digits() -> ImageSplit:
