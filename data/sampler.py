@@ -131,21 +131,6 @@ def _begin(parent: int, worker: int) -> None:
     Finalize(None, os._exit, args=(0,), exitpriority=-100)
 
 
-class Numbered(Dataset[tuple[Any, int]]):
-    """Samples, each with the number under which it was requested.
-
-    Args:
-        samples: The samples.
-    """
-
-    def __init__(self, samples: Dataset[Any]) -> None:
-        self._samples = samples
-
-    def __getitem__(self, number: int) -> tuple[Any, int]:
-        """A sample and its number."""
-        return self._samples[number], number
-
-
 def evaluation_batches(
     samples: Dataset[Any],
     total: int,

@@ -319,7 +319,8 @@ def find_resume(config: RunConfig, task: Task[Any]) -> Checkpoint | None:
     refuse_changes(config_of_checkpoint(checkpoint), config, folder)
     if not task.same_data(checkpoint.state):
         raise ConfigError(
-            f"{task.place} holds {task.other_data} than {folder} was trained on so far"
+            f"{task.place} holds other data than {folder} was trained on, or mixes it by other "
+            "weights"
         )
     if checkpoint.training_step > config.train.steps:
         raise ConfigError(

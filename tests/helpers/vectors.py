@@ -7,7 +7,6 @@ Shapes: B samples, D numbers of a vector, H hidden units, C classes.
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -24,7 +23,7 @@ from polyad.model.settings import ModelSettings
 from polyad.parallel import comm
 from polyad.train.errors import ConfigError
 from polyad.train.tasks.registry import TASKS
-from polyad.train.tasks.task import Predictor, Score, Scores, Sections, Share, Task, Unit
+from polyad.train.tasks.task import Predictor, Score, Sections, Share, Task, Unit
 
 HELD_OUT = {"validation": 300, "test": 101}
 """Vectors of each split."""
@@ -88,13 +87,6 @@ class Vectors(Dataset[VectorBatch]):
         return VectorBatch(center_D + self._settings.spread * noise_D, label)
 
 
-@dataclass(frozen=True, kw_only=True)
-class VectorScores(Scores):
-    accuracy: float
-    loss: float
-    vectors_scored: int
-
-
 class VectorTask(Task[VectorBatch]):
     data_settings = VectorData
     unit = Unit("vector", "vec")
@@ -146,7 +138,7 @@ class VectorTask(Task[VectorBatch]):
         self, model: Predictor, *, batch_size: int, world: comm.World, report: Share
     ) -> dict[str, float]:
         found = self.score(model, "validation", batch_size=batch_size, world=world, report=report)
-        return {"validation_accuracy": found.accuracy, "validation_loss": found.loss}
+        return {"validation_accuracy": found["accuracy"], "validation_loss": found["loss"]}
 
     @torch.no_grad()
     def score(
@@ -157,7 +149,7 @@ class VectorTask(Task[VectorBatch]):
         batch_size: int,
         world: comm.World,
         report: Share | None = None,
-    ) -> VectorScores:
+    ) -> dict[str, Any]:
         total = torch.zeros(3, dtype=torch.float64, device=world.device)
         batches = list(self._held_out(split, batch_size, world))
         for done, (vectors_BD, labels_B, counts_B) in enumerate(batches, start=1):
@@ -170,7 +162,7 @@ class VectorTask(Task[VectorBatch]):
             if report is not None:
                 report(done / len(batches))
         loss, right, count = comm.sum_over_samples(total, world).tolist()
-        return VectorScores(accuracy=right / count, loss=loss / count, vectors_scored=int(count))
+        return {"accuracy": right / count, "loss": loss / count, "vectors_scored": int(count)}
 
     def units_of(self, split: str) -> int:
         return HELD_OUT[split]

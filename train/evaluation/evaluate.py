@@ -102,15 +102,15 @@ def evaluate_opened(
             ),
             report,
         )
-        loss = scores.to_json()["loss"]
+        loss = scores["loss"]
         if not math.isfinite(loss):
             raise RunError(
                 f"{opened.weights.folder}: the loss on {split} is {loss}, although all weights are "
                 f"finite: numbers overflow in {opened.config.train.precision}"
             )
         seconds = time.monotonic() - started
-    values, units = scores.to_json(), f"{task.unit.name}s"
-    speed = values[f"{units}_scored"] / seconds
+    units = f"{task.unit.name}s"
+    speed = scores[f"{units}_scored"] / seconds
     interventions = [str(each) for each in opened.interventions]
     average = [("weights", "their moving average (train.ema)")] if opened.choice == "ema" else []
     about = opened.about() | {
@@ -127,13 +127,13 @@ def evaluate_opened(
         ("checkpoint", about["checkpoint"]),
         *average,
         ("split", f"{split} of {task.name}"),
-        *scores.rows(type(task)),
+        *task.rows(scores),
         *((f"attack: {name}", in_words(value)) for name, value in (attacked or {}).items()),
         *(("intervention", each) for each in interventions),
         ("speed", f"{speed:,.0f} {units}/s"),
         ("processes", f"{world.size}"),
     ]
-    return Evaluation({**about, **values, **how, f"{units}_per_second": speed}, rows)
+    return Evaluation({**about, **scores, **how, f"{units}_per_second": speed}, rows)
 
 
 def _attacked(

@@ -1,20 +1,19 @@
 """Attribute classification: which of several attributes each image has, as in CelebA.
 
-Shapes: B images of a micro-batch, K attributes.
+Shapes: B images of a micro-batch, N of a split, K attributes, F numbers about each image.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from polyad.data.images.config import AttributeDataConfig
-from polyad.parallel import comm
+from polyad.data.images.samples import ImageBatch
 from polyad.train.tasks.images import ImageClassification
-from polyad.train.tasks.scores import Counted
-from polyad.train.tasks.task import Score
+from polyad.train.tasks.labelled import Outcomes
+from polyad.train.tasks.task import Predictor, Score
 
 
 class AttributeClassification(ImageClassification):
@@ -29,73 +28,40 @@ class AttributeClassification(ImageClassification):
     validation_score: ClassVar[str] = "validation_accuracy"
     validated = ("accuracy", "all_right", "loss")
     classes_are = "attributes"
+    per_class = "per_attribute"
     has_attributes = True
 
-    def counting(self, device: torch.device) -> Counted:
-        """Sums for the scores of a split."""
-        return CountedAttributes(len(self.data.class_names), device)
+    def outcomes(self, model: Predictor, batch: ImageBatch) -> Tensor:
+        """Loss, then the attributes, then those predicted: a logit above 0 counts as yes."""
+        logits_BK, losses_B = self.logits(model, batch)
+        parts = (losses_B.unsqueeze(1), batch.labels_B > 0, logits_BK > 0)
+        return torch.cat([part.double() for part in parts], dim=1)
+
+    def scores_of(self, outcomes_NF: Outcomes) -> dict[str, float]:
+        """Accuracy over attributes and over whole images, and the loss."""
+        losses_N, has_NK, predicted_NK = _parts(outcomes_NF)
+        right_NK = has_NK == predicted_NK
+        return {
+            "accuracy": float(right_NK.mean()),
+            "all_right": float(right_NK.all(1).mean()),
+            "loss": float(losses_N.mean()),
+        }
+
+    def by_class(self, outcomes_NF: Outcomes) -> dict[str, dict[str, Any]]:
+        """Of each attribute the accuracy, how many images have it, and which share of these is
+        found; None without such images."""
+        _, has_NK, predicted_NK = _parts(outcomes_NF)
+        scores = {}
+        for name, has_N, predicted_N in zip(
+            self.data.class_names, has_NK.T, predicted_NK.T, strict=True
+        ):
+            rate = float(predicted_N[has_N].mean()) if has_N.any() else None
+            accuracy, images = float((has_N == predicted_N).mean()), int(has_N.sum())
+            scores[name] = {"accuracy": accuracy, "images": images, "true_positive_rate": rate}
+        return scores
 
 
-class AttributeScore(NamedTuple):
-    """How well one attribute is predicted."""
-
-    accuracy: float
-    images: int
-    """Number of images that have the attribute."""
-    true_positive_rate: float | None
-    """Recall: the share of those images that the model finds."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class AttributeTotals:
-    """The scores of images that have attributes."""
-
-    accuracy: float
-    all_right: float
-    loss: float
-    images_scored: int
-    per_attribute: Mapping[str, AttributeScore]
-
-    @property
-    def accuracies(self) -> Mapping[str, float | None]:
-        """The accuracy of each attribute."""
-        return {name: each.accuracy for name, each in self.per_attribute.items()}
-
-    def to_json(self) -> dict[str, Any]:
-        """JSON values."""
-        return dict(vars(self))
-
-
-class CountedAttributes:
-    """Sums over images that have attributes; a logit above 0 counts as yes."""
-
-    def __init__(self, attributes: int, device: torch.device) -> None:
-        self._totals_3 = torch.zeros(3, dtype=torch.float64, device=device)
-        self._sums_K3 = torch.zeros(attributes, 3, dtype=torch.float64, device=device)
-
-    def add(self, logits_BK: Tensor, labels_BK: Tensor, losses_B: Tensor) -> None:
-        """Counts images; none may be padding of the batch."""
-        has_BK = labels_BK > 0
-        right_BK = (logits_BK > 0) == has_BK
-        ones_B = torch.ones_like(losses_B, dtype=torch.float64)
-        sums = (losses_B.double(), right_BK.all(-1).double(), ones_B)
-        self._totals_3 += torch.stack([each_B.sum() for each_B in sums])
-        of_each = (right_BK, has_BK, right_BK & has_BK)
-        self._sums_K3 += torch.stack([each_BK.double().sum(0) for each_BK in of_each], dim=-1)
-
-    def result(self, world: comm.World, names: Sequence[str]) -> AttributeTotals:
-        """The scores over all processes."""
-        parts = torch.cat([self._totals_3, self._sums_K3.flatten()])
-        summed = comm.sum_over_samples(parts, world).cpu()
-        loss, all_right, count = summed[:3].tolist()
-        sums = summed[3:].view(-1, 3).tolist()
-        return AttributeTotals(
-            accuracy=sum(right for right, _, _ in sums) / (count * len(sums)),
-            all_right=all_right / count,
-            loss=loss / count,
-            images_scored=int(count),
-            per_attribute={
-                name: AttributeScore(right / count, int(images), found / images if images else None)
-                for name, (right, images, found) in zip(names, sums, strict=True)
-            },
-        )
+def _parts(outcomes_NF: Outcomes) -> tuple[Any, Any, Any]:
+    """Losses [N], and attributes and those predicted [N, K]."""
+    has_NK, predicted_NK = np.split(outcomes_NF[:, 1:] > 0, 2, axis=1)
+    return outcomes_NF[:, 0], has_NK, predicted_NK

@@ -6,88 +6,36 @@ Shapes: B images of a micro-batch, C channels, H x W pixels, K classes.
 import contextlib
 import copy
 import functools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
+from torch.utils.data import Subset
 
 from polyad.data.errors import DataError
 from polyad.data.images.augmentation import GaussianNoise
 from polyad.data.images.config import ImageDataConfig
 from polyad.data.images.dataset import ImageData
 from polyad.data.images.samples import EvaluationImages, ImageBatch, ImageSamples
-from polyad.data.sampler import Numbered
 from polyad.model.families.family import CONFIG_FILE
 from polyad.model.heads import HEAD
 from polyad.model.output import RoutingStats
 from polyad.model.vision import ImageSettings
-from polyad.parallel import comm
 from polyad.parallel.families import FamilyWeights
 from polyad.parallel.weights import Weights
 from polyad.train.errors import ConfigError
-from polyad.train.tasks.labelled import LabelledScores, LabelledTask, file_of_classes
+from polyad.train.tasks.labelled import LabelledTask, Outcomes, file_of_classes, worst_classes
 from polyad.train.tasks.pixels import mix_images, normalize, soft_targets
-from polyad.train.tasks.scores import (
-    Counted,
-    CountedClasses,
-    CountedDomains,
-    Totals,
-)
-from polyad.train.tasks.task import (
-    Kept,
-    Predictor,
-    Score,
-    Sections,
-    Share,
-    Task,
-    Unit,
-    dealt_out,
-)
+from polyad.train.tasks.scores import calibration_error, class_scores
+from polyad.train.tasks.task import Kept, Predictor, Score, Sections, Unit
 from polyad.train.tasks.vocabulary import CLASSES_FILE, differing, names_of
 
 SHRUNK = 2
 """Warn where an image's side is more than this many times `model.image_size`."""
 FEW = 100
 """Warn where the validation split has fewer images than this."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ImageScores(LabelledScores):
-    """How well a model classifies the images of a split."""
-
-    totals: Totals
-    images_in_split: int
-    image_size: int
-    held_out: str | None
-    """What the split was held out of."""
-
-    def to_json(self) -> dict[str, Any]:
-        """JSON values."""
-        return {
-            **self.totals.to_json(),
-            "per_domain": self.per_domain,
-            "left_out": self.left_out,
-            "images_in_split": self.images_in_split,
-            "image_size": self.image_size,
-            "held_out": self.held_out,
-        }
-
-    def rows(self, task: type[Task[Any]]) -> list[tuple[str, str]]:
-        """Rows of scores, scores per domain, the worst classes, and how the split was held out."""
-        assert issubclass(task, ImageClassification)
-        titles = {score.name: score.title for score in task.scores}
-        rows = [*super().rows(task), *self.domain_rows("images", titles)]
-        known = self.totals.accuracies.items()
-        worst = sorted((accuracy, name) for name, accuracy in known if accuracy is not None)
-        named = ", ".join(f"{name} {accuracy:.3f}" for accuracy, name in worst[:3])
-        which = "worst " if len(worst) > 3 else ""
-        rows.append((f"{which}{task.classes_are}", named))
-        if self.held_out:
-            rows.append(("held out", self.held_out))
-        return rows
 
 
 class ImageClassification(LabelledTask[ImageBatch]):
@@ -116,6 +64,8 @@ class ImageClassification(LabelledTask[ImageBatch]):
     validated: Sequence[str] = ("top1", "top5", "loss")
     classes_are: ClassVar[str] = "classes"
     """What classes are called."""
+    per_class: ClassVar[str] = "per_class"
+    """The key of their scores."""
     has_attributes: ClassVar[bool] = False
     """Whether an image may have any number of the classes, which are then attributes."""
 
@@ -209,78 +159,62 @@ class ImageClassification(LabelledTask[ImageBatch]):
 
     to_validate: ClassVar[str] = "data.held_out: 0.1 holds a tenth of the training images out"
 
-    def counting(self, device: torch.device) -> Counted:
-        """Sums for the scores of a split."""
-        return CountedClasses(len(self.data.class_names), device, self.probabilities)
+    def logits(self, model: Predictor, batch: ImageBatch) -> tuple[Tensor, Tensor]:
+        """Logits [B, K] and losses [B] of held-out images."""
+        logits_BK = model(self.inputs(batch.images_BCHW)).logits.float()
+        targets_BK = soft_targets(batch.labels_B, None, logits_BK.shape[-1], 0.0)
+        return logits_BK, self._loss(logits_BK, targets_BK)
 
-    @torch.no_grad()
-    def score(
-        self,
-        model: Predictor,
-        split: str,
-        *,
-        batch_size: int,
-        world: comm.World,
-        report: Share | None = None,
-        most: int | None = None,
-    ) -> ImageScores:
-        """Accuracy of a split, as a whole and of each class; see `Task.score`.
+    def outcomes(self, model: Predictor, batch: ImageBatch) -> Tensor:
+        """Class, predicted class, whether it is among the five highest, loss, and the probability
+        of the predicted one."""
+        logits_BK, losses_B = self.logits(model, batch)
+        highest_B5 = logits_BK.topk(min(5, logits_BK.shape[-1]), dim=-1).indices
+        among_B = (highest_B5 == batch.labels_B.unsqueeze(-1)).any(-1)
+        confidence_B = self.probabilities(logits_BK).amax(-1)
+        parts = (batch.labels_B, highest_B5[:, 0], among_B, losses_B, confidence_B)
+        return torch.stack([part.double() for part in parts], dim=-1)
 
-        Args:
-            model: In evaluation mode.
-            split: `train`, `validation` or `test`.
-            batch_size: Images in a forward pass.
-            world: This process.
-            report: Called with the share done.
-            most: Number of images to score, spread evenly over the split; None: all.
+    def scores_of(self, outcomes_NF: Outcomes) -> dict[str, float]:
+        """Accuracies, loss, and the expected calibration error over 15 bins of confidence (Guo et
+        al. 2017) of `probabilities`."""
+        labels_N, predictions_N, among_N, losses_N, confidence_N = outcomes_NF.T
+        right_N = labels_N == predictions_N
+        return {
+            "top1": float(right_N.mean()),
+            "top5": float(among_N.mean()),
+            "loss": float(losses_N.mean()),
+            "calibration_error": calibration_error(confidence_N, right_N),
+        }
 
-        Returns:
-            Also `calibration_error`, the expected calibration error over 15 bins of confidence (Guo
-            et al. 2017) of `probabilities`.
-        """
-        images = self.held_out(split)
-        total = len(images) if most is None else min(len(images), most)
-        chosen = [n * len(images) // total for n in range(total)]
-        spread = Numbered(torch.utils.data.Subset(images, chosen))
-        counted = self.counting(world.device)
-        domains_N = None if images.domains is None else images.domains[chosen]
-        of_domains = CountedDomains(domains_N, lambda: self.counting(world.device))
-        workers = self.settings.num_workers
-        for (batch, numbers_B), counts_B in dealt_out(
-            spread, total, batch_size, world, report=report, num_workers=workers
-        ):
-            pixels_BCHW, labels_B = (
-                each.to(world.device) for each in (batch.images_BCHW, batch.labels_B)
-            )
-            numbers_B, counts_B = numbers_B[counts_B], counts_B.to(world.device)
-            logits_BK = model(self.inputs(pixels_BCHW)).logits.float()[counts_B]
-            labels_B = labels_B[counts_B]
-            targets_BK = soft_targets(labels_B, None, logits_BK.shape[-1], 0.0)
-            losses_B = self._loss(logits_BK, targets_BK)
-            counted.add(logits_BK, labels_B, losses_B)
-            of_domains.add(logits_BK, labels_B, losses_B, numbers_B)
-        data = self.data
-        names = [score.name for score in self.scores]
-        return ImageScores(
-            totals=counted.result(world, data.class_names),
-            per_domain={
-                data.domain_names[number]: {"images": each.images_scored}
-                | {name: getattr(each, name) for name in names}
-                for number, each in of_domains.results(world, data.class_names)
-            },
-            left_out=self.data.left_out,
-            images_in_split=len(images),
-            image_size=self.model.image_size,
-            held_out=data.held_out,
-        )
+    def by_class(self, outcomes_NF: Outcomes) -> dict[str, dict[str, Any]]:
+        """Scores of each class; its accuracy is its recall."""
+        labels_N, predictions_N = outcomes_NF.T[:2].astype(int)
+        scores = class_scores(self.data.class_names, labels_N, predictions_N)
+        return {
+            name: {"accuracy": own["recall"], "images": own.pop("held")} | own
+            for name, own in scores.items()
+        }
+
+    def about_split(self, split: str, outcomes_NF: Outcomes) -> dict[str, Any]:
+        """The scores of each class, how large images are read, and what was held out."""
+        return {
+            self.per_class: self.by_class(outcomes_NF),
+            "image_size": self.model.image_size,
+            "held_out": self.data.held_out,
+        }
+
+    def rows(self, scores: Mapping[str, Any]) -> list[tuple[str, str]]:
+        """Rows of scores, scores per domain, the worst classes, and how the split was held out."""
+        titles = {score.name: score.title for score in self.scores}
+        shares = {name: own["accuracy"] for name, own in scores[self.per_class].items()}
+        rows = [*super().rows(scores), *self.domain_rows(scores, titles)]
+        rows += worst_classes(shares, self.classes_are)
+        return rows + ([("held out", scores["held_out"])] if scores["held_out"] else [])
 
     def units_of(self, split: str) -> int:
         """The number of images in a split."""
         return len(self.data.split(split))
-
-    def check_split(self, split: str) -> None:
-        """Checks that there is such a split."""
-        self.data.split(split)
 
     def labels_in_words(self, split: str) -> Callable[[int], str]:
         """Returns a function from an image's number in a split to its class or attributes in
@@ -298,7 +232,20 @@ class ImageClassification(LabelledTask[ImageBatch]):
     def held_out(self, split: str) -> EvaluationImages:
         """The images of a split without augmentation, in their order."""
         images, size = self.data.split(split), self.model.image_size
-        return EvaluationImages(images, self.settings, size, noise=self._noise)
+        return EvaluationImages(images, self.settings, size, self._noise)
+
+    def spread(self, split: str, most: int | None = None) -> Subset[ImageBatch]:
+        """The images of a split without augmentation; at most `most`, spread evenly over it."""
+        images = self.held_out(split)
+        total = len(images) if most is None else min(len(images), most)
+        return Subset(images, [number * len(images) // total for number in range(total)])
+
+    def domains_of(self, split: str, samples: Subset[ImageBatch]) -> list[str]:
+        """The domain of each image; empty without domains."""
+        domains_N = self.data.split(split).domains
+        if domains_N is None:
+            return []
+        return [self.data.domain_names[domains_N[number]] for number in samples.indices]
 
     def with_noise(self, noise: GaussianNoise) -> Self:
         """A copy of this task whose held-out images have noise."""

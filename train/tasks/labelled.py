@@ -1,10 +1,17 @@
-"""Base of tasks on labelled images and sequences: one source with splits, optionally domains."""
+"""Base of tasks on labelled images and sequences: one source with splits, optionally domains.
+
+Shapes: B samples of a batch, N scored samples of a split, F numbers about each.
+"""
 
 import json
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
 
 from polyad.data.images.config import ImageDataConfig
 from polyad.data.images.dataset import ImageData
@@ -13,50 +20,12 @@ from polyad.data.sequences.dataset import SequenceData
 from polyad.parallel import comm
 from polyad.train.results import aligned
 from polyad.train.tasks.distillation import Learner
-from polyad.train.tasks.task import Batch, Predictor, Scores, Share, Task
+from polyad.train.tasks.task import Batch, Predictor, Share, Task, held_out_batches
 
-PerDomain = Mapping[str, Mapping[str, float]]
-"""Per domain, the number of scored samples, and its scores by name."""
-
-
-def domain_records(per_domain: PerDomain, names: Sequence[str]) -> dict[str, float]:
-    """Returns validation scores by key of the record, such as `validation_loss/sketch`."""
-    return {
-        f"validation_{name}/{domain}": scores[name]
-        for domain, scores in per_domain.items()
-        for name in names
-    }
-
-
-@dataclass(frozen=True, kw_only=True)
-class LabelledScores(Scores):
-    """Scores of a model on labelled samples, overall and per domain."""
-
-    per_domain: PerDomain
-    left_out: Sequence[str]
-    """Domains left out of training."""
-
-    def domain_rows(self, counted: str, titles: Mapping[str, str]) -> list[tuple[str, str]]:
-        """Returns a table of domains as names and values, then which domains training leaves out.
-
-        Args:
-            counted: Plural name of the samples, and the key of their number.
-            titles: Column titles by score name.
-        """
-        rows = []
-        if self.per_domain:
-            table = [
-                [counted, *titles.values()],
-                *(
-                    [f"{scores[counted]:,}", *(f"{scores[name]:.4f}" for name in titles)]
-                    for scores in self.per_domain.values()
-                ),
-            ]
-            names = ["by domain", *(f"  {name}" for name in self.per_domain)]
-            rows = list(zip(names, aligned(table, ">"), strict=True))
-        if self.left_out:
-            rows.append(("left out", f"{', '.join(self.left_out)} (the test split)"))
-        return rows
+Outcomes = npt.NDArray[np.float64]
+"""What scores are computed from, a row for each sample [N, F]."""
+SHOWN_CLASSES = 3
+"""Number of the worst classes that a text names."""
 
 
 class LabelledTask(Learner, Task[Batch]):
@@ -98,6 +67,26 @@ class LabelledTask(Learner, Task[Batch]):
         """Names of the validation scores that training reports."""
 
     @abstractmethod
+    def spread(self, split: str, most: int | None = None) -> Any:
+        """The samples of a split without augmentation, at most `most`, spread evenly over it."""
+
+    @abstractmethod
+    def domains_of(self, split: str, samples: Any) -> Sequence[str]:
+        """The domain of each sample that `spread` gave; empty without domains."""
+
+    @abstractmethod
+    def outcomes(self, model: Predictor, batch: Batch) -> Tensor:
+        """What the scores of each sample are computed from [B, F], fp64."""
+
+    @abstractmethod
+    def scores_of(self, outcomes_NF: Outcomes) -> dict[str, float]:
+        """The scores of some samples by name, among them `loss`."""
+
+    @abstractmethod
+    def about_split(self, split: str, outcomes_NF: Outcomes) -> dict[str, Any]:
+        """Further JSON values about a scored split, such as the scores of each class."""
+
+    @torch.no_grad()
     def score(
         self,
         model: Predictor,
@@ -107,19 +96,91 @@ class LabelledTask(Learner, Task[Batch]):
         world: comm.World,
         report: Share | None = None,
         most: int | None = None,
-    ) -> LabelledScores:
-        """Scores a split, or at most `most` samples spread evenly over it; see `Task.score`."""
+    ) -> dict[str, Any]:
+        """Scores a split, or at most `most` samples spread evenly over it, and each domain."""
+        samples, units = self.spread(split, most), f"{self.unit.name}s"
+        # Each sample has a row of its own. Every process fills those of its samples, so the sum
+        # over processes is exact.
+        outcomes_NF: Tensor | None = None
+        for batch, own_B, number_B in held_out_batches(
+            samples,
+            len(samples),
+            batch_size,
+            world,
+            report=report,
+            num_workers=self.settings.num_workers,
+        ):
+            outcomes_BF = self.outcomes(model, batch)
+            if outcomes_NF is None:
+                outcomes_NF = outcomes_BF.new_zeros(len(samples), outcomes_BF.shape[1])
+            outcomes_NF[number_B.to(world.device)] = outcomes_BF[own_B]
+        assert outcomes_NF is not None
+        rows_NF = comm.sum_over_samples(outcomes_NF, world).cpu().numpy()
+        domains_N = np.array(self.domains_of(split, samples))
+        per_domain = {}
+        for domain in dict.fromkeys(sorted(domains_N)):
+            rows = rows_NF[domains_N == domain]
+            per_domain[str(domain)] = {units: len(rows), **self.scores_of(rows)}
+        return {
+            **self.scores_of(rows_NF),
+            f"{units}_scored": len(samples),
+            f"{units}_in_split": self.units_of(split),
+            **self.about_split(split, rows_NF),
+            "per_domain": per_domain,
+            "left_out": self.data.left_out,
+        }
 
     def validate(
         self, model: Predictor, *, batch_size: int, world: comm.World, report: Share
     ) -> dict[str, float]:
         """Scores the validation split, or a part of it, and each domain."""
-        found = self.score(
+        scores = self.score(
             model, "validation", batch_size=batch_size, world=world, report=report, most=self._most
         )
-        numbers = found.to_json()
-        whole = {f"validation_{name}": numbers[name] for name in self.validated}
-        return whole | domain_records(found.per_domain, self.validated)
+        whole = {f"validation_{name}": scores[name] for name in self.validated}
+        of_domains = {
+            f"validation_{name}/{domain}": own[name]
+            for domain, own in scores["per_domain"].items()
+            for name in self.validated
+        }
+        return whole | of_domains
+
+    def domain_rows(
+        self, scores: Mapping[str, Any], titles: Mapping[str, str]
+    ) -> list[tuple[str, str]]:
+        """Returns a table of domains as names and values, then which domains training leaves out.
+
+        Args:
+            scores: What `score` returned.
+            titles: Column titles by score name.
+        """
+        units, per_domain = f"{self.unit.name}s", scores["per_domain"]
+        rows = []
+        if per_domain:
+            table = [
+                [units, *titles.values()],
+                *(
+                    [f"{own[units]:,}", *(f"{own[name]:.4f}" for name in titles)]
+                    for own in per_domain.values()
+                ),
+            ]
+            names = ["by domain", *(f"  {name}" for name in per_domain)]
+            rows = list(zip(names, aligned(table, ">"), strict=True))
+        if scores["left_out"]:
+            rows.append(("left out", f"{', '.join(scores['left_out'])} (the test split)"))
+        return rows
+
+
+def worst_classes(shares: Mapping[str, float | None], classes: str) -> list[tuple[str, str]]:
+    """Returns the classes with the lowest scores as a name and a value; empty without classes.
+
+    Args:
+        shares: The score of each class; None for one without samples.
+        classes: What classes are called.
+    """
+    worst = sorted((share, name) for name, share in shares.items() if share is not None)
+    text = ", ".join(f"{name} {share:.3f}" for share, name in worst[:SHOWN_CLASSES])
+    return [(f"{'worst ' * (len(worst) > SHOWN_CLASSES)}{classes}", text)] if worst else []
 
 
 def file_of_classes(names: Sequence[str]) -> bytes:

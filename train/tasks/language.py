@@ -5,9 +5,10 @@ Shapes: B samples of a micro-batch, T tokens of a sample, V vocabulary.
 
 import copy
 import functools
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -15,19 +16,19 @@ from polyad.data.config import DataConfig
 from polyad.data.text.dataset import TokenStream
 from polyad.data.text.manifest import SplitInfo
 from polyad.data.text.samples import MixedSamples, TrainingData
-from polyad.data.text.windows import EvaluationWindows
+from polyad.data.text.windows import EvaluationWindows, WindowBatch
 from polyad.model.decoder import DecoderSettings
 from polyad.model.output import RoutingStats
 from polyad.parallel import comm
 from polyad.parallel.weights import Weights
 from polyad.train.errors import ConfigError
 from polyad.train.tasks.distillation import BlockTeacher, Learner, Teacher
-from polyad.train.tasks.task import Predictor, Score, Scores, Sections, Share, Task
+from polyad.train.tasks.task import Predictor, Score, Sections, Share
 from polyad.train.tasks.text import (
     TextTask,
+    TokenScore,
     perplexities,
     perplexity,
-    score_windows,
     with_end_of_text,
     with_vocabulary,
 )
@@ -69,39 +70,6 @@ class TextSamples(Dataset[TextBatch]):
     def __getitem__(self, sample: int) -> TextBatch:
         """The sample with this global number."""
         return TextBatch.of(self.tokens[sample])
-
-
-@dataclass(frozen=True, kw_only=True)
-class TextScores(Scores):
-    """Scores of a model that predicts the tokens of a split."""
-
-    loss: float
-    perplexity: float
-    word_perplexity: float
-    bits_per_byte: float
-    tokens_scored: int
-    words: int
-    bytes: int
-    documents: int
-    end_of_text_scored: bool
-    word: str
-    """How words are counted."""
-    sequence_length: int
-    stride: int
-
-    def rows(self, task: type[Task[Any]]) -> list[tuple[str, str]]:
-        """Loss, perplexities, and how the text was read."""
-        words = f"{self.word_perplexity:,.3f} (words separated by white space)"
-        if self.words == 0:
-            words = "none: the split has no words, only white space"
-        return [
-            ("loss", f"{self.loss:.4f} nats per token"),
-            ("perplexity", f"{self.perplexity:.3f} per token"),
-            ("word perplexity", words),
-            ("bits per byte", f"{self.bits_per_byte:.4f}"),
-            ("scored", f"{self.tokens_scored:,} tokens, including end-of-text"),
-            ("window", f"{self.sequence_length} tokens, stride {self.stride}"),
-        ]
 
 
 class LanguageModelling(Learner, TextTask[TextBatch]):
@@ -163,17 +131,22 @@ class LanguageModelling(Learner, TextTask[TextBatch]):
         """See `Task.trains_whole_model`."""
         return self.block_teacher is None
 
+    def sums(self, model: Predictor, batch: WindowBatch, own_B: Tensor) -> Tensor:
+        """The negative log-likelihood of the scored tokens, and their number."""
+        losses_BT = model(batch.input_BT, target_ids_BT=batch.target_BT).logits.double()
+        scored_BT = batch.scored_BT & own_B.unsqueeze(1)
+        # Select, do not multiply by a mask: the loss of a padded position may not be finite.
+        return torch.stack([losses_BT[scored_BT].sum(), scored_BT.sum().double()])
+
+    def means(self, sums: Sequence[float]) -> dict[str, float]:
+        """The loss in nats per token."""
+        return {"loss": TokenScore(sums[0], int(sums[1])).loss}
+
     def validate(
         self, model: Predictor, *, batch_size: int, world: comm.World, report: Share
     ) -> dict[str, float]:
         """Loss and perplexity of the validation split; for a mixture also of each source."""
-
-        def score(stream: TokenStream) -> dict[str, float]:
-            windows = self.windows(stream, self.evaluation.max_windows)
-            found = score_windows(model, windows, batch_size=batch_size, world=world, report=report)
-            return {"loss": found.loss}
-
-        losses = self.validate_sources(["loss"], score)
+        losses = super().validate(model, batch_size=batch_size, world=world, report=report)
         return losses | {
             name.replace("validation_loss", "validation_perplexity", 1): perplexity(loss)
             for name, loss in losses.items()
@@ -205,23 +178,41 @@ class LanguageModelling(Learner, TextTask[TextBatch]):
         batch_size: int,
         world: comm.World,
         report: Share | None = None,
-    ) -> TextScores:
+    ) -> dict[str, Any]:
         """Perplexities of a split; see `polyad.train.tasks.text.perplexities`."""
         stream, counts = self.split(split)
         text = "attacked" if split in self._attacked else "original"
         windows = self.windows(stream)
-        score = score_windows(model, windows, batch_size=batch_size, world=world, report=report)
-        return TextScores(
-            **perplexities(score, words=counts.words, bytes_=counts.bytes),
-            tokens_scored=score.tokens,
-            words=counts.words,
-            bytes=counts.bytes,
-            documents=counts.documents,
-            end_of_text_scored=True,
-            word=f"separated by white space in the {text} text",
-            sequence_length=windows.sequence_length,
-            stride=windows.stride,
+        likelihood, tokens = self.scored(
+            model, windows, batch_size=batch_size, world=world, report=report
         )
+        score = TokenScore(likelihood, int(tokens))
+        return {
+            **perplexities(score, words=counts.words, bytes_=counts.bytes),
+            "tokens_scored": score.tokens,
+            "words": counts.words,
+            "bytes": counts.bytes,
+            "documents": counts.documents,
+            "end_of_text_scored": True,
+            "word": f"separated by white space in the {text} text",
+            "sequence_length": windows.sequence_length,
+            "stride": windows.stride,
+        }
+
+    def rows(self, scores: Mapping[str, Any]) -> list[tuple[str, str]]:
+        """Loss, perplexities, and how the text was read."""
+        words = f"{scores['word_perplexity']:,.3f} (words separated by white space)"
+        if not scores["words"]:
+            words = "none: the split has no words, only white space"
+        loss, perplexity, bits, scored = super().rows(scores)
+        return [
+            loss,
+            perplexity,
+            ("word perplexity", words),
+            bits,
+            (scored[0], f"{scored[1]}, including end-of-text"),
+            ("window", f"{scores['sequence_length']} tokens, stride {scores['stride']}"),
+        ]
 
     @classmethod
     def validation_facts(

@@ -4,18 +4,18 @@ Shapes: B samples of a micro-batch, T tokens of a sample, P hidden ones.
 """
 
 import functools
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from polyad.data.config import MaskedTextConfig
-from polyad.data.errors import DataError
 from polyad.data.text.dataset import TokenStream
 from polyad.data.text.masking import (
     MaskedBatch,
     MaskedSamples,
+    MaskedWindow,
     MaskedWindows,
     SpecialTokens,
 )
@@ -24,7 +24,7 @@ from polyad.model.bert import BertConfig, MaskedLanguageHeadConfig
 from polyad.model.output import RoutingStats
 from polyad.parallel import comm
 from polyad.train.errors import ConfigError
-from polyad.train.tasks.task import Predictor, Score, Scores, Sections, Share, dealt_out
+from polyad.train.tasks.task import Predictor, Score, Sections, Share
 from polyad.train.tasks.text import TextTask, with_vocabulary
 
 
@@ -37,28 +37,6 @@ def masked_losses(model: Predictor, batch: MaskedBatch) -> tuple[Tensor, tuple[R
         batch.input_ids_BT, positions_BP=batch.positions_BP, target_ids_BP=batch.target_ids_BP
     )
     return loss, routing
-
-
-class HiddenScore(NamedTuple):
-    """How well hidden tokens are predicted."""
-
-    loss: float
-    accuracy: float
-    tokens: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class MaskedScores(Scores):
-    """Scores of a model that predicts the hidden tokens of a split."""
-
-    loss: float
-    accuracy: float
-    tokens_scored: int
-    tokens: int
-    """All tokens of the split."""
-    documents: int
-    windows: int
-    sequence_length: int
 
 
 class MaskedLanguageModelling(TextTask[MaskedBatch]):
@@ -110,17 +88,20 @@ class MaskedLanguageModelling(TextTask[MaskedBatch]):
         length = self.model.sequence_length
         return MaskedWindows(stream, length, self.num_hidden, self.special, most)
 
-    def validate(
-        self, model: Predictor, *, batch_size: int, world: comm.World, report: Share
-    ) -> dict[str, float]:
-        """Loss and accuracy of the validation split; for a mixture also of each source."""
+    def sums(self, model: Predictor, batch: MaskedWindow, own_B: Tensor) -> Tensor:
+        """The loss of the hidden tokens, how many are predicted rightly, and their number."""
+        ids_BT, mask_BT, positions_BP, targets_BP, scored_BP = batch
+        both_BP2 = model(
+            ids_BT, mask_BT, positions_BP=positions_BP, target_ids_BP=targets_BP
+        ).logits
+        counted_BP = scored_BP & own_B.unsqueeze(1)
+        losses_N, right_N = both_BP2[counted_BP].double().unbind(-1)
+        return torch.stack([losses_N.sum(), right_N.sum(), counted_BP.sum().double()])
 
-        def score(stream: TokenStream) -> dict[str, float]:
-            windows = self.windows(stream, self.evaluation.max_windows)
-            found = self._scored(model, windows, batch_size=batch_size, world=world, report=report)
-            return {"loss": found.loss, "accuracy": found.accuracy}
-
-        return self.validate_sources(["loss", "accuracy"], score)
+    def means(self, sums: Sequence[float]) -> dict[str, float]:
+        """Loss and accuracy."""
+        loss, right, tokens = sums
+        return {"loss": loss / tokens, "accuracy": right / tokens}
 
     def score(
         self,
@@ -130,44 +111,16 @@ class MaskedLanguageModelling(TextTask[MaskedBatch]):
         batch_size: int,
         world: comm.World,
         report: Share | None = None,
-    ) -> MaskedScores:
+    ) -> dict[str, Any]:
         """Loss and accuracy of a split."""
         stream, counts = self.split(split)
         windows = self.windows(stream)
-        found = self._scored(model, windows, batch_size=batch_size, world=world, report=report)
-        return MaskedScores(
-            loss=found.loss,
-            accuracy=found.accuracy,
-            tokens_scored=found.tokens,
-            tokens=counts.tokens,
-            documents=counts.documents,
-            windows=len(windows),
-            sequence_length=self.model.sequence_length,
-        )
-
-    @torch.no_grad()
-    def _scored(
-        self,
-        model: Predictor,
-        windows: MaskedWindows,
-        *,
-        batch_size: int,
-        world: comm.World,
-        report: Share | None,
-    ) -> HiddenScore:
-        """Mean loss and accuracy of the hidden tokens over all processes."""
-        total_3 = torch.zeros(3, dtype=torch.float64, device=world.device)
-        for batch, own_B in dealt_out(windows, len(windows), batch_size, world, report=report):
-            ids_BT, mask_BT, positions_BP, targets_BP, scored_BP = (
-                each.to(world.device) for each in batch
-            )
-            both_BP2 = model(
-                ids_BT, mask_BT, positions_BP=positions_BP, target_ids_BP=targets_BP
-            ).logits
-            counted_BP = scored_BP & own_B.to(world.device).unsqueeze(1)
-            losses_N, right_N = both_BP2[counted_BP].double().unbind(-1)
-            total_3 += torch.stack([losses_N.sum(), right_N.sum(), counted_BP.sum().double()])
-        loss, right, tokens = comm.sum_over_samples(total_3, world).tolist()
-        if not tokens:
-            raise DataError(f"{self.place}: the split has no text, only special tokens")
-        return HiddenScore(loss / tokens, right / tokens, int(tokens))
+        sums = self.scored(model, windows, batch_size=batch_size, world=world, report=report)
+        return {
+            **self.means(sums),
+            "tokens_scored": int(sums[-1]),
+            "tokens": counts.tokens,
+            "documents": counts.documents,
+            "windows": len(windows),
+            "sequence_length": self.model.sequence_length,
+        }

@@ -41,7 +41,7 @@ from polyad.train.tasks.distillation import cross_entropy
 from polyad.train.tasks.images import ImageClassification
 from polyad.train.tasks.masked_language import MaskedLanguageModelling
 from polyad.train.tasks.sequences import SequenceTask
-from polyad.train.tasks.task import OneDevice, Task, dealt_out
+from polyad.train.tasks.task import OneDevice, Task, held_out_batches
 from polyad.train.tasks.text import TextTask
 
 
@@ -285,9 +285,8 @@ class TextSamples(Samples):
                 counted_BT = self._read_BT(batch.target_BT, batch.scored_BT)
                 yield batch.input_BT.to(world.device), counted_BT.to(world.device)
             return
-        for ids_BT, own_B in dealt_out(self._source, self.rows, batch_size, world):
-            counted_BT = own_B.unsqueeze(1) & _text(ids_BT)
-            yield ids_BT.to(world.device), counted_BT.to(world.device)
+        for ids_BT, own_B, _ in held_out_batches(self._source, self.rows, batch_size, world):
+            yield ids_BT, own_B.unsqueeze(1) & _text(ids_BT)
 
     def _window_B(self, number_B: Tensor) -> Tensor:
         return torch.tensor([self._windows[number] for number in number_B.tolist()]).long()
@@ -508,11 +507,9 @@ class ImageSamples(Samples):
         Yields:
             Normalized images [B, C, H, W], and which of them count [B].
         """
-        for batch, own_B in dealt_out(
-            Subset(self.images, self.numbers), self.rows, batch_size, world
-        ):
-            images_BCHW = self.task.inputs(batch.images_BCHW.to(world.device))
-            yield images_BCHW, own_B.to(world.device)
+        images = Subset(self.images, self.numbers)
+        for batch, own_B, _ in held_out_batches(images, self.rows, batch_size, world):
+            yield self.task.inputs(batch.images_BCHW), own_B
 
     def forward(self, model: nn.Module, batch: ImageBatch, entering: dict[int, Tensor]) -> Tensor:
         """Logits [B, K]."""

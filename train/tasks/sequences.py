@@ -6,7 +6,6 @@ longest sequence, K classes, N samples of a split.
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
 
@@ -15,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import mse_loss
 
-from polyad.data.sequences.config import Metric, SequenceDataConfig
+from polyad.data.sequences.config import SequenceDataConfig
 from polyad.data.sequences.dataset import HOLD_OUT, SequenceData
-from polyad.data.sequences.samples import SequenceBatch, TrainingRows
+from polyad.data.sequences.samples import PaddedRows, SequenceBatch, TrainingRows
 from polyad.data.text.tokenizers.files import load_tokenizer
 from polyad.data.text.tokenizers.tokenizer import Tokenizer
 from polyad.model.bert import BertConfig
@@ -26,20 +25,14 @@ from polyad.model.decoder import DecoderSettings
 from polyad.model.heads import HEAD, ClassificationHeadConfig
 from polyad.model.output import RoutingStats
 from polyad.model.settings import ModelSettings
-from polyad.parallel import comm
 from polyad.parallel.checkpoint.load import Checkpoint
 from polyad.parallel.families import FamilyWeights
 from polyad.parallel.weights import Weights, open_weights
 from polyad.train.errors import ConfigError
 from polyad.train.tasks.distillation import cross_entropy
-from polyad.train.tasks.labelled import LabelledScores, LabelledTask, file_of_classes
-from polyad.train.tasks.scores import (
-    METRICS,
-    TITLES,
-    ClassScore,
-    scores_of_predictions,
-)
-from polyad.train.tasks.task import Kept, Predictor, Score, Sections, Share, Task, Unit, dealt_out
+from polyad.train.tasks.labelled import LabelledTask, Outcomes, file_of_classes, worst_classes
+from polyad.train.tasks.scores import METRICS, TITLES, class_scores
+from polyad.train.tasks.task import Kept, Predictor, Score, Sections, Unit
 from polyad.train.tasks.text import with_vocabulary
 from polyad.train.tasks.vocabulary import (
     CLASSES_FILE,
@@ -71,68 +64,6 @@ def model_inputs(
     if device is not None:
         ids_RT, named = ids_RT.to(device), {name: x.to(device) for name, x in named.items()}
     return ids_RT, named
-
-
-@dataclass(frozen=True, kw_only=True)
-class SequenceScores(LabelledScores):
-    """Scores of a model on labelled sequences, by the metrics of their benchmark."""
-
-    numbers: Mapping[str, float]
-    """The metrics, their mean `score`, and the loss."""
-    metrics: list[Metric]
-    f1_class: str | None
-    """The class whose F1 is measured."""
-    sequences_scored: int
-    sequences_in_split: int
-    cut_off: int
-    """Number of sequences longer than `max_length`."""
-    max_length: int
-    task: str
-    per_class: Mapping[str, ClassScore]
-
-    def to_json(self) -> dict[str, Any]:
-        """JSON values."""
-        return {
-            **self.numbers,
-            "metrics": self.metrics,
-            "f1_class": self.f1_class,
-            "per_domain": self.per_domain,
-            "left_out": self.left_out,
-            "sequences_scored": self.sequences_scored,
-            "sequences_in_split": self.sequences_in_split,
-            "cut_off": self.cut_off,
-            "max_length": self.max_length,
-            "task": self.task,
-            "per_class": {
-                name: {"sequences": each.held} | each.to_json()
-                for name, each in self.per_class.items()
-            },
-        }
-
-    def rows(self, task: type[Task[Any]]) -> list[tuple[str, str]]:
-        """Rows of metrics, loss, scores per domain, the worst classes, and truncated sequences."""
-        titles: dict[str, str] = {name: TITLES[name] for name in self.metrics}
-        if self.f1_class is not None:
-            titles["f1"] = f"F1 of {self.f1_class}"
-        rows = [(title, f"{self.numbers[name]:.4f}") for name, title in titles.items()]
-        if len(rows) > 1:
-            rows.append(("their mean", f"{self.numbers['score']:.4f}"))
-        unit = "squared error" if self.task == "regression" else "nats per sequence"
-        rows.append(("loss", f"{self.numbers['loss']:.4f} {unit}"))
-        rows += self.domain_rows("sequences", titles | {"loss": "loss"})
-        found = sorted(
-            (each.recall, name) for name, each in self.per_class.items() if each.recall is not None
-        )
-        worst = [
-            f"{name} {self.per_class[name].right} of {self.per_class[name].held}"
-            for _, name in found[:3]
-        ]
-        title = "worst classes" if len(found) > len(worst) else "classes"
-        rows += [(title, ", ".join(worst))] if worst else []
-        rows.append(("scored", f"{self.sequences_scored:,} sequences"))
-        if self.cut_off:
-            rows.append(("truncated", f"{self.cut_off:,}, to {self.max_length:,} tokens"))
-        return rows
 
 
 class SequenceTask(LabelledTask[SequenceBatch]):
@@ -277,88 +208,74 @@ class SequenceTask(LabelledTask[SequenceBatch]):
         """The score, the loss, and the metrics whose mean is the score."""
         return list(dict.fromkeys(("score", "loss", *self.schema.metrics)))
 
-    @torch.no_grad()
-    def score(
-        self,
-        model: Predictor,
-        split: str,
-        *,
-        batch_size: int,
-        world: comm.World,
-        report: Share | None = None,
-        most: int | None = None,
-    ) -> SequenceScores:
-        """Scores a split by the metrics of its benchmark; see `Task.score`.
+    def spread(self, split: str, most: int | None = None) -> PaddedRows:
+        """The rows of a split from the shortest to the longest; at most `most`, spread evenly."""
+        return self.data.held_out(split, most)
 
-        Args:
-            model: In evaluation mode.
-            split: `train`, `validation` or `test`.
-            batch_size: Samples in a forward pass.
-            world: This process.
-            report: Called with the share done.
-            most: Number of samples to score, spread evenly over lengths; None: all.
-        """
-        rows = self.data.held_out(split, most)
-        total = len(rows)
-        # Each sample has its own entries for prediction, label and loss. Every process fills those
-        # of its samples, so the sum over processes is exact.
-        found_N3 = torch.zeros(total, 3, dtype=torch.float64, device=world.device)
-        workers = self.settings.num_workers
-        for batch, counts_B in dealt_out(
-            rows, total, batch_size, world, report=report, num_workers=workers
-        ):
-            sequences = SequenceBatch(*(each.to(world.device) for each in batch))
-            counts_B = counts_B.to(world.device)
-            outputs_BK, _ = self._outputs(model, sequences)
-            predicted_B = (
-                outputs_BK[:, 0] if self.schema.task == "regression" else outputs_BK.argmax(-1)
-            )
-            losses_B = self._losses(outputs_BK, sequences.labels_B)
-            parts = (predicted_B, sequences.labels_B, losses_B)
-            numbers_B = sequences.numbers_B[counts_B]
-            found_N3[numbers_B] = torch.stack([part.double()[counts_B] for part in parts], dim=-1)
-        predictions_N, labels_N, losses_N = comm.sum_over_samples(found_N3, world).cpu().T.numpy()
+    def domains_of(self, split: str, samples: PaddedRows) -> list[str]:
+        """The domain of each row; empty without domains."""
+        domains = self.data.domains(split) or []
+        return [domains[samples.row_of(n)] for n in range(len(samples))] if domains else []
+
+    def outcomes(self, model: Predictor, batch: SequenceBatch) -> Tensor:
+        """Label, prediction and loss."""
+        outputs_BK, losses_B = self.examined(model, batch)
+        predicted_B = outputs_BK.argmax(-1)
+        if self.schema.task == "regression":
+            predicted_B = outputs_BK[:, 0]
+        parts = (batch.labels_B, predicted_B, losses_B)
+        return torch.stack([part.double() for part in parts], dim=-1)
+
+    def scores_of(self, outcomes_NF: Outcomes) -> dict[str, float]:
+        """Computes the metrics, their mean `score`, and the mean loss."""
+        labels_N, predictions_N, losses_N = outcomes_NF.T
         if self.schema.task != "regression":
-            predictions_N, labels_N = (x.round().astype(int) for x in (predictions_N, labels_N))
-        found_N = (labels_N, predictions_N, losses_N)
-        domains = self.data.domains(split)
-        domains_N = np.array([domains[rows.row_of(n)] for n in range(total)] if domains else [])
-        names = self.data.class_names
-        return SequenceScores(
-            numbers=self._scores(*found_N),
-            metrics=list(self.schema.metrics),
-            f1_class=self.f1_class,
-            per_domain={
-                str(domain): {
-                    "sequences": int((domains_N == domain).sum()),
-                    **self._scores(*(each_N[domains_N == domain] for each_N in found_N)),
-                }
-                for domain in np.unique(domains_N)
-            },
-            left_out=self.data.left_out,
-            sequences_scored=total,
-            sequences_in_split=self.data.size(split),
-            cut_off=self.data.encoded(split).cut,
-            max_length=self.data.max_length,
-            task=self.schema.task,
-            per_class=scores_of_predictions(names, labels_N, predictions_N) if names else {},
-        )
-
-    def _scores(self, labels_N: Any, predictions_N: Any, losses_N: Any) -> dict[str, float]:
-        """Computes the metrics, their mean, and the mean loss."""
+            labels_N, predictions_N = labels_N.astype(int), predictions_N.astype(int)
         metrics: dict[str, float] = {
             name: METRICS[name](labels_N, predictions_N) for name in self.schema.metrics
         }
         score = float(np.mean(list(metrics.values())))
         return {"score": score, **metrics, "loss": float(losses_N.mean())}
 
+    def about_split(self, split: str, outcomes_NF: Outcomes) -> dict[str, Any]:
+        """The metrics, the class of F1, the scores of each class, and how many sequences were
+        longer than `max_length`."""
+        per_class = {}
+        if names := self.data.class_names:
+            labels_N, predictions_N = outcomes_NF.T[:2].astype(int)
+            for name, own in class_scores(names, labels_N, predictions_N).items():
+                per_class[name] = {"sequences": own.pop("held")} | own
+        return {
+            "metrics": list(self.schema.metrics),
+            "f1_class": self.f1_class,
+            "per_class": per_class,
+            "cut_off": self.data.encoded(split).cut,
+            "max_length": self.data.max_length,
+            "task": self.schema.task,
+        }
+
+    def rows(self, scores: Mapping[str, Any]) -> list[tuple[str, str]]:
+        """Rows of metrics, loss, scores per domain, the worst classes, and truncated sequences."""
+        titles: dict[str, str] = {name: TITLES[name] for name in self.schema.metrics}
+        if self.f1_class is not None:
+            titles["f1"] = f"F1 of {self.f1_class}"
+        rows = [(title, f"{scores[name]:.4f}") for name, title in titles.items()]
+        if len(rows) > 1:
+            rows.append(("their mean", f"{scores['score']:.4f}"))
+        unit = "squared error" if self.schema.task == "regression" else "nats per sequence"
+        rows.append(("loss", f"{scores['loss']:.4f} {unit}"))
+        rows += self.domain_rows(scores, titles | {"loss": "loss"})
+        recalls = {name: own["recall"] for name, own in scores["per_class"].items()}
+        rows += worst_classes(recalls, "classes")
+        rows.append(("scored", f"{scores['sequences_scored']:,} sequences"))
+        if scores["cut_off"]:
+            length = f"{scores['max_length']:,} tokens"
+            rows.append(("truncated", f"{scores['cut_off']:,}, to {length}"))
+        return rows
+
     def units_of(self, split: str) -> int:
         """The number of rows in a split."""
         return self.data.size(split)
-
-    def check_split(self, split: str) -> None:
-        """Checks that there is such a split, with labels."""
-        self.data.check_split(split)
 
     def kept(self) -> Kept:
         """The tokenizer's file, the names of the classes, and fingerprints."""

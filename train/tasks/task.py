@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Generic, NamedTuple, Protocol, Self, TypeVar
 
+import torch
 from pydantic import Field
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -70,26 +71,6 @@ class Score(NamedTuple):
     """The unit, for example `nats a token`."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Scores:
-    """Scores of a model on a split: those that `Task.scores` names, and `UNITs_scored`.
-
-    Each task has its own subclass, whose fields are the keys of the JSON output, in this order.
-    """
-
-    def to_json(self) -> dict[str, Any]:
-        """JSON values."""
-        return dict(vars(self))
-
-    def rows(self, task: "type[Task[Any]]") -> list[tuple[str, str]]:
-        """Names and values, formatted for display."""
-        found, units = self.to_json(), f"{task.unit.name}s"
-        return [
-            *((s.title, f"{found[s.name]:.{s.digits}f} {s.unit}".rstrip()) for s in task.scores),
-            ("scored", f"{found[f'{units}_scored']:,} {units}"),
-        ]
-
-
 class Predictor(Protocol):
     """A model that predicts: the engine in training, or `OneDevice`."""
 
@@ -132,7 +113,18 @@ def real_tokens(batch: tuple[Tensor, ...]) -> Tensor | None:
     return tokens
 
 
-def dealt_out(
+class HeldOutBatch(NamedTuple):
+    """A batch of held-out samples of one process."""
+
+    batch: Any
+    """On the model's device."""
+    own_B: Tensor
+    """Which samples count [B], on the model's device; others pad the batch."""
+    number_B: Tensor
+    """The numbers of those that count among all samples, on the CPU."""
+
+
+def held_out_batches(
     samples: Dataset[Any],
     total: int,
     batch_size: int,
@@ -140,33 +132,31 @@ def dealt_out(
     *,
     report: Share | None = None,
     num_workers: int = 0,
-) -> Iterator[tuple[Any, Tensor]]:
-    """Yields this process's batches of held-out samples; see `evaluation_batches`.
+) -> Iterator[HeldOutBatch]:
+    """Yields this process's batches of held-out samples, equally many on all processes.
 
     Args:
-        samples: All held-out samples.
+        samples: All held-out samples: NamedTuples of tensors, or single tensors.
         total: Their number.
         batch_size: Samples per forward pass.
-        world: This process; all processes get equally many batches.
+        world: This process.
         report: Called with the share done after every batch.
         num_workers: Loader processes.
-
-    Yields:
-        Batches on the CPU, and which of their samples count [B].
     """
-    ranks, done = world.data_parallel_size, 0
-    for batch, counts_B in evaluation_batches(
-        samples,
-        total,
-        batch_size,
-        rank=world.data_parallel_rank,
-        ranks=ranks,
-        num_workers=num_workers,
-    ):
-        yield batch, counts_B
-        done += len(counts_B) * ranks
+    rank, ranks = world.data_parallel_rank, world.data_parallel_size
+    batches = evaluation_batches(
+        samples, total, batch_size, rank=rank, ranks=ranks, num_workers=num_workers
+    )
+    for done, (batch, own_B) in enumerate(batches):
+        size = len(own_B)
+        number_B = (done * ranks + rank) * size + torch.arange(size)
+        if isinstance(batch, Tensor):
+            batch = batch.to(world.device)
+        else:
+            batch = type(batch)(*(part.to(world.device) for part in batch))
+        yield HeldOutBatch(batch, own_B.to(world.device), number_B[own_B])
         if report is not None:
-            report(min(1.0, done / total))
+            report(min(1.0, (done + 1) * size * ranks / total))
 
 
 class Task(ABC, Generic[Batch]):
@@ -293,7 +283,7 @@ class Task(ABC, Generic[Batch]):
         batch_size: int,
         world: comm.World,
         report: Share | None = None,
-    ) -> Scores:
+    ) -> dict[str, Any]:
         """Scores a whole split for `polyad evaluate`; all processes call it together.
 
         Args:
@@ -304,19 +294,29 @@ class Task(ABC, Generic[Batch]):
             report: Called with the share done.
 
         Returns:
-            The same on each process.
+            JSON values by key, the same on each process: the scores that `scores` names, and
+            `UNITs_scored`.
         """
+
+    def rows(self, scores: Mapping[str, Any]) -> list[tuple[str, str]]:
+        """Names and values of what `score` returned, formatted for display."""
+        units = f"{self.unit.name}s"
+        return [
+            *((s.title, f"{scores[s.name]:.{s.digits}f} {s.unit}".rstrip()) for s in self.scores),
+            ("scored", f"{scores[f'{units}_scored']:,} {units}"),
+        ]
 
     @abstractmethod
     def units_of(self, split: str) -> int:
-        """The number of units in a split."""
-
-    def check_split(self, split: str) -> None:
-        """Checks that a split is not empty.
+        """The number of units in a split.
 
         Raises:
-            ValueError: The split is empty; has an `exit_status` of 2.
+            ValueError: There is no such split, or it is empty; has an `exit_status` of 2.
         """
+
+    def check_split(self, split: str) -> None:
+        """Checks that a split can be scored; raises what `units_of` does."""
+        self.units_of(split)
 
     @classmethod
     def validation_facts(
@@ -377,11 +377,6 @@ class Task(ABC, Generic[Batch]):
             weights: Another run's, or those of another kind of model, such as a language model.
         """
         return ()
-
-    @property
-    def other_data(self) -> str:
-        """The name in errors of data that has another fingerprint."""
-        return "other data"
 
     def same_data(self, state: State) -> bool:
         """Whether the run of a checkpoint was trained on the same data."""

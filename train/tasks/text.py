@@ -7,23 +7,33 @@ before the first token, as context only.
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple, Self, TypeVar, cast
 
 import torch
+from torch import Tensor
 
 from polyad.data.config import DataConfig
+from polyad.data.errors import DataError
 from polyad.data.text.dataset import TokenStream
 from polyad.data.text.manifest import SplitInfo, SplitName
 from polyad.data.text.samples import MixedSamples, Part, TrainingData
-from polyad.data.text.windows import EvaluationWindows, window_batches
 from polyad.model.bert import BertConfig
 from polyad.model.decoder import DecoderSettings
-from polyad.model.output import ModelOutput
 from polyad.parallel import comm
 from polyad.parallel.weights import Weights
 from polyad.train.errors import ConfigError
-from polyad.train.tasks.task import Batch, EvaluationConfig, Kept, Sections, Task, Unit
+from polyad.train.tasks.task import (
+    Batch,
+    EvaluationConfig,
+    Kept,
+    Predictor,
+    Sections,
+    Share,
+    Task,
+    Unit,
+    held_out_batches,
+)
 from polyad.train.tasks.vocabulary import (
     check_tokenizer,
     data_named,
@@ -93,12 +103,6 @@ class TextTask(Task[Batch]):
         return self.data.fingerprint
 
     @property
-    def other_data(self) -> str:
-        """The name of data with another fingerprint; a mixture may differ in its weights alone."""
-        mixed = " or mixes it by other weights" if self.settings.mixture else ""
-        return f"other data{mixed}"
-
-    @property
     @abstractmethod
     def tokens(self) -> MixedSamples:
         """Samples cut from the text."""
@@ -121,27 +125,62 @@ class TextTask(Task[Batch]):
     def windows(self, stream: TokenStream, most: int | None = None) -> Any:
         """The windows in which a token stream is scored, at most `most` of them."""
 
-    def validate_sources(
-        self, names: Sequence[str], score: Callable[[TokenStream], Mapping[str, float]]
-    ) -> dict[str, float]:
-        """Scores the validation split; for a mixture also each source.
+    @abstractmethod
+    def sums(self, model: Predictor, batch: Any, own_B: Tensor) -> Tensor:
+        """Sums over the scored tokens of windows: the loss in nats first, their number last.
 
         Args:
-            names: The scores to report.
-            score: Scores the validation split of one source.
+            model: In evaluation mode.
+            batch: Windows, on the model's device.
+            own_B: Which of them count.
 
         Returns:
-            Keys of a step's record; for a mixture the mean weighted by the shares of its sources.
+            fp64.
         """
-        parts = self.data.validation()
-        found = {part.name: score(part.stream) for part in parts}
-        record = {
-            f"validation_{name}": sum(part.share * found[part.name][name] for part in parts)
-            for name in names
-        }
-        if len(self.data.parts) > 1:
-            for name in names:
-                record |= {f"validation_{name}/{part}": each[name] for part, each in found.items()}
+
+    @abstractmethod
+    def means(self, sums: Sequence[float]) -> dict[str, float]:
+        """The scores that a validation reports, from the `sums` of a split."""
+
+    @torch.no_grad()
+    def scored(
+        self,
+        model: Predictor,
+        windows: Any,
+        *,
+        batch_size: int,
+        world: comm.World,
+        report: Share | None,
+    ) -> list[float]:
+        """Adds the `sums` of a split over all processes, which run equally many forward passes."""
+        total = torch.zeros((), dtype=torch.float64, device=world.device)
+        for batch, own_B, _ in held_out_batches(
+            windows, len(windows), batch_size, world, report=report
+        ):
+            total = total + self.sums(model, batch, own_B)
+        sums: list[float] = comm.sum_over_samples(total, world).tolist()
+        if not sums[-1]:
+            raise DataError(f"{self.place}: the split has no text, only special tokens")
+        return sums
+
+    def validate(
+        self, model: Predictor, *, batch_size: int, world: comm.World, report: Share
+    ) -> dict[str, float]:
+        """Scores the validation split; for a mixture the mean weighted by the shares of its
+        sources, and each source."""
+        parts, scores = self.data.validation(), {}
+        for part in parts:
+            windows = self.windows(part.stream, self.evaluation.max_windows)
+            scores[part.name] = self.means(
+                self.scored(model, windows, batch_size=batch_size, world=world, report=report)
+            )
+        record = {}
+        for name in scores[parts[0].name]:
+            record[f"validation_{name}"] = sum(
+                part.share * scores[part.name][name] for part in parts
+            )
+            if len(self.data.parts) > 1:
+                record |= {f"validation_{name}/{part}": own[name] for part, own in scores.items()}
         return record
 
     def held_out_streams(self, split: str | None) -> list[TokenStream]:
@@ -238,42 +277,6 @@ class TokenScore(NamedTuple):
     def loss(self) -> float:
         """The mean loss in nats per token."""
         return self.negative_log_likelihood / self.tokens
-
-
-@torch.no_grad()
-def score_windows(
-    forward: Callable[..., ModelOutput],
-    windows: EvaluationWindows,
-    *,
-    batch_size: int,
-    world: comm.World,
-    report: Callable[[float], None] | None = None,
-) -> TokenScore:
-    """Scores a split over all processes, which run equally many forward passes.
-
-    Args:
-        forward: the model, without dropout; maps input ids and targets [B, T] to the loss of each.
-        windows: the split's windows.
-        batch_size: windows per forward pass.
-        world: this process.
-        report: called with the share done after every batch.
-
-    Returns:
-        The sum over all processes; the same on each.
-    """
-    total = torch.zeros(2, dtype=torch.float64, device=world.device)
-    rank, size = world.data_parallel_rank, world.data_parallel_size
-    batches = window_batches(windows, batch_size, rank, size)
-    count = math.ceil(len(windows) / (batch_size * size))
-    for done, batch in enumerate(batches, start=1):
-        input_BT, target_BT, scored_BT = (tensor.to(world.device) for tensor in batch)
-        losses_BT = forward(input_BT, target_ids_BT=target_BT).logits.double()
-        # Select, do not multiply by a mask: the loss of a padded position may not be finite.
-        total += torch.stack([losses_BT[scored_BT].sum(), scored_BT.sum().double()])
-        if report is not None:
-            report(done / count)
-    likelihood, tokens = comm.sum_over_samples(total, world).tolist()
-    return TokenScore(likelihood, int(tokens))
 
 
 def perplexities(score: TokenScore, *, words: int, bytes_: int) -> dict[str, float]:

@@ -18,8 +18,8 @@ from polyad.data.text.prepare import prepare
 from polyad.parallel.checkpoint.load import Checkpoint, best_checkpoint
 from polyad.parallel.weights import load_model
 from polyad.train.config.run import load_config
-from polyad.train.tasks.scores import scores_of_predictions
-from polyad.train.tasks.sequences import SequenceScores, SequenceTask
+from polyad.train.tasks.labelled import worst_classes
+from polyad.train.tasks.sequences import SequenceTask
 from tests.helpers import sequences as made
 from tests.helpers.everyday import everyday
 from tests.helpers.runs import (
@@ -401,14 +401,7 @@ def test_real_data_is_learned_by_the_command_line(shared, tmp_path, name, steps,
 
 @pytest.mark.parametrize(("count", "title"), [(3, "classes"), (4, "worst classes")])
 def test_the_worst_classes_are_named_where_there_are_others(count, title):
-    names = ["ant", "bee", "cat", "dog"][:count]
-    labels, predictions = np.arange(count).repeat(2), np.zeros(2 * count, int)
-    scores = SequenceScores(
-        numbers={"score": 0.5, "accuracy": 0.5, "loss": 1.0}, metrics=["accuracy"], f1_class=None,
-        per_domain={}, left_out=(), sequences_scored=8, sequences_in_split=8, cut_off=0,
-        max_length=9, task="classification",
-        per_class=scores_of_predictions(names, labels, predictions),
-    )  # fmt: skip
-    rows = dict(scores.rows(SequenceTask))
-    assert title in rows
-    assert rows[title].startswith("bee 0 of 2, cat 0 of 2, ")
+    shares = dict(zip(["ant", "bee", "cat", "dog"][:count], (1.0, 0.0, 0.25, 0.5), strict=False))
+    ((name, text),) = worst_classes({**shares, "empty": None}, "classes")
+    assert name == title
+    assert text.startswith("bee 0.000, cat 0.250, ")
