@@ -131,18 +131,19 @@ def encode_rows(
     texts, seconds = _texts(table, schema)
     each = len(seconds) // len(texts) if seconds else 1
     first = _encode(tokenizer, texts, table.place)
-    second = _encode(tokenizer, seconds, table.place) if seconds else []
-    room = max_length - len(form.before) - len(form.after)
+    second = _encode(tokenizer, seconds, table.place) if seconds else [[]] * len(first)
+    between = form.between if seconds else ()
+    room = max_length - len(form.before) - len(between) - len(form.after)
     sequences: list[Ids] = []
     begins, cut = [], 0
-    for number in range(len(texts) * each):
-        own, other = first[number // each], second[number] if seconds else None
-        head, tail = shortened(own, other, room - (0 if other is None else len(form.between)))
-        cut += len(head) + len(tail) < len(own) + len(other or ())
-        before = [*form.before, *head, *(form.between if other is not None else ())]
-        sequence = [*before, *tail, *form.after]
-        sequences.append(sequence or [form.padding])
-        begins.append(len(before) if other is not None else len(sequences[-1]))
+    for number, other in enumerate(second):
+        own = first[number // each]
+        head, tail = shortened(own, other, room)
+        cut += len(head) + len(tail) < len(own) + len(other)
+        before = [*form.before, *head, *between]
+        sequence = [*before, *tail, *form.after] or [form.padding]
+        sequences.append(sequence)
+        begins.append(len(before) if seconds else len(sequence))
     lengths = np.array([len(ids) for ids in sequences], dtype=np.int64)
     return Encoded(
         ids_S=np.fromiter((i for ids in sequences for i in ids), np.int32, int(lengths.sum())),
@@ -156,17 +157,15 @@ def encode_rows(
     )
 
 
-def shortened(first: Ids, second: Ids | None, room: int) -> tuple[Ids, Ids]:
+def shortened(first: Ids, second: Ids, room: int) -> tuple[Ids, Ids]:
     """Truncates two texts to fit: the longer one first, then both alike, at their ends.
 
     Args:
         first: A text.
-        second: A second text, or None.
+        second: A second text; empty if there is none.
         room: Tokens that fit.
     """
     room = max(room, 0)
-    if second is None:
-        return first[:room], []
     of_second = min(len(second), max(room // 2, room - len(first)))
     return first[: room - of_second], second[:of_second]
 
@@ -174,16 +173,16 @@ def shortened(first: Ids, second: Ids | None, room: int) -> tuple[Ids, Ids]:
 def _texts(table: Table, schema: Schema) -> tuple[list[str], list[str]]:
     """Returns the first text of each row, and the second texts: all choices of a row."""
     texts = _strings(table, schema.text)
-    pairs = _strings(table, schema.pair) if schema.pair else None
+    pairs = _strings(table, schema.pair) if schema.pair else []
     if not schema.choices:
-        return texts, pairs or []
+        return texts, pairs
     if len(schema.choices) == 1:
         choices_NC = _lists(table, schema.choices[0])
     else:
         columns = [_strings(table, name) for name in schema.choices]
         choices_NC = list(map(list, zip(*columns, strict=True)))
     # A second text is continued by all choices, as in SWAG.
-    begins = [f"{pair} " for pair in pairs] if pairs else [""] * len(texts)
+    begins = [f"{pair} " for pair in pairs] or [""] * len(texts)
     rows = zip(begins, choices_NC, strict=True)
     return texts, [begin + choice for begin, choices in rows for choice in choices]
 

@@ -83,7 +83,7 @@ def test_truncation_is_that_of_transformers(tokenizer):
             assert abs(len(ours[0]) - len(ours[1])) <= 1
     backend.enable_truncation(9, strategy="longest_first")
     whole = backend.encode("abcdefghij", add_special_tokens=False).ids
-    assert shortened(tokenizer.encode("abcdefghij"), None, 9)[0] == whole
+    assert shortened(tokenizer.encode("abcdefghij"), [], 9)[0] == whole
     assert end not in whole
 
 
