@@ -7,7 +7,6 @@ empty context is one end-of-text token, and a text longer than the model's windo
 several windows, the last with as much context as fits.
 """
 
-import copy
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -30,6 +29,7 @@ try:
     import lm_eval.models  # noqa: F401  (registers its own, which it does only while none are)
     from lm_eval.api.model import TemplateLM
     from lm_eval.api.registry import register_model
+    from lm_eval.models.utils import normalize_gen_kwargs
 except ImportError as missing:
     sys.exit(
         f"polyad: error: lm-eval cannot be imported ({missing}); "
@@ -40,7 +40,6 @@ Scored = tuple[list[int], int]
 """Token ids, and the number of last ones that are scored."""
 MAX_GENERATED = 256
 """Maximum number of tokens of `generate_until` if a task sets none: lm-eval's default."""
-_LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 _AUTOMATIC_BATCH = 8
 
 
@@ -228,38 +227,27 @@ class PolyadLM(TemplateLM):
 
 
 def _generation_options(options: dict[str, Any]) -> tuple[list[str], int, Sampling]:
-    """Reads a task's generation options: stop strings, length, sampling.
+    """Reads a task's generation options as lm-eval does: stop strings, length, sampling.
 
     Raises:
         ConfigError: an option is not supported.
     """
-    rest = copy.copy(options)
-    until = rest.pop("until", None) or []
-    until = [until] if isinstance(until, str) else [mark for mark in until if mark]
-    lengths = [_number(rest, key, int) for key in _LENGTHS]
-    max_tokens = next((int(length) for length in lengths if length is not None), MAX_GENERATED)
-    sampled = bool(rest.pop("do_sample", False))
-    temperature, top_p = (_number(rest, key, float) for key in ("temperature", "top_p"))
+    try:
+        rest: dict[str, Any] = dict(
+            normalize_gen_kwargs({k: v for k, v in options.items() if v is not None}, MAX_GENERATED)
+        )
+        until = [mark for mark in rest.pop("until") if mark]
+        max_tokens, is_sampled = rest.pop("max_gen_toks"), rest.pop("do_sample")
+        temperature, top_p = (float(rest.pop(key, 1.0)) for key in ("temperature", "top_p"))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"generation options {options}: {error}") from None
     if rest:
         key = min(rest)
         raise ConfigError(
             f"{key}: {rest[key]!r} is not supported; generation supports until, do_sample, "
             "temperature, top_p and max_gen_toks"
         )
-    temperature = 1.0 if temperature is None else temperature
-    sampling = Sampling(
-        temperature=temperature if sampled else 0.0, top_p=1.0 if top_p is None else top_p
-    )
-    return until, max_tokens, sampling
-
-
-def _number(options: dict[str, Any], key: str, kind: type[int] | type[float]) -> float | None:
-    """Removes a number from a task's options; None if the task gives none."""
-    value = options.pop(key, None)
-    try:
-        return None if value is None else kind(value)
-    except (TypeError, ValueError):
-        raise ConfigError(f"{key}: {value!r} is not a number") from None
+    return until, max_tokens, Sampling(temperature=temperature if is_sampled else 0.0, top_p=top_p)
 
 
 def _batch_size(value: int | str | None) -> int:
