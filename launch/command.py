@@ -2,7 +2,7 @@
 
     @command("experts prune", "polyad experts prune runs/quickstart/run runs/smaller --keep 0.5")
     @dataclass(frozen=True, kw_only=True)
-    class Prune(Stored):
+    class Prune(CheckpointOptions):
         \"\"\"Writes a sparse mixture with fewer experts, and reports what that costs.
 
         Args:

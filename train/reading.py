@@ -40,8 +40,8 @@ from polyad.train.tasks.registry import TASKS, task_class
 from polyad.train.tasks.samples import Samples, TextSamples, samples_of
 from polyad.train.tasks.task import Share, Task
 
-MEAN_OF = 65_536
-"""Approximate number of tokens or images that a mean output is averaged over."""
+TOKENS = 65_536
+"""Default for the approximate number of tokens or images to read."""
 
 
 class Evaluated(NamedTuple):
@@ -116,9 +116,9 @@ class Evaluated(NamedTuple):
         self, model: nn.Module, split: str | None, world: comm.World
     ) -> Mapping[str, Tensor]:
         """The mean outputs over the same split of experts that are replaced by them."""
-        blocks = {each.layer for each in self.interventions if each.action.how == "mean"}
+        blocks = {each.layer for each in self.interventions if each.how == "mean"}
         layers = [layer for block, layer in layers_by_block(model).items() if block in blocks]
-        samples = samples_of(self.task, split or "validation", MEAN_OF)
+        samples = samples_of(self.task, split or "validation", TOKENS)
         moments = Subject(model, layers, samples, self.batch_size).moments(world)
         return {name: each.mean_SD for name, each in moments.items()}
 

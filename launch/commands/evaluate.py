@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from polyad.launch.command import NonNegative, Share, UsageError, command
-from polyad.launch.commands.held_out import Analysis, HeldOut, Stored, Tokens
+from polyad.launch.commands.held_out import CheckpointOptions, DataOptions, SplitOptions, Tokens
 from polyad.launch.commands.options import Base, Weights
 
 
@@ -20,7 +20,7 @@ from polyad.launch.commands.options import Base, Weights
     "polyad evaluate runs/quickstart/run --attack word-swap --rate 0.1 --seed 1",
 )
 @dataclass(frozen=True, kw_only=True)
-class Evaluate(Stored):
+class Evaluate(CheckpointOptions):
     """Scores a checkpoint on held-out data: perplexity, accuracy, ...
 
     Args:
@@ -63,7 +63,7 @@ class Evaluate(Stored):
     "polyad compare runs/quickstart/run --with runs/quickstart/run/checkpoints/step-00000100",
 )
 @dataclass(frozen=True, kw_only=True)
-class Compare(HeldOut):
+class Compare(SplitOptions):
     """Compares the routing of two checkpoints.
 
     For each layer: the fraction of tokens that are sent to different experts, and the ratio of the
@@ -89,7 +89,7 @@ class Compare(HeldOut):
         from polyad.train.measures.comparison import Comparison
         from polyad.train.measures.measure import examine
 
-        options = self.reading() | ({} if self.tokens is None else {"units": self.tokens})
+        options = self.reading() | ({} if self.tokens is None else {"tokens": self.tokens})
         result = read_newest(
             self.with_, lambda other: examine(checkpoint, Comparison, other=other, **options)
         )
@@ -98,7 +98,7 @@ class Compare(HeldOut):
 
 @command("robustness", "polyad robustness runs/quickstart/run --set a --images imagenet-a")
 @dataclass(frozen=True, kw_only=True)
-class Robustness(Analysis):
+class Robustness(DataOptions):
     """Scores an ImageNet model on ImageNet-C, -A, -R or -O.
 
     Args:

@@ -18,14 +18,14 @@ from polyad.launch.command import (
     command,
     names,
 )
-from polyad.launch.commands.held_out import Seed, Stored, Tokens
+from polyad.launch.commands.held_out import CheckpointOptions, Seed, Tokens
 from polyad.launch.commands.options import TokenizerFile
 from polyad.launch.output import check_result_file
 
 
 @command("experts specialize", "polyad experts specialize runs/quickstart/run")
 @dataclass(frozen=True, kw_only=True)
-class Specialize(Stored):
+class Specialize(CheckpointOptions):
     """Shows how experts divide the work.
 
     Reports the entropies of the routing and how much an expert reveals about the class (for text,
@@ -40,7 +40,7 @@ class Specialize(Stored):
     "polyad experts steer runs/quickstart/run --intervene layer=3,expert=2,how=steer,value=8",
 )
 @dataclass(frozen=True, kw_only=True)
-class SteerExperts(Stored):
+class SteerExperts(CheckpointOptions):
     """Shows what a language model predicts when --intervene steers it or changes experts.
 
     Reports the change in loss and in predicted probability, for the token classes of `polyad
@@ -64,7 +64,7 @@ class SteerExperts(Stored):
     "polyad experts atlas runs/quickstart/run --layers 1 --experts 2,3 --unembed 10",
 )
 @dataclass(frozen=True, kw_only=True)
-class Atlas(Stored):
+class Atlas(CheckpointOptions):
     """Shows what each expert of a language model is for, by removing it.
 
     Reports the change in loss without each expert, for classes of tokens by characters, position
@@ -98,7 +98,7 @@ class Atlas(Stored):
     "polyad experts trace runs/quickstart/run --text 'def main():' --html runs/main.html",
 )
 @dataclass(frozen=True, kw_only=True)
-class Trace(Stored):
+class Trace(CheckpointOptions):
     """Writes the experts of every token to Parquet, or those of a typed text as a page.
 
     There is one row per token, layer and chosen expert, with the expert's weight and the token's
@@ -178,7 +178,7 @@ class Trace(Stored):
     "polyad experts prune runs/quickstart/run runs/joined --by frequency --keep 0.5 --merge",
 )
 @dataclass(frozen=True, kw_only=True)
-class Prune(Stored):
+class Prune(CheckpointOptions):
     """Writes a sparse mixture with fewer experts, and reports what that costs.
 
     Compares the loss on held-out text with that of all experts, and of randomly chosen ones.
@@ -214,7 +214,7 @@ class Prune(Stored):
     "polyad experts splice runs/spliced",
 )
 @dataclass(frozen=True, kw_only=True)
-class Splice(Stored):
+class Splice(CheckpointOptions):
     """Measures how well replaced feed-forwards (model.replaced) stand in for the original ones.
 
     Reports the loss with the original feed-forwards, without any and with the replaced ones, in
@@ -234,7 +234,7 @@ class Splice(Stored):
 
 @command("experts rewrite", "polyad experts rewrite runs/quickstart/run --move class=1,of=Young:0")
 @dataclass(frozen=True, kw_only=True)
-class Rewrite(Stored):
+class Rewrite(CheckpointOptions):
     """Edits the output for one class through its experts, in a model with a muMoE head.
 
     Reports accuracy and fairness before and after.
@@ -258,7 +258,7 @@ def measure_of_plugin(name: str) -> Command:
     """
 
     @dataclass(frozen=True, kw_only=True)
-    class PluginMeasure(Stored):
+    class PluginMeasure(CheckpointOptions):
         """Computes a measure of experts on held-out data."""
 
         measure = name

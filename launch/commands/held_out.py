@@ -32,7 +32,7 @@ Seed = Annotated[NonNegative, Argument("random seed; default 0")]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Analysis:
+class DataOptions:
     """A command that reads a checkpoint over held-out data."""
 
     path: CheckpointOrRun = field(kw_only=False)
@@ -46,7 +46,7 @@ class Analysis:
 
     def options(self) -> dict[str, Any]:
         """The options of the analysis: those of this command alone."""
-        shared = {each.name for each in fields(Stored)}
+        shared = {each.name for each in fields(CheckpointOptions)}
         own = {each.name: getattr(self, each.name) for each in fields(self)}
         return {name: own[name] for name in own if name not in shared and own[name] is not None}
 
@@ -93,7 +93,7 @@ class Analysis:
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeldOut(Analysis):
+class SplitOptions(DataOptions):
     """One that reads a split."""
 
     split: Split = "validation"
@@ -104,7 +104,7 @@ class HeldOut(Analysis):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stored(HeldOut):
+class CheckpointOptions(SplitOptions):
     """One that also says which weights of the checkpoint are meant."""
 
     weights: Weights = "trained"

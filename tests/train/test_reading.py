@@ -120,27 +120,27 @@ def test_block_by_block_counts_the_tokens_of_a_trace(folder, rows):
     options = asked(data, "validation")
     with little_memory():
         result, _ = both_forms(where, Atlas, **options)
-        found, _ = measured(where, "specialize", **options)
+        results, _ = measured(where, "specialize", **options)
     for name in LAYERS:
         tokens, wanted = of_trace(rows, name)
         for statistic, values in wanted.items():
             ours = frame_of(result, "experts", module=name)[statistic]
             np.testing.assert_allclose(ours, values, rtol=1e-4, err_msg=statistic)
-        counts = counts_of(found, name, "characters")
+        counts = counts_of(results, name, "characters")
         np.testing.assert_allclose(counts.sum(1) / tokens, wanted["frequency"])
 
 
 def test_other_readers_count_the_tokens_of_a_trace(folder, rows, even):
     where, data, _ = folder
     options = asked(data, "validation")
-    found, _ = measured(where, "specialize", **options)
+    result, _ = measured(where, "specialize", **options)
     shares, _ = measured(where, even.name, **options)
-    same = compare(where, where, units=10**6, **options)
+    same = compare(where, where, tokens=10**6, **options)
     tokens = len(rows[(rows["layer"] == 0) & (rows["slot"] == 0)])
-    assert same["probe_tokens"] == found["tokens_scored"] == tokens
+    assert same["probe_tokens"] == result["tokens_scored"] == tokens
     for name in LAYERS:
         own = rows[rows["module"] == name]
-        counts = counts_of(found, name, "characters")
+        counts = counts_of(result, name, "characters")
         frequency = of_trace(rows, name)[1]["frequency"]
         np.testing.assert_allclose(counts.sum(1) / tokens, frequency)
         weights = own.groupby("expert")["weight"].sum().reindex(range(8), fill_value=0)

@@ -30,12 +30,12 @@ class Named:
 def test_a_value_is_what_json_can_write_however_deep_it_is():
     nan = float("nan")
     inner = Inner(Pair(nan, None), np.array([[1.5, np.nan], [np.inf, 2.0]]))
-    found = json_value({"inner": [inner], "named": (Named(), torch.tensor([1, 2]), True, "x")})
-    assert found == {
+    result = json_value({"inner": [inner], "named": (Named(), torch.tensor([1, 2]), True, "x")})
+    assert result == {
         "inner": [{"pair": {"low": None, "high": None}, "table": [[1.5, None], [None, 2.0]]}],
         "named": [{"class": {"low": 1.0, "high": None}}, [1, 2], True, "x"],
     }
-    json.dumps(found, allow_nan=False)
+    json.dumps(result, allow_nan=False)
 
 
 @pytest.mark.parametrize(

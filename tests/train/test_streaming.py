@@ -12,7 +12,6 @@ import torch
 from polyad.launch.cli import run as command
 from polyad.train import streaming
 from polyad.train.errors import ConfigError
-from polyad.train.experts.actions import Action
 from polyad.train.experts.interventions import Intervention
 from polyad.train.measures import knockout
 from polyad.train.measures.atlas import Atlas
@@ -74,48 +73,48 @@ def lasting(result):
 )
 def test_perplexity_is_that_of_the_whole_model(case, precision, tmp_path):
     folder, data = folder_and_data(case, tmp_path)
-    asked = {
+    options = {
         "data": data,
         "overrides": (*WINDOWS, "evaluation.stride=20", f"train.precision={precision}"),
     }
-    wanted = evaluation(folder, **asked)
+    wanted = evaluation(folder, **options)
     with little_memory():
-        found = evaluation(folder, **asked)
-    assert lasting(found) == lasting(wanted)
+        result = evaluation(folder, **options)
+    assert lasting(result) == lasting(wanted)
     assert wanted["tokens_scored"] > 200
 
 
 @everyday("case", FAMILIES[:-2], keep=["deepseek_v3"])
 def test_measures_and_pages_are_those_of_the_whole_model(case, tmp_path):
     folder, data = folder_and_data(case, tmp_path)
-    asked = {"data": data, "overrides": WINDOWS}
-    wanted = measured(folder, "specialize", **asked)[0]
+    options = {"data": data, "overrides": WINDOWS}
+    wanted = measured(folder, "specialize", **options)[0]
     page, whole = ({"data": data, "tokens": tokens, "layers": ["all"]} for tokens in (150, 10**6))
     pages = [report(folder, **each) for each in (page, whole)]
     with little_memory():
-        found = measured(folder, "specialize", **asked)[0]
+        result = measured(folder, "specialize", **options)[0]
         assert [report(folder, **each) for each in (page, whole)] == pages
-    assert lasting(found) == lasting(wanted)
+    assert lasting(result) == lasting(wanted)
 
 
 def test_a_model_without_room_is_streamed_by_itself(tmp_path, monkeypatch, capfd):
     folder, data = folder_and_data("olmoe", tmp_path)
-    asked = {"data": data, "overrides": WINDOWS}
-    wanted = evaluation(folder, **asked)
+    options = {"data": data, "overrides": WINDOWS}
+    wanted = evaluation(folder, **options)
     assert "block by block" not in capfd.readouterr().err
     for free, files in ((400_000, 0), (200_000, 1)):  # what blocks give is in memory, or in a file
         made: list[object] = []
         with monkeypatch.context() as patch:
             patch.setattr(streaming, "free_memory", lambda free=free: free)
             patch.setattr(streaming, "mapped", lambda *a, m=made: m.append(a) or mapped(*a))
-            assert lasting(evaluation(folder, **asked)) == lasting(wanted)
+            assert lasting(evaluation(folder, **options)) == lasting(wanted)
         error = capfd.readouterr().err
         assert f"polyad: reading {folder} block by block: " in error
         assert f" KB of weights in fp32, {free // 1000} KB of free memory" in error
         assert len(made) == files
     monkeypatch.setattr(streaming, "free_memory", lambda: 50_000)
     with pytest.raises(ConfigError, match=r"its largest part has \d+ KB in fp32, and 50 KB of mem"):
-        evaluation(folder, **asked)
+        evaluation(folder, **options)
 
 
 def close(one, two):
@@ -147,27 +146,27 @@ def close(one, two):
 def test_the_atlas_is_that_of_the_whole_model(case, how, tmp_path, monkeypatch):
     """Also where windows without experts of one block alone are held at a time."""
     folder, data = folder_and_data(case, tmp_path)
-    asked = {"data": data, "overrides": WINDOWS, "how": how, "unembed": 3}
-    wanted, text = both_forms(folder, Atlas, **asked)
+    options = {"data": data, "overrides": WINDOWS, "how": how, "unembed": 3}
+    wanted, text = both_forms(folder, Atlas, **options)
     assert "significant in" in text
     with little_memory():
-        close(both_forms(folder, Atlas, **asked)[0], wanted)
+        close(both_forms(folder, Atlas, **options)[0], wanted)
         monkeypatch.setattr(knockout, "free_memory", lambda: 0)
-        close(both_forms(folder, Atlas, **asked)[0], wanted)
+        close(both_forms(folder, Atlas, **options)[0], wanted)
 
 
 def test_an_intervention_is_that_of_the_whole_model(tmp_path, monkeypatch):
     folder, data = folder_and_data("olmoe", tmp_path)
-    asked = {"data": data, "overrides": WINDOWS}
-    before = evaluation(folder, **asked)["loss"]
+    options = {"data": data, "overrides": WINDOWS}
+    before = evaluation(folder, **options)["loss"]
     for how in ("prune", "mean"):
-        changed = [Intervention(layer=1, experts=(0, 3), action=Action(how=how))]
-        wanted = evaluation(folder, interventions=changed, **asked)
+        changed = [Intervention(layer=1, experts=(0, 3), how=how)]
+        wanted = evaluation(folder, interventions=changed, **options)
         with monkeypatch.context() as patch:
             patch.setattr(streaming, "free_memory", lambda: 300_000)
-            found = evaluation(folder, interventions=changed, **asked)
-        close(found["loss"], wanted["loss"])
-        assert abs(found["loss"] - before) > 1e-5
+            result = evaluation(folder, interventions=changed, **options)
+        close(result["loss"], wanted["loss"])
+        assert abs(result["loss"] - before) > 1e-5
 
 
 def test_what_needs_the_whole_model_says_why(tmp_path, capfd, monkeypatch):
@@ -176,8 +175,10 @@ def test_what_needs_the_whole_model_says_why(tmp_path, capfd, monkeypatch):
     monkeypatch.setattr(psutil, "swap_memory", lambda: SimpleNamespace(free=100_000))
     given = [folder, tmp_path / "small", "--data", data, "--by", "reap", "--keep", "0.5"]
     assert command(["experts", "prune", *map(str, given)]) == 2
-    said = "KB of weights in fp32, 200 KB of memory are free, and not block by block: experts are"
-    assert said in capfd.readouterr().err
+    message = (
+        "KB of weights in fp32, 200 KB of memory are free, and not block by block: experts are"
+    )
+    assert message in capfd.readouterr().err
     assert command(["generate", str(folder), "--prompt", "def"]) == 2
     assert "and not block by block: each new token runs all blocks" in capfd.readouterr().err
 
@@ -203,8 +204,8 @@ def test_a_model_several_times_as_large_as_memory_is_read(tmp_path):
         taken, _, err = bounded(most / 2**20, tmp_path / "told.json", *given, files[1])
         assert "block by block" in err  # by itself, since the limit is what it may take
         assert 0 < taken["most"] < most
-        whole, found = (lasting(json.loads(file.read_text())) for file in files)
-        assert found == whole
+        whole, result = (lasting(json.loads(file.read_text())) for file in files)
+        assert result == whole
         print(f"{size / 1e6:.0f} MB of weights, {taken['most'] / 1e6:.0f} MB of memory at most")
 
 

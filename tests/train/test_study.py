@@ -71,8 +71,8 @@ class Played:
             Path(folder, "metrics.jsonl").write_text(json.dumps(record) + "\n")
             return int(loss is None)
         assert loss is not None
-        found = {"loss": loss, "perplexity": math.exp(loss), "bits_per_byte": loss, "step": 6}
-        Path(words[words.index("--json") + 1]).write_text(json.dumps(found | {"tokens_scored": 9}))
+        result = {"loss": loss, "perplexity": math.exp(loss), "bits_per_byte": loss, "step": 6}
+        Path(words[words.index("--json") + 1]).write_text(json.dumps(result | {"tokens_scored": 9}))
         return 0
 
     @property
@@ -118,21 +118,24 @@ LOSSES: Scores = {
 def test_an_interval_is_that_of_student_s_t() -> None:
     # Mean 0.3; deviations -0.2, -0.1 and 0.3: s = sqrt((0.04 + 0.01 + 0.09) / 2) = sqrt(0.07).
     # t(2) at 97.5% is 4.302653: half is 4.302653 sqrt(0.07 / 3) = 0.657242.
-    found = interval([0.1, 0.2, 0.6])
-    assert found["difference"] == pytest.approx(0.3)
-    assert found["low"] == pytest.approx(0.3 - 0.657242, abs=1e-6)
-    assert found["high"] == pytest.approx(0.3 + 0.657242, abs=1e-6)
-    assert found["pairs"] == 3
+    result = interval([0.1, 0.2, 0.6])
+    assert result["difference"] == pytest.approx(0.3)
+    assert result["low"] == pytest.approx(0.3 - 0.657242, abs=1e-6)
+    assert result["high"] == pytest.approx(0.3 + 0.657242, abs=1e-6)
+    assert result["pairs"] == 3
     for values in ([1.0, 3.0], [0.3, -0.2, 0.1, 0.4, -0.5], [float(i * i) for i in range(12)]):
         test = stats.ttest_1samp(values, 0.0).confidence_interval(0.95)
-        found = interval(values)
-        assert (found["low"], found["high"]) == (pytest.approx(test.low), pytest.approx(test.high))
+        result = interval(values)
+        assert (result["low"], result["high"]) == (
+            pytest.approx(test.low),
+            pytest.approx(test.high),
+        )
 
 
 def test_one_pair_has_a_difference_and_no_interval_and_equal_pairs_one_of_no_length() -> None:
-    found = interval([0.25])
-    assert (found["difference"], found["pairs"]) == (0.25, 1)
-    assert math.isnan(found["low"])
+    result = interval([0.25])
+    assert (result["difference"], result["pairs"]) == (0.25, 1)
+    assert math.isnan(result["low"])
     assert math.isnan(interval([])["difference"])
     assert {interval([0.5, 0.5])[name] for name in ("difference", "low", "high")} == {0.5}
 
@@ -234,13 +237,13 @@ def test_a_grid_s_best_point_alone_is_trained_with_later_seeds(
         ("dense", p, s + 1): each[s] for p, each in validations.items() for s in (0, 1)
     }
     play = Played(losses | {("dense", best, 3): 4.0})
-    said: list[str] = []
-    frame = finish_runs(known, play, said.append)
+    lines: list[str] = []
+    frame = finish_runs(known, play, lines.append)
     swept = [f"dense/{point}/seed-{seed}" for seed in (1, 2) for point in (A, B)]
     assert play.trained == [*swept, f"dense/{best}/seed-3"]
     assert progress(known, frame)[:2] == (5, 5)
     assert row(known, frame, "dense").runs == 3
-    assert "run 5 of 5: dense at" in said[-1]
+    assert "run 5 of 5: dense at" in lines[-1]
     text = result_text(known, frame)
     assert ("diverged: dense at learning_rate=0.01, seed 1" in text) == (None in validations[A])
     assert "which flatters the best of several" in text
@@ -313,13 +316,13 @@ def test_a_run_that_a_signal_stopped_stops_the_study(study: Any) -> None:
 
 
 def test_a_run_that_another_start_has_begun_is_left_to_it(study: Any) -> None:
-    known, play, said = study(), Played(LOSSES), list[str]()
+    known, play, message = study(), Played(LOSSES), list[str]()
     folder = known.runs[0].folder
     with FileLock(folder.with_name(f".{folder.name}.lock")):
-        finish_runs(known, play, said.append)
+        finish_runs(known, play, message.append)
     assert len(play.trained) == 5
-    assert "dense, seed 1: is left to another start of this study, which has begun it" in said
-    finish_runs(known, play, said.append)
+    assert "dense, seed 1: is left to another start of this study, which has begun it" in message
+    finish_runs(known, play, message.append)
     assert play.trained[-1] == "dense/seed-1"
 
 
@@ -401,8 +404,8 @@ def test_a_study_that_is_wrong_is_one_line(
         study(**change)
     assert line in str(caught.value)
     assert polyad(["study", str(tmp_path / "study.yaml"), "--dry-run"]) == 2
-    (said,) = capfd.readouterr().err.splitlines()
-    assert said.startswith("polyad: error: ")
+    (message,) = capfd.readouterr().err.splitlines()
+    assert message.startswith("polyad: error: ")
 
 
 def test_a_figure_needs_a_suffix(study: Any, tmp_path: Path, capfd: Any) -> None:
@@ -449,15 +452,15 @@ def test_a_study_that_is_stopped_goes_on_where_it_was(
     assert "0 finished, 1 to continue, 1 to start" in err
     assert f"continues from step {stopped} of 40" in err
     assert steps(first) == list(range(1, 41))
-    found = json.loads(out)
-    assert [(each["variant"], each["step"]) for each in found["runs"]] == [
+    result = json.loads(out)
+    assert [(each["variant"], each["step"]) for each in result["runs"]] == [
         ("dense", 40),
         ("cp", 40),
     ]
-    one, other = (each["loss"] for each in found["runs"])
-    (cp,) = (e for e in found["comparison"] if (e["variant"], e["measure"]) == ("cp", "loss"))
+    one, other = (each["loss"] for each in result["runs"])
+    (cp,) = (e for e in result["comparison"] if (e["variant"], e["measure"]) == ("cp", "loss"))
     assert cp["difference"] == pytest.approx(other - one)
     assert (tmp_path / "f.svg").stat().st_size > 1000
     # The end of training scored the same split.
     last = json.loads((first / "metrics.jsonl").read_text().splitlines()[-1])
-    assert found["runs"][0]["validation"] == last["validation_loss"]
+    assert result["runs"][0]["validation"] == last["validation_loss"]

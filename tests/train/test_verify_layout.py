@@ -170,11 +170,11 @@ def test_layouts_that_are_right_are_equal(workers, tmp_path, name, degrees):
     config = small(ROOT / "configs" / f"{name}.yaml", 4, *keys)
     ranks = 4 // config.parallel.tensor_parallel_size
     theirs = workers(1).run(trials_alone, config, ranks, tmp_path / "one")[0]
-    found = workers(4).run(compared, config, theirs, tmp_path / "four")[0]
-    assert {each.kind for each in found} == set(KINDS)
-    assert not [each for each in found if each.is_wrong]
-    assert max(each.relative for each in found if each.kind == "gradient") < 1e-5
-    names = {each.name for each in found if each.kind == "gradient"}
+    result = workers(4).run(compared, config, theirs, tmp_path / "four")[0]
+    assert {each.kind for each in result} == set(KINDS)
+    assert not [each for each in result if each.is_wrong]
+    assert max(each.relative for each in result if each.kind == "gradient") < 1e-5
+    names = {each.name for each in result if each.kind == "gradient"}
     assert names == {name for name, _ in build_model(config.model).named_parameters()}
 
 
@@ -188,15 +188,15 @@ def test_a_gradient_that_is_wrong_on_one_process_is_named(workers, tmp_path, par
     keys = ["parallel.expert_parallel_size=2", "train.micro_batch_size=4", "model.compile=false"]
     config = small(SPARSE, 2, *keys, "train.global_batch_size=64")
     theirs = workers(1).run(trials_alone, config, 2, tmp_path / "one")[0]
-    found = workers(2).run(compared, config, theirs, tmp_path / "two", part, factor)[0]
-    wrong = [each for each in found if each.is_wrong and each.kind == "gradient"]
+    result = workers(2).run(compared, config, theirs, tmp_path / "two", part, factor)[0]
+    wrong = [each for each in result if each.is_wrong and each.kind == "gradient"]
     assert wrong
     assert all(part in each.name for each in wrong), wrong
     assert abs(factor - 1) / 4 < wrong[0].relative < abs(factor - 1) * 1.1
     if part == "experts.up":  # rank 1 has the second half of the experts
         assert all(each.expert is not None and each.expert >= 2 for each in wrong)
     # The loss of the first step is right: it alone would not have told.
-    first = next(each for each in found if each.kind == "loss")
+    first = next(each for each in result if each.kind == "loss")
     assert not first.is_wrong
 
 
@@ -211,12 +211,12 @@ def test_weights_that_an_optimizer_does_not_move_are_named(workers, tmp_path, pa
     keys += [f"optimizer.weight_decay={decay}", "train.global_batch_size=64"]
     config = small(SPARSE, 2, *keys)
     theirs = workers(1).run(trials_alone, config, 2, tmp_path / "one")[0]
-    found = workers(2).run(compared, config, theirs, tmp_path / "two", still=part)[0]
-    wrong = [each for each in found if each.is_wrong and each.kind == "weight"]
+    result = workers(2).run(compared, config, theirs, tmp_path / "two", still=part)[0]
+    wrong = [each for each in result if each.is_wrong and each.kind == "weight"]
     still = {each.name for each in wrong if each.relative == pytest.approx(1, abs=1e-3)}
     assert still  # nothing of the movement is left
     assert all(part in name for name in still), still
-    assert not [each for each in found if each.is_wrong and each.kind == "gradient"]
+    assert not [each for each in result if each.is_wrong and each.kind == "gradient"]
 
 
 @pytest.mark.slow
@@ -282,6 +282,6 @@ def test_layouts_that_cannot_be_are_one_line(
     more: list[str], words: list[str], capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert polyad(["verify-layout", str(SPARSE), *more]) == 2
-    said = capfd.readouterr().err
-    assert len(said.splitlines()) == 1
-    assert all(word in said for word in words), said
+    message = capfd.readouterr().err
+    assert len(message.splitlines()) == 1
+    assert all(word in message for word in words), message

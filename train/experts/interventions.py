@@ -8,7 +8,6 @@ Shapes: S experts of a layer, of all levels side by side, D width.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,7 +19,6 @@ from polyad.parallel.weights import device_of
 from polyad.train.config.faults import describe
 from polyad.train.errors import ConfigError
 from polyad.train.experts.actions import (
-    CONTRIBUTION,
     RANKING,
     Action,
     How,
@@ -31,40 +29,31 @@ from polyad.train.experts.actions import (
 from polyad.train.experts.probing import RoutedLayer, routed_layers
 
 
-@dataclass(frozen=True, kw_only=True)
-class Intervention:
+class Intervention(Config):
     """A change to some experts of one layer at every token, as specified by the user."""
 
-    layer: int
-    """The number of the block."""
-    experts: tuple[int, ...]
-    """Expert numbers, counted over all levels."""
-    action: Action = CONTRIBUTION
-
-    def __str__(self) -> str:
-        parts = [f"layer={self.layer}", f"expert={'+'.join(map(str, self.experts))}"]
-        parts.append(f"how={self.action.how}")
-        if self.action.to is not None:
-            parts.append(f"to={self.action.to}")
-        if self.action.value is not None:
-            parts.append(f"value={self.action.value:g}")
-        return ",".join(parts)
-
-    def to_json(self) -> dict[str, Any]:
-        """JSON values."""
-        options = {"how": self.action.how, "to": self.action.to, "value": self.action.value}
-        options = {key: value for key, value in options.items() if value is not None}
-        return {"layer": self.layer, "experts": list(self.experts)} | options
-
-
-class _Keys(Config):
-    """The keys of `--intervene`."""
-
     layer: NonNegativeInt
-    expert: list[NonNegativeInt]
+    """The number of the block."""
+    experts: tuple[NonNegativeInt, ...]
+    """Expert numbers, counted over all levels."""
     how: How = "contribution"
     to: NonNegativeInt | None = None
     value: FiniteFloat | None = None
+
+    @property
+    def action(self) -> Action:
+        """The action on them."""
+        return Action(how=self.how, to=self.to, value=self.value)
+
+    def __str__(self) -> str:
+        value = None if self.value is None else f"{self.value:g}"
+        named = {"layer": self.layer, "expert": "+".join(map(str, self.experts)), "how": self.how}
+        named |= {"to": self.to, "value": value}
+        return ",".join(f"{key}={each}" for key, each in named.items() if each is not None)
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON values."""
+        return self.model_dump(mode="json", exclude_none=True)
 
 
 FORM = "layer=L,expert=E+F,how=HOW[,to=E][,value=X]"
@@ -84,17 +73,17 @@ def parse_intervention(text: str) -> Intervention:
     if len(tree) < len(pairs) or not all(equals for _, equals, _ in pairs):
         raise ConfigError(f"{where}: is not allowed; the form is {FORM}, each key once")
     if "expert" in tree:
-        tree["expert"] = tree["expert"].split("+")
+        tree["experts"] = tree.pop("expert").split("+")
     try:
-        keys = _Keys.model_validate(tree, strict=False)
+        parsed = Intervention.model_validate(tree, strict=False)
     except ValidationError as error:
-        raise ConfigError(f"{where}: {describe(error, _Keys)}; the form is {FORM}") from None
+        wrong = describe(error, Intervention).replace("experts", "expert")  # as it is typed
+        raise ConfigError(f"{where}: {wrong}; the form is {FORM}") from None
     for key, hows in HOWS_OF.items():
-        if (key in tree) != (keys.how in hows):
-            needed = "is missing" if keys.how in hows else f"means nothing with how={keys.how}"
+        if (key in tree) != (parsed.how in hows):
+            needed = "is missing" if parsed.how in hows else f"means nothing with how={parsed.how}"
             raise ConfigError(f"{where}: {key} {needed}")
-    action = Action(how=keys.how, to=keys.to, value=keys.value)
-    return Intervention(layer=keys.layer, experts=tuple(keys.expert), action=action)
+    return parsed
 
 
 def check_interventions(model: nn.Module, interventions: Sequence[Intervention]) -> None:
@@ -119,9 +108,9 @@ def check_interventions(model: nn.Module, interventions: Sequence[Intervention])
                 f"{where}: expert: {expert} is not allowed: {layer.title} has experts 0 to "
                 f"{layer.num_experts - 1}"
             )
-        if each.action.to is not None:
+        if each.to is not None:
             _check_swap(layer, each)
-        changed.setdefault((each.layer, each.action.how), set()).update(each.experts)
+        changed.setdefault((each.layer, each.how), set()).update(each.experts)
     for (block, how), experts in changed.items():
         layer, wrong = by_block[block], ""
         left, count = layer.num_experts - len(experts), len(experts)
@@ -135,37 +124,37 @@ def check_interventions(model: nn.Module, interventions: Sequence[Intervention])
             raise ConfigError(f"--intervene: {wrong}")
 
 
-def paired(interventions: Sequence[Intervention]) -> list[Intervention]:
+def paired(interventions: Sequence[Intervention]) -> list[tuple[Intervention, Action]]:
     """Merges interventions so that all forced and avoided experts of a layer are ranked at once.
 
     First and last refer to the router's own order, which a first change would alter for a second.
     """
     merged, done = [], set()
     for each in interventions:
-        if each.action.how not in RANKING:
-            merged.append(each)
+        if each.how not in RANKING:
+            merged.append((each, each.action))
         elif each.layer not in done:
             done.add(each.layer)
             first, last = (
                 tuple(
                     expert
                     for one in interventions
-                    if one.layer == each.layer and one.action.how == how
+                    if one.layer == each.layer and one.how == how
                     for expert in one.experts
                 )
                 for how in RANKING
             )
             action = Action(how="force", avoided=last) if first else Action(how="avoid")
-            merged.append(Intervention(layer=each.layer, experts=first or last, action=action))
+            merged.append((each.model_copy(update={"experts": first or last}), action))
     return merged
 
 
 def _check_swap(layer: RoutedLayer, intervention: Intervention) -> None:
-    experts = *intervention.experts, intervention.action.to or 0
+    experts = *intervention.experts, intervention.to or 0
     levels = {layer.place(each)[0] for each in experts}
-    if intervention.action.to in intervention.experts or len(levels) > 1:
+    if intervention.to in intervention.experts or len(levels) > 1:
         raise ConfigError(
-            f"--intervene {intervention}: to: {intervention.action.to} is not allowed: another "
+            f"--intervene {intervention}: to: {intervention.to} is not allowed: another "
             f"expert of the same level is needed"
         )
 
@@ -194,15 +183,15 @@ def intervened(
     """
     check_interventions(model, interventions)
     by_block = layers_by_block(model)
-    to_mean = [each for each in interventions if each.action.how == "mean"]
+    to_mean = [each for each in interventions if each.how == "mean"]
     if to_mean and means is None:
         raise ConfigError(
             f"--intervene {to_mean[0]}: mean outputs are not known without held-out data"
         )
     mean_of = means() if to_mean and means is not None else {}
     with ExitStack() as stack:
-        for each in paired(interventions):
-            layer, action = by_block[each.layer], each.action
+        for each, action in paired(interventions):
+            layer = by_block[each.layer]
             if action.how == "mean":
                 action = Action(how="mean", mean_SD=mean_of[layer.name])
             intervene = stack.enter_context(intervening(model, layer, action))

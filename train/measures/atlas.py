@@ -37,13 +37,11 @@ from polyad.train.experts.probing import (
 )
 from polyad.train.measures import knockout
 from polyad.train.measures.measure import Analysis
-from polyad.train.reading import Evaluated, Subject
+from polyad.train.reading import TOKENS, Evaluated, Subject
 from polyad.train.results import Tables
 from polyad.train.tasks.samples import TextSamples
 from polyad.train.tasks.text import TextTask
 
-TOKENS = 65_536
-"""Default for the approximate number of tokens to read."""
 SHARES = (4, 2)
 """A quarter and a half of a layer's experts are removed together."""
 RANDOM_SETS = 5

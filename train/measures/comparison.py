@@ -15,12 +15,10 @@ from polyad.train.experts.fluctuation import Differences, encode, mean
 from polyad.train.experts.information import Summed
 from polyad.train.experts.probing import deciding, routed_layers
 from polyad.train.measures.measure import Measure
-from polyad.train.reading import Evaluated, Reading, Subject
+from polyad.train.reading import TOKENS, Evaluated, Reading, Subject
 from polyad.train.results import Tables
 from polyad.train.tasks.samples import probe_of
 
-PROBE_UNITS = 65_536
-"""Default for the approximate number of tokens or images to compare."""
 FREE_KEYS = (
     "compile", "recompute", "dropout", "initializer_range", "feed_forward.experts",
     "feed_forward.pool", "feed_forward.pool_least", "feed_forward.pool_most",
@@ -39,11 +37,10 @@ class Comparison(Measure):
     name = "compare"
     doing = "comparing routing"
     needs_whole = "two models read each batch together"
-    label = "compare"
 
     other: Path
     """The other weights."""
-    units: int = PROBE_UNITS
+    tokens: int = TOKENS
     """Minimum number of tokens (in whole windows) or images to compare, spread evenly over the
     split."""
 
@@ -54,7 +51,7 @@ class Comparison(Measure):
 
     def subject_of(self, opened: Evaluated, split: str, model: nn.Module) -> Subject:
         """The probe set, and all layers in blocks."""
-        samples = probe_of(opened.task, self.units, split)
+        samples = probe_of(opened.task, self.tokens, split)
         return Subject(model, routed_layers(model), samples, opened.batch_size)
 
     def begin(self, subject: Subject) -> None:

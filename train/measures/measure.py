@@ -35,7 +35,7 @@ class Analysis(ABC):
 
     Attributes:
         name: its name in errors.
-        doing: describes the work, for an out-of-memory error.
+        doing: describes the work, for its progress and an out-of-memory error.
         reads_split: whether it reads a split of the data.
     """
 
@@ -79,12 +79,10 @@ class Measure(Analysis):
     """A measure that accumulates over a model's pass over held-out samples.
 
     Attributes:
-        label: label of its progress.
         blocks: the blocks whose inputs it needs.
         subject: what is read.
     """
 
-    label: ClassVar[str] = "measure experts"
     blocks: Sequence[int] = ()
     subject: Subject
 
@@ -110,7 +108,7 @@ class Measure(Analysis):
     @torch.inference_mode()
     def read(self, world: comm.World | None = None) -> None:
         """Reads its samples in a separate pass for this measure; see `Subject.read`."""
-        for reading in self.subject.read(world, label=self.label, blocks=self.blocks):
+        for reading in self.subject.read(world, label=self.doing, blocks=self.blocks):
             self.add(reading)
 
     @abstractmethod

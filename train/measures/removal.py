@@ -35,14 +35,12 @@ from polyad.train.errors import ConfigError
 from polyad.train.exchange.change import Change, Changed, Tree
 from polyad.train.exchange.convert import convert, refuse_what_is_there
 from polyad.train.exchange.writers import Format
-from polyad.train.experts.actions import Action
 from polyad.train.experts.interventions import Intervention, intervened
 from polyad.train.experts.moments import Moments
 from polyad.train.experts.probing import RoutedLayer, routed_layers
-from polyad.train.measures.atlas import TOKENS
 from polyad.train.measures.knockout import knock_out
 from polyad.train.measures.measure import Analysis
-from polyad.train.reading import Evaluated, Subject, open_evaluated
+from polyad.train.reading import TOKENS, Evaluated, Subject, open_evaluated
 from polyad.train.results import Tables
 from polyad.train.tasks.samples import TextSamples, losses
 from polyad.train.tasks.text import TextTask
@@ -307,7 +305,7 @@ def _without_random(
     firsts = range(0, config.num_experts, size)
     kept = {first + each for first in firsts for each in chance.sample(range(size), left)}
     gone = tuple(each for each in range(layer.num_experts) if each not in kept)
-    return Intervention(layer=layer.block, experts=gone, action=Action(how="prune"))
+    return Intervention(layer=layer.block, experts=gone, how="prune")
 
 
 @torch.inference_mode()

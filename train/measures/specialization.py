@@ -44,7 +44,6 @@ class Specialization(Measure):
     """Accumulates routing decisions, and for images the losses without each expert."""
 
     name = "specialize"
-    label = "measure routing"
     needs_whole = None
 
     leave_out: bool = True

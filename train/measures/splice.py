@@ -37,12 +37,11 @@ from polyad.train.config.distillation import (
 from polyad.train.errors import ConfigError
 from polyad.train.experts.information import Summed
 from polyad.train.measures.measure import Measure
-from polyad.train.reading import Evaluated, Reading, Subject
+from polyad.train.reading import TOKENS, Evaluated, Reading, Subject
 from polyad.train.results import Tables
 from polyad.train.tasks.language import LanguageModelling
 from polyad.train.tasks.samples import TextSamples, losses, through
 
-TOKENS = 65_536
 Way: TypeAlias = Literal["original", "zeroed", "spliced"]
 WAYS: tuple[Way, ...] = ("zeroed", "spliced")
 """Replacements of the original feed-forwards."""
@@ -54,7 +53,6 @@ class Splicing(Measure):
 
     name = "splice"
     doing = "splicing feed-forwards"
-    label = "splice feed-forwards"
 
     teacher: Path | None = None
     """The original model; None: the run's teacher."""

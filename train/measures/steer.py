@@ -22,9 +22,8 @@ from polyad.train.experts.information import GroupedSums, Matrix, Summed, interv
 from polyad.train.experts.interventions import Intervention, intervened
 from polyad.train.experts.knockout import ChangeSums, mean_of
 from polyad.train.experts.token_classes import ClassColumns, classes_of_vocabulary
-from polyad.train.measures.atlas import TOKENS
 from polyad.train.measures.measure import Measure
-from polyad.train.reading import Evaluated, Reading, Subject
+from polyad.train.reading import TOKENS, Evaluated, Reading, Subject
 from polyad.train.results import Tables
 from polyad.train.tasks.language import LanguageModelling
 from polyad.train.tasks.samples import TextSamples, embedded, losses, through
@@ -36,7 +35,6 @@ class Steer(Measure):
 
     name = "steer"
     doing = "steering"
-    label = "steer"
     needs_whole = "the changed model runs all blocks again"
 
     changes: Sequence[Intervention]

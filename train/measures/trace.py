@@ -26,7 +26,7 @@ from polyad.train.experts.trace import (
     whole_output,
 )
 from polyad.train.measures.measure import Analysis, every_layer
-from polyad.train.reading import Evaluated, Reading, Subject
+from polyad.train.reading import TOKENS, Evaluated, Reading, Subject
 from polyad.train.results import Tables
 from polyad.train.tasks.language import LanguageModelling
 from polyad.train.tasks.samples import (
@@ -38,8 +38,6 @@ from polyad.train.tasks.samples import (
     samples_of,
 )
 
-TOKENS = 65_536
-"""Default for the approximate number of tokens or images to read."""
 OF_TOKENS: Mapping[type[Samples], tuple[str, ...]] = {
     TextSamples: ("window", "position", "document", "offset", "token_id"),
     ImageSamples: ("image", "file", "position"),

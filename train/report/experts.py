@@ -16,7 +16,7 @@ from polyad.train.experts.by_class import LevelByClass
 from polyad.train.experts.knockout import Change
 from polyad.train.experts.probing import RoutedLayer
 from polyad.train.experts.token_classes import BINS, CHARACTERS
-from polyad.train.report.held_out import HeldOut
+from polyad.train.report.held_out import ReportData
 from polyad.train.results import Tables
 
 EXPERT = ["module", "level", "expert"]
@@ -85,7 +85,7 @@ class ExpertRow(NamedTuple):
         }
 
 
-def expert_rows(layers: Sequence[RoutedLayer], read: HeldOut) -> list[ExpertRow]:
+def expert_rows(layers: Sequence[RoutedLayer], read: ReportData) -> list[ExpertRow]:
     """Returns the rows of all experts, largest effect first; those without one by their shares.
 
     Args:
@@ -102,7 +102,7 @@ def expert_rows(layers: Sequence[RoutedLayer], read: HeldOut) -> list[ExpertRow]
 
 
 def _of_layer(
-    layer: RoutedLayer, read: HeldOut, effects: Mapping[tuple[Any, ...], Effect] | None
+    layer: RoutedLayer, read: ReportData, effects: Mapping[tuple[Any, ...], Effect] | None
 ) -> Iterator[ExpertRow]:
     shown = {each.name: each for each in read.shown.get(layer.name, ())}
     if read.labels is None:  # rows without labels

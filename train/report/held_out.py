@@ -12,10 +12,9 @@ from polyad.data.text.manifest import SplitName
 from polyad.parallel.weights import Weights, device_of
 from polyad.train.errors import ConfigError
 from polyad.train.experts.probing import RoutedLayer, columns_of
-from polyad.train.measures.atlas import TOKENS as KNOCKOUT_TOKENS
 from polyad.train.measures.knockout import knock_out, knockout_tables
 from polyad.train.measures.specialization import Labels, Specialization
-from polyad.train.reading import Subject, open_data_for
+from polyad.train.reading import TOKENS, Subject, open_data_for
 from polyad.train.report.top_images import MOST_IMAGES, ImagePass, TopImages
 from polyad.train.report.top_tokens import ShownExpert, TopText
 from polyad.train.results import Tables
@@ -24,7 +23,7 @@ from polyad.train.tasks.samples import ImageSamples, Samples, TextSamples, sampl
 from polyad.train.tasks.task import Task
 from polyad.train.tasks.text import TextTask
 
-TOKENS = 250_000
+TEXT_TOKENS = 250_000
 """Default for the approximate number of tokens of text to read."""
 
 
@@ -43,13 +42,13 @@ class Options:
     split: SplitName = "validation"
     tokens: int | None = None
     """Approximate number of tokens to read, spread evenly over the split (at most 20,000 images); 0
-    reads nothing; None: `TOKENS` of text, all images and sequences."""
+    reads nothing; None: `TEXT_TOKENS` of text, all images and sequences."""
     knockout: bool = False
     """Whether to also measure text without each expert."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeldOut:
+class ReportData:
     """Results on held-out data."""
 
     data: str
@@ -71,7 +70,7 @@ class HeldOut:
     images: ImagePass | None = None
 
 
-def read_held_out(weights: Weights, layers: Sequence[RoutedLayer], options: Options) -> HeldOut:
+def read_held_out(weights: Weights, layers: Sequence[RoutedLayer], options: Options) -> ReportData:
     """Reads held-out data.
 
     Args:
@@ -99,7 +98,7 @@ def _read(
     layers: Sequence[RoutedLayer],
     options: Options,
     batch_size: int,
-) -> HeldOut:
+) -> ReportData:
     samples, device = _samples(task, options), str(device_of(model))
     subject = Subject(model, layers, samples, batch_size)
     readers: list[Any] = []
@@ -126,7 +125,7 @@ def _read(
     if options.knockout:
         knockout = _without_experts(subject, task, shown, options)
     labels = None if specialization is None else specialization.labels()
-    return HeldOut(
+    return ReportData(
         data=task.name,
         split=options.split,
         unit=task.unit.name,
@@ -142,7 +141,7 @@ def _read(
 
 def _samples(task: Task[Any], options: Options) -> Samples:
     if isinstance(task, TextTask):
-        return TextSamples(task, options.split, options.tokens or TOKENS, with_first=False)
+        return TextSamples(task, options.split, options.tokens or TEXT_TOKENS, with_first=False)
     if isinstance(task, ImageClassification):
         return ImageSamples(task, options.split, min(options.tokens or MOST_IMAGES, MOST_IMAGES))
     return samples_of(task, options.split, options.tokens)
@@ -159,7 +158,7 @@ def _without_experts(
     if not layers:
         return None
     assert isinstance(task, TextTask)
-    most = min(options.tokens or TOKENS, KNOCKOUT_TOKENS)
+    most = min(options.tokens or TEXT_TOKENS, TOKENS)
     samples = TextSamples(task, options.split, most, hidden=True)
     columns = [columns_of(layer, [e.name for e in shown[layer.name]]) for layer in layers]
     sets = [[(column,) for column in each] for each in columns]

@@ -25,7 +25,7 @@ from polyad.train.page.charts import (
 from polyad.train.page.template import number, page
 from polyad.train.records import LAST, METRICS_FILE, last_loss, records_of
 from polyad.train.report.experts import ExpertRow
-from polyad.train.report.held_out import HeldOut
+from polyad.train.report.held_out import ReportData
 from polyad.train.tasks.task import Task
 
 MAX_POINTS = 240
@@ -91,7 +91,7 @@ def render_report(
     loss_unit: str,
     routed: Sequence[RoutedLayer],
     rows: Sequence[ExpertRow],
-    read: HeldOut | None,
+    read: ReportData | None,
 ) -> str:
     """Renders the page as HTML.
 

@@ -59,11 +59,12 @@ def test_the_newest_is_read_again(trained, run, capfd, monkeypatch, command, whi
     deletes_the_newest(monkeypatch, run, while_it_opens=while_it_opens)
     words = [word.format(run=run, other=trained("smoe")) for word in command]
     assert polyad([*words, "--json", str(run.parent / "result.json")]) == 0
-    said = capfd.readouterr()
+    captured = capfd.readouterr()
     assert "step-00000003" in (run.parent / "result.json").read_text()
     # What vanished before it was opened is known to nobody.
     told = (
-        f"polyad: {run}/checkpoints/step-00000006 was deleted while it was being read" in said.err
+        f"polyad: {run}/checkpoints/step-00000006 was deleted while it was being read"
+        in captured.err
     )
     assert told or while_it_opens
     assert not list(run.parent.glob("*.partial"))
@@ -100,12 +101,12 @@ def test_it_is_said_that_another_checkpoint_than_the_newest_is_the_best(run, cap
     words = ["generate", str(run), "--prompt", "def", "--max-tokens", "2"]
     for more, is_said in ([], True), (["--best"], False):
         assert polyad([*words, *more]) == 0
-        said = capfd.readouterr().err
+        message = capfd.readouterr().err
         line = (
             f"polyad: reading the newest checkpoint of {run}, step-00000006; its best validation "
             f"was that of {best}, which --best, or this path, reads"
         )
-        assert (line in said.splitlines()) is is_said
+        assert (line in message.splitlines()) is is_said
     (run / "checkpoints" / "best").write_text("step-00000006")
     assert polyad(words) == 0
     assert "best validation" not in capfd.readouterr().err

@@ -114,8 +114,8 @@ def test_weights_that_are_not_finite_are_named_on_every_process(
     stored[name][3, 4] = value
     stored["final_norm.weight"][0] = math.nan
     save_file(stored, file, {"format": "pt"})
-    found = workers(2).run(evaluation_error, tmp_path / "plain", data=str(prepared_path))
-    assert found == [(f"{tmp_path}/plain: {name} is not finite: it holds {value}", 1)] * 2
+    result = workers(2).run(evaluation_error, tmp_path / "plain", data=str(prepared_path))
+    assert result == [(f"{tmp_path}/plain: {name} is not finite: it holds {value}", 1)] * 2
 
 
 def test_a_loss_that_is_not_finite_with_finite_weights_is_an_error(
@@ -126,8 +126,8 @@ def test_a_loss_that_is_not_finite_with_finite_weights_is_an_error(
     stored = load_file(file)
     stored["final_norm.weight"].fill_(1e38)
     save_file(stored, file, {"format": "pt"})
-    (found,) = workers(1).run(evaluation_error, tmp_path / "plain", data=str(prepared_path))
-    assert found in [
+    (result,) = workers(1).run(evaluation_error, tmp_path / "plain", data=str(prepared_path))
+    assert result in [
         (
             f"{tmp_path}/plain: the loss on validation is {loss}, although all weights are finite: "
             "numbers overflow in fp32",

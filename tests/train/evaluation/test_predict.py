@@ -68,9 +68,9 @@ def test_labels_are_those_of_one_text_at_a_time(classifier, tmp_path, capfd):
     logits_NK, _ = one_by_one(classifier, texts)
     with (tmp_path / "new.csv").open("w", newline="") as file:
         csv.writer(file).writerows([["text"], *([text] for text in texts)])
-    found = found_by(capfd, classifier, "--file", tmp_path / "new.csv")
-    assert found["truncated"] == 0
-    assert_classes(found["predictions"], texts, logits_NK.softmax(-1))
+    result = found_by(capfd, classifier, "--file", tmp_path / "new.csv")
+    assert result["truncated"] == 0
+    assert_classes(result["predictions"], texts, logits_NK.softmax(-1))
     (tmp_path / "new.txt").write_text("\n".join([*texts[:5], "", texts[5]]))
     lines = found_by(capfd, classifier, "--file", tmp_path / "new.txt")
     assert_classes(lines["predictions"], texts[:6], logits_NK[:6].softmax(-1))
@@ -127,20 +127,20 @@ def test_pairs_numbers_and_choices(train, capfd, name):
 
 def test_labels_of_image_files_are_those_that_evaluate_counts(images, workers, capfd):
     folder = images / "run"
-    found = found_by(capfd, folder, "--image", images / "all")["predictions"]
-    right = sum(each["input"].split("/")[-2] == each["label"] for each in found)
+    result = found_by(capfd, folder, "--image", images / "all")["predictions"]
+    right = sum(each["input"].split("/")[-2] == each["label"] for each in result)
     counted = 0
     for split in ("train", "validation"):
         (scores,) = workers(1).run(evaluation, folder, split=split)
         counted += scores["top1"] * scores["images_scored"]
-    assert len(found) == 60
+    assert len(result) == 60
     assert right == pytest.approx(counted)
-    assert all(sum(each["probabilities"].values()) == pytest.approx(1) for each in found)
+    assert all(sum(each["probabilities"].values()) == pytest.approx(1) for each in result)
     one = images / "all" / "bee" / "003.jpg"
     (single,) = polyad.load(folder).predict([one])
     assert single.input == str(one)
     assert single.label in CLASSES
-    same = next(each for each in found if each["input"] == str(one))
+    same = next(each for each in result if each["input"] == str(one))
     assert single.probabilities == pytest.approx(same["probabilities"], abs=1e-5)
 
 
@@ -163,8 +163,8 @@ def test_a_folder_of_transformers_bert_gives_its_probabilities(tmp_path, capfd):
     with torch.no_grad():
         logits_NK = theirs(**tokenizer(texts, padding=True, return_tensors="pt")).logits
     capfd.readouterr()  # what transformers says of its files
-    found = found_by(capfd, tmp_path, "--text", texts[0], "--text", texts[1])
-    assert_classes(found["predictions"], texts, logits_NK.softmax(-1))
+    result = found_by(capfd, tmp_path, "--text", texts[0], "--text", texts[1])
+    assert_classes(result["predictions"], texts, logits_NK.softmax(-1))
 
 
 @pytest.mark.parametrize(

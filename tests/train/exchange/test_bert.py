@@ -84,8 +84,8 @@ def test_split_and_copied_experts_give_the_dense_output_and_merged_ones_its_weig
         notes = convert(dense, tmp_path / each, "polyad", change)["notes"]
         assert any(note.endswith("the dense model's, up to rounding") for note in notes)
         for dtype, close in ((torch.float64, 1e-11), (torch.float32, 1e-5)):
-            found, expected = output_of(tmp_path / each, dtype), output_of(dense, dtype)
-            torch.testing.assert_close(found, expected, rtol=close, atol=close)
+            result, expected = output_of(tmp_path / each, dtype), output_of(dense, dtype)
+            torch.testing.assert_close(result, expected, rtol=close, atol=close)
     convert(tmp_path / "split", tmp_path / "merged", "huggingface", merge=True)
     expected, merged = (load_model(p).state_dict() for p in (dense, tmp_path / "merged"))
     assert merged.keys() == expected.keys()
@@ -102,8 +102,8 @@ def begun(workers, config, start, folder, *keys):
     if saved.exists():  # of ours, with the feed-forward that it has become
         section = yaml.safe_load(saved.read_text())["model"]["feed_forward"]
         words.append(f"model.feed_forward={yaml.safe_dump(section, default_flow_style=True)}")
-    ((_, said),) = workers(1).run(run_and_listen, config, *words)
-    return [line["loss"] for line in records(folder)], said
+    ((_, message),) = workers(1).run(run_and_listen, config, *words)
+    return [line["loss"] for line in records(folder)], message
 
 
 @pytest.mark.slow
@@ -116,16 +116,16 @@ def test_a_run_with_a_new_head_begins_from_them_where_it_begins_from_the_dense_o
     convert(dense, tmp_path / "copies", "safetensors", Upcycling("num_experts=4,placement=[1]"))
     of_dense, _ = begun(workers, config, dense, tmp_path / "dense-run")
     for name in ("split", "copies"):
-        losses, said = begun(workers, config, tmp_path / name, tmp_path / f"{name}-run")
-        assert "; initialized from the seed: head.classifier.*" in said
+        losses, message = begun(workers, config, tmp_path / name, tmp_path / f"{name}-run")
+        assert "; initialized from the seed: head.classifier.*" in message
         assert losses[0] == pytest.approx(of_dense[0], rel=1e-6)
         # With all units the gradients are the dense model's; each copy has a part of the tokens.
         assert (losses[1] == pytest.approx(of_dense[1], rel=1e-6)) == (name == "split")
     # A language model has no pooler to begin with.
     masked = tmp_path / "masked"
     convert(theirs / "BertForMaskedLM", masked, "polyad", Splitting("num_experts=8,top_k=4"))
-    _, said = begun(workers, config, masked, tmp_path / "masked-run")
-    assert "; initialized from the seed: head.*" in said
+    _, message = begun(workers, config, masked, tmp_path / "masked-run")
+    assert "; initialized from the seed: head.*" in message
     result = workers(1).run(evaluation, tmp_path / "masked-run")[0]
     assert result["sequences_scored"] == 21
 
@@ -150,9 +150,9 @@ def adapted(workers, theirs, tmp_path_factory):
             }  # fmt: skip
             tree["train"] = TREE["train"] | {"steps": steps, "global_batch_size": 16}
             (folder / "config.yaml").write_text(yaml.safe_dump(tree))
-            ((done, said),) = workers(1).run(run_and_listen, folder / "config.yaml")
+            ((done, message),) = workers(1).run(run_and_listen, folder / "config.yaml")
             assert done == steps
-            made_of[key] = folder / "run", said
+            made_of[key] = folder / "run", message
         return made_of[key]
 
     return make
@@ -191,11 +191,11 @@ def test_adapters_and_a_new_head_are_trained_scored_merged_and_read_by_peft(
     workers, theirs, adapted, tmp_path
 ):
     base = theirs / "BertForMaskedLM"
-    folder, said = adapted(base, trained=["head.*"])
+    folder, message = adapted(base, trained=["head.*"])
     # By hand: width 32, inner width 96, two blocks; pooler and classifier are trained whole.
     beside = 2 * 4 * ((32 + 96) + (32 + 32) + (32 + 96) + (96 + 32))
     whole = 32 * 32 + 32 + 3 * 32 + 3
-    assert f"trains {beside + whole:,} parameters ({beside:,} in adapters of 8 weights)" in said
+    assert f"trains {beside + whole:,} parameters ({beside:,} in adapters of 8 weights)" in message
     losses = [line["loss"] for line in records(folder)]
     assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
     assert workers(1).run(evaluation, folder)[0]["accuracy"] > 0.4
@@ -225,8 +225,8 @@ def test_a_base_of_ours_may_have_another_head_and_what_peft_has_no_place_for_is_
     theirs, adapted, tmp_path, capfd
 ):
     convert(theirs / "BertForMaskedLM", tmp_path / "masked", "polyad")
-    folder, said = adapted(tmp_path / "masked", 4, trained=["head.*", "embedding_norm.*"])
-    assert "; initialized from the seed: head.*" in said
+    folder, message = adapted(tmp_path / "masked", 4, trained=["head.*", "embedding_norm.*"])
+    assert "; initialized from the seed: head.*" in message
     unmerged_logits = unmerged(
         folder, tmp_path / "masked", LORA | {"trained": ["head.*", "embedding_norm.*"]}
     )(*padded_input()).logits

@@ -95,9 +95,9 @@ def test_huggingface_to_polyad_to_huggingface_is_bitwise(tmp_path, shard_size, t
     ours, theirs = (
         json.loads((tmp_path / name / "config.json").read_text()) for name in ("again", "theirs")
     )
-    said = ours.keys() & theirs.keys() - {"bos_token_id", "eos_token_id"}
-    assert len(said) > 15
-    assert {key: ours[key] for key in said} == {key: theirs[key] for key in said}
+    shared = ours.keys() & theirs.keys() - {"bos_token_id", "eos_token_id"}
+    assert len(shared) > 15
+    assert {key: ours[key] for key in shared} == {key: theirs[key] for key in shared}
 
 
 @pytest.mark.slow

@@ -155,7 +155,7 @@ def test_a_folder_of_safetensors_is_evaluated_as_its_run(workers, trained, plain
     (ours,) = workers(1).run(evaluation, trained("cp"))
     (theirs,) = workers(1).run(evaluation, plain("cp"), data=str(prepared_path))
     assert theirs["loss"] == pytest.approx(ours["loss"], rel=1e-6)
-    options = {"data": str(prepared_path), "units": 320}
+    options = {"data": str(prepared_path), "tokens": 320}
     (same,) = workers(1).run(compare, plain("cp"), trained("cp"), **options)
     assert [same[f"mean_{name}"] for name in ("top1", "set", "entropy_ratio")] == [0, 0, 1]
     assert (same["step"], same["compared_step"]) == (0, 6)

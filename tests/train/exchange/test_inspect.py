@@ -16,25 +16,25 @@ pytest.importorskip("transformers")
 def test_every_parameter_of_transformers_is_counted(case, tmp_path):
     model = theirs(case)
     model.save_pretrained(tmp_path / "a")
-    found = inspect(tmp_path / "a")
-    assert found["parameters"] == sum(each.numel() for each in model.parameters())
-    assert found["not_read"] == []
-    stored = {name for tensor in found["tensors"] for name in tensor["stored"]}
-    assert all(tensor["stored"] for tensor in found["tensors"])
-    assert len(stored) >= len(found["tensors"]) - 2 * len(found["routed_blocks"])
+    result = inspect(tmp_path / "a")
+    assert result["parameters"] == sum(each.numel() for each in model.parameters())
+    assert result["not_read"] == []
+    stored = {name for tensor in result["tensors"] for name in tensor["stored"]}
+    assert all(tensor["stored"] for tensor in result["tensors"])
+    assert len(stored) >= len(result["tensors"]) - 2 * len(result["routed_blocks"])
     if case == "llama":
-        assert (found["num_experts"], found["active_parameters"]) == (0, found["parameters"])
+        assert (result["num_experts"], result["active_parameters"]) == (0, result["parameters"])
         return
     routed = sum(each.numel() for name, each in model.named_parameters() if ".experts." in name)
-    share = found["top_k"] / found["num_experts"]
-    assert found["active_parameters"] == found["parameters"] - routed + round(routed * share)
-    text = inspection_table(found, tensors=True)
-    assert f"{found['num_experts']} in each of {len(found['routed_blocks'])} blocks" in text
+    share = result["top_k"] / result["num_experts"]
+    assert result["active_parameters"] == result["parameters"] - routed + round(routed * share)
+    text = inspection_table(result, tensors=True)
+    assert f"{result['num_experts']} in each of {len(result['routed_blocks'])} blocks" in text
     assert "blocks.1.feed_forward.experts.down" in text
     convert(tmp_path / "a", tmp_path / "b", to="polyad")
     again = inspect(tmp_path / "b")
-    assert (again["family"], again["parameters"]) == ("Polyad", found["parameters"])
-    assert again["model"] == found["model"]
+    assert (again["family"], again["parameters"]) == ("Polyad", result["parameters"])
+    assert again["model"] == result["model"]
 
 
 def test_a_tensor_that_is_not_known_refuses_the_folder(tmp_path):
@@ -55,6 +55,6 @@ def test_the_command_says_it_in_json(tmp_path, capfd):
     theirs("olmoe").save_pretrained(tmp_path / "a")
     capfd.readouterr()  # what transformers says
     assert run(["inspect", str(tmp_path / "a"), "--json", "-"]) == 0
-    found = json.loads(capfd.readouterr().out)
-    assert found["family"] == "transformers' OLMoE"
-    assert found["num_experts"] == 8
+    result = json.loads(capfd.readouterr().out)
+    assert result["family"] == "transformers' OLMoE"
+    assert result["num_experts"] == 8

@@ -92,9 +92,9 @@ def test_the_head_starts_from_the_seed_and_all_else_from_the_weights(
     if name == "adapted":
         words += ("adapt.lora={rank: 4, trained: [head.*]}",)
     config = finished.parent / "config.yaml"
-    ((steps, said),) = workers(1).run(run_and_listen, config, *words, "train.steps=1")
+    ((steps, message),) = workers(1).run(run_and_listen, config, *words, "train.steps=1")
     assert steps == 1
-    assert "; initialized from the seed: head.*" in said
+    assert "; initialized from the seed: head.*" in message
     ours = load_model(tmp_path / "run").state_dict()
     assert ours["head.weight"].shape == (4, 16)
     for each, value in theirs.named_parameters():
@@ -114,10 +114,10 @@ def test_a_head_of_another_kind_is_new_and_other_names_of_as_many_classes_are_re
     words = (f"checkpoint.init_from={finished}", f"run.folder={tmp_path / 'run'}", "train.steps=1")
     head = "model.head={kind: mumoe, num_experts: [3], rank: 4}"
     config = finished.parent / "config.yaml"
-    ((_, said),) = workers(1).run(
+    ((_, message),) = workers(1).run(
         run_and_listen, config, *words, f"data.path={folders['three']}", head
     )
-    assert "; initialized from the seed: head.*" in said
+    assert "; initialized from the seed: head.*" in message
     assert "head.gate.weight" in Checkpoint(tmp_path / "run/checkpoints/step-00000001").shapes()
     root = made.class_folders(tmp_path / "all", 8)
     (root / "cat").rename(root / "cow")
@@ -148,8 +148,8 @@ def test_a_head_of_another_library_is_taken_by_the_names_of_its_classes(
     assert about["id2label"] == {"0": "ant", "1": "bee", "2": "cat"}
     config = finished.parent / "config.yaml"
     words = (f"data.path={folders['three']}", f"checkpoint.init_from={theirs}", "train.steps=1")
-    ((_, said),) = workers(1).run(run_and_listen, config, *words, f"run.folder={tmp_path / 'a'}")
-    assert "; " not in said.splitlines()[0]
+    ((_, message),) = workers(1).run(run_and_listen, config, *words, f"run.folder={tmp_path / 'a'}")
+    assert "; " not in message.splitlines()[0]
     convert(theirs, tmp_path / "ours", "polyad")
     held_out = ("data.held_out=0.3",)
     (ours,) = workers(1).run(
@@ -171,9 +171,9 @@ def test_a_head_of_another_library_is_taken_by_the_names_of_its_classes(
     del about["id2label"]
     (theirs / "config.json").write_text(json.dumps(about))
     words = (*words, f"run.folder={tmp_path / 'c'}", "data.normalization=imagenet")
-    ((_, said),) = workers(1).run(run_and_listen, config, *words)
-    assert "config.json does not name all 3 classes of its head" in said
-    assert "; data.normalization: imagenet, but the weights were trained with half" in said
+    ((_, message),) = workers(1).run(run_and_listen, config, *words)
+    assert "config.json does not name all 3 classes of its head" in message
+    assert "; data.normalization: imagenet, but the weights were trained with half" in message
 
 
 @pytest.mark.parametrize(

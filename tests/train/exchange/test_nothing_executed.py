@@ -199,7 +199,7 @@ FORBIDDEN = {
 
 def dangers(source: str) -> list[str]:
     """Calls that read code or hand words to a shell."""
-    found = []
+    result = []
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.Call):
             continue
@@ -215,16 +215,16 @@ def dangers(source: str) -> list[str]:
             or words.get("weights_only", "True") != "True"
             or (name == "yaml.load" and loader != "_Loader")
         ):
-            found.append(f"{node.lineno}: {name}")
-    return found
+            result.append(f"{node.lineno}: {name}")
+    return result
 
 
 def test_no_source_asks_for_it():
     rooms = [path for room in ("model", "data", "parallel", "train", "launch")
              for path in (ROOT / room).rglob("*.py")]  # fmt: skip
     assert len(rooms) > 100
-    found = {str(path.relative_to(ROOT)): dangers(path.read_text()) for path in rooms}
-    assert {name: lines for name, lines in found.items() if lines} == {}
+    result = {str(path.relative_to(ROOT)): dangers(path.read_text()) for path in rooms}
+    assert {name: lines for name, lines in result.items() if lines} == {}
 
 
 @pytest.mark.parametrize(

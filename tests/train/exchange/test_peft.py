@@ -32,16 +32,16 @@ def lora_for(case):
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """By case: the base's folder, a checkpoint of adapters beside it, and the logits of both."""
-    found = {}
+    result = {}
 
     def make(case):
-        if case not in found:
+        if case not in result:
             folder = tmp_path_factory.mktemp("adapted")
             theirs(case).save_pretrained(folder / "base")
             model = adapted_checkpoint(folder / "step-00000000", folder / "base", lora_for(case))
             with torch.no_grad():
-                found[case] = folder, model(tokens()).logits
-        return found[case]
+                result[case] = folder, model(tokens()).logits
+        return result[case]
 
     return make
 

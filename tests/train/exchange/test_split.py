@@ -99,7 +99,7 @@ def test_a_mixer_is_split_twice(sources, tmp_path):
 
 
 def test_groups_are_those_of_directions_and_by_chance_others(sources, tmp_path):
-    found = {}
+    result = {}
     for by in ("clustering", "random"):
         text = f"num_experts=16,top_k=4,blocks=[2],by={by}"
         convert(sources / "gpt2", tmp_path / by, "polyad", Splitting(text))
@@ -110,8 +110,8 @@ def test_groups_are_those_of_directions_and_by_chance_others(sources, tmp_path):
         dense = load_model(sources / "gpt2").blocks[2].feed_forward.up.weight
         assert torch.equal(keys_EFD.flatten(0, 1), dense[unit_U])
         group_U = torch.arange(128) // 8
-        found[by] = objective(normalize(keys_EFD.flatten(0, 1).double().numpy()), group_U.numpy())
-    assert found["clustering"] < 0.9 * found["random"]
+        result[by] = objective(normalize(keys_EFD.flatten(0, 1).double().numpy()), group_U.numpy())
+    assert result["clustering"] < 0.9 * result["random"]
 
 
 def test_a_seed_decides_and_blocks_are_grouped_on_their_own(sources, tmp_path):

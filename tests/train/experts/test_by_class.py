@@ -6,19 +6,7 @@ import torch
 
 from polyad.model.smoe.router import Selected
 from polyad.train.experts.by_class import ExpertsByClass
-from polyad.train.experts.information import information_bits
 from polyad.train.experts.probing import Decision, RoutedLayer
-
-
-def test_information_by_hand():
-    # Two experts that tell two classes apart wholly: one bit; that know nothing: none.
-    assert information_bits(np.array([[8.0, 0.0], [0.0, 8.0]])) == pytest.approx(1.0)
-    assert information_bits(np.array([[3.0, 6.0], [1.0, 2.0]])) == pytest.approx(0.0, abs=1e-12)
-    # p = [[1/2, 1/4], [0, 1/4]], of experts 3/4 and 1/4, of classes 1/2 and 1/2:
-    # 1/2 log2(4/3) + 1/4 log2(2/3) + 1/4 log2 2.
-    expected = 0.5 * np.log2(4 / 3) + 0.25 * np.log2(2 / 3) + 0.25
-    assert information_bits(np.array([[2.0, 1.0], [0.0, 1.0]])) == pytest.approx(expected)
-    assert information_bits(np.zeros((2, 3))) == 0.0
 
 
 def test_chance_is_that_of_whole_sequences():

@@ -33,9 +33,9 @@ def chosen(ids_MK, scores_ME):
 
 
 def differing(now, before):
-    found = Differences([LAYER])
-    found.add(0, now, before)
-    return found.result().iloc[0]
+    result = Differences([LAYER])
+    result.add(0, now, before)
+    return result.result().iloc[0]
 
 
 def test_fluctuation_by_hand():
@@ -53,8 +53,8 @@ def test_fluctuation_by_hand():
 def test_another_number_of_experts_is_another_set():
     before = chosen([[0], [2]], [[0.25] * 4] * 2)
     now = chosen([[0, 1], [2, 3]], [[0.25] * 4] * 2)
-    found = differing(now, before)
-    assert (found.top1, found.set) == (0, 1)
+    result = differing(now, before)
+    assert (result.top1, result.set) == (0, 1)
 
 
 def test_the_experts_of_a_mumoe_are_its_leaves_and_its_support():
@@ -76,8 +76,8 @@ def test_the_experts_of_a_mumoe_are_its_leaves_and_its_support():
     assert before.entropy_M[0].item() == pytest.approx(nats)
     # Another leaf of the same support; another support with the same leaf; nothing.
     now = encoded([[0.6, 0.4, 0.0], *first[1:]], [second[0], [0.0, 1.0], second[2]])
-    found = differing(now, before)
-    assert (found.top1, found.set) == pytest.approx((1 / 3, 1 / 3))
+    result = differing(now, before)
+    assert (result.top1, result.set) == pytest.approx((1 / 3, 1 / 3))
 
 
 def test_codes_of_sets_are_different():
@@ -219,7 +219,7 @@ def test_cut_weights_of_a_mumoe_log_what_whole_ones_say(workers, tmp_path, prepa
     )
     run_folder = tmp_path / "run"
     before = run_folder / "checkpoints" / "step-00000004"
-    whole = workers(1).run(compare, run_folder, before, units=32 * 11)[0]
+    whole = workers(1).run(compare, run_folder, before, tokens=32 * 11)[0]
     assert 0 < whole["mean_top1"] < 1
     for layer in whole["layers"]:
         name = layer["module"]

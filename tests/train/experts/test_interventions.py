@@ -162,10 +162,10 @@ def pruned_copy(model, expert):
 @pytest.mark.parametrize("kind", KINDS)
 def test_pruning_is_a_model_without_the_expert(kind):
     model = make_model(KINDS[kind])
-    prune, expert = Action(how="prune"), by_use(model)[0]
+    expert = by_use(model)[0]
     with torch.no_grad():
         theirs = pruned_copy(model, expert)(IDS_BT).logits
-        both = [Intervention(layer=block, experts=(expert,), action=prune) for block in (0, 1)]
+        both = [Intervention(layer=block, experts=(expert,), how="prune") for block in (0, 1)]
         with intervened(model, both):
             ours = model(IDS_BT).logits
     torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
@@ -245,9 +245,9 @@ def test_shares_of_a_level_by_hand(how):
 @pytest.mark.parametrize("how", ["mean", "prune", "force", "avoid"])
 def test_what_shares_cannot_is_refused(how):
     model = make_model(CP)
-    asked = Intervention(layer=0, experts=(1,), action=Action(how=how))
+    change = Intervention(layer=0, experts=(1,), how=how)
     with pytest.raises(ConfigError, match=f"how: {how} is not allowed: in block 0 every token"):
-        intervened(model, [asked]).__enter__()
+        intervened(model, [change]).__enter__()
 
 
 @pytest.mark.parametrize("how", HOWS)
@@ -331,9 +331,9 @@ def test_what_cannot_be_forced_is_refused(changes, asked, said):
 def test_several_act_at_once_and_measures_see_it():
     model = make_model(SPARSE)
     layers = routed_layers(model)
-    asked = [parse_intervention("layer=0,expert=1+2,how=prune"),
+    changes = [parse_intervention("layer=0,expert=1+2,how=prune"),
              parse_intervention("layer=1,expert=0,how=route-around")]  # fmt: skip
-    with intervened(model, asked), deciding(model, layers) as decisions:
+    with intervened(model, changes), deciding(model, layers) as decisions:
         model(IDS_BT)
     first, second = (decisions[layer.name].coefficients() for layer in layers)
     assert not first[:, 1:3].any()

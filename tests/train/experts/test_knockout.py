@@ -81,7 +81,7 @@ def columns(passages):
 
 
 def knocked_out(model, layer, experts, action=CONTRIBUTION):
-    found = KnockOut(
+    result = KnockOut(
         model,
         layer,
         [(each,) for each in experts],
@@ -94,14 +94,14 @@ def knocked_out(model, layer, experts, action=CONTRIBUTION):
         with torch.inference_mode():
             with deciding(model, [layer]) as decisions:
                 x = through(model, embedded(model, passages), kept=kept)
-            found.add(
+            result.add(
                 kept[layer.block],
                 passages,
                 columns(passages),
                 losses(model, x, passages),
                 decisions[layer.name],
             )
-    return found.result()
+    return result.result()
 
 
 def zeroed(model, layer, expert):
@@ -131,22 +131,22 @@ def token_by_token(model, layer):
     hook = model.get_submodule(layer.name).register_forward_hook(
         lambda module, given, output: added.append(output[0])
     )
-    found = []
+    result = []
     for passages in passages_of(model):
         logits_BTV = model(passages.ids_BT).logits
         index = passages.places_BP.unsqueeze(-1).expand(-1, -1, VOCABULARY)
         logits_BPV = logits_BTV.gather(1, index)
         loss_BP = cross_entropy(logits_BPV.mT, passages.target_BP, reduction="none")
-        found += list(zip(loss_BP, added.pop(), strict=True))
+        result += list(zip(loss_BP, added.pop(), strict=True))
     hook.remove()
-    return found
+    return result
 
 
 def of_class(changes, row, by, column, classes=CLASSES):
     """What a table says of a class, by its number."""
     place = {"row": row, "by": by, "class": classes[by][column]}
-    (found,) = changes[(changes[list(place)] == pd.Series(place)).all(axis=1)].to_dict("records")
-    return found
+    (result,) = changes[(changes[list(place)] == pd.Series(place)).all(axis=1)].to_dict("records")
+    return result
 
 
 def check_layer(model, layer, experts):
@@ -250,8 +250,8 @@ def check_actions(model, layer, hows):
         action = Action(how=how, mean_SD=mean_SD if how == "mean" else None)
         result = knocked_out(model, layer, range(layer.num_experts), action)
         for expert in range(layer.num_experts):
-            asked = Intervention(layer=layer.block, experts=(expert,), action=action)
-            with intervened(model, [asked], lambda: {layer.name: mean_SD}):
+            removed = Intervention(layer=layer.block, experts=(expert,), how=how)
+            with intervened(model, [removed], lambda: {layer.name: mean_SD}):
                 without = torch.stack([loss for loss, _ in token_by_token(model, layer)])
             expected = float((without - whole)[scored].mean())
             ours = result.of_all()[expert]
@@ -277,10 +277,10 @@ def test_intervals_are_of_windows_and_may_be_below_zero():
     sums.add(label_JBP, number_B, torch.zeros(40).long(), torch.tensor([[-0.5, 0.1]] * 40), own_BP)
     changing = torch.where(number_B % 2 == 0, 1.0, -1.0).unsqueeze(1).expand(40, 2)
     sums.add(label_JBP, number_B, torch.ones(40).long(), changing, own_BP)
-    found = sums.result("test")
+    result = sums.result("test")
 
     def ends(row, by, column, name="change"):
-        ours = of_class(found, row, by, column, classes)
+        ours = of_class(result, row, by, column, classes)
         return tuple(ours[f"{name}{end}"] for end in ("", "_low", "_high"))
 
     assert ends(0, "all", 0) == pytest.approx((-0.2, -0.2, -0.2))
@@ -292,7 +292,7 @@ def test_intervals_are_of_windows_and_may_be_below_zero():
     assert (low, high) == pytest.approx((-0.31, 0.31), abs=0.06)
     assert ends(1, "parity", 0, "own_change")[0] == 0
     assert math.isnan(ends(1, "parity", 1, "own_change")[0])
-    assert of_class(found, 0, "all", 0, classes)["loss"] == 3.0
+    assert of_class(result, 0, "all", 0, classes)["loss"] == 3.0
 
 
 def test_focus_is_that_of_a_table_worked_out_by_hand():
@@ -300,9 +300,9 @@ def test_focus_is_that_of_a_table_worked_out_by_hand():
     # both by a tenth of theirs; expert 2 nothing beyond noise; expert 3 helps the second one too.
     change_EC = torch.tensor([[2.0, 0.0], [0.2, 0.4], [0.1, 0.1], [0.4, -0.4]])
     beyond_EC = torch.tensor([[True, False], [True, True], [False, False], [True, False]])
-    found = focus(change_EC, beyond_EC, torch.tensor([2.0, 4.0]), torch.tensor([10.0, 30.0]))
+    result = focus(change_EC, beyond_EC, torch.tensor([2.0, 4.0]), torch.tensor([10.0, 30.0]))
     # Harm in nats: 20, 2 + 12, 4; classes: 1, 2, 1.
     distance = (0.0 + (0.9**2 + 0.1**2) ** 0.5 + (0.8**2 + 0.1**2) ** 0.5) / 3
-    assert found == Focus(3, pytest.approx((20 + 2 * 14 + 4) / 38), pytest.approx(distance))
+    assert result == Focus(3, pytest.approx((20 + 2 * 14 + 4) / 38), pytest.approx(distance))
     nothing = focus(change_EC, torch.zeros_like(beyond_EC), torch.ones(2), torch.ones(2))
     assert nothing == Focus(0, None, None)

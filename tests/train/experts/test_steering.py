@@ -10,7 +10,6 @@ from polyad.model.decoder_config import GPT2Config
 from polyad.model.mumoe.config import FACTORIZATIONS
 from polyad.model.smoe.router import SCORES
 from polyad.train.evaluation.generate import Sampling, generate_ids
-from polyad.train.experts.actions import Action
 from polyad.train.experts.interventions import Intervention, intervened
 from tests.helpers.everyday import everyday
 
@@ -52,9 +51,7 @@ def make_model(dtype=torch.float64, **section):
 
 
 def steering(layer, expert, strength):
-    return Intervention(
-        layer=layer, experts=(expert,), action=Action(how="steer", value=float(strength))
-    )
+    return Intervention(layer=layer, experts=(expert,), how="steer", value=float(strength))
 
 
 def load_of(model, layer, expert, *steerings):

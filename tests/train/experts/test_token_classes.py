@@ -64,20 +64,20 @@ def test_moved_labels_are_those_of_the_same_window():
     labels = torch.arange(12).view(2, 6)
     labels[1, 4:] = -1  # which do not count
     shifts = Shifts(windows=5, length=6, shuffles=3)
-    found = shifts(labels, torch.tensor([1, 4]))
-    assert found.shape == (4, 2, 6)
-    assert torch.equal(found[0], labels)
+    result = shifts(labels, torch.tensor([1, 4]))
+    assert result.shape == (4, 2, 6)
+    assert torch.equal(result[0], labels)
     distances = set()
-    for moved in found[1:, 0].tolist():
+    for moved in result[1:, 0].tolist():
         distance = moved.index(0)
         distances.add(distance)
         assert moved == [(t - distance) % 6 for t in range(6)]
     assert len(distances) > 1
-    for moved in found[1:, 1].tolist():
+    for moved in result[1:, 1].tolist():
         assert moved[4:] == [-1, -1]
         assert set(moved[:4]) <= {6, 7, 8, 9, -1}
     alone = shifts(labels[1:], torch.tensor([4]))  # whatever the other windows of the batch are
-    assert torch.equal(alone[:, 0], found[:, 1])
+    assert torch.equal(alone[:, 0], result[:, 1])
 
 
 def test_a_part_of_a_word_is_of_its_letters_and_a_special_token_of_nothing():
@@ -91,10 +91,10 @@ def test_a_part_of_a_word_is_of_its_letters_and_a_special_token_of_nothing():
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     vocabulary = {token: i for i, token in enumerate([*special, "a", *words])}
     tokenizer = Tokenizer(BertWordPieceTokenizer(vocabulary, lowercase=False).to_str(), "[SEP]")
-    found = character_classes(tokenizer, np.arange(tokenizer.vocab_size))
+    result = character_classes(tokenizer, np.arange(tokenizer.vocab_size))
     for token, expected in words.items():
-        assert CHARACTERS[found[vocabulary[token]]] == expected, token
-    assert {CHARACTERS[found[vocabulary[token]]] for token in special} == {"other"}
+        assert CHARACTERS[result[vocabulary[token]]] == expected, token
+    assert {CHARACTERS[result[vocabulary[token]]] for token in special} == {"other"}
 
 
 def test_a_blank_alone_is_white_space():
@@ -103,5 +103,5 @@ def test_a_blank_alone_is_white_space():
     backend.pre_tokenizer = pre_tokenizers.Metaspace()
     backend.decoder = decoders.Metaspace()
     tokenizer = Tokenizer(backend.to_str(), "</s>")
-    found = character_classes(tokenizer, np.arange(3))
-    assert [CHARACTERS[each] for each in found] == ["other", "space or newline", "letters"]
+    result = character_classes(tokenizer, np.arange(3))
+    assert [CHARACTERS[each] for each in result] == ["other", "space or newline", "letters"]

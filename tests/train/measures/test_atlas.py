@@ -74,8 +74,8 @@ def test_changes_are_those_of_one_intervention_after_the_other(found, by_hand):
     values = frame_of(found[0][0], "experts")["change"]
     before = mean_loss(model, windows)
     for expert in range(layer.num_experts):
-        asked = Intervention(layer=1, experts=(expert,), action=Action(how="route-around"))
-        with intervened(model, [asked]):
+        removed = Intervention(layer=1, experts=(expert,), how="route-around")
+        with intervened(model, [removed]):
             change = mean_loss(model, windows) - before
         assert values[expert] == pytest.approx(change, abs=1e-5)
 
@@ -103,8 +103,8 @@ def test_statistics_are_those_of_each_token(found, by_hand):
 
 
 def test_a_process_without_a_window_adds_nothing(workers, finished):
-    asked = {"tokens": 32, "how": "mean"}
-    one, two = (workers(size).run(atlas, finished, **asked)[0][0] for size in (1, 2))
+    options = {"tokens": 32, "how": "mean"}
+    one, two = (workers(size).run(atlas, finished, **options)[0][0] for size in (1, 2))
     assert two["experts"] == one["experts"]
 
 
@@ -139,10 +139,8 @@ def test_sets_are_taken_away_together(found, by_hand):
             if (name := each["chosen_by"]) != "random":
                 lowest = sorted(range(experts), key=lambda expert: of_experts[name][expert])
                 assert each["experts"] == sorted(lowest[:size])
-            asked = Intervention(
-                layer=1, experts=tuple(each["experts"]), action=Action(how="route-around")
-            )
-            with intervened(model, [asked]):
+            removed = Intervention(layer=1, experts=tuple(each["experts"]), how="route-around")
+            with intervened(model, [removed]):
                 change = mean_loss(model, windows) - before
             assert each["change"] == pytest.approx(change, abs=1e-5)
     for each in together.to_dict("records"):
@@ -206,10 +204,10 @@ def test_people_are_told_whether_statistics_predict(found):
 def test_every_way_to_take_away_is_that_of_the_model_itself(how, workers, finished):
     """Beside the loss that `evaluate` finds of all tokens under the same intervention."""
     result = workers(1).run(atlas, finished, overrides=SMALL, how=how, experts=["5"])[0][0]
-    asked = [Intervention(layer=1, experts=(5,), action=Action(how=how))]
+    changes = [Intervention(layer=1, experts=(5,), how=how)]
     before, after = (
         workers(1).run(evaluation, finished, overrides=SMALL, interventions=each)[0]
-        for each in ([], asked)
+        for each in ([], changes)
     )
     (change,) = frame_of(result, "experts", module=LAYER)["change"]
     assert after["interventions"] == [{"layer": 1, "experts": [5], "how": how}]
@@ -256,11 +254,11 @@ def test_blocks_before_an_intervention_need_no_second_pass():
 
 
 def test_what_is_not_allowed_is_said(capfd, finished):
-    for words, said in (
+    for words, message in (
         (["--layers", "0"], "--layers: 0 is not allowed: blocks with experts are 1"),
         (["--how", "kill"], "--how"),
         (["--unembed", "0"], "--unembed"),
     ):
         status = polyad(["experts", "atlas", str(finished), *words])
         assert status == 2
-        assert said in capfd.readouterr().err
+        assert message in capfd.readouterr().err

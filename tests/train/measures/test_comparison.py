@@ -59,7 +59,7 @@ def checkpoint(run_folder, step):
 
 @everyday("kind", ["smoe", "mumoe"], keep=["mumoe"])
 def test_a_checkpoint_does_not_differ_from_itself(workers, runs, kind):
-    result = workers(1).run(compare, runs[kind], checkpoint(runs[kind], 6), units=3200)[0]
+    result = workers(1).run(compare, runs[kind], checkpoint(runs[kind], 6), tokens=3200)[0]
     layers = frame_of(result, "layers")
     assert list(layers["module"]) == ["blocks.0.feed_forward", "blocks.1.feed_forward"]
     for name, value in (("top1", 0.0), ("set", 0.0), ("entropy_ratio", 1.0)):
@@ -70,7 +70,7 @@ def test_a_checkpoint_does_not_differ_from_itself(workers, runs, kind):
 @pytest.mark.parametrize("kind", ["smoe", "mumoe"])
 def test_two_checkpoints_differ_as_the_loop_says(workers, runs, kind):
     # The loop measured the same on its way, with the engine that trained.
-    result = workers(1).run(compare, runs[kind], checkpoint(runs[kind], 3), units=320)[0]
+    result = workers(1).run(compare, runs[kind], checkpoint(runs[kind], 3), tokens=320)[0]
     record = records(runs[kind])[-1]
     assert (result["step"], result["compared_step"], result["probe_tokens"]) == (6, 3, 320)
     assert 0 < result["mean_top1"] < 1
@@ -87,7 +87,7 @@ def test_two_checkpoints_differ_as_the_loop_says(workers, runs, kind):
 def test_shares_are_those_of_the_routers_by_hand(workers, runs, prepared_path):
     # The experts of every token of 20 windows, straight from the routers.
     data = PreparedData.open(prepared_path)
-    split, found = data.split("validation"), []
+    split, results = data.split("validation"), []
     stream = [data.manifest.tokenizer.end_of_text_id, *split.read(0, split.num_tokens).tolist()]
     total = math.ceil(split.num_tokens / 32)
     assert total > 40
@@ -100,9 +100,9 @@ def test_shares_are_those_of_the_routers_by_hand(workers, runs, prepared_path):
             begin = 32 * (window * total // 20)
             with torch.no_grad():
                 model(torch.tensor([stream[begin : begin + 32]]))
-        found.append(torch.cat(seen))
-    before, now = found
-    options = {"units": 20 * 32, "overrides": ("evaluation.batch_size=16",)}
+        results.append(torch.cat(seen))
+    before, now = results
+    options = {"tokens": 20 * 32, "overrides": ("evaluation.batch_size=16",)}
     result = workers(1).run(compare, runs["smoe"], checkpoint(runs["smoe"], 3), **options)[0]
     layer = result["layers"][0]
     assert result["probe_tokens"] == len(now) == 20 * 32
@@ -116,14 +116,14 @@ def test_shares_are_those_of_the_routers_by_hand(workers, runs, prepared_path):
 def test_padding_is_no_token(workers, runs, prepared_path):
     tokens = PreparedData.open(prepared_path).split("validation").num_tokens
     assert tokens % 32  # the last window is not full
-    options = {"units": tokens, "overrides": ("evaluation.batch_size=16",)}
+    options = {"tokens": tokens, "overrides": ("evaluation.batch_size=16",)}
     result = workers(1).run(compare, runs["smoe"], checkpoint(runs["smoe"], 3), **options)[0]
     assert result["probe_tokens"] == tokens
 
 
 def test_two_processes_compare_as_one(workers, runs):
     # Windows that neither the batch size nor the processes divide.
-    options = {"units": 32 * 13, "overrides": ("evaluation.batch_size=3",)}
+    options = {"tokens": 32 * 13, "overrides": ("evaluation.batch_size=3",)}
     results = [
         workers(size).run(compare, runs["smoe"], checkpoint(runs["smoe"], 3), **options)[0]
         for size in (1, 2)
@@ -135,7 +135,7 @@ def test_two_processes_compare_as_one(workers, runs):
 
 
 def test_the_table_is_aligned(workers, runs):
-    options = {"other": checkpoint(runs["smoe"], 3), "units": 64}
+    options = {"other": checkpoint(runs["smoe"], 3), "tokens": 64}
     result, text = workers(1).run(both_forms, runs["smoe"], Comparison, **options)[0]
     lines = text.splitlines()
     block = lines[lines.index("") + 2 :]
@@ -226,7 +226,7 @@ def test_other_data_is_refused_unless_it_is_named(workers, runs, tmp_path, texts
     assert "was trained on other data than" in text
     assert "use --data to name the text that both are to read" in text
     result = workers(1).run(
-        compare, runs["smoe"], tmp_path / "run", data=str(prepared_path), units=64
+        compare, runs["smoe"], tmp_path / "run", data=str(prepared_path), tokens=64
     )[0]
     assert result["data"] == str(prepared_path)
 

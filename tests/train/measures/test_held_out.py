@@ -88,9 +88,9 @@ def test_statistics_are_means_over_a_trace(text, trace):
 
 def test_an_expert_is_removed_at_its_token_alone(run, text, trace, prepared_path):
     rows = trace[trace["loss"].notna()].iloc[[0, 7, 101, 102, 900, 901]]
-    found = text.without(rows)
+    result = text.without(rows)
     selection = run.model.blocks[1].feed_forward.router.selection
-    for row, ours in zip(rows.itertuples(), found, strict=True):
+    for row, ours in zip(rows.itertuples(), result, strict=True):
         read, after = window_of(prepared_path, row.window)
 
         def without(module, arguments, output, row=row):
@@ -109,10 +109,10 @@ def test_an_expert_is_removed_at_its_token_alone(run, text, trace, prepared_path
 
 def test_hidden_units_are_those_of_the_tokens(run, text, trace, prepared_path):
     rows = trace.iloc[[3, 500, 20, 21]]  # in any order
-    found = text.hidden(rows)
+    result = text.hidden(rows)
     module = run.model.blocks[1].feed_forward
     up_EDF = module.experts.stacked().up
-    for row, ours in zip(rows.itertuples(), found, strict=True):
+    for row, ours in zip(rows.itertuples(), result, strict=True):
         seen = []
         handle = module.register_forward_pre_hook(lambda _, u, seen=seen: seen.append(u[0]))
         with torch.no_grad():

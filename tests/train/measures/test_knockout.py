@@ -52,13 +52,13 @@ def kind_of(tokenizer, token):
 @torch.inference_mode()
 def losses_of(model, windows):
     """Losses of each token, and probabilities of the next one, window by window."""
-    found = []
+    result = []
     for read, after in windows:
         logits_TV = model(torch.tensor([read])).logits[0].double()
-        found.append(
+        result.append(
             (cross_entropy(logits_TV, torch.tensor(after), reduction="none"), logits_TV.softmax(-1))
         )
-    return found
+    return result
 
 
 @pytest.fixture(scope="module")
@@ -83,22 +83,22 @@ def test_focus_is_made_of_the_tables_without_rare_classes(one):
             *(f"predicted {by}" for by in ("characters", "frequency")),
             *(f"read {by}" for by in ("characters", "frequency")),
         ]
-        for found in of_layer.to_dict("records"):
-            classes = frame_of(one[0], "classes", module=module, by=found["by"])
+        for result in of_layer.to_dict("records"):
+            classes = frame_of(one[0], "classes", module=module, by=result["by"])
             common = classes[classes["tokens"] >= 50]
             count = common["class"].nunique()
             rare = classes["class"].nunique() - count
             assert count > 1
-            assert rare or found["by"].endswith("frequency")
+            assert rare or result["by"].endswith("frequency")
             distances = []
             for _, of_expert in common.groupby("expert"):
                 if (of_expert["change_low"] > 0).any():
                     d = (of_expert["change"] / of_expert["loss"]).tolist()
                     d[d.index(max(d))] -= 1
                     distances.append(math.hypot(*d))
-            assert found["experts_that_matter"] == len(distances)
-            assert 1 <= found["effective_classes"] <= count
-            assert found["polysemanticity"] == pytest.approx(sum(distances) / len(distances))
+            assert result["experts_that_matter"] == len(distances)
+            assert 1 <= result["effective_classes"] <= count
+            assert result["polysemanticity"] == pytest.approx(sum(distances) / len(distances))
 
 
 def test_classes_are_as_counted_token_by_token(one, trained, prepared_path):
@@ -119,12 +119,12 @@ def test_classes_are_as_counted_token_by_token(one, trained, prepared_path):
             tokens = after if side == "predicted" else read
             for token, change in zip(tokens, (others - nats).tolist(), strict=True):
                 sums.setdefault(kind_of(tokenizer, token), []).append(change)
-        found = classes[classes["by"] == f"{side} characters"].set_index("class")
-        assert set(found.index) == set(sums)
+        results = classes[classes["by"] == f"{side} characters"].set_index("class")
+        assert set(results.index) == set(sums)
         for name, changes in sums.items():
-            assert found.loc[name, "tokens"] == len(changes)
+            assert results.loc[name, "tokens"] == len(changes)
             mean = sum(changes) / len(changes)
-            assert found.loc[name, "change"] == pytest.approx(mean, abs=1e-5)
+            assert results.loc[name, "change"] == pytest.approx(mean, abs=1e-5)
     (every,) = frame_of(result, "experts", module=LAYER, expert=expert).to_dict("records")
     assert every["change_low"] <= every["change"] <= every["change_high"]
     for name in ("position", "predicted frequency", "read frequency"):
@@ -163,11 +163,11 @@ def test_steering_is_as_two_passes_say(steering, trained, prepared_path):
 def test_all_of_a_split_is_read_as_evaluate_reads_it(workers, trained):
     """To its last window, which is padded."""
     options = {"tokens": 10**9, "layers": ["all"], "experts": ["0"]}
-    found = workers(1).run(atlas, trained("smoe"), **options)[0]
+    result = workers(1).run(atlas, trained("smoe"), **options)[0]
     scored = workers(1).run(evaluation, trained("smoe"))[0]
-    assert found["tokens_scored"] == scored["tokens_scored"]
-    assert found["loss"] == pytest.approx(scored["loss"], abs=1e-5)
-    for _, table in frame_of(found, "classes", module=LAYER).groupby("by"):
+    assert result["tokens_scored"] == scored["tokens_scored"]
+    assert result["loss"] == pytest.approx(scored["loss"], abs=1e-5)
+    for _, table in frame_of(result, "classes", module=LAYER).groupby("by"):
         assert table["tokens"].sum() == scored["tokens_scored"]
 
 
@@ -187,9 +187,9 @@ def test_two_processes_find_what_one_does(one, steering):
 
 def test_a_strength_of_zero_changes_nothing(workers, trained):
     changes = [parse_intervention(f"layer={layer},expert=3,how=steer,value=0") for layer in (0, 1)]
-    found = workers(1).run(steer, trained("tr"), tokens=64, changes=changes)[0]
-    assert found["windows_read"] == 2
-    (every,) = frame_of(found, "steering", by="all").to_dict("records")
+    result = workers(1).run(steer, trained("tr"), tokens=64, changes=changes)[0]
+    assert result["windows_read"] == 2
+    (every,) = frame_of(result, "steering", by="all").to_dict("records")
     assert (every["change"], every["change_low"], every["change_high"]) == (0, 0, 0)
 
 
@@ -249,14 +249,14 @@ def test_of_masked_text_hidden_tokens_are_counted(workers, tmp_path, texts):
     )
     assert workers(1).run(run, config) == [6]
     folder = tmp_path / "run"
-    found = workers(2).run(atlas, folder, tokens=320, overrides=SMALL)[0]
+    result = workers(2).run(atlas, folder, tokens=320, overrides=SMALL)[0]
     # 320 tokens are eleven windows of 30 and two marks, each with 15% of its tokens hidden.
-    assert (found["windows_read"], found["tokens_scored"]) == (11, 55)
-    classes = frame_of(found, "classes")
+    assert (result["windows_read"], result["tokens_scored"]) == (11, 55)
+    classes = frame_of(result, "classes")
     assert not classes["by"].str.startswith("read").any()
     for _, of_expert in classes[classes["by"] == "position"].groupby(["module", "expert"]):
         assert of_expert["tokens"].sum() == 55
-    assert (frame_of(found, "experts").groupby("module")["own_tokens"].sum() == 2 * 55).all()
+    assert (frame_of(result, "experts").groupby("module")["own_tokens"].sum() == 2 * 55).all()
     # Frequencies count the text between the marks, which is hidden in part.
     text = TextSamples(
         open_evaluated(newest(folder), None, ()).task, "validation", 320, hidden=True
@@ -269,7 +269,7 @@ def test_of_masked_text_hidden_tokens_are_counted(workers, tmp_path, texts):
                 text.forward(model, passages, {})
                 uses += (decisions[layer.name].coefficients()[1:-1] != 0).sum(0)
         assert uses.sum() == 2 * 11 * 30
-        frequency = frame_of(found, "experts", module=layer.name)["frequency"]
+        frequency = frame_of(result, "experts", module=layer.name)["frequency"]
         assert list(frequency) == pytest.approx((uses / (11 * 30)).tolist())
     with pytest.raises(Exception, match="steer: is not allowed with data") as caught:
         workers(1).run(steer, folder, changes=[parse_intervention(STEER)])

@@ -33,13 +33,13 @@ def even_measured(path, **options):
 @torch.inference_mode()
 def by_hand(folder, ids):
     """The share of the routing weights of even experts, from the router itself."""
-    model, found = load_model(newest(folder)), []
+    model, result = load_model(newest(folder)), []
     router = model.blocks[1].feed_forward.router
-    router.register_forward_hook(lambda _, given, output: found.append(output.selected))
+    router.register_forward_hook(lambda _, given, output: result.append(output.selected))
     for window in ids.split(32):
         model(window[None])
-    even = sum(float(s.weights_NK[s.expert_ids_NK % 2 == 0].sum()) for s in found)
-    return even / sum(float(s.weights_NK.sum()) for s in found)
+    even = sum(float(s.weights_NK[s.expert_ids_NK % 2 == 0].sum()) for s in result)
+    return even / sum(float(s.weights_NK.sum()) for s in result)
 
 
 @pytest.mark.slow
@@ -51,11 +51,11 @@ def test_one_process_and_two_say_what_the_router_says(workers, trained, prepared
     ids = torch.tensor([data.tokenizer().end_of_text_id, *stream.read(0, stream.num_tokens)[:-1]])
     expected = by_hand(trained("smoe"), ids)
     for size in (1, 2):
-        found, text = workers(size).run(
+        result, text = workers(size).run(
             even_measured, trained("smoe"), overrides=("evaluation.batch_size=3",)
         )[0]
-        assert found["layers"] == [{"module": LAYER, "even": pytest.approx(expected, rel=1e-6)}]
-        assert found["rows_read"] == -(-len(ids) // 32)
+        assert result["layers"] == [{"module": LAYER, "even": pytest.approx(expected, rel=1e-6)}]
+        assert result["rows_read"] == -(-len(ids) // 32)
         assert f"{LAYER}  {expected:.4f}" in text
     assert 0 < expected < 1
 
@@ -64,9 +64,9 @@ def test_one_process_and_two_say_what_the_router_says(workers, trained, prepared
 def test_sequences_are_read_too(workers, tmp_path_factory):
     held_out, options = table(10, 2), {"overrides": ("evaluation.batch_size=3",)}
     folder = trainer(workers, tmp_path_factory)("smoe", table(24, 1), held_out, steps=1)
-    found = [workers(size).run(even_measured, folder, **options)[0][0] for size in (1, 2)]
-    assert found[0]["rows_read"] == found[1]["rows_read"] == len(held_out)
-    one, two = (frame_of(each, "layers") for each in found)
+    result = [workers(size).run(even_measured, folder, **options)[0][0] for size in (1, 2)]
+    assert result[0]["rows_read"] == result[1]["rows_read"] == len(held_out)
+    one, two = (frame_of(each, "layers") for each in result)
     pd.testing.assert_frame_equal(one, two)
 
 
@@ -75,8 +75,8 @@ def test_commands_know_it_by_its_name(even, trained, tmp_path, capfd):
     words = ["experts", "even", str(trained("smoe"))]
     file = tmp_path / "a.json"
     assert polyad([*words, "--json", str(file)]) == 0
-    found = json.loads(file.read_text())
-    share = found["layers"][0]["even"]
+    result = json.loads(file.read_text())
+    share = result["layers"][0]["even"]
     assert f"{LAYER}  {share:.4f}" in capfd.readouterr().out
     assert polyad(["experts", "odd"]) == 2
     assert "experts odd: " in capfd.readouterr().err

@@ -8,7 +8,6 @@ import torch
 from polyad.launch.cli import run as polyad
 from polyad.parallel.weights import load_model, open_weights
 from polyad.train.errors import ConfigError
-from polyad.train.experts.actions import Action
 from polyad.train.experts.interventions import Intervention, intervened
 from polyad.train.experts.probing import routed_layers
 from polyad.train.measures.removal import Removal
@@ -27,12 +26,12 @@ def prune(path, output, **options):
 @torch.no_grad()
 def under_intervention(model, result, ids_BT):
     """Logits of the first model where all experts but those that stay are pruned."""
-    asked = []
+    changes = []
     for layer in routed_layers(model):
         kept = {expert for (expert,) in frame_of(result, "kept", module=layer.name)["made_of"]}
         gone = tuple(each for each in range(layer.num_experts) if each not in kept)
-        asked.append(Intervention(layer=layer.block, experts=gone, action=Action(how="prune")))
-    with intervened(model, asked):
+        changes.append(Intervention(layer=layer.block, experts=gone, how="prune"))
+    with intervened(model, changes):
         return model(ids_BT).logits
 
 
@@ -61,11 +60,11 @@ def test_a_smaller_folder_is_read_by_transformers(case, tmp_path):
         == json.loads((tmp_path / "hub" / "config.json").read_text())["architectures"][0]
     )
     with torch.no_grad():
-        found = ours(ids_BT).logits
+        results = ours(ids_BT).logits
         wanted = theirs.eval()(ids_BT).logits
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(results, wanted, rtol=1e-4, atol=1e-4)
     before = under_intervention(load_model(tmp_path / "hub"), result, ids_BT)
-    torch.testing.assert_close(found, before, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(results, before, rtol=1e-4, atol=1e-4)
     assert result["experts_left"] == experts
     losses = frame_of(result, "losses")
     assert len(losses) == 2 + 3
@@ -112,8 +111,8 @@ def test_a_checkpoint_keeps_its_buffers_and_keys(by, finished, tmp_path):
     whole, small = load_model(newest(finished)), load_model(tmp_path / "small")
     ids_BT = torch.randint(100, (2, 16), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        found = small(ids_BT).logits
-    torch.testing.assert_close(found, under_intervention(whole, result, ids_BT))
+        results = small(ids_BT).logits
+    torch.testing.assert_close(results, under_intervention(whole, result, ids_BT))
     for block, layer in enumerate(routed_layers(whole)):
         kept = [expert for (expert,) in frame_of(result, "kept", module=layer.name)["made_of"]]
         assert len(kept) == 6
@@ -181,9 +180,9 @@ def test_groups_that_become_too_small_are_known_before_the_reading(tmp_path):
     hub_folder(tmp_path / "hub", "deepseek_v3")
     data = prepared_for(tmp_path / "hub", tmp_path)
     opened = open_evaluated(tmp_path / "hub", str(data), ())
-    asked = {"output": tmp_path / "small", "by": "reap"}
+    options = {"output": tmp_path / "small", "by": "reap"}
     with pytest.raises(ConfigError, match=r"--keep: 0.5 leaves 4 of 8 experts; .* num_groups: 4$"):
-        Removal(keep=0.5, **asked).check(opened, "validation")
+        Removal(keep=0.5, **options).check(opened, "validation")
 
 
 def test_a_folder_that_is_there_is_known_before_the_reading(tmp_path):
@@ -191,6 +190,6 @@ def test_a_folder_that_is_there_is_known_before_the_reading(tmp_path):
     data = prepared_for(tmp_path / "hub", tmp_path)
     opened = open_evaluated(tmp_path / "hub", str(data), ())
     (tmp_path / "there").write_text("mine")
-    asked = {"output": tmp_path / "there", "by": "reap"}
+    options = {"output": tmp_path / "there", "by": "reap"}
     with pytest.raises(ConfigError, match="there: exists and is not an empty folder"):
-        Removal(keep=0.5, **asked).check(opened, "validation")
+        Removal(keep=0.5, **options).check(opened, "validation")

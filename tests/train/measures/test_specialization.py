@@ -83,12 +83,12 @@ def kind_of(text):
 
 @pytest.mark.slow
 def test_text_is_as_counted_token_by_token(workers, runs, prepared_path):
-    found = workers(1).run(specialization, runs["smoe"])[0]
+    result = workers(1).run(specialization, runs["smoe"])[0]
     tokens, tokenizer, _ = token_by_token(runs["smoe"], prepared_path)
-    assert found["tokens_scored"] == len(tokens)
-    assert found["windows_scored"] == -(-len(tokens) // 32)
-    assert [row["module"] for row in found["levels"]] == ["blocks.0.feed_forward", LAYER]
-    level = found["levels"][1]
+    assert result["tokens_scored"] == len(tokens)
+    assert result["windows_scored"] == -(-len(tokens) // 32)
+    assert [row["module"] for row in result["levels"]] == ["blocks.0.feed_forward", LAYER]
+    level = result["levels"][1]
     scores = torch.stack([levels[0] for *_, levels in tokens]).double()
     experts = scores.argmax(-1).tolist()
     each = entropy(scores.numpy(), base=2, axis=1)
@@ -103,8 +103,8 @@ def test_text_is_as_counted_token_by_token(workers, runs, prepared_path):
         "position": [f"{4 * (place // 4)} to {4 * (place // 4) + 3}" for _, place, _ in tokens],
     }
     for name, label in labels.items():
-        (measures,) = frame_of(found, "labels", module=LAYER, by=name).to_dict("records")
-        counted = frame_of(found, "counts", module=LAYER, by=name)
+        (measures,) = frame_of(result, "labels", module=LAYER, by=name).to_dict("records")
+        counted = frame_of(result, "counts", module=LAYER, by=name)
         given = zip(counted["expert"], counted["class"], counted["tokens"], strict=True)
         counts = Counter(zip(experts, label, strict=True))
         assert {(expert, group): tokens for expert, group, tokens in given} == counts
@@ -114,23 +114,23 @@ def test_text_is_as_counted_token_by_token(workers, runs, prepared_path):
         assert measures["normalized_information"] == pytest.approx(ratio, rel=1e-6)
         low, high = (measures[f"information_bits_{end}"] for end in ("low", "high"))
         assert low <= measures["information_bits"] <= high
-    assert frame_of(found, "counts", module=LAYER, by="frequency")["tokens"].sum() == len(tokens)
+    assert frame_of(result, "counts", module=LAYER, by="frequency")["tokens"].sum() == len(tokens)
     # An expert follows the token more than any place in a window: chance is what shifting leaves.
-    (characters,) = frame_of(found, "labels", module=LAYER, by="characters").to_dict("records")
+    (characters,) = frame_of(result, "labels", module=LAYER, by="characters").to_dict("records")
     assert characters["information_bits"] > 2 * characters["information_bits_by_chance"]
 
 
 @pytest.mark.slow
 def test_levels_of_a_mumoe_are_apart(workers, runs, prepared_path):
-    found = workers(1).run(specialization, runs["mumoe"])[0]
+    result = workers(1).run(specialization, runs["mumoe"])[0]
     tokens, *_ = token_by_token(runs["mumoe"], prepared_path)
-    levels = frame_of(found, "levels", module=LAYER).to_dict("records")
+    levels = frame_of(result, "levels", module=LAYER).to_dict("records")
     assert [level["experts"] for level in levels] == [6, 2]
     for number, level in enumerate(levels):
         scores = torch.stack([levels[number] for *_, levels in tokens]).double()
         each = entropy(scores.numpy(), base=2, axis=1)
         assert level["entropy_bits"] == pytest.approx(each.mean(), rel=1e-5)
-        counted = frame_of(found, "counts", module=LAYER, level=number, by="position")
+        counted = frame_of(result, "counts", module=LAYER, level=number, by="position")
         given = torch.tensor(counted.groupby("expert")["tokens"].sum().to_numpy())
         torch.testing.assert_close(given, scores.sum(0).to(given), rtol=1e-4, atol=1e-3)
 
@@ -152,16 +152,16 @@ def test_two_processes_measure_as_one(workers, runs):
 def test_sequences_are_by_class(workers, tmp_path_factory, capfd):
     held_out = table(10, 2)
     folder = trainer(workers, tmp_path_factory)("smoe", table(24, 1), held_out)
-    found, text = workers(2).run(measured, folder, "specialize")[0]
+    result, text = workers(2).run(measured, folder, "specialize")[0]
     _, tokens = one_by_one(folder, [row["text"] for row in held_out])
-    assert found["sequences_scored"] == len(held_out)
-    for measures in frame_of(found, "labels", by="class").to_dict("records"):
+    assert result["sequences_scored"] == len(held_out)
+    for measures in frame_of(result, "labels", by="class").to_dict("records"):
         name = measures["module"]
         expected = Counter[tuple[int, str]]()
         for row, given in zip(held_out, tokens, strict=True):
             for expert, count in enumerate(torch.tensor(given[name]).sum(0).tolist()):
                 expected[expert, row["label"]] += count
-        counted = frame_of(found, "counts", module=name)
+        counted = frame_of(result, "counts", module=name)
         ours = zip(counted["expert"], counted["class"], counted["tokens"], strict=True)
         assert {(expert, group): n for expert, group, n in ours} == +expected
         most = counted.groupby("expert")["tokens"].max().sum()
@@ -180,9 +180,9 @@ def test_sequences_are_by_class(workers, tmp_path_factory, capfd):
 def test_the_report_says_the_same(workers, runs, tmp_path):
     """It leaves out the one token before the text."""
     told = report(runs["smoe"], output=tmp_path / "page.html", tokens=10**9)
-    found = workers(1).run(specialization, runs["smoe"])[0]
-    assert told["units_read"] == found["tokens_scored"] - 1
-    both = told["specialization"], found
+    result = workers(1).run(specialization, runs["smoe"])[0]
+    assert told["units_read"] == result["tokens_scored"] - 1
+    both = told["specialization"], result
     for label in ("characters", "position", "frequency"):
         ours, theirs = (
             frame_of(each, "counts", module=LAYER, by=label).set_index(["expert", "class"])[

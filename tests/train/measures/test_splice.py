@@ -57,11 +57,11 @@ def windows(data):
 
 @torch.inference_mode()
 def loss_of(theirs, data):
-    found = [
+    result = [
         cross_entropy(theirs(read[None, : len(after)]).logits[0], after, reduction="none")
         for read, after in windows(data)
     ]
-    return torch.cat(found).double().mean().item()
+    return torch.cat(result).double().mean().item()
 
 
 def in_place_of(layers, blocks, output):
@@ -90,15 +90,15 @@ def test_losses_are_those_of_transformers_with_the_same_feed_forwards(workers, g
     assert result["tokens"] == sum(len(after) for _, after in windows(data))
     cases = {"blocks.0.feed_forward": [0], "blocks.2.feed_forward": [2], "together": [0, 2]}
     for name, blocks in cases.items():
-        (found,) = frame_of(result, "blocks", module=name).to_dict("records")
+        (results,) = frame_of(result, "blocks", module=name).to_dict("records")
         for way, output in (("zeroed", lambda _, x: torch.zeros_like(x)), ("spliced", spliced)):
             hooks = in_place_of(theirs.transformer.h, blocks, output)
-            assert found[way] == pytest.approx(loss_of(theirs, data), rel=1e-5), (name, way)
+            assert results[way] == pytest.approx(loss_of(theirs, data), rel=1e-5), (name, way)
             for hook in hooks:
                 hook.remove()
-        zeroed, kept = found["zeroed"], found["spliced"]
-        assert found["recovered"] == pytest.approx((zeroed - kept) / (zeroed - result["loss"]))
-        assert f"{found['spliced']:.4f}" in text
+        zeroed, kept = results["zeroed"], results["spliced"]
+        assert results["recovered"] == pytest.approx((zeroed - kept) / (zeroed - result["loss"]))
+        assert f"{results['spliced']:.4f}" in text
     hooks = in_place_of(theirs.transformer.h, [0, 2], spliced)
     with torch.inference_mode():
         for read, after in windows(data)[:2]:
@@ -113,7 +113,7 @@ def test_active_experts_are_counted_at_tokens_of_the_text(workers, gpt2, tmp_pat
     model = FamilyWeights(root / "hub").config.model_dump(mode="json")
     mxd = {"kind": "mxd", "num_experts": [64], "top_k": 40, "hidden_size": 16}
     workers(1).run(run, distilled(tmp_path, data, model, root / "hub", mxd, [1]))
-    found = workers(1).run(both_forms, tmp_path / "run", Splicing)[0][0]
+    result = workers(1).run(both_forms, tmp_path / "run", Splicing)[0][0]
     gate, active = load_model(tmp_path / "run").blocks[1].feed_forward.gate, []
     hook = theirs.transformer.h[1].mlp.register_forward_hook(
         lambda _, given, y_BTD: active.append((gate(given[0][0]).weights_NK > 0).sum(-1))
@@ -121,7 +121,7 @@ def test_active_experts_are_counted_at_tokens_of_the_text(workers, gpt2, tmp_pat
     loss_of(theirs, data)
     hook.remove()
     wanted = torch.cat(active).double().mean().item()
-    assert found["blocks"][0]["active"] == pytest.approx(wanted, rel=1e-3)
+    assert result["blocks"][0]["active"] == pytest.approx(wanted, rel=1e-3)
     assert 0 < wanted < 40
     assert len(windows(data)[-1][1]) < 24
 
@@ -133,8 +133,8 @@ def test_errors_are_those_on_what_enters_the_original_blocks(workers, gpt2):
 
     def keep(block):
         def hook(_, given, y_BTD):
-            found = ours.blocks[block].feed_forward(given[0], given[0])[0]
-            sums[block][0] += (found - y_BTD).double().square().sum().item()
+            results = ours.blocks[block].feed_forward(given[0], given[0])[0]
+            sums[block][0] += (results - y_BTD).double().square().sum().item()
             sums[block][1] += y_BTD.double().square().sum().item()
 
         return theirs.transformer.h[block].mlp.register_forward_hook(hook)
@@ -221,8 +221,8 @@ def test_a_copy_of_the_original_recovers_everything(workers, tmp_path, prepared_
     measure.check(opened, "validation")
     measure.begin(measure.subject_of(opened, "validation", spliced))
     measure.read()
-    found = measure.result()
-    (block,), loss = found.frames["blocks"].to_dict("records"), found.facts["loss"]
+    result = measure.result()
+    (block,), loss = result.frames["blocks"].to_dict("records"), result.facts["loss"]
     assert (block["spliced"], block["recovered"], block["nmse"]) == (loss, 1, 0)
     assert block["zeroed"] != loss
 

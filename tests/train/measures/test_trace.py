@@ -59,9 +59,9 @@ def hub(tmp_path_factory):
 
 def traced(folder, output, **options):
     """Rows in a known order, and the result."""
-    found, text = both_forms(folder, Trace, output=output, **options)
+    result, text = both_forms(folder, Trace, output=output, **options)
     assert re.search(f"^output +{output}$", text, re.MULTILINE)
-    return rows_of(output), found
+    return rows_of(output), result
 
 
 def rows_of(output):
@@ -90,7 +90,7 @@ def by_transformers(model, data, chosen):
     place = [(-1, -1)]
     for document, length in enumerate(stream.document_lengths.tolist()):
         place += [(document, offset) for offset in range(length)]
-    seen, found = Chosen(model), []
+    seen, result = Chosen(model), []
     for window in chosen:
         first = window * LENGTH
         read, after = ids[first : first + LENGTH], ids[first + 1 : first + LENGTH + 1]
@@ -108,7 +108,7 @@ def by_transformers(model, data, chosen):
                 up = block.experts.gate_up_proj[expert] @ input_TD.view(len(read), -1)[t]
                 gate, up = up.chunk(2)
                 output = block.experts.down_proj[expert] @ (silu(gate) * up)
-                found.append({
+                result.append({
                     "window": window, "position": t, "document": place[first + t][0],
                     "offset": place[first + t][1], "token_id": read[t], "layer": layer,
                     "module": f"blocks.{layer}.feed_forward", "slot": k, "expert": expert,
@@ -117,37 +117,37 @@ def by_transformers(model, data, chosen):
                     "norm": float(output.norm()),
                     "loss": math.nan if after[t] == begin else losses[t],
                 })  # fmt: skip
-    return in_order(pd.DataFrame(found))
+    return in_order(pd.DataFrame(result))
 
 
 def test_every_column_is_that_of_transformers(hub, tmp_path):
     folder, data, model = hub
-    asked = {"data": str(data), "overrides": OVERRIDES, "extra": EXTRA}
-    found, about = traced(folder, tmp_path / "t.parquet", tokens=150, **asked)
+    options = {"data": str(data), "overrides": OVERRIDES, "extra": EXTRA}
+    result, about = traced(folder, tmp_path / "t.parquet", tokens=150, **options)
     windows = -(-PreparedData.open(data).split("validation").num_tokens // LENGTH)
     chosen = [number * windows // 7 for number in range(7)]  # 7 of 24 hold 150 tokens
     wanted = by_transformers(model, data, chosen)
-    assert list(found) == list(wanted) == about["columns"]
-    found["module"] = found["module"].astype(str)
+    assert list(result) == list(wanted) == about["columns"]
+    result["module"] = result["module"].astype(str)
     exact = [name for name in wanted if wanted[name].dtype.kind == "i"]
     assert exact == [*("window", "position", "document", "offset", "token_id"),
                      *("layer", "slot", "expert")]  # fmt: skip
     for name in exact:
-        assert found[name].tolist() == wanted[name].tolist(), name
-    assert found["module"].tolist() == wanted["module"].tolist()
+        assert result[name].tolist() == wanted[name].tolist(), name
+    assert result["module"].tolist() == wanted["module"].tolist()
     for name in ("weight", "score", "entropy", "norm", "loss"):
-        assert found[name].dtype == np.float32
-        np.testing.assert_allclose(found[name], wanted[name], rtol=2e-4, atol=2e-6, err_msg=name)
-    assert found["loss"].isna().any()  # before a token that begins a document
-    assert about["rows"] == len(found) == 2 * 3 * about["tokens_traced"]
+        assert result[name].dtype == np.float32
+        np.testing.assert_allclose(result[name], wanted[name], rtol=2e-4, atol=2e-6, err_msg=name)
+    assert result["loss"].isna().any()  # before a token that begins a document
+    assert about["rows"] == len(result) == 2 * 3 * about["tokens_traced"]
     assert (about["files"], about["bytes"]) == (1, (tmp_path / "t.parquet").stat().st_size)
     # Positions lead back to the data.
     stream = PreparedData.open(data).split("validation")
-    for row in found[found["document"] >= 0].iloc[::7].itertuples():
+    for row in result[result["document"] >= 0].iloc[::7].itertuples():
         assert stream.read_document(row.document, row.offset, 1)[0] == row.token_id
     about = json.loads(pq.read_schema(tmp_path / "t.parquet").metadata[b"polyad"])
     assert about["layers"]["blocks.2.feed_forward"] == {"layer": 2, "experts": [8]}
-    assert about["columns"] == {name: COLUMNS[name].about for name in found}
+    assert about["columns"] == {name: COLUMNS[name].about for name in result}
     assert (about["checkpoint"], about["split"], about["windows"]) == (
         str(folder), "validation", 7)  # fmt: skip
     assert about["data_fingerprint"] == PreparedData.open(data).manifest.fingerprint
@@ -155,15 +155,17 @@ def test_every_column_is_that_of_transformers(hub, tmp_path):
 
 def test_summed_up_it_is_what_measures_and_evaluate_find(hub, tmp_path):
     folder, data, _ = hub
-    asked = {"data": str(data), "overrides": OVERRIDES}
-    found, _ = traced(folder, tmp_path / "t.parquet", tokens=10**6, extra=["loss"], **asked)
-    result = measured(folder, "specialize", **asked)[0]
+    options = {"data": str(data), "overrides": OVERRIDES}
+    results, _ = traced(folder, tmp_path / "t.parquet", tokens=10**6, extra=["loss"], **options)
+    result = measured(folder, "specialize", **options)[0]
     for name in [row["module"] for row in result["levels"]]:
         counts = counts_of(result, name, "characters").sum(1)
-        own = found[found["module"] == name]
+        own = results[results["module"] == name]
         assert np.bincount(own["expert"], minlength=8).tolist() == counts.tolist()
-    score = evaluation(folder, **asked | {"overrides": (*OVERRIDES, f"evaluation.stride={LENGTH}")})
-    tokens = found[(found["layer"] == 0) & (found["slot"] == 0) & found["loss"].notna()]
+    score = evaluation(
+        folder, **options | {"overrides": (*OVERRIDES, f"evaluation.stride={LENGTH}")}
+    )
+    tokens = results[(results["layer"] == 0) & (results["slot"] == 0) & results["loss"].notna()]
     assert len(tokens) == score["tokens_scored"]
     assert math.exp(tokens["loss"].astype(float).mean()) == pytest.approx(
         score["perplexity"], rel=1e-6
@@ -174,7 +176,7 @@ def test_summed_up_it_is_what_measures_and_evaluate_find(hub, tmp_path):
     with torch.inference_mode():
         routing = load_model(folder)(ids.unsqueeze(0)).routing
     for stats in routing:
-        own = found[(found["module"] == stats.name) & (found["window"] == 1)]
+        own = results[(results["module"] == stats.name) & (results["window"] == 1)]
         load = np.bincount(own["expert"], minlength=8) / len(own)
         np.testing.assert_allclose(load, stats.load_E.numpy(), rtol=1e-6)
 
@@ -182,9 +184,9 @@ def test_summed_up_it_is_what_measures_and_evaluate_find(hub, tmp_path):
 def test_processes_and_blocks_write_the_same_rows(hub, workers, tmp_path, monkeypatch):
     folder, data, _ = hub
     extra = ["score", "entropy", "norm"]
-    asked = {"data": str(data), "overrides": OVERRIDES, "extra": extra, "layers": ["0", "2"]}
+    options = {"data": str(data), "overrides": OVERRIDES, "extra": extra, "layers": ["0", "2"]}
     monkeypatch.setattr(written, "GROUP", 400)
-    alone, _ = traced(folder, tmp_path / "t.parquet", **asked)
+    alone, _ = traced(folder, tmp_path / "t.parquet", **options)
     assert sorted(set(alone["layer"])) == [0, 2]
     groups = pq.ParquetFile(tmp_path / "t.parquet").metadata
     sizes = [groups.row_group(number).num_rows for number in range(groups.num_row_groups)]
@@ -192,9 +194,9 @@ def test_processes_and_blocks_write_the_same_rows(hub, workers, tmp_path, monkey
     assert len(sizes) > 5
     assert max(sizes) <= 800
     with little_memory():
-        streamed, _ = traced(folder, tmp_path / "s", **asked)
+        streamed, _ = traced(folder, tmp_path / "s", **options)
     same_rows(streamed, alone)
-    both = workers(2).run(both_forms, folder, Trace, output=tmp_path / "parts", **asked)
+    both = workers(2).run(both_forms, folder, Trace, output=tmp_path / "parts", **options)
     assert both[0][0]["rows"] == both[1][0]["rows"] == len(alone)
     parts = sorted(path.name for path in (tmp_path / "parts").iterdir())
     assert parts == ["part-00000.parquet", "part-00001.parquet"]
@@ -259,7 +261,7 @@ def test_what_is_not_allowed_is_one_line(hub, tmp_path, capfd):
     folder, data, _ = hub
     (tmp_path / "there").write_text("")
     new = ["--output", tmp_path / "t.parquet"]
-    for words, said in (
+    for words, message in (
         ([], "--output, or --text and --html are needed"),
         (["--output", tmp_path / "there"], "--output: .*there: already exists"),
         (["--output", tmp_path / "no" / "t"], "--output: .*: there is no folder .*no"),
@@ -270,7 +272,7 @@ def test_what_is_not_allowed_is_one_line(hub, tmp_path, capfd):
         words = ["experts", "trace", folder, "--data", data, *words]
         assert command([str(word) for word in words]) == 2
         line = error_line(capfd.readouterr().err.splitlines()[-1])
-        assert re.search(said, line), line
+        assert re.search(message, line), line
     assert [path.name for path in tmp_path.iterdir()] == ["there"]
 
 
@@ -282,16 +284,16 @@ def test_several_processes_need_a_folder(tmp_path):
 def test_a_text_has_the_same_rows(hub):
     folder, _, _ = hub
     run = polyad.load(folder)
-    found = run.experts("def number_1(x)").table().to_pandas()
+    result = run.experts("def number_1(x)").table().to_pandas()
     ids = run.experts("def number_1(x)").token_ids.tolist()
-    tokens = found[(found["layer"] == 1) & (found["slot"] == 0)].sort_values("offset")
+    tokens = result[(result["layer"] == 1) & (result["slot"] == 0)].sort_values("offset")
     assert tokens["token_id"].tolist() == ids
     assert tokens["position"].tolist() == tokens["offset"].tolist() == list(range(len(ids)))
     model = load_model(folder)
     with deciding(model, routed_layers(model)) as decisions, torch.inference_mode():
         model(torch.tensor([ids]))
     for name in ("blocks.0.feed_forward", "blocks.2.feed_forward"):
-        own = found[found["module"] == name].sort_values(["position", "slot"])
+        own = result[result["module"] == name].sort_values(["position", "slot"])
         selected = decisions[name].selected
         assert own["expert"].tolist() == selected.expert_ids_NK.flatten().tolist()
         np.testing.assert_allclose(own["weight"], selected.weights_NK.flatten(), rtol=1e-4)
@@ -316,12 +318,12 @@ def test_shares_of_levels_and_masked_text(kind, workers, trained, tmp_path, text
         )
         workers(1).run(run, config)
     output = tmp_path / "t.parquet"
-    asked = {"top": 3, "extra": ["entropy", "norm", "score"], "tokens": 300}
-    found, about = traced(folder, output, **asked)
+    options = {"top": 3, "extra": ["entropy", "norm", "score"], "tokens": 300}
+    result, about = traced(folder, output, **options)
     model = load_model(about["checkpoint"])
     data = PreparedData.open(model_data(folder))
     stream, span = data.split("validation"), 32 - 2 * first
-    windows = sorted(set(found["window"]))
+    windows = sorted(set(result["window"]))
     assert len(windows) == -(-300 // span)
     ends = data.tokenizer()
     for window in windows[:3] if first else windows[1:3]:
@@ -333,7 +335,7 @@ def test_shares_of_levels_and_masked_text(kind, workers, trained, tmp_path, text
         with deciding(model, routed_layers(model)) as decisions, torch.inference_mode():
             model(torch.tensor([ids]))
         for name, decision in decisions.items():
-            own = found[(found["module"] == name) & (found["window"] == window)]
+            own = result[(result["module"] == name) & (result["window"] == window)]
             assert sorted(set(own["position"])) == list(range(first, 32 - first))
             for level, share_TE in enumerate(decision.levels):
                 rows = own[own["level"] == level].sort_values(["position", "slot"])
@@ -349,7 +351,7 @@ def test_shares_of_levels_and_masked_text(kind, workers, trained, tmp_path, text
                 with torch.inference_mode():
                     output_MD = decision.output(level, int(row["expert"]), at)
                 assert row["norm"] == pytest.approx(float(output_MD.norm()), rel=1e-3)
-    inside = found[found["document"] >= 0].iloc[::97]
+    inside = result[result["document"] >= 0].iloc[::97]
     for row in inside.itertuples():
         assert stream.read_document(row.document, row.offset, 1)[0] == row.token_id
     if first:
@@ -385,11 +387,11 @@ def test_images_are_named_with_their_patches(kind, workers, tmp_path):
         "log": {"trackers": []},
     }))  # fmt: skip
     workers(1).run(run, config)
-    found, about = traced(tmp_path / "run", tmp_path / "t.parquet", extra=["norm"], tokens=9)
+    result, about = traced(tmp_path / "run", tmp_path / "t.parquet", extra=["norm"], tokens=9)
     split = ImageData.open(ImageDataConfig(path=source, held_out=0.4)).split("validation")
     chosen = [number * len(split) // 9 for number in range(9)]
-    assert sorted(set(found["image"])) == chosen
-    for image, file in zip(found["image"], found["file"], strict=True):
+    assert sorted(set(result["image"])) == chosen
+    for image, file in zip(result["image"], result["file"], strict=True):
         assert file == split.name_of(image)
     opened = open_data_for(open_weights(Path(about["checkpoint"])), None, (), "trained")
     samples = ImageSamples(opened.task, "validation", 9)
@@ -398,7 +400,7 @@ def test_images_are_named_with_their_patches(kind, workers, tmp_path):
     layers = [*routed_layers(model), *filter(None, [routed_head(model)])]
     with deciding(model, layers) as decisions, torch.inference_mode():
         samples.forward(model, batch, {})
-    assert set(found["module"]) == set(decisions)
+    assert set(result["module"]) == set(decisions)
     positions = {name: list(range(4)) for name in decisions}
     if kind == "vit":
         positions = {name: list(range(-1, 4)) for name in decisions}
@@ -407,7 +409,7 @@ def test_images_are_named_with_their_patches(kind, workers, tmp_path):
     else:
         positions = {"mixture": [-1]}
     for name, decision in decisions.items():
-        own = found[found["module"] == name]
+        own = result[result["module"] == name]
         assert sorted(set(own["position"])) == positions[name]
         assert set(own["layer"]) == ({-1} if kind == "mixture" else {int(name.split(".")[1])})
         coefficients = decision.coefficients()
@@ -419,7 +421,7 @@ def test_images_are_named_with_their_patches(kind, workers, tmp_path):
         wanted = coefficients[rows, own["expert"].tolist()]
         np.testing.assert_allclose(own["weight"], wanted, rtol=1e-4)
         assert own["weight"].sum() <= coefficients.sum() + 1e-3
-    assert (found["norm"] > 0).all()
+    assert (result["norm"] > 0).all()
 
 
 @everyday("name", ["pairs", "choices"], keep=[])
@@ -428,11 +430,11 @@ def test_labelled_sequences_have_a_row_for_each_token(name, workers, tmp_path_fa
     train = trainer(workers, tmp_path_factory)
     folder = train(name, rows[:16], rows[16:27], steps=2, data=SETTINGS[name])
     both_forms(folder, Trace, output=tmp_path / "t.parquet")
-    found = rows_of(tmp_path / "t.parquet")
+    result = rows_of(tmp_path / "t.parquet")
     choices = 2 if name == "choices" else 1
-    assert len(found.groupby(["document", "choice"])) == 11 * choices
+    assert len(result.groupby(["document", "choice"])) == 11 * choices
     coder = load_tokenizer(folder.parent / "tokenizer.json", None)
-    own = found[(found["layer"] == 1) & (found["slot"] == 0)]
+    own = result[(result["layer"] == 1) & (result["slot"] == 0)]
     for (document, choice), tokens in own.groupby(["document", "choice"]):
         row = rows[16 + document]
         second = row[f"c{choice}"] if name == "choices" else row["s2"]

@@ -13,7 +13,7 @@ from polyad.train.experts.knockout import Change
 from polyad.train.experts.probing import RoutedLayer
 from polyad.train.report.command import report
 from polyad.train.report.experts import Effect, ExpertRow
-from polyad.train.report.held_out import HeldOut
+from polyad.train.report.held_out import ReportData
 from polyad.train.report.page import Training, render_report
 from polyad.train.report.top_tokens import Context
 from polyad.train.tasks.sequences import SequenceTask
@@ -36,12 +36,12 @@ def train(workers, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def runs(train):
-    found = {}
+    result = {}
 
     def make(kind):
-        if kind not in found:
-            found[kind] = train(kind, table(60, 0), table(20, 1))
-        return found[kind]
+        if kind not in result:
+            result[kind] = train(kind, table(60, 0), table(20, 1))
+        return result[kind]
 
     return make
 
@@ -50,23 +50,23 @@ def runs(train):
 def test_numbers_are_those_of_a_loop_over_rows(runs, tmp_path, kind):
     folder, rows = runs(kind), table(20, 1)
     result = report(folder, output=tmp_path / "page.html")
-    found = result["specialization"]
+    results = result["specialization"]
     names = sorted(NAMES.values())
     labels = [names.index(row["label"]) for row in rows]
     _, tokens = one_by_one(folder, [row["text"] for row in rows])
-    levels = frame_of(found, "levels")
+    levels = frame_of(results, "levels")
     assert list(levels["module"].unique()) == list(tokens[0])
     by_place = {(row["layer"], row["expert"]): row for row in result["experts"]}
     for layer, of_layer in levels.groupby("module", sort=False):
         counts = counted(tokens, layer, labels, 3)
-        tables = [counts_of(found, layer, "class", names, level) for level in of_layer["level"]]
+        tables = [counts_of(results, layer, "class", names, level) for level in of_layer["level"]]
         ours = np.concatenate(tables)
         np.testing.assert_allclose(ours, counts, rtol=1e-4, atol=1e-4)
         if kind != "mumoe":
             length = sum(len(row["text"].encode()) for row in rows)
             assert ours.sum() == 2 * length  # top-2, and padding is no token
         for level, table_SY in enumerate(tables):
-            (measures,) = frame_of(found, "labels", module=layer, level=level).to_dict("records")
+            (measures,) = frame_of(results, "labels", module=layer, level=level).to_dict("records")
             parts = (table_SY.sum(1), table_SY.sum(0), table_SY.flatten())
             of_experts, of_classes, of_both = (entropy(part, base=2) for part in parts)
             bits = of_experts + of_classes - of_both
@@ -89,7 +89,7 @@ def test_classes_that_look_like_markup_are_text(runs, tmp_path):
     assert not Page(text).tags & {"iframe", "object", "link", "img", "script"}
     assert "<i>bad" not in text
     assert "http" not in text.replace("http-equiv", "")
-    read = HeldOut(
+    read = ReportData(
         data="d", split="validation", unit="sequence", units=1, of_units=1,
         labels=None, specialization=None, knockout=None,
     )  # fmt: skip
@@ -105,8 +105,8 @@ def test_classes_that_look_like_markup_are_text(runs, tmp_path):
 @pytest.mark.slow
 def test_one_layer_or_nothing_is_read_if_it_is_asked_for(runs, tmp_path):
     output = tmp_path / "page.html"
-    found = report(runs("smoe"), output=output, layers=["1"])
-    (level,) = found["specialization"]["levels"]
+    result = report(runs("smoe"), output=output, layers=["1"])
+    (level,) = result["specialization"]["levels"]
     assert level["module"] == "blocks.1.feed_forward"
     assert report(runs("smoe"), output=output, tokens=0)["experts"] == []
     assert report(runs("smoe"), output=output, tokens=300)["units_read"] < 15
@@ -124,11 +124,11 @@ def test_the_best_checkpoint_is_read_and_named(train, tmp_path):
     )  # fmt: skip
     assert best_checkpoint(folder).name == "step-00000002"
     output = tmp_path / "page.html"
-    found = report(folder, output=output)
-    assert (found["checkpoint_step"], found["checkpoint_is_best"]) == (2, True)
+    result = report(folder, output=output)
+    assert (result["checkpoint_step"], result["checkpoint_is_best"]) == (2, True)
     assert "step-00000002 (the best by validation score)" in output.read_text()
-    found = report(folder / "checkpoints" / "step-00000004", output=output)
-    assert (found["checkpoint_step"], found["checkpoint_is_best"]) == (4, False)
+    result = report(folder / "checkpoints" / "step-00000004", output=output)
+    assert (result["checkpoint_step"], result["checkpoint_is_best"]) == (4, False)
     assert "the best by validation" not in output.read_text()
     unmarked = tmp_path / "unmarked"
     shutil.copytree(folder, unmarked)

@@ -61,18 +61,18 @@ def shown(value, low, high, form):
 def test_rows_have_the_numbers_of_the_knockout_and_the_largest_come_first(
     trained, workers, tmp_path
 ):
-    asked = {"layers": ["0", "1"], "experts": ["0", "2", "3"]}
-    result = report(trained, output=tmp_path / "page.html", tokens=TOKENS, knockout=True, **asked)
+    options = {"layers": ["0", "1"], "experts": ["0", "2", "3"]}
+    result = report(trained, output=tmp_path / "page.html", tokens=TOKENS, knockout=True, **options)
     # What `polyad experts atlas` says of the same tokens.
-    (found,) = workers(1).run(atlas, trained, split="validation", tokens=TOKENS, **asked)
+    (results,) = workers(1).run(atlas, trained, split="validation", tokens=TOKENS, **options)
     for name in ("harmed", "classes", "focus"):
-        assert result["knockout"][name] == found[name]
+        assert result["knockout"][name] == results[name]
     page = cells(tmp_path)
     rows = {each["anchor"]: each for each in result["experts"]}
     assert list(page) == list(rows)
     assert len(rows) == 6
     values = []
-    of_experts = frame_of(found, "classes").groupby(["module", "expert"])
+    of_experts = frame_of(results, "classes").groupby(["module", "expert"])
     for (name, expert), classes in of_experts:
         anchor = f"b{name.split('.')[1]}e{expert}"
         (every,) = classes[classes["by"] == "all"].to_dict("records")
@@ -115,8 +115,8 @@ def test_without_a_knockout_rows_have_the_numbers_of_the_specialization(trained,
     assert list(page) == [row["anchor"] for row in rows]
     assert sorted(page) == [f"b{b}e{e}" for b in range(2) for e in range(4)]
     for row in rows:
-        expert, found = int(row["expert"]), result["specialization"]
-        counts_SY = counts_of(found, row["layer"], "characters")
+        expert, results = int(row["expert"]), result["specialization"]
+        counts_SY = counts_of(results, row["layer"], "characters")
         share = (counts_SY.sum(1) / counts_SY.sum())[expert]
         assert row["share"] == pytest.approx(share)
         told = page[row["anchor"]]
@@ -124,9 +124,9 @@ def test_without_a_knockout_rows_have_the_numbers_of_the_specialization(trained,
         if not row["class"]:
             assert told["Gets most of"] in ("no class stands out", "not used by what was read")
             continue
-        counts = frame_of(found, "counts", module=row["layer"], by=row["by"])
+        counts = frame_of(results, "counts", module=row["layer"], by=row["by"])
         classes = sorted(counts["class"].unique())
-        counts_SY = counts_of(found, row["layer"], row["by"], classes)
+        counts_SY = counts_of(results, row["layer"], row["by"], classes)
         column = classes.index(row["class"])
         lift_Y = counts_SY[expert] / counts_SY.sum(0) / share
         others_S = np.delete(counts_SY, column, axis=1).sum(1)

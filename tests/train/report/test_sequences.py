@@ -35,7 +35,7 @@ def test_pairs_numbers_and_choices(train, tmp_path, name):
     rows = others()[name]
     train_rows, held_out = rows[:16], rows[16:]
     folder = train(name, train_rows, held_out, steps=2, data=SETTINGS[name])
-    found = report(folder, output=tmp_path / "page.html")["specialization"]
+    result = report(folder, output=tmp_path / "page.html")["specialization"]
     Page((tmp_path / "page.html").read_text())
     first, labels = ([row[key] for row in held_out] for key in ("s1", "label"))
     if name == "choices":
@@ -49,9 +49,9 @@ def test_pairs_numbers_and_choices(train, tmp_path, name):
         groups = ["ab".index(label) for label in labels] if name == "pairs" else thirds(labels)
         classes = ["a", "b"] if name == "pairs" else ["up to 5.25", "5.25 to 6.5", "above 6.5"]
     _, tokens = one_by_one(folder, first, second=second)
-    assert set(frame_of(found, "counts", by="class")["class"]) == set(classes)
+    assert set(frame_of(result, "counts", by="class")["class"]) == set(classes)
     for layer in tokens[0]:
-        ours = counts_of(found, layer, "class", classes)
+        ours = counts_of(result, layer, "class", classes)
         np.testing.assert_array_equal(ours, counted(tokens, layer, groups, len(classes)))
 
 
@@ -74,10 +74,10 @@ def test_a_bert_counts_its_own_tokens(train, tmp_path):
             "feed_forward": KINDS["smoe"],
         },
     )  # fmt: skip
-    found = report(folder, output=tmp_path / "page.html")["specialization"]
-    assert len(found["levels"]) == 1
+    result = report(folder, output=tmp_path / "page.html")["specialization"]
+    assert len(result["levels"]) == 1
     # [CLS] one [SEP] other [SEP], top-2
-    assert frame_of(found, "counts", by="class")["tokens"].sum() == 2 * 16 * 5
+    assert frame_of(result, "counts", by="class")["tokens"].sum() == 2 * 16 * 5
 
 
 @pytest.mark.slow
@@ -92,8 +92,8 @@ def test_adapters_of_a_split_model(train, trained, tmp_path_factory, tmp_path):
         adapt={"lora": {"rank": 4, "trained": ["head.*"]}},
         optimizer={"learning_rate": 0.02, "weight_decay": 0.0},
     )  # fmt: skip
-    found = report(folder, output=tmp_path / "page.html")["specialization"]
-    assert [row["module"] for row in found["levels"]] == ["blocks.1.feed_forward"]
+    result = report(folder, output=tmp_path / "page.html")["specialization"]
+    assert [row["module"] for row in result["levels"]] == ["blocks.1.feed_forward"]
 
 
 @pytest.mark.slow
@@ -102,10 +102,10 @@ def test_a_checkpoint_of_two_processes_is_read_on_one(train, tmp_path):
     folder = train(
         "parallel", table(60, 0), rows, processes=2, parallel={"expert_parallel_size": 2}
     )
-    found = report(folder, output=tmp_path / "page.html")["specialization"]
+    result = report(folder, output=tmp_path / "page.html")["specialization"]
     names = sorted(NAMES.values())
     labels = [names.index(row["label"]) for row in rows]
     _, tokens = one_by_one(folder, [row["text"] for row in rows])
     for layer in tokens[0]:
-        ours = counts_of(found, layer, "class", names)
+        ours = counts_of(result, layer, "class", names)
         np.testing.assert_array_equal(ours, counted(tokens, layer, labels, 3))

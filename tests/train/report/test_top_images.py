@@ -139,14 +139,14 @@ def test_rows_of_images_say_which_class_an_expert_gets_most_of(trained, tmp_path
     task = ImageClassification.open(load_config(trained / "config.yaml").for_task())
     labels = [int(sample.labels_B) for sample in task.held_out("validation")]
     text = (tmp_path / "page.html").read_text()
-    tables, found = {}, result["specialization"]
-    for name in [row["module"] for row in found["levels"]]:
+    tables, results = {}, result["specialization"]
+    for name in [row["module"] for row in results["levels"]]:
         a_BTS, _ = coefficients(trained, name)
         given_BS = (a_BTS if "channel" in name else (a_BTS > 0)).double().sum(1)
         counts = np.zeros((given_BS.shape[1], len(made.CLASSES)))
         for given_S, label in zip(given_BS, labels, strict=True):
             counts[:, label] += given_S.numpy()
-        tables[name] = counts_of(found, name, "class", made.CLASSES)
+        tables[name] = counts_of(results, name, "class", made.CLASSES)
         np.testing.assert_allclose(tables[name], counts, rtol=1e-4, atol=1e-4)
     assert len(result["experts"]) == sum(map(len, tables.values()))
     for row in result["experts"]:
