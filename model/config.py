@@ -6,6 +6,7 @@ from typing import Annotated, Any, Union
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     GetCoreSchemaHandler,
@@ -21,6 +22,24 @@ Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 LARGEST_WHOLE_NUMBER = 2**63 - 1
 LARGEST, SMALLEST = 1e30, 1e-30
 """Bounds of a number's magnitude: products of a few such numbers are finite in fp32."""
+
+
+def whole_number_or(least: int, *others: object) -> BeforeValidator:
+    """Annotates a union of whole numbers and a few other values, for one error in one line, where
+    pydantic lists those of all members.
+
+    Args:
+        least: The smallest number.
+        others: The other values, which YAML can write.
+    """
+    allowed = [f"{least} or more", *("null" if each is None else str(each) for each in others)]
+
+    def check(value: object) -> object:
+        if value not in others and (type(value) is not int or value < least):
+            raise ValueError(f"{', '.join(allowed[:-1])} or {allowed[-1]}")
+        return value
+
+    return BeforeValidator(check)
 
 
 class SectionError(ValueError):

@@ -29,11 +29,11 @@ from collections.abc import Callable, Sequence
 from typing import Annotated, Literal, Self
 
 import torch
-from pydantic import BeforeValidator, model_validator
+from pydantic import model_validator
 from torch import Tensor, nn
 from torch.nn.functional import embedding_bag, linear, normalize
 
-from polyad.model.config import Count, SectionError
+from polyad.model.config import Count, SectionError, whole_number_or
 from polyad.model.feedforward import (
     GATED,
     NOTHING_ELSE,
@@ -54,13 +54,6 @@ from polyad.model.padding import RealTokens, counted, pack, unpack
 from polyad.model.smoe.router import Selected, count
 
 MATCH_DENSE: Literal["match-dense"] = "match-dense"
-
-
-def check_size(value: object) -> object:
-    """Checks a parsed width before pydantic, whose error for a union lists every member's."""
-    if value not in (None, MATCH_DENSE) and (type(value) is not int or value < 1):
-        raise ValueError("1 or more, match-dense or null")
-    return value
 
 
 class SparseTableConfig(FeedForwardSettings, ABC):
@@ -135,9 +128,9 @@ class MixtureOfDecodersConfig(SparseTableConfig):
 
     kind: Literal["mxd"] = "mxd"
     """The kind of feed-forward."""
-    hidden_size: Annotated[Count | Literal["match-dense"] | None, BeforeValidator(check_size)] = (
-        None
-    )
+    hidden_size: Annotated[
+        Count | Literal["match-dense"] | None, whole_number_or(1, MATCH_DENSE, None)
+    ] = None
     """Inner width H of the dense part, in units; null: four times the model's width; `match-dense`:
     the width at which the block has the parameter count closest to a dense block with four times
     the model's width (a gated one if this one is gated)."""

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field
 
-from polyad.model.config import Config, Count, SectionError
+from polyad.model.config import Config, Count, SectionError, whole_number_or
 from polyad.model.feedforward import GATED, DenseFeedForwardConfig, FeedForwardSettings
 from polyad.model.mumoe.factorizations import FACTORIZATIONS, Factorized, Sizes
 
@@ -22,13 +22,6 @@ def check_levels(value: object) -> object:
     return tuple(numbers)
 
 
-def check_rank(value: object) -> object:
-    """Checks a parsed rank likewise."""
-    if value != "match-dense" and (type(value) is not int or value < 1):
-        raise ValueError("1 or more, or match-dense")
-    return value
-
-
 Levels = Annotated[tuple[int, ...], BeforeValidator(check_levels)]
 
 
@@ -41,7 +34,7 @@ class FactorizedExperts(Config):
     factorization: FactorizationName = "cp"
     """Factorization of the tensor of all experts' weights: `cp`, `tr` (tensor ring), `tt` (tensor
     train) or `tucker`."""
-    rank: Annotated[int | Literal["match-dense"], BeforeValidator(check_rank)] = "match-dense"
+    rank: Annotated[int | Literal["match-dense"], whole_number_or(1, "match-dense")] = "match-dense"
     """Rank R of the input and output factors (R3 of a tensor ring); `match-dense`: the rank at
     which the parameter count is closest to that of a dense block of the same hidden_size (a gated
     one if this one is gated), or of a linear head."""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeA
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from polyad.model.config import Count, NameIn, SectionError
+from polyad.model.config import Count, NameIn, SectionError, whole_number_or
 from polyad.model.feedforward import (
     Activation,
     DenseFeedForwardConfig,
@@ -49,13 +49,6 @@ def is_placed(placement: Placement, block: int) -> bool:
     if isinstance(placement, list):
         return block in placement
     return (block + 1) % placement == 0
-
-
-def check_head(value: object) -> object:
-    """Checks the parsed number of a head before pydantic; see `check_placement`."""
-    if value != LOWEST_ENTROPY and (type(value) is not int or value < 0):
-        raise ValueError(f"{LOWEST_ENTROPY}, or the number of a head from 0")
-    return value
 
 
 def at_most(key: str, value: int, limit_key: str, limit: int) -> None:
@@ -251,7 +244,7 @@ class SparseMoEConfig(SelectingConfig):
     sigma: Positive = 1.0
     """Standard deviation, in the attention graph, of a token's output around that of a head."""
     attention_head: Annotated[
-        Literal["lowest_entropy"] | Annotated[int, Field(ge=0)], BeforeValidator(check_head)
+        Literal["lowest_entropy"] | Annotated[int, Field(ge=0)], whole_number_or(0, LOWEST_ENTROPY)
     ] = LOWEST_ENTROPY
     """Head of the attention graph: the one whose attention has the `lowest_entropy` (as a running
     mean), or a fixed one, given by its number from 0."""
