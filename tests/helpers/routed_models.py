@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from torch import _dynamo
 from torch.nn.functional import cross_entropy
 
+from polyad.model.build import compile_model
 from tests.helpers.routing import scatter
 
 GRAPH_OPTIONS = {
@@ -43,6 +45,27 @@ def assert_same_step(ours, theirs, tolerance):
         torch.testing.assert_close(
             value, theirs[name], atol=tolerance, rtol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
         )
+
+
+def assert_compiles(plain, other, ids, tolerance=2e-5, **how):
+    """Asserts that a model computes what another does when it is compiled, and from few programs.
+
+    Args:
+        plain: the model that is not compiled.
+        other: an equal one, which will be; it may recompute.
+        ids: tokens.
+        tolerance: absolute and relative, of logits, statistics and gradients.
+        how: arguments of `compile_model`.
+    """
+    expected, names = step(plain, ids), list(other.state_dict())
+    _dynamo.reset()
+    _dynamo.utils.counters.clear()
+    compile_model(other, **how)
+    assert_same_step(step(other, ids), expected, tolerance)
+    assert list(other.state_dict()) == names
+    # What is before the three blocks, one for all of them, and what is after them.
+    assert _dynamo.utils.counters["stats"]["unique_graphs"] == 3
+    assert not _dynamo.utils.counters["graph_break"]
 
 
 def routed(small_model, options, dtype=torch.float32, **overrides):

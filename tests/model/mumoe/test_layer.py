@@ -5,11 +5,10 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from torch import _dynamo
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import gelu, layer_norm, silu
 
-from polyad.model.build import build_model, compile_model, materialize, matrix_dimensions
+from polyad.model.build import build_model, materialize, matrix_dimensions
 from polyad.model.decoder_config import GPT2Config
 from polyad.model.feedforward import DenseFeedForward, DenseFeedForwardConfig, FeedForwardContext
 from polyad.model.mumoe.config import FACTORIZATIONS, MuMoEConfig
@@ -269,30 +268,6 @@ def count(factorization, num_experts, rank):
 def test_all_blocks_of_gpt2_have_the_papers_number_of_parameters():
     assert count("cp", [256], 556) == 12 * 4_752_472 == 57_029_664
     assert count("tr", [256], 149) == 12 * 4_783_272 == 57_399_264
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["tr", "cp", "tt", "tucker"])
-def test_compiled_blocks_compute_the_same_from_one_program(small_model, random_ids, name):
-    section = {"kind": "mumoe", "factorization": name, "num_experts": [8, 2]}
-    ids = random_ids(2, 16)
-    results = []
-    for is_compiled in (False, True):
-        model = small_model(feed_forward=section)
-        for index, block in enumerate(model.blocks):
-            # Away from zero, where the norm would magnify what rounding leaves.
-            generator = torch.Generator().manual_seed(index)
-            torch.nn.init.normal_(block.feed_forward.gate.weight, generator=generator)
-        _dynamo.reset()
-        _dynamo.utils.counters.clear()
-        if is_compiled:
-            compile_model(model)
-        logits = model(ids).logits
-        logits.logsumexp(-1).sum().backward()
-        results.append((logits, [p.grad for p in model.parameters()]))
-    torch.testing.assert_close(*results, atol=1e-4, rtol=1e-4)
-    # What is before the blocks, one for all of them, and what is after them.
-    assert _dynamo.utils.counters["stats"]["unique_graphs"] == 3
 
 
 @every_factorization

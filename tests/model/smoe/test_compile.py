@@ -10,6 +10,7 @@ from polyad.model.smoe.router import SCORES
 from tests.helpers.everyday import everyday
 from tests.helpers.routed_models import (
     GRAPH_OPTIONS,
+    assert_compiles,
     assert_same_step,
     every_graph,
     routed,
@@ -30,17 +31,8 @@ def test_noise_and_dropout_of_experts_are_traced_whole(small_model, random_ids):
     assert not _dynamo.utils.counters["graph_break"]
 
 
-def assert_compiles(small_model, random_ids, options, recompute="none", backend="inductor"):
-    ids = random_ids(2, 16)
-    expected = step(routed(small_model, options), ids)
-    model = routed(small_model, options, recompute=recompute)
-    _dynamo.reset()
-    _dynamo.utils.counters.clear()
-    compile_model(model, backend=backend)
-    assert_same_step(step(model, ids), expected, tolerance=2e-5)
-    # What is before the three blocks, one for all of them, and what is after them.
-    assert _dynamo.utils.counters["stats"]["unique_graphs"] == 3
-    assert not _dynamo.utils.counters["graph_break"]
+def both(small_model, options, recompute="none"):
+    return routed(small_model, options), routed(small_model, options, recompute=recompute)
 
 
 @everyday(
@@ -50,7 +42,8 @@ def assert_compiles(small_model, random_ids, options, recompute="none", backend=
 )
 def test_graphs_are_traced_whole(small_model, random_ids, graph, recompute):
     # All of torch.compile but the code generator, which takes half a minute for each of these.
-    assert_compiles(small_model, random_ids, GRAPH_OPTIONS[graph], recompute, backend="aot_eager")
+    models = both(small_model, GRAPH_OPTIONS[graph], recompute)
+    assert_compiles(*models, random_ids(2, 16), backend="aot_eager")
 
 
 @pytest.mark.slow
@@ -75,11 +68,6 @@ def test_steps_without_a_record_take_a_second_program_and_no_more(small_model, r
     assert not _dynamo.utils.counters["graph_break"]
 
 
-@pytest.mark.slow
-def test_compiled_blocks_compute_the_same_from_one_program(small_model, random_ids):
-    assert_compiles(small_model, random_ids, {})
-
-
 def test_bf16_is_traced_whole(small_model, random_ids):
     ids, options = random_ids(2, 16), {"graph": "attention", "top_k": 6}
     model = routed(small_model, options, dtype=torch.bfloat16)
@@ -96,13 +84,15 @@ def test_bf16_is_traced_whole(small_model, random_ids):
 @every_graph
 @pytest.mark.parametrize("recompute", ["none", "block"])
 def test_any_graph_compiles(small_model, random_ids, options, recompute):
-    assert_compiles(small_model, random_ids, options | {"balancing_rate": 0.1}, recompute)
+    models = both(small_model, options | {"balancing_rate": 0.1}, recompute)
+    assert_compiles(*models, random_ids(2, 16))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("score", SCORES)
 def test_any_score_compiles(small_model, random_ids, score):
-    assert_compiles(small_model, random_ids, {"score": score, "final_top_k": 4})
+    models = both(small_model, {"score": score, "final_top_k": 4})
+    assert_compiles(*models, random_ids(2, 16))
 
 
 @pytest.mark.slow
