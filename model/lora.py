@@ -89,15 +89,14 @@ class Adapter(nn.Module, ABC):
 
     Args:
         adapts: The name of the adapted parameter.
-        scale: alpha / r.
+        config: Rank and alpha.
+        shapes: Those of A and of B.
     """
 
-    A: nn.Parameter
-    B: nn.Parameter
-
-    def __init__(self, adapts: str, scale: float) -> None:
+    def __init__(self, adapts: str, config: LoRAConfig, *shapes: tuple[int, ...]) -> None:
         super().__init__()
-        self.adapts, self.scale = adapts, scale
+        self.adapts, self.scale = adapts, config.alpha / config.rank
+        self.A, self.B = (nn.Parameter(torch.empty(shape)) for shape in shapes)
         self.regions = AdapterRegions()
 
     @abstractmethod
@@ -119,10 +118,8 @@ class LowRank(Adapter):
     """
 
     def __init__(self, weight_OI: Tensor, config: LoRAConfig) -> None:
-        super().__init__("weight", config.alpha / config.rank)
         outputs, inputs = weight_OI.shape
-        self.A = nn.Parameter(torch.empty(config.rank, inputs))
-        self.B = nn.Parameter(torch.empty(outputs, config.rank))
+        super().__init__("weight", config, (config.rank, inputs), (outputs, config.rank))
 
     def initializers(self) -> dict[str, Initializer]:
         """Returns the initializers of both matrices; see `model/initialization.py`."""
@@ -210,10 +207,8 @@ class ExpertsLowRank(Adapter):
     """
 
     def __init__(self, adapts: str, weight_EIO: Tensor, config: LoRAConfig) -> None:
-        super().__init__(adapts, config.alpha / config.rank)
-        experts, inputs, outputs = weight_EIO.shape
-        self.A = nn.Parameter(torch.empty(experts, inputs, config.rank))
-        self.B = nn.Parameter(torch.empty(experts, config.rank, outputs))
+        (experts, inputs, outputs), rank = weight_EIO.shape, config.rank
+        super().__init__(adapts, config, (experts, inputs, rank), (experts, rank, outputs))
 
     def initializers(self) -> dict[str, Initializer]:
         """Returns the initializers of both matrices, per expert; see `model/initialization.py`."""
@@ -270,12 +265,11 @@ class FactorLowRank(Adapter):
     """
 
     def __init__(self, layer: Factorized, adapts: str, config: LoRAConfig) -> None:
-        super().__init__(adapts, config.alpha / config.rank)
-        shape = layer.get_parameter(adapts).shape
-        self.modes = _modes(layer, adapts)
+        shape, modes = layer.get_parameter(adapts).shape, _modes(layer, adapts)
+        rank = config.rank
+        super().__init__(adapts, config, (*shape[:modes], rank), (rank, *shape[modes:]))
+        self.modes = modes
         """Number of the factor's leading modes that are contracted with tokens."""
-        self.A = nn.Parameter(torch.empty(*shape[: self.modes], config.rank))
-        self.B = nn.Parameter(torch.empty(config.rank, *shape[self.modes :]))
 
     def initializers(self) -> dict[str, Initializer]:
         """Returns the initializers of both matrices; see `model/initialization.py`."""
@@ -378,13 +372,11 @@ def _places(model: nn.Module) -> Iterator[tuple[str, _Place]]:
 
 
 def _expert_places(model: nn.Module) -> Iterator[tuple[str, _Place]]:
-    """Lists the layers of sparse experts."""
-    for parent_path, parent in model.named_modules():
-        for name, module in parent.named_children():
-            if type(module) is Experts:  # not groups of units of a dense feed-forward
-                path = f"{parent_path}.{name}" if parent_path else name
-                side, build = min(module.up.shape[1:]), partial(LoRAExperts, module)
-                yield path, _Place(side, parent, name, build)
+    """Lists the layers of sparse experts, not groups of units of a dense feed-forward."""
+    for path, module in model.named_modules():
+        if type(experts := getattr(module, "experts", None)) is Experts:
+            side, build = min(experts.up.shape[1:]), partial(LoRAExperts, experts)
+            yield f"{path}.experts", _Place(side, module, "experts", build)
 
 
 def _modes(layer: Factorized, factor: str) -> int:
