@@ -101,8 +101,9 @@ class ClassificationHeadConfig(Config):
         return of_model if self.dropout is None else self.dropout
 
 
-class SequenceHead(nn.Module):
-    """A linear layer without a bias, like that of transformers' `GPT2ForSequenceClassification`.
+class SequenceHead(Linear):
+    """A linear layer without a bias, like that of transformers' `GPT2ForSequenceClassification`,
+    initialized like the token embedding.
 
     Args:
         width: D.
@@ -112,14 +113,8 @@ class SequenceHead(nn.Module):
     """
 
     def __init__(self, width: int, classes: int, dropout: float, initializer_std: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(classes, width))
+        super().__init__(width, classes, normal(initializer_std), bias=False)
         self.dropout = nn.Dropout(dropout)
-        self._initializer_std = initializer_std
-
-    def initializers(self) -> dict[str, Initializer]:
-        """Initializes it like the token embedding; see `model/initialization.py`."""
-        return {"weight": normal(self._initializer_std)}
 
     def forward(self, z_BD: Tensor) -> Tensor:
         """Scores each class, [B, K].
@@ -127,7 +122,7 @@ class SequenceHead(nn.Module):
         Args:
             z_BD: The representation of each sequence.
         """
-        return linear(self.dropout(z_BD), self.weight)
+        return super().forward(self.dropout(z_BD))
 
 
 class MaskedLanguageHead(nn.Module):
