@@ -29,7 +29,7 @@ from polyad.model.heads import (
     Pooler,
 )
 from polyad.model.initialization import Initializer, normal
-from polyad.model.layers import Embedding, LayerNorm
+from polyad.model.layers import Embedding
 from polyad.model.output import ModelOutput
 from polyad.model.padding import RealTokens
 from polyad.model.settings import TransformerSettings
@@ -131,12 +131,11 @@ class Bert(nn.Module):
         self.token_embedding = Embedding(config.number("vocab_size"), width)
         self.position_embedding = Embedding(config.sequence_length, width)
         self.segment_embedding = Embedding(config.num_segments, width)
-        self.embedding_norm = LayerNorm(width, eps=config.layer_norm_epsilon)
+        self.embedding_norm = config.build_norm()
         self.dropout = nn.Dropout(config.dropout)
         context = config.context(config.initializer_range)
-        epsilon = config.layer_norm_epsilon
         self.blocks = nn.ModuleList(
-            build_block(each, context, layer_norm_epsilon=epsilon, kind=PostNormBlock)
+            build_block(each, context, config.build_norm, kind=PostNormBlock)
             for each in config.block_feed_forwards()
         )
         self.head = _build_head(config)
@@ -180,11 +179,7 @@ class Bert(nn.Module):
             ValueError: The input is longer than `sequence_length`.
         """
         length = input_ids_BT.shape[1]
-        if length > self.config.sequence_length:
-            raise ValueError(
-                f"input of {length} tokens; model.sequence_length allows at most "
-                f"{self.config.sequence_length}"
-            )
+        self.config.check_length(length)
         x_BTD = self.embed(input_ids_BT, segments_BT)
         given = BlockInput(mask_BT, RealTokens.of(mask_BT) if self._routes else None)
         x_BTD, routing = run_blocks(self.blocks, x_BTD, self.config.recompute, given)

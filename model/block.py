@@ -28,7 +28,7 @@ from polyad.model.feedforward import (
     FeedForwardContext,
     FeedForwardSettings,
 )
-from polyad.model.layers import DropPath, LayerNorm
+from polyad.model.layers import DropPath
 from polyad.model.mumoe.config import MuMoEConfig
 from polyad.model.mumoe.layer import MuMoE
 from polyad.model.mxd import (
@@ -220,30 +220,30 @@ def run_blocks(
 def build_block(
     feed_forward: FeedForwardConfig,
     context: FeedForwardContext,
+    build_norm: Callable[[], nn.Module],
     *,
-    layer_norm_epsilon: float,
     attention_std: float | None = None,
     drop_path: float | None = None,
     kind: type[Block] = Block,
 ) -> Block:
-    """Builds a block with LayerNorms and attention with as many key heads as query heads.
+    """Builds a block whose attention has as many key heads as query heads.
 
     Args:
         feed_forward: The configuration of this block's feed-forward.
         context: Settings of the model, for both branches.
-        layer_norm_epsilon: Epsilon added to the variance.
+        build_norm: Builds the norm of a branch.
         attention_std: Standard deviation of the initial weights of attention; None: as in the
             feed-forward.
         drop_path: See `Block`.
         kind: The block class, which sets the order of branches and LayerNorms.
     """
-    width, bias, of_attention = context.hidden_size, context.bias, context
+    of_attention = context
     if attention_std is not None:
         std = attention_std
         of_attention = dataclasses.replace(context, initializer_std=std, residual_std=std)
     return kind(
         SelfAttention(of_attention),
         build_feedforward(feed_forward, context),
-        build_norm=lambda: LayerNorm(width, eps=layer_norm_epsilon, bias=bias),
+        build_norm=build_norm,
         drop_path=drop_path,
     )

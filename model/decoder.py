@@ -150,10 +150,6 @@ class DecoderSettings(TransformerSettings, ABC):
             number: Number of the block, from 0.
         """
 
-    @abstractmethod
-    def build_norm(self) -> nn.Module:
-        """Builds the norm before the head, on the current default device."""
-
     def parts(self) -> DecoderParts:
         """Returns the parts that only some decoders have; by default none."""
         return DecoderParts()
@@ -279,11 +275,7 @@ class Decoder(nn.Module):
         """
         start = 0 if cache is None else cache.length
         length = start + input_ids_BT.shape[1]
-        if length > self.config.sequence_length:
-            raise ValueError(
-                f"input of {length} tokens; model.sequence_length allows at most "
-                f"{self.config.sequence_length}"
-            )
+        self.config.check_length(length)
         positions_T = torch.arange(start, length, device=input_ids_BT.device)
         x_BTD = self.embed(input_ids_BT, positions_T)
         given = self.given(positions_T, x_BTD.dtype, mask_BT)

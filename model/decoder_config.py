@@ -18,7 +18,7 @@ from polyad.model.feedforward import (
     DenseFeedForwardConfig,
     GatedActivation,
 )
-from polyad.model.layers import LayerNorm, NormName, build_norm
+from polyad.model.layers import NormName, build_norm
 from polyad.model.rotary import RotaryConfig
 from polyad.model.rotary_attention import GroupedAttention, LatentAttention, LatentConfig
 from polyad.model.smoe.config import Placement, SparseMoEConfig, is_placed
@@ -38,14 +38,10 @@ class GPT2Config(DecoderSettings):
         """Describes depth and width for the user."""
         return f"GPT-2, {self.num_layers} blocks, width {self.hidden_size}"
 
-    def build_norm(self) -> LayerNorm:
-        """See `DecoderSettings.build_norm`."""
-        return LayerNorm(self.hidden_size, eps=self.layer_norm_epsilon, bias=self.bias)
-
     def build_block(self, feed_forward: FeedForwardConfig, number: int) -> Block:
         """See `DecoderSettings.build_block`."""
         context = self.context(self.initializer_range, self.residual_std())
-        return build_block(feed_forward, context, layer_norm_epsilon=self.layer_norm_epsilon)
+        return build_block(feed_forward, context, self.build_norm)
 
 
 Multiplier = Annotated[float, Field(gt=0, le=1e6)]
@@ -228,7 +224,7 @@ class DecoderConfig(DecoderSettings):
         )
 
     def build_norm(self) -> nn.Module:
-        """See `DecoderSettings.build_norm`."""
+        """See `ModelSettings.build_norm`."""
         return build_norm(self.norm, self.hidden_size, self.norm_epsilon)
 
     def build_block(self, feed_forward: FeedForwardConfig, number: int) -> Block:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from polyad.model.block import FeedForwardConfig, build_feedforward, run_block
 from polyad.model.config import Count
 from polyad.model.feedforward import DenseFeedForwardConfig
-from polyad.model.layers import DropPath, LayerNorm
+from polyad.model.layers import DropPath
 from polyad.model.output import ModelOutput, RoutingStats
 from polyad.model.settings import CutSizes, cut_sizes_of
 from polyad.model.vision import Classifier, ImageModelSettings, PatchEmbedding, build_head
@@ -90,11 +90,10 @@ class MixerBlock(nn.Module):
 
     def __init__(self, config: MixerConfig, block: int) -> None:
         super().__init__()
-        known = config.feed_forwards()
-        width, epsilon = config.hidden_size, config.layer_norm_epsilon
-        self.token_norm = LayerNorm(width, eps=epsilon, bias=config.bias)
+        known, width = config.feed_forwards(), config.hidden_size
+        self.token_norm = config.build_norm()
         self.token_feed_forward = _feed_forward(config, known[TOKENS], block, config.num_patches)
-        self.channel_norm = LayerNorm(width, eps=epsilon, bias=config.bias)
+        self.channel_norm = config.build_norm()
         self.channel_feed_forward = _feed_forward(config, known[CHANNELS], block, width)
         self.drop_path = DropPath(config.drop_path_of(block))
 
@@ -130,9 +129,7 @@ class Mixer(Classifier):
         self.config = config
         self.patch_embedding = PatchEmbedding(config)
         self.blocks = nn.ModuleList(MixerBlock(config, n) for n in range(config.num_layers))
-        self.final_norm = LayerNorm(
-            config.hidden_size, eps=config.layer_norm_epsilon, bias=config.bias
-        )
+        self.final_norm = config.build_norm()
         self.head = build_head(config)
 
     def forward(self, images_BCHW: Tensor) -> ModelOutput:

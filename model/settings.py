@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self, TypeAlias
 
 import torch
 from pydantic import Field, model_validator
-from torch import Tensor
+from torch import Tensor, nn
 
 from polyad.model.block import FeedForwardConfig
 from polyad.model.config import Config, Count, SectionError
 from polyad.model.feedforward import DenseFeedForwardConfig, FeedForwardContext
+from polyad.model.layers import LayerNorm
 
 CutSizes: TypeAlias = list[dict[str, int]]
 """Sizes by key: in each dictionary, one must be a multiple of the number of ranks."""
@@ -30,6 +31,7 @@ class ModelSettings(Config, ABC):
         num_layers: int
         hidden_size: int
         dropout: float
+        layer_norm_epsilon: float
 
     kind: str
     """The kind of model."""
@@ -97,6 +99,10 @@ class ModelSettings(Config, ABC):
             activation=getattr(self, "activation", "gelu_tanh"),
             causal=self.causal,
         )
+
+    def build_norm(self) -> nn.Module:
+        """Builds a norm of the residual stream, on the current default device."""
+        return LayerNorm(self.hidden_size, eps=self.layer_norm_epsilon, bias=self.has_bias())
 
     def check_feed_forward(
         self, key: str, feed_forward: FeedForwardConfig, width: int, num_heads: int | None = None
@@ -181,6 +187,9 @@ class TransformerSettings(ModelSettings, ABC):
     """The feed-forward layer of every block; with a mixture of experts, some blocks can stay
     dense."""
 
+    if TYPE_CHECKING:  # models of text declare it
+        sequence_length: int
+
     @model_validator(mode="after")
     def _heads_divide_width(self) -> Self:
         if self.hidden_size % self.num_heads and not self.heads_fit():
@@ -195,6 +204,18 @@ class TransformerSettings(ModelSettings, ABC):
     def _feed_forward_fits(self) -> Self:
         self.check_feed_forward(FEED_FORWARD, self.feed_forward, self.hidden_size, self.num_heads)
         return self
+
+    def check_length(self, length: int) -> None:
+        """Checks a number of tokens of a sequence.
+
+        Raises:
+            ValueError: A model of text reads fewer.
+        """
+        if length > self.sequence_length:
+            raise ValueError(
+                f"input of {length} tokens; model.sequence_length allows at most "
+                f"{self.sequence_length}"
+            )
 
     def heads_fit(self) -> bool:
         """Whether num_heads is free; by default it must divide hidden_size."""

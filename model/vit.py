@@ -19,7 +19,7 @@ from polyad.model.initialization import (
     Initializer,
     normal,
 )
-from polyad.model.layers import LayerNorm, Linear
+from polyad.model.layers import Linear
 from polyad.model.output import ModelOutput
 from polyad.model.settings import TransformerSettings
 from polyad.model.vision import Classifier, ImageModelSettings, PatchEmbedding, build_head
@@ -81,21 +81,17 @@ class ViT(Classifier):
         )
         self.position_embedding = nn.Parameter(torch.empty(config.num_tokens, width))
         self.dropout = nn.Dropout(config.dropout)
-        self.pre_norm = self._norm() if config.pre_norm else nn.Identity()
+        self.pre_norm = config.build_norm() if config.pre_norm else nn.Identity()
         self.blocks = nn.ModuleList(
             _build_block(config, feed_forward, number)
             for number, feed_forward in enumerate(config.block_feed_forwards())
         )
-        self.final_norm = self._norm()
+        self.final_norm = config.build_norm()
         self.pre_logits: Linear | None = None
         if config.pre_logits is not None:
             start = normal(config.weight_std(width, config.pre_logits))
             self.pre_logits = Linear(width, config.pre_logits, start)
         self.head = build_head(config)
-
-    def _norm(self) -> LayerNorm:
-        config = self.config
-        return LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon, bias=config.bias)
 
     def initializers(self) -> dict[str, Initializer]:
         """Returns the initializers of parameters outside the blocks; see
@@ -142,7 +138,7 @@ def _build_block(config: ViTConfig, feed_forward: FeedForwardConfig, number: int
     return build_block(
         feed_forward,
         config.context(std),
-        layer_norm_epsilon=config.layer_norm_epsilon,
+        config.build_norm,
         attention_std=config.weight_std(width, width),
         drop_path=config.drop_path_of(number),
     )
