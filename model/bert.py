@@ -28,7 +28,7 @@ from polyad.model.heads import (
     MaskedLanguageHead,
     Pooler,
 )
-from polyad.model.initialization import Initializer, normal
+from polyad.model.initialization import normal
 from polyad.model.layers import Embedding
 from polyad.model.output import ModelOutput
 from polyad.model.padding import RealTokens
@@ -127,10 +127,10 @@ class Bert(nn.Module):
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
         self.config = config
-        width = config.hidden_size
-        self.token_embedding = Embedding(config.number("vocab_size"), width)
-        self.position_embedding = Embedding(config.sequence_length, width)
-        self.segment_embedding = Embedding(config.num_segments, width)
+        width, start = config.hidden_size, normal(config.initializer_range)
+        self.token_embedding = Embedding(config.number("vocab_size"), width, start)
+        self.position_embedding = Embedding(config.sequence_length, width, start)
+        self.segment_embedding = Embedding(config.num_segments, width, start)
         self.embedding_norm = config.build_norm()
         self.dropout = nn.Dropout(config.dropout)
         context = config.context(config.initializer_range)
@@ -140,16 +140,6 @@ class Bert(nn.Module):
         )
         self.head = _build_head(config)
         self._routes = any(each.kind != "dense" for each in config.block_feed_forwards())
-
-    def initializers(self) -> dict[str, Initializer]:
-        """Returns the initializers of parameters outside the blocks; see
-        `model/initialization.py`."""
-        start = normal(self.config.initializer_range)
-        return {
-            "token_embedding.weight": start,
-            "position_embedding.weight": start,
-            "segment_embedding.weight": start,
-        }
 
     def forward(
         self,

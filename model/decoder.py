@@ -23,7 +23,7 @@ from polyad.model.heads import (
     SequenceHead,
     VocabularyHead,
 )
-from polyad.model.initialization import Initializer, normal
+from polyad.model.initialization import normal
 from polyad.model.layers import Embedding
 from polyad.model.output import ModelOutput
 from polyad.model.padding import LastToken, RealTokens
@@ -204,10 +204,11 @@ class Decoder(nn.Module):
         super().__init__()
         self.config, self.parts = config, config.parts()
         width, vocab_size = config.hidden_size, config.number("vocab_size")
-        self.token_embedding = Embedding(vocab_size, width, pad_id=self.parts.pad_id)
+        start = normal(config.initializer_range)
+        self.token_embedding = Embedding(vocab_size, width, start, self.parts.pad_id)
         self.position_embedding: Embedding | None = None
         if self.parts.rotary is None:
-            self.position_embedding = Embedding(config.sequence_length, width)
+            self.position_embedding = Embedding(config.sequence_length, width, start)
         self.dropout = nn.Dropout(config.dropout)
         feed_forwards = config.block_feed_forwards()
         self.blocks = nn.ModuleList(
@@ -238,15 +239,6 @@ class Decoder(nn.Module):
         for block in self.taught:
             self.blocks.get_submodule(f"{block}.feed_forward").train(mode)
         return self
-
-    def initializers(self) -> dict[str, Initializer]:
-        """Returns the initializers of parameters outside the blocks; see
-        `model/initialization.py`."""
-        start = normal(self.config.initializer_range)
-        return {
-            "token_embedding.weight": start.without_row(self.parts.pad_id),
-            "position_embedding.weight": start,
-        }
 
     def forward(
         self,

@@ -32,29 +32,29 @@ def same(x: Tensor) -> Tensor:
 
 
 class Embedding(nn.Embedding):
-    """PyTorch's Embedding, with gradients summed in fp32; initialized to zeros.
+    """PyTorch's Embedding with initial values of its own, and gradients summed in fp32.
 
     Args:
         rows: V.
         width: D.
-        dtype: The dtype of the weights; None for torch's default.
-        pad_id: A row that gets no gradient; None if there is none.
+        start: The initializer of the matrix.
+        pad_id: A row that starts at zero and gets no gradient; None if there is none.
     """
 
     def __init__(
-        self,
-        rows: int,
-        width: int,
-        dtype: torch.dtype | None = None,
-        pad_id: int | None = None,
+        self, rows: int, width: int, start: Initializer, pad_id: int | None = None
     ) -> None:
         # Random values would be overwritten, and on the meta device drawing them imports a
         # compiler.
-        super().__init__(rows, width, _weight=torch.zeros(rows, width, dtype=dtype))
-        self.pad_id = pad_id
+        super().__init__(rows, width, _weight=torch.zeros(rows, width))
+        self.start, self.pad_id = start, pad_id
         self.lookup: Callable[[Tensor, Tensor, int | None], Tensor] = embed
         """Maps row numbers, the matrix and `pad_id` to rows; replaced if ranks share the rows or
         the tokens."""
+
+    def initializers(self) -> dict[str, Initializer]:
+        """Returns the initializer of the matrix."""
+        return {"weight": self.start.without_row(self.pad_id)}
 
     def forward(self, ids: Tensor) -> Tensor:
         """Returns the rows with these numbers, [..., D]."""

@@ -6,6 +6,7 @@ A batch of equal sequences has as many times the gradient of one, so a sum that 
 import pytest
 import torch
 
+from polyad.model.initialization import ZEROS
 from polyad.model.kernels.grouped import by_products
 from polyad.model.layers import Embedding, LayerNorm
 from polyad.model.smoe import experts
@@ -56,12 +57,12 @@ def test_a_batch_of_equal_sequences_has_their_summed_gradient(
 
 
 def test_an_embedding_adds_the_rows_of_a_gradient_up_exactly():
-    layer = Embedding(5, 4, dtype=torch.bfloat16)
+    layer = Embedding(5, 4, ZEROS).bfloat16()
     layer(torch.full((1000,), 2)).backward(torch.ones(1000, 4, dtype=torch.bfloat16))
     expected = torch.zeros(5, 4)
     expected[2] = 1000
     assert torch.equal(layer.weight.grad.float(), expected)
-    double = Embedding(5, 4, dtype=torch.float64)
+    double = Embedding(5, 4, ZEROS).double()
     assert torch.autograd.gradcheck(
         lambda weight: torch.func.functional_call(
             double, {"weight": weight}, torch.tensor([[1, 2], [2, 4]])
@@ -85,7 +86,7 @@ def test_a_layer_norm_adds_its_gradients_up_exactly(bias):
 def test_layers_are_pytorchs_in_fp32():
     ids, x = torch.tensor([[0, 3], [3, 1]]), torch.randn(6, 8)
     for ours, theirs, given in (
-        (Embedding(5, 4), torch.nn.Embedding(5, 4), ids),
+        (Embedding(5, 4, ZEROS), torch.nn.Embedding(5, 4), ids),
         (LayerNorm(8), torch.nn.LayerNorm(8), x),
     ):
         theirs.load_state_dict(ours.state_dict())
