@@ -62,6 +62,9 @@ class Family:
     model_types: tuple[str, ...]
     """The values of `model_type` in config.json that belong to this family."""
 
+    recognizes: Callable[[Tree], bool] = lambda tree: False
+    """Returns whether a config.json without a `model_type` belongs to it."""
+
     outside: Rules
     """Rules for parameters outside of blocks."""
     block: str
@@ -112,13 +115,13 @@ class Family:
     check: Callable[[Any], None] = lambda config: None
     """Raises a `WeightsError` if they have no equivalent of our model."""
     architecture: Callable[[Any], str | None] = lambda config: None
-    """Returns the class that a model is written as; None: such folders are read-only."""
+    """Returns the class that a model is written as; None if files name none, or are read-only."""
     written: Callable[[Any, Known], dict[str, Any]] = lambda config, known: {}
     """Returns the keys that are written after `keys`."""
 
     def is_of(self, tree: Tree) -> bool:
         """Returns whether a config.json belongs to this family."""
-        return tree.get("model_type") in self.model_types
+        return tree.get("model_type") in self.model_types or self.recognizes(tree)
 
     def plain_name(self, stored: str) -> str:
         """Returns the plain name of a tensor in a file."""
@@ -220,15 +223,12 @@ class Family:
         assert config.left_to_data() is None
         if isinstance(config, DecoderConfig):
             config = config.filled()
-        tree = self._class_keys(config)
+        tree: dict[str, Any] = {}
+        if (architecture := self.architecture(config)) is not None:
+            tree = {"architectures": [architecture], "model_type": self.model_types[0]}
         for key in self.keys:
             tree |= key.write(config)
         return tree | self.written(config, known)
-
-    def _class_keys(self, config: ModelSettings) -> dict[str, Any]:
-        architecture = self.architecture(config)
-        assert architecture is not None
-        return {"architectures": [architecture], "model_type": self.model_types[0]}
 
     def their_keys(self) -> dict[str, str]:
         """Maps our keys to theirs, for error messages."""

@@ -9,7 +9,6 @@ from polyad.model.families.tensors import Shape
 from polyad.model.families.vision import FREE_OF_IMAGES, check_image_model, classes_of
 from polyad.model.feedforward import DenseFeedForwardConfig
 from polyad.model.mixer import CHANNELS, TOKENS, MixerConfig
-from polyad.model.settings import ModelSettings
 
 EPSILON = 1e-6
 """Epsilon of every LayerNorm in timm's Mixer."""
@@ -116,21 +115,11 @@ def _ratios(config: MixerConfig) -> tuple[float, float]:
     return ratios[0], ratios[1]
 
 
-class _Timm(Family):
-    """timm's files name a model in `architecture`, and no class."""
-
-    def is_of(self, tree: Tree) -> bool:
-        """See `Family.is_of`."""
-        return str(tree.get("architecture", "")).startswith("mixer_")
-
-    def _class_keys(self, config: ModelSettings) -> dict[str, Any]:
-        return {}
-
-
-MIXER = _Timm(
+MIXER = Family(
     title="timm's Mixer",
     config=MixerConfig,
-    model_types=(),
+    model_types=(),  # timm's files name a model in `architecture`, and no class
+    recognizes=lambda tree: str(tree.get("architecture", "")).startswith("mixer_"),
     outside={"patch_embedding": "stem.proj", "final_norm": "norm", "head": "head"},
     block="blocks.{}.",
     inside={
