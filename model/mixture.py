@@ -35,7 +35,7 @@ from polyad.model.config import Config, Count, SectionError
 from polyad.model.initialization import ONES, ZEROS, Initializer, uniform
 from polyad.model.mumoe.gating import BatchNorm, GateOutput
 from polyad.model.mumoe.layer import gate_statistics
-from polyad.model.output import ModelOutput, RoutingStats, StatisticsModule
+from polyad.model.output import NO_TENSORS, ModelOutput, RoutingStats, StatisticsModule
 from polyad.model.settings import ModelSettings
 from polyad.model.smoe.losses import importance_loss, load_balance_loss, router_z_loss
 from polyad.model.smoe.router import count
@@ -110,10 +110,8 @@ class NetworkOutput(NamedTuple):
     """The last hidden layer before its ReLU."""
     output_BO: Tensor | None
     """The output, or None for a network without an output layer."""
-    norm_mean_N: Tensor
-    """Mean over images and pixels of each BatchNorm's input; empty without BatchNorm."""
-    norm_square_N: Tensor
-    """Mean of the squares."""
+    moments: list[dict[str, Tensor]]
+    """Those over images and pixels of the input of each BatchNorm, as in `GateOutput`."""
 
 
 class SmallNetwork(nn.Module):
@@ -148,24 +146,19 @@ class SmallNetwork(nn.Module):
         Args:
             x_BCHW: Images.
         """
-        means, squares = [x_BCHW.new_empty(0)], [x_BCHW.new_empty(0)]
+        moments = []
         for convolution in self.convolutions:
-            x_BCHW, mean_C, square_C = convolution(x_BCHW)
-            means.append(mean_C)
-            squares.append(square_C)
+            x_BCHW, of_norm = convolution(x_BCHW)
+            moments += [of_norm] if of_norm else []
         hidden_BD = x_BCHW.flatten(1)
         for number, layer in enumerate(self.hidden):
             hidden_BD = layer(relu(hidden_BD) if number else hidden_BD)
         output_BO = None if self.output is None else self.output(relu(hidden_BD))
-        return NetworkOutput(hidden_BD, output_BO, torch.cat(means), torch.cat(squares))
+        return NetworkOutput(hidden_BD, output_BO, moments)
 
     def train(self, mode: bool = True) -> "SmallNetwork":
         """Sets training mode, unless everything is frozen."""
         return super().train(mode and any(p.requires_grad for p in self.parameters()))
-
-    def norms(self) -> list[BatchNorm]:
-        """Returns its BatchNorms, in the order of `NetworkOutput.norm_mean_N`."""
-        return [norm for norm in self.modules() if isinstance(norm, BatchNorm)]
 
 
 class Convolution(nn.Module):
@@ -199,26 +192,24 @@ class Convolution(nn.Module):
         convolution = {"weight": uniform(bound), "bias": uniform(bound)}
         return convolution | {"scale": ONES, "shift": ZEROS}
 
-    def forward(self, x_BCHW: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, x_BCHW: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Convolves.
 
         Args:
             x_BCHW: Images, or the output of the previous convolution.
 
         Returns:
-            The output, and for each channel the mean and the mean square of BatchNorm's input;
-            empty without BatchNorm.
+            The output, and the moments of BatchNorm's input; empty without BatchNorm.
         """
         y_BCHW = conv2d(x_BCHW, self.weight, self.bias, padding=self.padding)
-        mean_C = square_C = y_BCHW.new_empty(0)
+        moments = NO_TENSORS
         if self.norm is not None:
             wide = torch.promote_types(y_BCHW.dtype, torch.float32)
             y_BHWC = y_BCHW.to(wide).permute(0, 2, 3, 1)
             levels, moments = self.norm(y_BHWC.flatten(0, 2))
-            mean_C, square_C = moments["score_mean_S"], moments["score_square_S"]
             y_BHWC = levels[0].view(y_BHWC.shape) * self.scale + self.shift
             y_BCHW = y_BHWC.permute(0, 3, 1, 2).to(y_BCHW.dtype)
-        return max_pool2d(relu(y_BCHW), POOL), mean_C, square_C
+        return max_pool2d(relu(y_BCHW), POOL), moments
 
 
 class Linear(nn.Linear):
@@ -412,7 +403,7 @@ class Mixture(StatisticsModule):
         before_BM = scores_BM.softmax(-1)
         best_BK = log_p_BM.topk(self.config.top_k or 1, dim=-1).indices
         load_M = count(best_BK, log_p_BM.shape[1]).to(scores_BM.dtype) / best_BK.numel()
-        norms = self.training and any(each.norm_mean_N.numel() for each in ran)
+        moments = [of_norm for each in ran for of_norm in each.moments]
         losses = {
             "balance_loss": load_balance_loss(
                 self.for_loss("balance_loss", before_BM).mean(0), load_M
@@ -422,12 +413,12 @@ class Mixture(StatisticsModule):
         }
         stats = gate_statistics(GateOutput([log_p_BM.detach().exp()]))
         stats = stats._replace(name="mixture", losses=losses)
-        if norms:
-            moments = {
-                "norm_mean_N": torch.cat([each.norm_mean_N for each in ran]),
-                "norm_square_N": torch.cat([each.norm_square_N for each in ran]),
+        if self.training and moments:
+            of_all = {
+                f"norm_{name}_N": torch.cat([each[f"score_{name}_S"] for each in moments])
+                for name in ("mean", "square")
             }
-            stats = stats._replace(measures=stats.measures | moments)
+            stats = stats._replace(measures=stats.measures | of_all)
         return self.with_samples(stats, [before_BM], gate.hidden_BD.unsqueeze(1))
 
     def update(self, stats: RoutingStats, progress: float) -> None:
@@ -439,8 +430,7 @@ class Mixture(StatisticsModule):
         """
         if "norm_mean_N" not in stats.measures:
             return
-        networks = [network for network in self.modules() if isinstance(network, SmallNetwork)]
-        norms = [norm for network in networks for norm in network.norms()]
+        norms = [norm for norm in self.modules() if isinstance(norm, BatchNorm)]
         sizes = [sum(norm.num_experts) for norm in norms]
         means, squares = (
             stats.measures[name].split_with_sizes(sizes)
