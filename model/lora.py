@@ -182,7 +182,8 @@ class LoRAScore(LinearScore):
     def __init__(self, score: LinearScore, config: LoRAConfig) -> None:
         nn.Module.__init__(self)
         self.weight, self.bias = score.weight, score.bias
-        self.initial, self.in_model_dtype = score.initial, score.in_model_dtype
+        self.start, self.start_bias = score.start, score.start_bias
+        self.in_model_dtype = score.in_model_dtype
         self.lora = LowRank(score.weight, config)
 
     def columns(self, features: Tensor | None = None) -> Tensor:

@@ -53,11 +53,6 @@ class MixerConfig(ImageModelSettings):
             for key, width in self._widths().items()
         }
 
-    def filled(self) -> Self:
-        """Returns a copy with the ranks that follow from the number of parameters."""
-        filled = self.with_feed_forwards(self.feed_forwards())
-        return filled.model_copy(update=self.filled_head())
-
     def in_words(self) -> str:
         """Describes depth, width and patches for the user."""
         return (

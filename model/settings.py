@@ -43,7 +43,7 @@ class ModelSettings(Config, ABC):
 
     def filled(self) -> Self:
         """Returns a copy with derived values filled in, such as the rank for a parameter count."""
-        return self
+        return self.with_feed_forwards(self.feed_forwards())
 
     def units_per_sample(self) -> int:
         """Number of units per sample for throughput: tokens of a text, or 1 for whole samples."""
@@ -230,10 +230,6 @@ class TransformerSettings(ModelSettings, ABC):
         """The feed-forward of each block; blocks may differ."""
         feed_forward = self.feed_forwards()[FEED_FORWARD]
         return [feed_forward.of_block(block) for block in range(self.num_layers)]
-
-    def filled(self) -> Self:
-        """Returns a copy with the rank that follows from the number of parameters."""
-        return self.with_feed_forwards(self.feed_forwards())
 
     def cut_sizes(self) -> CutSizes:
         """Heads, width, and the sizes of the feed-forward."""

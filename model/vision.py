@@ -145,9 +145,10 @@ class ImageModelSettings(ImageSettings):
         except SectionError as error:
             raise ValueError(error.within("model.head")) from None
 
-    def filled_head(self) -> dict[str, LinearHeadConfig | MuMoEHeadConfig]:
-        """Returns the completed head for `filled`; empty while the number of classes is unknown."""
-        return {} if self.num_classes is None else {"head": self.known_head()}
+    def filled(self) -> Self:
+        """See `ModelSettings.filled`; also fills in the head, if the number of classes is known."""
+        head = {} if self.num_classes is None else {"head": self.known_head()}
+        return super().filled().model_copy(update=head)
 
     def weight_std(self, inputs: int, outputs: int) -> float:
         """Returns the standard deviation of the initial weight of a layer."""

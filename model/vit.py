@@ -7,7 +7,7 @@ Shapes: B images, C channels, H x W pixels, T tokens (patches, after a class tok
 D width, K classes, L blocks.
 """
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
 import torch
 from pydantic import Field
@@ -49,10 +49,6 @@ class ViTConfig(TransformerSettings, ImageModelSettings):
     def head_width(self) -> int:
         """Returns the width of the head's input."""
         return self.pre_logits or self.hidden_size
-
-    def filled(self) -> Self:
-        """Returns a copy with the ranks that follow from the number of parameters."""
-        return super().filled().model_copy(update=self.filled_head())
 
     def in_words(self) -> str:
         """Describes depth, width and patches for the user."""

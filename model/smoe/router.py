@@ -26,7 +26,7 @@ from torch.nn.functional import linear, normalize
 
 from polyad.model.feedforward import NOTHING_ELSE, BlockInput, FeedForwardContext
 from polyad.model.initialization import ZEROS, Initializer, constant, normal, uniform
-from polyad.model.layers import Region, same
+from polyad.model.layers import Linear, Region, same
 from polyad.model.output import RoutingStats, StatisticsModule, entropy, mean_of_samples
 from polyad.model.padding import RealTokens, counted, pack, unpack
 from polyad.model.smoe.config import GRAPHS, SCORES, SelectingConfig, SparseMoEConfig
@@ -67,7 +67,7 @@ class Score(nn.Module, ABC):
         """
 
 
-class LinearScore(Score):
+class LinearScore(Linear, Score):
     """Logits W u + b (Shazeer et al. 2017).
 
     Args:
@@ -85,15 +85,9 @@ class LinearScore(Score):
         bias: bool = True,
         in_model_dtype: bool = False,
     ) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(config.num_experts, context.hidden_size))
-        has_bias = bias and context.bias
-        self.bias = nn.Parameter(torch.empty(config.num_experts)) if has_bias else None
-        self.initial, self.in_model_dtype = normal(context.initializer_std), in_model_dtype
-
-    def initializers(self) -> dict[str, Initializer]:
-        """Returns the initializers: by default normal weight, zero bias."""
-        return {"weight": self.initial, "bias": ZEROS}
+        start, has_bias = normal(context.initializer_std), bias and context.bias
+        super().__init__(context.hidden_size, config.num_experts, start, bias=has_bias)
+        self.in_model_dtype = in_model_dtype
 
     def columns(self, features: Tensor | None = None) -> Tensor:
         """Returns the weight."""
@@ -158,7 +152,7 @@ class RandomScore(LinearScore):
         super().__init__(config, context, bias=False)
         del self.weight
         self.register_buffer("weight", torch.empty(config.num_experts, context.hidden_size))
-        self.initial = uniform(context.hidden_size**-0.5)
+        self.start = uniform(context.hidden_size**-0.5)
 
 
 SCORES |= {
