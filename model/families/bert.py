@@ -18,7 +18,6 @@ from polyad.model.families.family import (
     Known,
     ShapeOf,
     label_keys,
-    labels_or_numbers,
     refuse_experts,
 )
 from polyad.model.families.keys import Tree, activation, dropouts, field, inner_size, only
@@ -56,8 +55,8 @@ def _head_of(tree: Tree, shape_of: ShapeOf) -> dict[str, Any]:
 def _written(config: BertConfig, known: Known) -> dict[str, Any]:
     head, about = config.head, {}
     if isinstance(head, ClassificationHeadConfig):
-        names = labels_or_numbers(known.class_names, config.number("head.num_classes"))
-        about = {"classifier_dropout": head.dropout, **label_keys(names)}
+        labels = label_keys(known.class_names, config.number("head.num_classes"))
+        about = {"classifier_dropout": head.dropout, **labels}
     return {"pad_token_id": known.pad_id, **about, **FP32_TEXT}
 
 

@@ -331,8 +331,9 @@ def labels_or_numbers(names: list[str] | None, count: int) -> list[str]:
     return names or [f"LABEL_{number}" for number in range(count)]
 
 
-def label_keys(names: list[str]) -> dict[str, Any]:
-    """Returns the class names in transformers' form."""
+def label_keys(names: list[str] | None, count: int) -> dict[str, Any]:
+    """Returns the class names in transformers' form; see `labels_or_numbers`."""
+    names = labels_or_numbers(names, count)
     return {
         "id2label": {str(number): name for number, name in enumerate(names)},
         "label2id": {name: number for number, name in enumerate(names)},

@@ -16,7 +16,6 @@ from polyad.model.families.family import (
     Known,
     ShapeOf,
     label_keys,
-    labels_or_numbers,
     refuse_experts,
 )
 from polyad.model.families.keys import (
@@ -91,8 +90,8 @@ def _check(config: ViTConfig) -> None:
 
 
 def _written(config: ViTConfig, known: Known) -> dict[str, Any]:
-    names = labels_or_numbers(known.class_names, config.number("num_classes"))
-    return {**label_keys(names), "dtype": "float32"}
+    labels = label_keys(known.class_names, config.number("num_classes"))
+    return {**labels, "dtype": "float32"}
 
 
 VIT = Family(
