@@ -36,22 +36,20 @@ class PerceptronConfig(ModelSettings):
     classes: Annotated[int, Field(ge=2)] | None = None
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
 
-    def left_to_data(self) -> str | None:
-        return "model.classes" if self.classes is None else None
+    def from_data(self) -> dict[str, int | None]:
+        return {"classes": self.classes}
 
     def random_sample(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        assert self.classes is not None
         vector_D = torch.randn(self.inputs, generator=generator)
-        return vector_D, torch.randint(self.classes, (), generator=generator)
+        return vector_D, torch.randint(self.number("classes"), (), generator=generator)
 
 
 class Perceptron(nn.Module):
     def __init__(self, config: PerceptronConfig) -> None:
         super().__init__()
-        assert config.classes is not None
         self.hidden = Linear(config.inputs, config.hidden_size, normal(0.3))
         self.dropout = nn.Dropout(config.dropout)
-        self.head = Linear(config.hidden_size, config.classes, normal(0.3))
+        self.head = Linear(config.hidden_size, config.number("classes"), normal(0.3))
 
     def forward(self, vectors_BD: Tensor) -> ModelOutput:
         hidden_BH = self.dropout(torch.relu(self.hidden(vectors_BD.to(self.hidden.weight.dtype))))
