@@ -47,11 +47,12 @@ class MeasuredRows(NamedTuple):
     weights_BM: Tensor | None = None
     """The share of the real tokens that each row represents; None if all are equal."""
 
-    def mean(self, values_BM: Tensor) -> Tensor:
-        """Returns the mean over rows, a scalar."""
+    def mean(self, values: Tensor) -> Tensor:
+        """Returns the mean over the rows of all sequences: of [B, M] a scalar, of [B, G, M] [G]."""
         if self.weights_BM is None:
-            return values_BM.mean()
-        return (values_BM * self.weights_BM.to(values_BM.dtype)).sum()
+            return values.mean((0, -1))
+        weights = self.weights_BM.view(len(values), *(1,) * (values.dim() - 2), -1)
+        return (values * weights.to(values.dtype)).sum((0, -1))
 
 
 def _measured_rows(
@@ -257,10 +258,7 @@ def head_entropies(
     measured = _measured_rows(query.shape[-2], query.device, real)
     scale, seen_BS = query.shape[-1] ** -0.5, _seen(real, causal)
     features = Features(query.to(dtype), key.to(dtype), scale, causal, seen_BS)
-    entropy_BAM = features.row_entropies(measured)
-    if measured.weights_BM is None:
-        return entropy_BAM.mean((0, 2))
-    return (entropy_BAM * measured.weights_BM.to(dtype).unsqueeze(1)).sum((0, 2))
+    return measured.mean(features.row_entropies(measured))
 
 
 class SimilarityGraph(MixingGraph):
