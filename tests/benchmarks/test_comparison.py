@@ -56,7 +56,8 @@ def test_what_is_slow_has_the_ratio_of_its_only_turn():
     assert order.count("c") == 2  # once before the clock counts
     row = summary(times, "a")["c"]
     assert row == {
-        "seconds": long, "seconds_ratio": long, "seconds_ratio_interval": None, "timed": 1
+        "seconds": long, "seconds_ratio": long, "seconds_ratio_interval": None, "timed": 1,
+        "parts": [long],
     }  # fmt: skip
 
 
