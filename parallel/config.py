@@ -29,7 +29,8 @@ class ParallelConfig(Config):
     also the parameters."""
 
     bucket_size: int = Field(default=50_000_000, ge=1, le=10**12)
-    """Number of gradient elements reduced in one call; one buffer of this size is allocated."""
+    """Number of elements reduced in one call at ZeRO 2 and 3, and gathered in one call; buffers of
+    this size are allocated. At ZeRO 1 gradients are reduced in one call for each group."""
 
     timeout_minutes: float = Field(default=30.0, ge=0.01, le=7 * 24 * 60)
     """How long a collective waits for a missing process before it fails, in minutes."""

@@ -151,6 +151,7 @@ def peak_memory(
     *,
     states: dict[str, int],
     computed: Sequence[tuple[int, int]],
+    batch: int,
     num_parameters: int,
     accumulates: bool,
     temporaries: int,
@@ -164,6 +165,7 @@ def peak_memory(
         states: From `model_states`.
         computed: For each gradient, in the order of the backward pass, the most bytes of other
             tensors since the last one, and its elements.
+        batch: Bytes of a micro-batch.
         num_parameters: Of the whole model.
         accumulates: Whether a step has several micro-batches.
         temporaries: Tensors as large as a group's part of the masters that the optimizer computes.
@@ -179,16 +181,22 @@ def peak_memory(
         whole = sum(each.total for each in flat)
         gradients = states["gradients"]
         buffers = 4 * bucket + size * min(whole, LIVE)
+    elif stage == 2:
+        gradients, buffers = 4 * sum(each.part(stage) for each in trained), 2 * bucket * size
     else:
-        gradients = 4 * sum(each.total if stage == 1 else each.part(stage) for each in trained)
-        buffers = 2 * bucket * (4 if stage == 1 else size)
+        gradients, buffers = 4 * sum(each.padded for each in trained), 0
     done, backward = 0, 0
     for most, elements in computed:
-        held = gradients if accumulates or stage == 3 else gradients * done // max(total, 1)
+        grows = stage == 2 and not accumulates
+        held = gradients * done // max(total, 1) if grows else gradients
         backward = max(backward, most + held + buffers)
         done += elements
     activations = max(0, backward - gradients - buffers)
-    update = _update(trained, stage, temporaries + 1)
+    # Stage 1 hands its gradients over without a copy.
+    update = batch + _update(trained, stage, temporaries + (stage > 1))
+    if stage == 1:  # the sums over ranks of the first group, beside those of each rank
+        parts = (each.part(stage) for each in trained if each.copies > 1)
+        update = max(update, batch + gradients + 4 * next(parts, 0))
     if update > gradients + buffers + activations:
         activations, buffers = 0, max(0, update - gradients)
     return {
@@ -202,7 +210,7 @@ def peak_memory(
 
 def _update(trained: Sequence[Flat], stage: int, temporaries: int) -> int:
     """The peak of an update, which takes group after group and frees the gradients of each."""
-    left = [4 * (each.total if stage == 1 else each.part(stage)) for each in trained]
+    left = [4 * each.part(stage) for each in trained]
     return max(
         (
             4 * (1 + temporaries) * each.part(stage) + sum(left[number + 1 :])

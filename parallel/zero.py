@@ -133,8 +133,8 @@ def deepspeed_config(
             "allgather_bucket_size": bucket,
             "round_robin_gradients": False,  # checkpoints read DeepSpeed's fragment map
             # Buckets are reduced during the backward pass, each part to the rank that owns it: half
-            # of the traffic of an all-reduce.
-            "overlap_comm": True,
+            # of the traffic of an all-reduce. Stage 1 has no buckets; see `FlatGradients`.
+            "overlap_comm": stage > 1,
             "contiguous_gradients": True,
             "reduce_scatter": True,
             "use_multi_rank_bucket_allreduce": False,
@@ -239,6 +239,7 @@ class Engine:
         """Whether the step is refused; None until its norm is known."""
         self._replicas = 1
         """Divisor of DeepSpeed's gradients: 1 if they are means, else the number of summands."""
+        self._order: InOneOrder | None = None
         # In every stage DeepSpeed computes the norm, lets this optimizer update masters and moments
         # group by group, and then updates the weights of the forward pass.
         optimizer.register_step_pre_hook(self._before_update)
@@ -256,11 +257,15 @@ class Engine:
             # of all split parameters.
             self.deepspeed.optimizer._grad_norm_counts_every_rank = lambda *_: False
         if self.stage in (1, 2):
-            zero = self.deepspeed.optimizer
-            zero.has_overflow_partitioned_grads_serial = lambda: _some_not_finite(zero)
-        trained = [p for p in self.module.parameters() if p.requires_grad]
-        self._order = InOneOrder(self.deepspeed.optimizer, trained)
-        if config["bf16"]["enabled"] and self.stage in (1, 2):
+            # DeepSpeed refuses a norm that is not finite, as it is where any gradient is not; to
+            # look for one before would wait for the device once more.
+            self.deepspeed.optimizer.has_overflow = lambda *_: False
+        if self.stage == 1:
+            FlatGradients(self.deepspeed.optimizer, world.data_parallel_size)
+        else:
+            trained = [p for p in self.module.parameters() if p.requires_grad]
+            self._order = InOneOrder(self.deepspeed.optimizer, trained)
+        if config["bf16"]["enabled"] and self.stage == 2:
             # DeepSpeed would divide by the number of ranks in bf16 before it sums in fp32, which
             # rounds unless the number is a power of two.
             self.deepspeed.optimizer.gradient_average = False
@@ -314,7 +319,8 @@ class Engine:
         The loss is multiplied by 1, or by NaN if it is not finite: then the gradients are NaN too,
         and every rank skips the step, whichever micro-batch it was.
         """
-        self._order.begin()
+        if self._order is not None:
+            self._order.begin()
         self.deepspeed.backward(loss * (1 + 0 * loss.detach()))
 
     def step(self, learning_rate: float, refuse_above: float = math.inf) -> StepResult | None:
@@ -375,9 +381,8 @@ class Engine:
 def _changed_deepspeed() -> Iterator[None]:
     """A context in which DeepSpeed builds our engines.
 
-    - In stage 1 in bf16 it uses stage 2's optimizer as well, which reduces buckets of gradients
-      during the backward pass. Its default for bf16 weights with fp32 gradients reduces everything
-      after it, all at once.
+    - In stage 1 in bf16 it uses stage 2's optimizer as well, whose methods `FlatGradients`
+      replaces, in place of one of its own for bf16 weights with fp32 gradients.
     - It accepts a model with experts of which none is trained. Its optimizer of stages 1 and 2
       requires a parameter group of experts without needing it.
     - In stage 3 it accepts experts other than its own layer's. Its optimizer can partition them: a
@@ -419,17 +424,6 @@ def _restore_buffers(module: nn.Module, buffers: dict[str, torch.Tensor]) -> Non
         owner._buffers[name] = value.to(module.get_buffer(path).device)
 
 
-def _some_not_finite(optimizer: Any) -> torch.Tensor:
-    """Returns whether any of this rank's gradients is not finite, [1]. DeepSpeed checks the
-    gradients one after the other, with some ten operations for each."""
-    gradients = [g for group in optimizer.averaged_gradients.values() for g in group]
-    gradients = [g for g in gradients if g is not None and g.numel()]
-    if not gradients:  # with few parameters this rank may own none
-        return torch.zeros(1, dtype=torch.bool, device=optimizer.device)
-    largest = torch.stack(torch._foreach_norm(gradients, math.inf))
-    return largest.isfinite().all().logical_not().reshape(1)
-
-
 def state_fields(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
     """Returns the names of the tensors that an optimizer keeps for every weight, or for some."""
     if all(STATE_TENSORS in group for group in optimizer.param_groups):
@@ -439,6 +433,70 @@ def state_fields(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
     if isinstance(optimizer, torch.optim.SGD):
         return ("momentum_buffer",) if optimizer.defaults["momentum"] else ()
     raise TypeError(f"no checkpoint is known for {type(optimizer).__name__}")
+
+
+class FlatGradients:
+    """Gradients of stage 1 in one flat fp32 tensor per group, laid out as the group's weights are.
+
+    DeepSpeed adds micro-batches up in a tensor per parameter, copies these into buckets at the end
+    of a step, and cuts each bucket by the ranks that own its parts, waiting for the device every
+    time. Here they are added up where they are sent from: one reduce-scatter per group gives every
+    rank the sum of its part, which the optimizer takes as it is.
+
+    Args:
+        optimizer: DeepSpeed's of stage 1, whose methods are replaced.
+        replicas: divisor of the sums over ranks: the number of data-parallel ranks, for experts
+            too, since those of a rank see the tokens of all ranks that share them.
+    """
+
+    def __init__(self, optimizer: Any, replicas: int) -> None:
+        self._optimizer, self._replicas = optimizer, replicas
+        self._flat: dict[int, torch.Tensor] = {}
+        """The sums of a step so far, by group, from the first gradient to the reduction."""
+        self._offsets = {
+            id(parameter): offset
+            for parameters, offsets in zip(
+                optimizer.round_robin_bit16_groups, optimizer.round_robin_bit16_offsets, strict=True
+            )
+            for parameter, offset in zip(parameters, offsets, strict=True)
+        }
+        optimizer.process_gradients = self.add
+        optimizer.reduce_gradients = self.reduce
+
+    def add(self, parameter: nn.Parameter, group: int) -> None:
+        """Called when the gradient of a micro-batch is complete.
+
+        Compiled blocks also call this for weights without a gradient: those are skipped.
+        """
+        if parameter.grad is None:
+            return
+        start, numel = self._offsets[id(parameter)], parameter.numel()
+        self._of_group(group)[start : start + numel].add_(parameter.grad.reshape(-1))
+        parameter.grad = None
+
+    def reduce(self, pipeline_parallel: bool = False) -> None:
+        """Called after the last backward pass of a step: sums over ranks, and divides."""
+        from deepspeed.runtime.zero.stage_1_and_2 import GradPartitionBufferGroup
+
+        optimizer = self._optimizer
+        for group, process_group in enumerate(optimizer.real_dp_process_group):
+            part = self._of_group(group)
+            del self._flat[group]
+            if dist.get_world_size(process_group) > 1:
+                whole, part = part, part.new_empty(optimizer.partition_size[group])
+                dist.reduce_scatter_tensor(part, whole, group=process_group)
+            part.div_(self._replicas)
+            # Of each parameter alone, since the norm counts those that tensor-parallel ranks share
+            # once.
+            own = [p._hp_mapping.hp_fragment_address for p in optimizer.params_in_partition[group]]
+            views = [part[each.start : each.start + each.numel] for each in own]
+            optimizer.averaged_gradients[group] = GradPartitionBufferGroup(views, part)
+
+    def _of_group(self, group: int) -> torch.Tensor:
+        if group not in self._flat:
+            weights = self._optimizer.bit16_groups_flat[group]
+            self._flat[group] = torch.zeros_like(weights, dtype=torch.float32)
+        return self._flat[group]
 
 
 class InOneOrder:
@@ -453,7 +511,7 @@ class InOneOrder:
     skipped at the end of the backward pass.
 
     Args:
-        optimizer: DeepSpeed's of stages 1 to 3, whose methods are replaced.
+        optimizer: DeepSpeed's of stages 2 and 3, whose methods are replaced.
         parameters: the model's parameters, the same on every rank.
     """
 
@@ -468,11 +526,11 @@ class InOneOrder:
 
     def begin(self) -> None:
         """Must be called before the backward pass of each micro-batch."""
-        self._arrived.clear()  # stage 1 only ends the last pass of a step
+        self._arrived.clear()
         self._next = 0
 
     def arrive(self, parameter: nn.Parameter, *group: int) -> None:
-        """Called when a gradient is complete; stages 1 and 2 also pass the index of its group.
+        """Called when a gradient is complete; stage 2 also passes the index of its group.
 
         Compiled blocks also call this for weights without a gradient: those are skipped.
         """

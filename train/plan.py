@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from polyad.model.build import build_model, count_parameters, matrix_dimensions
 from polyad.model.decoder import DecoderSettings
@@ -82,6 +82,7 @@ class _Computed:
     gradients: list[tuple[int, int]]
     sent: dict[str, int]
     teacher: int
+    batch: int
 
 
 class _ShapeEngine:
@@ -149,6 +150,7 @@ def footprints(
             train.precision,
             states=states,
             computed=computed.gradients,
+            batch=computed.batch,
             num_parameters=num_parameters,
             accumulates=micro_batches > 1,
             temporaries=0 if on_gpu and isinstance(optimizer, torch.optim.AdamW) else 2,
@@ -204,7 +206,12 @@ def _micro_batch(config: RunConfig, dims: Dims, model: nn.Module, *, on_gpu: boo
             )
             engine.gradients.append((held.restart(), 0))
     gradients = [(most - base, elements) for most, elements in engine.gradients]
-    return _Computed(gradients=gradients, sent=dict(traffic.sent), teacher=taught)
+    return _Computed(
+        gradients=gradients,
+        sent=dict(traffic.sent),
+        teacher=taught,
+        batch=sum(part.nbytes for part in tree_leaves(batch) if isinstance(part, Tensor)),
+    )
 
 
 def _teacher(config: RunConfig) -> Teacher | BlockTeacher | None:
