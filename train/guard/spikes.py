@@ -8,7 +8,7 @@ which vary by factors, logarithms are compared. Low values are never spikes.
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, model_validator
@@ -106,51 +106,29 @@ def _middle(values: Sequence[float]) -> tuple[float, float]:
     return median, 1.4826 * statistics.median([abs(value - median) for value in values])
 
 
-class SpikeGuard:
-    """Detects spikes for the loop, and records them.
+def spike_event(
+    config: MonitorConfig,
+    step: int,
+    limits: Limits,
+    outcome: StepOutcome,
+    documents: dict[str, list[int]],
+) -> dict[str, Any]:
+    """Describes a spike after which the run continues, for the step's record.
 
     Args:
-        config: thresholds and bounds.
-        documents: returns the documents of a global batch; called only on the main process.
-        say: prints a line between those of steps; None except on the main process.
+        config: the reaction.
+        step: the number of the step, from 1.
+        limits: its limits.
+        outcome: its outcome.
+        documents: the documents of its global batch, by the name of their data.
     """
-
-    def __init__(
-        self,
-        config: MonitorConfig,
-        documents: Callable[[int], dict[str, list[int]]],
-        say: Callable[[str], None] | None,
-    ) -> None:
-        self._config = config
-        self._documents, self._say = documents, say
-        self.holds = config.spike_action == "skip"
-        """Whether a step that exceeds its limits must not change the weights."""
-
-    def limits(self, state: TrainState) -> Limits:
-        """See `limits_of`."""
-        return limits_of(self._config, state)
-
-    def stayed(self, step: int, batch: int, limits: Limits, outcome: StepOutcome) -> dict[str, Any]:
-        """Records a spike after which the run continues.
-
-        Args:
-            step: the number of the step, from 1.
-            batch: its global batch.
-            limits: its limits.
-            outcome: its outcome.
-
-        Returns:
-            Keys to add to the step's record.
-        """
-        event: dict[str, Any] = {
-            "step": step, "batch": batch, "action": "skip" if self.holds else "warn",
-            "loss": outcome.loss, "loss_limit": limits.loss,
-            "grad_norm": outcome.result.grad_norm, "grad_norm_limit": limits.grad_norm,
-            "documents": self._documents(batch) if self._say is not None else {},
-        }  # fmt: skip
-        if self._say is not None:
-            self._say(spike_line(event))
-        return {"spike": event}
+    return {
+        "step": step, "batch": step - 1,
+        "action": "skip" if config.spike_action == "skip" else "warn",
+        "loss": outcome.loss, "loss_limit": limits.loss,
+        "grad_norm": outcome.result.grad_norm, "grad_norm_limit": limits.grad_norm,
+        "documents": documents,
+    }  # fmt: skip
 
 
 def spike_line(event: dict[str, Any]) -> str:

@@ -12,17 +12,10 @@ from polyad.train.config.run import RunConfig
 from polyad.train.errors import RunError
 from polyad.train.guard.failures import Explain, expect_progress
 from polyad.train.guard.run_folder import last_checkpoint
-from polyad.train.guard.spikes import (
-    NO_LIMITS,
-    SpikeGuard,
-    remember,
-)
+from polyad.train.guard.spikes import NO_LIMITS, limits_of, remember, spike_event, spike_line
 from polyad.train.guard.stopping import StopAsked, StopSignals
 from polyad.train.loop.metrics import Metrics, peak_flops
-from polyad.train.loop.optimizer import (
-    learning_rate,
-    warm_up,
-)
+from polyad.train.loop.optimizer import learning_rate, warm_up
 from polyad.train.loop.profiling import Prefetch, StepTimer, memory_of_process, profiler
 from polyad.train.loop.statistics import routing_record
 from polyad.train.loop.step import IssuedStep, issue_step
@@ -91,8 +84,8 @@ class TrainLoop:
         self._flops_per_unit = (
             training_flops(task.model, *task.sequences_of_sample()) if self._peak else 0
         )
-        say = self.metrics.say if self.metrics is not None else None
-        self._guard = SpikeGuard(config.monitor, self._sources, say)
+        self._holds = config.monitor.spike_action == "skip"
+        """Whether a step that exceeds its limits must not change the weights."""
         self._limit = 60 * config.parallel.timeout_minutes
         self._saved_at = self.state.step
         self._owes_save = False
@@ -102,11 +95,6 @@ class TrainLoop:
         self._timer = StepTimer()
         self._pending: Pending | None = None
         self._told = 0
-
-    def _sources(self, batch: int) -> dict[str, list[int]]:
-        """The documents of a global batch, by the name of their data."""
-        size = self._train.global_batch_size
-        return self.task.sources(range(batch * size, (batch + 1) * size))
 
     def run(self) -> int:
         """Trains, and waits for the last checkpoint.
@@ -176,7 +164,7 @@ class TrainLoop:
         done = step == self._train.steps
         scores = _due(step, self._evaluation.every, done)
         due = scores or _due(step, self.config.checkpoint.every, done)
-        return due or self._owes_save or self._guard.holds or not pending.issued.result.applied
+        return due or self._owes_save or self._holds or not pending.issued.result.applied
 
     def _is_told(self, step: int) -> bool:
         """Whether a step has a console line, and routing statistics in its record."""
@@ -189,7 +177,7 @@ class TrainLoop:
         peak = config.optimizer.learning_rate
         rate = learning_rate(config.schedule, peak, state.step, train.steps)
         warm_up(self.engine.optimizer, state.step)
-        limits = self._guard.limits(state) if self._guard.holds else NO_LIMITS
+        limits = limits_of(config.monitor, state) if self._holds else NO_LIMITS
         issued = issue_step(
             self.engine,
             self.task.losses,
@@ -230,7 +218,7 @@ class TrainLoop:
         if signals:
             self.stop.heard()
         loss, result, routing = outcome
-        limits = self._guard.limits(state)
+        limits = limits_of(self.config.monitor, state)
         spike = limits.exceeded(loss, result.grad_norm)
         self._advance(loss, result, spike=spike)
         units = f"{self.task.unit.name}s"
@@ -250,10 +238,15 @@ class TrainLoop:
             "skipped": not result.applied,
             "skipped_steps": state.skipped_steps,
         } | _memory_record(held, reserved)
-        if self.metrics is not None:  # only the main process writes it
-            record |= routing_record(routing, self._world.expert_parallel_size)
+        if self.metrics is None:  # only the main process writes it
+            return record
+        record |= routing_record(routing, self._world.expert_parallel_size)
         if spike:
-            record |= self._guard.stayed(pending.step, pending.step - 1, limits, outcome)
+            size = self._train.global_batch_size
+            documents = self.task.sources(range((pending.step - 1) * size, pending.step * size))
+            event = spike_event(self.config.monitor, pending.step, limits, outcome, documents)
+            self.metrics.say(spike_line(event))
+            record["spike"] = event
         return record
 
     def _write(self, record: dict[str, Any]) -> None:
@@ -328,15 +321,9 @@ class TrainLoop:
         if self.metrics is not None:
             self.metrics.flush()  # or a resumed run would lack these records
         expect_progress(self._limit)
-        with self.stop.saving():
-            self._write_checkpoint()
-        self._saved_at = self.state.step
-
-    def _write_checkpoint(self) -> None:
-        """Writes or starts to write a checkpoint: `poll` checks its progress, `finish` waits for
-        it."""
         state = self.state
-        with self.memory(lambda: f"saving step {state.step}"):
+        # Writes or starts to write: `poll` checks the progress, `finish` waits for the end.
+        with self.stop.saving(), self.memory(lambda: f"saving step {state.step}"):
             self.saver.save(
                 state.step,
                 state.to_json() | self.task.counted(state.samples),
@@ -345,6 +332,7 @@ class TrainLoop:
                 (state.best_step or None) if self.config.checkpoint.keep_best else None,
                 judged=state.unfinished is None,
             )
+        self._saved_at = state.step
 
     def _validate(self) -> dict[str, float]:
         """Scores held-out data; returns keys for the step's record.

@@ -72,7 +72,7 @@ class Reading:
 
     @property
     def cross_entropy(self) -> CrossEntropy:
-        """See `Predictor`."""
+        """The cross-entropy for the predictor's logits."""
         return self._model.cross_entropy
 
     def __call__(self, *inputs: Tensor, **named: Tensor) -> ModelOutput:

@@ -126,20 +126,14 @@ class Metrics:
     ) -> None:
         self._config, self._total = config, total_steps
         self._unit, self._validation_score, self._nodes = unit, validation_score, nodes
-        self._about = about
         self._clock = Clock(done_steps, total_steps)
-        self._folder = folder
+        self._folder, self._path = folder, folder / METRICS_FILE
         self._console = Console(sys.stderr)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="polyad-metrics")
         self._writing: deque[Future[None]] = deque()
-        self._open(done_steps)
-
-    def _open(self, done_steps: int) -> None:
-        path = self._path = self._folder / METRICS_FILE
-        drop_records_after(path, done_steps)
-        self._file: TextIO = path.open("a", encoding="utf-8")
-        names = self._config.trackers
-        self._trackers = Trackers(names, self._folder, self._about, done_steps)
+        drop_records_after(self._path, done_steps)
+        self._file: TextIO = self._path.open("a", encoding="utf-8")
+        self._trackers = Trackers(config.trackers, folder, about, done_steps)
 
     def say(self, line: str) -> None:
         """Prints a permanent line between those of steps."""
@@ -209,16 +203,13 @@ class Metrics:
     def close(self) -> None:
         """Flushes everything to its file."""
         try:
-            self._close_files()
+            self.flush()
+            self._console.end()
+            with named(self._path):
+                self._file.close()
+            self._trackers.close()
         finally:
             self._thread.shutdown()
-
-    def _close_files(self) -> None:
-        self.flush()
-        self._console.end()
-        with named(self._path):
-            self._file.close()
-        self._trackers.close()
 
 
 def drop_records_after(path: Path, step: int) -> None:

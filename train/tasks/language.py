@@ -128,7 +128,7 @@ class LanguageModelling(Learner, TextTask[TextBatch]):
 
     @property
     def trains_whole_model(self) -> bool:
-        """See `Task.trains_whole_model`."""
+        """Whether the loss is that of the model's output, not of single blocks."""
         return self.block_teacher is None
 
     def sums(self, model: Predictor, batch: WindowBatch, own_B: Tensor) -> Tensor:

@@ -26,12 +26,7 @@ from polyad.data.sequences.samples import SequenceBatch
 from polyad.data.text.dataset import TokenStream
 from polyad.data.text.masking import MaskedWindow
 from polyad.data.text.tokenizers.tokenizer import Tokenizer
-from polyad.data.text.windows import (
-    EvaluationWindows,
-    WindowBatch,
-    spread_windows,
-    window_batches,
-)
+from polyad.data.text.windows import EvaluationWindows, WindowBatch, spread_windows
 from polyad.model.bert import BertConfig
 from polyad.model.decoder import Decoder, DecoderSettings
 from polyad.model.feedforward import NOTHING_ELSE
@@ -141,12 +136,12 @@ def probe_of(task: Task[Any], units: int, split: str | None = None) -> "TextSamp
     Raises:
         ConfigError: routing cannot be compared on this data.
     """
-    if isinstance(task, ImageClassification):
-        workers = task.settings.num_workers
-        return ImageSamples(task, split or "validation", units, num_workers=workers)
     if isinstance(task, TextTask):
         return TextSamples(task, split, units)
-    raise ConfigError(f"{task.place}: routing cannot be compared on this kind of data")
+    samples = samples_of(task, split or "validation", units)
+    if not isinstance(samples, ImageSamples):
+        raise ConfigError(f"{task.place}: routing cannot be compared on this kind of data")
+    return samples
 
 
 def _numbered(
@@ -279,14 +274,13 @@ class TextSamples(Samples):
         Yields:
             Input ids [B, T], and which of them count.
         """
-        if isinstance(self._source, Subset):
-            rank, ranks = world.data_parallel_rank, world.data_parallel_size
-            for batch in window_batches(self._source, batch_size, rank, ranks):
+        for batch, own_B, _ in held_out_batches(self._source, self.rows, batch_size, world):
+            if self.predicts_both_ways:
+                ids_BT, counted_BT = batch, _text(batch)
+            else:
+                ids_BT = batch.input_BT
                 counted_BT = self._read_BT(batch.target_BT, batch.scored_BT)
-                yield batch.input_BT.to(world.device), counted_BT.to(world.device)
-            return
-        for ids_BT, own_B, _ in held_out_batches(self._source, self.rows, batch_size, world):
-            yield ids_BT, own_B.unsqueeze(1) & _text(ids_BT)
+            yield ids_BT, counted_BT & own_B.unsqueeze(1)
 
     def _window_B(self, number_B: Tensor) -> Tensor:
         return torch.tensor([self._windows[number] for number in number_B.tolist()]).long()

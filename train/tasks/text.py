@@ -37,9 +37,7 @@ from polyad.train.tasks.task import (
 from polyad.train.tasks.vocabulary import (
     check_tokenizer,
     data_named,
-    fingerprint_of,
     open_data,
-    tokenizer_of,
 )
 
 TextModel = TypeVar("TextModel", bound=DecoderSettings | BertConfig)
@@ -81,8 +79,8 @@ class TextTask(Task[Batch]):
             raise ConfigError(
                 f"data.mixture: choose one folder to evaluate with --data, out of {folders}"
             )
-        known = fingerprint_of(weights)
-        prepared = open_data(settings.path, known, "checkpoint", lambda: tokenizer_of(weights))
+        prepared = open_data(settings.path)
+        check_tokenizer(f"data.path: {settings.path}", prepared, weights, "checkpoint")
         part = Part(prepared.path.name, 1.0, prepared)
         return cls(TrainingData([part], "data.path"), sections)
 
@@ -216,8 +214,7 @@ class TextTask(Task[Batch]):
 
     def check_weights(self, weights: Weights, owner: str) -> None:
         """Checks that the weights were trained with these token ids."""
-        known, prepared = fingerprint_of(weights), self.data.parts[0].data
-        check_tokenizer(self.place, prepared, known, owner, lambda: tokenizer_of(weights))
+        check_tokenizer(self.place, self.data.parts[0].data, weights, owner)
 
     def sources(self, samples: Sequence[int]) -> dict[str, list[int]]:
         """Numbers of the documents that the samples are cut from, by name of the data."""

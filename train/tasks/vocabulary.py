@@ -1,6 +1,5 @@
 """Token ids and class numbers of weights: which tokenizer and class names they refer to."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -19,64 +18,44 @@ from polyad.parallel.weights import Weights
 from polyad.train.errors import ConfigError
 
 
-def open_data(
-    path: str | None,
-    tokenizer_fingerprint: str | None,
-    owner: str,
-    tokenizer: Callable[[], Tokenizer | None] = lambda: None,
-) -> PreparedData:
-    """Opens prepared data and checks that it was made with the weights' tokenizer.
-
-    Args:
-        path: the folder, from `data.path`.
-        tokenizer_fingerprint: fingerprint of the weights' tokenizer; None if there are no weights.
-        owner: name of the weights' owner in the error.
-        tokenizer: returns the weights' tokenizer if available; another tokenizer file is accepted
-            if it gives each token the same id.
+def open_data(path: str | None) -> PreparedData:
+    """Opens the prepared data in the folder of `data.path`.
 
     Raises:
-        DataError: the data is missing, damaged, or made with another tokenizer.
+        ConfigError: it is missing or damaged.
     """
     if path is None:
         raise ConfigError(
             "data.path: is missing; create a folder of prepared data with `polyad prepare`"
         )
     try:
-        prepared = PreparedData.open(Path(path))
+        return PreparedData.open(Path(path))
     except DataError as error:
         raise ConfigError(f"data.path: {error}") from None
-    check_tokenizer(f"data.path: {path}", prepared, tokenizer_fingerprint, owner, tokenizer)
-    return prepared
 
 
-def check_tokenizer(
-    key: str,
-    data: PreparedData,
-    fingerprint: str | None,
-    owner: str,
-    tokenizer: Callable[[], Tokenizer | None] = lambda: None,
-) -> None:
-    """Checks that data was made with the weights' tokenizer.
+def check_tokenizer(key: str, data: PreparedData, weights: Weights, owner: str) -> None:
+    """Checks that data was made with the weights' tokenizer, or one that gives each token the same
+    id.
 
     Args:
         key: the key of the data and its value, for the error.
         data: prepared data.
-        fingerprint: fingerprint of the weights' tokenizer; None if there are no weights yet.
+        weights: weights; without a tokenizer they fit any data.
         owner: name of the weights' owner in the error.
-        tokenizer: returns the weights' tokenizer if available; another tokenizer file is accepted
-            if it gives each token the same id.
 
     Raises:
         ConfigError: it was made with another tokenizer.
     """
+    fingerprint = fingerprint_of(weights)
     data_fingerprint = data.manifest.tokenizer.fingerprint
-    if fingerprint is None or fingerprint == data_fingerprint:
+    if fingerprint in (None, data_fingerprint):
         return
-    weights_tokenizer = tokenizer()
-    if weights_tokenizer is None or not same_ids(weights_tokenizer, data.tokenizer()):
+    tokenizer = tokenizer_of(weights)
+    if tokenizer is None or not same_ids(tokenizer, data.tokenizer()):
         raise ConfigError(
             f"{key} was made with tokenizer {data_fingerprint[:12]}, the {owner} with "
-            f"{fingerprint[:12]}: their token ids mean different things"
+            f"{str(fingerprint)[:12]}: their token ids mean different things"
         )
 
 
