@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 from math import inf
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ from polyad.parallel.sequence import sum_gradients
 from polyad.parallel.tensor import token_losses
 from polyad.parallel.zero import DTYPES, StepResult
 from polyad.train.config.adaptation import model_of
-from polyad.train.config.distillation import teacher_model
+from polyad.train.config.distillation import open_teacher
 from polyad.train.config.rules import validate
 from polyad.train.config.run import RunConfig
 from polyad.train.errors import ConfigError
@@ -218,9 +219,9 @@ def _teacher(config: RunConfig) -> Teacher | BlockTeacher | None:
     """The run's teacher, or teaching feed-forwards, whole on each process, without values."""
     dtype, loss = DTYPES[config.train.precision], config.distill.blocks
     if loss is None:
-        settings = teacher_model(config)
-        if settings is None:
+        if config.distill.teacher is None:
             return None
+        settings = open_teacher(Path(config.distill.teacher)).model_config()
         with unset_fake_temporarily():
             model = build_model(settings).requires_grad_(False).eval()
         allocate(model, dtype)

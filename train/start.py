@@ -190,13 +190,15 @@ def find_start(plan: Plan) -> Plan:
     resume = find_resume(config, task)
     init, base_digest = None, None
     if resume is not None:
-        resume.check_model(model_of(config))
+        resume.check_model(model)
         if teacher is not None and config.distill.blocks is not None:
             key = f"distill.teacher: {config.distill.teacher}"
             teacher = of_step(teacher, resume.state.teacher_step, key)
-    start = start_of(config, teacher)
+    place = config.checkpoint.init_from
+    # A teacher of blocks provides all weights except replaced feed-forwards.
+    start = teacher.folder if teacher is not None and config.distill.blocks else place
     if start is not None and (resume is None or config.adapt.lora):
-        init = _open_init(config, task, start)
+        init = _open_init(config, task, Path(start))
     if config.adapt.lora is not None:
         assert init is not None
         base_digest = digest_of(init, of_base(model))
@@ -259,19 +261,6 @@ def checkpoint_bytes(config: RunConfig, model: nn.Module) -> int:
         p.numel() * (1 + p.requires_grad * config.tensors_per_weight(is_matrix=name in of_muon))
         for name, p in kept
     )
-
-
-def start_of(config: RunConfig, teacher: TeacherAt | None) -> Path | None:
-    """Returns the path of a new run's initial weights; None: initialized from the seed.
-
-    Args:
-        config: the run's configuration.
-        teacher: its checkpoint, which provides all weights except replaced feed-forwards.
-    """
-    if teacher is not None and config.distill.blocks is not None:
-        return teacher.folder
-    named = config.checkpoint.init_from
-    return None if named is None else Path(named)
 
 
 def _open_init(config: RunConfig, task: Task[Any], path: Path) -> Weights:

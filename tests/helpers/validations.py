@@ -48,7 +48,7 @@ def run_with_bad_validations(
 
 def run_with_bad_weights(config: Path, name: str, step: int, *overrides: str) -> tuple[str, str]:
     """`polyad train` where an element of a buffer or weight is NaN before a step's checkpoint."""
-    save = TrainLoop._write_checkpoint
+    save = TrainLoop._save
 
     def spoiled(self: TrainLoop) -> None:
         values = dict(self.engine.module.named_buffers())
@@ -59,7 +59,7 @@ def run_with_bad_weights(config: Path, name: str, step: int, *overrides: str) ->
                 values[name].view(-1)[-1] = math.nan
         save(self)
 
-    with mock.patch.object(TrainLoop, "_write_checkpoint", spoiled):
+    with mock.patch.object(TrainLoop, "_save", spoiled):
         return ended(config, *overrides)
 
 

@@ -10,11 +10,11 @@ import xxhash
 from polyad.data.text.dataset import PreparedData
 from polyad.data.text.prepare import prepare
 from polyad.launch.cli import run as polyad
-from polyad.parallel.checkpoint.format import CheckpointError, FileRecord, render
+from polyad.parallel.checkpoint.format import CheckpointError
 from polyad.parallel.checkpoint.load import Checkpoint, find_checkpoint
 from polyad.train.evaluation.generate import Sampling, generate
 from polyad.train.exchange.convert import convert
-from polyad.train.tasks.vocabulary import need_tokenizer, tokenizer_of
+from polyad.train.tasks.vocabulary import need_tokenizer
 from tests.helpers.runs import run, write_config
 
 pytestmark = pytest.mark.distributed
@@ -113,26 +113,6 @@ def test_lm_eval_reads_text_with_it(trained):
     _, folder, tokenizer, _ = trained
     model = PolyadLM(str(folder))
     assert model.tok_encode("import the") == tokenizer.encode("import the")
-
-
-def test_an_older_checkpoint_finds_it_in_its_data(trained, tmp_path):
-    kind, folder, tokenizer, _ = trained
-    old = tmp_path / "step-00000002"
-    shutil.copytree(find_checkpoint(folder), old)
-    manifest = json.loads((old / "manifest.json").read_text())
-    files = {
-        name: FileRecord(bytes=about["bytes"], xxh3=about["xxh3"])
-        for name, about in manifest["files"].items()
-        if name != KINDS[kind]
-    }
-    (old / "manifest.json").write_bytes(render(manifest["step"], files))
-    (old / KINDS[kind]).unlink()
-    assert tokenizer_of(Checkpoint(old)) is None
-    shutil.copytree(folder.parent / "elsewhere", folder.parent / "data")
-    try:
-        assert tokenizer_of(Checkpoint(old)).fingerprint == tokenizer.fingerprint
-    finally:
-        shutil.rmtree(folder.parent / "data")
 
 
 @pytest.mark.slow

@@ -116,9 +116,9 @@ def _check_sequences(
     task.check_weights(checkpoint, "distill.teacher")
     theirs_named, ours_named = class_names_of(checkpoint.folder) or [], list(task.data.class_names)
     if theirs_named != ours_named:
-        said = differing(ours_named, theirs_named, "distill.teacher")
-        raise ConfigError(f"{task.place} has {said}")
-    its, ours = (getattr(known.head, "num_classes", None) for known in (model, task.model))
+        differences = differing(ours_named, theirs_named, "distill.teacher")
+        raise ConfigError(f"{task.place} has {differences}")
+    its, ours = (getattr(each.head, "num_classes", None) for each in (model, task.model))
     why = "both give each sample as many numbers"
     _check_same(key, why, ("model.head.num_classes", its, ours))
     _check_length(key, model, task.data.max_length, "data.max_length")
@@ -196,9 +196,9 @@ def _kinds(config: RunConfig) -> str:
     return f"model.kind: {config.model.kind} and data.kind: {config.data.kind}"
 
 
-def _check_same(key: str, why: str, *known: tuple[str, Any, Any]) -> None:
+def _check_same(key: str, why: str, *values: tuple[str, Any, Any]) -> None:
     """Checks keys for which both teacher and student have a value."""
-    for name, its, ours in known:
+    for name, its, ours in values:
         if its != ours:
             raise ConfigError(f"{key} has {name}: {its}, not {ours}: {why}")
 
@@ -249,24 +249,13 @@ def set_teacher(
     if teacher is None:
         return
     assert isinstance(task, Learner)
-    found = _loaded(open_teacher(teacher.folder), config, engine.device)
-    if isinstance(found, BlockTeacher):
+    loaded = _loaded(open_teacher(teacher.folder), config, engine.device)
+    if isinstance(loaded, BlockTeacher):
         assert isinstance(task, LanguageModelling)
-        found.teach(engine.module)
-        task.block_teacher = found
+        loaded.teach(engine.module)
+        task.block_teacher = loaded
     else:
-        task.teacher = found
-
-
-def teacher_model(config: RunConfig) -> ModelSettings | None:
-    """Returns the teacher's configuration from its checkpoint; None: there is no teacher.
-
-    Raises:
-        ConfigError: There is no such checkpoint.
-    """
-    if config.distill.teacher is None:
-        return None
-    return open_teacher(Path(config.distill.teacher)).model_config()
+        task.teacher = loaded
 
 
 def teacher_here(config: RunConfig, device: torch.device) -> Teacher | BlockTeacher | None:
@@ -305,8 +294,8 @@ def original_feed_forwards(
     model = build_model(weights.model_config()).eval().requires_grad_(False)
     names = {block: f"blocks.{block}.feed_forward" for block in blocks}
     fill(model, weights, device, precision, tuple(f"{name}." for name in names.values()))
-    found = {block: model.get_submodule(name) for block, name in names.items()}
-    return {block: layer for block, layer in found.items() if isinstance(layer, FeedForward)}
+    layers = {block: model.get_submodule(name) for block, name in names.items()}
+    return {block: layer for block, layer in layers.items() if isinstance(layer, FeedForward)}
 
 
 def open_teacher(path: Path, key: str = "distill.teacher") -> Weights:

@@ -182,12 +182,12 @@ def check_same_checkpoint(key: str, checkpoint: Path, world: World) -> None:
     contents = ""
     if world.local_rank == 0:
         try:
-            found = (checkpoint / MANIFEST_FILE).read_bytes()
-            contents = f"contents {hashlib.sha256(found).hexdigest()[:12]}"
+            manifest = (checkpoint / MANIFEST_FILE).read_bytes()
+            contents = f"contents {hashlib.sha256(manifest).hexdigest()[:12]}"
         except OSError as error:
             contents = f"{error.strerror}"
-    told = from_all((f"{socket.gethostname()} (rank {world.rank})", contents))
-    facts = [(name, {f"{key}: {checkpoint}": contents}) for name, contents in told if contents]
+    hosts = from_all((f"{socket.gethostname()} (rank {world.rank})", contents))
+    facts = [(name, {f"{key}: {checkpoint}": contents}) for name, contents in hosts if contents]
     if differences := comparison(facts):
         raise DisagreementError(f"{differences[0]}; all processes need the same")
 

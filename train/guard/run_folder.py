@@ -89,8 +89,8 @@ def last_checkpoint(checkpoints: Path) -> str:
     Args:
         checkpoints: a run's folder of checkpoints.
     """
-    if found := complete_checkpoints(checkpoints):
-        return f"the last checkpoint is of step {int(found[-1].name.removeprefix('step-'))}"
+    if folders := complete_checkpoints(checkpoints):
+        return f"the last checkpoint is of step {int(folders[-1].name.removeprefix('step-'))}"
     return "there is no checkpoint yet"
 
 
@@ -116,15 +116,15 @@ class RunLock:
         self._lock: BaseFileLock | None = None
         self._token_file = folder / TOKEN_FILE
         self._token = secrets.token_hex(16)
-        told = (self._take(folder), self._token, socket.gethostname()) if world.is_main else None
-        reason, token, host = comm.from_main(told)
+        lock = (self._take(folder), self._token, socket.gethostname()) if world.is_main else None
+        reason, token, host = comm.from_main(lock)
         if reason:
             raise ConfigError(f"run.folder: {folder} {reason}")
         fault = "" if world.is_main else _fault_of(folder, token, f"that {host} (rank 0) writes to")
-        found = [each for each in comm.from_all(fault) if each]
-        if found:
+        faults = [each for each in comm.from_all(fault) if each]
+        if faults:
             self.release()
-            raise ConfigError(f"run.folder: {folder}: {found[0]}")
+            raise ConfigError(f"run.folder: {folder}: {faults[0]}")
 
     def _take(self, folder: Path) -> str:
         """Takes the lock; returns the reason if that fails, else an empty string."""

@@ -94,7 +94,7 @@ class TrainLoop:
         """What was not finite in the last validation; if set, no checkpoint is written."""
         self._timer = StepTimer()
         self._pending: Pending | None = None
-        self._told = 0
+        self._signals = 0
 
     def run(self) -> int:
         """Trains, and waits for the last checkpoint.
@@ -110,10 +110,11 @@ class TrainLoop:
             signal = self._steps()
         except BaseException:
             pending = self._pending
-            known = pending is not None and pending.issued.exchanged.arrived
-            record = self._close(pending) if pending is not None and known else None
-            if record is not None and self.metrics is not None:
-                self.metrics.write(record)  # no collectives here: other ranks may be elsewhere
+            # No collectives here: other ranks may be elsewhere.
+            if pending is not None and pending.issued.exchanged.arrived:
+                record = self._close(pending)
+                if self.metrics is not None:
+                    self.metrics.write(record)
             raise
         with self.stop.saving():
             self.saver.finish()
@@ -156,7 +157,7 @@ class TrainLoop:
     def _signal(self) -> int:
         """The signal that some process got, as in `StopSignals.agreed`. With several processes, as
         exchanged in the last step whose numbers were read."""
-        return self.stop.agreed() if self._world.size == 1 else self._told
+        return self.stop.agreed() if self._world.size == 1 else self._signals
 
     def _waits_for(self, pending: "Pending") -> bool:
         """Whether the next step can be issued only after this one's numbers are read."""
@@ -166,7 +167,7 @@ class TrainLoop:
         due = scores or _due(step, self.config.checkpoint.every, done)
         return due or self._owes_save or self._holds or not pending.issued.result.applied
 
-    def _is_told(self, step: int) -> bool:
+    def _record_is_due(self, step: int) -> bool:
         """Whether a step has a console line, and routing statistics in its record."""
         done = step == self._train.steps
         return self.config.log.is_due(step, done=done) or _due(step, self._evaluation.every, done)
@@ -188,7 +189,7 @@ class TrainLoop:
             progress=(state.step + 1) / train.steps,
             limits=limits,
             own=lambda: (self.stop.number, *memory_of_process(self._world.device)),
-            record_is_due=self._is_told(state.step + 1),
+            record_is_due=self._record_is_due(state.step + 1),
         )
         seconds = self._timer.step()
         state.step += 1
@@ -214,7 +215,7 @@ class TrainLoop:
         state = self.state
         outcome, numbers = pending.issued.outcome(), pending.issued.exchanged.read()
         signals, held, reserved = numbers.highest
-        self._told = signals
+        self._signals = signals
         if signals:
             self.stop.heard()
         loss, result, routing = outcome

@@ -262,24 +262,24 @@ class ImageClassification(LabelledTask[ImageBatch]):
     def notes(self) -> list[str]:
         """Warns where images are much larger than the model reads, or the validation split is
         small."""
-        said = list(self.data.notes)
+        notes = list(self.data.notes)
         side = self.model.image_size
         train = self.data.split("train")
         with contextlib.suppress(DataError):  # training reports damaged images
             height, width = train.decode(0).shape[:2]
             if min(height, width) > SHRUNK * side:
-                said.append(
+                notes.append(
                     f"model.image_size: images are read at {side} x {side} pixels; the first has "
                     f"{width:,} x {height:,}"
                 )
         count = len(self.data.split("validation")) if self.has_validation else FEW
         if count < FEW:
             images = f"{count:,} image{'s' * (count > 1)} of {count + len(train):,}"
-            said.append(
+            notes.append(
                 f"validation: {images}: each is {1 / count:.0%} of a score; a larger "
                 f"data.held_out takes more"
             )
-        return said
+        return notes
 
     def begins_anew(self, weights: Weights) -> tuple[str, ...]:
         """The parameters that the model cannot take from these weights, such as a head for other

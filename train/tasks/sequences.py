@@ -145,17 +145,17 @@ class SequenceTask(LabelledTask[SequenceBatch]):
     @property
     def notes(self) -> Sequence[str]:
         """Notes the class of F1, and how many sequences of each split were too long."""
-        said = list(self.data.notes)
+        notes = list(self.data.notes)
         if self.f1_class is not None:
-            said.append(f"data.metrics: f1 is that of the class {self.f1_class!r}")
+            notes.append(f"data.metrics: f1 is that of the class {self.f1_class!r}")
         for split in ("train", "validation"):
             if split in self.data.splits and (cut := self.data.encoded(split).cut):
                 count = len(self.data.encoded(split)) * self.data.choices
-                said.append(
+                notes.append(
                     f"{split}: {cut:,} of {count:,} sequences are longer than "
                     f"{self.data.max_length:,} tokens and are truncated"
                 )
-        return said
+        return notes
 
     @property
     def f1_class(self) -> str | None:

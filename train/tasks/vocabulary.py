@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-from pydantic import ValidationError
-
 from polyad.data.config import DataConfig
 from polyad.data.errors import DataError
 from polyad.data.json_reader import parse_json, read_json
@@ -72,20 +70,19 @@ def same_ids(one: Tokenizer, other: Tokenizer) -> bool:
 
 
 def tokenizer_of(weights: Weights) -> Tokenizer | None:
-    """Returns a model's tokenizer: the one beside its weights, or that of its data.
+    """Returns a model's tokenizer, the one beside its weights; None if there is none.
 
     Raises:
         ValueError: the tokenizer is damaged or cannot be read; has an `exit_status` of 2.
     """
     if not isinstance(weights, Checkpoint):
         return _folder_tokenizer(weights.files_folder)
-    known = weights.state.tokenizer_fingerprint
-    own = [weights.small_file(name) for name in TOKENIZER_FILES]
-    beside = [folder / name for folder in _data_folders(weights) for name in TOKENIZER_FILES]
-    for file in (*own, *beside):
+    fingerprint = weights.state.tokenizer_fingerprint
+    for name in TOKENIZER_FILES:
+        file = weights.small_file(name)
         if file is not None and file.is_file():
             tokenizer = load_tokenizer(file, weights.state.end_of_text)
-            if known in (None, tokenizer.fingerprint):
+            if fingerprint in (None, tokenizer.fingerprint):
                 return tokenizer
     return None
 
@@ -96,16 +93,6 @@ def fingerprint_of(weights: Weights) -> str | None:
         return weights.state.tokenizer_fingerprint
     tokenizer = tokenizer_of(weights)
     return tokenizer.fingerprint if tokenizer else None
-
-
-def _data_folders(checkpoint: Checkpoint) -> list[Path]:
-    """Folders of the training data, which have the tokenizer of old checkpoints without one."""
-    try:
-        data = DataConfig.model_validate(checkpoint.section("data"))
-    except ValidationError:
-        return []
-    paths = [source.path for source in data.mixture] if data.mixture else [data.path]
-    return [Path(path).expanduser() for path in paths if path is not None]
 
 
 def need_tokenizer(weights: Weights, given: str | None) -> Tokenizer:
