@@ -6,7 +6,7 @@ from typing import Any, get_args
 
 from pydantic import BaseModel
 
-from polyad.model.config import Config
+from polyad.model.config import Config, SectionIn
 from polyad.model.config_yaml import ConfigYamlError, load
 from polyad.train.errors import ConfigError, one_line, shortened, shown
 
@@ -65,12 +65,15 @@ def keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
     """All dotted keys below a configuration class, sections included."""
     for name, field in model.model_fields.items():
         yield prefix + name
-        for member in config_classes(field.annotation):
-            yield from keys(member, f"{prefix}{name}.")
+        for annotation in (field.annotation, *field.metadata):
+            for member in config_classes(annotation):
+                yield from keys(member, f"{prefix}{name}.")
 
 
 def config_classes(annotation: Any) -> Iterator[type[BaseModel]]:
-    """The configuration classes of a key: none, one, or the members of a union."""
+    """The configuration classes of a key: none, one, or those of a union or a registry."""
+    if isinstance(annotation, SectionIn):
+        yield from annotation.registry().values()
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     for argument in get_args(annotation):

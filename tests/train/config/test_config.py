@@ -56,6 +56,10 @@ def test_a_resolved_config_reads_back_as_itself():
 NAMED = [
     ("model.hiden_size=64", "model.hidden_size"),
     ("trian.steps=4", "unknown key trian; the nearest is train"),
+    (
+        "model.feed_forward={kind: smoe, num_expert: 3}",
+        "unknown key model.feed_forward.num_expert; the nearest is model.feed_forward.num_experts",
+    ),
     ("model.feed_forward.hiden_size=4", "model.feed_forward.hidden_size"),
     *(
         (f"{key}={value}", f"{key}: ")
