@@ -115,7 +115,7 @@ def test_an_import_is_evaluated_like_the_run_it_came_from(
 
 STARTS = [
     *(("dense", form, *layout)
-      for form in ("huggingface", "polyad") for layout in ((1, 0), (2, 1), (2, 3))),
+      for form in ("huggingface", "polyad") for layout in ((1, 1), (2, 1), (2, 3))),
     ("dense", "safetensors", 2, 3),
     ("smoe", "safetensors", 1, 1),
     ("cp", "safetensors", 2, 3),
