@@ -16,7 +16,7 @@ from polyad.parallel.checkpoint.load import Checkpoint
 from polyad.parallel.weights import load_model
 from polyad.train.errors import ConfigError
 from polyad.train.exchange.convert import conversion_table, convert
-from polyad.train.tasks.vocabulary import need_tokenizer, tokenizer_of
+from polyad.train.tasks.vocabulary import need_tokenizer
 from tests.helpers.everyday import everyday
 from tests.helpers.huggingface import save_reference
 from tests.helpers.runs import (
@@ -211,18 +211,6 @@ def test_a_checkpoint_can_be_used_where_its_data_is_not(finished, tmp_path, prep
     reseal(tmp_path / "alone")
     result = convert(tmp_path / "alone", tmp_path / "theirs", "huggingface")
     assert result["tokenizer"]
-
-
-def test_the_tokenizer_of_an_older_checkpoint_is_that_of_its_data(finished, tmp_path):
-    shutil.copytree(newest(finished), tmp_path / "old")
-    (tmp_path / "old" / "tokenizer.json").unlink()
-    reseal(tmp_path / "old")
-    old, new = Checkpoint(tmp_path / "old"), Checkpoint(newest(finished))
-    assert tokenizer_of(old).fingerprint == tokenizer_of(new).fingerprint
-    old.state = old.state.model_copy(update={"tokenizer_fingerprint": "other"})
-    assert tokenizer_of(old) is None
-    with pytest.raises(ValueError, match="name one with --tokenizer"):
-        need_tokenizer(old, None)
 
 
 def test_another_tokenizer_is_refused(finished, tmp_path, prepared_path, texts):

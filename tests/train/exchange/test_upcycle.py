@@ -274,14 +274,14 @@ def test_a_run_with_experts_over_processes_goes_on_from_the_dense_loss(
         assert workers(2).run(run, config) == [steps, steps]
         return [line["loss"] for line in records(tmp_path / name / "run")]
 
-    (dense,) = losses("dense", trained("dense"), 1)
+    dense = losses("dense", trained("dense"), 4)
     section = yaml.safe_load((upcycled / "config.yaml").read_text())["model"]["feed_forward"]
     sparse = losses(
         "sparse", upcycled, 4, model__feed_forward=section,
         parallel__expert_parallel_size=2, parallel__zero_stage=1,
     )  # fmt: skip
-    assert sparse[0] == pytest.approx(dense, abs=1e-5)
-    assert sparse[-1] < sparse[0]
+    assert sparse[0] == pytest.approx(dense[0], abs=1e-5)
+    assert sparse == pytest.approx(dense, abs=0.1)  # on the same batches
     # Each expert saw tokens of its own, and is a copy no longer.
     (newest,) = (tmp_path / "sparse" / "run" / "checkpoints").glob("step-00000004")
     up_EDF = Checkpoint(newest).whole("blocks.1.feed_forward.experts.up")
