@@ -1,5 +1,6 @@
 """The training loop: trains on batches, writes records, validates and saves."""
 
+import gc
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import InitVar, dataclass
@@ -23,6 +24,8 @@ from polyad.train.state import TrainState
 from polyad.train.tasks.random_input import training_flops
 from polyad.train.tasks.task import Task
 
+WARM = 3
+"""Steps after which everything has been imported and compiled."""
 MEMORY = ("memory_bytes", "memory_reserved_bytes")
 """Keys of a record: memory since the step before, of the process that used most."""
 
@@ -131,6 +134,7 @@ class TrainLoop:
             if state.unfinished is None:
                 self._save()
         self._timer = StepTimer()  # the first step starts here, not in the constructor
+        first = state.step
         with profiler(self.config.log.profile, self._folder, self._world) as tick:
             while state.step < self._train.steps and not self._is_over():
                 signal = self._signal()
@@ -146,6 +150,11 @@ class TrainLoop:
                 if self._waits_for(issued):
                     self._pending = None
                     self._finish(self._close(issued))
+                if state.step == first + WARM and self._world.device.type == "cuda":
+                    # What imports and compilers made stays: Python's garbage collector would look
+                    # through it again and again, while the GPU waits.
+                    gc.collect()
+                    gc.freeze()
         if state.unfinished is not None:  # the last validation was not finished
             self._save()
             return self.stop.agreed()
