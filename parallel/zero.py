@@ -485,7 +485,8 @@ class FlatGradients:
             if dist.get_world_size(process_group) > 1:
                 whole, part = part, part.new_empty(optimizer.partition_size[group])
                 dist.reduce_scatter_tensor(part, whole, group=process_group)
-            part.div_(self._replicas)
+            if self._replicas > 1:
+                part.div_(self._replicas)
             # Of each parameter alone, since the norm counts those that tensor-parallel ranks share
             # once.
             own = [p._hp_mapping.hp_fragment_address for p in optimizer.params_in_partition[group]]
