@@ -181,6 +181,7 @@ class LoRAScore(LinearScore):
 
     def __init__(self, score: LinearScore, config: LoRAConfig) -> None:
         nn.Module.__init__(self)
+        self.in_features, self.out_features = score.in_features, score.out_features
         self.weight, self.bias = score.weight, score.bias
         self.start, self.start_bias = score.start, score.start_bias
         self.in_model_dtype = score.in_model_dtype
