@@ -3,7 +3,7 @@
 Shapes: B windows of a batch, T tokens of a window.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -11,7 +11,6 @@ import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from polyad.data.errors import DataError
-from polyad.data.sampler import evaluation_batches
 from polyad.data.text.dataset import TokenStream
 
 
@@ -107,28 +106,3 @@ def spread_windows(parts: Sequence[EvaluationWindows], tokens: int) -> Subset[Wi
     every: ConcatDataset[WindowBatch] = ConcatDataset(parts)
     count = min(len(every), max(1, -(-tokens // parts[0].sequence_length)))
     return Subset(every, [number * len(every) // count for number in range(count)])
-
-
-def window_batches(
-    windows: EvaluationWindows | Subset[WindowBatch],
-    batch_size: int,
-    rank: int = 0,
-    world_size: int = 1,
-) -> Iterator[WindowBatch]:
-    """Distributes windows over ranks, which all run the same number of equal forward passes.
-
-    Args:
-        windows: The windows.
-        batch_size: B, windows of a batch.
-        rank: This rank, from 0.
-        world_size: Number of ranks that share the evaluation.
-
-    Returns:
-        Iterator over ceil(len(windows) / (B * world_size)) batches of tensors of shape (B, T), or
-        with fewer rows if one batch has room for all. Each window goes to one rank; unscored
-        windows pad the last batches.
-    """
-    for batch, counts_B in evaluation_batches(
-        windows, len(windows), batch_size, rank=rank, ranks=world_size
-    ):
-        yield batch._replace(scored_BT=batch.scored_BT & counts_B.unsqueeze(1))

@@ -2,8 +2,9 @@ import pytest
 import torch
 
 from polyad.data.errors import DataError
+from polyad.data.sampler import evaluation_batches
 from polyad.data.text.dataset import TokenStream
-from polyad.data.text.windows import EvaluationWindows, window_batches
+from polyad.data.text.windows import EvaluationWindows
 
 
 def naive_windows(tokens, length, stride, end):
@@ -48,17 +49,20 @@ def test_every_token_is_scored_once(prepared, length):
 def test_ranks_share_the_windows_in_equal_batches(prepared, world_size):
     stream = prepared.split("test")
     windows = EvaluationWindows(stream, 128, 100, 0)
-    ranks = [list(window_batches(windows, 3, rank, world_size)) for rank in range(world_size)]
+    ranks = [
+        list(evaluation_batches(windows, len(windows), 3, rank=rank, ranks=world_size))
+        for rank in range(world_size)
+    ]
     assert len({len(batches) for batches in ranks}) == 1
-    assert all(field.shape == (3, 128) for batches in ranks for b in batches for field in b)
+    assert all(field.shape == (3, 128) for batches in ranks for b, _ in batches for field in b)
     dealt = [batches[i] for i in range(len(ranks[0])) for batches in ranks]
-    scored = torch.cat([batch.target_BT[batch.scored_BT] for batch in dealt])
+    scored = torch.cat([b.target_BT[b.scored_BT & own_B[:, None]] for b, own_B in dealt])
     assert scored.tolist() == stream.read(0, stream.num_tokens).tolist()
 
 
 def test_a_batch_with_room_for_all_windows_is_no_larger_than_they_are(prepared):
     windows = EvaluationWindows(prepared.split("test"), 128, 128, 0)
-    (batch,) = window_batches(windows, 2**62, 1, 2)
+    ((batch, _),) = evaluation_batches(windows, len(windows), 2**62, rank=1, ranks=2)
     assert batch.target_BT.shape == (-(-len(windows) // 2), 128)
 
 
