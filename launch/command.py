@@ -191,11 +191,11 @@ def _parameters(function: Any) -> Iterator[inspect.Parameter]:
 
 
 def _called(function: Any, values: Mapping[str, Any]) -> Any:
-    given = {}
+    options = {}
     for name, each in inspect.signature(function).parameters.items():
         kind = each.annotation
-        given[name] = _called(kind, values) if dataclasses.is_dataclass(kind) else values[name]
-    return function(**given)
+        options[name] = _called(kind, values) if dataclasses.is_dataclass(kind) else values[name]
+    return function(**options)
 
 
 def _about(function: Function) -> str:

@@ -95,14 +95,14 @@ def examine(config: Path | None, overrides: Sequence[str]) -> Found | None:
     comm.shutdown()
     if not world.is_main:
         return None
-    found = list(findings(facts, links))
+    problems = list(findings(facts, links))
     return Found(
         processes=world.size,
         seconds=time.monotonic() - begun,
         ranks=facts,
         links=links,
-        errors=[each.text for each in found if each.breaks],
-        warnings=[each.text for each in found if not each.breaks],
+        errors=[each.text for each in problems if each.breaks],
+        warnings=[each.text for each in problems if not each.breaks],
     )
 
 
@@ -111,7 +111,7 @@ def _facts_of(config: "RunConfig | None", world: "World") -> Facts:
 
     agreed, data_error = _agreed(config)
     device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu"
-    found: Facts = {
+    facts: Facts = {
         "host": socket.gethostname(),
         "node": int(os.environ.get("GROUP_RANK", "0")),
         "local_rank": world.local_rank,
@@ -120,8 +120,8 @@ def _facts_of(config: "RunConfig | None", world: "World") -> Facts:
         "data_error": data_error,
     }
     if config is not None:
-        found["folder"] = _folder(config, world)
-    return found
+        facts["folder"] = _folder(config, world)
+    return facts
 
 
 def _named_apart(facts: Sequence[Facts]) -> list[Facts]:
@@ -191,10 +191,10 @@ def findings(facts: Sequence[Facts], links: Sequence[Link]) -> Iterator[Finding]
     """
     # If data cannot be read, which is a separate finding, its contents are unknown.
     good: dict[str, str] = next((each["agreed"] for each in facts if not each["data_error"]), {})
-    told = [
+    of_ranks = [
         (each["host"], {**(good if each["data_error"] else {}), **each["agreed"]}) for each in facts
     ]
-    yield from (Finding(True, line) for line in comparison(told))
+    yield from (Finding(True, line) for line in comparison(of_ranks))
     kinds = [(each["host"], {"the device": each["device"]}) for each in facts]
     yield from (Finding(False, line) for line in comparison(kinds))
     for each in facts:
@@ -238,15 +238,15 @@ def _slow_links(facts: Sequence[Facts], links: Sequence[Link]) -> list[Finding]:
     bad = [rank for link in slow for rank in link[:2]]
     # A host with a bad adapter gets one line, not one for each other host.
     culprits = [rank for rank in sorted({*bad}) if 1 < ends.count(rank) == bad.count(rank)]
-    found = []
+    lines = []
     for rank in culprits:
         own = [link.bytes_per_second for link in slow if rank in link[:2]]
-        found.append(f"every link of {_place(facts, rank)} is slow: {in_bytes(max(own))}/s")
+        lines.append(f"every link of {_place(facts, rank)} is slow: {in_bytes(max(own))}/s")
     for link in slow:
         if not set(link[:2]) & set(culprits):
             both = " and ".join(_place(facts, rank) for rank in link[:2])
-            found.append(f"the link between {both} is slow: {in_bytes(link.bytes_per_second)}/s")
-    return [Finding(False, f"{text}, others {in_bytes(usual)}/s") for text in found]
+            lines.append(f"the link between {both} is slow: {in_bytes(link.bytes_per_second)}/s")
+    return [Finding(False, f"{text}, others {in_bytes(usual)}/s") for text in lines]
 
 
 def _place(facts: Sequence[Facts], rank: int) -> str:

@@ -80,10 +80,10 @@ def _report(error: Exception) -> int:
 def _peer_ended(error: BaseException | None) -> str | None:
     """One line if an error is gloo's or NCCL's about a lost peer; else None."""
     while error is not None:
-        if isinstance(error, RuntimeError) and (found := _PEER_ENDED.search(str(error))):
+        if isinstance(error, RuntimeError) and (match := _PEER_ENDED.search(str(error))):
             return (
                 f"another process of this run ended while this one waited for it "
-                f"({found[1] or found[0]}): its own output, or that of what started it, says why"
+                f"({match[1] or match[0]}): its own output, or that of what started it, says why"
             )
         error = error.__cause__ or error.__context__
     return None

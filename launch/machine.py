@@ -101,8 +101,8 @@ def threads_of_each(processes: int) -> int:
     Args:
         processes: number of processes that compute at once.
     """
-    told = os.environ.get("OMP_NUM_THREADS", "")
-    return int(told) if told.isdecimal() else max(1, cores_here() // processes)
+    value = os.environ.get("OMP_NUM_THREADS", "")
+    return int(value) if value.isdecimal() else max(1, cores_here() // processes)
 
 
 def share_cores(processes: int) -> None:
@@ -174,9 +174,9 @@ def _physical_cores(allowed: Set[int]) -> list[frozenset[int]]:
 
 def _siblings(number: int) -> set[int]:
     path = Path(f"/sys/devices/system/cpu/cpu{number}/topology/thread_siblings_list")
-    found: set[int] = set()
+    cores: set[int] = set()
     with contextlib.suppress(OSError, ValueError):
         for part in path.read_text().strip().split(","):
             first, _, last = part.partition("-")
-            found.update(range(int(first), int(last or first) + 1))
-    return found
+            cores.update(range(int(first), int(last or first) + 1))
+    return cores

@@ -82,10 +82,10 @@ class SlurmJob:
             "open-mode": "append",  # a requeued job appends to its file
             "requeue": "",
         }
-        asked = dict(text.partition("=")[::2] for text in self.sbatch)
-        if "cpus-per-task" not in asked:
+        options = dict(text.partition("=")[::2] for text in self.sbatch)
+        if "cpus-per-task" not in options:
             lines["exclusive"] = ""  # else each task gets only one core
-        lines |= asked
+        lines |= options
         return [f"#SBATCH --{key}" + (f"={value}" if value else "") for key, value in lines.items()]
 
 
@@ -213,8 +213,8 @@ exec "${@:1:3}" --rdzv-backend c10d --rdzv-endpoint "$POLYAD_ENDPOINT" \\
 
 def find_sbatch() -> str:
     """Returns the path of `sbatch`; raises a LaunchError if there is none."""
-    if found := shutil.which("sbatch"):
-        return found
+    if path := shutil.which("sbatch"):
+        return path
     raise LaunchError(
         "--via: slurm needs sbatch, which is not on the PATH; start it on a login node of the "
         "cluster, or add --dry-run to write the script alone"

@@ -99,10 +99,10 @@ def _find(folder: Path) -> tuple[Path, list[Path]]:
     if STEP_FOLDER.fullmatch(folder.absolute().name) or (folder / "manifest.json").is_file():
         return folder.parent, [folder]
     for place in (folder / "checkpoints", folder):
-        found = step_folders(place)
-        found += [path for pattern in LEFT_BY_CRASHES for path in sorted(place.glob(pattern))]
-        if found:
-            return place, found
+        folders = step_folders(place)
+        folders += [path for pattern in LEFT_BY_CRASHES for path in sorted(place.glob(pattern))]
+        if folders:
+            return place, folders
     raise UsageError(f"{folder}: holds no checkpoint (a run folder or a step-* folder)")
 
 

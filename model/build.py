@@ -245,9 +245,9 @@ def buffers_changed(model: nn.Module) -> None:
         model: The model.
     """
     for module in model.modules():
-        told = getattr(module, "buffers_changed", None)
-        if told is not None and not any(b.is_meta for b in module.buffers(recurse=False)):
-            told()
+        callback = getattr(module, "buffers_changed", None)
+        if callback is not None and not any(b.is_meta for b in module.buffers(recurse=False)):
+            callback()
 
 
 def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

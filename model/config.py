@@ -111,22 +111,22 @@ class SectionIn:
     ) -> JsonSchemaValue:
         """Lists the classes."""
         kinds = tuple(self.registry().values())
-        known: Any = Annotated[Union[kinds], Field(discriminator="kind")]  # noqa: UP007  # of a tuple
-        found: JsonSchemaValue = handler(TypeAdapter(known).core_schema)
-        return found
+        union: Any = Annotated[Union[kinds], Field(discriminator="kind")]  # noqa: UP007  # of a tuple
+        description: JsonSchemaValue = handler(TypeAdapter(union).core_schema)
+        return description
 
     def _checked(self, value: object) -> "Config":
-        known = self.registry()
+        classes = self.registry()
         if isinstance(value, Config):
             return value
         if not isinstance(value, dict):
             raise PydanticKnownError("model_attributes_type")
         kind = value.get("kind", self.default)
-        if not isinstance(kind, str) or kind not in known:
-            told = {"discriminator": "'kind'", "tag": str(kind)}
-            expected = ", ".join(map(repr, known))
-            raise PydanticKnownError("union_tag_invalid", told | {"expected_tags": expected})
-        return known[kind].model_validate({"kind": kind} | value)
+        if not isinstance(kind, str) or kind not in classes:
+            context = {"discriminator": "'kind'", "tag": str(kind)}
+            expected = ", ".join(map(repr, classes))
+            raise PydanticKnownError("union_tag_invalid", context | {"expected_tags": expected})
+        return classes[kind].model_validate({"kind": kind} | value)
 
 
 def _dumped(section: "Config", info: SerializationInfo) -> dict[str, Any]:

@@ -64,8 +64,8 @@ def _stand_ins(modules: Iterable[nn.Module]) -> Iterator[None]:
     """
     places = [module._parameters for module in modules]
     before = [dict(place) for place in places]
-    given = dict.fromkeys(p for place in before for p in place.values() if p is not None)
-    others = {p: nn.Parameter(p.detach(), requires_grad=p.requires_grad) for p in given}
+    parameters = dict.fromkeys(p for place in before for p in place.values() if p is not None)
+    others = {p: nn.Parameter(p.detach(), requires_grad=p.requires_grad) for p in parameters}
     try:
         for place in places:
             place.update({name: others[p] for name, p in place.items() if p is not None})

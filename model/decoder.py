@@ -111,11 +111,11 @@ class DecoderSettings(TransformerSettings, ABC):
 
     def feed_forwards(self) -> dict[str, FeedForwardConfig]:
         """The feed-forward, and that of replaced blocks, with all defaults filled in, by key."""
-        known = super().feed_forwards()
+        sections = super().feed_forwards()
         if self.replaced is not None:
             each = self.replaced.feed_forward
-            known[REPLACED] = each.of_model(width=self.hidden_size, bias=self.has_bias())
-        return known
+            sections[REPLACED] = each.of_model(width=self.hidden_size, bias=self.has_bias())
+        return sections
 
     def with_feed_forwards(self, sections: Mapping[str, FeedForwardConfig]) -> Self:
         """Returns the same model with other feed-forwards, including those of replaced blocks."""
@@ -128,10 +128,10 @@ class DecoderSettings(TransformerSettings, ABC):
 
     def block_feed_forwards(self) -> list[FeedForwardConfig]:
         """The feed-forward of each block."""
-        known = super().block_feed_forwards()
+        sections = super().block_feed_forwards()
         for block in self.replaced_blocks():
-            known[block] = self.feed_forwards()[REPLACED]
-        return known
+            sections[block] = self.feed_forwards()[REPLACED]
+        return sections
 
     def replaced_blocks(self) -> list[int]:
         """The numbers of the blocks with another feed-forward, in order."""
@@ -169,8 +169,8 @@ class DecoderSettings(TransformerSettings, ABC):
     def reads_documents(self) -> bool:
         """Whether training depends on document boundaries in a text. A sequence that is scored as a
         whole is one document."""
-        known = self.feed_forwards().values()
-        return self.head is None and any(each.reads_documents() for each in known)
+        sections = self.feed_forwards().values()
+        return self.head is None and any(each.reads_documents() for each in sections)
 
     def from_data(self) -> dict[str, int | None]:
         """The vocabulary size, the end of documents and the number of classes, if they are used."""

@@ -173,12 +173,12 @@ class DecoderConfig(DecoderSettings):
 
     def filled(self) -> Self:
         """See `ModelSettings.filled`; heads and inner widths become numbers, too."""
-        known = {key: self._sized(each) for key, each in self.feed_forwards().items()}
+        sections = {key: self._sized(each) for key, each in self.feed_forwards().items()}
         changes: dict[str, Any] = {}
         if self.latent_attention is None:
             changes["num_key_value_heads"] = self.known_key_value_heads()
             changes["head_size"] = self.known_head_size()
-        return self.with_feed_forwards(known).model_copy(update=changes)
+        return self.with_feed_forwards(sections).model_copy(update=changes)
 
     def _sized(self, each: FeedForwardConfig) -> FeedForwardConfig:
         """Returns a feed-forward with its inner widths as numbers."""

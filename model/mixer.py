@@ -62,16 +62,16 @@ class MixerConfig(ImageModelSettings):
 
     def cut_sizes(self) -> CutSizes:
         """Sizes of both feed-forwards."""
-        known = self.feed_forwards()
+        sections = self.feed_forwards()
         widths: CutSizes = []
-        if known[TOKENS].kind == "mumoe":  # its gate is split along its input
+        if sections[TOKENS].kind == "mumoe":  # its gate is split along its input
             widths.append({"(model.image_size / model.patch_size)^2": self.num_patches})
-        if known[CHANNELS].kind == "mumoe":
+        if sections[CHANNELS].kind == "mumoe":
             widths.append({"model.hidden_size": self.hidden_size})
         return [
             *widths,
-            *cut_sizes_of(TOKENS, known[TOKENS], self.num_patches),
-            *cut_sizes_of(CHANNELS, known[CHANNELS], self.hidden_size),
+            *cut_sizes_of(TOKENS, sections[TOKENS], self.num_patches),
+            *cut_sizes_of(CHANNELS, sections[CHANNELS], self.hidden_size),
         ]
 
 
@@ -85,11 +85,11 @@ class MixerBlock(nn.Module):
 
     def __init__(self, config: MixerConfig, block: int) -> None:
         super().__init__()
-        known, width = config.feed_forwards(), config.hidden_size
+        sections, width = config.feed_forwards(), config.hidden_size
         self.token_norm = config.build_norm()
-        self.token_feed_forward = _feed_forward(config, known[TOKENS], block, config.num_patches)
+        self.token_feed_forward = _feed_forward(config, sections[TOKENS], block, config.num_patches)
         self.channel_norm = config.build_norm()
-        self.channel_feed_forward = _feed_forward(config, known[CHANNELS], block, width)
+        self.channel_feed_forward = _feed_forward(config, sections[CHANNELS], block, width)
         self.drop_path = DropPath(config.drop_path_of(block))
 
     def forward(self, x_BTD: Tensor) -> tuple[Tensor, RoutingStats | None, RoutingStats | None]:

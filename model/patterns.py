@@ -26,13 +26,13 @@ def matched(key: str, patterns: Iterable[str], names: Iterable[str]) -> list[str
     Raises:
         PatternError: A pattern matches no name.
     """
-    names, found = list(names), set[str]()
+    names, chosen = list(names), set[str]()
     for pattern in patterns:
         some = {name for name in names if matches(pattern, name)}
         if not some:
             raise PatternError(f"{key}: {pattern!r} matches nothing; {_near(pattern, names)}")
-        found |= some
-    return [name for name in names if name in found]
+        chosen |= some
+    return [name for name in names if name in chosen]
 
 
 def matches(pattern: str, name: str) -> bool:
@@ -41,12 +41,12 @@ def matches(pattern: str, name: str) -> bool:
 
 
 def _near(pattern: str, names: list[str]) -> str:
-    known = kinds(names)
-    close = get_close_matches(pattern.replace("*", "N"), known, 3, 0.4)
+    endings = kinds(names)
+    close = get_close_matches(pattern.replace("*", "N"), endings, 3, 0.4)
     if close:
         return f"the nearest are {', '.join(close)}"
-    more = f" and {len(known) - 8} more" if len(known) > 8 else ""
-    return f"there are {', '.join(known[:8])}{more}" if known else "there are none"
+    more = f" and {len(endings) - 8} more" if len(endings) > 8 else ""
+    return f"there are {', '.join(endings[:8])}{more}" if endings else "there are none"
 
 
 def kinds(names: Iterable[str]) -> list[str]:

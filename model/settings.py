@@ -129,8 +129,8 @@ class ModelSettings(Config, ABC):
     def known_feed_forward(self) -> FeedForwardConfig:
         """The feed-forward of the blocks, filled in; if there are several, the first with experts.
         A model without blocks counts as dense."""
-        known = list(self.feed_forwards().values()) or [DenseFeedForwardConfig()]
-        return next((each for each in known if each.kind != "dense"), known[0])
+        sections = list(self.feed_forwards().values()) or [DenseFeedForwardConfig()]
+        return next((each for each in sections if each.kind != "dense"), sections[0])
 
     def has_experts(self) -> bool:
         """Returns whether the model chooses among experts before its head."""
@@ -223,8 +223,8 @@ class TransformerSettings(ModelSettings, ABC):
 
     def feed_forwards(self) -> dict[str, FeedForwardConfig]:
         """The feed-forward, filled in, by its key."""
-        known = self.feed_forward.of_model(width=self.hidden_size, bias=self.has_bias())
-        return {FEED_FORWARD: known}
+        section = self.feed_forward.of_model(width=self.hidden_size, bias=self.has_bias())
+        return {FEED_FORWARD: section}
 
     def block_feed_forwards(self) -> list[FeedForwardConfig]:
         """The feed-forward of each block; blocks may differ."""

@@ -108,10 +108,10 @@ class FamilyWeights(FolderWeights):
         if not isinstance(labels, dict) or count < 2 or len(labels) != count:
             return None
         names = [labels.get(str(number)) for number in range(count)]
-        known = [name for name in names if isinstance(name, str)]
-        if len(known) < count or all(map(_UNNAMED.fullmatch, known)):
+        texts = [name for name in names if isinstance(name, str)]
+        if len(texts) < count or all(map(_UNNAMED.fullmatch, texts)):
             return None
-        return each_once(known)
+        return each_once(texts)
 
     @property
     def note(self) -> str | None:
@@ -122,13 +122,13 @@ class FamilyWeights(FolderWeights):
         if new:
             return f"{', '.join(new)}: random, as {self.folder} has none of these shapes"
         left = [name for name in self.unread() if name.startswith(self.family.mentioned)]
-        said = [f"not loaded: {', '.join(left)}"] if left else []
+        notes = [f"not loaded: {', '.join(left)}"] if left else []
         if self._num_classes > 1 and self.class_names is None:
-            said.append(
+            notes.append(
                 f"{self.folder / CONFIG_FILE} does not name all {self._num_classes} classes of its "
                 f"head: check that they are the data's classes, in the same order"
             )
-        return "; ".join(said) or None
+        return "; ".join(notes) or None
 
     def model_config(self) -> ModelSettings:
         """Returns the configuration of its model, complete."""
@@ -137,10 +137,10 @@ class FamilyWeights(FolderWeights):
     def origin(self) -> Origin:
         """Returns what is written again beside the weights on export."""
         tree = {key: value for key, value in self._tree.items() if key != "quantization_config"}
-        found = {name: tensor.dtype for name, tensor in self._tensors.items()}
-        found = {name: dtype for name, dtype in found.items() if dtype in WEIGHT_DTYPES}
-        most = max(set(found.values()), key=list(found.values()).count)
-        copies = [name for name in self.family.copies(self.config) if name in found]
+        dtypes = {name: tensor.dtype for name, tensor in self._tensors.items()}
+        dtypes = {name: dtype for name, dtype in dtypes.items() if dtype in WEIGHT_DTYPES}
+        most = max(set(dtypes.values()), key=list(dtypes.values()).count)
+        copies = [name for name in self.family.copies(self.config) if name in dtypes]
         plain = family_of_files(self._tree, CONFIG_FILE)
         files = {}
         for name in _BESIDE:
@@ -150,9 +150,9 @@ class FamilyWeights(FolderWeights):
         return Origin(
             config=tree,
             dtype=most,
-            dtypes={name: dtype for name, dtype in found.items() if dtype != most},
+            dtypes={name: dtype for name, dtype in dtypes.items() if dtype != most},
             copies=copies,
-            fused=next((name for name in found if plain.for_names([name]) is not plain), None),
+            fused=next((name for name in dtypes if plain.for_names([name]) is not plain), None),
             files=files,
         )
 

@@ -19,9 +19,9 @@ def join_groups(size: int) -> None:
         size: number of ranks that share layers; they are consecutive. All processes call it.
     """
     state = _state()
-    known = state.get_tensor_model_parallel_group(check_initialized=False)
-    if known is not None:
-        if known.size() == size:
+    group = state.get_tensor_model_parallel_group(check_initialized=False)
+    if group is not None:
+        if group.size() == size:
             return
         forget_groups()
     rank, total = dist.get_rank(), dist.get_world_size()

@@ -110,8 +110,8 @@ class PeftWeights(FamilyWeights):
     @property
     def note(self) -> str | None:
         """See `FamilyWeights.note`; mentions the adapters."""
-        said = [super().note, f"the adapters of {self.folder} are merged into {self.base}"]
-        return "; ".join(each for each in said if each)
+        notes = [super().note, f"the adapters of {self.folder} are merged into {self.base}"]
+        return "; ".join(each for each in notes if each)
 
     def parts(self, name: str, slices: Slices) -> Iterator[Tensor]:
         """See `FamilyWeights.parts`; includes the update by adapters."""
@@ -140,7 +140,7 @@ class PeftWeights(FamilyWeights):
             WeightsError: One matches no weight, has another shape, or all updates are zero.
         """
         names = self._matrices
-        found, used, stacks = dict[str, list[_Beside]](), set[str](), self._stacks(names)
+        located, used, stacks = dict[str, list[_Beside]](), set[str](), self._stacks(names)
         for name, form in product(self._shapes, (self.family, self.family.in_memory())):
             pieces = form.pieces(name, self._shapes[name]) if form.find(name) else ()
             for piece in pieces:
@@ -152,10 +152,10 @@ class PeftWeights(FamilyWeights):
                     beside = _Beside(piece, path + _A, path + _B, 0.0)
                     if beside.A not in names or beside.B not in names:
                         continue
-                    if any(each.A == beside.A for each in found.get(name, [])):
+                    if any(each.A == beside.A for each in located.get(name, [])):
                         continue  # both forms have the same name for it
                     scale = self._checked_scale(beside, before)
-                    found.setdefault(name, []).append(beside._replace(scale=scale))
+                    located.setdefault(name, []).append(beside._replace(scale=scale))
                     used |= {beside.A, beside.B}
         if strange := sorted(set(names) - used):
             raise WeightsError(
@@ -164,7 +164,7 @@ class PeftWeights(FamilyWeights):
             )
         if not any(self._matrices[name].read(()).any() for name in names if name.endswith(_B)):
             raise WeightsError(f"{self.folder / ADAPTER_FILE}: adds nothing: all lora_B are zero")
-        return found
+        return located
 
     def _stacks(self, names: Collection[str]) -> set[str]:
         """Returns the stacks of experts that have adapters."""
@@ -215,19 +215,19 @@ def _settings(tree: dict[str, Any], place: Path) -> _AdapterConfig:
     Raises:
         WeightsError: One is missing or invalid, or needs something that is not supported.
     """
-    known = _AdapterConfig.model_fields
+    fields = _AdapterConfig.model_fields
     for key, value in tree.items():
-        is_known = key in known or key in _HARMLESS
+        is_known = key in fields or key in _HARMLESS
         if not is_known and value not in (None, False, [], {}):
             raise WeightsError(
                 f"{place}: {key}: {value!r:.60} is not supported; it must be null or false"
             )
     try:
-        found = _AdapterConfig.model_validate({k: v for k, v in tree.items() if k in known})
-        for pattern in (*(found.rank_pattern or {}), *(found.alpha_pattern or {})):
+        settings = _AdapterConfig.model_validate({k: v for k, v in tree.items() if k in fields})
+        for pattern in (*(settings.rank_pattern or {}), *(settings.alpha_pattern or {})):
             re.compile(pattern)
     except ValidationError as error:
         raise WeightsError(f"{place}: {fault_of(error)}") from None
     except re.error as error:
         raise WeightsError(f"{place}: rank_pattern or alpha_pattern: {error}") from None
-    return found
+    return settings

@@ -115,12 +115,12 @@ def flat_groups(
 
     if dims.expert_parallel_size > 1:
         split_expert_groups(optimizer)
-    found = []
+    groups = []
     for group in optimizer.param_groups:
         kept = len(group.get(STATE_TENSORS, all_fields))
-        found.append(flat(group["params"], 1 + kept + averaged, counter))
+        groups.append(flat(group["params"], 1 + kept + averaged, counter))
     frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
-    return found + [flat([parameter], 0, 0) for parameter in frozen]
+    return groups + [flat([parameter], 0, 0) for parameter in frozen]
 
 
 def model_states(
@@ -412,10 +412,10 @@ class Held:
 
     def __call__(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
         """Counts the memory that an operation has allocated."""
-        given = {id(tensor.untyped_storage()) for tensor in tensors_in((args, kwargs))}
+        inputs = {id(tensor.untyped_storage()) for tensor in tensors_in((args, kwargs))}
         for tensor in tensors_in(result):
             storage = tensor.untyped_storage()
-            if id(storage) not in given and storage not in self._known and storage.nbytes():
+            if id(storage) not in inputs and storage not in self._known and storage.nbytes():
                 self._known.add(storage)
                 self.now += storage.nbytes()
                 weakref.finalize(storage, self._free, storage.nbytes())

@@ -129,8 +129,8 @@ class Placement:
             replicated: See `Placement`.
             expert_parallel_size: See `Placement`.
         """
-        found = tuple(axes.get(number, Axis.uncut(size)) for number, size in enumerate(shape))
-        return cls(found, replicated, expert_parallel_size)
+        cuts = tuple(axes.get(number, Axis.uncut(size)) for number, size in enumerate(shape))
+        return cls(cuts, replicated, expert_parallel_size)
 
     @classmethod
     def padded(cls, shape: tuple[int, ...], global_shape: tuple[int, ...]) -> "Placement":

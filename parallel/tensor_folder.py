@@ -106,8 +106,8 @@ def dequantize(blocks: Tensor, scales: Tensor) -> Tensor:
     """
     # A lookup takes a fortieth of the time of multiplying.
     number = torch.add(blocks.int(), scales.int().unsqueeze(-1), alpha=256)
-    found = _pairs_of_scales().index_select(0, number.flatten())
-    return found.view(torch.bfloat16).view(*scales.shape[:-1], -1)
+    pairs = _pairs_of_scales().index_select(0, number.flatten())
+    return pairs.view(torch.bfloat16).view(*scales.shape[:-1], -1)
 
 
 @dataclass(frozen=True)

@@ -189,7 +189,7 @@ def _without_adapters(path: Path, base: Path) -> CheckpointError:
     )
 
 
-def _opened(path: Path, given: Path | None) -> Checkpoint:
+def _opened(path: Path, base_folder: Path | None) -> Checkpoint:
     """Opens a checkpoint, with its base if it consists of adapters.
 
     Args:
@@ -199,12 +199,14 @@ def _opened(path: Path, given: Path | None) -> Checkpoint:
     checkpoint = read_newest(path, lambda chosen: Checkpoint(find_checkpoint(chosen)))
     lora = lora_of(checkpoint)
     if lora is None:
-        if given is not None:
-            raise _without_adapters(checkpoint.folder, given)
+        if base_folder is not None:
+            raise _without_adapters(checkpoint.folder, base_folder)
         return checkpoint
     folder, config = checkpoint.folder, checkpoint.model_config()
-    place = Path(checkpoint.section("checkpoint")["init_from"]) if given is None else given
-    named = "checkpoint.init_from" if given is None else "--base"
+    place = (
+        Path(checkpoint.section("checkpoint")["init_from"]) if base_folder is None else base_folder
+    )
+    named = "checkpoint.init_from" if base_folder is None else "--base"
     try:
         base = open_weights(place)
         ours = {name for name, _ in build_model(config).named_parameters()}

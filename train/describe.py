@@ -194,8 +194,8 @@ def memory_per_process(config: RunConfig, dims: Dims) -> dict[str, int]:
         Bytes by name, and their `total`; also `snapshot`, the CPU memory of asynchronous
         checkpoints.
     """
-    found = footprint(config, dims)
-    memory = found.memory | {"total": found.total}
+    planned = footprint(config, dims)
+    memory = planned.memory | {"total": planned.total}
     if config.checkpoint.asynchronous:
         trained = counts(model_of(config)).trained
         numbers = 1 + config.tensors_per_weight()

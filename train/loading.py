@@ -171,13 +171,13 @@ class Run:
                 long, or an intervention is not possible.
         """
         language_model(self._weights)
-        asked = [
+        changes = [
             parse_intervention(each) if isinstance(each, str) else each for each in interventions
         ]
         ids = self._read_ids(text, top)
         name, model = str(self.path), self.model
         return view_text(
-            *(model, self.tokenizer, name, ids), interventions=asked, top=top, means=means
+            *(model, self.tokenizer, name, ids), interventions=changes, top=top, means=means
         )
 
     def _read_ids(self, text: str, top: int) -> list[int]:
@@ -297,8 +297,8 @@ class Run:
         """
         opened = self.open_data(data, batch_size)
         with comm.left_again():
-            found: dict[str, Any] = json_value(evaluate_opened(opened, split, model=self.model))
-            return found
+            result: dict[str, Any] = json_value(evaluate_opened(opened, split, model=self.model))
+            return result
 
     def read(
         self,

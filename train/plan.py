@@ -264,8 +264,8 @@ def layouts(config: RunConfig, processes: int) -> Iterator[tuple[RunConfig, Dims
                 stages.append(stage)
                 valid[stage] = other
             if stages:
-                found = footprints(valid[stages[0]], dims, stages)
-                for stage, each in zip(stages, found, strict=True):
+                planned = footprints(valid[stages[0]], dims, stages)
+                for stage, each in zip(stages, planned, strict=True):
                     yield valid[stage], dims, each
 
 

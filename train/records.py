@@ -46,10 +46,10 @@ def read_records(run: Path) -> list[dict[str, Any]]:
     path = run / METRICS_FILE
     if not path.is_file():
         raise ConfigError(f"{run}: has no {METRICS_FILE}, which `polyad train` writes")
-    found = list(records_of(path))
-    if not found:
+    records = list(records_of(path))
+    if not records:
         raise ConfigError(f"{path}: contains no record of a step yet")
-    return found
+    return records
 
 
 def last_loss(records: Records) -> float:
@@ -78,13 +78,13 @@ def last_routing(records: Records) -> dict[str, float]:
     Returns:
         Each `routing/MEASURE` under its measure, and `shared_experts`; empty for a dense model.
     """
-    found: dict[str, list[float]] = {}
+    newest: dict[str, list[float]] = {}
     for record in records[-LAST:]:
         for key, value in record.items():
             section, _, name = key.partition("/")
             if section == "routing" and "/" not in name and isinstance(value, int | float):
-                found.setdefault(name, []).append(float(value))
-    means = {name: statistics.fmean(values) for name, values in found.items()}
+                newest.setdefault(name, []).append(float(value))
+    means = {name: statistics.fmean(values) for name, values in newest.items()}
     shared = shared_experts(records)
     return means if shared is None else means | {"shared_experts": shared}
 

@@ -91,8 +91,8 @@ class Plan:
 
     def what_is_kept(self) -> str:
         """Where the run continues if it is interrupted, in words."""
-        if found := complete_checkpoints(self.checkpoints):
-            return f"run the same command again to continue from {found[-1]}"
+        if checkpoints := complete_checkpoints(self.checkpoints):
+            return f"run the same command again to continue from {checkpoints[-1]}"
         return "no checkpoint was written yet; run the same command again to start from step 0"
 
     def start_state(self) -> TrainState:
@@ -219,18 +219,18 @@ def find_start_together(plan: Plan, world: comm.World) -> Plan:
         ValueError: on all processes, if rank 0 finds something wrong, or a host has another
             checkpoint at that place.
     """
-    found = comm.on_main(lambda: find_start(plan)) or plan
-    place = comm.from_main(None if found.init is None else found.init.folder)
-    teacher, base_digest = comm.from_main((found.teacher, found.base_digest))
+    started = comm.on_main(lambda: find_start(plan)) or plan
+    place = comm.from_main(None if started.init is None else started.init.folder)
+    teacher, base_digest = comm.from_main((started.teacher, started.base_digest))
     key = "checkpoint.init_from" if plan.config.distill.blocks is None else "distill.teacher"
-    if place is not None and comm.from_main(isinstance(found.init, Checkpoint)):
+    if place is not None and comm.from_main(isinstance(started.init, Checkpoint)):
         check_same_checkpoint(key, place, world)
     if teacher is not None:
         check_same_checkpoint("distill.teacher", teacher.folder, world)
-    init = found.init
+    init = started.init
     if place is not None and not world.is_main:
         init = _open_init(plan.config, plan.task, place)
-    resume = shared(found.resume)
+    resume = shared(started.resume)
     return replace(plan, resume=resume, init=init, base_digest=base_digest, teacher=teacher)
 
 
@@ -296,8 +296,8 @@ def find_resume(config: RunConfig, task: Task[Any]) -> Checkpoint | None:
     saved = folder / CONFIG_FILE
     # A start that was killed early leaves these files but no configuration.
     early = (LOCK_FILE, TOKEN_FILE, f".{CONFIG_FILE}.")
-    found = check_place(folder, "run.folder")
-    if all(name == LAUNCH_FOLDER or name.startswith(early) for name in found):
+    names = check_place(folder, "run.folder")
+    if all(name == LAUNCH_FOLDER or name.startswith(early) for name in names):
         return None
     if not saved.exists():
         raise ConfigError(f"run.folder: {folder} holds files of something that is not a run")

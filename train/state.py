@@ -64,12 +64,12 @@ class TrainState:
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "TrainState":
         """Restores the state from `to_json`; keys of other versions are ignored."""
-        known: dict[str, Any] = {
+        fields: dict[str, Any] = {
             name: list(values[name]) if isinstance(values[name], tuple) else values[name]
             for name in cls.__dataclass_fields__
             if name in values
         }
-        return cls(**known)
+        return cls(**fields)
 
     def judge(self, score: float, *, higher_is_better: bool) -> bool:
         """Records a validation.

@@ -213,13 +213,13 @@ def rope(
 
 def _rope_parameters(tree: Tree, theta: float, unsaid: Tree) -> dict[str, Any]:
     """Converts the keys of either form to the newer one; as in the library, the older one wins."""
-    said = tree.get("rope_scaling") or tree.get("rope_parameters") or unsaid
-    found: dict[str, Any] = {"rope_theta": tree.get("rope_theta", theta), **said}
-    found["rope_type"] = found.get("rope_type") or found.get("type") or "default"
-    return found
+    section = tree.get("rope_scaling") or tree.get("rope_parameters") or unsaid
+    parameters: dict[str, Any] = {"rope_theta": tree.get("rope_theta", theta), **section}
+    parameters["rope_type"] = parameters.get("rope_type") or parameters.get("type") or "default"
+    return parameters
 
 
-def _read_scaling(found: Tree, longest: Any, is_latent: bool) -> dict[str, Any]:
+def _read_scaling(parameters: Tree, longest: Any, is_latent: bool) -> dict[str, Any]:
     """Reads a section `rotary.scaling`.
 
     Args:
@@ -227,14 +227,14 @@ def _read_scaling(found: Tree, longest: Any, is_latent: bool) -> dict[str, Any]:
         longest: `max_position_embeddings`.
         is_latent: See `rope`.
     """
-    known = {key: value for key, value in found.items() if value is not None}
-    known.setdefault("original_max_position_embeddings", longest)
-    if "factor" not in known and longest is not None:
-        known["factor"] = longest / known["original_max_position_embeddings"]
-    kind = found["rope_type"]
+    values = {key: value for key, value in parameters.items() if value is not None}
+    values.setdefault("original_max_position_embeddings", longest)
+    if "factor" not in values and longest is not None:
+        values["factor"] = longest / values["original_max_position_embeddings"]
+    kind = parameters["rope_type"]
     section: dict[str, Any] = {"kind": kind}
     for theirs, ours in _SCALINGS[kind].items():
-        value = known.get(theirs)
+        value = values.get(theirs)
         if value or isinstance(value, bool):  # mscale: 0 means none
             whole = isinstance(value, bool) or ours == "original_length"
             section[ours] = value if whole else float(value)
@@ -319,8 +319,8 @@ def placement(
         listed = [block for block in blocks if routes(tree, block)]
         if not listed:
             found = {key: tree[key] for key in reads if key in tree} or {reads[0]: "the default"}
-            said = ", ".join(f"{key}: {value}" for key, value in found.items())
-            raise WeightsError(f"{said}: leaves none of {len(blocks)} blocks with experts")
+            text = ", ".join(f"{key}: {value}" for key, value in found.items())
+            raise WeightsError(f"{text}: leaves none of {len(blocks)} blocks with experts")
         return {"feed_forward.placement": 1 if len(listed) == len(blocks) else listed}
 
     def written(config: Any) -> dict[str, Any]:
@@ -750,19 +750,19 @@ def family_of(config: DecoderConfig) -> Family:
             return family
         if not nearest or len(differing) < len(nearest):
             nearest = [f"{family.title} has {each}" for each in differing]
-    said = "; ".join(nearest[:3]) if nearest else "no family has such blocks"
+    reason = "; ".join(nearest[:3]) if nearest else "no family has such blocks"
     raise WeightsError(
-        f"model.kind: decoder: transformers has no such architecture: {said}; {OUR_NAMES}"
+        f"model.kind: decoder: transformers has no such architecture: {reason}; {OUR_NAMES}"
     )
 
 
 def flat(values: Mapping[str, Any], before: str = "model") -> dict[str, Any]:
     """Flattens nested sections to values by full keys."""
-    found: dict[str, Any] = {}
+    pairs: dict[str, Any] = {}
     for key, value in values.items():
         name = f"{before}.{key}"
-        found |= flat(value, name) if isinstance(value, dict) else {name: value}
-    return found
+        pairs |= flat(value, name) if isinstance(value, dict) else {name: value}
+    return pairs
 
 
 DECODERS = (

@@ -263,18 +263,18 @@ class Family:
         about = section.get("quantization_config")
         method = about.get("quant_method") if isinstance(about, dict) else about
         if about and (method is None or method != self.quantized):
-            known = "it has to be absent" if self.quantized is None else f"{self.quantized!r} is"
-            found = about if method is None else method
-            raise WeightsError(f"quantization_config: {found!r:.60} is not supported; {known}")
+            allowed = "it has to be absent" if self.quantized is None else f"{self.quantized!r} is"
+            value = about if method is None else method
+            raise WeightsError(f"quantization_config: {value!r:.60} is not supported; {allowed}")
 
     def _refuse_unknown(self, section: Tree) -> None:
         if self.known_keys is None:
             return
-        known = set(self.known_keys)
+        names = set(self.known_keys)
         for key in self.keys:
-            known |= {*key.names.values(), *key.reads}
+            names |= {*key.names.values(), *key.reads}
         for name, value in section.items():
-            if name not in known and value not in (None, False, [], {}):
+            if name not in names and value not in (None, False, [], {}):
                 raise WeightsError(
                     f"{name}: {value!r:.60} is not supported, and might change what the model "
                     "computes"
@@ -290,8 +290,8 @@ class Family:
 
 
 def _rule(rules: Rules, name: str) -> Rule | None:
-    found = rules.get(name)
-    return Rule((found,), of_module=True) if isinstance(found, str) else found
+    rule = rules.get(name)
+    return Rule((rule,), of_module=True) if isinstance(rule, str) else rule
 
 
 def refuse_decoder(config: DecoderSettings) -> None:

@@ -37,8 +37,8 @@ def _read(tree: Tree, shape_of: ShapeOf) -> dict[str, Any]:
     def known(name: str, axes: int = 2) -> Shape:
         shape = shape_of(name)
         if shape is None or len(shape) != axes:
-            found = "no such tensor" if shape is None else f"the shape is {list(shape)}"
-            raise WeightsError(f"{name}: {found}; a Mixer of timm has one of {axes} axes")
+            problem = "no such tensor" if shape is None else f"the shape is {list(shape)}"
+            raise WeightsError(f"{name}: {problem}; a Mixer of timm has one of {axes} axes")
         return shape
 
     width, channels, patch, _ = known("stem.proj.weight", 4)

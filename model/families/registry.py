@@ -37,10 +37,10 @@ def family_of_files(tree: Mapping[str, Any], origin: str) -> Family:
         if family.is_of(tree):
             return family
     kind = tree.get("model_type")
-    said = f"model_type: {kind!r}"
+    text = f"model_type: {kind!r}"
     if kind is None and "architecture" in tree:
-        said = f"architecture: {tree['architecture']!r:.60}"
-    raise WeightsError(f"{origin}: {said} is not supported; supported: {SUPPORTED}")
+        text = f"architecture: {tree['architecture']!r:.60}"
+    raise WeightsError(f"{origin}: {text} is not supported; supported: {SUPPORTED}")
 
 
 def family_of_model(config: ModelSettings) -> Family:

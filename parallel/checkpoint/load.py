@@ -280,9 +280,9 @@ def find_checkpoint(path: Path) -> Path:
     Raises:
         CheckpointError: there is none.
     """
-    found = newest_of(path)
-    if found != path or all((path / name).is_file() for name in (MANIFEST_FILE, INDEX_FILE)):
-        return found
+    newest = newest_of(path)
+    if newest != path or all((path / name).is_file() for name in (MANIFEST_FILE, INDEX_FILE)):
+        return newest
     if not path.exists():
         raise CheckpointError(f"{path}: there is no such folder")
     if path.is_file():
@@ -298,8 +298,8 @@ def find_checkpoint(path: Path) -> Path:
 
 def newest_of(path: Path) -> Path:
     """Returns the newest checkpoint of a run or its `checkpoints` folder; other paths unchanged."""
-    found = complete_checkpoints(path / "checkpoints") or complete_checkpoints(path)
-    return found[-1] if found else path
+    checkpoints = complete_checkpoints(path / "checkpoints") or complete_checkpoints(path)
+    return checkpoints[-1] if checkpoints else path
 
 
 def read_newest(path: Path, read: Callable[[Path], T], choose: Choose = newest_of) -> T:

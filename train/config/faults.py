@@ -134,12 +134,12 @@ def nearest_key(key: str, known: set[str]) -> str | None:
 
 def _unambiguous(known: set[str]) -> dict[str, str]:
     """Dotted keys by their last part, if one key with that part is above all others."""
-    found: dict[str, list[str]] = {}
+    places: dict[str, list[str]] = {}
     for key in sorted(known, key=lambda key: key.count(".")):
-        found.setdefault(_plain(key.rpartition(".")[2]), []).append(key)
+        places.setdefault(_plain(key.rpartition(".")[2]), []).append(key)
     return {
         name: keys[0]
-        for name, keys in found.items()
+        for name, keys in places.items()
         if len(keys) == 1 or keys[0].count(".") < keys[1].count(".")
     }
 

@@ -111,8 +111,8 @@ def _wrapped(text: str, indent: str) -> list[str]:
 
 
 def _node(schema: dict[str, Any], name: str) -> dict[str, Any]:
-    found: dict[str, Any] = schema["$defs"][name] if name else schema
-    return found
+    node: dict[str, Any] = schema["$defs"][name] if name else schema
+    return node
 
 
 def _section(schema: dict[str, Any], name: str, places: tuple[str, ...]) -> Section:

@@ -44,8 +44,8 @@ SHIPPED = Path(__file__).resolve().parents[2] / "configs"
 
 def shipped_configs() -> list[Path]:
     """Files of the runs and studies that come with Polyad."""
-    found = SHIPPED.rglob("*.yaml")
-    return sorted(file for file in found if file.parent.name != "launch")
+    files = SHIPPED.rglob("*.yaml")
+    return sorted(file for file in files if file.parent.name != "launch")
 
 
 def is_run(path: Path) -> bool:

@@ -164,9 +164,9 @@ class StopSignals:
             if not numbers:
                 self._reader.close()
                 return
-            asked = [each for each in numbers if each in STOP_SIGNALS]
-            if asked and not number:
-                number, ends = asked[0], time.monotonic() + self._grace
+            signals = [each for each in numbers if each in STOP_SIGNALS]
+            if signals and not number:
+                number, ends = signals[0], time.monotonic() + self._grace
         if not comm.environment_rank():
             line = stopped(number, f"the step did not end within {self._grace:g} s; {self.kept()}")
             with contextlib.suppress(OSError):

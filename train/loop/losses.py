@@ -153,8 +153,8 @@ def with_sample_similarity(
     Returns:
         Statistics with `similarity_loss`, without those per sample.
     """
-    known = [stats for stats in routing if stats.sample_scores_BS is not None]
-    losses = iter(_losses(known, inputs, config))
+    sampled = [stats for stats in routing if stats.sample_scores_BS is not None]
+    losses = iter(_losses(sampled, inputs, config))
     return tuple(
         stats
         if stats.sample_scores_BS is None
@@ -243,14 +243,14 @@ class LossConfig(Config):
     def coefficients(self) -> dict[str, float]:
         """The nonzero coefficients of losses over tokens (not over whole samples), by their names
         in `RoutingStats.losses`."""
-        known = {
+        values = {
             "balance_loss": self.load_balance if self.load_balance_over == "layer" else 0.0,
             "sequence_loss": self.sequence_balance,
             "z_loss": self.router_z,
             "importance_loss": self.importance,
             "load_loss": self.load,
         }
-        return {name: coefficient for name, coefficient in known.items() if coefficient}
+        return {name: coefficient for name, coefficient in values.items() if coefficient}
 
     def asked(self) -> frozenset[str]:
         """Losses of `RoutingStats`, or `usage_E`, that need a gradient."""
@@ -319,15 +319,15 @@ def with_counts_of_all(
     means = mean(torch.cat([*loads, torch.stack(tokens)]))
     *loads, means_L = means.split_with_sizes([*sizes, len(sparse)])
     of_all = iter([load_E / n for load_E, n in zip(loads, means_L, strict=True)])
-    found = []
+    changed = []
     for stats in routing:
         if (usage_E := stats.usage_E) is not None:
             stats = stats._replace(load_E=next(of_all))
             if "balance_loss" in stats.losses:
                 balance = load_balance_loss(usage_E, stats.load_E)
                 stats = stats._replace(losses=stats.losses | {"balance_loss": balance})
-        found.append(stats)
-    return tuple(found)
+        changed.append(stats)
+    return tuple(changed)
 
 
 def _balance_of_model(routing: tuple[RoutingStats, ...]) -> Tensor:

@@ -90,7 +90,7 @@ def peak_flops(config: LogConfig, precision: str, *, tf32: bool = False) -> floa
         if not torch.cuda.is_available():
             return None
         full = torch.cuda.get_device_name().lower()
-        name = next((known for known in PEAKS if known in full), "")
+        name = next((device for device in PEAKS if device in full), "")
     peaks = PEAKS.get(name)
     if peaks is None:
         return None

@@ -77,9 +77,9 @@ def matrices(names: Iterable[str]) -> frozenset[str]:
     Args:
         names: Names of all parameters.
     """
-    found = {name for name in names if _MATRICES.search(name)}
-    gates = {name for name in found if name.endswith(_GATE)}
-    return frozenset(found - {n for n in gates if n.removesuffix(_GATE) + _UP not in found})
+    matches = {name for name in names if _MATRICES.search(name)}
+    gates = {name for name in matches if name.endswith(_GATE)}
+    return frozenset(matches - {n for n in gates if n.removesuffix(_GATE) + _UP not in matches})
 
 
 def matrix_of(name: str, shape: tuple[int, ...], real: tuple[int, ...]) -> Matrix:
@@ -96,10 +96,10 @@ def matrix_of(name: str, shape: tuple[int, ...], real: tuple[int, ...]) -> Matri
             zero.
         real: The shape without padding.
     """
-    found = _MATRICES.search(name)
-    assert found is not None
-    rows, columns = _sides(found[1], shape)
-    return Matrix(rows, columns, ADAMW_RMS * math.sqrt(max(_sides(found[1], real))))
+    match = _MATRICES.search(name)
+    assert match is not None
+    rows, columns = _sides(match[1], shape)
+    return Matrix(rows, columns, ADAMW_RMS * math.sqrt(max(_sides(match[1], real))))
 
 
 def _sides(kind: str, shape: tuple[int, ...]) -> tuple[int, int]:

@@ -169,7 +169,7 @@ def build_optimizer(
     """
     blocks = num_blocks(name for name, _, _ in parameters)
     of_muon = matrices(name for name, _, _ in parameters) if config.kind == "muon" else ()
-    found: dict[tuple[float, float, int, Matrix | None], list[nn.Parameter]] = {}
+    by_kind: dict[tuple[float, float, int, Matrix | None], list[nn.Parameter]] = {}
     for name, parameter, dimensions in parameters:
         if not parameter.requires_grad:
             continue
@@ -183,8 +183,8 @@ def build_optimizer(
         matrix = None
         if name in of_muon:
             matrix = matrix_of(name, tuple(parameter.shape), shape)
-        found.setdefault((decay, factor, steps, matrix), []).append(parameter)
-    ordered = sorted(found.items(), key=lambda each: each[0][:3], reverse=True)
+        by_kind.setdefault((decay, factor, steps, matrix), []).append(parameter)
+    ordered = sorted(by_kind.items(), key=lambda each: each[0][:3], reverse=True)
     groups: list[dict[str, Any]] = [
         {
             "params": some,
@@ -297,8 +297,8 @@ def depth_from_end(name: str, blocks: int) -> int:
 
 def num_blocks(names: Iterable[str]) -> int:
     """The number of blocks of a model with these parameter names."""
-    found = [re.search(r"(?:^|\.)blocks\.(\d+)\.", name) for name in names]
-    return max((int(each[1]) + 1 for each in found if each), default=0)
+    numbers = [re.search(r"(?:^|\.)blocks\.(\d+)\.", name) for name in names]
+    return max((int(each[1]) + 1 for each in numbers if each), default=0)
 
 
 def _decays(config: OptimizerConfig, name: str, dimensions: int) -> bool:

@@ -74,16 +74,16 @@ def issue_step(
         Whether the step was applied, and its numbers, which may not have arrived on the CPU yet.
     """
     statistics, pairs = StepStatistics(engine.device), losses.sample_similarity
-    asked = losses.asked()
+    names = losses.asked()
     ask_for_statistics(
         engine.module,
-        losses=asked,
+        losses=names,
         samples=pairs is not None,
         record_is_due=record_is_due,
     )
     read = Reading(engine, getattr(engine.module, "as_read", None))
     mean_tokens = None
-    if asked:
+    if names:
         mean_tokens, micro_batches = _mean_tokens(micro_batches, accumulation_steps)
     for number in range(accumulation_steps):
         if number:

@@ -108,8 +108,8 @@ class LanguageModelling(Learner, TextTask[TextBatch]):
         self.block_teacher: BlockTeacher | None = None
         """Teacher of the replaced blocks' feed-forwards, in place of the loss on the text."""
         about = data.tokenizer
-        known = with_vocabulary(model, about.vocab_size, self.place)
-        self.model = with_end_of_text(known, about.end_of_text_id, self.place)
+        complete = with_vocabulary(model, about.vocab_size, self.place)
+        self.model = with_end_of_text(complete, about.end_of_text_id, self.place)
 
     @functools.cached_property
     def samples(self) -> TextSamples:

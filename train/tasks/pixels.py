@@ -145,10 +145,10 @@ def normalization_of(weights: Weights, image_size: int) -> str | None:
     """The `data.normalization` that weights were trained with; None if they do not record it."""
     if isinstance(weights, Checkpoint):
         data = load(weights.config_yaml).get("data")
-        known = data.get("normalization") if isinstance(data, dict) else None
-        return known if isinstance(known, str) else None
-    known = read_pixels(weights.folder, image_size).keys.get("normalization")
-    return str(known) if known else None
+        normalization = data.get("normalization") if isinstance(data, dict) else None
+        return normalization if isinstance(normalization, str) else None
+    normalization = read_pixels(weights.folder, image_size).keys.get("normalization")
+    return str(normalization) if normalization else None
 
 
 def transformers_file(settings: ImageDataConfig, image_size: int) -> dict[str, Any]:
@@ -221,17 +221,17 @@ class _Transformers:
 
     def differences(self) -> list[str]:
         """What it does differently from here."""
-        tree, found = self._tree, []
+        tree, lines = self._tree, []
         if tree.get("do_resize", True) is False:
-            found.append("do_resize: false, but Polyad resizes images")
+            lines.append("do_resize: false, but Polyad resizes images")
         size = tree.get("size")
         if (isinstance(size, dict) and "height" in size) or (
             isinstance(size, int) and self._kind.startswith("vit")
         ):
-            found.append("images are squeezed to a square, but Polyad crops the middle")
+            lines.append("images are squeezed to a square, but Polyad crops the middle")
         if tree.get("resample", BICUBIC) != BICUBIC:
-            found.append(f"resample: {tree['resample']!r:.20}, but Polyad uses {BICUBIC}, bicubic")
-        return found
+            lines.append(f"resample: {tree['resample']!r:.20}, but Polyad uses {BICUBIC}, bicubic")
+        return lines
 
 
 class _Timm:
@@ -266,11 +266,11 @@ def _read(said: _Transformers | _Timm, file: str, image_size: int) -> Pixels:
     notes = said.differences()
     statistics = said.statistics()
     if statistics is not None:
-        known = next(
+        named = next(
             (name for name, e in NORMALIZATIONS.items() if _are_close(statistics, e)), None
         )
-        if known is not None:
-            keys["normalization"] = known
+        if named is not None:
+            keys["normalization"] = named
         else:
             mean, std = ([round(each, 4) for each in numbers] for numbers in statistics)
             notes.append(
@@ -300,8 +300,8 @@ def _are_close(
 
 def _three(value: object) -> list[float] | None:
     numbers = [_number(each) for each in value] if isinstance(value, list) else []
-    known = [each for each in numbers if each is not None]
-    return known if len(known) == len(numbers) == 3 else None
+    values = [each for each in numbers if each is not None]
+    return values if len(values) == len(numbers) == 3 else None
 
 
 def _edge(size: object) -> float | None:

@@ -135,8 +135,8 @@ def random_batch(
 
 
 def _batch(model: ModelSettings, seeds: Sequence[int], length: int | None) -> RandomBatch:
-    found = [_sample(model, length, seed) for seed in seeds]
-    return type(found[0])(*map(torch.stack, zip(*found, strict=True)))
+    samples = [_sample(model, length, seed) for seed in seeds]
+    return type(samples[0])(*map(torch.stack, zip(*samples, strict=True)))
 
 
 def _sample(model: ModelSettings, length: int | None, seed: int) -> RandomBatch:

@@ -440,12 +440,12 @@ def losses(model: nn.Module, x_BTD: Tensor, passages: Passages) -> Tensor:
         passages: the tokens to predict.
     """
     text_model: Any = model
-    found: Tensor
+    losses_N: Tensor
     if isinstance(model, Decoder):
-        found = model.score(x_BTD, passages.target_BP)
+        losses_N = model.score(x_BTD, passages.target_BP)
     else:
-        found = text_model.score(x_BTD, passages.places_BP, passages.target_BP)[..., 0]
-    return found
+        losses_N = text_model.score(x_BTD, passages.places_BP, passages.target_BP)[..., 0]
+    return losses_N
 
 
 class ImageSamples(Samples):
@@ -568,8 +568,8 @@ class SequenceSamples(Samples):
         """The label of each sample."""
         labels_N = self.task.data.encoded(self.split).labels_N
         assert labels_N is not None
-        found: npt.NDArray[Any] = labels_N[self.row_of]
-        return found
+        chosen: npt.NDArray[Any] = labels_N[self.row_of]
+        return chosen
 
     def classes(self) -> tuple[list[str], Tensor]:
         """The class of a sequence; whether a choice is the right one; or, for numbers, the third of

@@ -66,8 +66,8 @@ def _correlation(
         return 0.0
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # constant numbers have no correlation
-        found = float(correlate(labels_N, predictions_N)[0])
-    return 0.0 if np.isnan(found) else found
+        value = float(correlate(labels_N, predictions_N)[0])
+    return 0.0 if np.isnan(value) else value
 
 
 METRICS: Mapping[Metric, Callable[[Numbers, Numbers], float]] = {

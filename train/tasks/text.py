@@ -238,8 +238,8 @@ def with_vocabulary(model: TextModel, vocab_size: int, place: str) -> TextModel:
             f"model.vocab_size: {in_config} is less than the {vocab_size} tokens of the tokenizer "
             f"of {place}"
         )
-    known = model.model_copy(update={"vocab_size": in_config or vocab_size}).filled()
-    return cast(TextModel, known)  # of the same class
+    complete = model.model_copy(update={"vocab_size": in_config or vocab_size}).filled()
+    return cast(TextModel, complete)  # of the same class
 
 
 def with_end_of_text(model: DecoderSettings, end_of_text_id: int, place: str) -> DecoderSettings:

@@ -112,8 +112,8 @@ def need_tokenizer(weights: Weights, given: str | None) -> Tokenizer:
     tokenizer = own
     if given is not None:
         tokenizer = load_tokenizer(given, state.end_of_text)
-        known = state.tokenizer_fingerprint
-        right = same_ids(own, tokenizer) if own else known in (None, tokenizer.fingerprint)
+        fingerprint = state.tokenizer_fingerprint
+        right = same_ids(own, tokenizer) if own else fingerprint in (None, tokenizer.fingerprint)
         if not right:
             raise ConfigError(
                 f"--tokenizer {given}: is not the one that {weights.folder} was trained with: "

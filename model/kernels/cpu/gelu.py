@@ -94,10 +94,10 @@ def _function(name: str, tensors: int) -> "ctypes._NamedFuncPointer":
 @functools.cache
 def _library() -> ctypes.CDLL | None:
     """Loads the compiled library; None if it is missing, or from an older installation."""
-    found = importlib.util.find_spec("polyad.model.kernels.cpu._gelu")
-    if found is None or found.origin is None:
+    spec = importlib.util.find_spec("polyad.model.kernels.cpu._gelu")
+    if spec is None or spec.origin is None:
         return None
-    library = ctypes.CDLL(found.origin)
+    library = ctypes.CDLL(spec.origin)
     try:
         version = ctypes.c_int.in_dll(library, "polyad_gelu_version").value
     except ValueError:
