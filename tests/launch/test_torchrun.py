@@ -1,5 +1,6 @@
 """Signals and failures under torchrun's agent, with real processes."""
 
+import contextlib
 import os
 import re
 import shutil
@@ -108,7 +109,12 @@ def test_a_process_that_alone_cannot_start_says_why_once(
 
 
 def loaders_of(worker: psutil.Process) -> list[psutil.Process]:
-    return [each for each in worker.children() if "spawn_main" in " ".join(each.cmdline())]
+    loaders = []
+    for each in worker.children():
+        with contextlib.suppress(psutil.NoSuchProcess):  # another child that has ended meanwhile
+            if "spawn_main" in " ".join(each.cmdline()):
+                loaders.append(each)
+    return loaders
 
 
 @pytest.mark.slow
