@@ -323,7 +323,7 @@ class SelfAttention(Attention):
         self.projection = Linear(width, width, end, bias=context.bias)
 
     def heads(self, x_BTD: Tensor, rotation: Rotation | None, traced_head: Tensor | None) -> Heads:
-        """See `Attention.heads`; positions are learned."""
+        """Returns heads of one product for queries, keys and values; positions are learned."""
         qkv_BTM = self.qkv(x_BTD)
         # Not the shapes of x or A: a rank may have only some of the tokens there, and some of the
         # heads.

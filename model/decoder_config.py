@@ -224,7 +224,7 @@ class DecoderConfig(DecoderSettings):
         )
 
     def build_norm(self) -> nn.Module:
-        """See `ModelSettings.build_norm`."""
+        """Builds a norm of the residual stream."""
         return build_norm(self.norm, self.hidden_size, self.norm_epsilon)
 
     def build_block(self, feed_forward: FeedForwardConfig, number: int) -> Block:

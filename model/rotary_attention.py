@@ -88,7 +88,7 @@ class GroupedAttention(RotaryAttention):
         query heads of a key head and each has all keys."""
 
     def heads(self, x_BTD: Tensor, rotation: Rotation | None, traced_head: Tensor | None) -> Heads:
-        """See `Attention.heads`."""
+        """Returns rotated queries and keys, each key head read by several query heads."""
         norm_of, clip = self.config.query_key_norm, self.config.query_key_value_clip
         rotary = self.config.rotary
         parts = [self.query(x_BTD), self.key(x_BTD), self.value(x_BTD)]
@@ -142,7 +142,7 @@ class LatentAttention(RotaryAttention):
         )
 
     def heads(self, x_BTD: Tensor, rotation: Rotation | None, traced_head: Tensor | None) -> Heads:
-        """See `Attention.heads`."""
+        """Returns heads whose keys and values come from one latent vector per token."""
         latent, rotary = self.latent, self.config.rotary
         assert rotation is not None
         assert rotary is not None

@@ -146,7 +146,7 @@ class ImageModelSettings(ImageSettings):
             raise ValueError(error.within("model.head")) from None
 
     def filled(self) -> Self:
-        """See `ModelSettings.filled`; also fills in the head, if the number of classes is known."""
+        """Fills in all defaults, and the head if the number of classes is known."""
         head = {} if self.num_classes is None else {"head": self.known_head()}
         return super().filled().model_copy(update=head)
 

@@ -86,7 +86,7 @@ class EmergentMoEConfig(SelectingConfig):
         return self
 
     def used_experts(self) -> int:
-        """See `SelectingConfig.used_experts`."""
+        """Counts the experts that a token uses."""
         return self.num_experts - self.top_k if self.select == "not_top_k" else self.top_k
 
     def group_size(self, width: int) -> int:
@@ -94,7 +94,7 @@ class EmergentMoEConfig(SelectingConfig):
         return self.inner_size(width) // self.num_experts
 
     def of_model(self, *, width: int, bias: bool) -> Self:
-        """See `FeedForwardSettings.of_model`: only checks that experts have equal sizes."""
+        """Checks that experts have equal sizes; nothing is filled in."""
         inner = self.inner_size(width)
         if inner % self.num_experts:
             small = [n for n in range(1, math.isqrt(inner) + 1) if inner % n == 0]
@@ -111,7 +111,7 @@ class EmergentMoEConfig(SelectingConfig):
         return DenseFeedForwardConfig(hidden_size=self.hidden_size)
 
     def cut_sizes(self, width: int) -> list[dict[str, int]]:
-        """See `FeedForwardSettings.cut_sizes`: the inner width, and that of one expert."""
+        """Lists what tensor parallelism divides: the inner width, and that of one expert."""
         return [
             {"hidden_size": self.inner_size(width)},
             {"hidden_size / num_experts": self.group_size(width)},
