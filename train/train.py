@@ -170,7 +170,6 @@ def _open_run_folder(plan: Plan, state: TrainState) -> Metrics:
         unit=plan.task.unit,
         validation_score=plan.task.validation_score,
         about=plan.config.model_dump(mode="json"),
-        nodes=comm.environment_nodes(),
     )
 
 

@@ -241,7 +241,7 @@ def run_of(folder: Path) -> dict[str, Any]:
     if not rows:
         raise ValueError("no step was taken")
     late = [row for row in rows if 4 <= row["step"] < max(5, rows[-1]["step"] - 1)] or rows
-    keys = ("step_seconds", "tokens_per_second", "mfu", "memory_bytes", "memory_reserved_bytes")
+    keys = ("step_seconds", "tokens_per_second", "mfu", "memory_bytes")
     found: dict[str, Any] = {"steps": [row["step"] for row in (rows[0], rows[-1])]}
     found["losses"] = [row["loss"] for row in (rows[0], rows[-1])]
     for key in keys:

@@ -194,7 +194,7 @@ def config(tmp_path: Path, prepared_path: Path) -> Path:
 def test_a_whole_run_reports_what_it_took_of_the_gpu(on_gpu, config, tmp_path, keys) -> None:
     assert on_gpu(run, config, "data.num_workers=2", "train.tf32=true", *keys) == 6
     lines = records(tmp_path / "run")
-    assert all(0 < line["memory_bytes"] <= line["memory_reserved_bytes"] for line in lines)
+    assert all(line["memory_bytes"] > 0 for line in lines)
     assert lines[-1]["loss"] < lines[0]["loss"]
     environment = json.loads((tmp_path / "run" / "environment.json").read_text())
     assert environment["gpus"][0] == torch.cuda.get_device_name(0)

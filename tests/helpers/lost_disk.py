@@ -1,7 +1,5 @@
 """Runs whose disk is full, or whose folder disappears; called in workers."""
 
-import contextlib
-import io
 import resource
 import shutil
 from pathlib import Path
@@ -25,22 +23,22 @@ def run_with_full_records(config: Path, *overrides: str) -> tuple[str, str]:
         return ended(config, *overrides)
 
 
-def error_of_a_full_tensorboard(folder: Path) -> tuple[str | None, str]:
-    """The file that an error names, and what was said, where the kernel refuses long files."""
+def error_of_a_full_tensorboard(folder: Path) -> str | None:
+    """The file that an error names where the kernel refuses long files."""
     folder.mkdir()
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with contextlib.redirect_stderr(io.StringIO()) as said:
-        tensorboard = TensorBoard(folder, 0)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
-        try:
-            for step in range(10_000):
-                tensorboard.log(step, {"loss": 1.0}, {})
-            tensorboard.close()
-        except OSError as error:
-            return error.filename, said.getvalue()
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    return None, said.getvalue()
+    tensorboard = TensorBoard(folder, 0)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        for step in range(10_000):
+            tensorboard.log(step, {"loss": 1.0}, {})
+        tensorboard.close()
+    except OSError as error:
+        filename: str | None = error.filename
+        return filename
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    return None
 
 
 def run_that_loses_its_folder(
@@ -51,7 +49,6 @@ def run_that_loses_its_folder(
 
     def then_gone(self: Metrics, record: dict[str, Any]) -> None:
         if record["step"] == step:
-            self.flush()
             go = self._folder
             if moved:
                 go.rename(go.with_name("elsewhere"))

@@ -20,7 +20,7 @@ from polyad.parallel.checkpoint.format import MANIFEST_FILE, record_of, render
 from polyad.parallel.checkpoint.load import Checkpoint
 from polyad.train.evaluation.evaluate import evaluate
 from polyad.train.loop.metrics import Metrics
-from polyad.train.loop.profiling import memory_of_process, peak_memory_bytes
+from polyad.train.loop.profiling import memory_of_step, peak_memory_bytes
 from polyad.train.loop.statistics import StepStatistics
 from polyad.train.measures.atlas import Atlas
 from polyad.train.measures.comparison import Comparison
@@ -210,16 +210,16 @@ def process_id() -> int:
     return os.getpid()
 
 
-def highest_memory(rank: int, size: int) -> tuple[list[int], int]:
+def highest_memory(rank: int, size: int) -> tuple[int, int]:
     """What a step tells of the processes' memory while one holds much; this one's own peak."""
     world = comm.initialize()
     ballast = torch.ones(size // 4) if world.rank == rank else None
     peak = peak_memory_bytes(world.device)
     step = StepStatistics(world.device)
     step.add(torch.zeros(()), ())
-    numbers = step.exchange(memory_of_process(world.device)).read()
+    numbers = step.exchange([memory_of_step(world.device)]).read()
     del ballast
-    return numbers.highest, peak
+    return numbers.highest[0], peak
 
 
 FEED_FORWARDS: dict[str, dict[str, Any]] = {

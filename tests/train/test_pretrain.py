@@ -189,7 +189,6 @@ def test_a_profile_is_written_on_request(workers, config, tmp_path):
     workers(1).run(run, config, "log.profile.first_step=2", "log.profile.num_steps=2")
     trace = json.loads((tmp_path / "run" / "profile" / "rank-00000.json").read_text())
     assert any("addmm" in event.get("name", "") for event in trace["traceEvents"])
-    assert "Self CPU" in (tmp_path / "run" / "profile" / "rank-00000.txt").read_text()
 
 
 def test_data_without_a_validation_split_trains(workers, tmp_path, texts):

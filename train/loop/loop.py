@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import InitVar, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from polyad.parallel.checkpoint.save import Saver
 from polyad.parallel.zero import Engine, StepResult
@@ -15,9 +15,9 @@ from polyad.train.guard.failures import Explain, expect_progress
 from polyad.train.guard.run_folder import last_checkpoint
 from polyad.train.guard.spikes import NO_LIMITS, limits_of, remember, spike_event, spike_line
 from polyad.train.guard.stopping import StopAsked, StopSignals
-from polyad.train.loop.metrics import Metrics, peak_flops
+from polyad.train.loop.metrics import Metrics, is_due, peak_flops
 from polyad.train.loop.optimizer import learning_rate, warm_up
-from polyad.train.loop.profiling import Prefetch, StepTimer, memory_of_process, profiler
+from polyad.train.loop.profiling import Prefetch, StepTimer, memory_of_step, profiler
 from polyad.train.loop.statistics import routing_record
 from polyad.train.loop.step import IssuedStep, issue_step
 from polyad.train.state import TrainState
@@ -26,20 +26,15 @@ from polyad.train.tasks.task import Task
 
 WARM = 3
 """Steps after which everything has been imported and compiled."""
-MEMORY = ("memory_bytes", "memory_reserved_bytes")
-"""Keys of a record: memory since the step before, of the process that used most."""
+MEMORY = "memory_bytes"
+"""Key of a record: peak memory since the step before, of the process that used most."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Pending:
+class Pending(NamedTuple):
     """A step that was issued but whose numbers have not been read yet."""
 
-    step: int
-    samples: int
-    """Samples of the run so far, including this step."""
-    rate: float
-    seconds: float
-    data_seconds: float
+    record: dict[str, Any]
+    """The part of its record that is known without these numbers."""
     issued: IssuedStep
 
 
@@ -93,11 +88,10 @@ class TrainLoop:
         self._saved_at = self.state.step
         self._owes_save = False
         """Whether a checkpoint was due in a skipped step, and no step was applied since."""
-        self._bad: str | None = None
-        """What was not finite in the last validation; if set, no checkpoint is written."""
         self._timer = StepTimer()
         self._pending: Pending | None = None
-        self._signals = 0
+        self._signal = 0
+        """The signal that some process had in the last step whose numbers were read; 0: none."""
 
     def run(self) -> int:
         """Trains, and waits for the last checkpoint.
@@ -107,18 +101,10 @@ class TrainLoop:
             `StopSignals.agreed`, after everything was saved.
 
         Raises:
-            RunError: too many steps in a row were not finite, or there were too many spikes.
+            RunError: a validation or too many steps in a row were not finite, or there were too
+                many spikes.
         """
-        try:
-            signal = self._steps()
-        except BaseException:
-            pending = self._pending
-            # No collectives here: other ranks may be elsewhere.
-            if pending is not None and pending.issued.exchanged.arrived:
-                record = self._close(pending)
-                if self.metrics is not None:
-                    self.metrics.write(record)
-            raise
+        signal = self._steps()
         with self.stop.saving():
             self.saver.finish()
         return signal
@@ -128,16 +114,17 @@ class TrainLoop:
         self.engine.train()
         if state.unfinished is not None:
             unfinished, state.unfinished = state.unfinished, None
-            memory = _memory_record(*memory_of_process(self._world.device))
             self._saved_at = -1  # this step's checkpoint says "not validated yet"
-            self._finish(unfinished | memory, saves=False)
+            memory = memory_of_step(self._world.device)
+            self._finish(unfinished | {MEMORY: memory}, saves=False)
             if state.unfinished is None:
                 self._save()
         self._timer = StepTimer()  # the first step starts here, not in the constructor
         first = state.step
         with profiler(self.config.log.profile, self._folder, self._world) as tick:
             while state.step < self._train.steps and not self._is_over():
-                signal = self._signal()
+                # Several processes exchange it in each step.
+                signal = self.stop.agreed() if self._world.size == 1 else self._signal
                 if signal or state.unfinished is not None:
                     self._settle()
                     self._save()
@@ -163,31 +150,24 @@ class TrainLoop:
     def _is_over(self) -> bool:
         return self.state.is_over(self._evaluation.patience)
 
-    def _signal(self) -> int:
-        """The signal that some process got, as in `StopSignals.agreed`. With several processes, as
-        exchanged in the last step whose numbers were read."""
-        return self.stop.agreed() if self._world.size == 1 else self._signals
-
-    def _waits_for(self, pending: "Pending") -> bool:
+    def _waits_for(self, pending: Pending) -> bool:
         """Whether the next step can be issued only after this one's numbers are read."""
-        step = pending.step
+        step = self.state.step
         done = step == self._train.steps
-        scores = _due(step, self._evaluation.every, done)
-        due = scores or _due(step, self.config.checkpoint.every, done)
+        scores = is_due(step, self._evaluation.every, done)
+        due = scores or is_due(step, self.config.checkpoint.every, done)
         return due or self._owes_save or self._holds or not pending.issued.result.applied
 
-    def _record_is_due(self, step: int) -> bool:
-        """Whether a step has a console line, and routing statistics in its record."""
-        done = step == self._train.steps
-        return self.config.log.is_due(step, done=done) or _due(step, self._evaluation.every, done)
-
-    def _issue(self) -> "Pending":
+    def _issue(self) -> Pending:
         """Issues one step, whose numbers are read after the next one is issued."""
         state, train, config = self.state, self._train, self.config
         peak = config.optimizer.learning_rate
         rate = learning_rate(config.schedule, peak, state.step, train.steps)
         warm_up(self.engine.optimizer, state.step)
         limits = limits_of(config.monitor, state) if self._holds else NO_LIMITS
+        step, done = state.step + 1, state.step + 1 == train.steps
+        has_statistics = is_due(step, config.log.every, done)
+        has_statistics = has_statistics or is_due(step, self._evaluation.every, done)
         issued = issue_step(
             self.engine,
             self.task.losses,
@@ -195,23 +175,27 @@ class TrainLoop:
             self.accumulation_steps,
             rate,
             losses=config.loss,
-            progress=(state.step + 1) / train.steps,
+            progress=step / train.steps,
             limits=limits,
-            own=lambda: (self.stop.number, *memory_of_process(self._world.device)),
-            record_is_due=self._record_is_due(state.step + 1),
+            own=lambda: (self.stop.number, memory_of_step(self._world.device)),
+            record_is_due=has_statistics,
         )
         seconds = self._timer.step()
-        state.step += 1
+        state.step = step
         state.samples += train.global_batch_size
         state.seconds += seconds
-        return Pending(
-            step=state.step,
-            samples=state.samples,
-            rate=rate,
-            seconds=seconds,
-            data_seconds=self._batches.seconds(),
-            issued=issued,
-        )
+        units_per_second = train.global_batch_size * self._units_per_sample / seconds
+        flops = self._flops_per_unit * units_per_second
+        record = {
+            "step": step,
+            "learning_rate": rate,
+            f"{self.task.unit.name}s_per_second": units_per_second,
+            "step_seconds": seconds,
+            "data_seconds": self._batches.seconds(),
+            **self.task.counted(state.samples),
+            "mfu": flops / (self._peak * self._world.size) if self._peak else None,
+        }
+        return Pending(record, issued)
 
     def _settle(self) -> None:
         """Reads the pending step's numbers, if any, and writes its record."""
@@ -219,44 +203,33 @@ class TrainLoop:
         if pending is not None:
             self._write(self._close(pending))
 
-    def _close(self, pending: "Pending") -> dict[str, Any]:
+    def _close(self, pending: Pending) -> dict[str, Any]:
         """The record of a step."""
-        state = self.state
+        state, step = self.state, pending.record["step"]
         outcome, numbers = pending.issued.outcome(), pending.issued.exchanged.read()
-        signals, held, reserved = numbers.highest
-        self._signals = signals
-        if signals:
+        self._signal, memory = numbers.highest
+        if self._signal:
             self.stop.heard()
         loss, result, routing = outcome
         limits = limits_of(self.config.monitor, state)
         spike = limits.exceeded(loss, result.grad_norm)
         self._advance(loss, result, spike=spike)
-        units = f"{self.task.unit.name}s"
-        units_of_step = self._train.global_batch_size * self._units_per_sample
-        units_per_second = units_of_step / pending.seconds
-        flops = self._flops_per_unit * units_per_second
         record: dict[str, Any] = {
-            "step": pending.step,
+            **pending.record,
             "loss": loss,
             "grad_norm": result.grad_norm,
-            "learning_rate": pending.rate,
-            f"{units}_per_second": units_per_second,
-            "step_seconds": pending.seconds,
-            "data_seconds": pending.data_seconds,
-            **self.task.counted(pending.samples),
-            "mfu": flops / (self._peak * self._world.size) if self._peak else None,
             "skipped": not result.applied,
             "skipped_steps": state.skipped_steps,
-        } | _memory_record(held, reserved)
+            MEMORY: memory,
+        }
         if self.metrics is None:  # only the main process writes it
             return record
         record |= routing_record(routing, self._world.expert_parallel_size)
         if spike:
             size = self._train.global_batch_size
-            documents = self.task.sources(range((pending.step - 1) * size, pending.step * size))
-            event = spike_event(self.config.monitor, pending.step, limits, outcome, documents)
-            self.metrics.say(spike_line(event))
-            record["spike"] = event
+            documents = self.task.sources(range((step - 1) * size, step * size))
+            record["spike"] = spike_event(self.config.monitor, step, limits, outcome, documents)
+            self.metrics.say(spike_line(record["spike"]))
         return record
 
     def _write(self, record: dict[str, Any]) -> None:
@@ -274,29 +247,19 @@ class TrainLoop:
         state = self.state
         reason = self._why_to_end()
         done, better = state.step == self._train.steps, False
-        due = reason is None and _due(state.step, self._evaluation.every, done)
+        due = reason is None and is_due(state.step, self._evaluation.every, done)
         if due and self.task.has_validation:
             try:
-                with self._timer.aside():
-                    scores = self._validate()
-                record = record | scores
-                score = scores[self.task.validation_score]
-                self._bad = not_finite(scores, self.task.validation_score)
-                better = state.judge(score, higher_is_better=self.task.higher_is_better)
+                scores = self._validate()
             except StopAsked:  # the next start of the run validates, with the same weights
-                state.unfinished = {k: v for k, v in record.items() if k not in MEMORY}
+                state.unfinished = {k: v for k, v in record.items() if k != MEMORY}
                 return
-            finally:
-                self.engine.train()
+            record |= scores
+            score = scores[self.task.validation_score]
+            reason = not_finite(scores, self.task.validation_score)
+            better = state.judge(score, higher_is_better=self.task.higher_is_better)
             if self._is_over() and self.metrics is not None:
                 self.metrics.say(f"polyad: {state.why_it_is_over(self._evaluation.patience)}")
-            if self._bad and (done or self._is_over()):
-                reason = f"the run ends with a validation that is not finite ({self._bad})"
-            elif self._bad and self.metrics is not None:
-                self.metrics.say(
-                    f"polyad: warning: step {state.step}: {self._bad}; no checkpoint is written "
-                    f"until a validation is finite; earlier ones are kept"
-                )
         saves = saves and reason is None and self._saves_now(record["skipped"], done)
         if reason is None and ((better and self.config.checkpoint.keep_best) or self._is_over()):
             saves, self._saved_at = True, -1  # even if already saved before validation
@@ -318,20 +281,16 @@ class TrainLoop:
         Steps may be skipped because the weights are damaged, and their checkpoint would replace a
         good one. If they are not damaged, a skipped step has changed nothing.
         """
-        if self._bad:
-            return False
-        due = self._owes_save or _due(self.state.step, self.config.checkpoint.every, done)
+        due = self._owes_save or is_due(self.state.step, self.config.checkpoint.every, done)
         self._owes_save = due and skipped and not done
         return due and not self._owes_save
 
     def _save(self) -> None:
         """Writes a checkpoint, unless this step was already saved with the same state."""
-        if self._bad or (self._saved_at == self.state.step and self.state.unfinished is None):
-            return
-        if self.metrics is not None:
-            self.metrics.flush()  # or a resumed run would lack these records
-        expect_progress(self._limit)
         state = self.state
+        if self._saved_at == state.step and state.unfinished is None:
+            return
+        expect_progress(self._limit)
         # Writes or starts to write: `poll` checks the progress, `finish` waits for the end.
         with self.stop.saving(), self.memory(lambda: f"saving step {state.step}"):
             self.saver.save(
@@ -351,15 +310,18 @@ class TrainLoop:
             StopAsked: a signal came.
         """
         self.engine.train(False)
-        with self.memory(lambda: "in validation"):
-            return self.task.validate(
-                self.engine,
-                batch_size=self._evaluation.batch_size or self._train.micro_batch_size,
-                world=self._world,
-                report=self._validated,
-            )
+        try:
+            with self.memory(lambda: "in validation"), self._timer.aside():
+                return self.task.validate(
+                    self.engine,
+                    batch_size=self._evaluation.batch_size or self._train.micro_batch_size,
+                    world=self._world,
+                    report=self._expect_progress,
+                )
+        finally:
+            self.engine.train()
 
-    def _validated(self, share: float) -> None:
+    def _expect_progress(self, share: float) -> None:
         expect_progress(self._limit)
         self.stop.check()
 
@@ -392,7 +354,7 @@ class TrainLoop:
 
 
 def not_finite(scores: Mapping[str, float], validation_score: str) -> str | None:
-    """Returns the first score of a validation that is NaN or infinite; None if all are finite.
+    """Says which score of a validation is NaN or infinite; None if all are finite.
 
     The loss is checked, too, since an accuracy is finite whatever the logits are.
 
@@ -402,13 +364,5 @@ def not_finite(scores: Mapping[str, float], validation_score: str) -> str | None
     """
     for key in (validation_score, "validation_loss"):
         if key in scores and not math.isfinite(scores[key]):
-            return f"{key} is {scores[key]}"
+            return f"{key} is {scores[key]}, which is not finite"
     return None
-
-
-def _memory_record(held: int, reserved: int) -> dict[str, int | None]:
-    return dict(zip(MEMORY, (held, reserved or None), strict=True))
-
-
-def _due(step: int, every: int, done: bool) -> bool:
-    return done or (every > 0 and step % every == 0)

@@ -22,7 +22,7 @@ Shapes: N samples of a micro-batch, I numbers of an input, M experts of a level,
 levels and layers side by side.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Annotated, Literal, NamedTuple
 
 import torch
@@ -154,47 +154,39 @@ def with_sample_similarity(
         Statistics with `similarity_loss`, without those per sample.
     """
     sampled = [stats for stats in routing if stats.sample_scores_BS is not None]
-    losses = iter(_losses(sampled, inputs, config))
-    return tuple(
-        stats
-        if stats.sample_scores_BS is None
-        else stats._replace(
-            losses=stats.losses | {"similarity_loss": next(losses)},
-            sample_scores_BS=None,
-            sample_inputs_BD=None,
-        )
-        for stats in routing
-    )
+    weighted = iter(_weighted(sampled, inputs, config))
+    changed = []
+    for stats in routing:
+        if (scores_NS := stats.sample_scores_BS) is not None:
+            sizes, of_layer = list(stats.levels or scores_NS.shape[1:]), next(weighted)
+            p_LNM, w_LNM = (x.split_with_sizes(sizes, 1) for x in (scores_NS, of_layer.scores_NS))
+            losses = [
+                sample_similarity_loss(p_NM, of_layer._replace(scores_NS=w_NM), config)
+                for p_NM, w_NM in zip(p_LNM, w_LNM, strict=True)
+            ]
+            stats = stats._replace(
+                losses=stats.losses | {"similarity_loss": torch.stack(losses).sum()},
+                sample_scores_BS=None,
+                sample_inputs_BD=None,
+            )
+        changed.append(stats)
+    return tuple(changed)
 
 
-def _losses(
-    known: list[RoutingStats], inputs: Tensor | None, config: SampleSimilarityConfig
-) -> Iterator[Tensor]:
-    """Yields the loss of each layer. Distances that all layers share are computed once."""
-    scores = [stats.sample_scores_BS for stats in known if stats.sample_scores_BS is not None]
+def _weighted(
+    sampled: list[RoutingStats], inputs: Tensor | None, config: SampleSimilarityConfig
+) -> list[Weighted]:
+    """The scores of each layer times distances, which are computed once if all layers share
+    them."""
+    scores = [stats.sample_scores_BS for stats in sampled if stats.sample_scores_BS is not None]
     if config.of == "input" and scores:
         assert inputs is not None
         whole = weigh_by_distance(inputs, torch.cat([s.detach() for s in scores], dim=1), config)
         parts_NS = whole.scores_NS.split_with_sizes([s.shape[1] for s in scores], dim=1)
-        weighted = [Weighted(part_NS, whole.total) for part_NS in parts_NS]
-    else:
-        weighted = []
-        for stats, scores_NS in zip(known, scores, strict=True):
-            assert stats.sample_inputs_BD is not None
-            weighted.append(weigh_by_distance(stats.sample_inputs_BD, scores_NS, config))
-    for stats, scores_NS, of_layer in zip(known, scores, weighted, strict=True):
-        sizes = list(stats.levels or scores_NS.shape[1:])
-        levels = zip(
-            scores_NS.split_with_sizes(sizes, dim=1),
-            of_layer.scores_NS.split_with_sizes(sizes, dim=1),
-            strict=True,
-        )
-        yield torch.stack(
-            [
-                sample_similarity_loss(p_NM, of_layer._replace(scores_NS=w_NM), config)
-                for p_NM, w_NM in levels
-            ]
-        ).sum()
+        return [Weighted(part_NS, whole.total) for part_NS in parts_NS]
+    inputs_of_layers = [s.sample_inputs_BD for s in sampled if s.sample_inputs_BD is not None]
+    pairs = zip(inputs_of_layers, scores, strict=True)
+    return [weigh_by_distance(inputs_BD, scores_BS, config) for inputs_BD, scores_BS in pairs]
 
 
 class LossConfig(Config):
@@ -341,8 +333,7 @@ def _by_tokens(term: Tensor, stats: RoutingStats, mean_tokens: Tensor | None) ->
     """Scales a mean over a micro-batch's tokens by their number over its mean, if padded."""
     if stats.tokens is None:
         return term
-    if mean_tokens is None:
-        raise TypeError("a batch with padding has to say its `real_tokens`")
+    assert mean_tokens is not None
     return (stats.tokens / mean_tokens).to(term.dtype) * term
 
 

@@ -1,30 +1,25 @@
 """Metrics of a run: the same numbers on the console, in metrics.jsonl and in trackers."""
 
 import json
-import math
-import os
 import sys
-from collections import deque
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Annotated, Any, Literal, TextIO
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field, field_validator
 
 from polyad.data.files import named, write_whole
 from polyad.model.config import Config
-from polyad.train.console import Clock, Console, bar, counted, duration
+from polyad.train.console import Clock, Console, bar, duration
 from polyad.train.guard.run_folder import gone
 from polyad.train.loop.profiling import ProfileConfig
 from polyad.train.loop.statistics import console_summary
 from polyad.train.loop.trackers import TrackerName, Trackers
-from polyad.train.records import METRICS_FILE, record_of
+from polyad.train.records import METRICS_FILE, records_of
 from polyad.train.results import json_value
 from polyad.train.tasks.task import Unit
 
-NOTHING: Mapping[str, Any] = {}
 PEAKS: dict[str, tuple[float, float, float]] = {
     "v100": (125.0, 15.7, 15.7),
     "a100": (312.0, 19.5, 156.0),
@@ -60,15 +55,6 @@ class LogConfig(Config):
     evenly over the split."""
     profile: ProfileConfig = ProfileConfig()
 
-    def is_due(self, step: int, *, done: bool) -> bool:
-        """Whether a step is a multiple of `every`, or the run's last.
-
-        Args:
-            step: its number, from 1.
-            done: whether it is the last.
-        """
-        return done or step % self.every == 0
-
     @field_validator("trackers", mode="before")
     @classmethod
     def _is_list(cls, value: object) -> object:
@@ -91,15 +77,14 @@ def peak_flops(config: LogConfig, precision: str, *, tf32: bool = False) -> floa
             return None
         full = torch.cuda.get_device_name().lower()
         name = next((device for device in PEAKS if device in full), "")
-    peaks = PEAKS.get(name)
-    if peaks is None:
+    if name not in PEAKS:
         return None
-    bf16, fp32, with_tf32 = peaks
+    bf16, fp32, with_tf32 = PEAKS[name]
     return 1e12 * (bf16 if precision == "bf16" else with_tf32 if tf32 else fp32)
 
 
 class Metrics:
-    """Writes the record of every step in a thread; exists only on the main process.
+    """Writes the record of every step; exists only on the main process.
 
     Args:
         folder: the run's folder.
@@ -109,7 +94,6 @@ class Metrics:
         unit: the unit of throughput.
         validation_score: the most important key of a validation.
         about: the run's configuration, as JSON values, for trackers that show it.
-        nodes: number of nodes; with several, the console also shows the rate per node.
     """
 
     def __init__(
@@ -121,29 +105,24 @@ class Metrics:
         *,
         unit: Unit,
         validation_score: str,
-        about: Mapping[str, Any] = NOTHING,
-        nodes: int = 1,
+        about: Mapping[str, Any],
     ) -> None:
-        self._config, self._total = config, total_steps
-        self._unit, self._validation_score, self._nodes = unit, validation_score, nodes
+        self._every, self._total = config.every, total_steps
+        self._unit, self._validation_score = unit, validation_score
         self._clock = Clock(done_steps, total_steps)
         self._folder, self._path = folder, folder / METRICS_FILE
         self._console = Console(sys.stderr)
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="polyad-metrics")
-        self._writing: deque[Future[None]] = deque()
         drop_records_after(self._path, done_steps)
-        self._file: TextIO = self._path.open("a", encoding="utf-8")
         self._trackers = Trackers(config.trackers, folder, about, done_steps)
 
     def say(self, line: str) -> None:
         """Prints a permanent line between those of steps."""
-        self.flush()
         self._console.end()
         self._console.show(line)
         self._console.end()
 
     def write(self, record: dict[str, Any]) -> None:
-        """Queues a step's record for all outputs; `flush` waits for them.
+        """Writes a step's record to all outputs.
 
         Args:
             record: JSON values by name, including `step`. Numbers that are not finite become null
@@ -151,110 +130,60 @@ class Metrics:
                 written only in steps with a console line, because they are most of a record.
 
         Raises:
-            OSError: An earlier record could not be written.
+            OSError: It could not be written.
+            RunError: The run's folder is gone.
         """
-        while self._writing and self._writing[0].done():
-            self._writing.popleft().result()
-        self._writing.append(self._thread.submit(self._write, record))
-
-    def flush(self) -> None:
-        """Waits until every record is in its file.
-
-        Raises:
-            OSError: A record could not be written.
-        """
-        while self._writing:
-            self._writing.popleft().result()
-
-    def _write(self, record: dict[str, Any]) -> None:
         step = record["step"]
-        due = (
-            self._config.is_due(step, done=step == self._total) or self._validation_score in record
-        )
+        due = is_due(step, self._every, step == self._total) or self._validation_score in record
         if not due:
             record = {name: value for name, value in record.items() if not isinstance(value, list)}
-        with named(self._path):
-            self._file.write(json.dumps(json_value(record)) + "\n")
-            self._file.flush()
-        self._check_place()
+        try:
+            with named(self._path), self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(json_value(record)) + "\n")
+        except FileNotFoundError:
+            raise gone(self._folder) from None
         if due:
             self._trackers.log(record)
             left = self._clock.left(step)
-            score = self._validation_score
-            line = console_line(record, self._total, left, self._unit, score, self._nodes)
+            line = console_line(record, self._total, left, self._unit, self._validation_score)
             self._console.show(line)
 
-    def _check_place(self) -> None:
-        """Checks that the open file is still the one in the run's folder.
-
-        Writes to a deleted file are lost without an error, and a checkpoint would recreate the
-        folder without the rest of its files.
-
-        Raises:
-            RunError: the folder was removed, moved or replaced.
-        """
-        try:
-            if os.path.samestat(self._path.stat(), os.fstat(self._file.fileno())):
-                return
-        except FileNotFoundError:
-            pass
-        raise gone(self._folder)
-
     def close(self) -> None:
-        """Flushes everything to its file."""
-        try:
-            self.flush()
-            self._console.end()
-            with named(self._path):
-                self._file.close()
-            self._trackers.close()
-        finally:
-            self._thread.shutdown()
+        """Ends the console's line, and closes the trackers."""
+        self._console.end()
+        self._trackers.close()
+
+
+def is_due(step: int, every: int, done: bool) -> bool:
+    """Whether something is due in a step: one of its multiples, or the run's last.
+
+    Args:
+        step: its number, from 1.
+        every: steps from one time to the next; 0: only in the last.
+        done: whether it is the last.
+    """
+    return done or (every > 0 and step % every == 0)
 
 
 def drop_records_after(path: Path, step: int) -> None:
     """Truncates metrics.jsonl after a step, and drops a last line that a crash left incomplete."""
-    if not path.exists():
-        return
-    lines = path.read_bytes().splitlines()
-    records = [record_of(line) for line in lines]
-    kept = [
-        line.decode() + "\n"
-        for line, record in zip(lines, records, strict=True)
-        if record is not None and record["step"] <= step
-    ]
-    write_whole(path, "".join(kept))
-    if damaged := sum(record is None for record in records[:-1]):
-        print(
-            f"polyad: warning: {path}: removed {counted(damaged, 'unreadable line')}",
-            file=sys.stderr,
-            flush=True,
-        )
-
-
-def in_digits(loss: float) -> str:
-    """Formats a loss; those of distill.blocks may be small."""
-    return f"{loss:.4f}" if not 0 < loss < 0.01 else f"{loss:.2e}"
+    if path.exists():
+        records = [record for record in records_of(path) if record["step"] <= step]
+        write_whole(path, "".join(json.dumps(record) + "\n" for record in records))
 
 
 def console_line(
-    record: dict[str, Any],
-    total: int,
-    seconds_left: float,
-    unit: Unit,
-    validation_score: str,
-    nodes: int = 1,
+    record: dict[str, Any], total: int, seconds_left: float, unit: Unit, validation_score: str
 ) -> str:
     """Formats a step's record as a console line: progress first, then cost."""
-    step, rate = record["step"], record[f"{unit.name}s_per_second"]
-    width = len(str(total))
-    of_one = f" ({rate / nodes:,.0f} a node)" if nodes > 1 else ""
+    step, loss, width = record["step"], record["loss"], len(str(total))
     parts = [
         f"step {step:{width}}/{total} {bar(step / total)}",
-        f"loss {in_digits(record['loss'])}",
+        # The losses of distill.blocks may be small.
+        f"loss {loss:.4f}" if not 0 < loss < 0.01 else f"loss {loss:.2e}",
         f"norm {record['grad_norm']:.2f}",
         f"lr {record['learning_rate']:.2e}",
-        f"{rate:,.0f} {unit.short}/s{of_one}",
+        f"{record[f'{unit.name}s_per_second']:,.0f} {unit.short}/s",
     ]
     if record.get("mfu") is not None:
         parts.append(f"mfu {100 * record['mfu']:.1f}%")
@@ -263,10 +192,6 @@ def console_line(
         parts.append(f"val {record[validation_score]:.4f}")
     parts += console_summary(record)
     if record["skipped"]:
-        numbers = (record["loss"], record["grad_norm"])
-        is_spike = all(each is not None and math.isfinite(each) for each in numbers)
-        parts.append(
-            "SKIPPED (spike)" if is_spike else f"SKIPPED ({record['skipped_steps']} so far)"
-        )
+        parts.append(f"SKIPPED ({record['skipped_steps']} not finite so far)")
     parts.append(f"{duration(seconds_left)} left")
     return "  ".join(parts)

@@ -4,7 +4,7 @@ groups with their own settings.
 
 import math
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 import torch
@@ -175,9 +175,12 @@ def build_optimizer(
             continue
         shape = placement_of(parameter).global_shape
         group = group_of(config, name)
-        decay = _decay(config, group, name, dimensions)
-        factor = 1.0 if group is None else group.learning_rate
-        steps = 0 if group is None else group.warmup_steps
+        decay, factor, steps = config.weight_decay, 1.0, 0
+        if group is not None:
+            factor, steps = group.learning_rate, group.warmup_steps
+            decay = decay if group.weight_decay is None else group.weight_decay
+        if not _decays(config, name, dimensions):
+            decay = 0.0
         if config.layer_decay is not None:
             factor *= config.layer_decay ** depth_from_end(name, blocks)
         matrix = None
@@ -230,25 +233,6 @@ def group_of(config: OptimizerConfig, name: str) -> GroupConfig | None:
     return next((group for group in config.groups if matches(group.match, name)), None)
 
 
-def check_groups(config: OptimizerConfig, names: Collection[str]) -> None:
-    """Checks that every group has parameters.
-
-    Args:
-        config: has the groups.
-        names: names of all parameters.
-
-    Raises:
-        ConfigError: a pattern matches nothing, or only parameters of earlier groups.
-    """
-    for number, group in enumerate(config.groups):
-        key = f"optimizer.groups.{number}.match"
-        if not any(group_of(config, name) is group for name in matched(key, [group.match], names)):
-            raise ConfigError(
-                f"{key}: {group.match!r} matches only parameters of earlier groups; a parameter "
-                "belongs to the first group that matches, so put the narrower one first"
-            )
-
-
 def freeze(model: nn.Module, config: OptimizerConfig) -> None:
     """Freezes the parameters of groups with `freeze`, in place.
 
@@ -257,33 +241,17 @@ def freeze(model: nn.Module, config: OptimizerConfig) -> None:
         config: has the groups.
 
     Raises:
-        ConfigError: a group has no parameters, or nothing is left to train.
+        ConfigError: a pattern matches no parameter, or nothing is left to train.
     """
-    named = dict(model.named_parameters())
-    check_groups(config, named)
-    for name, parameter in named.items():
-        group = group_of(config, name)
-        if group is not None and group.freeze:
+    parameters = dict(model.named_parameters())
+    for number, group in enumerate(config.groups):
+        matched(f"optimizer.groups.{number}.match", [group.match], parameters)
+    for name, parameter in parameters.items():
+        own = group_of(config, name)
+        if own is not None and own.freeze:
             parameter.requires_grad_(False)
-    left = [name for name, p in named.items() if p.requires_grad]
-    if not left:
-        raise ConfigError(
-            "optimizer.groups: with freeze: true, all parameters are frozen and nothing is left "
-            "to train"
-        )
-    if config.kind == "muon" and not matrices(named) & set(left):
-        raise ConfigError(
-            "optimizer.kind: muon is not allowed where no matrix of a block is trained; allowed: "
-            "adamw, sgd"
-        )
-
-
-def _decay(config: OptimizerConfig, group: GroupConfig | None, name: str, dimensions: int) -> float:
-    """The weight decay of a parameter."""
-    own = config.weight_decay
-    if group is not None and group.weight_decay is not None:
-        own = group.weight_decay
-    return own if _decays(config, name, dimensions) else 0.0
+    if not any(parameter.requires_grad for parameter in parameters.values()):
+        raise ConfigError("optimizer.groups: freeze: true leaves no parameter to train")
 
 
 def depth_from_end(name: str, blocks: int) -> int:

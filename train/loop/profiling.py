@@ -4,7 +4,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Generic
 
@@ -52,10 +52,13 @@ class ProfileConfig(Config):
     """Number of steps to trace; 0: no trace."""
 
 
+@contextmanager
 def profiler(
     config: ProfileConfig, folder: Path, world: comm.World
-) -> AbstractContextManager[Callable[[], None]]:
+) -> Iterator[Callable[[], None]]:
     """A context that yields a function to call after every step, which advances the profiler.
+
+    The trace of this process is written when its last step ends, for chrome://tracing.
 
     Args:
         config: the steps to trace.
@@ -63,41 +66,22 @@ def profiler(
         world: this process.
     """
     if config.num_steps == 0:
-        return nullcontext(lambda: None)
-    return _Trace(config.first_step, config.num_steps, folder / "profile", world)
+        yield lambda: None
+        return
+    first, file = config.first_step, folder / "profile" / f"rank-{world.rank:05d}.json"
 
+    def write(profile: torch.profiler.profile) -> None:
+        with named(file.parent):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            profile.export_chrome_trace(str(file))
 
-class _Trace:
-    """Traces steps first .. first + num - 1 of this process and writes a Chrome trace."""
-
-    def __init__(self, first: int, num: int, folder: Path, world: comm.World) -> None:
-        self._folder, self._rank = folder, world.rank
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        if world.device.type == "cuda":
-            activities.append(torch.profiler.ProfilerActivity.CUDA)
-        self._profiler = torch.profiler.profile(
-            activities=activities,
-            schedule=torch.profiler.schedule(
-                wait=max(first - 2, 0), warmup=min(first - 1, 1), active=num, repeat=1
-            ),
-            on_trace_ready=self._write,
-            profile_memory=True,
-        )
-
-    def __enter__(self) -> Callable[[], None]:
-        self._profiler.start()
-        return self._profiler.step
-
-    def __exit__(self, *error: object) -> None:
-        self._profiler.stop()
-
-    def _write(self, profiler: torch.profiler.profile) -> None:
-        name = f"rank-{self._rank:05d}"
-        with named(self._folder):
-            self._folder.mkdir(parents=True, exist_ok=True)
-            profiler.export_chrome_trace(str(self._folder / f"{name}.json"))
-            table = profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=25)
-            (self._folder / f"{name}.txt").write_text(table, encoding="utf-8")
+    schedule = torch.profiler.schedule(
+        wait=max(first - 2, 0), warmup=min(first - 1, 1), active=config.num_steps, repeat=1
+    )
+    with torch.profiler.profile(
+        schedule=schedule, on_trace_ready=write, profile_memory=True
+    ) as profile:
+        yield profile.step
 
 
 def allow_tf32(allowed: bool, device: torch.device) -> None:
@@ -131,13 +115,7 @@ class Prefetch(Generic[Batch]):
     """
 
     def __init__(self, batches: Iterator[Batch], device: torch.device) -> None:
-        self._batches, self._device = batches, device
-        self._stream: torch.cuda.Stream | None = None
-        if device.type == "cuda":
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._begun, self.waited = False, 0.0
-        self._ahead: Batch | None = None
-        self._end: Exception | None = None
+        self._moved, self.waited = _moved(batches, device), 0.0
 
     def __iter__(self) -> Iterator[Batch]:
         return self
@@ -146,12 +124,11 @@ class Prefetch(Generic[Batch]):
         """The next micro-batch.
 
         Raises:
-            StopIteration: there is none. An error in reading a micro-batch is raised when its turn
-                comes, after those before it were returned.
+            StopIteration: there is none.
         """
         started = time.monotonic()
         try:
-            return self._next()
+            return next(self._moved)
         finally:
             self.waited += time.monotonic() - started
 
@@ -160,31 +137,28 @@ class Prefetch(Generic[Batch]):
         seconds, self.waited = self.waited, 0.0
         return seconds
 
-    def _next(self) -> Batch:
-        if not self._begun:
-            self._begun = True
-            self._fetch()
-        if self._end is not None:
-            raise self._end
-        batch = self._ahead
-        assert batch is not None
-        if self._stream is not None:
-            current = torch.cuda.current_stream(self._device)
-            current.wait_stream(self._stream)
+
+def _moved(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
+    """Yields micro-batches on a device; the next one is copied before each is yielded."""
+    stream: torch.cuda.Stream | None = None
+    if device.type == "cuda":
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def copy(batch: Batch | None) -> Batch | None:
+        if batch is None:
+            return None
+        with torch.cuda.stream(stream):
+            return type(batch)(*(part.to(device, non_blocking=True) for part in batch))
+
+    ahead = copy(next(batches, None))
+    while (batch := ahead) is not None:
+        if stream is not None:
+            current = torch.cuda.current_stream(device)
+            current.wait_stream(stream)
             for part in batch:
                 part.record_stream(current)  # no reuse of its memory before the model has read it
-        self._fetch()
-        return batch
-
-    def _fetch(self) -> None:
-        try:
-            batch = next(self._batches)
-        except Exception as error:  # StopIteration too
-            self._ahead, self._end = None, error
-            return
-        with torch.cuda.stream(self._stream):
-            moved = (part.to(self._device, non_blocking=True) for part in batch)
-            self._ahead = type(batch)(*moved)
+        ahead = copy(next(batches, None))
+        yield batch
 
 
 def peak_memory_bytes(device: torch.device) -> int:
@@ -199,15 +173,12 @@ def peak_memory_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
 
 
-def memory_of_process(device: torch.device) -> tuple[int, int]:
+def memory_of_step(device: torch.device) -> int:
     """Peak memory of this process since the last call, in bytes; does not synchronize with a GPU.
 
-    Returns:
-        Bytes held by tensors on the GPU, or on a CPU by the whole process since its start; and
-        bytes that the allocator has reserved on the GPU, 0 on a CPU.
+    On a CPU the whole process counts, since its start.
     """
-    if device.type != "cuda":
-        return peak_memory_bytes(device), 0
-    held, reserved = peak_memory_bytes(device), torch.cuda.max_memory_reserved(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    return held, reserved
+    memory = peak_memory_bytes(device)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    return memory

@@ -34,8 +34,6 @@ NOT_RECORDED = frozenset({
 """Fields of statistics that are not recorded."""
 MOST_LOADS = 4096
 """Maximum number of experts in a layer whose loads are recorded: more would fill a disk."""
-ROUNDING = 1e-5
-"""Loads that differ by less than this share of the mean load count as equal."""
 
 
 class StepNumbers(NamedTuple):
@@ -70,11 +68,6 @@ class Exchanged:
             self._cpu[1].copy_(highest, non_blocking=True)
             self._ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._ready.record()
-
-    @property
-    def arrived(self) -> bool:
-        """Whether `read` returns without waiting."""
-        return self._ready is None or bool(self._ready.query())  # type: ignore[no-untyped-call]
 
     def read(self) -> StepNumbers:
         """Waits for the copies, and returns the numbers."""
@@ -196,12 +189,11 @@ def measures(stats: RoutingStats, ranks: int = 1) -> dict[str, float | int | lis
         `load_max`: the load of the busiest expert over the mean load of its level; `unused`: the
         share of unused experts; `usage_entropy`: the entropy in nats of the scores averaged over
         tokens, summed over levels; `load`: each expert's share of the assignments, unless the layer
-        has one expert or more than `MOST_LOADS`; `busiest` and `idlest`: numbers of these experts,
-        if sparse; `rank_load` with several processes: the share of the assignments that each
-        computes; `rank_load_max`: the largest over the mean; `nmse` of a feed-forward that learns
-        from another: the squared error over the squared target; `attention_head`: the head from
-        which a graph is made; the other tensors of the layer's statistics, by their
-        names.
+        has one expert or more than `MOST_LOADS`; `rank_load` with several processes: the share of
+        the assignments that each computes; `rank_load_max`: the largest over the mean; `nmse` of a
+        feed-forward that learns from another: the squared error over the squared target;
+        `attention_head`: the head from which a graph is made; the other tensors of the layer's
+        statistics, by their names.
     """
     load_E = stats.load_E
     usage_E = load_E if stats.usage_E is None else stats.usage_E
@@ -215,8 +207,6 @@ def measures(stats: RoutingStats, ranks: int = 1) -> dict[str, float | int | lis
     if "entropy" in stats.measures:
         of_levels = usage_E.split_with_sizes(sizes)
         values["usage_entropy"] = math.fsum(entropy(p_N).item() for p_N in of_levels)
-    if routes and not stats.levels:
-        values |= {"busiest": _first_of_most(load_E), "idlest": _first_of_most(-load_E)}
     if routes and ranks > 1 and not stats.levels:  # a process has experts of consecutive numbers
         load_R = load_E.view(ranks, -1).sum(1)
         values |= {"rank_load": _short(load_R.tolist()), "rank_load_max": _most(load_R)}
@@ -241,11 +231,6 @@ def _most(load_N: Tensor) -> float:
     return load_N.max().item() * load_N.numel() / total if total else 0.0
 
 
-def _first_of_most(load_E: Tensor) -> int:
-    """The index of the largest load; the first of several that are equal up to rounding."""
-    return int((load_E >= load_E.max() - ROUNDING / load_E.numel()).nonzero()[0])
-
-
 def _short(numbers: list[float]) -> list[float]:
     """Rounds to six digits, since thousands of experts per layer would fill a disk. 0 stays 0."""
     return [float(f"{number:.6g}") for number in numbers]
@@ -257,39 +242,13 @@ def console_summary(record: dict[str, Any]) -> list[str]:
     Args:
         record: Includes the keys of `routing_record`, if the model routes.
     """
-    parts = []
-    if "routing/load_max" in record:
-        parts.append(f"load {record['routing/load_max']:.2f}x{_whose(record)}")
-        if "routing/rank_load_max" in record:
-            parts.append(f"ranks {record['routing/rank_load_max']:.2f}x")
-        if record["routing/unused"]:
-            parts.append(f"unused {100 * record['routing/unused']:.0f}%")
-    if "routing/nmse" in record:
-        parts.append(f"nmse {record['routing/nmse']:.4f}")
-    if "routing/effective_experts" in record:
-        parts.append(f"experts {record['routing/effective_experts']:.1f}")
-    if "routing/active" in record:
-        parts.append(f"active {record['routing/active']:.1f}")
-    if record.get("routing/dominated"):
-        parts.append(f"a>=.5 {100 * record['routing/dominated']:.0f}%")
-    if record.get("routing/dropped"):
-        parts.append(f"dropped {100 * record['routing/dropped']:.1f}%")
-    if "routing/effective_neighbours" in record:
-        parts.append(f"neighbours {record['routing/effective_neighbours']:.1f}")
-    if "fluctuation/top1" in record:
-        parts.append(f"changed {100 * record['fluctuation/top1']:.1f}%")
-    return parts
-
-
-def _whose(record: dict[str, Any]) -> str:
-    """Names the busiest expert over all layers and its layer, if the layer is sparse."""
-    loads = {
-        name: value
-        for name, value in record.items()
-        if name.startswith("routing/") and name.endswith("/load_max") and name.count("/") > 1
+    shown = {
+        "routing/load_max": "load {:.2f}x",
+        "routing/unused": "unused {:.0%}",
+        "routing/nmse": "nmse {:.4f}",
+        "routing/effective_experts": "experts {:.1f}",
+        "routing/dropped": "dropped {:.1%}",
+        "routing/effective_neighbours": "neighbours {:.1f}",
+        "fluctuation/top1": "changed {:.1%}",
     }
-    layer = max(loads, key=lambda name: loads[name], default="").removesuffix("/load_max")
-    if f"{layer}/busiest" not in record:
-        return ""
-    block = next((part for part in layer.split(".") if part.isdecimal()), "")
-    return f" (block {block}, expert {record[f'{layer}/busiest']})"
+    return [text.format(record[name]) for name, text in shown.items() if record.get(name)]

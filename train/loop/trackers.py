@@ -5,14 +5,12 @@ with a message.
 """
 
 import contextlib
-import functools
 import hashlib
 import importlib
 import importlib.util
 import math
 import os
 import sys
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -39,7 +37,6 @@ class TensorBoard:
         from torch.utils.tensorboard import SummaryWriter
 
         self._folder = folder / "tensorboard"
-        _hide_errors_of_the_disk()
         # TensorBoard drops earlier records of this step and of later ones.
         self._writer = SummaryWriter(folder / "tensorboard", purge_step=done_steps + 1)
 
@@ -63,20 +60,6 @@ class TensorBoard:
         """Writes what is still buffered, and closes."""
         with named(self._folder):
             self._writer.close()
-
-
-@functools.cache
-def _hide_errors_of_the_disk() -> None:
-    """Hides tracebacks of TensorBoard's writer thread; the next call raises its error."""
-    from tensorboard.summary.writer.event_file_writer import _AsyncWriterThread
-
-    usual = threading.excepthook
-
-    def hook(met: threading.ExceptHookArgs) -> None:
-        if not (isinstance(met.thread, _AsyncWriterThread) and isinstance(met.exc_value, OSError)):
-            usual(met)
-
-    threading.excepthook = hook
 
 
 class Experiment:
@@ -109,20 +92,14 @@ class Experiment:
                 resume="allow",
                 **options,
             )
-        self._is_wandb = name == "wandb"
-        if self._is_wandb:
-            # Steps that a restart repeats do not replace earlier ones: both have their number.
-            self._library.define_metric("*", step_metric="step")
 
     def log(
         self, step: int, numbers: Mapping[str, float], lists: Mapping[str, Sequence[float]]
     ) -> None:
-        """Adds the numbers of a step; see `TensorBoard.log`."""
-        shown = {name: self._library.Histogram(list(values)) for name, values in lists.items()}
-        if self._is_wandb:
-            self._library.log({**numbers, **shown, "step": step})
-        else:
-            self._library.log({**numbers, **shown}, step=step)
+        """Adds the numbers of a step and histograms of lists. Weights & Biases leaves out a step
+        that a restart repeats."""
+        histograms = {name: self._library.Histogram(list(values)) for name, values in lists.items()}
+        self._library.log({**numbers, **histograms}, step=step)
 
     def close(self) -> None:
         """Sends what is still buffered, and closes."""

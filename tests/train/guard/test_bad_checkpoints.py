@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tests.helpers.everyday import everyday
-from tests.helpers.runs import records, run, write_config
+from tests.helpers.runs import run, write_config
 from tests.helpers.validations import run_with_bad_validations, run_with_bad_weights, steps_kept
 
 pytestmark = pytest.mark.distributed
@@ -17,49 +17,20 @@ def config(tmp_path, prepared_path):
     return write_config(tmp_path / "config.yaml", prepared_path, **KEEP_ONE)
 
 
-@everyday("asynchronous", [False, True], keep=[True])
-def test_no_checkpoint_is_due_until_a_validation_is_finite(workers, config, tmp_path, asynchronous):
-    # Validations after steps 2, 4, 6 and 8; that of 8 gives numbers again.
-    ends = workers(2).run(
-        run_with_bad_validations, config, (1, 2), "train.steps=8",
-        f"checkpoint.asynchronous={str(asynchronous).lower()}", "checkpoint.keep_last=3",
-    )  # fmt: skip
-    assert [end for end, _ in ends] == ["step 8", "step 8"]
-    assert steps_kept(tmp_path / "run") == [2, 8]
-    said = ends[0][1]
-    assert (
-        "polyad: warning: step 4: validation_loss is nan; no checkpoint is written until a "
-        "validation is finite; earlier ones are kept" in said
-    )
-    assert "warning: step 8" not in said
-    # A step that was not saved is not the last one of its run: the records are all there.
-    assert [line["step"] for line in records(tmp_path / "run")] == list(range(1, 9))
-
-
 @everyday("every", [0, 2, 3], keep=[2])
-def test_a_run_that_ends_with_a_bad_validation_leaves_the_last_good_one(
+def test_a_bad_validation_ends_a_run_and_leaves_the_last_good_checkpoint(
     workers, config, tmp_path, every
 ):
     # With checkpoints every 3 steps, that of step 3 is of weights whose last validation was finite.
     ends = workers(2).run(
-        run_with_bad_validations, config, (1, 2), f"checkpoint.every={every}", "train.steps=6"
+        run_with_bad_validations, config, (1,), f"checkpoint.every={every}", "train.steps=6"
     )
     kept = {0: [], 2: [2], 3: [3]}[every]
     last = f"the last checkpoint is of step {kept[0]}" if kept else "there is no checkpoint yet"
     assert {end for end, _ in ends} == {
-        "RunError 1: step 6: the run ends with a validation that is not finite (validation_loss is "
-        f"nan); {last}"
+        f"RunError 1: step 4: validation_loss is nan, which is not finite; {last}"
     }
     assert steps_kept(tmp_path / "run") == kept
-
-
-def test_a_run_without_patience_left_does_not_save_a_bad_validation(workers, config, tmp_path):
-    ((end, _),) = workers(1).run(
-        run_with_bad_validations, config, (1, 2), "train.steps=20", "evaluation.patience=2",
-        "checkpoint.keep_best=true",
-    )  # fmt: skip
-    assert end.startswith("RunError 1: step 6: the run ends with a validation that is not finite")
-    assert steps_kept(tmp_path / "run") == [2]
 
 
 @pytest.mark.slow
@@ -68,9 +39,9 @@ def test_a_checkpoint_of_a_validation_cut_short_takes_no_place(workers, config, 
     ends = workers(2).run(run_with_bad_validations, config, (), "train.steps=8", stop_at=1)
     assert all(end.startswith("Stopped 143: stopped by SIGTERM") for end, _ in ends)
     assert steps_kept(tmp_path / "run") == [2, 4]
-    # The next start validates it: it is bad, so that of step 2 stays, also when 6 is saved.
-    ends = workers(2).run(run_with_bad_validations, config, (0,), "train.steps=8", stop_at=1)
-    assert all(end.startswith("Stopped 143: stopped by SIGTERM") for end, _ in ends)
+    # The next start validates it: it is bad, so that of step 2 stays.
+    ends = workers(2).run(run_with_bad_validations, config, (0,), "train.steps=8")
+    assert all(end.startswith("RunError 1: step 4: validation_loss is nan") for end, _ in ends)
     assert steps_kept(tmp_path / "run") == [2, 4]
     assert workers(2).run(run, config, "train.steps=8") == [8, 8]
     assert steps_kept(tmp_path / "run") == [8]

@@ -45,19 +45,6 @@ def test_prefetch_reads_one_ahead_and_nothing_before_the_first_is_wanted() -> No
     assert read == [0, 1, 2]
 
 
-def test_an_error_of_reading_comes_when_its_batch_is_due() -> None:
-    def batches():
-        yield numbers(0)
-        yield numbers(1)
-        raise ValueError("damaged")
-
-    ahead = Prefetch(batches(), CPU)
-    assert [next(ahead).values.item(), next(ahead).values.item()] == [0, 1]
-    for _ in range(2):
-        with pytest.raises(ValueError, match="damaged"):
-            next(ahead)
-
-
 def test_the_wait_for_batches_is_that_of_a_step(monkeypatch) -> None:
     now = 100.0
     monkeypatch.setattr(profiling.time, "monotonic", lambda: now)
@@ -88,15 +75,12 @@ def test_every_process_learns_the_highest_memory(workers) -> None:
     mib = 2**20
     (first, peak_0), (second, peak_1) = workers(2).run(highest_memory, rank=1, size=700 * mib)
     assert first == second
-    assert first[0] == pytest.approx(peak_1, abs=32 * mib)
+    assert first == pytest.approx(peak_1, abs=32 * mib)
     assert peak_1 > peak_0 + 300 * mib
-    assert first[1] == 0  # there is no allocator's reserve
 
 
 @pytest.mark.distributed
 def test_a_record_has_the_memory_of_its_step(workers, tmp_path, prepared_path) -> None:
     config = write_config(tmp_path / "config.yaml", prepared_path)
     workers(1).run(run, config, "train.steps=2", "train.tf32=true")
-    lines = records(tmp_path / "run")
-    assert all(line["memory_bytes"] > 50e6 for line in lines)
-    assert all(line["memory_reserved_bytes"] is None for line in lines)
+    assert all(line["memory_bytes"] > 50e6 for line in records(tmp_path / "run"))

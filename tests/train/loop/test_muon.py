@@ -27,7 +27,6 @@ from polyad.train.loop.optimizer import (
     GroupConfig,
     OptimizerConfig,
     build_optimizer,
-    freeze,
     state_tensors,
 )
 from polyad.train.start import checkpoint_bytes
@@ -320,13 +319,6 @@ def test_groups_have_rates_and_decays_of_their_own():
         names[1]: (2.0, 1.0, 0.2, ("exp_avg",)),
         names[2]: (2.0, 1.0, 0.3, ("exp_avg", "exp_avg_sq")),
     }
-
-
-def test_a_run_without_a_matrix_to_train_is_refused():
-    blocks = GroupConfig(match="blocks.*", freeze=True)
-    model = build_model(GPT2Config(**SMALL, **TEXT))
-    with pytest.raises(ConfigError, match=r"^optimizer\.kind: muon is not allowed where"):
-        freeze(model, OptimizerConfig(kind="muon", groups=(blocks,)))
 
 
 CONFIG = """

@@ -235,7 +235,6 @@ def test_the_factor_of_a_group_with_a_warmup_rises_to_its_own():
     [
         (["blocks.*.atention.*"], "groups.0.match: 'blocks.*.atention.*' matches nothing;"),
         (["blocks.*.atention.*"], "the nearest are attention"),
-        (["blocks.*", "attention.*"], "optimizer.groups.1.match: 'attention.*' matches only"),
     ],
 )  # fmt: skip
 def test_a_group_without_parameters_is_an_error(groups, message):
