@@ -13,19 +13,13 @@ Rows of C have unit length. The authors rescale the stored rows before each step
 component along a row from its gradient; here rows are normalized when read, which is the same
 function with the same gradient direction, in any parallel layout and with any optimizer.
 
-With several levels the score of expert (n_1, ..., n_L) is the sum of one score per level: product
-keys (Lample et al. 2019, "Large memory layers with product keys"), with linear scores of the whole
-input. Scoring N experts then costs about as much as L N^(1/L), and the K best of all N are found
-exactly.
-
 Shapes: B batch, T tokens in a sequence, M real tokens, D width, H inner width of the dense part, N
-experts of all levels or of one, S scores of all levels side by side, K experts of a token.
+experts, K experts of a token.
 """
 
 import dataclasses
-import math
 from abc import ABC
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Annotated, Literal, Self
 
 import torch
@@ -48,9 +42,9 @@ from polyad.model.feedforward import (
 )
 from polyad.model.initialization import ZEROS, Initializer, uniform, unit_rows
 from polyad.model.layers import Linear, Region, same
-from polyad.model.mumoe.config import Levels
 from polyad.model.output import RoutingStats, StatisticsModule
 from polyad.model.padding import RealTokens, counted, pack, unpack
+from polyad.model.smoe.config import at_most
 from polyad.model.smoe.router import Selected, count
 
 MATCH_DENSE: Literal["match-dense"] = "match-dense"
@@ -59,27 +53,16 @@ MATCH_DENSE: Literal["match-dense"] = "match-dense"
 class SparseTableConfig(FeedForwardSettings, ABC):
     """The keys that a mixture of decoders and a transcoder share."""
 
-    num_experts: Levels = (1024,)
-    """Number of experts N, as a list: [1024] gives each expert its own score; [147, 147] uses
-    product keys, where an expert's score is the sum of one score per level (21,609 experts at the
-    cost of 294)."""
+    num_experts: Count = 1024
+    """Number of experts N."""
     top_k: Count = 32
     """Number of experts K that each token keeps: those with the highest scores, and only scores
     above 0."""
 
     @model_validator(mode="after")
     def _agree(self) -> Self:
-        if self.top_k > self.table_rows:
-            raise SectionError(
-                f"@top_k: {self.top_k} is more than the {self.table_rows} experts of @num_experts: "
-                f"{list(self.num_experts)}"
-            )
+        at_most("top_k", self.top_k, "@num_experts", self.num_experts)
         return self
-
-    @property
-    def table_rows(self) -> int:
-        """Total number of experts N over all levels."""
-        return math.prod(self.num_experts)
 
     def gate_parameters(self, width: int) -> int:
         """Counts the parameters of the gate and its bias, the table, and the output bias.
@@ -87,7 +70,7 @@ class SparseTableConfig(FeedForwardSettings, ABC):
         Args:
             width: D.
         """
-        return sum(self.num_experts) * (width + 1) + self.table_rows * width + width
+        return self.num_experts * (2 * width + 1) + width
 
 
 class TranscoderConfig(SparseTableConfig):
@@ -103,11 +86,11 @@ class TranscoderConfig(SparseTableConfig):
 
     def inner_size(self, width: int) -> int:
         """Returns the number of features, the inner width."""
-        return self.table_rows
+        return self.num_experts
 
     def cut_sizes(self, width: int) -> list[dict[str, int]]:
         """Returns the number of experts, which tensor parallelism splits."""
-        return [{"num_experts": self.table_rows}]
+        return [{"num_experts": self.num_experts}]
 
     def parameters(self, width: int) -> int:
         """Counts the parameters of a block's feed-forward.
@@ -145,7 +128,7 @@ class MixtureOfDecodersConfig(SparseTableConfig):
 
     def cut_sizes(self, width: int) -> list[dict[str, int]]:
         """Returns the numbers of experts and inner units, which tensor parallelism splits."""
-        return [{"num_experts": self.table_rows}, {"hidden_size": self.inner_size(width)}]
+        return [{"num_experts": self.num_experts}, {"hidden_size": self.inner_size(width)}]
 
     def parameters(self, width: int, bias: bool) -> int:
         """Counts the parameters of a block's feed-forward.
@@ -167,7 +150,7 @@ class MixtureOfDecodersConfig(SparseTableConfig):
         if smallest > dense:
             raise SectionError(
                 "@hidden_size: match-dense is not allowed with @num_experts: "
-                f"{list(self.num_experts)}: even with one inner unit the block has {smallest:,} "
+                f"{self.num_experts}: even with one inner unit the block has {smallest:,} "
                 f"parameters, but the dense one only {dense:,}; use fewer experts, or give a "
                 "number"
             )
@@ -180,58 +163,22 @@ class MixtureOfDecodersConfig(SparseTableConfig):
         return DenseFeedForwardConfig(hidden_size=self.hidden_size)
 
 
-def best_sums(levels: Sequence[Tensor], top_k: int) -> Tensor:
-    """Finds the K highest sums of one score per level, without computing all sums.
-
-    For two lists in descending order, i j sums are at least as high as that of entries i and j
-    (from 1), so pairs with i j > K are never needed.
-
-    Args:
-        levels: The scores of each level, [M, N].
-        top_k: K, at most the product of all N.
-
-    Returns:
-        Expert indices [M, K], int64, the highest sum first; the last level varies fastest.
-    """
-    values_MI, ids_MI = levels[0].topk(min(top_k, levels[0].shape[1]), dim=1)
-    for level_MN in levels[1:]:
-        number = level_MN.shape[1]
-        more_MJ, more_ids_MJ = level_MN.topk(min(top_k, number), dim=1)
-        i_P, j_P = _pairs(values_MI.shape[1], more_MJ.shape[1], top_k, level_MN.device)
-        sums_MP = values_MI[:, i_P] + more_MJ[:, j_P]
-        values_MI, best_MI = sums_MP.topk(min(top_k, len(i_P)), dim=1)
-        ids_MI = ids_MI.gather(1, i_P[best_MI]) * number + more_ids_MJ.gather(1, j_P[best_MI])
-    return ids_MI
-
-
-def _pairs(first: int, second: int, top_k: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Lists pairs of positions in two sorted lists whose sum can be among the K highest."""
-    number = sum(min(second, top_k // place) for place in range(1, first + 1))
-    place_I = torch.arange(first, device=device)
-    partners_I = (top_k // (place_I + 1)).clamp_max(second)
-    # With the output size given, the CPU does not have to wait for the device.
-    i_P = place_I.repeat_interleave(partners_I, output_size=number)
-    first_I = partners_I.cumsum(0) - partners_I
-    return i_P, torch.arange(number, device=device) - first_I[i_P]
-
-
 class SparseGate(nn.Module):
     """Linear scores, of which the K highest are kept if they are above 0.
 
     Source: Oldfield et al. 2025, who also use PyTorch's initialization of linear layers.
 
     Args:
-        num_experts: N of each level.
+        num_experts: N.
         width: D.
         top_k: K.
     """
 
-    def __init__(self, num_experts: Sequence[int], width: int, top_k: int) -> None:
+    def __init__(self, num_experts: int, width: int, top_k: int) -> None:
         super().__init__()
-        self.levels, self.top_k = list(num_experts), top_k
-        self.num_experts = math.prod(num_experts)
-        self.weight = nn.Parameter(torch.empty(sum(num_experts), width))
-        self.bias = nn.Parameter(torch.empty(sum(num_experts)))
+        self.num_experts, self.top_k = num_experts, top_k
+        self.weight = nn.Parameter(torch.empty(num_experts, width))
+        self.bias = nn.Parameter(torch.empty(num_experts))
         self.bound = width**-0.5
         self.agreed: Region = same
         """Makes ranks with the same tokens agree; see `Selection.agreed`."""
@@ -250,29 +197,13 @@ class SparseGate(nn.Module):
             Weights of K experts, at least fp32, with a gradient if above 0. Experts of weight 0 are
             not counted.
         """
-        scores_MS = linear(u_MD, self.weight, self.bias)
-        scores_MS = scores_MS.to(torch.promote_types(scores_MS.dtype, torch.float32))
-        scores_MK, ids_MK = self.best(scores_MS)
-        weights_MK = scores_MK.relu()
+        scores_MN = linear(u_MD, self.weight, self.bias)
+        scores_MN = scores_MN.to(torch.promote_types(scores_MN.dtype, torch.float32))
+        ids_MK = self.agreed(scores_MN.detach().topk(self.top_k, dim=1).indices)
+        weights_MK = scores_MN.gather(1, ids_MK).relu()
         # One more bin for slots without an expert.
         used_MK = torch.where(weights_MK > 0, ids_MK, self.num_experts)
         return Selected(weights_MK, ids_MK, count(used_MK, self.num_experts + 1)[:-1])
-
-    def best(self, scores_MS: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the K highest scores [M, K], and the indices of their experts.
-
-        Args:
-            scores_MS: The scores of all levels side by side.
-        """
-        levels = scores_MS.split_with_sizes(self.levels, dim=1)
-        with torch.no_grad():
-            ids_MK = self.agreed(best_sums(levels, self.top_k))
-        scores_MK, rest_MK = torch.zeros((), dtype=scores_MS.dtype), ids_MK
-        for level_MN in reversed(levels):
-            number = level_MN.shape[1]
-            scores_MK = scores_MK + level_MN.gather(1, rest_MK % number)
-            rest_MK = rest_MK // number
-        return scores_MK, ids_MK
 
 
 MULTIPLIED_WHOLE = 1024
@@ -311,7 +242,7 @@ class SparseTable(FeedForward, StatisticsModule):
         width = context.hidden_size
         self.config = config
         self.gate = SparseGate(config.num_experts, width, config.top_k)
-        self.table = nn.Parameter(torch.empty(config.table_rows, width))
+        self.table = nn.Parameter(torch.empty(config.num_experts, width))
         self.output_bias = nn.Parameter(torch.empty(width))
         self.dense: DenseFeedForward | None = None
         """The dense feed-forward that the rows scale, in a mixture of decoders."""
@@ -364,8 +295,8 @@ class SparseTable(FeedForward, StatisticsModule):
         return normalize(self.table[expert], dim=0)
 
     def gate_columns(self) -> list[Tensor]:
-        """Returns the gate's columns for each level, [N, D]."""
-        return list(self.gate.weight.split_with_sizes(self.gate.levels))
+        """Returns the gate's columns, [N, D]: there is one level of experts."""
+        return [self.gate.weight]
 
     def _statistics(self, selected: Selected, real: RealTokens | None) -> RoutingStats:
         load_E = selected.load(selected.weights_NK.dtype)

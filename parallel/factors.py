@@ -177,7 +177,7 @@ def parallelize_table(layer: SparseTable, world: comm.World) -> None:
         world: this rank, with its tensor-parallel rank.
     """
     parts, rank = world.tensor_parallel_size, world.tensor_parallel_rank
-    own = Axis.part(layer.config.table_rows, rank, parts)
+    own = Axis.part(layer.config.num_experts, rank, parts)
     layer.gate.agreed = tensor_group().of_first
     cut(layer, "table", Placement.cut(tuple(layer.table.shape), {0: own}))
     first = own.runs[0].there

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from polyad.model.config import Count, SectionError
-from polyad.model.feedforward import ACTIVATIONS, GATED, DenseFeedForwardConfig, FeedForwardContext
+from polyad.model.feedforward import GATED, DenseFeedForwardConfig, FeedForwardContext
 from polyad.model.initialization import ZEROS, Initializer, normal
 from polyad.model.kernels.grouped import ExpertWeights
 from polyad.model.smoe.config import (
@@ -30,7 +30,7 @@ from polyad.model.smoe.config import (
 )
 from polyad.model.smoe.experts import StackedExperts
 from polyad.model.smoe.graph import Graph, router_dtype
-from polyad.model.smoe.layer import Dispatched, Dispatcher, SelectingMoE, make_plan
+from polyad.model.smoe.layer import Dispatcher, SelectingMoE
 from polyad.model.smoe.router import (
     CosineScore,
     LinearScore,
@@ -38,7 +38,6 @@ from polyad.model.smoe.router import (
     Score,
     Selected,
     Selection,
-    spread,
 )
 
 
@@ -70,10 +69,6 @@ class EmergentMoEConfig(SelectingConfig):
     select: Literal["top_k", "bottom_k", "not_top_k"] = "top_k"
     """Which experts a token uses: the `top_k` with the highest scores, as many with the lowest
     (`bottom_k`), or all except the top_k highest (`not_top_k`). The last two are for comparison."""
-    experts: Literal["masked", "grouped", "loop"] = "masked"
-    """How experts are computed: `masked` computes all of them in one matrix product and sets to 0
-    what a token does not use; `grouped` and `loop` (as for smoe) compute only what it uses. With
-    expert parallelism, `masked` means `grouped`."""
 
     @model_validator(mode="after")
     def _agree(self) -> Self:
@@ -162,55 +157,6 @@ class UnitGroups(StackedExperts):
             linear_EDF, self.linear_bias, self.values, gate=keys_EDF, gate_bias=self.bias
         )
 
-    def masked(self, tokens_ND: Tensor, weights_NE: Tensor) -> Tensor:
-        """Computes all units of all tokens in one product, with weight 0 for unused experts.
-
-        Args:
-            tokens_ND: Tokens.
-            weights_NE: The weights of every expert.
-
-        Returns:
-            [N, D].
-        """
-        keys, bias, up, up_bias = (
-            None if each is None else each.flatten(0, 1)
-            for each in (self.keys, self.bias, self.linear, self.linear_bias)
-        )
-        assert keys is not None
-        inner_NU, activation = linear(tokens_ND, keys, bias), self.context.activation
-        if up is None:
-            inner_NU = ACTIVATIONS[activation]()(inner_NU)
-        else:
-            inner_NU = GATED[activation](inner_NU, linear(tokens_ND, up, up_bias))
-        inner_NEF = inner_NU.view(-1, *self.keys.shape[:2]) * weights_NE.unsqueeze(-1)
-        output_ND: Tensor = inner_NEF.flatten(1) @ self.values.flatten(0, 1)
-        return output_ND
-
-
-class MaskedDispatcher(Dispatcher):
-    """A dispatcher that moves no tokens: every expert processes all of them."""
-
-    def forward(
-        self,
-        tokens_ND: Tensor,
-        selected: Selected,
-        experts: StackedExperts,
-        capacity_factor: float | None = None,
-    ) -> Dispatched:
-        """Sums the outputs of the chosen groups, like `Dispatcher.forward` for experts.
-
-        The result has a plan only if a capacity may drop assignments.
-        """
-        assert isinstance(experts, UnitGroups)
-        tokens_ND = self.regions.tokens(tokens_ND)
-        weights_NK, plan = self.regions.weights(selected.weights_NK), None
-        if capacity_factor is not None:
-            plan = make_plan(selected.expert_ids_NK, selected.counts_E, capacity_factor)
-            weights_NK = weights_NK * plan.kept_M()[plan.row_A].view_as(weights_NK)
-        weights_NE = spread(selected._replace(weights_NK=weights_NK), experts.config.num_experts)
-        weights_NE = weights_NE.to(tokens_ND.dtype)
-        return Dispatched(self.regions.output(experts.masked(tokens_ND, weights_NE)), plan)
-
 
 _IN_ORDER = Initializer(lambda value, generator: value.copy_(torch.arange(len(value))))
 
@@ -282,7 +228,7 @@ class EmergentMoE(SelectingMoE):
         score = SCORES[config.score](config, context)
         noise_std = config.router_noise / config.num_experts
         self.router = Router(score, Graph(), UnitSelection(config), noise_std)
-        self.dispatcher = MaskedDispatcher() if config.experts == "masked" else Dispatcher()
+        self.dispatcher = Dispatcher()
         self.experts = UnitGroups(config, context)
         self.output_bias = nn.Parameter(torch.empty(context.hidden_size)) if context.bias else None
         units = config.inner_size(context.hidden_size)

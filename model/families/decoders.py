@@ -48,7 +48,7 @@ IGNORED_KEYS = frozenset({
 FREE_OF_EXPERTS = frozenset({
     "graph", "similarity", "tau", "sigma", "attention_head", "head_mean",
     "balancing_rate", "capacity_factor", "evaluation_capacity_factor", "expert_dropout",
-    "router_noise", "experts", "scale_residual_init", "final_top_k", "pool",
+    "router_noise", "scale_residual_init", "final_top_k", "pool",
     "pool_least", "pool_most",
 })  # fmt: skip
 """Keys of sparse experts that may differ: they affect routing, but no weights."""

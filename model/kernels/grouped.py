@@ -2,8 +2,8 @@
 layer.
 
 The reference computes one expert after the other. Faster are one operation over all of them on a
-CPU (`cpu/experts.py`), and grouped products on a GPU and where inner units are dropped. On GPUs
-below compute capability 9.0, and in fp32, torch's grouped products wait for the counts.
+CPU with GELU (`cpu/experts.py`), and torch's grouped products everywhere else. On GPUs below
+compute capability 9.0, and in fp32, these wait for the counts.
 
 Shapes: M rows, E experts, D width, F inner width.
 """
@@ -13,11 +13,11 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import gelu, grouped_mm
 
 from polyad.model.kernels import switch
 from polyad.model.kernels.cpu.experts import experts_on_cpu
+from polyad.model.kernels.cpu.gelu import has_gelu
 
 Drop: TypeAlias = Callable[[Tensor], Tensor]
 """An elementwise function of inner units, such as dropout."""
@@ -62,7 +62,7 @@ def grouped(
         their gradients.
     """
     is_plain = activation is None and drop is None and not weights.low_rank
-    if is_plain and not switch.REFERENCE and (switch.on_cpu(rows_MD) or rows_MD.is_meta):
+    if is_plain and not switch.REFERENCE and switch.on_cpu(rows_MD) and has_gelu(rows_MD.dtype):
         return experts_on_cpu(rows_MD, *weights[:3], counts_E)
     return by_products(rows_MD, weights, counts_E, activation, drop)
 
@@ -73,14 +73,11 @@ def by_products(
     counts_E: Tensor,
     activation: Callable[..., Tensor] | None = None,
     drop: Drop | None = None,
-    *,
-    loop: bool = False,
 ) -> Tensor:
-    """Computes `grouped` layer by layer, on any device; with `loop` this is the reference."""
-    inner_MF = inner_units(rows_MD, weights, counts_E, activation, loop=loop)
+    """Computes `grouped` layer by layer, on any device."""
+    inner_MF = inner_units(rows_MD, weights, counts_E, activation)
     inner_MF = drop(inner_MF) if drop else inner_MF
-    of_down = weights.low_rank[2:4]
-    return _adapted_linear(inner_MF, weights.down, counts_E, None, of_down, loop=loop)
+    return _adapted_linear(inner_MF, weights.down, counts_E, None, weights.low_rank[2:4])
 
 
 def inner_units(
@@ -88,20 +85,14 @@ def inner_units(
     weights: ExpertWeights,
     counts_E: Tensor,
     activation: Callable[..., Tensor] | None = None,
-    *,
-    loop: bool = False,
 ) -> Tensor:
     """Computes the inner units of each row's expert after the activation, [M, F]; see `grouped`."""
     low_rank = weights.low_rank
-    inner_MF = _adapted_linear(
-        rows_MD, weights.up, counts_E, weights.up_bias, low_rank[:2], loop=loop
-    )
+    inner_MF = _adapted_linear(rows_MD, weights.up, counts_E, weights.up_bias, low_rank[:2])
     if weights.gate is None:
         return activation(inner_MF) if activation else gelu(inner_MF, approximate="tanh")
     assert activation is not None
-    gate_MF = _adapted_linear(
-        rows_MD, weights.gate, counts_E, weights.gate_bias, low_rank[4:], loop=loop
-    )
+    gate_MF = _adapted_linear(rows_MD, weights.gate, counts_E, weights.gate_bias, low_rank[4:])
     return activation(gate_MF, inner_MF)
 
 
@@ -111,16 +102,14 @@ def _adapted_linear(
     counts_E: Tensor,
     bias_EF: Tensor | None,
     low_rank: tuple[Tensor, ...],
-    *,
-    loop: bool,
 ) -> Tensor:
     """Computes `grouped_linear`, plus the product with an adapter's two matrices if it has one."""
-    output_MF = grouped_linear(rows_MD, weight_EDF, counts_E, bias_EF, loop=loop)
+    output_MF = grouped_linear(rows_MD, weight_EDF, counts_E, bias_EF)
     if not low_rank:
         return output_MF
     A_EDr, B_ErF = low_rank
-    narrow_Mr = grouped_linear(rows_MD, A_EDr, counts_E, loop=loop)
-    return output_MF + grouped_linear(narrow_Mr, B_ErF, counts_E, loop=loop)
+    narrow_Mr = grouped_linear(rows_MD, A_EDr, counts_E)
+    return output_MF + grouped_linear(narrow_Mr, B_ErF, counts_E)
 
 
 def grouped_linear(
@@ -128,8 +117,6 @@ def grouped_linear(
     weight_EDF: Tensor,
     counts_E: Tensor,
     bias_EF: Tensor | None = None,
-    *,
-    loop: bool = False,
 ) -> Tensor:
     """Multiplies every row by its expert's matrix.
 
@@ -138,12 +125,11 @@ def grouped_linear(
         weight_EDF: The matrix of each expert.
         counts_E: As in `grouped`.
         bias_EF: Bias of each expert; None for none.
-        loop: Whether to use the reference, one expert after the other.
 
     Returns:
         [M, F], in the same order; rows after the last expert's hold arbitrary values.
     """
-    if (loop or switch.REFERENCE) and switch.can_read():
+    if switch.REFERENCE and switch.can_read():
         counts = counts_E.tolist()
         *of_each, rest_MD = torch.split(rows_MD, [*counts, len(rows_MD) - sum(counts)])
         outputs = [x @ weight for x, weight in zip(of_each, weight_EDF.unbind(0), strict=True)]
@@ -205,7 +191,6 @@ class _OfEachRow(torch.autograd.Function):
         return bias_EF.index_select(0, expert_M.clamp_max(len(bias_EF) - 1))
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient_MF: Tensor) -> tuple[Tensor, None, None]:
         (offsets_E,) = ctx.saved_tensors
         # The grouped product needs rows of a multiple of 16 bytes, hence 8 equal columns of ones.

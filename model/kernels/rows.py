@@ -1,8 +1,7 @@
 """Selects rows of tokens, sorted by expert, and sums rows for each token.
 
 Autograd's gradient of an index adds rows atomically, on a GPU in any order, and in bf16 with a
-rounding for each. Here the inverse of the permutation is known, so that both directions only read;
-on a CPU sums of rows are a single operation, `embedding_bag`.
+rounding for each. Here the inverse of the permutation is known, so that both directions only read.
 
 Assignment a = n K + k is the k-th expert of token n.
 
@@ -14,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn.functional import embedding_bag
 
 from polyad.model.kernels import switch
 
@@ -68,11 +66,6 @@ def combine(rows_MD: Tensor, weights_NK: Tensor, assignment_M: Tensor, row_A: Te
     return y_ND
 
 
-def _takes_bags(rows_MD: Tensor) -> bool:
-    """Returns whether to sum rows in one operation: on a CPU, where several passes are slow."""
-    return switch.on_cpu(rows_MD)
-
-
 def _sum_rows(rows_MD: Tensor, row_NK: Tensor, weights_NK: Tensor | None = None) -> Tensor:
     """Computes sum_k weight_nk row_nk, in fp32 at least; the plain sum without weights. [N, D]."""
     num_tokens, top_k = row_NK.shape
@@ -80,29 +73,12 @@ def _sum_rows(rows_MD: Tensor, row_NK: Tensor, weights_NK: Tensor | None = None)
         return rows_MD.index_select(0, row_NK.view(-1))
     if not row_NK.numel():  # a rank without any rows
         return rows_MD.new_zeros(num_tokens, rows_MD.shape[1])
-    if _takes_bags(rows_MD):
-        return embedding_bag(row_NK, rows_MD, per_sample_weights=weights_NK, mode="sum")
     rows_NKD = rows_MD.index_select(0, row_NK.view(-1)).view(num_tokens, top_k, -1)
     if weights_NK is None:
         return rows_NKD.sum(1)
     if torch.compiler.is_compiling():  # one kernel, as below
         return (weights_NK.unsqueeze(-1) * rows_NKD).sum(1)
     return torch.bmm(weights_NK.unsqueeze(1), rows_NKD).squeeze(1)
-
-
-def _products_in_bags(tokens_ND: Tensor, rows_MD: Tensor, row_NK: Tensor) -> Tensor:
-    """Computes token_n . row_nk. [N, K]."""
-    num_tokens, top_k = row_NK.shape
-    token_N = torch.arange(num_tokens)
-    products_A: Tensor = torch.ops.aten._embedding_bag_per_sample_weights_backward(
-        tokens_ND.contiguous(),
-        rows_MD,
-        row_NK.reshape(-1),
-        token_N * top_k,
-        token_N.repeat_interleave(top_k),
-        mode=0,
-    )
-    return products_A.view(num_tokens, top_k)
 
 
 def _products(x_MD: Tensor, y_MD: Tensor) -> Tensor:
@@ -134,7 +110,8 @@ class _Combine(torch.autograd.Function):
         ctx: Any, rows_MD: Tensor, weights_NK: Tensor, assignment_M: Tensor, row_A: Tensor
     ) -> Tensor:
         ctx.save_for_backward(rows_MD, weights_NK, assignment_M, row_A)
-        return _sum_rows(rows_MD, row_A.view_as(weights_NK), weights_NK)
+        y_ND = _sum_rows(rows_MD, row_A.view_as(weights_NK), weights_NK)
+        return y_ND.to(rows_MD.dtype)  # under autocast it is in another precision
 
     @staticmethod
     @once_differentiable
@@ -144,13 +121,6 @@ class _Combine(torch.autograd.Function):
         for_rows_MD = for_weights_NK = None
         token_M = assignment_M // weights_NK.shape[1]
         weight_M = weights_NK.reshape(-1).index_select(0, assignment_M)
-        if _takes_bags(rows_MD) and row_A.numel():  # 0: a rank without any rows
-            if of_rows:
-                for_rows_MD = _sum_rows(gradient_ND, token_M.unsqueeze(1), weight_M.unsqueeze(1))
-            if of_weights:
-                row_NK = row_A.view_as(weights_NK)
-                for_weights_NK = _products_in_bags(gradient_ND, rows_MD, row_NK)
-            return for_rows_MD, for_weights_NK, None, None
         # The gradient of each row's token is used for both.
         gradient_MD = gradient_ND.index_select(0, token_M)
         if of_rows:

@@ -82,7 +82,6 @@ class SelectingConfig(FeedForwardSettings, ABC):
 
     if TYPE_CHECKING:  # each kind has other ones
         score: str
-        experts: str
 
     placement_key: ClassVar[str]
     """The key that selects the blocks with experts."""
@@ -295,10 +294,6 @@ class SparseMoEConfig(SelectingConfig):
     false, and in other models, they are initialized like those of the first layer. Because a
     token's routing weights sum to at most 1, the output of K experts then starts about K times
     smaller than that of a dense layer of their total width."""
-    experts: Literal["grouped", "loop"] = "grouped"
-    """How experts are computed: `grouped`, all in one grouped matrix product on a GPU (not in
-    float64, nor with widths that are not multiples of 8) and into shared buffers on a CPU; or
-    `loop`, one after the other, which is the reference."""
 
     @model_validator(mode="after")
     def _agree(self) -> Self:

@@ -30,7 +30,7 @@ from polyad.model.feedforward import (
     clamped_swiglu,
 )
 from polyad.model.initialization import ZEROS, Initializer, normal, seeded_generator
-from polyad.model.kernels.grouped import ExpertWeights, by_products, grouped, inner_units
+from polyad.model.kernels.grouped import ExpertWeights, grouped, inner_units
 from polyad.model.smoe.config import SelectingConfig, SparseMoEConfig
 
 
@@ -84,9 +84,6 @@ class StackedExperts(nn.Module, ABC):
             [M, D], in the same order; rows after the last expert hold arbitrary values.
         """
         drop = self.dropout if self.training and self.dropout.p else None
-        if self.config.experts == "loop":
-            weights = self.stacked()
-            return by_products(rows_MD, weights, counts_E, self.activation, drop, loop=True)
         return grouped(rows_MD, self.stacked(), counts_E, self.activation, drop)
 
     @torch.no_grad()
@@ -100,9 +97,9 @@ class StackedExperts(nn.Module, ABC):
         Returns:
             [M, F], without gradient.
         """
-        counts_E = torch.zeros(self.config.num_experts, dtype=torch.int64)
+        counts_E = torch.zeros(self.config.num_experts, dtype=torch.int64, device=rows_MD.device)
         counts_E[expert] = len(rows_MD)
-        return inner_units(rows_MD, self.stacked(), counts_E, self.activation, loop=True)
+        return inner_units(rows_MD, self.stacked(), counts_E, self.activation)
 
 
 class Experts(StackedExperts):

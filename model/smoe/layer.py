@@ -94,15 +94,6 @@ def make_plan(
     return Plan(assignment_M, row_A, counts_E.clamp_max(capacity), drops=True)
 
 
-class Dispatched(NamedTuple):
-    """The result of dispatch."""
-
-    y_ND: Tensor
-    """The weighted sum over the experts of each token."""
-    plan: Plan | None
-    """The plan of the assignments; None if no rows were moved."""
-
-
 class DispatchRegions(NamedTuple):
     """Where ranks that each have some inner units of every expert exchange tensors.
 
@@ -128,7 +119,7 @@ class Dispatcher(nn.Module):
         selected: Selected,
         experts: StackedExperts,
         capacity_factor: float | None = None,
-    ) -> Dispatched:
+    ) -> tuple[Tensor, Plan]:
         """Computes y_n = sum_k weight_nk expert_nk(token_n).
 
         Args:
@@ -156,8 +147,7 @@ class Dispatcher(nn.Module):
             rows_MD = dropout(rows_MD, experts.dropout.p, experts.training)
         weights_NK = weights_NK.to(rows_MD.dtype)
         y_ND = rows.combine(rows_MD, weights_NK, plan.assignment_M, plan.row_A)
-        y_ND = self.regions.output(y_ND)
-        return Dispatched(y_ND, plan)
+        return self.regions.output(y_ND), plan
 
     # What ranks know about one another's experts. Each rank computes values of its own experts and
     # inner units, and reads those of all.
@@ -243,14 +233,14 @@ class SelectingMoE(FeedForward):
     ) -> tuple[Tensor, RoutingStats | None]:
         """Routes and processes the normalized input; see `FeedForward.forward`."""
         selected, stats = self.router(normalized_BTD, given, self.expert_features())
-        done: Dispatched = self.dispatcher(
+        y_ND, plan = self.dispatcher(
             pack(normalized_BTD.flatten(0, 1), given.real),
             selected,
             self.experts,
             self.config.capacity(self.training),
         )
-        y_ND, kept_NK = done.y_ND, None
-        if (plan := done.plan) is not None and plan.drops:
+        kept_NK = None
+        if plan.drops:
             kept_NK = plan.kept_M()[plan.row_A].view_as(selected.weights_NK)
             if self.router.measures:
                 dropped = 1 - kept_NK.to(stats.load_E.dtype).mean()

@@ -231,8 +231,8 @@ FEED_FORWARDS: dict[str, dict[str, Any]] = {
     "emoe": {"kind": "emoe", "num_experts": 8, "top_k": 4, "blocks": [1]},
     "cp": {"kind": "mumoe", "factorization": "cp", "num_experts": [16]},
     "tr": {"kind": "mumoe", "factorization": "tr", "num_experts": [16, 2]},
-    "mxd": {"kind": "mxd", "num_experts": [64], "top_k": 4},
-    "transcoder": {"kind": "transcoder", "num_experts": [8, 12], "top_k": 4},
+    "mxd": {"kind": "mxd", "num_experts": 64, "top_k": 4},
+    "transcoder": {"kind": "transcoder", "num_experts": 96, "top_k": 4},
 }  # fmt: skip
 """One of each kind of feed-forward, for what has to work alike with all of them. The sparse one
 has state in buffers."""

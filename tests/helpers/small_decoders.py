@@ -46,8 +46,7 @@ DECODERS: dict[str, dict[str, Any]] = {
     "units in groups": {"head_size": 10, "mlp_bias": True, "feed_forward": {
         "kind": "emoe", "num_experts": 4, "top_k": 2, "hidden_size": 40}},
     "grouped units": {"head_size": 10, "feed_forward": {
-        "kind": "emoe", "num_experts": 4, "top_k": 2, "hidden_size": 40, "score": "linear",
-        "experts": "grouped"}},
+        "kind": "emoe", "num_experts": 4, "top_k": 2, "hidden_size": 40, "score": "linear"}},
     "factorized": {"num_key_value_heads": 2, "head_size": 10, "feed_forward": {
         "kind": "mumoe", "num_experts": [5], "rank": 8, "hidden_size": 24, "activation": "swiglu"}},
     "learned": {"rotary": None, "activation": "gelu_tanh", "norm": "layer"},

@@ -60,7 +60,7 @@ def mumoe_model(**feed_forward: Any) -> GPT2Config:
 
 def table_model(**feed_forward: Any) -> GPT2Config:
     """The tiny model with mixtures of decoders in its blocks; keywords say more of them."""
-    section = {"kind": "mxd", "num_experts": [12], "top_k": 3}
+    section = {"kind": "mxd", "num_experts": 12, "top_k": 3}
     return GPT2Config.model_validate(MODEL.model_dump() | {"feed_forward": section | feed_forward})
 
 

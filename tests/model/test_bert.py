@@ -109,12 +109,12 @@ SECTIONS = {
     "smoe, capacity": {
         "kind": "smoe", "num_experts": 4, "expert_hidden_size": 16, "capacity_factor": 0.5,
     },
-    "mxd": {"kind": "mxd", "num_experts": [12], "top_k": 3},
-    "transcoder": {"kind": "transcoder", "num_experts": [3, 5], "top_k": 3},
+    "mxd": {"kind": "mxd", "num_experts": 12, "top_k": 3},
+    "transcoder": {"kind": "transcoder", "num_experts": 15, "top_k": 3},
     "emoe": {"kind": "emoe", "num_experts": 4, "top_k": 2},
     "emoe, linear": {"kind": "emoe", "num_experts": 4, "top_k": 2, "score": "linear"},
     "emoe, capacity": {
-        "kind": "emoe", "num_experts": 4, "top_k": 2, "experts": "grouped", "capacity_factor": 0.5,
+        "kind": "emoe", "num_experts": 4, "top_k": 2, "capacity_factor": 0.5,
     },
 }  # fmt: skip
 

@@ -19,7 +19,6 @@ SECTIONS = {
     "smoe": {
         "num_experts": 8,
         "expert_hidden_size": 16,
-        "experts": "loop",
         "sigma": 8.0,
         "tau": 3.0,
     },
@@ -83,7 +82,6 @@ GROUPS = {
     f"groups, {', '.join(map(str, options.values()))}": {"kind": "emoe"} | options
     for options in (
         {"score": "avg_k"},
-        {"score": "avg_k", "experts": "loop"},
         {"score": "linear"},
         {"score": "cosine", "blocks": [1]},
         {"select": "bottom_k"},

@@ -38,8 +38,8 @@ SECTIONS = {
     "smoe": {"num_experts": 4, "expert_hidden_size": 16},
     "mumoe": {"num_experts": [4], "rank": 8},
     "emoe": {"num_experts": 4, "top_k": 2},
-    "mxd": {"num_experts": [12], "top_k": 3},
-    "transcoder": {"num_experts": [12], "top_k": 3},
+    "mxd": {"num_experts": 12, "top_k": 3},
+    "transcoder": {"num_experts": 12, "top_k": 3},
 }
 CASES = {
     f"{kind} {part}": PLAIN[kind] | {"kind": kind, "feed_forward": SECTIONS[part] | {"kind": part}}

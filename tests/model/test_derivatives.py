@@ -9,8 +9,8 @@ from tests.helpers.factorized import FACTORIZATIONS
 
 FEED_FORWARDS = {
     "dense": {"kind": "dense"},
-    "mxd": {"kind": "mxd", "num_experts": [12], "top_k": 3},
-    "transcoder": {"kind": "transcoder", "num_experts": [3, 5], "top_k": 3},
+    "mxd": {"kind": "mxd", "num_experts": 12, "top_k": 3},
+    "transcoder": {"kind": "transcoder", "num_experts": 15, "top_k": 3},
     "emoe": {"kind": "emoe", "num_experts": 4, "top_k": 2},
     **{
         f"smoe-{graph}": {"kind": "smoe", "num_experts": 4, "top_k": 2, "graph": graph}

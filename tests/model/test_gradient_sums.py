@@ -20,12 +20,10 @@ FEED_FORWARDS = {
         f"smoe-{graph}": {"kind": "smoe", "num_experts": 4, "top_k": 2, "graph": graph}
         for graph in ("none", "similarity", "attention")
     },
-    "smoe-loop": {"kind": "smoe", "num_experts": 4, "top_k": 2, "experts": "loop"},
     "smoe-grouped": {"kind": "smoe", "num_experts": 4, "top_k": 2},
-    "mxd": {"kind": "mxd", "num_experts": [12], "top_k": 3},
-    "transcoder": {"kind": "transcoder", "num_experts": [3, 5], "top_k": 3},
+    "mxd": {"kind": "mxd", "num_experts": 12, "top_k": 3},
+    "transcoder": {"kind": "transcoder", "num_experts": 15, "top_k": 3},
     "emoe": {"kind": "emoe", "num_experts": 4, "top_k": 2},
-    "emoe-apart": {"kind": "emoe", "num_experts": 4, "top_k": 2, "experts": "grouped"},
     **{
         f"mumoe-{name}": {"kind": "mumoe", "factorization": name, "num_experts": [6], "rank": 8}
         for name in FACTORIZATIONS

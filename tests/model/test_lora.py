@@ -35,7 +35,6 @@ KINDS = {
         LoRAConfig(rank=3, alpha=6.0, targets=LINEAR, trained=("head.*",)),
     ),
     "exact": (moe_model(activation="gelu"), LoRAConfig(rank=4, alpha=2.0, experts=True)),
-    "loop": (moe_model(experts="loop"), LoRAConfig(rank=3, alpha=2.0, experts=True)),
     "graph": (moe_model(graph="attention"), LoRAConfig(rank=4, alpha=2.0, targets=LINEAR[:2])),
     **{
         kind: (mumoe_model(factorization=kind, expert_rank=3), LoRAConfig(rank=3, targets=FACTORS))

@@ -129,10 +129,9 @@ FEED_FORWARDS = {
     "sparse": {"kind": "smoe", "num_experts": 4},
     "similarity": {"kind": "smoe", "num_experts": 4, "graph": "similarity"},
     "attention": {"kind": "smoe", "num_experts": 4, "graph": "attention"},
-    "mxd": {"kind": "mxd", "num_experts": [12], "top_k": 3},
-    "transcoder": {"kind": "transcoder", "num_experts": [3, 5], "top_k": 3},
+    "mxd": {"kind": "mxd", "num_experts": 12, "top_k": 3},
+    "transcoder": {"kind": "transcoder", "num_experts": 15, "top_k": 3},
     "groups": {"kind": "emoe", "num_experts": 4, "top_k": 2},
-    "groups apart": {"kind": "emoe", "num_experts": 4, "top_k": 2, "experts": "grouped"},
     "noisy": {"kind": "smoe", "num_experts": 4, "router_noise": 1.0},
 }
 
@@ -246,7 +245,6 @@ GROWING = {
     "linear": {},
     "noisy": {"router_noise": 1.0},
     "attention": {"graph": "attention"},
-    "one by one": {"experts": "loop"},
 }
 
 

@@ -37,7 +37,7 @@ REFUSED = {
         "num_experts=16 & hidden_size=2147483647", "blocks=[1, 4]", "blocks=[1, 1]", "blocks=5",
         "blocks=[]", "blocks=last", "score=random", "top_k=16 & select=not_top_k",
         "router_noise=1 & select=bottom_k", "capacity_factor=1.5",
-        "evaluation_capacity_factor=2.0", "experts=dense",
+        "evaluation_capacity_factor=2.0",
     ],
 }  # fmt: skip
 
@@ -106,9 +106,9 @@ SECTIONS = [
     *(
         ("gpt2", f"{{feed_forward: {{kind: mxd, {section}}}}}", key)
         for section, key in (
-            ("num_experts: [8], top_k: 9", "top_k: 9"),
-            ("num_experts: [4096], hidden_size: match-dense", "match-dense"),
-            *(("num_experts: 8", "num_experts"), ("hidden_size: dense", "hidden_size")),
+            ("num_experts: 8, top_k: 9", "top_k: 9"),
+            ("num_experts: 4096, hidden_size: match-dense", "match-dense"),
+            *(("num_experts: [8]", "num_experts"), ("hidden_size: dense", "hidden_size")),
         )
     ),
     ("bert", "{head: {kind: class}}", "'class'"),

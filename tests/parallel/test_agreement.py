@@ -60,8 +60,7 @@ MODELS = {
     "smoe": moe_model(),
     "one expert": moe_model(top_k=1),
     "attention": moe_model(graph="attention"),
-    "emoe": emoe_model(experts="grouped"),
-    "emoe, all units": emoe_model(),
+    "emoe": emoe_model(),
     "emoe, learned": emoe_model(score="linear"),
 }
 

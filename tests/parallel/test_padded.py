@@ -107,7 +107,7 @@ SECTIONS = {
     | {"pool": "document", "pool_least": 3, "pool_most": 3, "graph": "similarity"},
     "emoe": {"kind": "emoe", "num_experts": 4, "top_k": 2, "hidden_size": 48},
     "mumoe": {"kind": "mumoe", "num_experts": [5], "rank": 8, "hidden_size": 24},
-    "mxd": {"kind": "mxd", "num_experts": [12], "top_k": 3, "hidden_size": 24},
+    "mxd": {"kind": "mxd", "num_experts": 12, "top_k": 3, "hidden_size": 24},
 }
 # Processes, tensor-parallel ones, expert-parallel ones, ZeRO stage, samples of a micro-batch.
 LAYOUTS = [

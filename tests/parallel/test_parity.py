@@ -164,7 +164,6 @@ def table(*everyday: str, **section: Any) -> Kind:
 TABLES = {
     "mxd": table("4 TP2 Z2"),
     "mxd, more active than a process has": table(top_k=7),
-    "mxd, product keys": table(num_experts=[3, 4]),
     "mxd, gated": table(activation="swiglu", hidden_size=24),
     "transcoder": table(kind="transcoder"),
 }
@@ -235,7 +234,6 @@ OPTIONS: list[dict[str, Any]] = [
     {"top_k": 4},
     {"num_experts": 8, "top_k": 3},
     {"score": "random", "top_k": 1, "final_top_k": 4},
-    {"experts": "loop"},
 ]
 OF_ATTENTION = frozenset({"routing/blocks.1.feed_forward/attention_head"})
 SPARSE |= {
@@ -275,7 +273,6 @@ EMERGENT = {
     )
     for name, everyday, section in (
         ("emoe", ["2 EP2"], {}),
-        ("emoe grouped", [], {"experts": "grouped"}),
         ("emoe cosine", [], {"score": "cosine", "blocks": [1]}),
     )
 } | {

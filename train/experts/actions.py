@@ -189,9 +189,9 @@ class _Chosen:
         """Adds mean outputs with the weights of the experts that they replace."""
         assert self._lost_MS is not None
         assert self._action.mean_SD is not None
-        y_MD = output.y_ND
+        y_MD, plan = output
         mean_SD = self._action.mean_SD.to(y_MD)
-        return output._replace(y_ND=y_MD + self._lost_MS.to(y_MD.dtype) @ mean_SD)
+        return y_MD + self._lost_MS.to(y_MD.dtype) @ mean_SD, plan
 
     def logits(self, module: nn.Module, arguments: Any, output: Tensor) -> Tensor:
         """Deletes rows of the router, so that they have no score and graphs do not mix it."""

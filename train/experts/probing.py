@@ -367,7 +367,7 @@ def _sparse(layer: SelectingMoE, tokens_MD: Tensor, expert: int) -> Tensor:
     weights_M1 = tokens_MD.new_ones(len(tokens_MD), 1)
     ids_M1 = torch.full_like(weights_M1, expert, dtype=torch.int64)
     alone = Selected.of(weights_M1, ids_M1, layer.config.num_experts)
-    y_MD = layer.dispatcher.forward(tokens_MD, alone, layer.experts).y_ND
+    y_MD, _ = layer.dispatcher.forward(tokens_MD, alone, layer.experts)
     if layer.output_bias is None or isinstance(layer, EmergentMoE):
         return y_MD
     return layer.add_bias(y_MD, alone)

@@ -3,7 +3,8 @@
     h s(h)    s = sigmoid(2 sqrt(2/pi) (h + 0.044715 h^3))
 
 PyTorch's own GELU takes as long as the products of a small expert. `gelu.c` is compiled when Polyad
-is installed. Without a compiler, and in other precisions, PyTorch's GELU is used.
+is installed; without a compiler, and in other precisions, `has_gelu` is false and experts are
+computed as on a GPU.
 
 Shapes: m rows, F inner width.
 """
@@ -21,6 +22,22 @@ VERSION = 2
 """The version of the library that this module calls; other versions are not used."""
 
 
+def _load() -> ctypes.CDLL | None:
+    """Loads the compiled library; None if it is missing, or from an older installation."""
+    spec = importlib.util.find_spec("polyad.model.kernels.cpu._gelu")
+    if spec is None or spec.origin is None:
+        return None
+    library = ctypes.CDLL(spec.origin)
+    try:
+        version = ctypes.c_int.in_dll(library, "polyad_gelu_version").value
+    except ValueError:
+        return None
+    return library if version == VERSION else None
+
+
+_LIBRARY = _load()
+
+
 def gelu_forward(inner_mF: Tensor, bias_F: Tensor | None, active_mF: Tensor) -> None:
     """Writes the activation of the inner rows plus bias. All tensors are contiguous.
 
@@ -29,11 +46,7 @@ def gelu_forward(inner_mF: Tensor, bias_F: Tensor | None, active_mF: Tensor) -> 
         bias_F: Bias of each row; None for no bias.
         active_mF: Receives the activation.
     """
-    if _is_native(inner_mF):
-        _call("forward", inner_mF, bias_F, active_mF)
-        return
-    shifted_mF = inner_mF if bias_F is None else inner_mF + bias_F
-    torch.ops.aten.gelu.out(shifted_mF, approximate="tanh", out=active_mF)
+    _call("forward", inner_mF, bias_F, active_mF)
 
 
 def gelu_backward(
@@ -52,25 +65,12 @@ def gelu_backward(
         change_mF: The gradient of the activation; overwritten with that of the rows.
         for_bias_F: Receives the gradient of the bias; None if it is not needed.
     """
-    if _is_native(inner_mF):
-        _call("backward", inner_mF, bias_F, active_mF, change_mF, for_bias_F)
-        return
-    shifted_mF = inner_mF if bias_F is None else inner_mF + bias_F
-    torch.ops.aten.gelu.out(shifted_mF, approximate="tanh", out=active_mF)
-    torch.ops.aten.gelu_backward.grad_input(
-        change_mF, shifted_mF, approximate="tanh", grad_input=change_mF
-    )
-    if for_bias_F is not None:
-        torch.sum(change_mF, 0, out=for_bias_F)
+    _call("backward", inner_mF, bias_F, active_mF, change_mF, for_bias_F)
 
 
-def has_native_gelu() -> bool:
-    """Returns whether `gelu.c` was compiled when Polyad was installed."""
-    return _library() is not None
-
-
-def _is_native(inner_mF: Tensor) -> bool:
-    return inner_mF.dtype in NATIVE and has_native_gelu()
+def has_gelu(dtype: torch.dtype) -> bool:
+    """Returns whether `gelu.c` was compiled when Polyad was installed, and takes this precision."""
+    return dtype in NATIVE and _LIBRARY is not None
 
 
 def _call(direction: str, inner_mF: Tensor, *others: Tensor | None) -> None:
@@ -85,21 +85,7 @@ def _call(direction: str, inner_mF: Tensor, *others: Tensor | None) -> None:
 @functools.cache
 def _function(name: str, tensors: int) -> "ctypes._NamedFuncPointer":
     """Returns a library function; it takes tensor addresses, then rows, columns and threads."""
-    function: ctypes._NamedFuncPointer = getattr(_library(), name)
+    function: ctypes._NamedFuncPointer = getattr(_LIBRARY, name)
     function.argtypes = [*[ctypes.c_void_p] * tensors, *[ctypes.c_long] * 3]
     function.restype = None
     return function
-
-
-@functools.cache
-def _library() -> ctypes.CDLL | None:
-    """Loads the compiled library; None if it is missing, or from an older installation."""
-    spec = importlib.util.find_spec("polyad.model.kernels.cpu._gelu")
-    if spec is None or spec.origin is None:
-        return None
-    library = ctypes.CDLL(spec.origin)
-    try:
-        version = ctypes.c_int.in_dll(library, "polyad_gelu_version").value
-    except ValueError:
-        return None
-    return library if version == VERSION else None

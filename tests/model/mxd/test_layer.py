@@ -43,12 +43,9 @@ def tokens(count=40):
     return torch.randn(2, count // 2, WIDTH, dtype=torch.float64, generator=generator)
 
 
-@pytest.mark.parametrize("levels", [[10], [2, 5]])
 @pytest.mark.parametrize("activation", ["gelu_tanh", "swiglu"])
-def test_an_mxd_is_a_mixture_of_whole_last_layers(levels, activation):
-    config = MixtureOfDecodersConfig(
-        num_experts=levels, top_k=3, hidden_size=12, activation=activation
-    )
+def test_an_mxd_is_a_mixture_of_whole_last_layers(activation):
+    config = MixtureOfDecodersConfig(num_experts=10, top_k=3, hidden_size=12, activation=activation)
     layer, x_BTD = layer_of(config), tokens()
     x_MD = x_BTD.flatten(0, 1)
     a_MN = spread(layer.gate(x_MD), 10)
@@ -73,7 +70,7 @@ def test_an_mxd_is_a_mixture_of_whole_last_layers(levels, activation):
 
 
 def test_an_mxd_is_our_cp_with_an_identity_as_output_factor():
-    config = MixtureOfDecodersConfig(num_experts=[10], top_k=3, hidden_size=12)
+    config = MixtureOfDecodersConfig(num_experts=10, top_k=3, hidden_size=12)
     layer, x_BTD = layer_of(config), tokens()
     x_MD = x_BTD.flatten(0, 1)
     factors = CP(
@@ -96,7 +93,7 @@ def test_the_hand_computed_numbers():
     a = torch.tensor([[1.0, 0.5]])
     decoded = torch.tensor([[1.0, 1.0]]) @ torch.tensor([[1.0, 1.0], [2.0, -1.0]])
     layer = build_feedforward(
-        TranscoderConfig(num_experts=[2], top_k=2),
+        TranscoderConfig(num_experts=2, top_k=2),
         FeedForwardContext(
             hidden_size=2, bias=True, dropout=0.0, initializer_std=0.02, residual_std=0.01
         ),
@@ -110,9 +107,8 @@ def test_the_hand_computed_numbers():
         torch.testing.assert_close(mixed * decoded, torch.tensor([[7.5, 0.0]]))
 
 
-@pytest.mark.parametrize("levels", [[10], [2, 5]])
-def test_a_transcoder_is_a_sum_of_rows(levels):
-    layer, x_BTD = layer_of(TranscoderConfig(num_experts=levels, top_k=3)), tokens()
+def test_a_transcoder_is_a_sum_of_rows():
+    layer, x_BTD = layer_of(TranscoderConfig(num_experts=10, top_k=3)), tokens()
     x_MD = x_BTD.flatten(0, 1)
     y_MO = spread(layer.gate(x_MD), 10) @ normalize(layer.table, dim=1) + layer.output_bias
     torch.testing.assert_close(layer(x_BTD, x_BTD)[0].flatten(0, 1), y_MO)
@@ -136,7 +132,7 @@ def test_a_table_multiplied_whole_gives_the_same_sums_and_gradients(experts):
 
 
 def test_at_the_start_the_last_layer_alone_and_the_bias_get_a_gradient():
-    config = MixtureOfDecodersConfig(num_experts=[10], top_k=3, hidden_size=12)
+    config = MixtureOfDecodersConfig(num_experts=10, top_k=3, hidden_size=12)
     layer, x_BTD = layer_of(config, moved=False), tokens()
     y_BTD, _ = layer(x_BTD, x_BTD)
     assert torch.equal(y_BTD, torch.zeros_like(y_BTD))
@@ -146,7 +142,7 @@ def test_at_the_start_the_last_layer_alone_and_the_bias_get_a_gradient():
 
 
 def test_rows_have_unit_length_whatever_their_stored_length():
-    layer, x_BTD = layer_of(TranscoderConfig(num_experts=[10], top_k=3)), tokens()
+    layer, x_BTD = layer_of(TranscoderConfig(num_experts=10, top_k=3)), tokens()
     y_BTD, _ = layer(x_BTD, x_BTD)
     y_BTD.square().sum().backward()
     # The gradient of a row has no part along it: a step cannot change its length in first order.
@@ -160,7 +156,7 @@ def test_rows_have_unit_length_whatever_their_stored_length():
 def test_the_table_starts_with_rows_of_unit_length_and_the_gate_as_torchs_linear_layers():
     config = GPT2Config.model_validate(
         {"num_layers": 1, "hidden_size": 16, "num_heads": 2, "sequence_length": 8,
-         "vocab_size": 11, "feed_forward": {"kind": "mxd", "num_experts": [40], "top_k": 2}}
+         "vocab_size": 11, "feed_forward": {"kind": "mxd", "num_experts": 40, "top_k": 2}}
     )  # fmt: skip
     values = dict(initial_values(build_model(config), seed=0))
     prefix = "blocks.0.feed_forward."
@@ -174,11 +170,11 @@ def test_parameters_are_those_of_the_paper():
     # N = round(2 d^2 (m - 4) / (2 d + 1)) matches a transcoder of m d features: METHODS-2.
     for width, experts in ((768, 21_490), (1024, 28_658), (2048, 57_330)):
         assert round(2 * width**2 * 28 / (2 * width + 1)) == experts
-    assert MixtureOfDecodersConfig(num_experts=[21_490]).parameters(768, True) == 37_752_562
-    assert TranscoderConfig(num_experts=[24_576]).parameters(768) == 37_774_080
+    assert MixtureOfDecodersConfig(num_experts=21_490).parameters(768, True) == 37_752_562
+    assert TranscoderConfig(num_experts=24_576).parameters(768) == 37_774_080
     for config in (
-        MixtureOfDecodersConfig(num_experts=[3, 4], top_k=3),
-        MixtureOfDecodersConfig(num_experts=[9], top_k=3, hidden_size=5, activation="geglu"),
+        MixtureOfDecodersConfig(num_experts=12, top_k=3),
+        MixtureOfDecodersConfig(num_experts=9, top_k=3, hidden_size=5, activation="geglu"),
     ):
         for bias in (True, False):
             layer = layer_of(config, bias)
@@ -189,7 +185,7 @@ def test_parameters_are_those_of_the_paper():
 @pytest.mark.parametrize(("activation", "dense"), [("gelu_tanh", 525_568), ("swiglu", 788_736)])
 def test_match_dense_has_as_many_parameters_as_the_dense_block(activation, dense):
     config = MixtureOfDecodersConfig(
-        num_experts=[256], hidden_size="match-dense", activation=activation
+        num_experts=256, hidden_size="match-dense", activation=activation
     )
     filled = config.of_model(width=256, bias=True)
     assert abs(filled.parameters(256, True) - dense) <= 400

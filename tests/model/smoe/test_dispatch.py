@@ -15,11 +15,6 @@ from tests.helpers.routing import make, make_config, make_context
 IDS = torch.tensor([[2, 0], [0, 1], [2, 0]])
 
 
-@pytest.fixture(autouse=True, params=[True, False], ids=["as on a CPU", "as on a GPU"])
-def takes_bags(request, monkeypatch):
-    monkeypatch.setattr(rows, "_takes_bags", lambda rows_MD: request.param)
-
-
 def random_ids(tokens, top_k, experts):
     return torch.rand(tokens, experts).argsort(-1)[:, :top_k]
 
@@ -170,7 +165,7 @@ def test_a_gradient_that_is_not_contiguous_is_right():
 
 @every_case
 def test_dispatch_equals_a_loop_over_tokens_and_experts(ids, experts, factor):
-    config = make_config(num_experts=experts, top_k=ids.shape[1], experts="loop")
+    config = make_config(num_experts=experts, top_k=ids.shape[1])
     module = make(Experts, config, make_context(hidden_size=3))
     tokens_ND = torch.randn(len(ids), 3, dtype=torch.float64)
     weights_NK = torch.rand(ids.shape, dtype=torch.float64)

@@ -3,14 +3,16 @@
 Shapes: M rows, E experts, D width, F inner width.
 """
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
 from polyad.model.build import build_model, initial_value, initial_values
 from polyad.model.kernels import grouped as kernels
-from polyad.model.kernels.cpu.experts import experts_on_cpu
 from polyad.model.kernels.grouped import by_products
 from polyad.model.smoe.experts import Experts
+from tests.helpers.definitions import by_definition
 from tests.helpers.everyday import everyday
 from tests.helpers.routing import make, make_config, make_context
 
@@ -51,14 +53,13 @@ def run(kind, counts, bias, dtype, inner=24):
 
     `device` is the grouped product of a GPU, on this processor.
     """
-    config = make_config(
-        num_experts=4, expert_hidden_size=inner, experts="loop" if kind == "loop" else "grouped"
-    )
+    config = make_config(num_experts=4, expert_hidden_size=inner)
     experts = make(Experts, config, make_context(hidden_size=16, bias=bias), dtype)
     rows_MD = torch.randn(sum(counts), 16, generator=torch.Generator().manual_seed(3))
     rows_MD = rows_MD.to(dtype).requires_grad_()
     compute = on_device(experts) if kind == "device" else experts
-    output_MD = compute(rows_MD, torch.tensor(counts))
+    with by_definition() if kind == "loop" else nullcontext():
+        output_MD = compute(rows_MD, torch.tensor(counts))
     weights = torch.randn(output_MD.shape, generator=torch.Generator().manual_seed(4))
     output_MD.backward(weights.to(dtype))
     named = {"rows": rows_MD, **dict(experts.named_parameters())}
@@ -108,19 +109,6 @@ def test_an_expert_without_rows_gets_a_gradient_of_zeros(counts, kind):
     for name in ("up", "up_bias", "down"):
         busy = results[name].flatten(1).abs().amax(1) > 0
         assert busy.tolist() == [count > 0 for count in counts], name
-
-
-@every_count
-def test_on_a_processor_gradients_are_those_of_differences(counts):
-    experts = make(Experts, make_config(num_experts=4), make_context(), torch.float64)
-    rows_MD = torch.randn(min(sum(counts), 9), 12, dtype=torch.float64, requires_grad=True)
-    counts = torch.tensor(counts if sum(counts) <= 9 else [4, 0, 2, 3])
-    parameters = (experts.up, experts.up_bias, experts.down)
-    assert torch.autograd.gradcheck(
-        lambda rows_MD, *weights: experts_on_cpu(rows_MD, *weights, counts),
-        (rows_MD, *parameters),
-        fast_mode=True,
-    )
 
 
 def test_on_a_processor_a_row_and_its_inner_units_are_kept_for_backward():

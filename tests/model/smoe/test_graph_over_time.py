@@ -57,9 +57,7 @@ def test_the_head_is_the_one_of_least_running_entropy_and_changes_with_it():
 
 
 def test_a_model_learns_its_head_from_the_statistics(small_model, random_ids):
-    model = small_model(
-        dtype=torch.float64, feed_forward={"kind": "smoe", "graph": "attention", "experts": "loop"}
-    )
+    model = small_model(dtype=torch.float64, feed_forward={"kind": "smoe", "graph": "attention"})
     layer = model.blocks[0].feed_forward
     with torch.no_grad():  # the queries of head 2 make its attention sharp
         model.blocks[0].attention.qkv.weight[16:24] *= 1000

@@ -13,6 +13,7 @@ from polyad.model.decoder_config import GPT2Config
 from polyad.model.feedforward import BlockInput
 from polyad.model.smoe.layer import SparseMoE, make_plan
 from polyad.model.smoe.router import SCORES
+from tests.helpers.definitions import by_definition
 from tests.helpers.routed_models import (
     V_MOE,
     assert_same_step,
@@ -56,10 +57,10 @@ def by_two_loops(layer, u_ND, ids_NK, weights_NK, kept_NK):
         {"top_k": 2, "capacity_factor": 0.8},
         {"top_k": 2, "router_bias": False},
         {"top_k": 2, "activation": "gelu"},
-        {"top_k": 3, "activation": "quick_gelu", "experts": "loop"},
+        {"top_k": 3, "activation": "quick_gelu"},
         {"top_k": 2, "combine": "softmax"},
         {"top_k": 2, "capacity_factor": 0.8, "combine": "softmax"},
-        {"top_k": 1, "combine": "softmax", "experts": "loop"},
+        {"top_k": 1, "combine": "softmax"},
     ],
     ids=str,
 )
@@ -106,10 +107,9 @@ def test_dropout_acts_on_the_output_in_training_only():
     torch.testing.assert_close(y_BTD[y_BTD != 0], 2 * whole_BTD[y_BTD != 0])
 
 
-@pytest.mark.parametrize("experts", ["grouped", "loop"])
-def test_experts_drop_inner_units_and_outputs_in_training_only(experts):
+def test_experts_drop_inner_units_and_outputs_in_training_only():
     # Widths that grouped products take in fp32.
-    config = make_config(expert_dropout=0.3, expert_hidden_size=20, experts=experts)
+    config = make_config(expert_dropout=0.3, expert_hidden_size=20)
     layer = make(SparseMoE, config, make_context(), dtype=torch.float32)
     u_BTD = torch.randn(2, 9, 12)
     torch.manual_seed(6)
@@ -117,9 +117,7 @@ def test_experts_drop_inner_units_and_outputs_in_training_only(experts):
     selected = layer.router(u_BTD).selected
     plan = make_plan(selected.expert_ids_NK, selected.counts_E)
     torch.manual_seed(6)
-    counts = plan.counts_E.tolist()
-    sizes = [18 * 2] if experts == "grouped" else [n for n in counts if n]
-    inner_MF = torch.cat([dropout(torch.ones(size, 20), 0.3) for size in sizes])
+    inner_MF = dropout(torch.ones(18 * 2, 20), 0.3)
     outer_MD = dropout(torch.ones(18 * 2, 12), 0.3)
     assert 0.2 < (inner_MF == 0).float().mean() < 0.4
     parts = layer.experts
@@ -138,7 +136,7 @@ def test_experts_drop_inner_units_and_outputs_in_training_only(experts):
     ours, theirs = (torch.autograd.grad(y.square().sum(), inputs) for y in (y_ND, expected_ND))
     for mine, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, other, atol=2e-4, rtol=2e-4)
-    config = make_config(expert_hidden_size=20, experts=experts)
+    config = make_config(expert_hidden_size=20)
     plain = make(SparseMoE, config, make_context(), dtype=torch.float32)
     assert torch.equal(layer.eval()(u_BTD, u_BTD)[0], plain.eval()(u_BTD, u_BTD)[0])
 
@@ -195,7 +193,8 @@ def test_bf16_is_finite_and_close_to_fp32(small_model, random_ids, options, scor
 def test_grouped_experts_equal_the_loop_in_a_model(small_model, random_ids, options):
     ids = random_ids(2, 16)
     grouped = step(routed(small_model, options), ids)
-    loop = step(routed(small_model, options | {"experts": "loop"}), ids)
+    with by_definition():
+        loop = step(routed(small_model, options), ids)
     assert_same_step(grouped, loop, tolerance=1e-5)
 
 

@@ -77,7 +77,7 @@ def test_split_and_copied_experts_give_the_dense_output_and_merged_ones_its_weig
     dense = theirs / name
     changes = {
         "split": Splitting("num_experts=8,top_k=8,blocks=[1]"),
-        "grouped": Splitting("num_experts=4,top_k=4,experts=grouped"),
+        "grouped": Splitting("num_experts=4,top_k=4"),
         "copies": Upcycling("num_experts=4,top_k=2,graph=similarity"),
     }
     for each, change in changes.items():

@@ -45,11 +45,11 @@ def sources(tmp_path_factory):
 
 CASES = [
     ("gpt2", "num_experts=16,top_k=16"),
-    ("gpt2", "num_experts=8,top_k=8,blocks=[0,3],by=random,experts=grouped"),
+    ("gpt2", "num_experts=8,top_k=8,blocks=[0,3],by=random"),
     ("no-bias", "num_experts=4,top_k=4,blocks=2"),
     ("huggingface", "num_experts=8,top_k=8,blocks=[2]"),
     ("vit", "num_experts=16,top_k=16,blocks=[1,3]"),
-    ("vit", "num_experts=8,top_k=8,experts=loop"),
+    ("vit", "num_experts=8,top_k=8"),
     ("mixer", "num_experts=16,top_k=16"),
     ("mixer", "num_experts=6,top_k=6,section=token_feed_forward,blocks=[3]"),
 ]
@@ -59,7 +59,7 @@ CASES = [
     ("source", "text"),
     CASES,
     keep=[
-        ("gpt2", "num_experts=8,top_k=8,blocks=[0,3],by=random,experts=grouped"),
+        ("gpt2", "num_experts=8,top_k=8,blocks=[0,3],by=random"),
         ("huggingface", "num_experts=8,top_k=8,blocks=[2]"),
         ("mixer", "num_experts=6,top_k=6,section=token_feed_forward,blocks=[3]"),
     ],
@@ -273,7 +273,7 @@ def test_tuned_with_all_experts_it_is_merged_to_what_the_dense_model_is_tuned_to
 
 GATED = {
     "clustering": "num_experts=4,top_k=4",
-    "random": "num_experts=6,top_k=6,by=random,blocks=[1],experts=grouped",
+    "random": "num_experts=6,top_k=6,by=random,blocks=[1]",
 }
 
 

@@ -48,7 +48,7 @@ CASES = [
     ("plain", "num_experts=4"),
     ("plain", "num_experts=4,top_k=4,placement=2,score=cosine"),
     ("checkpoint", "num_experts=4,top_k=3,graph=attention,placement=[0,3],balancing_rate=0.01"),
-    ("checkpoint", "num_experts=3,top_k=2,graph=similarity,similarity=cosine,experts=loop"),
+    ("checkpoint", "num_experts=3,top_k=2,graph=similarity,similarity=cosine"),
     ("no-bias", "num_experts=8,score=random,graph=attention"),
     ("no-bias-checkpoint", "num_experts=2,top_k=2,placement=[1]"),
     ("huggingface", "num_experts=4"),

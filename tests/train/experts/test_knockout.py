@@ -33,7 +33,7 @@ KINDS = {
     "tr levels": CP | {"factorization": "tr", "num_experts": [4, 3], "gate": "softmax"},
     "split": {"kind": "emoe", "num_experts": 8, "top_k": 3},
     "bert": SPARSE | {"top_k": 1},
-    "mxd": {"kind": "mxd", "num_experts": [8], "top_k": 3},  # no copy: its rows cannot be zero
+    "mxd": {"kind": "mxd", "num_experts": 8, "top_k": 3},  # no copy: its rows cannot be zero
 }
 EXACT = 2e-6
 """A head gives losses of a float64 model in fp32."""

@@ -9,9 +9,8 @@ from polyad.train.experts.probing import deciding, routed_layers
 from tests.train.experts.test_interventions import IDS_BT, by_use, logits, make_model
 
 KINDS = {
-    "mxd": {"kind": "mxd", "num_experts": [9], "top_k": 4, "hidden_size": 12},
-    "product keys": {"kind": "mxd", "num_experts": [3, 4], "top_k": 4, "hidden_size": 12},
-    "transcoder": {"kind": "transcoder", "num_experts": [9], "top_k": 4},
+    "mxd": {"kind": "mxd", "num_experts": 9, "top_k": 4, "hidden_size": 12},
+    "transcoder": {"kind": "transcoder", "num_experts": 9, "top_k": 4},
 }
 
 

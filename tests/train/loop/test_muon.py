@@ -194,8 +194,8 @@ FEED_FORWARDS = [
         {"kind": "mumoe", "num_experts": [4, 2], "rank": 8, "factorization": each}
         for each in ("cp", "tr", "tt", "tucker")
     ),
-    {"kind": "mxd", "num_experts": [6], "top_k": 2},
-    {"kind": "transcoder", "num_experts": [6], "top_k": 2},
+    {"kind": "mxd", "num_experts": 6, "top_k": 2},
+    {"kind": "transcoder", "num_experts": 6, "top_k": 2},
 ]
 LEFT = {
     "router.score.weight", "router.score.projection", "router.score.embedding", "gate.weight",

@@ -111,7 +111,7 @@ def test_losses_are_those_of_transformers_with_the_same_feed_forwards(workers, g
 def test_active_experts_are_counted_at_tokens_of_the_text(workers, gpt2, tmp_path):
     theirs, data, root = gpt2
     model = FamilyWeights(root / "hub").config.model_dump(mode="json")
-    mxd = {"kind": "mxd", "num_experts": [64], "top_k": 40, "hidden_size": 16}
+    mxd = {"kind": "mxd", "num_experts": 64, "top_k": 40, "hidden_size": 16}
     workers(1).run(run, distilled(tmp_path, data, model, root / "hub", mxd, [1]))
     result = workers(1).run(both_forms, tmp_path / "run", Splicing)[0][0]
     gate, active = load_model(tmp_path / "run").blocks[1].feed_forward.gate, []
