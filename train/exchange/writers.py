@@ -25,7 +25,6 @@ from polyad.model.decoder_config import DecoderConfig, GPT2Config
 from polyad.model.families.decoders import computes_the_same
 from polyad.model.families.family import CONFIG_FILE, Known
 from polyad.model.families.registry import family_of_model
-from polyad.model.mixer import MixerConfig
 from polyad.model.settings import ModelSettings
 from polyad.model.vision import ImageSettings
 from polyad.parallel.checkpoint.format import CONFIG_FILE as OUR_CONFIG_FILE
@@ -44,7 +43,7 @@ from polyad.train.exchange.peft import ADAPTER_CONFIG_FILE, ADAPTER_FILE, peft_f
 from polyad.train.guard.run_folder import RunFolderConfig
 from polyad.train.loop.optimizer import TrainConfig
 from polyad.train.state import TrainState
-from polyad.train.tasks.pixels import PREPROCESSOR_FILE, read_pixels, timm_keys, transformers_file
+from polyad.train.tasks.pixels import PREPROCESSOR_FILE, read_pixels, transformers_file
 from polyad.train.tasks.vocabulary import CLASSES_FILE, names_of, tokenizer_of
 
 Format = Literal["huggingface", "polyad", "safetensors", "peft"]
@@ -181,7 +180,7 @@ def _to_huggingface(weights: Source, staging: Path, destination: Path) -> None:
         origin,
     )
     if isinstance(config, ImageSettings):
-        tree |= _write_pixels(weights, config, tree, staging)
+        _write_pixels(weights, config, staging)
     _write_json(staging / CONFIG_FILE, tree)
     write_tensors(staging / WEIGHTS_FILE, entries, {"format": "pt"})
     _write_tokenizer(weights, staging)
@@ -193,17 +192,11 @@ def _to_huggingface(weights: Source, staging: Path, destination: Path) -> None:
         _note_what_transformers_lacks(weights, config)
 
 
-def _write_pixels(
-    weights: Source, config: ImageSettings, tree: dict[str, Any], staging: Path
-) -> dict[str, Any]:
-    """Writes the preprocessing of images in the library's form: keys of config.json, or a file."""
+def _write_pixels(weights: Source, config: ImageSettings, staging: Path) -> None:
+    """Writes the preprocessing of images, if it is known."""
     settings = _pixels_of(weights)
-    if not isinstance(config, MixerConfig):
-        if settings is not None:
-            _write_json(staging / PREPROCESSOR_FILE, transformers_file(settings, config.image_size))
-        return {}
-    keys = timm_keys(settings, config.image_size) if settings else {}
-    return {"pretrained_cfg": tree["pretrained_cfg"] | keys}
+    if settings is not None:
+        _write_json(staging / PREPROCESSOR_FILE, transformers_file(settings, config.image_size))
 
 
 def _note_what_transformers_lacks(weights: Source, config: GPT2Config) -> None:
@@ -229,8 +222,8 @@ def _to_safetensors(weights: Source, staging: Path, destination: Path) -> None:
     section = {"model": weights.config.model_dump(mode="json")}
     (staging / OUR_CONFIG_FILE).write_text(dump(section), encoding="utf-8")
     config = weights.config
-    if isinstance(config, ImageSettings) and (settings := _pixels_of(weights)) is not None:
-        _write_json(staging / PREPROCESSOR_FILE, transformers_file(settings, config.image_size))
+    if isinstance(config, ImageSettings):
+        _write_pixels(weights, config, staging)
     write_tensors(staging / WEIGHTS_FILE, entries, {"format": "pt"})
     _write_tokenizer(weights, staging)
 

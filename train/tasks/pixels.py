@@ -1,7 +1,4 @@
-"""Preprocessing of pixels, here and as the files of other libraries describe it.
-
-    preprocessor_config.json        transformers
-    config.json, pretrained_cfg     timm
+"""Preprocessing of pixels, here and as transformers' preprocessor_config.json describes it.
 
 Here the shorter side of an image is resized by `data.evaluation_resize` (bicubic), the center is
 cropped, and pixels from 0 to 1 are normalized by `data.normalization`. In training, image b of a
@@ -12,18 +9,16 @@ Shapes: B images of a micro-batch, C channels, H x W pixels, K classes.
 """
 
 import functools
-import math
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
 from polyad.data.images.config import NORMALIZATIONS, ImageDataConfig
 from polyad.model.config_yaml import load
-from polyad.model.families.family import CONFIG_FILE
 from polyad.parallel.checkpoint.load import Checkpoint
 from polyad.parallel.tensor_folder import read_json
 from polyad.parallel.weights import Weights
@@ -108,10 +103,14 @@ def neighbours(x: Tensor) -> Tensor:
 
 
 PREPROCESSOR_FILE = "preprocessor_config.json"
-BICUBIC = 3
-"""Pillow's code for bicubic resampling, which transformers writes."""
-_USUAL = {"vit": "half", "deit": "imagenet", "clip": "clip", "bit": "clip"}
-"""Default normalization of transformers' image processors, by prefix of their names."""
+FIXED = {
+    "do_resize": True,
+    "resample": 3,  # Pillow's code for bicubic
+    "do_rescale": True,
+    "rescale_factor": 1 / 255,
+    "do_normalize": True,
+}
+"""Keys of this file that can have only one value here."""
 MOST_RESIZE = 4.0
 """Upper limit of `data.evaluation_resize`."""
 
@@ -122,23 +121,54 @@ class Pixels(NamedTuple):
     keys: dict[str, Any]
     """The keys of `data:` that it sets."""
     notes: list[str]
-    """Differences that these keys cannot express, a line each."""
+    """What these keys cannot express, in at most one line."""
 
 
 def read_pixels(folder: Path, image_size: int) -> Pixels:
     """Reads a folder's preprocessing of pixels.
 
+    Args:
+        folder: Of a model of transformers, or one that Polyad wrote.
+        image_size: The side that the model reads, in pixels.
+
     Raises:
         WeightsError: Its file is not JSON.
     """
-    if (folder / PREPROCESSOR_FILE).is_file():
-        tree = read_json(folder / PREPROCESSOR_FILE)
-        return _read(_Transformers(tree), PREPROCESSOR_FILE, image_size)
-    if (folder / CONFIG_FILE).is_file():
-        about = read_json(folder / CONFIG_FILE).get("pretrained_cfg")
-        if isinstance(about, dict):
-            return _read(_Timm(about), f"pretrained_cfg of {CONFIG_FILE}", image_size)
-    return Pixels({}, [])
+    if not (folder / PREPROCESSOR_FILE).is_file():
+        return Pixels({}, [])
+    keys, tree = dict[str, Any](), read_json(folder / PREPROCESSOR_FILE)
+    others = [name for name, ours in FIXED.items() if tree.get(name, ours) != ours]
+    try:
+        statistics = np.array([tree["image_mean"], tree["image_std"]], dtype=float)
+        known = (n for n, e in NORMALIZATIONS.items() if np.allclose(statistics, e, atol=1e-3))
+        keys["normalization"] = next(known)
+    except (KeyError, TypeError, ValueError, StopIteration):
+        others += [name for name in ("image_mean", "image_std") if name in tree]
+    if {"do_rescale", "rescale_factor", "do_normalize"} & {*others}:
+        keys = {}
+    shorter, crops = _edge(tree.get("size")), tree.get("do_center_crop", "crop_size" in tree)
+    side = _edge(tree.get("crop_size")) if crops else shorter
+    if shorter and side:
+        keys["evaluation_resize"] = min(MOST_RESIZE, max(1.0, shorter / side))
+        if side != image_size or not crops:
+            others.append("size")
+    if not others:
+        return Pixels(keys, [])
+    values = ", ".join(f"{name}: {tree[name]!r:.60}" for name in others)
+    return Pixels(
+        keys,
+        [
+            f"{PREPROCESSOR_FILE}: {values}, but Polyad resizes the shorter side (bicubic), crops "
+            f"{image_size} pixels in the middle, and knows data.normalization: "
+            f"{', '.join(NORMALIZATIONS)}"
+        ],
+    )
+
+
+def _edge(size: Any) -> int | None:
+    """The shorter side of a size, which is a number or has sides by name; None if neither."""
+    edge = size.get("shortest_edge", size.get("height")) if isinstance(size, dict) else size
+    return edge if isinstance(edge, int) else None
 
 
 def normalization_of(weights: Weights, image_size: int) -> str | None:
@@ -153,164 +183,14 @@ def normalization_of(weights: Weights, image_size: int) -> str | None:
 
 def transformers_file(settings: ImageDataConfig, image_size: int) -> dict[str, Any]:
     """Returns the content of preprocessor_config.json."""
-    side = {"height": image_size, "width": image_size}
+    shorter = max(image_size, round(image_size * settings.evaluation_resize))
     return {
         "image_processor_type": "BitImageProcessor",
         "do_convert_rgb": True,
-        "do_resize": True,
-        "size": {"shortest_edge": _shorter(settings, image_size)},
-        "resample": BICUBIC,
+        **FIXED,
+        "size": {"shortest_edge": shorter},
         "do_center_crop": True,
-        "crop_size": side,
-        "do_rescale": True,
-        "rescale_factor": 1 / 255,
-        "do_normalize": True,
+        "crop_size": {"height": image_size, "width": image_size},
         "image_mean": list(settings.mean),
         "image_std": list(settings.std),
     }
-
-
-def timm_keys(settings: ImageDataConfig, image_size: int) -> dict[str, Any]:
-    """Returns the same settings as keys of timm's `pretrained_cfg`."""
-    shorter = _shorter(settings, image_size)
-    crop = image_size / shorter
-    while math.floor(image_size / crop) < shorter:  # timm rounds down
-        crop = math.nextafter(crop, 0)
-    return {
-        "mean": list(settings.mean),
-        "std": list(settings.std),
-        "crop_pct": crop,
-        "crop_mode": "center",
-        "interpolation": "bicubic",
-    }
-
-
-def _shorter(settings: ImageDataConfig, image_size: int) -> int:
-    return max(image_size, round(image_size * settings.evaluation_resize))
-
-
-class _Transformers:
-    """A preprocessor_config.json of current or older versions."""
-
-    def __init__(self, tree: Mapping[str, Any]) -> None:
-        kind = tree.get("image_processor_type") or tree.get("feature_extractor_type") or ""
-        self._tree, self._kind = tree, str(kind).lower()
-        self._crops = tree.get("do_center_crop", "crop_size" in tree) is not False
-
-    def statistics(self) -> tuple[Sequence[float], Sequence[float]] | None:
-        """Mean and standard deviation of pixels from 0 to 1; None if not given."""
-        tree = self._tree
-        factor = _number(tree.get("rescale_factor", 1 / 255)) or 1 / 255
-        scale = 255 * factor if tree.get("do_rescale", True) is not False else 255
-        if tree.get("do_normalize", True) is False:
-            return [0.0] * 3, [1 / scale] * 3
-        if "image_mean" not in tree and "image_std" not in tree:
-            usual = next((v for name, v in _USUAL.items() if self._kind.startswith(name)), None)
-            return None if usual is None else NORMALIZATIONS[usual]
-        mean, std = _three(tree.get("image_mean")), _three(tree.get("image_std"))
-        if mean is None or std is None:
-            return None
-        return [each / scale for each in mean], [each / scale for each in std]
-
-    def sides(self) -> tuple[float | None, float | None]:
-        """The shorter side after resizing, and the side after cropping."""
-        edge = _edge(self._tree.get("size"))
-        if (share := _number(self._tree.get("crop_pct"))) and edge:
-            return edge / share, edge
-        return edge, _edge(self._tree.get("crop_size")) if self._crops else edge
-
-    def differences(self) -> list[str]:
-        """What it does differently from here."""
-        tree, lines = self._tree, []
-        if tree.get("do_resize", True) is False:
-            lines.append("do_resize: false, but Polyad resizes images")
-        size = tree.get("size")
-        if (isinstance(size, dict) and "height" in size) or (
-            isinstance(size, int) and self._kind.startswith("vit")
-        ):
-            lines.append("images are squeezed to a square, but Polyad crops the middle")
-        if tree.get("resample", BICUBIC) != BICUBIC:
-            lines.append(f"resample: {tree['resample']!r:.20}, but Polyad uses {BICUBIC}, bicubic")
-        return lines
-
-
-class _Timm:
-    """The `pretrained_cfg` of timm's config.json."""
-
-    def __init__(self, tree: Mapping[str, Any]) -> None:
-        self._tree = tree
-
-    def statistics(self) -> tuple[Sequence[float], Sequence[float]] | None:
-        """Mean and standard deviation of pixels from 0 to 1; None if not given."""
-        mean, std = _three(self._tree.get("mean")), _three(self._tree.get("std"))
-        return None if mean is None or std is None else (mean, std)
-
-    def sides(self) -> tuple[float | None, float | None]:
-        """The shorter side after resizing, and the side after cropping."""
-        size, share = self._tree.get("input_size"), _number(self._tree.get("crop_pct"))
-        side = _number(size[-1]) if isinstance(size, list) and size else None
-        return (math.floor(side / share) if side and share else None), side
-
-    def differences(self) -> list[str]:
-        """What it does differently from here."""
-        usual = {"interpolation": "bicubic", "crop_mode": "center"}
-        return [
-            f"{key}: {self._tree[key]!r:.20}, but Polyad uses {only}"
-            for key, only in usual.items()
-            if self._tree.get(key, only) != only
-        ]
-
-
-def _read(said: _Transformers | _Timm, file: str, image_size: int) -> Pixels:
-    keys: dict[str, Any] = {}
-    notes = said.differences()
-    statistics = said.statistics()
-    if statistics is not None:
-        named = next(
-            (name for name, e in NORMALIZATIONS.items() if _are_close(statistics, e)), None
-        )
-        if named is not None:
-            keys["normalization"] = named
-        else:
-            mean, std = ([round(each, 4) for each in numbers] for numbers in statistics)
-            notes.append(
-                f"mean {mean} and std {std} (of pixels from 0 to 1) match no data.normalization: "
-                f"{', '.join(NORMALIZATIONS)}"
-            )
-    shorter, side = said.sides()
-    if side is not None and side != image_size:
-        notes.append(f"image size {side:g}, but the model reads {image_size}")
-    if shorter is not None and side:
-        resize = min(MOST_RESIZE, max(1.0, shorter / side))
-        keys["evaluation_resize"] = resize
-        if resize != shorter / side:
-            notes.append(f"resizes to {shorter:g} before cropping {side:g}, more than Polyad can")
-    return Pixels(keys, [f"{file}: {note}" for note in notes])
-
-
-def _are_close(
-    given: tuple[Sequence[float], Sequence[float]], known: tuple[Sequence[float], Sequence[float]]
-) -> bool:
-    return all(
-        abs(a - b) < 1e-3
-        for theirs, ours in zip(given, known, strict=True)
-        for a, b in zip(theirs, ours, strict=True)
-    )
-
-
-def _three(value: object) -> list[float] | None:
-    numbers = [_number(each) for each in value] if isinstance(value, list) else []
-    values = [each for each in numbers if each is not None]
-    return values if len(values) == len(numbers) == 3 else None
-
-
-def _edge(size: object) -> float | None:
-    """The shorter side of a size, which is a number or has sides by name."""
-    if isinstance(size, dict):
-        size = next((size[key] for key in ("shortest_edge", "height") if key in size), None)
-    return _number(size)
-
-
-def _number(value: object) -> float | None:
-    good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    return float(value) if good else None  # type: ignore[arg-type]
