@@ -3,12 +3,11 @@
 Shapes: B windows of a batch, T tokens of a window.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch.utils.data import ConcatDataset, Dataset, Subset
+from torch.utils.data import Dataset
 
 from polyad.data.errors import DataError
 from polyad.data.text.dataset import TokenStream
@@ -93,16 +92,3 @@ class EvaluationWindows(Dataset[WindowBatch]):
         if self.begin_of_text_id is not None:
             scored_T &= target_T != self.begin_of_text_id
         return WindowBatch(input_T, target_T, scored_T)
-
-
-def spread_windows(parts: Sequence[EvaluationWindows], tokens: int) -> Subset[WindowBatch]:
-    """Chooses windows of one split or several, evenly spaced from the first one on.
-
-    Args:
-        parts: The windows of each split, all of the same length.
-        tokens: The number of full windows is chosen to hold at least this many tokens, if
-            available.
-    """
-    every: ConcatDataset[WindowBatch] = ConcatDataset(parts)
-    count = min(len(every), max(1, -(-tokens // parts[0].sequence_length)))
-    return Subset(every, [number * len(every) // count for number in range(count)])

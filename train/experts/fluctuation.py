@@ -21,7 +21,7 @@ from polyad.parallel.zero import Engine
 from polyad.train.experts.information import Summed
 from polyad.train.experts.probing import Decision, RoutedLayer, deciding, routed_layers
 from polyad.train.guard.failures import Explain
-from polyad.train.tasks.samples import ImageSamples, TextSamples
+from polyad.train.tasks.samples import Samples
 
 SEED = 0
 """Seed of the experts' codes, which must be equal in all processes."""
@@ -154,7 +154,7 @@ class FluctuationLog:
     def __init__(
         self,
         engine: Engine,
-        samples: TextSamples | ImageSamples,
+        samples: Samples,
         batch_size: int,
         memory: Explain,
     ) -> None:

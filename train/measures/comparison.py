@@ -89,7 +89,6 @@ class Comparison(Measure):
             "compared_with": str(other.folder),
             "compared_step": other.training_step if isinstance(other, Checkpoint) else 0,
             f"probe_{self._opened.task.unit.name}s": int(summed(self._units)),
-            **self.subject.samples.about(),
             **{f"mean_{name}": value for name, value in mean(layers).items()},
         }
         title = "top1, set: share of the tokens whose first expert, or whose set of experts differs"

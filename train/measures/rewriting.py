@@ -218,17 +218,16 @@ class Rewriting(Analysis):
             for each in subject.read(world, label=label):
                 yield each, each.decisions[head.name].coefficients()
 
-        workers = task.settings.num_workers
         images = Subset(task.held_out("train"), members)
         sums_S = torch.zeros(head.num_experts, dtype=torch.float64, device=world.device)
-        some = ImageSamples(task, images=images, num_workers=workers)
+        some = ImageSamples(task, images=images)
         for _, a_BS in readings(some, "read the subpopulation"):
             sums_S += a_BS.double().sum(0)
         mean_S = (comm.sum_over_samples(sums_S, world) / len(members)).float()
         by = rewrite.strength(head.num_experts)
         # before and after; images and correct ones of each subpopulation
         counts_2G2 = torch.zeros(2, 4, 2, dtype=torch.float64, device=world.device)
-        scored = ImageSamples(task, split, num_workers=workers)
+        scored = ImageSamples(task, split)
         for reading, a_BS in readings(scored, f"score {split}"):
             logits_BK, labels = reading.output.float(), reading.batch.labels_B
             rewritten_BK = logits_BK.clone()

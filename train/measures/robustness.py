@@ -100,7 +100,7 @@ class Scorer(NamedTuple):
         self, images: EvaluationImages | Subset[ImageBatch], label: str
     ) -> tuple[Tensor, Tensor]:
         """Logits [N, K] in fp32 and labels [N] of all images in order, on each process."""
-        samples = ImageSamples(self.task, images=images, num_workers=self.task.settings.num_workers)
+        samples = ImageSamples(self.task, images=images)
         own = [
             (each.number_R.cpu(), each.output.float().cpu(), each.batch.labels_B.cpu())
             for each in Subject(self.model, [], samples, self.batch_size).read(

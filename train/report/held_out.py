@@ -141,7 +141,7 @@ def _read(
 
 def _samples(task: Task[Any], options: Options) -> Samples:
     if isinstance(task, TextTask):
-        return TextSamples(task, options.split, options.tokens or TEXT_TOKENS, with_first=False)
+        return TextSamples(task, options.split, options.tokens or TEXT_TOKENS)
     if isinstance(task, ImageClassification):
         return ImageSamples(task, options.split, min(options.tokens or MOST_IMAGES, MOST_IMAGES))
     return samples_of(task, options.split, options.tokens)

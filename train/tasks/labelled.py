@@ -104,9 +104,10 @@ class LabelledTask(Learner, Task[Batch]):
         outcomes_NF: Tensor | None = None
         for batch, own_B, number_B in held_out_batches(
             samples,
-            len(samples),
             batch_size,
-            world,
+            world.data_parallel_rank,
+            world.data_parallel_size,
+            world.device,
             report=report,
             num_workers=self.settings.num_workers,
         ):

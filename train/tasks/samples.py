@@ -11,22 +11,19 @@ import copy
 import functools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, cast
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset, Subset
+from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from polyad.data.images.samples import EvaluationImages, ImageBatch
-from polyad.data.sampler import evaluation_batches
 from polyad.data.sequences.samples import SequenceBatch
-from polyad.data.text.dataset import TokenStream
-from polyad.data.text.masking import MaskedWindow
 from polyad.data.text.tokenizers.tokenizer import Tokenizer
-from polyad.data.text.windows import EvaluationWindows, WindowBatch, spread_windows
+from polyad.data.text.windows import EvaluationWindows
 from polyad.model.bert import BertConfig
 from polyad.model.decoder import Decoder, DecoderSettings
 from polyad.model.feedforward import NOTHING_ELSE
@@ -53,18 +50,21 @@ class Samples(ABC):
     """Samples of a split, each read once.
 
     Attributes:
+        dataset: the samples.
+        amount: their number.
         rows: number of rows that all processes read together.
         rows_of_sample: rows per sample.
         unit: the unit of `amount`, for progress messages.
-        amount: how much is read.
+        num_workers: loader processes; 0: this process reads.
     """
 
+    dataset: Dataset[Any]
+    amount: int
     rows: int
     rows_of_sample: int = 1
     unit: str
-    amount: int
+    num_workers: int = 0
 
-    @abstractmethod
     def batches(
         self, batch_size: int, rank: int, ranks: int, device: torch.device
     ) -> Iterator[Rows]:
@@ -76,6 +76,39 @@ class Samples(ABC):
             ranks: number of processes that share the samples.
             device: the model's.
         """
+        for batch, own_B, number_B in held_out_batches(
+            self.dataset, batch_size, rank, ranks, device, num_workers=self.num_workers
+        ):
+            yield self.rows_of(number_B, type(batch)(*(part[own_B] for part in batch)))
+
+    def inputs(self, batch_size: int, world: comm.World) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yields model inputs, equally many batches on each process, so the model may be sharded.
+
+        Args:
+            batch_size: samples in a batch.
+            world: this process.
+
+        Yields:
+            Input ids [B, T], or images [B, C, H, W]; and which tokens [B, T] or images [B] count.
+        """
+        rank, ranks = world.data_parallel_rank, world.data_parallel_size
+        for batch, own_B, number_B in held_out_batches(
+            self.dataset, batch_size, rank, ranks, world.device
+        ):
+            yield self.counted(self.rows_of(number_B, batch).batch, own_B)
+
+    @abstractmethod
+    def rows_of(self, number_B: Tensor, batch: Any) -> Rows:
+        """What `forward` reads of some samples.
+
+        Args:
+            number_B: their numbers, on the CPU.
+            batch: as in `dataset`, on the model's device.
+        """
+
+    def counted(self, batch: Any, own_B: Tensor) -> tuple[Tensor, Tensor]:
+        """The input of a model, and what of it counts, for `inputs`."""
+        return batch[0], own_B
 
     @abstractmethod
     def forward(self, model: nn.Module, batch: Any, entering: dict[int, Tensor]) -> Any:
@@ -100,58 +133,42 @@ class Samples(ABC):
         """Names of the classes, and each row's class [rows]; None unless a row has exactly one."""
         return None
 
-    def about(self) -> dict[str, int]:
-        """Named numbers that describe the samples, for results."""
-        return {}
 
-
-def samples_of(task: Task[Any], split: str, most: int | None = None) -> Samples:
+def samples_of(task: Task[Any], split: str | None, most: int | None = None) -> Samples:
     """Returns the samples of a split.
 
     Args:
         task: a task on images, sequences or text.
-        split: name of the split.
+        split: name of the split; None: the validation split, for a mixture those of all sources.
         most: approximate number of tokens or images to read; None: all.
 
     Raises:
         ConfigError: there are no measures for this task.
     """
-    if isinstance(task, ImageClassification):
-        return ImageSamples(task, split, most, num_workers=task.settings.num_workers)
-    if isinstance(task, SequenceTask):
-        return SequenceSamples(task, split, most)
     if isinstance(task, TextTask):
         return TextSamples(task, split, most)
+    if isinstance(task, ImageClassification):
+        return ImageSamples(task, split or "validation", most)
+    if isinstance(task, SequenceTask):
+        return SequenceSamples(task, split or "validation", most)
     raise ConfigError(f"{task.place}: there are no measures of experts for this kind of data")
 
 
-def probe_of(task: Task[Any], units: int, split: str | None = None) -> "TextSamples | ImageSamples":
-    """Returns samples on which the routing of several checkpoints is compared.
+def probe_of(task: Task[Any], units: int, split: str | None = None) -> Samples:
+    """Returns samples on which the routing of several checkpoints is compared: text or images.
 
     Args:
-        task: a task on text or images.
+        task: their task.
         units: minimum number of tokens or images (if there are as many), spread evenly.
-        split: name of the split; None: the validation split, for a mixture those of all sources.
+        split: as for `samples_of`.
 
     Raises:
         ConfigError: routing cannot be compared on this data.
     """
-    if isinstance(task, TextTask):
-        return TextSamples(task, split, units)
-    samples = samples_of(task, split or "validation", units)
-    if not isinstance(samples, ImageSamples):
+    samples = samples_of(task, split, units)
+    if isinstance(samples, SequenceSamples):
         raise ConfigError(f"{task.place}: routing cannot be compared on this kind of data")
     return samples
-
-
-def _numbered(
-    batches: Iterable[tuple[Any, Tensor]], rank: int, ranks: int
-) -> Iterator[tuple[Tensor, Any, Tensor]]:
-    """Adds the numbers of a batch's own samples. Batch j of a rank is batch `j * ranks + rank`
-    overall."""
-    for done, (read, own_B) in enumerate(batches):
-        number_B = (done * ranks + rank) * len(own_B) + torch.arange(len(own_B))
-        yield number_B[own_B], read, own_B
 
 
 class Passages(NamedTuple):
@@ -187,7 +204,6 @@ class TextSamples(Samples):
         most: approximate number of tokens to read; None: all.
         hidden: for a BERT, whether tokens are hidden for it to predict; else it reads the text
             unchanged and predicts nothing. A GPT-2 always predicts each token from those before.
-        with_first: whether the end-of-text token before the first token of a split counts.
 
     Raises:
         ConfigError: the text has not even one whole window for a BERT.
@@ -202,35 +218,39 @@ class TextSamples(Samples):
         most: int | None = None,
         *,
         hidden: bool = False,
-        with_first: bool = True,
     ) -> None:
         streams = task.held_out_streams(split)
-        total = sum(stream.num_tokens for stream in streams)
-        tokens = total if most is None else min(most, total)
         assert isinstance(task.model, DecoderSettings | BertConfig)
         self.stream, self.length, self._data = streams[0], task.model.sequence_length, task.data
         self.predicts_both_ways = isinstance(task, MaskedLanguageModelling)
-        self._hidden, self._with_first = hidden, with_first
-        self._source: Subset[WindowBatch] | _WholeWindows
-        self.stride = self.length
+        self._hidden = hidden
+        self.stride = self.length - 2 * self.predicts_both_ways  # less two special tokens
         """Tokens from the start of one window to the start of the next."""
-        if isinstance(task, MaskedLanguageModelling):
-            self._source = _WholeWindows(task, streams, tokens, hidden=hidden)
-            self.stride -= 2  # the two special tokens
-        else:
-            about, length = task.data.tokenizer, self.length
-            marks = about.end_of_text_id, about.begin_of_text_id
-            parts = [EvaluationWindows(each, length, length, *marks) for each in streams]
-            self._whole = parts[0]
-            self._source = spread_windows(parts, tokens)
-        self.rows = len(self._source)
-        self.amount = self.rows * self.length
-        total_windows = -(-self.stream.num_tokens // self.length)
-        self._windows = [number * total_windows // self.rows for number in range(self.rows)]
+        parts: list[Dataset[Any]] = []
+        for stream in streams:
+            if isinstance(task, MaskedLanguageModelling):
+                windows = task.windows(stream)
+                parts.append(Subset(windows, range(windows.num_full)))
+            else:
+                about, length = task.data.tokenizer, self.length
+                marks = about.end_of_text_id, about.begin_of_text_id
+                parts.append(EvaluationWindows(stream, length, length, *marks))
+        self._every: ConcatDataset[Any] = ConcatDataset(parts)
+        if not len(self._every):
+            raise ConfigError(
+                f"{task.place}: its held-out text is shorter than one window of "
+                f"model.sequence_length: {self.length} tokens"
+            )
+        total, count = len(self._every), len(self._every)
+        if most is not None:
+            count = min(total, max(1, -(-most // self.stride)))
+        self._choose([number * total // count for number in range(count)])
+
+    def _choose(self, windows: Sequence[int]) -> None:
+        self._windows = torch.tensor(windows)
         """Each window's number in the split."""
-        if isinstance(self._source, _WholeWindows):
-            self._windows = self._source.numbers
-        self._read_from: Any = self._source
+        self.dataset, self.rows = Subset(self._every, windows), len(windows)
+        self.amount = self.rows * self.length
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
@@ -238,52 +258,32 @@ class TextSamples(Samples):
         return self._data.parts[0].data.tokenizer()
 
     def some(self, windows: Sequence[int]) -> "TextSamples":
-        """Returns other windows of the same split, for a GPT-2.
+        """Returns other windows of the same split.
 
         Args:
             windows: their numbers in the split.
         """
         other = copy.copy(self)
-        other._windows, other.rows = list(windows), len(windows)
-        other._read_from = Subset(cast(Any, self._whole), other._windows)
-        other.amount = other.rows * other.length
+        other._choose(windows)
         return other
 
-    def batches(
-        self, batch_size: int, rank: int, ranks: int, device: torch.device
-    ) -> Iterator[Rows]:
-        """Batches of `Passages`."""
-        read = evaluation_batches(self._read_from, self.rows, batch_size, rank=rank, ranks=ranks)
-        for number_B, batch, own_B in _numbered(read, rank, ranks):
-            passages = Passages(number_B, *(each[own_B].to(device) for each in self._read(batch)))
-            if not self._with_first:
-                passages.scored_BP[self._window_B(number_B).to(device) == 0, 0] = False
-            yield Rows(number_B, passages)
-
-    def _read(self, batch: Any) -> tuple[Tensor, ...]:
-        """Input ids, positions of predicted tokens, these tokens, and which of them count."""
+    def rows_of(self, number_B: Tensor, batch: Any) -> Rows:
+        """`Passages`."""
         if not self.predicts_both_ways:
-            return batch.input_BT, _places(batch.input_BT), batch.target_BT, batch.scored_BT
+            return Rows(number_B, Passages(number_B, batch[0], _places(batch[0]), *batch[1:]))
+        ids_BT, _, *predicted = batch
         if self._hidden:
-            return (batch.input_ids_T, *batch[2:])
-        return batch, _places(batch), batch, _text(batch)
+            return Rows(number_B, Passages(number_B, ids_BT, *predicted))
+        place_BP, target_BP, scored_BP = predicted
+        row_BP = torch.arange(len(ids_BT), device=ids_BT.device).unsqueeze(1).expand_as(place_BP)
+        hidden = row_BP[scored_BP], place_BP[scored_BP]
+        text_BT = ids_BT.index_put(hidden, target_BP[scored_BP])
+        predicted = [_places(text_BT), text_BT, _text(text_BT)]
+        return Rows(number_B, Passages(number_B, text_BT, *predicted))
 
-    def inputs(self, batch_size: int, world: comm.World) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields model inputs, equally many batches on each process, so the model may be sharded.
-
-        Yields:
-            Input ids [B, T], and which of them count.
-        """
-        for batch, own_B, _ in held_out_batches(self._source, self.rows, batch_size, world):
-            if self.predicts_both_ways:
-                ids_BT, counted_BT = batch, _text(batch)
-            else:
-                ids_BT = batch.input_BT
-                counted_BT = self._read_BT(batch.target_BT, batch.scored_BT)
-            yield ids_BT, counted_BT & own_B.unsqueeze(1)
-
-    def _window_B(self, number_B: Tensor) -> Tensor:
-        return torch.tensor([self._windows[number] for number in number_B.tolist()]).long()
+    def counted(self, batch: Passages, own_B: Tensor) -> tuple[Tensor, Tensor]:
+        """Token ids, and which of them count."""
+        return batch.ids_BT, self.counted_BT(batch) & own_B.unsqueeze(1)
 
     def forward(self, model: nn.Module, batch: Passages, entering: dict[int, Tensor]) -> Tensor:
         """The output of the last block [B, T, D]."""
@@ -303,20 +303,9 @@ class TextSamples(Samples):
         """
         if self.predicts_both_ways:
             return _text(batch.ids_BT)
-        counted_BT = self._read_BT(batch.target_BP, batch.scored_BP)
-        if not self._with_first:
-            counted_BT[self._window_B(batch.number_B).to(counted_BT.device) == 0, 0] = False
-        return counted_BT
-
-    def _read_BT(self, target_BT: Tensor, scored_BT: Tensor) -> Tensor:
-        """Which tokens a GPT-2 reads, not counting padding: those before a token that is scored, or
-        that begins a document, which is never scored."""
+        # A token that begins a document is read, and never scored.
         begin = self._data.tokenizer.begin_of_text_id
-        return scored_BT | (target_BT == (-1 if begin is None else begin))
-
-    def about(self) -> dict[str, int]:
-        """The number of windows, and their length in tokens."""
-        return {"probe_windows": self.rows, "sequence_length": self.length}
+        return batch.scored_BP | (batch.target_BP == (-1 if begin is None else begin))
 
     def position_BT(self, batch: Passages) -> Tensor:
         """The position in the split of each token that a GPT-2 reads; -1 where it does not
@@ -332,7 +321,7 @@ class TextSamples(Samples):
             the end-of-text token before the first; and which of them are text [B, T], neither
             padding nor a BERT's special tokens.
         """
-        window_B = self._window_B(batch.number_B).to(batch.ids_BT.device)
+        window_B = self._windows[batch.number_B].to(batch.ids_BT.device)
         # Each window starts with the token before its text, or with a special token.
         first_B1 = window_B.unsqueeze(1) * self.stride - 1
         position_BT = first_B1 + torch.arange(self.length, device=first_B1.device)
@@ -340,50 +329,6 @@ class TextSamples(Samples):
             return window_B, position_BT, _text(batch.ids_BT)
         # The last token of a split is only predicted, not read.
         return window_B, position_BT, position_BT < self.stream.num_tokens - 1
-
-
-class _WholeWindows(Dataset[Any]):
-    """Whole windows of held-out text for a BERT, without padding, spread evenly over the text.
-
-    Args:
-        task: the text task.
-        streams: its token streams.
-        tokens: minimum number of tokens in all windows, if there are as many.
-        hidden: whether tokens are hidden, as for scoring.
-
-    Raises:
-        ConfigError: there is no whole window.
-    """
-
-    def __init__(
-        self,
-        task: MaskedLanguageModelling,
-        streams: Sequence[TokenStream],
-        tokens: int,
-        *,
-        hidden: bool,
-    ) -> None:
-        parts, length = [task.windows(stream) for stream in streams], task.model.sequence_length
-        whole = [(part, number) for part in parts for number in range(part.num_full)]
-        if not whole:
-            raise ConfigError(
-                f"{task.place}: its held-out text is shorter than one window of "
-                f"model.sequence_length: {length} tokens"
-            )
-        count = min(len(whole), max(1, -(-tokens // (length - 2))))  # less two special tokens
-        self._chosen = [whole[number * len(whole) // count] for number in range(count)]
-        self.numbers = [number for _, number in self._chosen]
-        """Each window's number in its split."""
-        self._hidden = hidden
-
-    def __len__(self) -> int:
-        """Counts the windows."""
-        return len(self._chosen)
-
-    def __getitem__(self, window: int) -> MaskedWindow | Tensor:
-        """A window with hidden tokens, or its text [T]."""
-        part, number = self._chosen[window]
-        return part[number] if self._hidden else torch.from_numpy(part.text(number))
 
 
 def _text(ids_BT: Tensor) -> Tensor:
@@ -394,7 +339,7 @@ def _text(ids_BT: Tensor) -> Tensor:
 
 
 def _places(ids_BT: Tensor) -> Tensor:
-    return torch.arange(ids_BT.shape[1]).expand_as(ids_BT)
+    return torch.arange(ids_BT.shape[1], device=ids_BT.device).expand_as(ids_BT)
 
 
 def embedded(model: nn.Module, passages: Passages) -> Tensor:
@@ -456,7 +401,6 @@ class ImageSamples(Samples):
         split: name of the split; empty where `images` belong to none.
         most: number of images to read; None: all.
         images: images to read in place of the split's.
-        num_workers: loader processes; 0: this process reads.
     """
 
     def __init__(
@@ -466,53 +410,23 @@ class ImageSamples(Samples):
         most: int | None = None,
         *,
         images: EvaluationImages | Subset[ImageBatch] | None = None,
-        num_workers: int = 0,
     ) -> None:
         images = task.held_out(split) if images is None else images
         total = len(images)
         self.rows = self.amount = total if most is None else min(total, most)
         self.numbers = [number * total // self.rows for number in range(self.rows)]
         """The images' numbers in their split."""
-        self.task, self.split, self.images = task, split, images
-        self.unit = task.unit.short
-        self._num_workers = num_workers
+        self.task, self.split, self.dataset = task, split, Subset(images, self.numbers)
+        self.unit, self.num_workers = task.unit.short, task.settings.num_workers
 
-    def batches(
-        self, batch_size: int, rank: int, ranks: int, device: torch.device
-    ) -> Iterator[Rows]:
-        """Batches of `ImageBatch`, with normalized images."""
-        read = evaluation_batches(
-            Subset(self.images, self.numbers),
-            self.rows,
-            batch_size,
-            rank=rank,
-            ranks=ranks,
-            num_workers=self._num_workers,
-        )
-        for number_B, batch, own_B in _numbered(read, rank, ranks):
-            images_BCHW = self.task.inputs(batch.images_BCHW[own_B].to(device))
-            yield Rows(number_B, batch._replace(
-                images_BCHW=images_BCHW, labels_B=batch.labels_B[own_B].to(device)
-            ))  # fmt: skip
-
-    def inputs(self, batch_size: int, world: comm.World) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields model inputs, equally many batches on each process, so the model may be sharded.
-
-        Yields:
-            Normalized images [B, C, H, W], and which of them count [B].
-        """
-        images = Subset(self.images, self.numbers)
-        for batch, own_B, _ in held_out_batches(images, self.rows, batch_size, world):
-            yield self.task.inputs(batch.images_BCHW), own_B
+    def rows_of(self, number_B: Tensor, batch: ImageBatch) -> Rows:
+        """`ImageBatch` with normalized images."""
+        return Rows(number_B, batch._replace(images_BCHW=self.task.inputs(batch.images_BCHW)))
 
     def forward(self, model: nn.Module, batch: ImageBatch, entering: dict[int, Tensor]) -> Tensor:
         """Logits [B, K]."""
         logits_BK: Tensor = model(batch.images_BCHW).logits
         return logits_BK
-
-    def about(self) -> dict[str, int]:
-        """The size of the images, in pixels."""
-        return {"image_size": self.task.model.image_size}
 
     def classes(self) -> tuple[list[str], Tensor] | None:
         """The class of each image; None where it may have several."""
@@ -537,21 +451,16 @@ class SequenceSamples(Samples):
         if most is not None:
             mean = float(rows.lengths_R.mean()) * task.data.choices
             samples = min(len(rows), max(1, math.ceil(most / mean)))
-        self._samples = task.data.held_out(split, samples)
-        self.amount, self.rows_of_sample = len(self._samples), task.data.choices
+        self.dataset = chosen = task.data.held_out(split, samples)
+        self.amount, self.rows_of_sample = len(chosen), task.data.choices
         self.rows = self.amount * self.rows_of_sample
-        self.row_of = np.array([self._samples.row_of(number) for number in range(self.amount)])
+        self.row_of = np.array([chosen.row_of(number) for number in range(self.amount)])
         """Each sample's row in the split."""
 
-    def batches(
-        self, batch_size: int, rank: int, ranks: int, device: torch.device
-    ) -> Iterator[Rows]:
-        """Batches of `SequenceBatch`."""
-        read = evaluation_batches(self._samples, self.amount, batch_size, rank=rank, ranks=ranks)
-        for number_B, batch, own_B in _numbered(read, rank, ranks):
-            row_BC = number_B.unsqueeze(1) * self.rows_of_sample + torch.arange(self.rows_of_sample)
-            own = SequenceBatch(*(each[own_B].to(device) for each in batch))
-            yield Rows(row_BC.flatten(), own)
+    def rows_of(self, number_B: Tensor, batch: SequenceBatch) -> Rows:
+        """`SequenceBatch`, each choice a row."""
+        row_BC = number_B.unsqueeze(1) * self.rows_of_sample + torch.arange(self.rows_of_sample)
+        return Rows(row_BC.flatten(), batch)
 
     def forward(
         self, model: nn.Module, batch: SequenceBatch, entering: dict[int, Tensor]

@@ -126,35 +126,34 @@ class HeldOutBatch(NamedTuple):
 
 def held_out_batches(
     samples: Dataset[Any],
-    total: int,
     batch_size: int,
-    world: comm.World,
+    rank: int,
+    ranks: int,
+    device: torch.device,
     *,
     report: Share | None = None,
     num_workers: int = 0,
 ) -> Iterator[HeldOutBatch]:
-    """Yields this process's batches of held-out samples, equally many on all processes.
+    """Yields a process's batches of held-out samples, equally many on all processes.
 
     Args:
-        samples: All held-out samples: NamedTuples of tensors, or single tensors.
-        total: Their number.
+        samples: All held-out samples: NamedTuples of tensors.
         batch_size: Samples per forward pass.
-        world: This process.
+        rank: The process's number.
+        ranks: Number of processes that share the samples.
+        device: The model's.
         report: Called with the share done after every batch.
         num_workers: Loader processes.
     """
-    rank, ranks = world.data_parallel_rank, world.data_parallel_size
+    total = len(samples)  # type: ignore[arg-type]
     batches = evaluation_batches(
         samples, total, batch_size, rank=rank, ranks=ranks, num_workers=num_workers
     )
     for done, (batch, own_B) in enumerate(batches):
         size = len(own_B)
         number_B = (done * ranks + rank) * size + torch.arange(size)
-        if isinstance(batch, Tensor):
-            batch = batch.to(world.device)
-        else:
-            batch = type(batch)(*(part.to(world.device) for part in batch))
-        yield HeldOutBatch(batch, own_B.to(world.device), number_B[own_B])
+        batch = type(batch)(*(part.to(device) for part in batch))
+        yield HeldOutBatch(batch, own_B.to(device), number_B[own_B])
         if report is not None:
             report(min(1.0, (done + 1) * size * ranks / total))
 

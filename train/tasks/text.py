@@ -152,8 +152,9 @@ class TextTask(Task[Batch]):
     ) -> list[float]:
         """Adds the `sums` of a split over all processes, which run equally many forward passes."""
         total = torch.zeros((), dtype=torch.float64, device=world.device)
+        rank, ranks = world.data_parallel_rank, world.data_parallel_size
         for batch, own_B, _ in held_out_batches(
-            windows, len(windows), batch_size, world, report=report
+            windows, batch_size, rank, ranks, world.device, report=report
         ):
             total = total + self.sums(model, batch, own_B)
         sums: list[float] = comm.sum_over_samples(total, world).tolist()

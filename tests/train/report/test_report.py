@@ -171,7 +171,7 @@ def test_memory_does_not_grow_with_the_text(runs):
 
     def most_numbers(tokens):
         """Most numbers in tensors that are alive between batches, and how many tokens were read."""
-        text = TextSamples(task, "train", tokens, with_first=False)
+        text = TextSamples(task, "train", tokens)
         top = TopText(layers, text, 3, "cpu")
         subject, specialization = Subject(model, layers, text, 2), Specialization()
         specialization.begin(subject)
