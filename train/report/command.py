@@ -94,7 +94,6 @@ def read_report(run: Path, checkpoint: Path, options: Options) -> tuple[dict[str
         units: newest.get(units),
         "loss": training.final_loss,
         score: newest.get(score),
-        "validation_max_windows": config.evaluation.max_windows,
         "routing": training.routing(),
         "data": read and read.data,
         "split": read and read.split,

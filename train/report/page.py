@@ -148,11 +148,10 @@ def facts(
         (f"{unit.title()}s", f"{units:,}" if units else "unknown", "seen in training"),
         size,
         ("Training loss", _or_none(training.final_loss), f"{in_unit}last {LAST} steps"),
-        *(
-            (name, _or_none(math.nan if value is None else value), about)
-            for name, value, about in task.validation_facts(
-                score, content["validation_max_windows"]
-            )
+        (
+            task.validation_score.replace("_", " ").capitalize(),
+            _or_none(math.nan if score is None else score),
+            "latest",
         ),
     ]
 

@@ -27,7 +27,6 @@ class AttributeClassification(ImageClassification):
     )
     validation_score: ClassVar[str] = "validation_accuracy"
     validated = ("accuracy", "all_right", "loss")
-    classes_are = "attributes"
     per_class = "per_attribute"
     has_attributes = True
 

@@ -3,7 +3,6 @@
 Shapes: B images of a micro-batch, C channels, H x W pixels, K classes.
 """
 
-import contextlib
 import copy
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -14,28 +13,21 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.utils.data import Subset
 
-from polyad.data.errors import DataError
 from polyad.data.images.augmentation import GaussianNoise
 from polyad.data.images.config import ImageDataConfig
 from polyad.data.images.dataset import ImageData
 from polyad.data.images.samples import EvaluationImages, ImageBatch, ImageSamples
-from polyad.model.families.family import CONFIG_FILE
 from polyad.model.heads import HEAD
 from polyad.model.output import RoutingStats
 from polyad.model.vision import ImageSettings
 from polyad.parallel.families import FamilyWeights
 from polyad.parallel.weights import Weights
 from polyad.train.errors import ConfigError
-from polyad.train.tasks.labelled import LabelledTask, Outcomes, file_of_classes, worst_classes
+from polyad.train.tasks.labelled import LabelledTask, Outcomes, file_of_classes
 from polyad.train.tasks.pixels import mix_images, normalize, soft_targets
 from polyad.train.tasks.scores import calibration_error, class_scores
 from polyad.train.tasks.task import Kept, Predictor, Score, Sections, Unit
 from polyad.train.tasks.vocabulary import CLASSES_FILE, differing, names_of
-
-SHRUNK = 2
-"""Warn where an image's side is more than this many times `model.image_size`."""
-FEW = 100
-"""Warn where the validation split has fewer images than this."""
 
 
 class ImageClassification(LabelledTask[ImageBatch]):
@@ -62,8 +54,6 @@ class ImageClassification(LabelledTask[ImageBatch]):
     data: ImageData
     settings: ImageDataConfig
     validated: Sequence[str] = ("top1", "top5", "loss")
-    classes_are: ClassVar[str] = "classes"
-    """What classes are called."""
     per_class: ClassVar[str] = "per_class"
     """The key of their scores."""
     has_attributes: ClassVar[bool] = False
@@ -147,11 +137,6 @@ class ImageClassification(LabelledTask[ImageBatch]):
             return each_BK.sum(-1)
         return -(targets_BK * logits_BK.log_softmax(-1)).sum(-1)
 
-    def examined(self, logits_BK: Tensor, labels_B: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns what a report shows: each image's loss [B] and class probabilities [B, K]."""
-        targets_BK = soft_targets(labels_B, None, logits_BK.shape[-1], 0.0)
-        return self._loss(logits_BK, targets_BK), self.probabilities(logits_BK)
-
     def probabilities(self, logits_BK: Tensor) -> Tensor:
         """The probability of each class, [B, K]; independent of each other with the sigmoid
         loss."""
@@ -192,7 +177,7 @@ class ImageClassification(LabelledTask[ImageBatch]):
         labels_N, predictions_N = outcomes_NF.T[:2].astype(int)
         scores = class_scores(self.data.class_names, labels_N, predictions_N)
         return {
-            name: {"accuracy": own["recall"], "images": own.pop("held")} | own
+            name: {"accuracy": own["recall"], "images": own.pop("samples")} | own
             for name, own in scores.items()
         }
 
@@ -205,11 +190,9 @@ class ImageClassification(LabelledTask[ImageBatch]):
         }
 
     def rows(self, scores: Mapping[str, Any]) -> list[tuple[str, str]]:
-        """Rows of scores, scores per domain, the worst classes, and how the split was held out."""
+        """Rows of scores, scores per domain, and how the split was held out."""
         titles = {score.name: score.title for score in self.scores}
-        shares = {name: own["accuracy"] for name, own in scores[self.per_class].items()}
         rows = [*super().rows(scores), *self.domain_rows(scores, titles)]
-        rows += worst_classes(shares, self.classes_are)
         return rows + ([("held out", scores["held_out"])] if scores["held_out"] else [])
 
     def units_of(self, split: str) -> int:
@@ -259,27 +242,9 @@ class ImageClassification(LabelledTask[ImageBatch]):
         return Kept(state={"data_fingerprint": self.fingerprint}, files={CLASSES_FILE: classes})
 
     @property
-    def notes(self) -> list[str]:
-        """Warns where images are much larger than the model reads, or the validation split is
-        small."""
-        notes = list(self.data.notes)
-        side = self.model.image_size
-        train = self.data.split("train")
-        with contextlib.suppress(DataError):  # training reports damaged images
-            height, width = train.decode(0).shape[:2]
-            if min(height, width) > SHRUNK * side:
-                notes.append(
-                    f"model.image_size: images are read at {side} x {side} pixels; the first has "
-                    f"{width:,} x {height:,}"
-                )
-        count = len(self.data.split("validation")) if self.has_validation else FEW
-        if count < FEW:
-            images = f"{count:,} image{'s' * (count > 1)} of {count + len(train):,}"
-            notes.append(
-                f"validation: {images}: each is {1 / count:.0%} of a score; a larger "
-                f"data.held_out takes more"
-            )
-        return notes
+    def notes(self) -> Sequence[str]:
+        """What was left out or damaged in listing the images."""
+        return self.data.notes
 
     def begins_anew(self, weights: Weights) -> tuple[str, ...]:
         """The parameters that the model cannot take from these weights, such as a head for other
@@ -293,10 +258,10 @@ class ImageClassification(LabelledTask[ImageBatch]):
         starts anew."""
         # A folder of another library decides itself whether its head is used.
         if isinstance(weights, FamilyWeights):
-            new = weights.is_new(f"{HEAD}weight")
+            is_new = weights.is_new(f"{HEAD}weight")
         else:
-            new = HEAD in self.begins_anew(weights)
-        if not new:
+            is_new = HEAD in self.begins_anew(weights)
+        if not is_new:
             self.check_classes(weights, owner)
 
     def check_classes(self, weights: Weights, owner: str) -> None:
@@ -309,16 +274,9 @@ class ImageClassification(LabelledTask[ImageBatch]):
         Raises:
             ConfigError: They were trained with other classes.
         """
-        names = names_of(weights)
-        ours = list(self.data.class_names)
-        if names is not None and names != ours:
-            way = ""
-            if isinstance(weights, FamilyWeights):
-                way = (
-                    f" (id2label or label_names in {weights.folder / CONFIG_FILE}; without these "
-                    f"keys its head is taken as it is)"
-                )
-            raise ConfigError(f"{self.place} has {differing(ours, names, owner)}{way}")
+        names, ours = names_of(weights), list(self.data.class_names)
+        if names not in (None, ours):
+            raise ConfigError(f"{self.place} has {differing(ours, names, owner)}")
 
     def sources(self, samples: Sequence[int]) -> dict[str, list[int]]:
         """Numbers of the images in the training split."""
@@ -347,7 +305,4 @@ def with_classes(model: ImageSettings, data: ImageData, place: str) -> ImageSett
             f"model.channels: {model.channels} is not allowed with {place}, whose images have 3 "
             "channels: red, green and blue"
         )
-    try:
-        return model.model_copy(update={"num_classes": classes}).filled()
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
+    return model.model_copy(update={"num_classes": classes}).filled()

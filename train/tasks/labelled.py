@@ -24,8 +24,6 @@ from polyad.train.tasks.task import Batch, Predictor, Share, Task, held_out_batc
 
 Outcomes = npt.NDArray[np.float64]
 """What scores are computed from, a row for each sample [N, F]."""
-SHOWN_CLASSES = 3
-"""Number of the worst classes that a text names."""
 
 
 class LabelledTask(Learner, Task[Batch]):
@@ -170,18 +168,6 @@ class LabelledTask(Learner, Task[Batch]):
         if scores["left_out"]:
             rows.append(("left out", f"{', '.join(scores['left_out'])} (the test split)"))
         return rows
-
-
-def worst_classes(shares: Mapping[str, float | None], classes: str) -> list[tuple[str, str]]:
-    """Returns the classes with the lowest scores as a name and a value; empty without classes.
-
-    Args:
-        shares: The score of each class; None for one without samples.
-        classes: What classes are called.
-    """
-    worst = sorted((share, name) for name, share in shares.items() if share is not None)
-    text = ", ".join(f"{name} {share:.3f}" for share, name in worst[:SHOWN_CLASSES])
-    return [(f"{'worst ' * (len(worst) > SHOWN_CLASSES)}{classes}", text)] if worst else []
 
 
 def file_of_classes(names: Sequence[str]) -> bytes:

@@ -6,7 +6,7 @@ Shapes: B samples of a micro-batch, T tokens of a sample, V vocabulary.
 import copy
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from polyad.data.text.samples import MixedSamples, TrainingData
 from polyad.data.text.windows import EvaluationWindows, WindowBatch
 from polyad.model.decoder import DecoderSettings
 from polyad.model.output import RoutingStats
+from polyad.model.settings import ModelSettings
 from polyad.parallel import comm
 from polyad.parallel.weights import Weights
 from polyad.train.errors import ConfigError
@@ -26,7 +27,6 @@ from polyad.train.tasks.distillation import BlockTeacher, Learner, Teacher
 from polyad.train.tasks.task import Predictor, Score, Sections, Share
 from polyad.train.tasks.text import (
     TextTask,
-    TokenScore,
     perplexities,
     perplexity,
     with_end_of_text,
@@ -89,20 +89,14 @@ class LanguageModelling(Learner, TextTask[TextBatch]):
     )
     loss_unit = "nats per token"
     model: DecoderSettings
-    reads: ClassVar[str] = "model.kind: gpt2 or decoder"
 
     def __init__(self, data: TrainingData, sections: Sections) -> None:
         super().__init__(data, sections)
         model = sections.model
-        if not isinstance(model, DecoderSettings):
+        if not isinstance(model, DecoderSettings) or model.head is not None:
             raise ConfigError(
-                f"data.kind: text is not allowed with model.kind: {model.kind}, which does not "
-                f"predict the next token; allowed with: {self.reads}"
-            )
-        if model.head is not None:
-            raise ConfigError(
-                f"model.head.kind: {model.head.kind} is not allowed with data.kind: text, where "
-                "the next token is predicted; allowed: null"
+                f"data.kind: text is not allowed with model.kind: {model.kind}{_head_of(model)}, "
+                "which does not predict the next token; allowed: gpt2 and decoder without a head"
             )
         self._attacked: dict[str, tuple[TokenStream, SplitInfo]] = {}
         self.block_teacher: BlockTeacher | None = None
@@ -140,7 +134,7 @@ class LanguageModelling(Learner, TextTask[TextBatch]):
 
     def means(self, sums: Sequence[float]) -> dict[str, float]:
         """The loss in nats per token."""
-        return {"loss": TokenScore(sums[0], int(sums[1])).loss}
+        return {"loss": sums[0] / sums[1]}
 
     def validate(
         self, model: Predictor, *, batch_size: int, world: comm.World, report: Share
@@ -181,48 +175,30 @@ class LanguageModelling(Learner, TextTask[TextBatch]):
     ) -> dict[str, Any]:
         """Perplexities of a split; see `polyad.train.tasks.text.perplexities`."""
         stream, counts = self.split(split)
-        text = "attacked" if split in self._attacked else "original"
         windows = self.windows(stream)
-        likelihood, tokens = self.scored(
+        nats, tokens = self.scored(
             model, windows, batch_size=batch_size, world=world, report=report
         )
-        score = TokenScore(likelihood, int(tokens))
         return {
-            **perplexities(score, words=counts.words, bytes_=counts.bytes),
-            "tokens_scored": score.tokens,
+            **perplexities(nats, tokens=int(tokens), words=counts.words, bytes_=counts.bytes),
+            "tokens_scored": int(tokens),
             "words": counts.words,
             "bytes": counts.bytes,
             "documents": counts.documents,
-            "end_of_text_scored": True,
-            "word": f"separated by white space in the {text} text",
             "sequence_length": windows.sequence_length,
             "stride": windows.stride,
         }
 
     def rows(self, scores: Mapping[str, Any]) -> list[tuple[str, str]]:
         """Loss, perplexities, and how the text was read."""
-        words = f"{scores['word_perplexity']:,.3f} (words separated by white space)"
-        if not scores["words"]:
-            words = "none: the split has no words, only white space"
         loss, perplexity, bits, scored = super().rows(scores)
         return [
             loss,
             perplexity,
-            ("word perplexity", words),
+            ("word perplexity", f"{scores['word_perplexity']:,.3f} (separated by white space)"),
             bits,
             (scored[0], f"{scored[1]}, including end-of-text"),
             ("window", f"{scores['sequence_length']} tokens, stride {scores['stride']}"),
-        ]
-
-    @classmethod
-    def validation_facts(
-        cls, value: float | None, most: int | None
-    ) -> list[tuple[str, float | None, str]]:
-        """The loss, and its perplexity."""
-        power = None if value is None else perplexity(value)
-        return [
-            ("Validation loss", value, f"{cls.loss_unit}, latest, {cls.validated_part(most)}"),
-            ("Perplexity", power, "of the same validation"),
         ]
 
 
@@ -233,14 +209,14 @@ def language_model(weights: Weights) -> DecoderSettings:
         ConfigError: They are not a language model's.
     """
     config = weights.model_config()
-    if not isinstance(config, DecoderSettings):
+    if not isinstance(config, DecoderSettings) or config.head is not None:
         raise ConfigError(
-            f"{weights.folder}: model.kind: {config.kind} is not a language model; language models "
-            f"are {LanguageModelling.reads}"
-        )
-    if config.head is not None:
-        raise ConfigError(
-            f"{weights.folder}: model.head.kind: {config.head.kind} scores whole sequences, and "
-            "does not predict text"
+            f"{weights.folder}: model.kind: {config.kind}{_head_of(config)} is not a language "
+            "model, which are gpt2 and decoder without a head"
         )
     return config
+
+
+def _head_of(model: ModelSettings) -> str:
+    head = getattr(model, "head", None)
+    return "" if head is None else f" with model.head.kind: {head.kind}"

@@ -53,19 +53,15 @@ class MaskedLanguageModelling(TextTask[MaskedBatch]):
     def __init__(self, data: TrainingData, sections: Sections) -> None:
         super().__init__(data, sections)
         model = sections.model
-        if not isinstance(model, BertConfig):
+        head = getattr(model, "head", None)
+        if not isinstance(model, BertConfig) or not isinstance(head, MaskedLanguageHeadConfig):
+            read = f"model.kind: {model.kind} and model.head.kind: {getattr(head, 'kind', None)}"
             raise ConfigError(
-                f"data.kind: masked_text is not allowed with model.kind: {model.kind}, which does "
-                "not see both sides of a masked token; allowed with: bert"
-            )
-        if not isinstance(model.head, MaskedLanguageHeadConfig):
-            raise ConfigError(
-                f"data.kind: masked_text is not allowed with model.head.kind: {model.head.kind}, "
-                "which does not predict tokens; allowed with: language"
+                f"data.kind: masked_text is not allowed with {read}; allowed: bert and language"
             )
         self.model = with_vocabulary(model, data.tokenizer.vocab_size, self.place)
         self.special = SpecialTokens.of(data.parts[0].data.tokenizer(), self.place)
-        self.num_hidden = model.head.num_masked(model.sequence_length)
+        self.num_hidden = head.num_masked(model.sequence_length)
 
     @functools.cached_property
     def samples(self) -> MaskedSamples:

@@ -20,7 +20,6 @@ from polyad.model.settings import ModelSettings
 from polyad.model.smoe.config import SparseMoEConfig
 from polyad.model.vision import ImageSettings
 from polyad.parallel.plan import forward_flops
-from polyad.train.errors import ConfigError
 from polyad.train.tasks.distillation import BlockTeacher, Teacher, cross_entropy
 from polyad.train.tasks.language import TextBatch, text_losses
 from polyad.train.tasks.masked_language import masked_losses
@@ -100,20 +99,11 @@ _counted: dict[tuple[str, int, int | None], int] = {}
 
 def _in_run(model: ModelSettings, *, at_end: bool) -> ModelSettings:
     """The model at the start or end of a run, whose K is that of then."""
-    sparse = {
-        key: each
-        for key, each in model.feed_forwards().items()
-        if isinstance(each, SparseMoEConfig)
-    }
-    changed = {
-        key: each.model_copy(
-            update={
-                "top_k": each.known_final_top_k() if at_end else each.top_k,
-                "final_top_k": None,
-            }
-        )
-        for key, each in sparse.items()
-    }
+    changed = {}
+    for key, each in model.feed_forwards().items():
+        if isinstance(each, SparseMoEConfig):
+            top_k = each.known_final_top_k() if at_end else each.top_k
+            changed[key] = each.model_copy(update={"top_k": top_k, "final_top_k": None})
     return model.with_feed_forwards(changed)
 
 
@@ -141,56 +131,26 @@ def _batch(model: ModelSettings, seeds: Sequence[int], length: int | None) -> Ra
 
 def _sample(model: ModelSettings, length: int | None, seed: int) -> RandomBatch:
     generator = torch.Generator().manual_seed(seed)
-    if isinstance(model, DecoderSettings):
-        if model.head is not None:
-            return _sequence_sample(model, model.head, length or model.sequence_length, generator)
-        ids = torch.randint(
-            model.number("vocab_size"), (model.sequence_length + 1,), generator=generator
+    if isinstance(model, ImageSettings):
+        side = model.image_size
+        return ImageBatch(
+            torch.randn((model.channels, side, side), generator=generator),
+            torch.randint(model.number("num_classes"), (), generator=generator),
+            torch.ones(()),
+            torch.zeros(4, dtype=torch.int16),
         )
-        return TextBatch.of(ids)
-    if isinstance(model, BertConfig):
-        return _bert_sample(model, length or model.sequence_length, generator)
-    if not isinstance(model, ImageSettings):
-        try:
-            return ClassBatch(*model.random_sample(generator))
-        except NotImplementedError as error:
-            raise ConfigError(
-                f"model.kind: {model.kind}: {type(model).__name__} has no method random_sample, "
-                "which planning a step and counting its FLOPs need"
-            ) from error
-    side = model.image_size
-    return ImageBatch(
-        torch.randn((model.channels, side, side), generator=generator),
-        torch.randint(model.number("num_classes"), (), generator=generator),
-        torch.ones(()),
-        torch.zeros(4, dtype=torch.int16),
-    )
-
-
-def _bert_sample(
-    model: BertConfig, length: int, generator: torch.Generator
-) -> MaskedBatch | ClassBatch:
-    if isinstance(model.head, ClassificationHeadConfig):
-        return _sequence_sample(model, model.head, length, generator)
+    if not isinstance(model, DecoderSettings | BertConfig):
+        return ClassBatch(*model.random_sample(generator))
+    length, vocabulary = length or model.sequence_length, model.number("vocab_size")
+    if model.head is None:
+        return TextBatch.of(torch.randint(vocabulary, (length + 1,), generator=generator))
+    ids_T = torch.randint(vocabulary, (length,), generator=generator)
     if isinstance(model.head, MaskedLanguageHeadConfig):
-        ids_T = torch.randint(model.number("vocab_size"), (length,), generator=generator)
         hidden = model.head.num_masked(length)
         positions_P = torch.randperm(length, generator=generator)[:hidden].sort().values
         return MaskedBatch(ids_T, positions_P, ids_T[positions_P].roll(1))
-    raise ConfigError(
-        f"model.head.kind: {model.head.kind} has no loss, so it cannot be trained; language and "
-        "classification can"
-    )
-
-
-def _sequence_sample(
-    model: DecoderSettings | BertConfig,
-    head: ClassificationHeadConfig,
-    length: int,
-    generator: torch.Generator,
-) -> ClassBatch:
-    ids_T = torch.randint(model.number("vocab_size"), (length,), generator=generator)
-    return ClassBatch(ids_T, torch.randint(head.num_classes or 1, (), generator=generator))
+    assert isinstance(model.head, ClassificationHeadConfig)
+    return ClassBatch(ids_T, torch.randint(model.head.num_classes or 1, (), generator=generator))
 
 
 def losses_for(model: ModelSettings, teacher: Teacher | BlockTeacher | None = None) -> Any:
@@ -208,12 +168,9 @@ def losses_for(model: ModelSettings, teacher: Teacher | BlockTeacher | None = No
     return partial(_class_losses, teacher)
 
 
-Losses: TypeAlias = tuple[Tensor, tuple[RoutingStats, ...]]
-
-
 def _class_losses(
     teacher: Teacher | None, model: Predictor, batch: ClassBatch | ImageBatch
-) -> Losses:
+) -> tuple[Tensor, tuple[RoutingStats, ...]]:
     """The cross-entropy of the class; for a single output its square."""
     inputs = batch[0]
     logits_BK, routing = model(inputs)

@@ -99,23 +99,22 @@ def class_scores(
         predictions_N: Number of its predicted class.
 
     Returns:
-        By class name, as in scikit-learn's `precision_recall_fscore_support`: `held`, the samples
-        of the class; `predicted`, those predicted as it; `right`, how many of these belong to it;
-        `precision`, `recall` and `f1`, None where one is 0 / 0.
+        By class name `precision`, `recall` and `f1`, None where one is 0 / 0, and the number of
+        `samples` of the class.
     """
-    of_samples = (labels_N, predictions_N, labels_N[labels_N == predictions_N])
-    counts = (np.bincount(numbers, minlength=len(names)).tolist() for numbers in of_samples)
-    return {
-        name: {
-            "held": held,
-            "predicted": predicted,
-            "right": right,
-            "precision": right / predicted if predicted else None,
-            "recall": right / held if held else None,
-            "f1": 2 * right / (held + predicted) if held + predicted else None,
+    from sklearn.metrics import precision_recall_fscore_support
+
+    *shares, samples_K = precision_recall_fscore_support(
+        labels_N, predictions_N, labels=range(len(names)), zero_division=np.nan
+    )
+    scores = {}
+    for name, samples, *own in zip(names, samples_K, *shares, strict=True):
+        numbers = [None if np.isnan(share) else float(share) for share in own]
+        scores[name] = {
+            "samples": int(samples),
+            **dict(zip(("precision", "recall", "f1"), numbers, strict=True)),
         }
-        for name, held, predicted, right in zip(names, *counts, strict=True)
-    }
+    return scores
 
 
 BINS = 15

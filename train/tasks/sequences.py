@@ -20,17 +20,15 @@ from polyad.data.sequences.samples import PaddedRows, SequenceBatch, TrainingRow
 from polyad.data.text.tokenizers.files import load_tokenizer
 from polyad.data.text.tokenizers.tokenizer import Tokenizer
 from polyad.model.bert import BertConfig
-from polyad.model.config_yaml import load
 from polyad.model.decoder import DecoderSettings
 from polyad.model.heads import HEAD, ClassificationHeadConfig
 from polyad.model.output import RoutingStats
 from polyad.model.settings import ModelSettings
-from polyad.parallel.checkpoint.load import Checkpoint
 from polyad.parallel.families import FamilyWeights
 from polyad.parallel.weights import Weights, open_weights
 from polyad.train.errors import ConfigError
 from polyad.train.tasks.distillation import cross_entropy
-from polyad.train.tasks.labelled import LabelledTask, Outcomes, file_of_classes, worst_classes
+from polyad.train.tasks.labelled import LabelledTask, Outcomes, file_of_classes
 from polyad.train.tasks.scores import METRICS, TITLES, class_scores
 from polyad.train.tasks.task import Kept, Predictor, Score, Sections, Unit
 from polyad.train.tasks.text import with_vocabulary
@@ -105,18 +103,15 @@ class SequenceTask(LabelledTask[SequenceBatch]):
         starts from."""
         settings = sections.data
         assert isinstance(settings, SequenceDataConfig)
+        tokenizer: Tokenizer | None = None
         if settings.tokenizer is not None:
-            tokenizer: Tokenizer | None = load_tokenizer(settings.tokenizer)
+            tokenizer = load_tokenizer(settings.tokenizer)
         elif sections.init_from is not None:
             tokenizer = tokenizer_of(open_weights(Path(sections.init_from)))
-        else:
-            raise ConfigError(
-                "data.tokenizer: is missing; without checkpoint.init_from, whose tokenizer would "
-                "be used, give a file, a folder or a name on the Hugging Face hub"
-            )
         if tokenizer is None:
             raise ConfigError(
-                f"data.tokenizer: is missing, and {sections.init_from} has no tokenizer either"
+                "data.tokenizer: is missing; allowed: a file, a folder or a name on the Hugging "
+                "Face hub; null takes that of checkpoint.init_from, if it has one"
             )
         task = cls(_open(sections, tokenizer), sections)
         for split in ("train", "validation"):
@@ -144,10 +139,8 @@ class SequenceTask(LabelledTask[SequenceBatch]):
 
     @property
     def notes(self) -> Sequence[str]:
-        """Notes the class of F1, and how many sequences of each split were too long."""
+        """How many sequences of each split were too long, and what was left out in reading."""
         notes = list(self.data.notes)
-        if self.f1_class is not None:
-            notes.append(f"data.metrics: f1 is that of the class {self.f1_class!r}")
         for split in ("train", "validation"):
             if split in self.data.splits and (cut := self.data.encoded(split).cut):
                 count = len(self.data.encoded(split)) * self.data.choices
@@ -156,11 +149,6 @@ class SequenceTask(LabelledTask[SequenceBatch]):
                     f"{self.data.max_length:,} tokens and are truncated"
                 )
         return notes
-
-    @property
-    def f1_class(self) -> str | None:
-        """The class whose `f1` is a metric; None: F1 is not a metric."""
-        return self.data.class_names[1] if "f1" in self.schema.metrics else None
 
     def sequences_of_sample(self) -> tuple[int, int | None]:
         """The number of choices per sample, and the mean length of training sequences in tokens."""
@@ -175,7 +163,7 @@ class SequenceTask(LabelledTask[SequenceBatch]):
         outputs_BK, routing = self._outputs(model, batch)
         losses_B = self._losses(outputs_BK, batch.labels_B)
         if self.teacher is not None:
-            ids_RT, named = self._inputs(batch)
+            ids_RT, named = model_inputs(batch, self.data.has_segments)
             losses_B = self.teacher.taught(losses_B, outputs_BK, ids_RT, **named)
         return losses_B, routing
 
@@ -189,12 +177,9 @@ class SequenceTask(LabelledTask[SequenceBatch]):
         self, model: Predictor, batch: SequenceBatch
     ) -> tuple[Tensor, tuple[RoutingStats, ...]]:
         """Scores of classes [B, K] or choices [B, C], or the predicted number [B, 1]."""
-        ids_RT, named = self._inputs(batch)
+        ids_RT, named = model_inputs(batch, self.data.has_segments)
         logits_RK, routing = model(ids_RT, **named)
         return logits_RK.float().view(len(batch.labels_B), -1), routing
-
-    def _inputs(self, batch: SequenceBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        return model_inputs(batch, self.data.has_segments)
 
     def _losses(self, outputs_BK: Tensor, labels_B: Tensor) -> Tensor:
         if self.schema.task == "regression":
@@ -220,9 +205,8 @@ class SequenceTask(LabelledTask[SequenceBatch]):
     def outcomes(self, model: Predictor, batch: SequenceBatch) -> Tensor:
         """Label, prediction and loss."""
         outputs_BK, losses_B = self.examined(model, batch)
-        predicted_B = outputs_BK.argmax(-1)
-        if self.schema.task == "regression":
-            predicted_B = outputs_BK[:, 0]
+        is_number = self.schema.task == "regression"
+        predicted_B = outputs_BK[:, 0] if is_number else outputs_BK.argmax(-1)
         parts = (batch.labels_B, predicted_B, losses_B)
         return torch.stack([part.double() for part in parts], dim=-1)
 
@@ -238,16 +222,15 @@ class SequenceTask(LabelledTask[SequenceBatch]):
         return {"score": score, **metrics, "loss": float(losses_N.mean())}
 
     def about_split(self, split: str, outcomes_NF: Outcomes) -> dict[str, Any]:
-        """The metrics, the class of F1, the scores of each class, and how many sequences were
-        longer than `max_length`."""
+        """The metrics, the scores of each class, and how many sequences were longer than
+        `max_length`."""
         per_class = {}
         if names := self.data.class_names:
             labels_N, predictions_N = outcomes_NF.T[:2].astype(int)
             for name, own in class_scores(names, labels_N, predictions_N).items():
-                per_class[name] = {"sequences": own.pop("held")} | own
+                per_class[name] = {"sequences": own.pop("samples")} | own
         return {
             "metrics": list(self.schema.metrics),
-            "f1_class": self.f1_class,
             "per_class": per_class,
             "cut_off": self.data.encoded(split).cut,
             "max_length": self.data.max_length,
@@ -255,22 +238,16 @@ class SequenceTask(LabelledTask[SequenceBatch]):
         }
 
     def rows(self, scores: Mapping[str, Any]) -> list[tuple[str, str]]:
-        """Rows of metrics, loss, scores per domain, the worst classes, and truncated sequences."""
+        """Rows of metrics, loss, scores per domain, and truncated sequences."""
         titles: dict[str, str] = {name: TITLES[name] for name in self.schema.metrics}
-        if self.f1_class is not None:
-            titles["f1"] = f"F1 of {self.f1_class}"
         rows = [(title, f"{scores[name]:.4f}") for name, title in titles.items()]
-        if len(rows) > 1:
-            rows.append(("their mean", f"{scores['score']:.4f}"))
+        rows.append(("their mean", f"{scores['score']:.4f}"))
         unit = "squared error" if self.schema.task == "regression" else "nats per sequence"
         rows.append(("loss", f"{scores['loss']:.4f} {unit}"))
         rows += self.domain_rows(scores, titles | {"loss": "loss"})
-        recalls = {name: own["recall"] for name, own in scores["per_class"].items()}
-        rows += worst_classes(recalls, "classes")
         rows.append(("scored", f"{scores['sequences_scored']:,} sequences"))
         if scores["cut_off"]:
-            length = f"{scores['max_length']:,} tokens"
-            rows.append(("truncated", f"{scores['cut_off']:,}, to {length}"))
+            rows.append(("truncated", f"{scores['cut_off']:,}, to {scores['max_length']:,} tokens"))
         return rows
 
     def units_of(self, split: str) -> int:
@@ -307,7 +284,6 @@ class SequenceTask(LabelledTask[SequenceBatch]):
         ours = self.model.head
         assert isinstance(ours, ClassificationHeadConfig)
         same = isinstance(head, ClassificationHeadConfig) and head.num_classes == ours.num_classes
-        same = same and _task_of(weights) in (None, self.schema.task)
         if same and names == self.data.class_names:
             return ()
         # A folder of a transformers BERT decides itself whether it has a pooler.
@@ -319,17 +295,6 @@ class SequenceTask(LabelledTask[SequenceBatch]):
     def sources(self, samples: Sequence[int]) -> dict[str, list[int]]:
         """Numbers of the rows in the training split."""
         return {self.name: sorted({self.samples.row_of(sample) for sample in samples})}
-
-
-def _task_of(weights: Weights) -> str | None:
-    """The kind of task that the weights' head was trained for: a single output is a number or the
-    score of a choice. None if they do not record it."""
-    if not isinstance(weights, Checkpoint):
-        return None
-    data = load(weights.config_yaml).get("data")
-    if not data or data.get("kind") != "sequences":
-        return None
-    return SequenceDataConfig.model_validate(data).schema_of.task
 
 
 def _open(
@@ -358,20 +323,12 @@ def _scoring(model: ModelSettings) -> ScoringConfig:
     Raises:
         ConfigError: It does not.
     """
-    if not isinstance(model, ScoringConfig):
+    head = getattr(model, "head", None)
+    if not isinstance(model, ScoringConfig) or not isinstance(head, ClassificationHeadConfig):
+        read = f"model.kind: {model.kind} and model.head.kind: {getattr(head, 'kind', None)}"
         raise ConfigError(
-            f"data.kind: sequences is not allowed with model.kind: {model.kind}, which does not "
-            "read tokens; allowed with: gpt2, bert"
-        )
-    if model.head is None:
-        raise ConfigError(
-            "model.head: null predicts the next token; data.kind: sequences needs "
-            "{kind: classification}"
-        )
-    if model.head.kind != "classification":
-        raise ConfigError(
-            f"model.head.kind: {model.head.kind} does not score sequences; data.kind: sequences "
-            f"needs classification"
+            f"data.kind: sequences is not allowed with {read}; allowed: gpt2, decoder or bert with "
+            "classification"
         )
     return model
 

@@ -317,34 +317,6 @@ class Task(ABC, Generic[Batch]):
         """Checks that a split can be scored; raises what `units_of` does."""
         self.units_of(split)
 
-    @classmethod
-    def validation_facts(
-        cls, value: float | None, most: int | None
-    ) -> list[tuple[str, float | None, str]]:
-        """Returns what a report shows about the newest validation.
-
-        Args:
-            value: Value of `validation_score`; None: no validation yet.
-            most: Maximum number of samples per validation, `evaluation.max_windows`; None: all.
-
-        Returns:
-            Titles, numbers, and a description of each.
-        """
-        title = cls.validation_score.replace("_", " ").capitalize()
-        return [(title, value, f"latest, {cls.validated_part(most)}")]
-
-    @classmethod
-    def validated_part(cls, most: int | None) -> str:
-        """Describes in words what a validation during training reads; `polyad evaluate` reads the
-        whole split.
-
-        Args:
-            most: Maximum number of samples; None: all.
-        """
-        if most is None:
-            return "on the whole split"
-        return f"on at most {most:,} {cls.sample}s of the split (evaluation.max_windows)"
-
     @property
     def trains_whole_model(self) -> bool:
         """Whether a step is a forward and a backward pass of the whole model; FLOPs are counted

@@ -8,7 +8,7 @@ before the first token, as context only.
 import math
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple, Self, TypeVar, cast
+from typing import Any, ClassVar, Self, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from polyad.data.config import DataConfig
 from polyad.data.errors import DataError
 from polyad.data.text.dataset import TokenStream
 from polyad.data.text.manifest import SplitInfo, SplitName
-from polyad.data.text.samples import MixedSamples, Part, TrainingData
+from polyad.data.text.samples import MixedSamples, TrainingData
 from polyad.model.bert import BertConfig
 from polyad.model.decoder import DecoderSettings
 from polyad.parallel import comm
@@ -34,11 +34,7 @@ from polyad.train.tasks.task import (
     Unit,
     held_out_batches,
 )
-from polyad.train.tasks.vocabulary import (
-    check_tokenizer,
-    data_named,
-    open_data,
-)
+from polyad.train.tasks.vocabulary import check_tokenizer
 
 TextModel = TypeVar("TextModel", bound=DecoderSettings | BertConfig)
 
@@ -79,15 +75,15 @@ class TextTask(Task[Batch]):
             raise ConfigError(
                 f"data.mixture: choose one folder to evaluate with --data, out of {folders}"
             )
-        prepared = open_data(settings.path)
-        check_tokenizer(f"data.path: {settings.path}", prepared, weights, "checkpoint")
-        part = Part(prepared.path.name, 1.0, prepared)
-        return cls(TrainingData([part], "data.path"), sections)
+        data = TrainingData.open(settings)
+        place = f"{data.key}: {settings.path}"
+        check_tokenizer(place, data.parts[0].data, weights, "checkpoint")
+        return cls(data, sections)
 
     @property
     def place(self) -> str:
         """The key that names the data, `data.path` or `data.mixture`, with its folders."""
-        return data_named(self.settings)
+        return f"{self.data.key}: {self.name}"
 
     @property
     def name(self) -> str:
@@ -264,24 +260,12 @@ def with_end_of_text(model: DecoderSettings, end_of_text_id: int, place: str) ->
     return model.model_copy(update={"end_of_text_id": end_of_text_id})
 
 
-class TokenScore(NamedTuple):
-    """The summed negative log-likelihood of tokens, and their number."""
-
-    negative_log_likelihood: float
-    """The sum over all scored tokens, in nats."""
-    tokens: int
-
-    @property
-    def loss(self) -> float:
-        """The mean loss in nats per token."""
-        return self.negative_log_likelihood / self.tokens
-
-
-def perplexities(score: TokenScore, *, words: int, bytes_: int) -> dict[str, float]:
+def perplexities(nats: float, *, tokens: int, words: int, bytes_: int) -> dict[str, float]:
     """Computes scores per token, per word and per byte.
 
     Args:
-        score: score of a whole split.
+        nats: summed negative log-likelihood of the tokens of a whole split.
+        tokens: their number.
         words: number of words in its text, separated by white space.
         bytes_: number of UTF-8 bytes in its text.
 
@@ -289,10 +273,9 @@ def perplexities(score: TokenScore, *, words: int, bytes_: int) -> dict[str, flo
         Loss in nats per token, token and word perplexity, bits per byte. The likelihood of
         end-of-text tokens enters all four; they count as tokens, but not as words or bytes.
     """
-    nats = score.negative_log_likelihood
     return {
-        "loss": score.loss,
-        "perplexity": perplexity(score.loss),
+        "loss": nats / tokens,
+        "perplexity": perplexity(nats / tokens),
         "word_perplexity": perplexity(nats / words) if words else float("nan"),
         "bits_per_byte": nats / math.log(2) / bytes_ if bytes_ else float("nan"),
     }

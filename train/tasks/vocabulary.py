@@ -1,9 +1,8 @@
 """Token ids and class numbers of weights: which tokenizer and class names they refer to."""
 
 from pathlib import Path
+from typing import Any
 
-from polyad.data.config import DataConfig
-from polyad.data.errors import DataError
 from polyad.data.json_reader import parse_json, read_json
 from polyad.data.text.dataset import PreparedData
 from polyad.data.text.manifest import TOKENIZER_FILES
@@ -14,22 +13,6 @@ from polyad.parallel.checkpoint.load import Checkpoint
 from polyad.parallel.families import GENERATION_FILE, FamilyWeights, Origin
 from polyad.parallel.weights import Weights
 from polyad.train.errors import ConfigError
-
-
-def open_data(path: str | None) -> PreparedData:
-    """Opens the prepared data in the folder of `data.path`.
-
-    Raises:
-        ConfigError: it is missing or damaged.
-    """
-    if path is None:
-        raise ConfigError(
-            "data.path: is missing; create a folder of prepared data with `polyad prepare`"
-        )
-    try:
-        return PreparedData.open(Path(path))
-    except DataError as error:
-        raise ConfigError(f"data.path: {error}") from None
 
 
 def check_tokenizer(key: str, data: PreparedData, weights: Weights, owner: str) -> None:
@@ -45,23 +28,17 @@ def check_tokenizer(key: str, data: PreparedData, weights: Weights, owner: str) 
     Raises:
         ConfigError: it was made with another tokenizer.
     """
-    fingerprint = fingerprint_of(weights)
-    data_fingerprint = data.manifest.tokenizer.fingerprint
-    if fingerprint in (None, data_fingerprint):
+    tokenizer, fingerprint = tokenizer_of(weights), data.manifest.tokenizer.fingerprint
+    own = None if tokenizer is None else tokenizer.fingerprint
+    if isinstance(weights, Checkpoint):
+        own = weights.state.tokenizer_fingerprint
+    if own in (None, fingerprint):
         return
-    tokenizer = tokenizer_of(weights)
     if tokenizer is None or not same_ids(tokenizer, data.tokenizer()):
         raise ConfigError(
-            f"{key} was made with tokenizer {data_fingerprint[:12]}, the {owner} with "
-            f"{str(fingerprint)[:12]}: their token ids mean different things"
+            f"{key} was made with tokenizer {fingerprint[:12]}, the {owner} with "
+            f"{str(own)[:12]}: their token ids mean different things"
         )
-
-
-def data_named(config: DataConfig) -> str:
-    """The key that names the data, with its value, for error messages."""
-    if config.mixture is None:
-        return f"data.path: {config.path}"
-    return f"data.mixture: {', '.join(source.path for source in config.mixture)}"
 
 
 def same_ids(one: Tokenizer, other: Tokenizer) -> bool:
@@ -85,14 +62,6 @@ def tokenizer_of(weights: Weights) -> Tokenizer | None:
             if fingerprint in (None, tokenizer.fingerprint):
                 return tokenizer
     return None
-
-
-def fingerprint_of(weights: Weights) -> str | None:
-    """The fingerprint of a model's tokenizer; None if there is none."""
-    if isinstance(weights, Checkpoint):
-        return weights.state.tokenizer_fingerprint
-    tokenizer = tokenizer_of(weights)
-    return tokenizer.fingerprint if tokenizer else None
 
 
 def need_tokenizer(weights: Weights, given: str | None) -> Tokenizer:
@@ -136,27 +105,20 @@ def need_tokenizer(weights: Weights, given: str | None) -> Tokenizer:
 def _named_stop_ids(weights: Weights) -> frozenset[int]:
     """Returns the ids that end a text according to the folder of another library from which a
     model comes: as in transformers, those of generation_config.json, or without this file those of
-    config.json.
-
-    Raises:
-        ConfigError: the key has another form.
-    """
+    config.json."""
     if isinstance(weights, FamilyWeights):
         origin = weights.origin()
     elif isinstance(weights, Checkpoint) and weights.state.huggingface is not None:
         origin = Origin.model_validate(weights.state.huggingface)
     else:
         return frozenset()
-    place, tree = "config.json", origin.config
+    tree: Any = origin.config
     if (content := origin.files.get(GENERATION_FILE)) is not None:
-        place, tree = GENERATION_FILE, parse_json(content, GENERATION_FILE, error=ConfigError)
-    value = tree.get("eos_token_id") if isinstance(tree, dict) else None
+        tree = parse_json(content, GENERATION_FILE, error=ConfigError)
+    value = tree.get("eos_token_id")
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(type(each) is int and each >= 0 for each in ids):
-        raise ConfigError(
-            f"{weights.folder}: {place}: eos_token_id: {value!r:.60} is not allowed; it must be a "
-            "token id, a list of them, or null"
-        )
+        raise ConfigError(f"{weights.folder}: eos_token_id: {value!r:.60} is no token id")
     return frozenset(ids)
 
 

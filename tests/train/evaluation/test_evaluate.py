@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from polyad.data.text.dataset import PreparedData
 from polyad.parallel.weights import load_model
 from polyad.train.exchange.convert import convert
-from polyad.train.tasks.text import TokenScore, perplexities
+from polyad.train.tasks.text import perplexities
 from tests.helpers.everyday import everyday
 from tests.helpers.reference import reference_of
 from tests.helpers.runs import evaluated, evaluation, evaluation_error, run, write_config
@@ -139,7 +139,7 @@ def test_a_loss_that_is_not_finite_with_finite_weights_is_an_error(
 
 def test_measures_by_hand():
     # 12 nats over 4 tokens, 3 words, 10 bytes.
-    result = perplexities(TokenScore(12.0, 4), words=3, bytes_=10)
+    result = perplexities(12.0, tokens=4, words=3, bytes_=10)
     assert result["loss"] == 3.0
     assert result["perplexity"] == pytest.approx(20.0855, rel=1e-5)
     assert result["word_perplexity"] == pytest.approx(54.5982, rel=1e-5)
@@ -161,7 +161,7 @@ def test_a_split_without_a_word_has_no_perplexity_a_word(
     assert result["word_perplexity"] is None
     assert result["bits_per_byte"] > 0
     rows = dict(line.split("  ", 1) for line in text.splitlines())
-    assert rows["word perplexity"] == "none: the split has no words, only white space"
+    assert rows["word perplexity"] == "nan (separated by white space)"
 
 
 @pytest.mark.parametrize(

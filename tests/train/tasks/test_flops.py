@@ -1,15 +1,11 @@
 """FLOPs that are counted by running, against numbers worked out by hand."""
 
-from typing import Literal
-
 import pytest
 import torch
 
 from polyad.model.bert import BertConfig
 from polyad.model.decoder_config import GPT2Config
-from polyad.model.settings import ModelSettings
-from polyad.train.errors import ConfigError
-from polyad.train.tasks.random_input import flops_of_unit, random_batch
+from polyad.train.tasks.random_input import flops_of_unit
 
 SMALL = {"hidden_size": 32, "num_heads": 4, "sequence_length": 16, "vocab_size": 61}
 
@@ -106,14 +102,3 @@ def test_counting_leaves_random_numbers_as_they_were():
     section = {"kind": "smoe", "num_experts": 8, "router_noise": 1.0, "expert_dropout": 0.1}
     flops_of_unit(GPT2Config(num_layers=2, dropout=0.1, **SMALL, feed_forward=section))
     assert torch.equal(torch.rand(4), expected)
-
-
-class UnfinishedConfig(ModelSettings):
-    """Settings of a plugin that has left the random sample out."""
-
-    kind: Literal["unfinished"] = "unfinished"
-
-
-def test_a_plugin_without_a_random_sample_is_told_what_it_lacks() -> None:
-    with pytest.raises(ConfigError, match="unfinished: UnfinishedConfig has no method random_sam"):
-        random_batch(UnfinishedConfig(), [0])
