@@ -1,10 +1,13 @@
 """Tests of scores by hand-worked numbers, and beside scikit-learn."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
-from polyad.train.tasks.scores import METRICS, class_scores
+from polyad.train.tasks.scores import METRICS, calibration_error, class_scores
 
 LABELS = np.array([1, 1, 1, 0, 0, 0, 0, 0])
 FOUND = np.array([1, 1, 0, 1, 0, 0, 0, 0])
