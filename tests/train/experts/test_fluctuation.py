@@ -5,8 +5,6 @@ import math
 import pytest
 import torch
 
-from polyad.data.text.dataset import PreparedData
-from polyad.data.text.windows import EvaluationWindows, spread_windows
 from polyad.model.smoe.router import Selected
 from polyad.parallel.weights import load_model
 from polyad.train.experts.fluctuation import (
@@ -85,23 +83,6 @@ def test_codes_of_sets_are_different():
     pairs = torch.combinations(torch.arange(64))
     sums = codes_S[pairs].sum(-1).tolist() + codes_S.tolist() + [0]
     assert len(set(sums)) == len(sums)
-
-
-def test_the_probe_set_lies_evenly_over_the_split(prepared_path):
-    data = PreparedData.open(prepared_path)
-    windows = EvaluationWindows(data.split("validation"), 32, 32, 0)
-    assert len(windows) > 20
-    for tokens, count in ((1, 1), (32, 1), (33, 2), (320, 10), (10**9, len(windows))):
-        spread = spread_windows([windows], tokens)
-        assert len(spread) == count
-        for number in range(count):
-            expected = windows[number * len(windows) // count]
-            assert all(map(torch.equal, spread[number], expected))
-        with pytest.raises(IndexError):
-            spread[count]
-    both = spread_windows([windows, windows], 10**9)
-    assert len(both) == 2 * len(windows)
-    assert torch.equal(both[len(windows) + 3].input_BT, windows[3].input_BT)
 
 
 def train(workers, folder, data, processes, *overrides, **changes):
