@@ -12,10 +12,9 @@ import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, Dataset, Subset
@@ -344,13 +343,11 @@ def _places(ids_BT: Tensor) -> Tensor:
 
 def embedded(model: nn.Module, passages: Passages) -> Tensor:
     """The input of the first block [B, T, D]."""
-    text_model: Any = model
-    x_BTD: Tensor
+    embed = cast(Any, model).embed
+    positions = []
     if isinstance(model, Decoder):
-        positions_T = torch.arange(passages.ids_BT.shape[1], device=passages.ids_BT.device)
-        x_BTD = model.embed(passages.ids_BT, positions_T)
-    else:
-        x_BTD = text_model.embed(passages.ids_BT)
+        positions = [torch.arange(passages.ids_BT.shape[1], device=passages.ids_BT.device)]
+    x_BTD: Tensor = embed(passages.ids_BT, *positions)
     return x_BTD
 
 
@@ -384,13 +381,11 @@ def losses(model: nn.Module, x_BTD: Tensor, passages: Passages) -> Tensor:
         x_BTD: output of the last block on the passages.
         passages: the tokens to predict.
     """
-    text_model: Any = model
-    losses_N: Tensor
     if isinstance(model, Decoder):
-        losses_N = model.score(x_BTD, passages.target_BP)
-    else:
-        losses_N = text_model.score(x_BTD, passages.places_BP, passages.target_BP)[..., 0]
-    return losses_N
+        return model.score(x_BTD, passages.target_BP)
+    score = cast(Any, model).score
+    losses_BP: Tensor = score(x_BTD, passages.places_BP, passages.target_BP)[..., 0]
+    return losses_BP
 
 
 class ImageSamples(Samples):
@@ -473,17 +468,12 @@ class SequenceSamples(Samples):
         row_N: Tensor = batch.mask_BCT.flatten(0, 1).nonzero()[:, 0]
         return row_N
 
-    def labels(self) -> npt.NDArray[Any]:
-        """The label of each sample."""
-        labels_N = self.task.data.encoded(self.split).labels_N
-        assert labels_N is not None
-        chosen: npt.NDArray[Any] = labels_N[self.row_of]
-        return chosen
-
     def classes(self) -> tuple[list[str], Tensor]:
         """The class of a sequence; whether a choice is the right one; or, for numbers, the third of
         all values that its own lies in."""
-        kind, labels_N = self.task.schema.task, self.labels()
+        kind, labels_N = self.task.schema.task, self.task.data.encoded(self.split).labels_N
+        assert labels_N is not None
+        labels_N = labels_N[self.row_of]
         if kind == "classification":
             names, group_R = list(self.task.data.class_names), labels_N
         elif kind == "multiple_choice":

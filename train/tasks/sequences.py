@@ -20,10 +20,12 @@ from polyad.data.sequences.samples import PaddedRows, SequenceBatch, TrainingRow
 from polyad.data.text.tokenizers.files import load_tokenizer
 from polyad.data.text.tokenizers.tokenizer import Tokenizer
 from polyad.model.bert import BertConfig
+from polyad.model.config_yaml import load
 from polyad.model.decoder import DecoderSettings
 from polyad.model.heads import HEAD, ClassificationHeadConfig
 from polyad.model.output import RoutingStats
 from polyad.model.settings import ModelSettings
+from polyad.parallel.checkpoint.load import Checkpoint
 from polyad.parallel.families import FamilyWeights
 from polyad.parallel.weights import Weights, open_weights
 from polyad.train.errors import ConfigError
@@ -284,6 +286,7 @@ class SequenceTask(LabelledTask[SequenceBatch]):
         ours = self.model.head
         assert isinstance(ours, ClassificationHeadConfig)
         same = isinstance(head, ClassificationHeadConfig) and head.num_classes == ours.num_classes
+        same = same and _task_of(weights) in (None, self.schema.task)
         if same and names == self.data.class_names:
             return ()
         # A folder of a transformers BERT decides itself whether it has a pooler.
@@ -295,6 +298,15 @@ class SequenceTask(LabelledTask[SequenceBatch]):
     def sources(self, samples: Sequence[int]) -> dict[str, list[int]]:
         """Numbers of the rows in the training split."""
         return {self.name: sorted({self.samples.row_of(sample) for sample in samples})}
+
+
+def _task_of(weights: Weights) -> str | None:
+    """The kind of task that the weights' head was trained for: a single output is a number or the
+    score of a choice. None if they do not record it."""
+    data = load(weights.config_yaml).get("data") if isinstance(weights, Checkpoint) else None
+    if not data or data.get("kind") != "sequences":
+        return None
+    return SequenceDataConfig.model_validate(data).schema_of.task
 
 
 def _open(
