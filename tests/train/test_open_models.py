@@ -119,7 +119,7 @@ def test_a_trained_model_goes_back_to_its_family(case, workers, tmp_path):
     if case not in ROUTED:
         return
     changed = compare(tmp_path / "run", folder, data=str(data), tokens=200)
-    assert (changed["step"], changed["compared_step"], changed["sequence_length"]) == (3, 0, 24)
+    assert (changed["step"], changed["compared_step"]) == (3, 0)
 
 
 EVERYTHING = {

@@ -24,34 +24,30 @@ from polyad.train.loop.optimizer import (
 from tests.helpers.training import moe_model
 
 
-def test_warmup_rises_linearly_to_the_peak():
-    config = ScheduleConfig(warmup_steps=4)
-    rates = [learning_rate(config, 1.0, step, 100) for step in range(5)]
-    assert rates == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0])
-
-
-def test_cosine_ends_at_the_final_ratio_and_is_halfway_in_the_middle():
-    config = ScheduleConfig(warmup_steps=10, final_ratio=0.1)
-    # Steps 10 .. 110: in the middle, at 60, the mean of 1 and 0.1.
-    assert learning_rate(config, 6e-4, 60, 110) == pytest.approx(6e-4 * 0.55)
-    assert learning_rate(config, 6e-4, 110, 110) == pytest.approx(6e-5)
-    assert learning_rate(config, 6e-4, 500, 110) == pytest.approx(6e-5)
-
-
-def test_decay_steps_do_not_depend_on_the_length_of_the_run():
-    config = ScheduleConfig(decay_steps=50)
-    assert learning_rate(config, 1.0, 20, 60) == learning_rate(config, 1.0, 20, 600)
-
-
-def test_constant_stays():
-    assert learning_rate(ScheduleConfig(kind="constant"), 0.3, 999, 10) == 0.3
-
-
-def test_mlp_mixers_line_falls_from_the_end_of_warmup_to_zero():
-    config = ScheduleConfig(kind="linear", warmup_steps=4, final_ratio=0.0)
-    rates = [learning_rate(config, 1.0, step, 12) for step in (3, 4, 6, 8, 11, 12, 20)]
-    # Steps 4 .. 12: an eighth less each.
-    assert rates == pytest.approx([1.0, 1.0, 0.75, 0.5, 0.125, 0.0, 0.0])
+@pytest.mark.parametrize(
+    ("schedule", "peak", "total", "expected"),
+    [
+        ({"warmup_steps": 4}, 1.0, 100, {0: 0.25, 1: 0.5, 2: 0.75, 3: 1.0, 4: 1.0}),
+        # Steps 10 .. 110: in the middle, at 60, the mean of 1 and 0.1.
+        (
+            {"warmup_steps": 10, "final_ratio": 0.1}, 6e-4, 110,
+            {60: 6e-4 * 0.55, 110: 6e-5, 500: 6e-5},
+        ),
+        # The same for runs of any length.
+        ({"decay_steps": 50, "final_ratio": 0.0}, 1.0, 60, {25: 0.5, 50: 0.0}),
+        ({"decay_steps": 50, "final_ratio": 0.0}, 1.0, 600, {25: 0.5, 50: 0.0}),
+        ({"kind": "constant"}, 0.3, 10, {999: 0.3}),
+        # MLP-Mixer's, steps 4 .. 12: an eighth less each.
+        (
+            {"kind": "linear", "warmup_steps": 4, "final_ratio": 0.0}, 1.0, 12,
+            {3: 1.0, 4: 1.0, 6: 0.75, 8: 0.5, 11: 0.125, 12: 0.0, 20: 0.0},
+        ),
+    ],
+)  # fmt: skip
+def test_rates_by_hand(schedule, peak, total, expected):
+    config = ScheduleConfig(**schedule)
+    rates = {step: learning_rate(config, peak, step, total) for step in expected}
+    assert rates == pytest.approx(expected)
 
 
 def test_v_moes_line_ends_at_its_last_rate():
@@ -76,18 +72,6 @@ def stepped(config, peak, steps):
         schedule.step()
 
 
-def test_matrices_decay_and_vectors_do_not():
-    config = GPT2Config(num_layers=1, hidden_size=8, num_heads=2, sequence_length=4, vocab_size=5)
-    model = build_model(config)
-    named = [(name, p, p.dim()) for name, p in model.named_parameters()]
-    decays, rest = build_optimizer(OptimizerConfig(weight_decay=0.3), named).param_groups
-    assert (decays["weight_decay"], rest["weight_decay"]) == (0.3, 0.0)
-    names = {id(p): name for name, p in model.named_parameters()}
-    assert all(names[id(p)].endswith("weight") and p.dim() == 2 for p in decays["params"])
-    assert {names[id(p)].rpartition(".")[2] for p in rest["params"]} == {"weight", "bias"}
-    assert len(decays["params"]) + len(rest["params"]) == len(names)
-
-
 @pytest.mark.parametrize("decay", ["matrices", "kernels", "all"])
 def test_what_decays_is_a_matter_of_choice(decay):
     names = {
@@ -110,39 +94,30 @@ def test_what_decays_is_a_matter_of_choice(decay):
     assert len(groups) == (1 if decay == "all" else 2)
 
 
-def test_decay_of_all_moves_a_bias_too():
-    bias = nn.Parameter(torch.full((1,), 2.0))
-    config = OptimizerConfig(learning_rate=0.1, weight_decay=0.5, decay="all")
-    optimizer = build_optimizer(config, [("b", bias, 1)])
-    bias.grad = torch.full((1,), 3.0)
-    optimizer.step()
-    torch.testing.assert_close(bias.detach(), torch.full((1,), 2 * (1 - 0.1 * 0.5) - 0.1))
-
-
 def test_dimensions_are_those_of_the_model_not_of_a_shard():
     flat = nn.Parameter(torch.ones(6))
     (group,) = build_optimizer(OptimizerConfig(), [("w", flat, 2)]).param_groups
     assert group["weight_decay"] == 0.1
 
 
-def test_first_adamw_step_moves_by_the_learning_rate_after_decay():
-    weight = nn.Parameter(torch.full((1, 1), 2.0))
+@pytest.mark.parametrize(
+    ("config", "dimensions", "expected"),
+    [
+        # The first bias-corrected moment ratio is 1: 2 (1 - 0.1 * 0.5) - 0.1 * sign(3).
+        ({"weight_decay": 0.5}, 2, 1.8),
+        ({"weight_decay": 0.5}, 1, 1.9),
+        ({"weight_decay": 0.5, "decay": "all"}, 1, 1.8),
+        ({"kind": "sgd"}, 1, 1.7),
+    ],
+)
+def test_a_first_step_by_hand(config, dimensions, expected):
+    weight = nn.Parameter(torch.full((1,), 2.0))
     optimizer = build_optimizer(
-        OptimizerConfig(learning_rate=0.1, weight_decay=0.5), [("w", weight, 2)]
+        OptimizerConfig(learning_rate=0.1, **config), [("w", weight, dimensions)]
     )
-    weight.grad = torch.full((1, 1), 3.0)
+    weight.grad = torch.full((1,), 3.0)
     optimizer.step()
-    # 2 (1 - 0.1 * 0.5) - 0.1 * sign(3): the first bias-corrected moment ratio is 1.
-    torch.testing.assert_close(weight.detach(), torch.full((1, 1), 1.8))
-
-
-def test_sgd_step_is_the_gradient_times_the_rate():
-    weight = nn.Parameter(torch.full((2,), 2.0))
-    config = OptimizerConfig(kind="sgd", learning_rate=0.1)
-    optimizer = build_optimizer(config, [("b", weight, 1)])
-    weight.grad = torch.full((2,), 3.0)
-    optimizer.step()
-    torch.testing.assert_close(weight.detach(), torch.full((2,), 1.7))
+    torch.testing.assert_close(weight.detach(), torch.full((1,), expected))
 
 
 def a_model():
@@ -169,18 +144,6 @@ def test_layers_further_from_the_end_learn_less():
     for name, (_, factor) in factors.items():
         of_block = {"0": 0.25, "1": 0.5}.get(name.split(".")[1])
         assert factor == (of_block or expected[name.split(".")[0]]), name
-
-
-def test_layers_of_a_vision_model_are_counted_alike():
-    config = ViTConfig(
-        image_size=8, patch_size=4, num_layers=1, hidden_size=8, num_heads=2, num_classes=3
-    )
-    factors = settings_of(build_model(config), OptimizerConfig(layer_decay=0.5))
-    early = {name for name, (_, factor) in factors.items() if factor == 0.25}
-    assert early == {
-        "patch_embedding.weight", "patch_embedding.bias", "position_embedding", "class_token",
-    }  # fmt: skip
-    assert factors["head.weight"][1] == 1.0
 
 
 def test_what_comes_before_the_blocks_of_bert_and_clip_learns_least():

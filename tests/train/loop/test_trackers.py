@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import sqlite3
 import struct
 import subprocess
 import sys
@@ -93,35 +92,20 @@ def in_wandb(folder: Path) -> dict[str, dict[int, float]]:
         }
         assert row.get("routing/load/_type", "histogram") == "histogram"
         for name, value in row.items():
-            if not name.startswith(("_", "routing/load/")) and name != "step":
-                found.setdefault(name, {})[row["step"]] = value
-    return found
-
-
-def in_trackio(folder: Path) -> dict[str, dict[int, float]]:
-    (path,) = folder.parent.glob("trackio/*.db")
-    found: dict[str, dict[int, float]] = {}
-    with sqlite3.connect(path) as database:
-        rows = database.execute("select step, metrics from metrics order by step").fetchall()
-    for step, text in rows:
-        for name, value in json.loads(text).items():
-            if name == "routing/load":
-                assert value["_type"] == "trackio.histogram"
-            else:
-                found.setdefault(name, {})[step] = value
+            if not name.startswith(("_", "routing/load/")):
+                found.setdefault(name, {})[row["_step"]] = value
     return found
 
 
 @pytest.mark.slow
 @everyday(
     ("name", "read"),
-    [("tensorboard", in_tensorboard), ("wandb", in_wandb), ("trackio", in_trackio)],
+    [("tensorboard", in_tensorboard), ("wandb", in_wandb)],
     keep=[("tensorboard", in_tensorboard)],
 )
 def test_all_have_the_same_numbers_under_the_same_names(name, read, tmp_path):
     pytest.importorskip(name, exc_type=ImportError)
-    local = {"TRACKIO_DIR": str(tmp_path / "trackio"), "WANDB_API_KEY": "", "HOME": str(tmp_path)}
-    tracked(name, tmp_path / "run", **local)
+    tracked(name, tmp_path / "run", WANDB_API_KEY="", HOME=str(tmp_path))
     assert read(tmp_path / "run") == {"loss": {1: 2.5, 2: 2.0}, "grad_norm": {2: 0.5}}
 
 

@@ -1,12 +1,7 @@
 """Training on some domains and scoring the one left out, of images and of sequences."""
 
 import csv
-import io
-import json
 import random
-import subprocess
-import sys
-import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +13,6 @@ from sklearn.metrics import accuracy_score, f1_score
 from torch.nn.functional import cross_entropy
 
 from polyad.data.images.dataset import ImageData
-from polyad.data.text.prepare import prepare
 from polyad.parallel.checkpoint.load import Checkpoint
 from polyad.parallel.weights import load_model
 from polyad.train.config.run import load_config
@@ -151,16 +145,6 @@ def test_some_images_of_validation_are_scored_by_domain(workers, config, tmp_pat
     assert 0 < len(told) <= 3
 
 
-@pytest.mark.slow
-def test_a_run_goes_on_with_the_same_domains_left_out(workers, config, data, tmp_path):
-    one = workers(1)
-    assert one.run(run, config, "train.steps=6") == [6]
-    for other in ('["plain"]', '["grey", "plain"]', "null"):
-        text = refusal(one, config, f"data.leave_out={other}")
-        assert "holds another run: data.leave_out: ['grey'] there" in text
-    assert one.run(run, config) == [12]
-
-
 @pytest.mark.parametrize(
     ("override", "said"),
     [
@@ -250,86 +234,3 @@ def sequences_by_hand(run_folder, rows):
             "loss": float(cross_entropy(logits, labels)),
         }
     return scores
-
-
-def polyad(*arguments):
-    command = [sys.executable, "-m", "polyad.launch", *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=1800, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def cifar_tree(archive_path, root, each):
-    """Images of CIFAR-10 as they are, grey, blurred and inverted: other images in each domain."""
-    with zipfile.ZipFile(archive_path) as archive:
-        names = sorted(name for name in archive.namelist() if name.startswith("train/"))
-        for number, (domain, change) in enumerate(pictures.DOMAINS.items()):
-            for name in names:
-                _, label, file = name.split("/")
-                if file.endswith(".jpg") and int(Path(file).stem) // each == number:
-                    image = change(Image.open(io.BytesIO(archive.read(name))).convert("RGB"))
-                    folder = root / domain / label
-                    folder.mkdir(parents=True, exist_ok=True)
-                    image.save(folder / f"{Path(file).stem}.png")
-    return root
-
-
-@pytest.mark.slow
-def test_real_images_are_learned_by_the_command_line(shared, tmp_path):
-    tree = cifar_tree(shared / "cifar10" / "cifar10_subset_6k.zip", tmp_path / "all", 40)
-    folder, config = tmp_path / "run", tmp_path / "config.yaml"
-    vit = VIT | {"image_size": 32, "patch_size": 8, "hidden_size": 64, "num_heads": 4}
-    train = {"steps": 60, "global_batch_size": 64, "micro_batch_size": 64}
-    section = {"kind": "images", "path": str(tree), "leave_out": ["inverted"]}
-    section |= {"domains": True, "held_out": 0.2}
-    config.write_text(yaml.safe_dump(TRAINING | {
-        "run": {"folder": str(folder)}, "model": vit, "train": train, "data": section,
-        "optimizer": {"learning_rate": 0.002}, "checkpoint": {"keep_best": True},
-        "evaluation": {"every": 20, "batch_size": 100},
-    }))  # fmt: skip
-    polyad("train", config)
-    best = ("evaluate", folder, "--best", "--json", "-")
-    for split, domains in (("validation", ("blurred", "grey", "plain")), ("test", ("inverted",))):
-        result = json.loads(polyad(*best, "--split", split))
-        counts = {d: 400 if split == "test" else 80 for d in domains}
-        assert {d: s["images"] for d, s in result["per_domain"].items()} == counts
-        if split == "validation":
-            assert result["top1"] > 0.15  # a guess is right in 0.1
-
-
-@pytest.mark.slow
-def test_real_sequences_are_learned_by_the_command_line(shared, tmp_path):
-    """SST-2, whose domains are short, middling and long sentences."""
-    counts: dict[str, dict[str, int]] = {}
-    for split in ("train", "dev", "test"):
-        lines = (shared / "sst2" / f"stsa.binary.{split}").read_text(encoding="utf-8").splitlines()
-        table = []
-        for label, text in (line.split(" ", 1) for line in lines):
-            words = len(text.split())
-            domain = "short" if words < 14 else "middling" if words < 24 else "long"
-            table.append({"text": text, "label": label, "length": domain})
-            of_split = counts.setdefault(split, {})
-            of_split[domain] = of_split.get(domain, 0) + 1
-        made.write(tmp_path / "table" / f"{split}.csv", table)
-    texts = tmp_path / "texts.txt"
-    texts.write_text("\n".join(row["text"] for row in table))
-    prepare(str(texts), "train:500", tmp_path / "tokens", report=lambda line: None)
-    config, folder = tmp_path / "config.yaml", tmp_path / "run"
-    section = {
-        "kind": "sequences", "path": str(tmp_path / "table"), "leave_out": ["long"],
-        "tokenizer": str(tmp_path / "tokens"), "columns": {"domain": "length"},
-    }  # fmt: skip
-    train = {"steps": 60, "global_batch_size": 32, "micro_batch_size": 32}
-    config.write_text(yaml.safe_dump(TRAINING | {
-        "run": {"folder": str(folder)}, "model": GPT, "data": section, "train": train,
-        "evaluation": {"every": 30, "batch_size": 64}, "checkpoint": {"keep_best": True},
-    }))  # fmt: skip
-    polyad("train", config)
-    best = ("evaluate", folder, "--best", "--json", "-")
-    held = json.loads(polyad(*best))["per_domain"]
-    assert {d: s["sequences"] for d, s in held.items()} == {
-        d: n for d, n in counts["dev"].items() if d != "long"
-    }
-    test = json.loads(polyad(*best, "--split", "test"))
-    assert test["sequences_scored"] == sum(each["long"] for each in counts.values())
-    assert test["per_domain"]["long"]["accuracy"] == test["accuracy"]

@@ -163,19 +163,6 @@ def test_a_mixer_with_two_kinds_of_experts_logs_both(workers, config, tmp_path):
             "model={kind: gpt2, feed_forward: {kind: smoe}}",
             "data.kind: images is not allowed with model.kind: gpt2",
         ),
-        (
-            "model={kind: vit, image_size: 8, head_bias: -2, head: {kind: mumoe}}",
-            "model.head_bias: -2 is not allowed with model.head.kind: mumoe",
-        ),
-        (
-            "model={kind: mixture, image_size: 8, top_k: 1}",
-            "model.top_k: 1 is not allowed: the share of one expert is always 1",
-        ),
-        (
-            "model.feed_forward={kind: emoe, num_experts: 4, top_k: 1, score: linear}",
-            "model.feed_forward.score: linear is not allowed with one expert per token",
-        ),
-        ("model.patch_size=3", "model.patch_size: 3 does not divide model.image_size: 8"),
         ("data.augmentation.crop_scale=[0.5]", "data.augmentation.crop_scale.1: is missing"),
         ("data.path=/nothing", "/nothing: there is no such file or folder"),
     ],

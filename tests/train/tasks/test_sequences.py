@@ -1,7 +1,6 @@
 """Labelled sequences as a task: it trains, is scored, ends early, and refuses what does not fit."""
 
 import json
-import re
 import subprocess
 import sys
 
@@ -22,7 +21,6 @@ from polyad.train.tasks.sequences import SequenceTask
 from tests.helpers import sequences as made
 from tests.helpers.everyday import everyday
 from tests.helpers.runs import (
-    evaluated,
     evaluation,
     records,
     run,
@@ -138,24 +136,8 @@ def compared(tmp_path, one, other, *, steps=12):
     assert logs[0][-1]["validation_score"] == logs[1][-1]["validation_score"]
 
 
-@pytest.mark.slow
-def test_f1_is_that_of_the_second_class(workers, config, tmp_path):
-    workers(1).run(run, config, "data.metrics=[f1]", "train.steps=6")
-    ((result, text),) = workers(1).run(evaluated, tmp_path / "run")
-    assert result["f1"] == pytest.approx(list(result["per_class"].values())[1]["f1"] or 0.0)
-    assert re.search(f"^F1 +{result['f1']:.4f}$", text, re.MULTILINE)
-
-
-@pytest.mark.slow
-def test_two_processes_are_one(workers, config, tmp_path):
-    """Loss, gradient norm, every routing statistic, weights and scores; 21 rows are validated."""
-    for processes in (1, 2):
-        folder = f"run.folder={tmp_path / str(processes)}"
-        workers(processes).run(run, config, folder, "train.micro_batch_size=2", SGD)
-    compared(tmp_path, "1", "2")
-
-
 LAYOUTS = {
+    "data": (),
     "tensor": ("parallel.tensor_parallel_size=2",),
     "sequence": ("parallel.tensor_parallel_size=2", "parallel.sequence_parallel=true"),
     "expert": ("parallel.expert_parallel_size=2",),
@@ -170,6 +152,7 @@ LAYOUTS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_any_layout_is_one_process(workers, config, tmp_path, name):
+    """Loss, gradient norm, every routing statistic, weights and scores; 21 rows are validated."""
     model = [each for each in LAYOUTS[name] if each.startswith("model.")]
     keys = ("train.micro_batch_size=2", "train.steps=4", "checkpoint.every=0", SGD)
     workers(1).run(run, config, f"run.folder={tmp_path / 'one'}", *keys, *model)

@@ -50,7 +50,7 @@ CASES = {
     "no path": (LABELLED, ("data.path=nowhere.csv",), "nowhere.csv: there is no such file"),
     "no tokenizer": (LABELLED, ("data.tokenizer=null",), "data.tokenizer: is missing"),
     "another tokenizer": (LABELLED, ("data.tokenizer=missing.json",), "no such tokenizer"),
-    "next token": (LABELLED, ("model.head=null",), "model.head: null predicts the next token"),
+    "next token": (LABELLED, ("model.head=null",), "model.head.kind: None"),
     "text with a head": (LABELLED, ("data={kind: text, path: x}",), "path: x: "),
     "images": (
         LABELLED, ("model={kind: vit}",),
