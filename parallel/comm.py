@@ -189,7 +189,7 @@ def initialize(
             os.environ.setdefault(name, value)
         _join(device, timeout_minutes)
     if facts is not None and size() > 1:
-        _agree(facts)
+        agree(facts)
     if tensor_parallel_size > 1:
         join_groups(tensor_parallel_size)
     return World(
@@ -278,8 +278,8 @@ def _ended_by_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _agree(facts: Mapping[str, str]) -> None:
-    """Compares settings of all processes.
+def agree(facts: Mapping[str, str]) -> None:
+    """Compares settings of all processes; all call this together.
 
     Raises:
         DisagreementError: on every process, if those of one differ.

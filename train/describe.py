@@ -11,7 +11,6 @@ from polyad.model.emoe.layer import EmergentMoEConfig
 from polyad.model.smoe.config import SelectingConfig, SparseMoEConfig
 from polyad.parallel.dims import Dims
 from polyad.train.config.adaptation import counts, model_of, unused_parameters
-from polyad.train.config.environment import check_compiler
 from polyad.train.config.rules import validate
 from polyad.train.config.run import RunConfig, load_config
 from polyad.train.console import counted, in_bytes
@@ -54,7 +53,6 @@ def describe_run(
         config, epoch, step = load_config(path, overrides), None, None
         dims = validate(config, world_size)
         check_without_data(config)
-    check_compiler(config)
     description = describe(config, dims, samples_per_epoch=epoch)
     # The shapes of teaching feed-forwards are known without it.
     teacher = config.distill.teacher if config.distill.blocks is None else None

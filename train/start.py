@@ -35,7 +35,7 @@ from polyad.parallel.weights import (
 )
 from polyad.train.config.adaptation import begins_anew, counts, graph_statistics, model_of
 from polyad.train.config.distillation import TeacherAt, check_teacher, of_step
-from polyad.train.config.environment import check_compiler, check_same_checkpoint
+from polyad.train.config.environment import check_same_checkpoint
 from polyad.train.config.rules import refuse_changes, validate
 from polyad.train.config.run import RunConfig, load_config, parse_config
 from polyad.train.errors import ConfigError
@@ -142,7 +142,6 @@ def open_plan(path: Path, overrides: Sequence[str], world_size: int) -> Plan:
     """
     config = load_config(path, overrides)
     dims = validate(config, world_size)
-    check_compiler(config)
     check_trackers(config.log.trackers)
     task = open_task(config.for_task())
     for key, is_set in (
@@ -224,9 +223,9 @@ def find_start_together(plan: Plan, world: comm.World) -> Plan:
     teacher, base_digest = comm.from_main((started.teacher, started.base_digest))
     key = "checkpoint.init_from" if plan.config.distill.blocks is None else "distill.teacher"
     if place is not None and comm.from_main(isinstance(started.init, Checkpoint)):
-        check_same_checkpoint(key, place, world)
+        check_same_checkpoint(key, place)
     if teacher is not None:
-        check_same_checkpoint("distill.teacher", teacher.folder, world)
+        check_same_checkpoint("distill.teacher", teacher.folder)
     init = started.init
     if place is not None and not world.is_main:
         init = _open_init(plan.config, plan.task, place)

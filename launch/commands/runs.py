@@ -169,7 +169,7 @@ def validate(
     "polyad keys train",
     "polyad keys model.feed_forward.top_k",
 )
-def keys(key: str | None = None, *, study: bool = False, json: Json = None) -> None:
+def keys(key: str | None = None, *, study: bool = False) -> None:
     """Explains configuration keys: type, default and meaning.
 
     Any of a run's keys can be set in its YAML file, or on the command line as key=value.
@@ -178,30 +178,28 @@ def keys(key: str | None = None, *, study: bool = False, json: Json = None) -> N
         key (KEY): a section or a key; default: all sections.
         study: keys of a study's file, in place of a run's.
     """
+    from polyad.train.config import text
     from polyad.train.config.reference import as_text, find_keys, sections
     from polyad.train.config.run import RunConfig
     from polyad.train.errors import ConfigError
     from polyad.train.results import aligned
     from polyad.train.study import StudyConfig
 
-    with results(json) as show:
-        chosen = sections(StudyConfig if study else RunConfig)
-        if key is not None:
-            typed = {
-                name for each in chosen for one in each.keys for name in one.dotted(each.places)
-            }
-            chosen = find_keys(chosen, key)
-            if not chosen:
-                close = difflib.get_close_matches(key, sorted(typed), n=3)
-                nearest = f"; the nearest: {', '.join(close)}" if close else ""
-                raise ConfigError(
-                    f"{key}: there is no such key{nearest} (`polyad keys` lists sections)"
-                )
-        text = "\n\n".join(map(as_text, chosen))
+    kind = StudyConfig if study else RunConfig
+    chosen = sections(kind)
+    with only_results_on_stdout() as stdout:
         if key is None and len(chosen) > 1:
             rows = [(each.title, " ".join(each.about.split())) for each in chosen]
-            text = "\n".join([*aligned(rows, "<"), "", "`polyad keys SECTION` explains its keys."])
-        show([each.as_dict() for each in chosen], text)
+            last = "`polyad keys SECTION` explains its keys."
+            stdout.write("\n".join([*aligned(rows, "<"), "", last]) + "\n")
+            return
+        if key is not None:
+            chosen = find_keys(chosen, key)
+            close = difflib.get_close_matches(key, sorted(text.keys(kind)), n=1)
+            if not chosen:
+                nearest = f"; the nearest is {close[0]}" if close else ""
+                raise ConfigError(f"{key}: there is no such key{nearest}")
+        stdout.write("\n\n".join(map(as_text, chosen)) + "\n")
 
 
 @command("schema", "polyad schema > polyad.schema.json", "polyad schema study > study.schema.json")

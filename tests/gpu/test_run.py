@@ -196,7 +196,7 @@ def test_a_whole_run_reports_what_it_took_of_the_gpu(on_gpu, config, tmp_path, k
     assert all(line["memory_bytes"] > 0 for line in lines)
     assert lines[-1]["loss"] < lines[0]["loss"]
     environment = json.loads((tmp_path / "run" / "environment.json").read_text())
-    assert environment["gpus"][0] == torch.cuda.get_device_name(0)
+    assert environment["device"] == torch.cuda.get_device_name(0)
 
 
 def test_a_run_that_does_not_fit_says_which_keys_to_lower(on_gpu, config) -> None:

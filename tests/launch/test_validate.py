@@ -58,15 +58,3 @@ def test_without_data_a_teacher_need_not_be_there(
     said = "distill.teacher: /no/such/run does not exist here: the memory does not include it"
     assert said in description["warnings"]
     assert "teacher" not in description["memory_bytes_per_process"]
-
-
-def test_compiling_without_a_compiler_is_one_line(
-    config: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    assert run(["validate", str(config), "model.compile=true"]) == 2
-    line = capfd.readouterr().err
-    assert "model.compile" in line
-    assert "no-such-compiler" in line
-    assert run(["launch", str(config), "--processes-per-node", "1", "model.compile=true"]) == 2
-    assert run(["validate", str(config)]) == 0

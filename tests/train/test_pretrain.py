@@ -49,7 +49,7 @@ def test_a_run_folder_holds_everything(finished):
     environment = json.loads((folder / "environment.json").read_text())
     assert environment["versions"]["torch"] == torch.__version__
     assert environment["command"].startswith("polyad")
-    assert {"git_commit", "git_diff", "world_size"} <= set(environment)
+    assert {"git_commit", "host", "device", "world_size"} <= set(environment)
     names = sorted(path.name for path in (folder / "checkpoints").iterdir())
     assert names == ["latest", "step-00000003", "step-00000006"]
     assert (folder / "checkpoints" / "latest").read_text() == "step-00000006\n"

@@ -1,7 +1,6 @@
 """Error messages for configurations: one line that names the key, its value and what is allowed."""
 
 import difflib
-import itertools
 import re
 from typing import Any
 
@@ -10,16 +9,12 @@ from pydantic import BaseModel, ValidationError
 from polyad.model.config import SectionError
 from polyad.train.config.gone import GONE
 from polyad.train.config.text import keys
-from polyad.train.errors import MAX_SHOWN, one_line, shortened, shown
-
-
-def _plain(name: str) -> str:
-    """Normalizes spellings of a name, such as micro-batch-size and microBatchSize."""
-    return name.lower().replace("_", "").replace("-", "")
-
+from polyad.train.errors import one_line, shortened, shown
 
 MOST = 450
-"""Maximum length of an error about a configuration, without the file name."""
+"""Maximum length of one error about a configuration, without the file name."""
+SHOWN = 3
+"""Number of errors of a file that are shown."""
 NEAR, NEAR_ELSEWHERE = 0.75, 0.8
 """Minimum similarity of two names in one section, or in several, to suggest one for the other (as
 in `difflib`); `lr` and `tf32` do not reach it."""
@@ -34,14 +29,9 @@ def describe(error: ValidationError, tree: type[BaseModel]) -> str:
     """
     known = set(keys(tree))
     faults = error.errors(include_url=False)
-    lines = dict.fromkeys(shortened(_fault(fault, known), MOST) for fault in faults)
-    first: list[str] = []
-    for line in lines:
-        if first and sum(map(len, first)) + len(line) > MOST:
-            break
-        first.append(line)
-    rest = len(lines) - len(first)
-    return "; ".join(first) + (f"; and {rest} more" if rest else "")
+    lines = [*dict.fromkeys(shortened(_fault(fault, known), MOST) for fault in faults)]
+    more = f"; and {len(lines) - SHOWN} more" if len(lines) > SHOWN else ""
+    return "; ".join(lines[:SHOWN]) + more
 
 
 def _fault(fault: Any, known: set[str]) -> str:
@@ -63,15 +53,10 @@ def _fault(fault: Any, known: set[str]) -> str:
         return _unknown(key, known)
     key = shortened(key)
     if kind == "union_tag_invalid":
-        chooser = fault["ctx"]["discriminator"].strip("'")
-        tag = fault["ctx"]["tag"]
-        *others, other = fault["ctx"]["expected_tags"].replace("'", "").split(", ")
-        allowed = " or ".join([", ".join(others), other] if others else [other])
-        return f"{key}.{chooser}: {shown(tag)} is not allowed: {allowed}"
+        tag, allowed = fault["ctx"]["tag"], fault["ctx"]["expected_tags"].replace("'", "")
+        return f"{key}.kind: {shown(tag)} is not allowed: {allowed}"
     if kind == "missing":
         return f"{key}: is missing"
-    if kind in {"model_type", "model_attributes_type"}:
-        return f"{key}: {shown(fault['input'])} is not allowed: a section of keys is needed"
     if kind == "value_error" and re.match(r"[\w.]+: ", message):
         return message  # the validator names its keys itself
     allowed = f"{message[0].lower()}{message[1:]}"
@@ -80,68 +65,45 @@ def _fault(fault: Any, known: set[str]) -> str:
 
 def _without_kind(sections: list[str], known: set[str]) -> list[str]:
     """The sections of a location, without the kinds that unions add."""
-    leaves = known - {
-        section
-        for key in known
-        for section in itertools.accumulate(
-            key.split(".")[:-1], lambda outer, inner: f"{outer}.{inner}"
-        )
-    }
-    if any(_without_index(sections[:n]) in leaves for n in range(1, len(sections))):
-        return sections  # names from the file, such as a study's variants
-    places = range(len(sections))
-    for count in (0, 1, 2):  # kinds of the model and of its feed-forward
-        for left_out in itertools.combinations(places, count):
-            shorter = [section for place, section in enumerate(sections) if place not in left_out]
-            if not shorter or _without_index(shorter) in known:
-                return shorter
-    return sections
+    kept: list[str] = []
+    for section in sections:
+        above = _without_index(kept)
+        is_leaf = above in known and not any(key.startswith(f"{above}.") for key in known)
+        # Below a leaf are names from the file, such as a study's variants.
+        if is_leaf or section.isdigit() or _without_index([*kept, section]) in known:
+            kept.append(section)
+    return kept
 
 
 def _unknown(key: str, known: set[str]) -> str:
     """The line about an unknown key."""
-    name = _without_index(key.split("."))
-    of_study = "variants" in known
-    if gone := GONE.get(f"study.{name}" if of_study else name) or GONE.get(name.rpartition(".")[2]):
-        return f"{key}: went with {gone}; see CHANGELOG"
-    if near := nearest_key(key, known):
-        return f"unknown key {shortened(key)}; the nearest is {near}"
-    section = _without_index(key.split(".")[:-1])
-    siblings = [
-        name.rpartition(".")[2] for name in sorted(known) if name.rpartition(".")[0] == section
-    ]
-    if len(listed := ", ".join(siblings)) <= MAX_SHOWN:
-        return f"unknown key {shortened(key)}; there are {listed}"
-    return (
-        f"unknown key {shortened(key)}; `polyad schema` has the {len(siblings)} keys of "
-        f"{section or 'the configuration'}"
-    )
-
-
-def nearest_key(key: str, known: set[str]) -> str | None:
-    """The key that may be meant, in this section or in another one; None if none is similar."""
     *sections, last = key.split(".")
-    section, name = _without_index(sections), _plain(last)[:100]
-    siblings = {_plain(k.rpartition(".")[2]): k for k in known if k.rpartition(".")[0] == section}
-    if name in siblings:
-        return siblings[name]
-    if close := difflib.get_close_matches(name, siblings, n=1, cutoff=NEAR):
-        return siblings[close[0]]
-    everywhere = _unambiguous(known)
-    close = difflib.get_close_matches(name, everywhere, n=1, cutoff=NEAR_ELSEWHERE)
-    return everywhere[close[0]] if close else None
+    section = _without_index(sections)
+    name = f"{section}.{last}" if section else last
+    gone = GONE.get(f"study.{name}") if "variants" in known else GONE.get(name) or GONE.get(last)
+    if gone:
+        return f"{key}: went with {gone}; see CHANGELOG"
+    if near := _nearest_key(section, last, known):
+        return f"unknown key {shortened(key)}; the nearest is {near}"
+    siblings = ", ".join(sorted(_siblings(section, known)))
+    return f"unknown key {shortened(key)}; there are {shortened(siblings)}"
 
 
-def _unambiguous(known: set[str]) -> dict[str, str]:
-    """Dotted keys by their last part, if one key with that part is above all others."""
-    places: dict[str, list[str]] = {}
-    for key in sorted(known, key=lambda key: key.count(".")):
-        places.setdefault(_plain(key.rpartition(".")[2]), []).append(key)
-    return {
-        name: keys[0]
-        for name, keys in places.items()
-        if len(keys) == 1 or keys[0].count(".") < keys[1].count(".")
+def _nearest_key(section: str, name: str, known: set[str]) -> str | None:
+    """The key that may be meant, in this section or in another one; None if none is similar."""
+    # Of equal names in several sections the outermost is meant.
+    everywhere = {
+        key.rpartition(".")[2]: key for key in sorted(known, key=lambda key: -key.count("."))
     }
+    for names, cutoff in ((_siblings(section, known), NEAR), (everywhere, NEAR_ELSEWHERE)):
+        if close := difflib.get_close_matches(name.lower()[:100], names, n=1, cutoff=cutoff):
+            return names[close[0]]
+    return None
+
+
+def _siblings(section: str, known: set[str]) -> dict[str, str]:
+    """The dotted keys of a section by their last part."""
+    return {key.rpartition(".")[2]: key for key in known if key.rpartition(".")[0] == section}
 
 
 def _without_index(sections: list[str]) -> str:

@@ -2,7 +2,7 @@
 
 import json
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from polyad.model.config import Config
@@ -20,10 +20,6 @@ class Key(NamedTuple):
     """The default in YAML, or `required`."""
     meaning: str
     """Description in plain text; empty if explained by a section below."""
-
-    def dotted(self, places: Iterable[str]) -> list[str]:
-        """The full dotted key in each of several sections."""
-        return [f"{place}.{self.name}" if place else self.name for place in places]
 
 
 class Section(NamedTuple):
@@ -44,10 +40,6 @@ class Section(NamedTuple):
         name = self.places[0] or "top level"
         return name if self.kind is None else f"{name} (kind: {self.kind})"
 
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return self._asdict() | {"keys": [key._asdict() for key in self.keys]}
-
 
 def sections(kind: type[Config]) -> list[Section]:
     """Lists all keys of a file, class by class, from the top down.
@@ -56,36 +48,41 @@ def sections(kind: type[Config]) -> list[Section]:
         kind: The class of the file.
     """
     schema = schema_of(kind, "")
-    places: dict[str, list[str]] = {}
+    nodes: dict[str, dict[str, Any]] = {
+        "": {**schema, "description": ""},
+        **schema.get("$defs", {}),
+    }
+    places: dict[str, dict[str, None]] = {}
     waiting = [("", "")]
     while waiting:
         place, name = waiting.pop(0)
-        places.setdefault(name, []).append(place)
+        places.setdefault(name, {})[place] = None
         inner = []
-        for key, field in _node(schema, name)["properties"].items():
-            dotted = (f"{place}.{key}" if place else key) + ("[]" if _is_list(field) else "")
+        for key, field in nodes[name]["properties"].items():
+            dotted = f"{place}.{key}".removeprefix(".") + ("[]" if _is_list(field) else "")
             inner += [(dotted, each) for each in _references(field)]
         waiting = inner + waiting
-    return [_section(schema, name, tuple(dict.fromkeys(found))) for name, found in places.items()]
+    return [_section(nodes[name], tuple(where)) for name, where in places.items()]
 
 
-def find_keys(found: Sequence[Section], wanted: str) -> list[Section]:
+def find_keys(whole: Sequence[Section], wanted: str) -> list[Section]:
     """Finds the sections of a dotted key, and those below it.
 
     Args:
-        found: All sections of a file.
+        whole: All sections of a file.
         wanted: A section or a key, such as `train` or `train.steps`.
 
     Returns:
         The sections, each with the matching keys; empty if there are none.
     """
     result, wanted = [], wanted.replace("[]", "")
-    for section in found:
-        dotted = [place.replace("[]", "") for place in section.places]
-        if any(below(place, [wanted]) for place in dotted):
-            result.append(section)
-            continue
-        keys = [key for key in section.keys if wanted in key.dotted(dotted)]
+    for section in whole:
+        places = [place.replace("[]", "") for place in section.places]
+        keys = [
+            key
+            for key in section.keys
+            if any(below(f"{place}.{key.name}".removeprefix("."), [wanted]) for place in places)
+        ]
         if keys:
             result.append(section._replace(keys=tuple(keys)))
     return result
@@ -110,22 +107,15 @@ def _wrapped(text: str, indent: str) -> list[str]:
     )
 
 
-def _node(schema: dict[str, Any], name: str) -> dict[str, Any]:
-    node: dict[str, Any] = schema["$defs"][name] if name else schema
-    return node
-
-
-def _section(schema: dict[str, Any], name: str, places: tuple[str, ...]) -> Section:
-    node = _node(schema, name)
-    about = node.get("description", "").partition("\n\n")[0] if name else ""
-    constant = node["properties"].get("kind", {}).get("const")
-    required = node.get("required", ())
+def _section(node: dict[str, Any], places: tuple[str, ...]) -> Section:
+    kind = node["properties"].get("kind", {}).get("const")
+    about, required = node.get("description", "").partition("\n\n")[0], node.get("required", ())
     keys = [
-        _key(key, field, key in required, bool(list(_references(field))))
-        for key, field in node["properties"].items()
+        _key(name, field, required=name in required)
+        for name, field in node["properties"].items()
         if "description" in field or not list(_references(field))
     ]
-    return Section(places, constant, about, tuple(keys))
+    return Section(places, kind, about, tuple(keys))
 
 
 def _references(node: Any) -> Iterator[str]:
@@ -144,11 +134,9 @@ def _is_list(node: dict[str, Any]) -> bool:
     return any(each.get("type") == "array" for each in [node, *node.get("anyOf", ())])
 
 
-def _key(name: str, field: dict[str, Any], required: bool, is_section: bool) -> Key:
-    default = json.dumps(field.get("default")).strip('"')
-    if required:
-        default = "required"
-    elif is_section and field.get("default") is not None:
+def _key(name: str, field: dict[str, Any], *, required: bool) -> Key:
+    default = "required" if required else json.dumps(field.get("default")).strip('"')
+    if default.startswith("{"):
         default = "see its keys"
     return Key(name, _type(field), default, field.get("description", ""))
 

@@ -28,7 +28,7 @@ from polyad.model.settings import ModelSettings
 from polyad.parallel.config import CheckpointConfig, ParallelConfig
 from polyad.train.config.faults import describe
 from polyad.train.config.text import apply_override, parse_yaml
-from polyad.train.errors import ConfigError
+from polyad.train.errors import ConfigError, shown
 from polyad.train.guard.run_folder import RunFolderConfig
 from polyad.train.guard.spikes import MonitorConfig
 from polyad.train.loop.losses import LossConfig
@@ -73,17 +73,11 @@ def find_config(path: Path) -> Path:
 
 
 def near_config(path: Path) -> str:
-    """The end of an error about a missing file: the nearest existing one."""
-    names: dict[str, str] = {}
-    if not path.is_absolute():
-        for file in shipped_configs():
-            name = file.relative_to(SHIPPED).with_suffix("").as_posix()
-            names[name] = names[f"{name}.yaml"] = names[f"configs/{name}.yaml"] = name
-    if path.parent.is_dir():
-        files = [file for file in path.parent.iterdir() if file.suffix in {".yaml", ".yml"}]
-        names |= {str(file): str(file) for file in files}
-    close = difflib.get_close_matches(str(path), names, n=1, cutoff=0.7)
-    return f"; the nearest is {names[close[0]]}" if close else ""
+    """The end of an error about a missing file: the nearest shipped configuration."""
+    names = [file.relative_to(SHIPPED).with_suffix("").as_posix() for file in shipped_configs()]
+    name = path.as_posix().removeprefix("configs/").removesuffix(".yaml")
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.7)
+    return f"; the nearest is {close[0]}" if close else ""
 
 
 def _of_kind(default: str, classes: Sequence[type[Config]]) -> Any:
@@ -92,8 +86,6 @@ def _of_kind(default: str, classes: Sequence[type[Config]]) -> Any:
     def with_kind(value: object) -> object:
         return {"kind": default} | value if isinstance(value, dict) else value
 
-    if len(classes) == 1:
-        return classes[0]
     union = functools.reduce(operator.or_, classes)
     return Annotated[union, Field(discriminator="kind"), BeforeValidator(with_kind)]
 
@@ -183,14 +175,11 @@ def read_tree(path: Path) -> dict[str, Any]:
     """
     try:
         text = find_config(path).read_text(encoding="utf-8")
-    except IsADirectoryError:
-        raise ConfigError(
-            f"{path}: is a folder; the file of a configuration or the folder of a run is needed"
-        ) from None
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: there is no such file{near_config(path)}") from None
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+        reason = f"cannot be read: {error.strerror}"
+        if isinstance(error, FileNotFoundError):
+            reason = f"there is no such file{near_config(path)}"
+        raise ConfigError(f"{path}: {reason}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
     tree = _tree(text, str(path))
@@ -200,12 +189,9 @@ def read_tree(path: Path) -> dict[str, Any]:
 
 
 def _tree(text: str, origin: str) -> dict[str, Any]:
-    tree = parse_yaml(text, origin)
-    if tree is None:
-        return {}
+    tree = parse_yaml(text, origin) or {}
     if not isinstance(tree, dict):
-        kind = "a list" if isinstance(tree, list) else "a value"
-        raise ConfigError(f"{origin}: holds {kind}, but a mapping of keys is needed")
+        raise ConfigError(f"{origin}: {shown(tree)} is not allowed: a mapping of keys is needed")
     return tree
 
 

@@ -11,8 +11,6 @@ from polyad.model.config_yaml import ConfigYamlError, load
 from polyad.train.errors import ConfigError, one_line, shortened, shown
 
 DOTTED_KEY = re.compile(r"\w+(\.\w+)*")
-MAX_SECTIONS = 20
-"""Maximum number of sections in a dotted key."""
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 """The JSON Schema with which editors complete and check configurations."""
 
@@ -25,20 +23,16 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
     """
     key, equals, value = override.partition("=")
     *sections, last = key.split(".")
-    if not equals or not DOTTED_KEY.fullmatch(key) or len(sections) > MAX_SECTIONS:
+    if not equals or not DOTTED_KEY.fullmatch(key):
         raise ConfigError(
             f"{shown(override)}: overrides are written key=value, as in train.steps=100"
         )
     for section in sections:
-        inner = tree.setdefault(section, {})
-        if inner is None:
-            inner = tree[section] = {}
-        if not isinstance(inner, dict):
-            raise ConfigError(
-                f"{shortened(key)}: {shortened(section)} is a single value, and has no keys below "
-                "it"
-            )
-        tree = inner
+        if tree.get(section) is None:
+            tree[section] = {}
+        tree = tree[section]
+        if not isinstance(tree, dict):
+            raise ConfigError(f"{shortened(key)}: {shortened(section)} has no keys below it")
     tree[last] = parse_yaml(value, shortened(override))
 
 
@@ -55,10 +49,7 @@ def parse_yaml(text: str, origin: str) -> Any:
     try:
         return load(text)
     except ConfigYamlError as error:
-        reason = one_line(error)
-        if "\n" not in text:
-            reason = reason.removeprefix("line 1: ")
-        raise ConfigError(f"{origin}: {reason}") from None
+        raise ConfigError(f"{origin}: {one_line(error)}") from None
 
 
 def keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:

@@ -146,17 +146,6 @@ def test_a_process_that_waits_for_one_that_was_killed_stops_at_once(
     assert not errors(run.text())
 
 
-def test_lists_of_sections_differ_by_the_key_in_them(tmp_path: Path, prepared_path: Path) -> None:
-    path = write_config(tmp_path / "config.yaml", prepared_path, data__path=None)
-    told = []
-    for weight in (1, 2):
-        one = {"path": str(prepared_path), "weight": 1.0}
-        sources = [one | {"name": "a"}, one | {"name": "b", "weight": float(weight)}]
-        config = load_config(path, [f"data.mixture={json.dumps(sources)}"])
-        told.append((f"host-{weight}", agreed_facts(config, None)))
-    assert comparison(told) == ["data.mixture.1.weight: 1.0 on host-1, 2.0 on host-2"]
-
-
 def test_a_copy_of_the_data_elsewhere_is_the_same_data(tmp_path: Path, prepared_path: Path) -> None:
     copied = shutil.copytree(prepared_path, tmp_path / "copy")
     path = write_config(tmp_path / "config.yaml", prepared_path)
