@@ -15,7 +15,7 @@ import torch
 from polyad.parallel import comm
 from polyad.parallel.source import InitialWeights
 from polyad.train.config.adaptation import engine_of, model_of, random_micro_batches
-from polyad.train.config.distillation import teacher_here
+from polyad.train.config.distillation import load_teacher
 from polyad.train.config.rules import validate
 from polyad.train.config.run import RunConfig
 from polyad.train.console import Progress
@@ -66,7 +66,8 @@ class RandomTraining:
         self.engine = engine_of(config, dims, world, start, compiled=compiled)
         if balanced:
             force_equal_loads(self.engine.module)
-        teacher = teacher_here(config, world.device)
+        place = config.distill.teacher
+        teacher = None if place is None else load_teacher(Path(place), config, world.device)
         if isinstance(teacher, BlockTeacher):
             teacher.teach(self.engine.module)
         self._losses_of = losses_for(config.model, teacher)

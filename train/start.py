@@ -39,7 +39,7 @@ from polyad.train.config.environment import check_same_checkpoint
 from polyad.train.config.rules import refuse_changes, validate
 from polyad.train.config.run import RunConfig, load_config, parse_config
 from polyad.train.errors import ConfigError
-from polyad.train.guard.run_folder import LOCK_FILE, TOKEN_FILE, check_place
+from polyad.train.guard.run_folder import LOCK_FILE, check_place
 from polyad.train.loop.muon import matrices
 from polyad.train.loop.optimizer import learning_rate
 from polyad.train.loop.trackers import check_trackers
@@ -294,7 +294,7 @@ def find_resume(config: RunConfig, task: Task[Any]) -> Checkpoint | None:
     folder = Path(config.run.folder)
     saved = folder / CONFIG_FILE
     # A start that was killed early leaves these files but no configuration.
-    early = (LOCK_FILE, TOKEN_FILE, f".{CONFIG_FILE}.")
+    early = (LOCK_FILE, f".{CONFIG_FILE}.")
     names = check_place(folder, "run.folder")
     if all(name == LAUNCH_FOLDER or name.startswith(early) for name in names):
         return None

@@ -18,10 +18,10 @@ from polyad.parallel.zero import Engine, import_engine
 from polyad.train.config.adaptation import begins_anew, engine_of, source_of
 from polyad.train.config.distillation import set_teacher
 from polyad.train.config.environment import agreed_facts, write_environment
-from polyad.train.errors import OUTPUT_ERRORS, RunError
+from polyad.train.errors import OUTPUT_ERRORS, RunError, stopped
 from polyad.train.experts.fluctuation import FluctuationLog
 from polyad.train.guard.failures import Explain, explain_out_of_memory, explain_stall
-from polyad.train.guard.run_folder import RunLock, gone, put_back_replaced
+from polyad.train.guard.run_folder import gone, put_back_replaced, run_lock
 from polyad.train.guard.stopping import StopSignals
 from polyad.train.loop.loop import TrainLoop
 from polyad.train.loop.metrics import Metrics
@@ -63,7 +63,7 @@ def _run(path: Path, overrides: Sequence[str], stop: StopSignals) -> TrainState:
     """Checks that all processes agree on the run and that no other start is active, and trains."""
     plan = open_plan(path, overrides, comm.environment_world_size())
     config, dims = plan.config, plan.dims
-    stop.limit(config.monitor.grace_seconds, plan.what_is_kept)
+    stop.kept = plan.what_is_kept
     import_engine()
     world = comm.initialize(
         config.parallel.timeout_minutes,
@@ -71,9 +71,9 @@ def _run(path: Path, overrides: Sequence[str], stop: StopSignals) -> TrainState:
         dims.expert_parallel_size,
         agreed_facts(config, plan.task) if dims.world_size > 1 else None,
     )
-    put_back_replaced(plan.folder, world)
+    comm.on_main(lambda: put_back_replaced(plan.folder))
     plan = find_start_together(plan, world)
-    with RunLock(plan.folder, world):
+    with run_lock(plan.folder, world):
         plan = verify_start(plan)
         state = plan.start_state()
         if world.is_main:
@@ -88,7 +88,7 @@ def _train(plan: Plan, state: TrainState, world: comm.World, stop: StopSignals) 
     config, task = plan.config, plan.task
     allow_tf32(config.train.tf32, world.device)
     batches = _batches(plan, world, state)  # before the engine: loader workers start meanwhile
-    memory = functools.partial(explain_out_of_memory, world=world, checkpoints=plan.checkpoints)
+    memory = functools.partial(explain_out_of_memory, world=world)
     with memory(lambda: "building the engine"):
         anew = () if plan.init is None else begins_anew(task, plan.init, config)
         source = source_of(config, plan.resume, plan.init, anew)
@@ -129,7 +129,7 @@ def _train(plan: Plan, state: TrainState, world: comm.World, stop: StopSignals) 
             signal = loop.run()
             if signal:
                 comm.barrier()  # until all processes have saved
-                stop.stop(signal)
+                raise stopped(signal, stop.kept())
     except (OSError, SaveError):
         if not plan.folder.exists():
             raise gone(plan.folder) from None

@@ -8,6 +8,7 @@ import torch
 
 from polyad.model.build import read_model_config
 from polyad.model.smoe.config import SparseMoEConfig
+from polyad.train.guard.failures import SMALLER
 from polyad.train.loop.losses import LossConfig
 from tests.benchmarks.comparison import run as run_script
 from tests.benchmarks.step import step
@@ -207,8 +208,7 @@ def test_a_run_that_does_not_fit_says_which_keys_to_lower(on_gpu, config) -> Non
     kind, text, status = on_gpu(run_expecting_memory_error, config, *keys, "model.hidden_size=4096")
     assert (kind, status) == ("RunError", 1)
     assert text.startswith("out of memory in step 1, on rank 0 of 1: ")
-    assert f"; change train.micro_batch_size={micro // 2} (now {micro}), " in text
-    assert "model.recompute=block (now none); there is no checkpoint yet" in text
+    assert text.endswith(SMALLER)
 
 
 @pytest.mark.parametrize("options", [[], ["--compile"]], ids=["eager", "compiled"])

@@ -12,7 +12,7 @@ from polyad.parallel.plan import Observer, Traffic, tensors_in
 from polyad.parallel.source import InitialWeights
 from polyad.parallel.zero import Engine
 from polyad.train.config.adaptation import engine_of, model_of, random_micro_batches
-from polyad.train.config.distillation import teacher_here
+from polyad.train.config.distillation import load_teacher
 from polyad.train.config.rules import validate
 from polyad.train.config.run import RunConfig
 from polyad.train.loop.step import issue_step
@@ -108,7 +108,9 @@ def measured_rise(config: RunConfig) -> int:
     world = comm.initialize()
     start = InitialWeights(model_of(config), config.seed)
     engine = engine_of(config, validate(config, world.size), world, start)
-    losses_of = losses_for(config.model, teacher_here(config, world.device))
+    place = config.distill.teacher
+    teacher = None if place is None else load_teacher(Path(place), config, world.device)
+    losses_of = losses_for(config.model, teacher)
     batches = list(random_micro_batches(config, world, 0))
 
     def step() -> None:

@@ -38,7 +38,7 @@ def run_with_bad_validations(
     def validate(self: TrainLoop) -> dict[str, float]:
         number = next(count)
         if number == stop_at and comm.rank() == comm.size() - 1:
-            self.stop._signal = signal.SIGTERM
+            self.stop.number = signal.SIGTERM
         scores = real(self)
         return scores | {"validation_loss": math.nan} if number in bad else scores
 

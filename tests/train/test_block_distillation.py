@@ -223,9 +223,8 @@ def test_a_small_layout_of_it_can_be_tried(tmp_path, prepared_path, teacher):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ("distill.teacher=null", "needs distill.teacher"),
-        ("model.replaced=null", "needs model.replaced"),
-        ("distill.weight=0.7", "distill.weight: 0.7 is not allowed with distill.blocks"),
+        ("distill.teacher=null", "distill.teacher: null is not allowed with distill.blocks"),
+        ("model.replaced=null", "model.replaced: null is not allowed with distill.blocks"),
         ("model.recompute=block", "model.recompute: block is not allowed"),
         ("checkpoint.init_from=runs/x", "checkpoint.init_from: runs/x is not allowed"),
         ("adapt.lora={rank: 2, alpha: 2.0}", "adapt.lora: "),

@@ -145,17 +145,16 @@ def test_two_processes_learn_from_a_teacher_what_one_learns(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("model.sequence_length=64",), "has model.sequence_length: 32, less than model.sequence"),
-        (("model.vocab_size=500",), "has model.vocab_size: 400, not 500: both score the same tok"),
+        (("model.sequence_length=64",), "has model.sequence_length: 32"),
+        (("model.vocab_size=500",), "has model.vocab_size: 400, not 500"),
         (("distill.teacher=nowhere",), "distill.teacher: nowhere: there is no such folder"),
-        (("parallel.tensor_parallel_size=2",), "is not allowed with parallel.tensor_parallel_size"),
+        (("parallel.tensor_parallel_size=2",), "parallel.tensor_parallel_size: 2 is not allowed"),
     ],
 )
 def test_a_teacher_of_text_that_does_not_fit_is_refused(workers, student, teacher, words, message):
     processes = 2 if "tensor" in words[0] else 1
-    words = (f"distill.teacher={teacher}", *words)
-    text = refusal(workers(processes), student, *words)
-    assert text.startswith("distill.teacher: ")
+    text = refusal(workers(processes), student, f"distill.teacher={teacher}", *words)
+    assert "distill.teacher: " in text
     assert message in text
 
 
@@ -173,10 +172,10 @@ def test_masked_language_models_neither_teach_nor_learn(workers, tmp_path, texts
     changes = {"model": BERT, "data__kind": "masked_text", "train__steps": 1}
     config = small_run(tmp_path, tmp_path / "data", **changes)
     text = refusal(workers(1), config, f"distill.teacher={teacher}")
-    assert "is not allowed with data.kind: masked_text; allowed: images, sequences, text" in text
+    assert "data.kind: masked_text is not allowed with distill.teacher" in text
     workers(1).run(run, config)
     text = refusal(workers(1), student, f"distill.teacher={tmp_path / 'run'}")
-    assert "has model.kind: bert and data.kind: masked_text; a model that predicts the nex" in text
+    assert "has model.kind: bert" in text
 
 
 @pytest.fixture(scope="module")
@@ -224,12 +223,15 @@ def test_a_teacher_of_sequences_that_does_not_fit_is_refused(workers, tmp_path, 
     made.write(tmp_path / "numbers" / "train.csv", numbers)
     folder = f"run.folder={tmp_path / 'run'}"
     for words, message in (
-        ((f"distill.teacher={own}", f"data.path={tmp_path / 'two'}"), "has 2 classes, the distill"),
+        (
+            (f"distill.teacher={own}", f"data.path={tmp_path / 'two'}"),
+            "has model.head.num_classes: ",
+        ),
         (
             (f"distill.teacher={own}", f"data.path={tmp_path / 'numbers'}", "data.task=regression"),
             "whose labels are numbers",
         ),
-        ((f"distill.teacher={teacher}",), "has model.kind: gpt2 and data.kind: text; model.kind: "),
+        ((f"distill.teacher={teacher}",), "has data.kind: text, not sequences"),
         ((f"distill.teacher={own}", "model.sequence_length=99"), "has model.sequence_length:"),
     ):
         assert message in refusal(workers(1), config, *words, folder)

@@ -246,7 +246,7 @@ def test_commands_are_told_where_a_base_has_moved(
     [
         (["adapt.lora.targets=[attn.c_attn]"], "adapt.lora.targets: 'attn.c_attn' matches nothing"),
         (["adapt.lora.experts=true"], "adapt.lora.experts: true is not allowed with a model that"),
-        (["checkpoint.init_from=null"], "adapt.lora: {...} needs checkpoint.init_from"),
+        (["checkpoint.init_from=null"], "checkpoint.init_from: null is not allowed with adapt"),
         (["optimizer.groups=[{match: blocks.9.*}]"], "groups.0.match: 'blocks.9.*' matches"),
         (["optimizer.groups=[{match: '*', freeze: true}]"], "optimizer.groups: freeze"),
     ],

@@ -5,11 +5,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from polyad.data.images.config import ImageDataConfig
 from polyad.model.config import Config
 from polyad.model.decoder_config import DecoderConfig
 from polyad.model.emoe.layer import EmergentMoEConfig
-from polyad.model.mixture import MixtureConfig
 from polyad.model.settings import ModelSettings
 from polyad.model.smoe.config import SelectingConfig, SparseMoEConfig
 from polyad.parallel.dims import Dims
@@ -30,81 +28,28 @@ MAY_CHANGE_ON_RESUME = (
 )  # fmt: skip
 
 
-class Combination(NamedTuple):
+class Rule(NamedTuple):
     """Which values of a key are allowed with another key."""
 
     key: str
     """`KEY`, where it is neither null, false nor 0; or `KEY: VALUE`."""
     other: str
-    """The key whose values are restricted then."""
-    allowed: tuple[Any, ...]
-    """Its allowed values; empty: all but null, false and 0."""
+    """The key whose values are restricted then; `KINDS`: the kinds of all feed-forwards."""
+    allowed: tuple[Any, ...] | Callable[[RunConfig], Any]
+    """The other key's allowed values, or whether the configuration is allowed."""
     why: str = ""
 
 
-_GRAPH, _BLOCKS = "train.cuda_graph", "distill.blocks"
+KINDS = "kinds"
+_GRAPH, _BLOCKS, _TENSOR = "train.cuda_graph", "distill.blocks", "parallel.tensor_parallel_size"
 _FROZEN = "all weights except the replaced feed-forwards are the teacher's, and frozen"
-COMBINATIONS = (
-    Combination("parallel.sequence_parallel", "model.kind", ("gpt2", "decoder")),
-    Combination("optimizer.kind: muon", "parallel.zero_stage", (1, 2), "it needs whole matrices"),
-    Combination(
-        "optimizer.kind: muon", "parallel.tensor_parallel_size", (1,), "it needs whole matrices"
-    ),
-    Combination("optimizer.kind: muon", "adapt.lora", (None,), "adapters freeze its matrices"),
-    Combination(
-        *("model.compile", "parallel.zero_stage", (1, 2)),
-        "DeepSpeed's hooks on every module send the compiler back to eager code",
-    ),
-    Combination("adapt.lora", "checkpoint.init_from", (), "adapters are added to its weights"),
-    Combination("evaluation.stride", "data.kind", ("text",)),
-    Combination("evaluation.patience", "evaluation.every", (), "0 validates only at the end"),
-    Combination("log.fluctuation", "checkpoint.every", (), "checkpoints are compared"),
-    Combination(
-        *("loss.sample_similarity.of: input", "model.kind", ("mixer", "vit", "mixture")),
-        "token ids have no distance",
-    ),
-    Combination(_BLOCKS, "distill.teacher", (), "its feed-forwards teach"),
-    Combination(_BLOCKS, "data.kind", ("text",)),
-    Combination(_BLOCKS, "model.replaced", (), "these blocks learn"),
-    Combination(_BLOCKS, "distill.weight", (0.5,), "it does not apply"),
-    Combination(_BLOCKS, "distill.temperature", (1.0,), "it does not apply"),
-    Combination(_BLOCKS, "checkpoint.init_from", (None,), _FROZEN),
-    Combination(_BLOCKS, "adapt.lora", (None,), _FROZEN),
-    Combination(_BLOCKS, "model.recompute", ("none",), _FROZEN),
-    Combination(_BLOCKS, "train.cuda_graph", (False,), _FROZEN),
-    Combination(_BLOCKS, "parallel.sequence_parallel", (False,), _FROZEN),
-    Combination(_GRAPH, "model.kind", ("gpt2", "vit"), "other blocks take more than tokens"),
-    Combination(_GRAPH, "adapt.lora", (None,), "frozen embeddings have nothing to differentiate"),
-    Combination(_GRAPH, "model.recompute", ("none",), "graphs compute nothing again"),
-    Combination(
-        *(_GRAPH, "train.precision", ("bf16",)),
-        "in fp32 gradients would stay where the next pass overwrites them",
-    ),
-    Combination(_GRAPH, "parallel.zero_stage", (1, 2), "stage 3 moves weights"),
-    Combination(_GRAPH, "parallel.tensor_parallel_size", (1,), "processes talk in each block"),
-)
-
-
-class Rule(NamedTuple):
-    """A rule on more than single values."""
-
-    when: Callable[[RunConfig], Any]
-    """Whether it applies."""
-    needs: Callable[[RunConfig], Any]
-    """What must be true then."""
-    say: str
-    """The error if it is not, formatted with the sections of the configuration and `kinds`."""
+_SIMILARITY, _NO_EXPERTS = "loss.sample_similarity", "it needs experts"
 
 
 def _routers(config: RunConfig) -> list[SelectingConfig]:
     """The settings of feed-forwards that select experts."""
     sections = config.model.feed_forwards().values()
     return [each for each in sections if isinstance(each, SelectingConfig)]
-
-
-def _kinds(config: RunConfig) -> str:
-    sections = config.model.feed_forwards()
-    return " and ".join(f"{key}.kind: {each.kind}" for key, each in sections.items())
 
 
 def _expert_kinds(config: RunConfig) -> set[Any]:
@@ -117,123 +62,118 @@ def _expert_kinds(config: RunConfig) -> set[Any]:
 
 
 RULES = (
-    Rule(
-        lambda c: c.model.cut_sizes() is None,
-        lambda c: c.parallel.tensor_parallel_size == 1,
-        "parallel.tensor_parallel_size: {parallel.tensor_parallel_size} is not allowed with "
-        "model.kind: {model.kind}, whose layers are not cut; allowed: 1",
-    ),
-    Rule(
-        lambda c: c.parallel.sequence_parallel,
-        lambda c: c.parallel.tensor_parallel_size > 1,
-        "parallel.sequence_parallel: true needs a parallel.tensor_parallel_size of 2 or more",
-    ),
-    Rule(
-        lambda c: c.parallel.expert_parallel_size > 1,
-        _routers,
-        "parallel.expert_parallel_size: {parallel.expert_parallel_size} is not allowed with "
-        "{kinds}, which has no separate experts to distribute",
-    ),
-    Rule(
-        lambda c: c.schedule.decay_steps is not None,
-        lambda c: c.schedule.warmup_steps <= (c.schedule.decay_steps or 0),
-        "schedule.warmup_steps: {schedule.warmup_steps} is more than schedule.decay_steps: "
-        "{schedule.decay_steps}",
-    ),
-    Rule(
-        lambda c: c.evaluation.stride,
-        lambda c: (c.evaluation.stride or 0) <= c.model.units_per_sample(),
-        "evaluation.stride: {evaluation.stride} is more than model.sequence_length: "
-        "{model.sequence_length}, so some tokens would not be scored",
-    ),
-    Rule(
-        lambda c: isinstance(c.data, ImageDataConfig) and c.data.mixes,
-        lambda c: c.train.micro_batch_size % 2 == 0,
-        "train.micro_batch_size: {train.micro_batch_size} is odd, but data.augmentation.mixup and "
-        "data.augmentation.cutmix mix images in pairs; use an even number, or set both to 0",
-    ),
-    Rule(
-        lambda c: c.log.fluctuation,
-        lambda c: c.model.has_experts(),
-        "log.fluctuation: true is not allowed with {kinds}, which has no experts",
-    ),
-    Rule(
-        lambda c: isinstance(c.model, MixtureConfig) and c.model.top_k == 1,
-        lambda c: False,
-        "model.top_k: 1 is not allowed: the share of one expert is always 1, so the gate would "
-        "learn nothing; allowed: 2 or more, or null",
-    ),
-    Rule(
-        lambda c: c.loss.sequence_balance,
-        lambda c: any(isinstance(each, SparseMoEConfig) for each in _routers(c)),
-        "loss.sequence_balance: {loss.sequence_balance:g} is not allowed with {kinds}: it needs a "
-        "feed-forward of kind: smoe; otherwise only 0 is allowed",
-    ),
-    Rule(
-        lambda c: c.loss.load_balance and c.loss.load_balance_over == "model",
-        lambda c: len(_routers(c)) == 1,
-        "loss.load_balance_over: model is not allowed with {kinds}: it needs one feed-forward of "
-        "kind: smoe or emoe, whose layers have the same experts; allowed: layer",
-    ),
-    Rule(
-        lambda c: c.loss.load,
-        lambda c: any(router.router_noise for router in _routers(c)),
-        "loss.load: {loss.load:g} needs a feed-forward of kind: smoe or emoe with router_noise "
-        "above 0; otherwise only 0 is allowed",
-    ),
-    Rule(
-        lambda c: c.loss.sample_similarity,
-        lambda c: _expert_kinds(c) & {"smoe", "emoe", "mumoe", "mixture"},
-        "loss.sample_similarity: is not allowed with {kinds}, which has no experts that samples "
-        "could share; allowed: null",
-    ),
-    Rule(
-        lambda c: c.loss.sample_similarity,
-        lambda c: c.train.micro_batch_size > 1,
-        "train.micro_batch_size: {train.micro_batch_size} is not allowed with "
-        "loss.sample_similarity, which compares the samples of a micro-batch; allowed: 2 or more",
-    ),
-    Rule(
-        lambda c: c.loss.sample_similarity and "mumoe" in _expert_kinds(c),
-        lambda c: c.parallel.tensor_parallel_size == 1,
-        "parallel.tensor_parallel_size: {parallel.tensor_parallel_size} is not allowed with "
-        "loss.sample_similarity and a muMoE, whose gate would get its gradient several times; "
-        "allowed: 1",
-    ),
-    Rule(  # see model/cuda_graph.py
-        lambda c: c.train.cuda_graph,
-        lambda c: {each.kind for each in c.model.feed_forwards().values()} <= {"dense", "mumoe"},
-        "train.cuda_graph: true is not allowed with {kinds}: products of experts may wait for "
-        "their sizes; allowed: dense, mumoe",
-    ),
-)
+    Rule(_TENSOR, "model.kind", lambda c: c.model.cut_sizes() is not None or _alone(c),
+         "its layers are not cut"),
+    Rule("parallel.sequence_parallel", "model.kind", ("gpt2", "decoder")),
+    Rule("parallel.sequence_parallel", _TENSOR, lambda c: not _alone(c), "it needs 2 or more"),
+    Rule("parallel.expert_parallel_size", KINDS,
+         lambda c: c.parallel.expert_parallel_size == 1 or _routers(c),
+         "it needs separate experts"),
+    Rule("optimizer.kind: muon", "parallel.zero_stage", (1, 2), "it needs whole matrices"),
+    Rule("optimizer.kind: muon", _TENSOR, (1,), "it needs whole matrices"),
+    Rule("optimizer.kind: muon", "adapt.lora", (None,), "adapters freeze its matrices"),
+    Rule("model.compile", "parallel.zero_stage", (1, 2),
+         "DeepSpeed's hooks on every module send the compiler back to eager code"),
+    Rule("adapt.lora", "checkpoint.init_from", lambda c: c.checkpoint.init_from,
+         "adapters are added to its weights"),
+    Rule("schedule.decay_steps", "schedule.warmup_steps",
+         lambda c: c.schedule.warmup_steps <= (c.schedule.decay_steps or 0), "it is more"),
+    Rule("evaluation.stride", "data.kind", ("text",)),
+    Rule("evaluation.stride", "model.sequence_length",
+         lambda c: (c.evaluation.stride or 0) <= c.model.units_per_sample(),
+         "some tokens would not be scored"),
+    Rule("evaluation.patience", "evaluation.every", lambda c: c.evaluation.every,
+         "0 validates only at the end"),
+    Rule("log.fluctuation", "checkpoint.every", lambda c: c.checkpoint.every,
+         "checkpoints are compared"),
+    Rule("log.fluctuation", KINDS, lambda c: c.model.has_experts(), _NO_EXPERTS),
+    Rule("data.augmentation", "train.micro_batch_size",
+         lambda c: not getattr(c.data, "mixes", False) or c.train.micro_batch_size % 2 == 0,
+         "mixup and cutmix mix images in pairs"),
+    Rule("model.top_k", "model.kind",
+         lambda c: c.model.kind != "mixture" or _value(c, "model.top_k") != 1,
+         "the share of one expert is always 1, so the gate would learn nothing"),
+    Rule("loss.sequence_balance", KINDS,
+         lambda c: any(isinstance(each, SparseMoEConfig) for each in _routers(c)),
+         "it needs kind: smoe"),
+    Rule("loss.load_balance_over: model", KINDS,
+         lambda c: not c.loss.load_balance or len(_routers(c)) == 1,
+         "it needs one feed-forward of kind: smoe or emoe, whose layers have the same experts"),
+    Rule("loss.load", KINDS, lambda c: any(router.router_noise for router in _routers(c)),
+         "it needs kind: smoe or emoe with router_noise above 0"),
+    Rule(_SIMILARITY, KINDS,
+         lambda c: _expert_kinds(c) & {"smoe", "emoe", "mumoe", "mixture"}, _NO_EXPERTS),
+    Rule(_SIMILARITY, "train.micro_batch_size", lambda c: c.train.micro_batch_size > 1,
+         "samples of a micro-batch are compared"),
+    Rule(_SIMILARITY, _TENSOR, lambda c: "mumoe" not in _expert_kinds(c) or _alone(c),
+         "the gate of a muMoE would get its gradient several times"),
+    Rule("loss.sample_similarity.of: input", "model.kind", ("mixer", "vit", "mixture"),
+         "token ids have no distance"),
+    Rule("distill.teacher", "data.kind", ("text", "images", "sequences")),
+    Rule("distill.teacher", "data.loss", ("softmax", None), "it teaches probabilities"),
+    Rule("distill.teacher", _TENSOR,
+         lambda c: c.data.kind != "text" or c.distill.blocks or _alone(c),
+         "the vocabulary that it teaches would be cut"),
+    Rule(_BLOCKS, "distill.teacher", lambda c: c.distill.teacher, "its feed-forwards teach"),
+    Rule(_BLOCKS, "data.kind", ("text",)),
+    Rule(_BLOCKS, "model.replaced", lambda c: _value(c, "model.replaced"), "these blocks learn"),
+    Rule(_BLOCKS, "model.feed_forward.graph", ("none", "similarity", None),
+         "the teacher's feed-forward may read its input alone"),
+    Rule(_BLOCKS, "checkpoint.init_from", (None,), _FROZEN),
+    Rule(_BLOCKS, "adapt.lora", (None,), _FROZEN),
+    Rule(_BLOCKS, "model.recompute", ("none",), _FROZEN),
+    Rule(_BLOCKS, "train.cuda_graph", (False,), _FROZEN),
+    Rule(_BLOCKS, "parallel.sequence_parallel", (False,), _FROZEN),
+    Rule(_GRAPH, "model.kind", ("gpt2", "vit"), "other blocks take more than tokens"),
+    Rule(_GRAPH, KINDS,  # see model/cuda_graph.py
+         lambda c: {each.kind for each in c.model.feed_forwards().values()} <= {"dense", "mumoe"},
+         "products of experts may wait for their sizes"),
+    Rule(_GRAPH, "adapt.lora", (None,), "frozen embeddings have nothing to differentiate"),
+    Rule(_GRAPH, "model.recompute", ("none",), "graphs compute nothing again"),
+    Rule(_GRAPH, "train.precision", ("bf16",),
+         "in fp32 gradients would stay where the next pass overwrites them"),
+    Rule(_GRAPH, "parallel.zero_stage", (1, 2), "stage 3 moves weights"),
+    Rule(_GRAPH, _TENSOR, (1,), "processes talk in each block"),
+)  # fmt: skip
+
+
+def _alone(config: RunConfig) -> bool:
+    """Whether each process has whole layers."""
+    return config.parallel.tensor_parallel_size == 1
 
 
 def _value(config: RunConfig, key: str) -> Any:
-    """The value of a dotted key; None if its section is null or has no such key."""
+    """The value of a dotted key, a section in short; None if it has no such key."""
     value: Any = config
     for name in key.split("."):
         value = getattr(value, name, None)
-    return value
+    return "{...}" if isinstance(value, Config) else value
 
 
 def _said(value: Any) -> str:
-    """A value as in YAML; a section in short."""
-    return "{...}" if isinstance(value, Config) else json.dumps(value).strip('"')
+    """A value as in YAML."""
+    return json.dumps(value).strip('"')
 
 
-def _check_combination(config: RunConfig, rule: Combination) -> None:
-    key, _, named = rule.key.partition(": ")
-    value, other = _value(config, key), _value(config, rule.other)
-    if not value or (named and value != named):
+def _in_words(config: RunConfig, key: str) -> str:
+    """A key with its value."""
+    if key != KINDS:
+        return f"{key}: {_said(_value(config, key))}"
+    sections = config.model.feed_forwards()
+    return " and ".join(f"{name}.kind: {each.kind}" for name, each in sections.items())
+
+
+def _check(config: RunConfig, rule: Rule) -> None:
+    key, _, wanted = rule.key.partition(": ")
+    value, other, allowed = _value(config, key), _value(config, rule.other), rule.allowed
+    if not value or (wanted and value != wanted):
         return
-    given, why = f"{key}: {_said(value)}", f": {rule.why}" if rule.why else ""
-    if not rule.allowed and not other:
-        raise ConfigError(f"{given} needs {rule.other}, which is {_said(other)}{why}")
-    if rule.allowed and other not in rule.allowed:
+    if not (allowed(config) if callable(allowed) else other in allowed):
+        why = f": {rule.why}" if rule.why else ""
+        if not callable(allowed):
+            why += f"; allowed: {', '.join(map(_said, allowed))}"
         raise ConfigError(
-            f"{rule.other}: {_said(other)} is not allowed with {given}{why}; allowed: "
-            f"{', '.join(map(_said, rule.allowed))}"
+            f"{_in_words(config, rule.other)} is not allowed with {_in_words(config, key)}{why}"
         )
 
 
@@ -256,11 +196,8 @@ def validate(config: RunConfig, world_size: int) -> Dims:
         tensor_parallel_size=config.parallel.tensor_parallel_size,
         expert_parallel_size=config.parallel.expert_parallel_size,
     )
-    for combination in COMBINATIONS:
-        _check_combination(config, combination)
     for rule in RULES:
-        if rule.when(config) and not rule.needs(config):
-            raise ConfigError(rule.say.format(kinds=_kinds(config), **vars(config)))
+        _check(config, rule)
     check_tensor_parallel(config.model, dims.tensor_parallel_size)
     check_experts(config, dims.expert_parallel_size)
     dims.accumulation_steps(config.train.global_batch_size, config.train.micro_batch_size)

@@ -4,14 +4,12 @@ import faulthandler
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
 from typing import TypeAlias
 
 import torch
 
 from polyad.parallel import comm
 from polyad.train.errors import STALLED, RunError, one_line, shortened
-from polyad.train.guard.run_folder import last_checkpoint
 
 MESSAGES = ("out of memory", "can't allocate memory", "ALLOC_FAILED", "Cannot allocate memory")
 """Parts of a RuntimeError's message that mean out of memory: torch on a CPU, CUDA, cuBLAS."""
@@ -23,17 +21,13 @@ SMALLER = (
 )
 """What to change."""
 Explain: TypeAlias = Callable[[Callable[[], str]], AbstractContextManager[None]]
-"""`explain_out_of_memory` with the process and the checkpoints of a run."""
+"""`explain_out_of_memory` with the process of a run."""
 LONGEST = 300
 """Maximum number of characters of the allocator's message."""
 
 
 @contextmanager
-def explain_out_of_memory(
-    doing: Callable[[], str],
-    world: comm.World,
-    checkpoints: Path | None = None,
-) -> Iterator[None]:
+def explain_out_of_memory(doing: Callable[[], str], world: comm.World) -> Iterator[None]:
     """Turns an out-of-memory error into one line; other errors pass unchanged.
 
     The process then exits, and its launcher terminates those that wait for it.
@@ -41,7 +35,6 @@ def explain_out_of_memory(
     Args:
         doing: returns when it happened, such as "in step 3".
         world: this process.
-        checkpoints: the run's folder of checkpoints.
 
     Raises:
         RunError: the line.
@@ -54,10 +47,9 @@ def explain_out_of_memory(
         if not is_out_of_memory(error):
             raise
         reason = shortened(one_line(error), LONGEST)
-        line = f"out of memory {doing()}, on rank {world.rank} of {world.size}: {reason}; {SMALLER}"
-        if checkpoints is not None:
-            line = f"{line}; {last_checkpoint(checkpoints)}"
-        raise RunError(line) from None
+        raise RunError(
+            f"out of memory {doing()}, on rank {world.rank} of {world.size}: {reason}; {SMALLER}"
+        ) from None
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -108,8 +100,8 @@ def explain_stall(timeout_minutes: float) -> Iterator[None]:
         if "timed out" not in str(error).lower():
             raise
         raise StalledError(
-            f"no progress: this process waited for another one for parallel.timeout_minutes: "
-            f"{timeout_minutes:g}; the stacks of all processes are above"
+            f"this process waited in vain for parallel.timeout_minutes: {timeout_minutes:g}; the "
+            "stacks of all processes are above"
         ) from error
     finally:
         faulthandler.cancel_dump_traceback_later()

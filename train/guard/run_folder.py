@@ -1,12 +1,11 @@
-"""A run's folder: checks that it is usable and has room, and the lock of a start of the run."""
+"""A run's folder: whether it can be used, and the lock of a start of the run."""
 
-import contextlib
 import errno
 import os
-import secrets
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -14,21 +13,14 @@ from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 from pydantic import AfterValidator
 
 from polyad.data.errors import check_path
-from polyad.data.files import write_whole
 from polyad.model.config import Config
 from polyad.parallel import comm
-from polyad.parallel.checkpoint.manage import (
-    complete_checkpoints,
-    put_back,
-    reason_of,
-    replaced_checkpoints,
-)
+from polyad.parallel.checkpoint.manage import complete_checkpoints, put_back, replaced_checkpoints
 from polyad.train.errors import ConfigError, RunError
 
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL)
 """Errors of file systems without locks."""
 LOCK_FILE = ".lock"
-TOKEN_FILE = ".start"
 SEEN_WITHIN = 10.0
 """Seconds within which a file from one host must be visible on the others."""
 
@@ -68,16 +60,8 @@ def check_place(folder: Path, key: str) -> set[str]:
     """
     try:
         nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-        if not nearest.is_dir():
-            raise ConfigError(f"{key}: {folder}: {nearest} is a file, but a folder is needed")
-        if not os.access(nearest, os.R_OK | os.W_OK | os.X_OK):
-            raise ConfigError(f"{key}: {folder}: {nearest} cannot be written to")
-        longest = os.pathconf(nearest, "PC_NAME_MAX")
-        if any(len(os.fsencode(name)) > longest for name in folder.parts):
-            raise ConfigError(
-                f"{key}: {folder}: a name is longer than the {longest} bytes that the file system "
-                f"of {nearest} allows"
-            )
+        if not nearest.is_dir() or not os.access(nearest, os.R_OK | os.W_OK | os.X_OK):
+            raise ConfigError(f"{key}: {folder}: {nearest} is not a folder to write to")
         return {path.name for path in folder.iterdir()} if folder.exists() else set()
     except OSError as error:  # no permission for a folder on the way, or a name that is too long
         raise ConfigError(f"{key}: {folder}: cannot be used: {error.strerror}") from None
@@ -94,108 +78,61 @@ def last_checkpoint(checkpoints: Path) -> str:
     return "there is no checkpoint yet"
 
 
-class RunLock:
-    """A lock that the main process holds.
+@contextmanager
+def run_lock(folder: Path, world: comm.World) -> Iterator[None]:
+    """A context in which the main process holds the lock of a run; all processes enter it together.
 
     Args:
         folder: the run's folder, which is created if need be.
-        world: this process. All call this together.
-
-    On a shared file system it works between hosts if the file system supports locks (NFS does, and
-    Lustre with the mount option `flock`), and the kernel releases it when the process ends.
-    Otherwise it is a file, which a user removes after a crash. Beside it is a token of this start,
-    which the other processes must find there: a host on which the folder is a different one could
-    not save together with the others.
+        world: this process.
 
     Raises:
-        ConfigError: on every process, if another start of the run is still active, the folder is
-            not writable, or it is not the same one on all hosts.
+        ConfigError: on every process, if another start of the run is still active, or a process
+            cannot write to the folder, as on a host with a disk of its own.
     """
-
-    def __init__(self, folder: Path, world: comm.World) -> None:
-        self._lock: BaseFileLock | None = None
-        self._token_file = folder / TOKEN_FILE
-        self._token = secrets.token_hex(16)
-        lock = (self._take(folder), self._token, socket.gethostname()) if world.is_main else None
-        reason, token, host = comm.from_main(lock)
-        if reason:
-            raise ConfigError(f"run.folder: {folder} {reason}")
-        fault = "" if world.is_main else _fault_of(folder, token, f"that {host} (rank 0) writes to")
-        faults = [each for each in comm.from_all(fault) if each]
-        if faults:
-            self.release()
-            raise ConfigError(f"run.folder: {folder}: {faults[0]}")
-
-    def _take(self, folder: Path) -> str:
-        """Takes the lock; returns the reason if that fails, else an empty string."""
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            self._lock = lock_of(folder)
-            write_whole(self._token_file, self._token)
-        except Timeout as taken:
-            return (
-                f"is in use by another start of this run, which is still going: it holds "
-                f"{taken.lock_file}"
+    lock = comm.on_main(lambda: lock_of(folder))
+    try:
+        usable = seen_in_time(lambda: os.access(folder, os.W_OK | os.X_OK))
+        host = "" if usable else f"{socket.gethostname()} (rank {world.rank})"
+        if hosts := [each for each in comm.from_all(host) if each]:
+            raise ConfigError(
+                f"run.folder: {folder} is missing or cannot be written to on {hosts[0]}; all hosts "
+                "need one file system, with this folder at the same path"
             )
-        except OSError as error:
-            self.release()
-            return f"cannot be locked: {error.strerror}"
-        return ""
-
-    def __enter__(self) -> "RunLock":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.release()
-
-    def release(self) -> None:
-        """Releases the lock."""
-        if self._lock is not None:
-            self._token_file.unlink(missing_ok=True)
-            self._lock.release()
+        yield
+    finally:
+        if lock is not None:
+            lock.release()
 
 
 def lock_of(folder: Path) -> BaseFileLock:
-    """Takes the lock of a run's folder; where the file system has no locks, it is a file.
+    """Takes the lock of a run's folder, which is created if need be.
+
+    On a shared file system the lock works between hosts if the file system supports locks (NFS
+    does, and Lustre with the mount option `flock`), and the kernel releases it when the process
+    ends. Otherwise it is a file, which a user removes after a crash.
 
     Raises:
-        Timeout: another process holds it.
-        OSError: it cannot be taken.
+        ConfigError: another process holds it, or it cannot be taken.
     """
-    lock: BaseFileLock = FileLock(folder / LOCK_FILE, timeout=0, fallback_to_soft=False)
     try:
-        lock.acquire()
+        folder.mkdir(parents=True, exist_ok=True)
+        lock: BaseFileLock = FileLock(folder / LOCK_FILE, timeout=0, fallback_to_soft=False)
+        try:
+            lock.acquire()
+        except OSError as error:
+            if error.errno not in NO_LOCKS:  # None if another process holds it
+                raise
+            lock = SoftFileLock(folder / f"{LOCK_FILE}.soft", timeout=0)
+            lock.acquire()
+    except Timeout as taken:
+        raise ConfigError(
+            f"run.folder: {folder} is in use by another start of this run, which holds "
+            f"{taken.lock_file}"
+        ) from None
     except OSError as error:
-        if error.errno not in NO_LOCKS:  # None if another process holds it
-            raise
-        lock = SoftFileLock(folder / f"{LOCK_FILE}.soft", timeout=0)
-        lock.acquire()
+        raise ConfigError(f"run.folder: {folder} cannot be locked: {error.strerror}") from None
     return lock
-
-
-def _fault_of(folder: Path, token: str, first: str) -> str:
-    """Returns why this process cannot use the folder that rank 0 has locked; empty if it can.
-
-    Args:
-        folder: the run's.
-        token: the token that rank 0 has written there.
-        first: name of rank 0's folder in the message.
-    """
-    here = f"{socket.gethostname()} (rank {comm.rank()})"
-
-    def is_there() -> bool:
-        with contextlib.suppress(OSError):
-            return (folder / TOKEN_FILE).read_text(encoding="utf-8") == token
-        return False
-
-    if not seen_in_time(is_there):
-        return (
-            f"on {here} it is another folder than the one {first}; all hosts need one file "
-            f"system, with this folder at the same path"
-        )
-    if not os.access(folder, os.W_OK | os.X_OK):
-        return f"{here} may not write to the folder {first}"
-    return ""
 
 
 def seen_in_time(condition: Callable[[], bool]) -> bool:
@@ -212,27 +149,19 @@ def seen_in_time(condition: Callable[[], bool]) -> bool:
     return True
 
 
-def put_back_replaced(folder: Path, world: comm.World) -> None:
+def put_back_replaced(folder: Path) -> None:
     """Recovers from a crash while a checkpoint was being replaced by another of the same step.
 
     Args:
         folder: the run's.
-        world: this process. All call this together.
 
     Raises:
-        ConfigError: on every process, if another start of the run is still active, or the disk
-            fails.
+        ConfigError: another start of the run is still active.
     """
     checkpoints = folder / "checkpoints"
-    if not comm.from_main(bool(replaced_checkpoints(checkpoints)) if world.is_main else None):
-        return
-    reason = ""
-    with RunLock(folder, world):
-        if world.is_main:
-            try:
-                put_back(checkpoints)
-            except OSError as error:
-                reason = reason_of(error)
-        reason = comm.from_main(reason)
-    if reason:
-        raise ConfigError(f"run.folder: {folder}: a checkpoint cannot be restored: {reason}")
+    if replaced_checkpoints(checkpoints):
+        lock = lock_of(folder)
+        try:
+            put_back(checkpoints)
+        finally:
+            lock.release()

@@ -41,9 +41,8 @@ class MonitorConfig(Config):
     max_skips: Annotated[int, Field(ge=1)] = 10
     """Maximum number of spikes in a row that are skipped; one more ends the run."""
     grace_seconds: Annotated[float, Field(gt=0, le=86_400)] = 25.0
-    """Seconds from a termination signal to the exit of the process, whether or not a checkpoint
-    could be saved. Must be less than the time that the scheduler and torchrun (30 s, unless `polyad
-    launch` sets more) allow before they kill it."""
+    """Seconds that a run may take to save after a termination signal; `polyad launch` makes
+    torchrun wait 5 seconds longer before it kills the processes."""
 
     @model_validator(mode="after")
     def _warmup_fits_the_window(self) -> "MonitorConfig":
@@ -123,8 +122,7 @@ def spike_event(
         documents: the documents of its global batch, by the name of their data.
     """
     return {
-        "step": step, "batch": step - 1,
-        "action": "skip" if config.spike_action == "skip" else "warn",
+        "step": step, "batch": step - 1, "action": config.spike_action,
         "loss": outcome.loss, "loss_limit": limits.loss,
         "grad_norm": outcome.result.grad_norm, "grad_norm_limit": limits.grad_norm,
         "documents": documents,
@@ -136,16 +134,5 @@ def spike_line(event: dict[str, Any]) -> str:
     done = {"warn": "the step was applied", "skip": "the step was skipped"}[event["action"]]
     return (
         f"step {event['step']}: spike: loss {event['loss']:.4f} (limit {event['loss_limit']:.4f}), "
-        f"norm {event['grad_norm']:.2f} (limit {event['grad_norm_limit']:.2f}); {done}; "
-        f"{_documents(event['documents'])}"
+        f"norm {event['grad_norm']:.2f} (limit {event['grad_norm_limit']:.2f}); {done}"
     )
-
-
-def _documents(parts: dict[str, list[int]], shown: int = 4) -> str:
-    several = len(parts) > 1
-    texts = []
-    for name, numbers in parts.items():
-        first = ", ".join(map(str, numbers[:shown]))
-        rest = f" and {len(numbers) - shown} more" if len(numbers) > shown else ""
-        texts.append(f"{'of ' + name + ' ' if several else ''}{first}{rest}")
-    return f"documents {'; '.join(texts)}"

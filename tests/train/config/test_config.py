@@ -263,7 +263,7 @@ def test_graphs_are_of_dense_and_factorized_blocks_that_one_process_computes():
 
 def test_tokens_are_cut_between_cut_layers_alone():
     key = "parallel.sequence_parallel=true"
-    with pytest.raises(ConfigError, match=r"parallel\.tensor_parallel_size of 2 or more"):
+    with pytest.raises(ConfigError, match=r"parallel\.tensor_parallel_size: 1 is not allowed"):
         validate(parse(key), 2)
     validate(parse(key, "parallel.tensor_parallel_size=2"), 2)
     both, size = (key, "parallel.tensor_parallel_size=2"), "hidden_size: 32, num_heads: 4"

@@ -142,7 +142,7 @@ def test_a_process_that_waits_for_one_that_was_killed_stops_at_once(
     run = forks.start(tmp_path, ["train", str(path)], before=end_at_once, **{STORE: str(store)})
     run.until(store.exists)
     run.signal(signal.SIGTERM, 0)
-    assert run.wait(timeout=20) == [143, 9], run.text()  # the grace is 25 seconds
+    assert run.wait(timeout=20) == [143, 9], run.text()
     assert not errors(run.text())
 
 

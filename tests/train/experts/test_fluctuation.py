@@ -215,7 +215,7 @@ def test_cut_weights_of_a_mumoe_log_what_whole_ones_say(workers, tmp_path, prepa
     [
         ("model.feed_forward.kind=dense", "log.fluctuation: true is not allowed with "
          "model.feed_forward.kind: dense"),
-        ("checkpoint.every=0", "log.fluctuation: true needs checkpoint.every"),
+        ("checkpoint.every=0", "checkpoint.every: 0 is not allowed with log.fluctuation: true"),
         ("log.fluctuation_tokens=0", "log.fluctuation_tokens: 0 is not allowed"),
     ],
 )  # fmt: skip

@@ -65,7 +65,7 @@ def test_a_step_that_does_not_fit_names_size_and_keys(config: Path) -> None:
     line = error_line(limited(0, "train", config, *INNER, "train.micro_batch_size=72"))
     assert line.startswith("polyad: error: out of memory in step 1, on rank 0 of 1: ")
     assert str(72 * 32 * 200_000 * 4) in line  # bytes
-    assert line.endswith(f"; {SMALLER}; there is no checkpoint yet")
+    assert line.endswith(f"; {SMALLER}")
 
 
 @pytest.mark.slow
@@ -102,7 +102,6 @@ def test_going_on_and_evaluating_know_the_run(workers, config: Path, tmp_path: P
     workers(1).run(run, config, *INNER, *few)
     line = error_line(limited(0, "train", config, *INNER, "train.micro_batch_size=72"))
     assert "in step 2, on rank 0" in line
-    assert line.endswith("; the last checkpoint is of step 1")
     line = error_line(limited(0, "evaluate", tmp_path / "run", "evaluation.batch_size=90"))
     assert "out of memory evaluating validation, on rank 0 of 1: " in line
     assert SMALLER in line

@@ -127,23 +127,6 @@ def test_one_process_stops_at_once_before_its_first_step(forks, config, tmp_path
     assert stop(run, signal.SIGTERM) == [143]
 
 
-@pytest.mark.slow
-def test_a_rank_that_cannot_come_to_a_step_ends_with_the_grace(forks, config, tmp_path):
-    """Its peer is frozen, so that it waits in a collective, where no handler of Python runs."""
-    options = [*LONG, "monitor.grace_seconds=1.5"]
-    run = forks.start(tmp_path, ["train", str(config), *options])
-    run.until(lambda: lines(tmp_path) >= 2)
-    run.signal(signal.SIGSTOP, 1)
-    time.sleep(0.5)
-    begun = time.monotonic()
-    run.signal(signal.SIGTERM)
-    run.until(lambda: bool(not run.running() or run.pids[0] in run.statuses), 20)
-    assert 1.4 < time.monotonic() - begun < 10
-    assert run.statuses[run.pids[0]] == 143
-    assert "SIGTERM; the step did not end within 1.5 s; no checkpoint was written" in run.text()
-    run.kill()
-
-
 @everyday(
     ("processes", "number"),
     [(n, number) for n in (1, 2) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)],

@@ -152,7 +152,7 @@ def test_a_mixer_with_two_kinds_of_experts_logs_both(workers, config, tmp_path):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("train.micro_batch_size=1", "train.micro_batch_size: 1 is odd"),
+        ("train.micro_batch_size=1", "train.micro_batch_size: 1 is not allowed"),
         (
             "evaluation.stride=1",
             "data.kind: images is not allowed with evaluation.stride: 1",
