@@ -47,25 +47,6 @@ class Dims:
         """Number of data-parallel ranks, which see different samples."""
         return self.world_size // self.tensor_parallel_size
 
-    def crossing(self, processes_of_node: int) -> str | None:
-        """Reports if ranks that communicate in every layer are on different nodes.
-
-        Args:
-            processes_of_node: number of processes per node.
-
-        Returns:
-            One line; None if there are no such ranks.
-        """
-        together = self.tensor_parallel_size * self.expert_parallel_size
-        if self.world_size <= processes_of_node or processes_of_node % together == 0:
-            return None
-        return (
-            f"parallel.tensor_parallel_size: {self.tensor_parallel_size} x "
-            f"parallel.expert_parallel_size: {self.expert_parallel_size} = {together} processes do "
-            f"not fit into nodes of {processes_of_node}: what they exchange in every layer crosses "
-            f"the network"
-        )
-
     def accumulation_steps(self, global_batch_size: int, micro_batch_size: int) -> int:
         """Number of micro-batches that each rank runs per optimizer step.
 

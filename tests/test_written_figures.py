@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from polyad.train.config.adaptation import counts, model_of
+from polyad.train.config.adaptation import model_of, trained_line
 from polyad.train.config.rules import validate
 from polyad.train.config.run import load_config
 from polyad.train.describe import describe
@@ -26,7 +26,7 @@ def test_the_line_about_adapters_is_that_of_its_command() -> None:
     assert overrides
     keys = ("model.vocab_size=8192", f"adapt.lora={overrides[1]}", "checkpoint.init_from=x")
     config = load_config(QUICKSTART / "gpt2.yaml", keys)
-    assert f"\n    {counts(model_of(config)).in_words()}\n" in text
+    assert f"\n    {trained_line(model_of(config))}\n" in text
 
 
 def test_the_sizes_of_a_study_in_its_page_are_those_that_are_asserted() -> None:

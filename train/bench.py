@@ -1,10 +1,8 @@
 """Times real steps of a configuration on random samples (`polyad bench`)."""
 
-import gc
-import math
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
@@ -18,24 +16,20 @@ from polyad.train.config.adaptation import engine_of, model_of, random_micro_bat
 from polyad.train.config.distillation import load_teacher
 from polyad.train.config.rules import validate
 from polyad.train.config.run import RunConfig
-from polyad.train.console import Progress
 from polyad.train.errors import RunError
 from polyad.train.experts.equal_loads import force_equal_loads
-from polyad.train.guard.failures import SMALLER, is_out_of_memory
+from polyad.train.guard.failures import explain_out_of_memory
 from polyad.train.loop.metrics import peak_flops
 from polyad.train.loop.profiling import Prefetch, allow_tf32, peak_memory_bytes
 from polyad.train.loop.step import IssuedStep, issue_step
 from polyad.train.tasks.distillation import BlockTeacher
 from polyad.train.tasks.random_input import flops_of_unit, losses_for
-from polyad.train.tasks.registry import task_class
 
 LEARNING_RATE = 1e-4
 """Learning rate that is safe without warm-up; random samples teach nothing anyway."""
 BEFORE = 2
 """Warm-up steps: in the first two DeepSpeed learns the order of parameters, and torch.compile
 compiles."""
-CONFIDENCE = 0.9
-"""Confidence level of the intervals of medians."""
 
 
 class RandomTraining:
@@ -85,20 +79,14 @@ class RandomTraining:
             RunError: a gradient is not finite, so that a step did less work than others.
         """
         pending = None
-        for _ in range(number):
-            issued = self._issue()
+        for left in range(number, -1, -1):
+            issued = self._issue() if left else None
             if pending is not None:
-                yield _ended(pending)
+                pending.outcome()
+                if not pending.result.applied:
+                    raise RunError("a step was skipped: its gradient is not finite")
+                yield pending
             pending = issued
-        if pending is not None:
-            yield _ended(pending)
-
-    def ends(self, number: int) -> Iterator[float]:
-        """Yields the end times of `number` steps, in seconds; one more step is already issued
-        then."""
-        for done, _ in enumerate(self.steps(number + 1)):
-            if done < number:
-                yield time.perf_counter()
 
     def _issue(self) -> IssuedStep:
         return issue_step(
@@ -112,21 +100,12 @@ class RandomTraining:
         )
 
 
-def _ended(step: IssuedStep) -> IssuedStep:
-    step.outcome()
-    if not step.result.applied:
-        raise RunError("a step was skipped: its gradient is not finite")
-    return step
-
-
 @dataclass(frozen=True, kw_only=True)
 class StepTimes:
     """Time and memory of a step."""
 
     seconds: float
     """Median seconds of a step."""
-    seconds_interval: tuple[float, float] | None
-    """Confidence interval of the median at `CONFIDENCE`; None with fewer than 5 steps."""
     units_per_second: float
     """Throughput in tokens or images, over all processes."""
     mfu: float | None
@@ -156,50 +135,30 @@ def time_steps(
         RunError: memory ran out, or a gradient is not finite.
     """
     _begin_peak(world.device)
-    try:
-        first, seconds = _seconds(config, world, steps, compiled=compiled, balanced=balanced)
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        raise RunError(f"out of memory; {SMALLER}") from None
+    with explain_out_of_memory(lambda: "timing steps", world):
+        training = RandomTraining(config, world, compiled=compiled, balanced=balanced)
+        comm.barrier()
+        ends = [time.perf_counter()]
+        for _ in training.steps(BEFORE + steps + 1):  # the last one is under way at the end
+            ends.append(time.perf_counter())
+    del training  # frees the memory for the next engine
+    ends = comm.from_main(ends[:-1])
+    seconds = statistics.median(end - start for start, end in pairwise(ends[BEFORE:]))
     memory = comm.max_over_ranks(
         torch.tensor(peak_memory_bytes(world.device), device=world.device)
     ).item()
-    median = statistics.median(seconds)
-    rate = config.train.global_batch_size * config.model.units_per_sample() / median
+    rate = config.train.global_batch_size * config.model.units_per_sample() / seconds
     peak = None
     if config.distill.blocks is None:  # their FLOPs are not counted
         peak = peak_flops(config.log, config.train.precision, tf32=config.train.tf32)
     flops = rate * flops_of_unit(config.model, config.data) if peak else 0.0
     return StepTimes(
-        seconds=median,
-        seconds_interval=interval(seconds),
+        seconds=seconds,
         units_per_second=rate,
         mfu=flops / (peak * world.size) if peak else None,
         peak_memory_bytes=int(memory),
-        first_steps_seconds=first,
+        first_steps_seconds=ends[BEFORE] - ends[0],
     )
-
-
-def _seconds(
-    config: RunConfig, world: comm.World, steps: int, *, compiled: bool, balanced: bool
-) -> tuple[float, list[float]]:
-    """Returns the total seconds of the warm-up steps, and the seconds of each timed step."""
-    training = RandomTraining(config, world, compiled=compiled, balanced=balanced)
-    unit = task_class(config.data.kind).unit
-    units = steps * config.train.global_batch_size * config.model.units_per_sample()
-    progress = None
-    comm.barrier()
-    ends = [time.perf_counter()]
-    for number, end in enumerate(training.ends(BEFORE + steps), start=1):
-        ends.append(end)
-        if number == BEFORE and world.is_main:
-            progress = Progress("compiled" if compiled else "eager", units, unit.short)
-        elif progress is not None:
-            progress((number - BEFORE) / steps)
-    del training
-    gc.collect()  # frees the memory for the next engine
-    return comm.from_main((ends[BEFORE] - ends[0], [b - a for a, b in pairwise(ends[BEFORE:])]))
 
 
 def _begin_peak(device: torch.device) -> None:
@@ -210,22 +169,3 @@ def _begin_peak(device: torch.device) -> None:
     else:
         with suppress(OSError):  # not every system allows this
             Path("/proc/self/clear_refs").write_text("5")
-
-
-def interval(values: Sequence[float]) -> tuple[float, float] | None:
-    """Computes a distribution-free confidence interval of the median.
-
-    Each value is above or below the median with equal probability, so the k-th smallest and k-th
-    largest values miss it with twice the probability of fewer than k heads in as many coin tosses.
-
-    Returns:
-        Two of the values, with a confidence of at least `CONFIDENCE`; None for fewer than 5.
-    """
-    count, missed, k = len(values), 0.0, 0
-    while k < count:
-        missed += 2 * math.comb(count, k) / 2**count
-        if missed > 1 - CONFIDENCE:
-            break
-        k += 1
-    ordered = sorted(values)
-    return (ordered[k - 1], ordered[-k]) if k else None

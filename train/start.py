@@ -3,14 +3,11 @@
 All is checked before memory is taken; the first line of a run says where it starts.
 """
 
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-
-from torch import nn
 
 from polyad.model.lora import of_base
 from polyad.parallel import comm
@@ -33,14 +30,13 @@ from polyad.parallel.weights import (
     open_weights,
     origin_of,
 )
-from polyad.train.config.adaptation import begins_anew, counts, graph_statistics, model_of
+from polyad.train.config.adaptation import begins_anew, graph_statistics, model_of, trained_line
 from polyad.train.config.distillation import TeacherAt, check_teacher, of_step
 from polyad.train.config.environment import check_same_checkpoint
 from polyad.train.config.rules import refuse_changes, validate
 from polyad.train.config.run import RunConfig, load_config, parse_config
 from polyad.train.errors import ConfigError
 from polyad.train.guard.run_folder import LOCK_FILE, check_place
-from polyad.train.loop.muon import matrices
 from polyad.train.loop.optimizer import learning_rate
 from polyad.train.loop.trackers import check_trackers
 from polyad.train.state import TrainState
@@ -99,8 +95,12 @@ class Plan:
         """Returns the state of a run that continues from its checkpoint, or starts."""
         checkpoint = self.resume
         state = TrainState.from_json(checkpoint.state.model_dump()) if checkpoint else TrainState()
-        if checkpoint is not None and state.best_score is not None:
-            self._forget_best(state, checkpoint)
+        if checkpoint is not None:
+            before = config_of_checkpoint(checkpoint)
+            scored, kept = before.evaluation, before.checkpoint.keep_best
+            # Scores of other windows are not comparable; a best checkpoint may not have been kept.
+            if (scored, kept) != (self.config.evaluation, self.config.checkpoint.keep_best):
+                state.best_score, state.validations_since_best = None, 0
         for name, value in self.kept.state.items():
             setattr(state, name, value)
         state.world_size = self.dims.world_size
@@ -109,19 +109,6 @@ class Plan:
         if checkpoint is None and self.init is not None:
             state.huggingface = origin_of(self.init)
         return state
-
-    def _forget_best(self, state: TrainState, checkpoint: Checkpoint) -> None:
-        """Discards a best score that is not comparable with later ones, or whose checkpoint was not
-        kept.
-
-        Its checkpoint, if it exists, is kept until there is a better one.
-        """
-        before = config_of_checkpoint(checkpoint)
-        ours, theirs = self.config.evaluation, before.evaluation
-        if (ours.max_windows, ours.stride) != (theirs.max_windows, theirs.stride):
-            state.best_score, state.validations_since_best = None, 0
-        elif self.config.checkpoint.keep_best and not before.checkpoint.keep_best:
-            state.best_score = None
 
 
 def config_of_checkpoint(checkpoint: Checkpoint) -> RunConfig:
@@ -248,20 +235,6 @@ def verify_start(plan: Plan) -> Plan:
     return replace(plan, resume=resume)
 
 
-def checkpoint_bytes(config: RunConfig, model: nn.Module) -> int:
-    """Computes the size of a checkpoint: weights and optimizer state in fp32.
-
-    Frozen weights have no moments, and frozen weights under adapters are not stored.
-    """
-    base = of_base(model)
-    kept = [(name, p) for name, p in model.named_parameters() if name not in base]
-    of_muon = matrices(name for name, _ in kept)
-    return 4 * sum(
-        p.numel() * (1 + p.requires_grad * config.tensors_per_weight(is_matrix=name in of_muon))
-        for name, p in kept
-    )
-
-
 def _open_init(config: RunConfig, task: Task[Any], path: Path) -> Weights:
     """Opens the initial weights of a new run, and checks that they fit its model and data."""
     weights = open_weights(path)
@@ -275,11 +248,8 @@ def _open_init(config: RunConfig, task: Task[Any], path: Path) -> Weights:
         if name.startswith(anew) or (isinstance(weights, FamilyWeights) and weights.is_new(name))
     ]
     if lost:
-        begins = next((each for each in anew if lost[0].startswith(each)), "")
-        section = begins or f"{lost[0].rpartition('.')[0]}."
         raise ConfigError(
-            f"adapt.lora.trained: {lost[0]} starts from random values and would never be trained: "
-            f"add {section}*"
+            f"adapt.lora.trained: {lost[0]} starts from random values and would never be trained"
         )
     task.check_weights(weights, "checkpoint.init_from")
     return weights
@@ -334,16 +304,12 @@ def say_first_lines(plan: Plan, state: TrainState) -> None:
     """Prints where the run starts, and warnings; called only by the main process."""
     lines = [_first_line(plan, state)]
     if not nothing_is_left(plan, state):
-        count = counts(model_of(plan.config))
-        lines += [count.in_words()] if count.frozen else []
+        lines += [line] if (line := trained_line(model_of(plan.config))) else []
         notes = [*plan.task.notes]
         if note := warm_up_note(plan.config):
             notes.append(f"warning: {note}")
         if not plan.task.has_validation:
             notes.append(f"the data has no validation split to score; {plan.task.to_validate}")
-        of_node = os.environ.get("LOCAL_WORLD_SIZE", "")
-        if of_node.isdecimal() and (crossing := plan.dims.crossing(int(of_node))):
-            notes.append(f"warning: {crossing}")
         lines += [f"polyad: {note}" for note in notes]
     for line in lines:
         print(line, file=sys.stderr, flush=True)

@@ -170,15 +170,13 @@ def _table(result: dict[str, Any]) -> str:
         lines.append(
             "expert loads are forced to be equal, so this does not measure the router's own balance"
         )
-    columns = ("s per step", "90%", f"{result['unit']}s/s", "first steps", "peak memory", "MFU")
+    columns = ("s per step", f"{result['unit']}s/s", "first steps", "peak memory", "MFU")
     rows: list[tuple[str, ...]] = [("", *columns)]
     for way, row in result["times"].items():
-        between = row["seconds_interval"]
         rows.append(
             (
                 way,
                 f"{row['seconds']:.4f}",
-                "-" if between is None else f"{between[0]:.4f} to {between[1]:.4f}",
                 f"{row['units_per_second']:,.0f}",
                 f"{row['first_steps_seconds']:.1f} s",
                 in_bytes(row["peak_memory_bytes"]),

@@ -11,6 +11,7 @@ Shapes: N tokens, D width.
 import contextlib
 import ctypes
 import gc
+import math
 import statistics
 import sys
 import time
@@ -29,7 +30,6 @@ from polyad.model.build import materialize
 from polyad.model.feedforward import FeedForward, FeedForwardContext
 from polyad.parallel import comm
 from polyad.parallel.host_memory import keep_freed_memory
-from polyad.train.bench import interval
 from polyad.train.errors import ConfigError, RunError
 
 Repeats = Annotated[int, Argument("timed runs of each; default %(default)s", "N", positive)]
@@ -44,6 +44,8 @@ Run = Callable[[], tuple[float, ...]]
 """Does the work once; returns the seconds of its parts."""
 Times = dict[str, list[tuple[float, ...]]]
 """By variant, the parts of each turn, in seconds."""
+CONFIDENCE = 0.9
+"""Confidence level of the intervals of medians."""
 SLOW = 10
 """Variants that take longer than this multiple of the base are timed once: their ratio needs no
 third digit."""
@@ -222,6 +224,25 @@ def summary(times: Times, base: str) -> dict[str, dict[str, Any]]:
             "parts": [statistics.median(part) for part in zip(*times[name], strict=True)],
         }
     return rows
+
+
+def interval(values: Sequence[float]) -> tuple[float, float] | None:
+    """Computes a distribution-free confidence interval of the median.
+
+    Each value is above or below the median with equal probability, so the k-th smallest and k-th
+    largest values miss it with twice the probability of fewer than k heads in as many coin tosses.
+
+    Returns:
+        Two of the values, with a confidence of at least `CONFIDENCE`; None for fewer than 5.
+    """
+    count, missed, k = len(values), 0.0, 0
+    while k < count:
+        missed += 2 * math.comb(count, k) / 2**count
+        if missed > 1 - CONFIDENCE:
+            break
+        k += 1
+    ordered = sorted(values)
+    return (ordered[k - 1], ordered[-k]) if k else None
 
 
 class TimedLayer(nn.Module):

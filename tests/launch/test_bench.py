@@ -33,8 +33,7 @@ def test_a_step_is_timed_without_data(polyad: Polyad, tmp_path: Path) -> None:
     result = json.loads(path.read_text())
     assert list(result["times"]) == ["eager"]
     row = result["times"]["eager"]
-    low, high = row["seconds_interval"]
-    assert 1e-3 < low <= row["seconds"] <= high  # every step is a whole one
+    assert row["seconds"] > 1e-3  # every step is a whole one
     assert row["units_per_second"] == pytest.approx(8 * 16 / row["seconds"])
     # 6 FLOPs a weight of 12 x 16^2 in the block and 64 x 16 in the head, and attention's two
     # products of 16 keys and 16 numbers: 6 x (3072 + 1024 + 2 x 256).
@@ -44,10 +43,7 @@ def test_a_step_is_timed_without_data(polyad: Polyad, tmp_path: Path) -> None:
     lines = done.stdout.splitlines()
     assert "8 samples per step in micro-batches of 2" in lines[0]
     assert "tokens/s" in lines[2]
-    shown = ["eager", f"{row['seconds']:.4f}", f"{low:.4f}", "to", f"{high:.4f}"]
-    assert lines[3].split()[:5] == shown
-    assert "tok/s" in done.stderr
-    assert " left" in done.stderr
+    assert lines[3].split()[:2] == ["eager", f"{row['seconds']:.4f}"]
 
 
 @pytest.mark.slow
@@ -61,7 +57,6 @@ def test_a_table_counts_images(polyad: Polyad) -> None:
     lines = done.stdout.splitlines()
     assert lines[0].startswith("vmoe.yaml: ")
     assert "images/s" in lines[2]
-    assert lines[3].split()[::2][:2] == ["eager", "-"]  # no interval of one step
 
 
 @pytest.mark.slow
@@ -92,7 +87,7 @@ def test_memory_that_runs_out_says_what_to_lower(
 
     monkeypatch.setattr(measured, "RandomTraining", fail)
     assert run(["bench", GPT2, *SMALL, WORDS]) == 1
-    assert "out of memory; lower train.micro_batch_size" in error_line(capfd.readouterr().err)
+    assert "lower train.micro_batch_size" in error_line(capfd.readouterr().err)
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ def test_validate_describes_the_run_to_a_person_and_writes_json(
     assert captured.err == ""
     assert "(a new run)" in captured.out
     assert f"{description['model']['parameters']:,}" in captured.out
-    assert "2 processes: data parallel 2, ZeRO 1; 1 micro-batch of 2" in captured.out
+    assert "2 processes: data parallel 2, tensor parallel 1, " in captured.out
     assert description["training"]["epochs"] > 0
     assert not (tmp_path / "run").exists()
 
@@ -47,14 +47,3 @@ def test_a_vocabulary_smaller_than_the_tokenizers_is_refused(
     assert run([command, str(config), "model.vocab_size=10"]) == 2
     line = capfd.readouterr().err
     assert line.startswith("polyad: error: model.vocab_size: 10 is less than the ")
-
-
-def test_without_data_a_teacher_need_not_be_there(
-    config: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    arguments = ["validate", str(config), "--without-data", "model.vocab_size=400"]
-    assert run([*arguments, "distill.teacher=/no/such/run", "--json", "-"]) == 0
-    description = json.loads(capfd.readouterr().out)
-    said = "distill.teacher: /no/such/run does not exist here: the memory does not include it"
-    assert said in description["warnings"]
-    assert "teacher" not in description["memory_bytes_per_process"]

@@ -33,18 +33,3 @@ def test_a_global_batch_that_does_not_divide_names_both_keys():
 def test_degrees_that_do_not_fit_the_processes_are_refused(degrees, line):
     with pytest.raises(LayoutError, match=f"parallel.{line}"):
         Dims(world_size=4, **degrees)
-
-
-@pytest.mark.parametrize(
-    ("world", "tensor", "expert", "of_node", "crosses"),
-    [
-        (8, 2, 4, 8, False), (16, 2, 4, 8, False), (16, 2, 8, 8, True), (16, 4, 2, 6, True),
-        (4, 2, 2, 8, False), (16, 1, 1, 8, False), (24, 1, 8, 12, True),
-    ],
-)  # fmt: skip
-def test_a_layout_that_leaves_a_node_says_so(world, tensor, expert, of_node, crosses):
-    dims = Dims(world_size=world, tensor_parallel_size=tensor, expert_parallel_size=expert)
-    line = dims.crossing(of_node)
-    assert (line is not None) == crosses
-    if line:
-        assert f"= {tensor * expert} processes do not fit into nodes of {of_node}" in line

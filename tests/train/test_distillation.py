@@ -246,7 +246,7 @@ def colours(tmp_path_factory):
     [
         (("model.num_experts=1",), "model.num_experts: 1"),
         (("model.top_k=5",), "model.top_k: 5 is more than model.num_experts: 4"),
-        (("distill.teacher={attentive}", "data.path={colours}"), "model.num_classes: "),
+        (("distill.teacher={attentive}", "data.path={colours}"), "has 3 classes, the distill.teac"),
         (
             ("checkpoint.init_from={attentive}", ATTENTIVE, "data.path={colours}"),
             "a different model",

@@ -1,15 +1,12 @@
 """What a start says first: where a run stands, and how its learning rate goes."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from polyad.train.describe import schedule_line
 from polyad.train.guard.run_folder import LOCK_FILE
 from tests.helpers.everyday import everyday
 from tests.helpers.runs import records, run_and_listen, write_config
-from tests.train.test_describe import small
 
 pytestmark = pytest.mark.distributed
 
@@ -109,23 +106,3 @@ def test_a_graph_of_tokens_may_come_or_go_with_the_weights_of_another_run(
     new = [f"blocks.{block}.feed_forward.router.graph.head_entropy*" for block in range(2)]
     expected = f"; initialized from the seed: {', '.join(new)}" if after == "attention" else ""
     assert said.partition("step-00000002")[2] == expected
-
-
-@pytest.mark.parametrize(
-    ("schedule", "line"),
-    [
-        ({}, "cosine from 0.0006 to 6e-05 at step 10"),
-        (
-            {"warmup_steps": 2, "decay_steps": 8, "final_ratio": 0.5},
-            "up to 0.0006 in 2 steps, cosine from 0.0006 to 0.0003 at step 8",
-        ),
-        (
-            {"kind": "linear", "warmup_steps": 2, "final_ratio": 0.0},
-            "up to 0.0006 in 2 steps, linear from 0.0006 to 0 at step 10",
-        ),
-        ({"kind": "constant"}, "constant 0.0006"),
-        ({"kind": "constant", "warmup_steps": 3}, "up to 0.0006 in 3 steps, then constant"),
-    ],
-)
-def test_the_schedule_is_a_line(schedule: dict[str, Any], line: str) -> None:
-    assert schedule_line(small(schedule=schedule)) == line

@@ -1,13 +1,14 @@
 """The model of a run, with its adapters, and untrained parameters frozen; its engine."""
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
+import torch
 from torch import nn
 
-from polyad.model.build import build_model
+from polyad.model.build import build_model, count_parameters
 from polyad.model.decoder import DecoderSettings
-from polyad.model.lora import adapters, add_lora, of_base
+from polyad.model.lora import add_lora, of_base
 from polyad.model.mxd import SparseTable
 from polyad.model.settings import ModelSettings
 from polyad.model.smoe.layer import SelectingMoE
@@ -74,16 +75,11 @@ def unused_parameters(model: nn.Module) -> int:
     unused = 0
     for module in model.modules():
         if isinstance(module, SelectingMoE):
-            of_all = sum(parameter.numel() for parameter in module.parameters_by_expert())
-            config = module.experts.config
-            idle = config.num_experts - config.known_final_top_k()
-            unused += of_all * idle // config.num_experts
+            config, sizes = module.experts.config, map(torch.numel, module.parameters_by_expert())
+            count, used = config.num_experts, config.known_final_top_k()
+            unused += sum(sizes) * (count - used) // count
         elif isinstance(module, SparseTable):
-            unused += (
-                module.table.numel()
-                // len(module.table)
-                * (len(module.table) - module.config.top_k)
-            )
+            unused += module.table[0].numel() * (len(module.table) - module.config.top_k)
     return unused
 
 
@@ -158,7 +154,6 @@ def engine_of(
     source: Source,
     *,
     optimizer: OptimizerConfig | None = None,
-    global_batch_size: int | None = None,
     compiled: bool = False,
 ) -> Engine:
     """Builds the engine of a configuration.
@@ -169,7 +164,6 @@ def engine_of(
         world: This process.
         source: Source of the initial weights, and of moments if it has them.
         optimizer: Replaces the configuration's.
-        global_batch_size: Samples per step; replaces the configuration's.
         compiled: Whether blocks run through torch.compile.
     """
     train, chosen = config.train, optimizer or config.optimizer
@@ -180,7 +174,7 @@ def engine_of(
         world=world,
         make_optimizer=lambda parameters: build_optimizer(chosen, parameters),
         precision=train.precision,
-        global_batch_size=global_batch_size or train.global_batch_size,
+        global_batch_size=train.global_batch_size,
         micro_batch_size=train.micro_batch_size,
         clip_grad_norm=chosen.clip_grad_norm,
         source=source,
@@ -208,31 +202,13 @@ def random_micro_batches(config: RunConfig, world: comm.World, step: int) -> Ite
             yield random_batch(config.model, range(first, first + size), config.data)
 
 
-class Counts(NamedTuple):
-    """Numbers of parameters."""
-
-    adapters: int
-    adapted_layers: int
-    """Number of weights that have an adapter."""
-    trained: int
-    """Number of trained parameters, including those of adapters."""
-    frozen: int
-
-    def in_words(self) -> str:
-        """These counts in words."""
-        beside = ""
-        if self.adapters:
-            beside = f" ({self.adapters:,} in adapters of {self.adapted_layers} weights)"
-        return f"trains {self.trained:,} parameters{beside}; {self.frozen:,} are frozen"
+def trained_parameters(model: nn.Module) -> int:
+    """Counts the parameters that are trained, with those of adapters."""
+    return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
-def counts(model: nn.Module) -> Counts:
-    """Counts the trained and untrained parameters of a model."""
-    beside = [adapter for *_, adapter in adapters(model)]
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    return Counts(
-        adapters=sum(p.numel() for adapter in beside for p in adapter.parameters()),
-        adapted_layers=len(beside),
-        trained=trained,
-        frozen=sum(p.numel() for p in model.parameters()) - trained,
-    )
+def trained_line(model: nn.Module) -> str:
+    """Says how many parameters are trained; empty if none is frozen."""
+    trained = trained_parameters(model)
+    frozen = count_parameters(model) - trained
+    return f"trains {trained:,} parameters; {frozen:,} are frozen" if frozen else ""

@@ -74,12 +74,11 @@ def check_teacher(config: RunConfig, task: Task[Any]) -> TeacherAt | None:
         length = task.model.sequence_length
         if not isinstance(model, DecoderSettings) or model.head:
             raise ConfigError(f"{key} has model.kind: {model.kind}, and predicts no next token")
-    ours = config.model_dump(mode="json")
-    _check_same(key, ours, theirs, SAME[config.data.kind])
     if isinstance(task, ImageClassification):
         task.check_classes(weights, "distill.teacher")
     else:
         task.check_weights(weights, "distill.teacher")
+    _check_same(key, config.model_dump(mode="json"), theirs, SAME[config.data.kind])
     if isinstance(task, SequenceTask):
         length, names = task.data.max_length, names_of(weights) or []
         if task.schema.task == "regression":

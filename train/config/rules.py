@@ -5,7 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from polyad.model.config import Config
+from pydantic import BaseModel
+
 from polyad.model.decoder_config import DecoderConfig
 from polyad.model.emoe.layer import EmergentMoEConfig
 from polyad.model.settings import ModelSettings
@@ -147,7 +148,7 @@ def _value(config: RunConfig, key: str) -> Any:
     value: Any = config
     for name in key.split("."):
         value = getattr(value, name, None)
-    return "{...}" if isinstance(value, Config) else value
+    return "{...}" if isinstance(value, BaseModel) else value
 
 
 def _said(value: Any) -> str:
@@ -172,9 +173,11 @@ def _check(config: RunConfig, rule: Rule) -> None:
         why = f": {rule.why}" if rule.why else ""
         if not callable(allowed):
             why += f"; allowed: {', '.join(map(_said, allowed))}"
-        raise ConfigError(
-            f"{_in_words(config, rule.other)} is not allowed with {_in_words(config, key)}{why}"
-        )
+        named = [rule.other, key]
+        if rule.other == KINDS:
+            named.reverse()
+        first, second = (_in_words(config, each) for each in named)
+        raise ConfigError(f"{first} is not allowed with {second}{why}")
 
 
 def validate(config: RunConfig, world_size: int) -> Dims:

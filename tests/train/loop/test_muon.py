@@ -21,6 +21,7 @@ from polyad.parallel.parallelize import pad_ranks
 from polyad.parallel.zero import RATE_FACTOR, STATE_TENSORS
 from polyad.train.config.rules import validate
 from polyad.train.config.run import load_config, parse_config
+from polyad.train.describe import checkpoint_bytes
 from polyad.train.errors import ConfigError
 from polyad.train.loop.muon import matrices, matrix_of, orthogonalized
 from polyad.train.loop.optimizer import (
@@ -29,7 +30,6 @@ from polyad.train.loop.optimizer import (
     build_optimizer,
     state_tensors,
 )
-from polyad.train.start import checkpoint_bytes
 from tests.helpers.runs import run, run_and_listen, write_config
 from tests.helpers.small_decoders import DECODERS, small_decoder
 from tests.helpers.training import Case, moe_model, mumoe_model, relative, tensors, train
