@@ -118,7 +118,7 @@ def test_a_wheel_works_in_a_folder_with_files_called_as_ours(
         "import json, polyad\n"
         "from pathlib import Path\n"
         "run = polyad.load('mine')\n"
-        "rows = run.experts('words').rows()\n"
+        "rows = run.experts('words').table()\n"
         "print(json.dumps([polyad.__file__, len(rows), run.evaluate('prepared')['loss']]))"
     )
     file, rows, loss = json.loads(done([python, "-c", code], project).splitlines()[-1])

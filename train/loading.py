@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -71,10 +71,7 @@ def load(
     """
     if precision not in DTYPES:
         raise ConfigError(f"precision: {precision!r} is not allowed: {', '.join(DTYPES)}")
-    has_gpu = torch.cuda.is_available()
-    place = torch.device(device or ("cuda" if has_gpu else "cpu"))
-    if place.type == "cuda" and not has_gpu:
-        raise ConfigError(f"device: {device} is not allowed: no GPU is found; allowed: cpu")
+    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
 
     def read(chosen: Path) -> Run:
         opened = open_weights(chosen, weights, None if base is None else Path(base))
@@ -117,7 +114,7 @@ class Run:
             ConfigError: the model does not read text, or has no tokenizer beside it.
         """
         if not isinstance(self._config, DecoderSettings | BertConfig):
-            raise self._not_of_text("has no tokenizer")
+            raise self._not_of_text()
         return need_tokenizer(self._weights, self._tokenizer)
 
     def experts(self, text: str, *, top: int = TOP) -> "TextExperts":
@@ -133,8 +130,7 @@ class Run:
 
         Returns:
             Tokens, and for each layer with experts `experts` [T, K], `weights` [T, K] and `scores`
-            [T, S]; `rows()` for a pandas table, `table()` for the columns of `polyad experts
-            trace`, and `print` for display.
+            [T, S]; `table()` for the columns of `polyad experts trace`, and `print` for display.
 
         Raises:
             ConfigError: the model does not read text or has no experts, or the text is empty or too
@@ -171,13 +167,14 @@ class Run:
                 long, or an intervention is not possible.
         """
         language_model(self._weights)
-        changes = [
-            parse_intervention(each) if isinstance(each, str) else each for each in interventions
-        ]
-        ids = self._read_ids(text, top)
-        name, model = str(self.path), self.model
         return view_text(
-            *(model, self.tokenizer, name, ids), interventions=changes, top=top, means=means
+            self.model,
+            self.tokenizer,
+            str(self.path),
+            self._read_ids(text, top),
+            interventions=_parsed(interventions),
+            top=top,
+            means=means,
         )
 
     def _read_ids(self, text: str, top: int) -> list[int]:
@@ -185,7 +182,7 @@ class Run:
         check_text(text, "text")
         config = self._config
         if not isinstance(config, DecoderSettings | BertConfig):
-            raise self._not_of_text("`polyad report` shows the experts of images")
+            raise self._not_of_text()
         if not config.has_experts():
             raise ConfigError(f"{self.path}: the model is dense: it has no experts")
         if top < 1:
@@ -258,16 +255,8 @@ class Run:
             raise ConfigError(f"inputs: {str(inputs)!r} is not allowed: a list of inputs")
         if predictor.reads_images:
             return predictor.images([str(each) for each in inputs]).predictions
-        firsts: list[str] = []
-        seconds: list[str] = []
-        for each in inputs:
-            if isinstance(each, str | Path):
-                firsts.append(str(each))
-            elif isinstance(each, Sequence) and [isinstance(a, str) for a in each] == [True, True]:
-                firsts.append(each[0])
-                seconds.append(each[1])
-            else:
-                raise ConfigError(f"inputs: {each!r} is not allowed: a text, or a pair of texts")
+        firsts = [each[0] if isinstance(each, tuple) else str(each) for each in inputs]
+        seconds = [each[1] for each in inputs if isinstance(each, tuple)]
         return predictor.texts(firsts, seconds).predictions
 
     def predictor(self) -> Predictor:
@@ -334,10 +323,7 @@ class Run:
         Raises:
             ConfigError: an intervention is not possible.
         """
-        parsed = [
-            parse_intervention(each) if isinstance(each, str) else each for each in interventions
-        ]
-        return intervened(self.model, parsed)
+        return intervened(self.model, _parsed(interventions))
 
     def open_data(self, data: str | Path | None, batch_size: int | None = None) -> Evaluated:
         """Opens held-out data that fits the model; see `evaluate`."""
@@ -352,26 +338,13 @@ class Run:
         count = sum(parameter.numel() for parameter in self.model.parameters())
         return f"polyad.Run({str(self.path)!r}: {self._config.kind}, {count:,} parameters)"
 
-    def _not_of_text(self, rest: str) -> ConfigError:
-        return ConfigError(
-            f"{self.path}: model.kind: {self._config.kind}: the model reads no text: {rest}"
-        )
+    def _not_of_text(self) -> ConfigError:
+        return ConfigError(f"{self.path}: model.kind: {self._config.kind}: reads no text")
 
 
-class ExpertRow(NamedTuple):
-    """One expert of one token in one layer."""
-
-    position: int
-    """The place of the token in the text, from 0."""
-    token: str
-    layer: str
-    """The name of the layer's module."""
-    expert: str
-    """The expert's number, or LEVEL.NUMBER if there are several levels."""
-    weight: float
-    """The weight of the expert's output: see `LayerExperts.weights`."""
-    score: float
-    """The router score: see `LayerExperts.scores`."""
+def _parsed(interventions: Sequence[str | Intervention]) -> list[Intervention]:
+    """Interventions, of which some are written as for `--intervene`."""
+    return [parse_intervention(each) if isinstance(each, str) else each for each in interventions]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -385,28 +358,8 @@ class TextExperts:
     layers: dict[str, LayerExperts]
     """The layers with experts by module name, in the model's order."""
 
-    def rows(self) -> list[ExpertRow]:
-        """Lists every expert of every token, for `pandas.DataFrame`.
-
-        Layers are module names, and experts LEVEL.NUMBER if there are levels; in `table` these are
-        `module`, `level` and `expert`.
-        """
-        return [
-            ExpertRow(
-                position=position,
-                token=token,
-                layer=name,
-                expert=each.layer.expert_name(expert),
-                weight=float(each.weights[position, k]),
-                score=float(each.scores[position, expert]),
-            )
-            for name, each in self.layers.items()
-            for position, token in enumerate(self.tokens)
-            for k, expert in enumerate(each.experts[position].tolist())
-        ]
-
     def table(self) -> Any:
-        """Returns the same with the columns of `polyad experts trace` and their descriptions.
+        """Lists every expert of every token, with the columns of `polyad experts trace`.
 
         Returns:
             A `pyarrow.Table`, with `score` and `entropy`: `to_pandas()`, or
@@ -429,15 +382,10 @@ class TextExperts:
         """Formats a table with a line for each token and a column for each layer."""
         columns = [["", *(repr(token)[1:-1] for token in self.tokens)]]
         for each in self.layers.values():
-            cells = [
-                ", ".join(
-                    f"{each.layer.expert_name(expert)} {weight:.2f}"
-                    for expert, weight in zip(experts, weights, strict=True)
-                )
-                for experts, weights in zip(
-                    each.experts.tolist(), each.weights.tolist(), strict=True
-                )
-            ]
+            name, cells = each.layer.expert_name, []
+            for experts, weights in zip(each.experts.tolist(), each.weights.tolist(), strict=True):
+                pairs = zip(experts, weights, strict=True)
+                cells.append(", ".join(f"{name(expert)} {weight:.2f}" for expert, weight in pairs))
             columns.append([each.layer.title, *cells])
         return "\n".join(aligned(zip(*columns, strict=True), "<"))
 

@@ -5,6 +5,7 @@ for what layers exchange.
 """
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
 from math import inf
@@ -18,9 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from polyad.model.build import build_model, count_parameters, matrix_dimensions
 from polyad.model.decoder import DecoderSettings
-from polyad.model.feedforward import FeedForward
 from polyad.model.output import ModelOutput
-from polyad.model.smoe.config import SelectingConfig
 from polyad.model.smoe.layer import SelectingMoE
 from polyad.parallel.dims import Dims, LayoutError, divisors
 from polyad.parallel.expert import connect_without_engine
@@ -217,24 +216,24 @@ def _micro_batch(config: RunConfig, dims: Dims, model: nn.Module, *, on_gpu: boo
 
 def _teacher(config: RunConfig) -> Teacher | BlockTeacher | None:
     """The run's teacher, or teaching feed-forwards, whole on each process, without values."""
+    if config.distill.teacher is None:
+        return None
     dtype, loss = DTYPES[config.train.precision], config.distill.blocks
     if loss is None:
-        if config.distill.teacher is None:
-            return None
         settings = open_teacher(Path(config.distill.teacher)).model_config()
-        with unset_fake_temporarily():
-            model = build_model(settings).requires_grad_(False).eval()
+    else:  # the shapes of its feed-forwards are known without it
+        assert isinstance(config.model, DecoderSettings)
+        settings, replaced = config.model.original(), config.model.replaced_blocks()
+    with unset_fake_temporarily():
+        model = build_model(settings).requires_grad_(False).eval()
+    if loss is None:
         allocate(model, dtype)
         return Teacher(model, config.distill)
-    assert isinstance(config.model, DecoderSettings)
-    with unset_fake_temporarily():
-        model = build_model(config.model.original()).requires_grad_(False).eval()
-    layers = {}
-    for block in config.model.replaced_blocks():
-        layer = model.get_submodule(f"blocks.{block}.feed_forward")
-        assert isinstance(layer, FeedForward)
+    layers: dict[int, Any] = {
+        block: model.get_submodule(f"blocks.{block}.feed_forward") for block in replaced
+    }
+    for layer in layers.values():
         allocate(layer, dtype)
-        layers[block] = layer
     return BlockTeacher(layers, loss)
 
 
@@ -243,30 +242,26 @@ def layouts(config: RunConfig, processes: int) -> Iterator[tuple[RunConfig, Dims
 
     The global batch, the micro-batch and the other keys are those of the configuration.
     """
-    sparse = isinstance(config.model.known_feed_forward(), SelectingConfig)
-    for tensor in divisors(processes):
-        shares = divisors(processes // tensor) if sparse else [1]
-        for expert, sequence in product(shares, (False, True) if tensor > 1 else (False,)):
-            degrees: dict[str, Any] = {
-                "tensor_parallel_size": tensor,
-                "expert_parallel_size": expert,
-                "sequence_parallel": sequence,
-            }
-            stages, valid = [], {}
-            for stage in (1, 2, 3) if processes > 1 else (1,):
-                changed = degrees | {"zero_stage": stage}
-                parallel = config.parallel.model_copy(update=changed)
-                other = config.model_copy(update={"parallel": parallel})
-                try:
-                    dims = validate(other, processes)
-                except (ConfigError, LayoutError):
-                    continue
-                stages.append(stage)
+    sizes = divisors(processes)
+    for tensor, expert, sequence in product(sizes, sizes, (False, True)):
+        valid = {}
+        for stage in (1, 2, 3) if processes > 1 else (1,):
+            parallel = config.parallel.model_copy(
+                update={
+                    "tensor_parallel_size": tensor,
+                    "expert_parallel_size": expert,
+                    "sequence_parallel": sequence,
+                    "zero_stage": stage,
+                }
+            )
+            other = config.model_copy(update={"parallel": parallel})
+            with suppress(ConfigError, LayoutError):
+                dims = validate(other, processes)
                 valid[stage] = other
-            if stages:
-                planned = footprints(valid[stages[0]], dims, stages)
-                for stage, each in zip(stages, planned, strict=True):
-                    yield valid[stage], dims, each
+        if valid:
+            planned = footprints(next(iter(valid.values())), dims, [*valid])
+            for other, each in zip(valid.values(), planned, strict=True):
+                yield other, dims, each
 
 
 def flops_per_step(config: RunConfig) -> int:

@@ -96,10 +96,11 @@ class Plan:
         checkpoint = self.resume
         state = TrainState.from_json(checkpoint.state.model_dump()) if checkpoint else TrainState()
         if checkpoint is not None:
-            before = config_of_checkpoint(checkpoint)
-            scored, kept = before.evaluation, before.checkpoint.keep_best
-            # Scores of other windows are not comparable; a best checkpoint may not have been kept.
-            if (scored, kept) != (self.config.evaluation, self.config.checkpoint.keep_best):
+            before, now = (
+                (each.evaluation.max_windows, each.evaluation.stride, each.checkpoint.keep_best)
+                for each in (config_of_checkpoint(checkpoint), self.config)
+            )
+            if before != now:  # other scores, or a best checkpoint that was not kept
                 state.best_score, state.validations_since_best = None, 0
         for name, value in self.kept.state.items():
             setattr(state, name, value)

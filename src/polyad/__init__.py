@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from polyad.train.experts.view import TextView
-    from polyad.train.loading import ExpertRow, LayerExperts, Run, TextExperts, load
+    from polyad.train.loading import LayerExperts, Run, TextExperts, load
 
-__all__ = ["ExpertRow", "LayerExperts", "Run", "TextExperts", "TextView", "load"]
+__all__ = ["LayerExperts", "Run", "TextExperts", "TextView", "load"]
 
 _HOME = {
-    "ExpertRow": "polyad.train.loading",
     "LayerExperts": "polyad.train.loading",
     "Run": "polyad.train.loading",
     "TextExperts": "polyad.train.loading",

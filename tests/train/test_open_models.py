@@ -87,7 +87,7 @@ def test_commands_take_a_folder_as_it_is(case, tmp_path, capfd):
     assert "Training" not in page
     assert "step 0" not in page
     found = polyad.load(folder).experts("def number_1(x)")
-    assert len(found.layers) == len(found.rows()) / len(found.tokens) / 2
+    assert len(found.layers) == len(found.table()) / len(found.tokens) / 2
 
 
 @everyday("case", [*FAMILIES, "llama yarn"], keep=["olmoe"])
