@@ -17,6 +17,7 @@ from polyad.train.config.run import RunConfig, load_config
 from polyad.train.console import counted, in_bytes
 from polyad.train.errors import ConfigError
 from polyad.train.loop.muon import matrices
+from polyad.train.loop.optimizer import state_tensors
 from polyad.train.plan import flops_per_step, footprint
 from polyad.train.results import aligned
 from polyad.train.start import plan_run, warm_up_note
@@ -135,11 +136,12 @@ def checkpoint_bytes(config: RunConfig, model: nn.Module) -> int:
     """
     base = of_base(model)
     kept = [(name, p) for name, p in model.named_parameters() if name not in base]
-    of_muon = matrices(name for name, _ in kept)
-    return 4 * sum(
-        p.numel() * (1 + p.requires_grad * config.tensors_per_weight(is_matrix=name in of_muon))
-        for name, p in kept
-    )
+    of_muon, averaged = matrices(name for name, _ in kept), config.train.ema is not None
+    tensors = {
+        name: len(state_tensors(config.optimizer, is_matrix=name in of_muon)) + averaged
+        for name, _ in kept
+    }
+    return 4 * sum(p.numel() * (1 + p.requires_grad * tensors[name]) for name, p in kept)
 
 
 def description_table(description: dict[str, Any]) -> str:

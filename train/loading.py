@@ -185,8 +185,6 @@ class Run:
             raise self._not_of_text()
         if not config.has_experts():
             raise ConfigError(f"{self.path}: the model is dense: it has no experts")
-        if top < 1:
-            raise ConfigError(f"top: {top} is not allowed: 1 or more")
         ids = [*self.tokenizer.before, *self.tokenizer.encode(text)]
         if isinstance(config, BertConfig):
             vocabulary = self.tokenizer.vocabulary()

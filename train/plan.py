@@ -50,7 +50,7 @@ from polyad.train.loop.step import issue_step
 from polyad.train.tasks.distillation import BlockTeacher, Teacher, cross_entropy
 from polyad.train.tasks.random_input import flops_of_unit, losses_for, random_batch
 
-GROUPS = {"tensor": "tensor", "expert": "expert"}
+GROUPS = ("tensor", "expert")
 """Groups of ranks that exchange activations; all others exchange gradients, weights and sums."""
 LAST = 1 - 1e-6
 """Share of a run's steps done when it takes most."""
@@ -169,14 +169,9 @@ def footprints(
 def _micro_batch(config: RunConfig, dims: Dims, model: nn.Module, *, on_gpu: bool) -> _Computed:
     """Runs a micro-batch of a split model; its parameters are allocated."""
     train, held, traffic = config.train, Held(), Traffic(dims)
-    connect_without_engine(
-        (
-            layer
-            for layer in model.modules()
-            if isinstance(layer, SelectingMoE) and dims.expert_parallel_size > 1
-        ),
-        dims.tensor_parallel_size,
-    )
+    experts = [layer for layer in model.modules() if isinstance(layer, SelectingMoE)]
+    if dims.expert_parallel_size > 1:
+        connect_without_engine(experts, dims.tensor_parallel_size)
     assume_even_rows(model)
     batch = random_batch(config.model, range(train.micro_batch_size), config.data)
     with shapes_only(held, traffic, on_gpu=on_gpu, compiled=config.model.compile):

@@ -138,8 +138,6 @@ def test_arguments_that_do_not_fit_are_one_line(trained, tmp_path):
                 read(texts)
         with pytest.raises(ConfigError, match=r"(text|prompt): '.udc00' is not text in UTF-8"):
             read("\udc00")
-    with pytest.raises(ValueError, match=r"top: 0 is not allowed: 1 or more"):
-        run.experts("x", top=0)
     with pytest.raises(ValueError, match=r"precision: 'fp8' is not allowed: "):
         polyad.load(trained("smoe"), precision="fp8")
     with pytest.raises(ValueError, match=str(tmp_path)):

@@ -195,11 +195,10 @@ def random_micro_batches(config: RunConfig, world: comm.World, step: int) -> Ite
         world: this process.
         step: the step's number, which is the seed.
     """
-    size = config.train.micro_batch_size
-    for number in range(config.train.global_batch_size // size):
-        if number % world.data_parallel_size == world.data_parallel_rank:
-            first = 1_000_000 * step + number * size
-            yield random_batch(config.model, range(first, first + size), config.data)
+    size, ranks = config.train.micro_batch_size, world.data_parallel_size
+    for number in range(config.train.global_batch_size // size)[world.data_parallel_rank :: ranks]:
+        first = 1_000_000 * step + number * size
+        yield random_batch(config.model, range(first, first + size), config.data)
 
 
 def trained_parameters(model: nn.Module) -> int:

@@ -33,7 +33,7 @@ from polyad.train.guard.run_folder import RunFolderConfig
 from polyad.train.guard.spikes import MonitorConfig
 from polyad.train.loop.losses import LossConfig
 from polyad.train.loop.metrics import LogConfig
-from polyad.train.loop.optimizer import OptimizerConfig, ScheduleConfig, TrainConfig, state_tensors
+from polyad.train.loop.optimizer import OptimizerConfig, ScheduleConfig, TrainConfig
 from polyad.train.tasks.distillation import DistillConfig
 from polyad.train.tasks.registry import TASKS
 from polyad.train.tasks.task import EvaluationConfig, Sections
@@ -128,15 +128,6 @@ class RunConfig(Config):
             micro_batch_size=self.train.micro_batch_size,
             init_from=self.checkpoint.init_from,
         )
-
-    def tensors_per_weight(self, *, is_matrix: bool = False) -> int:
-        """The number of tensors kept beside each weight in training: moments, and an average.
-
-        Args:
-            is_matrix: see `state_tensors`.
-        """
-        kept = state_tensors(self.optimizer, is_matrix=is_matrix)
-        return len(kept) + (self.train.ema is not None)
 
     def to_yaml(self) -> str:
         """The resolved tree, with every default written out."""

@@ -53,15 +53,12 @@ def explain_out_of_memory(doing: Callable[[], str], world: comm.World) -> Iterat
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error means out of memory, even if a compiler has wrapped it."""
-    while not isinstance(error, MemoryError | torch.OutOfMemoryError):
-        text = str(error)
-        if isinstance(error, RuntimeError | OSError) and any(part in text for part in MESSAGES):
-            return True
-        if error.__cause__ is None:
-            return False
-        error = error.__cause__
-    return True
+    """Whether an error means out of memory, also in a message of a compiler."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError | OSError) and any(
+        part in str(error) for part in MESSAGES
+    )
 
 
 SHARE = 0.9

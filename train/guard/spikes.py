@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from polyad.model.config import Config
 from polyad.model.output import RoutingStats
@@ -37,21 +37,12 @@ class MonitorConfig(Config):
     """Number of recent steps over which the median is taken; checkpoints store two numbers for
     each."""
     spike_warmup: Annotated[int, Field(ge=8)] = 64
-    """Number of steps that must be in the window before spikes are detected."""
+    """Number of steps that must be in the window before spikes are detected; at most all of it."""
     max_skips: Annotated[int, Field(ge=1)] = 10
     """Maximum number of spikes in a row that are skipped; one more ends the run."""
     grace_seconds: Annotated[float, Field(gt=0, le=86_400)] = 25.0
     """Seconds that a run may take to save after a termination signal; `polyad launch` makes
     torchrun wait 5 seconds longer before it kills the processes."""
-
-    @model_validator(mode="after")
-    def _warmup_fits_the_window(self) -> "MonitorConfig":
-        if self.spike_warmup > self.spike_window:
-            raise ValueError(
-                f"monitor.spike_warmup: {self.spike_warmup} is more than monitor.spike_window: "
-                f"{self.spike_window}, so spikes would never be detected"
-            )
-        return self
 
 
 class Limits(NamedTuple):
@@ -81,7 +72,8 @@ class StepOutcome(NamedTuple):
 
 def limits_of(config: MonitorConfig, state: TrainState) -> Limits:
     """The limits of the next step."""
-    if config.spike_action == "none" or len(state.recent_losses) < config.spike_warmup:
+    needed = min(config.spike_warmup, config.spike_window)
+    if config.spike_action == "none" or len(state.recent_losses) < needed:
         return NO_LIMITS
     median, spread = _middle(state.recent_losses)
     loss = median + config.spike_threshold * max(spread, LOSS_FLOOR * abs(median))
