@@ -163,14 +163,7 @@ def description_table(description: dict[str, Any]) -> str:
         ("steps", f"{training['steps']:,} of {training[f'{unit}s_per_step']:,} {unit}s"),
         (f"{unit}s", f"{training[f'{unit}s']:,}{epochs}"),
         ("FLOPs", f"{training['flops']:.3g}, {model[f'flops_per_{unit}']:.3g} per {unit}"),
-        (
-            "layout",
-            f"{counted(layout['processes'], 'process')}: data parallel "
-            f"{layout['data_parallel_size']}, tensor parallel {layout['tensor_parallel_size']}, "
-            f"expert parallel {layout['expert_parallel_size']}, ZeRO {layout['zero_stage']}; "
-            f"{counted(layout['accumulation_steps'], 'micro-batch')} of "
-            f"{layout['micro_batch_size']} per step and process",
-        ),
+        ("layout", ", ".join(f"{name.replace('_', ' ')} {layout[name]}" for name in layout)),
         (
             "memory",
             f"about {in_bytes(memory['total'])} per process when run on GPUs  ({', '.join(parts)})",

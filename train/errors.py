@@ -17,7 +17,6 @@ It never does after 2, nor after 128 + n for these three signals.
 import contextlib
 import errno
 import os
-import re
 import signal
 from pathlib import Path
 from typing import NoReturn
@@ -41,11 +40,6 @@ MAX_SHOWN = 200
 """Maximum number of characters of a value in an error."""
 MAX_LINE = 1800
 """Maximum number of characters of an error."""
-_LONG = re.compile(
-    rf"(?<![\w'])'[^']{{{MAX_SHOWN + 1},}}'(?!\w)"  # a quoted Python string
-    rf'|(?<![\w"])"[^"]{{{MAX_SHOWN + 1},}}"(?!\w)'
-    rf"|\S{{{MAX_SHOWN + 1},}}"
-)
 
 
 def shown(value: object) -> str:
@@ -65,14 +59,14 @@ def shortened(text: str, most: int = MAX_SHOWN) -> str:
 
 
 def one_line(message: object) -> str:
-    """Formats an error for printing: one line without long parts or terminal control characters.
+    """Formats an error for printing: one line without terminal control characters.
 
     Args:
         message: may contain any text from files and command lines.
     """
     text = " ".join(str(message).split())
     text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-    return shortened(_LONG.sub(lambda found: shortened(found[0]), text), MAX_LINE)
+    return shortened(text, MAX_LINE)
 
 
 class ConfigError(ValueError):

@@ -79,12 +79,6 @@ class Plan:
         """The folder of its checkpoints."""
         return self.folder / "checkpoints"
 
-    @property
-    def accumulation_steps(self) -> int:
-        """Number of micro-batches per process and step."""
-        train = self.config.train
-        return self.dims.accumulation_steps(train.global_batch_size, train.micro_batch_size)
-
     def what_is_kept(self) -> str:
         """Where the run continues if it is interrupted, in words."""
         if checkpoints := complete_checkpoints(self.checkpoints):

@@ -85,7 +85,7 @@ def _run(path: Path, overrides: Sequence[str], stop: StopSignals) -> TrainState:
 
 def _train(plan: Plan, state: TrainState, world: comm.World, stop: StopSignals) -> None:
     """Builds the model in its layout and trains it, updating the state."""
-    config, task = plan.config, plan.task
+    config, task, train = plan.config, plan.task, plan.config.train
     allow_tf32(config.train.tf32, world.device)
     batches = _batches(plan, world, state)  # before the engine: loader workers start meanwhile
     memory = functools.partial(explain_out_of_memory, world=world)
@@ -117,7 +117,9 @@ def _train(plan: Plan, state: TrainState, world: comm.World, stop: StopSignals) 
                 engine=engine,
                 task=task,
                 micro_batches=batches,
-                accumulation_steps=plan.accumulation_steps,
+                accumulation_steps=plan.dims.accumulation_steps(
+                    train.global_batch_size, train.micro_batch_size
+                ),
                 state=state,
                 saver=saver,
                 files=plan.kept.files,

@@ -17,7 +17,7 @@ def test_validate_describes_the_run_to_a_person_and_writes_json(
     assert captured.err == ""
     assert "(a new run)" in captured.out
     assert f"{description['model']['parameters']:,}" in captured.out
-    assert "2 processes: data parallel 2, tensor parallel 1, " in captured.out
+    assert "processes 2, data parallel size 2, " in captured.out
     assert description["training"]["epochs"] > 0
     assert not (tmp_path / "run").exists()
 

@@ -64,5 +64,5 @@ def test_active_parameters_are_per_token_in_every_task() -> None:
     active = description["model"]["active_parameters"]
     assert f"{active:,} parameters per token" in table
     assert "4 in each of 1 layer, 1 active per token" in table
-    assert "1 process: data parallel 1" in table
+    assert "processes 1, data parallel size 1" in table
     assert "about 1 KB per process when run on GPUs" in table
