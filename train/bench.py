@@ -32,72 +32,64 @@ BEFORE = 2
 compiles."""
 
 
-class RandomTraining:
-    """Training of a configuration on random samples, the same in each step.
+def random_steps(
+    config: RunConfig,
+    world: comm.World,
+    number: int,
+    *,
+    compiled: bool = False,
+    balanced: bool = False,
+) -> Iterator[IssuedStep]:
+    """Trains on random samples, the same in each step.
 
     Args:
         config: configuration, completed with the values that the data determines.
         world: this process.
+        number: number of steps.
         compiled: whether blocks run through torch.compile.
         balanced: whether experts are forced to equal loads.
 
-    Attributes:
-        engine: the model and its optimizer.
+    Yields:
+        Steps whose numbers are read after the next one is issued, as in the training loop.
+
+    Raises:
+        RunError: a gradient is not finite, so that a step did less work than others.
     """
-
-    def __init__(
-        self,
-        config: RunConfig,
-        world: comm.World,
-        *,
-        compiled: bool = False,
-        balanced: bool = False,
-    ) -> None:
-        self._config, self._world = config, world
-        allow_tf32(config.train.tf32, world.device)
-        start = InitialWeights(model_of(config), config.seed)
-        dims = validate(config, world.size)
-        self.engine = engine_of(config, dims, world, start, compiled=compiled)
-        if balanced:
-            force_equal_loads(self.engine.module)
-        place = config.distill.teacher
-        teacher = None if place is None else load_teacher(Path(place), config, world.device)
-        if isinstance(teacher, BlockTeacher):
-            teacher.teach(self.engine.module)
-        self._losses_of = losses_for(config.model, teacher)
-        on_gpu = world.device.type == "cuda"
-        self._batches = [
-            type(batch)(*(part.pin_memory() for part in batch)) if on_gpu else batch
-            for batch in random_micro_batches(config, world, 0)
-        ]
-
-    def steps(self, number: int) -> Iterator[IssuedStep]:
-        """Yields steps whose numbers are read after the next one is issued, as in the training
-        loop.
-
-        Raises:
-            RunError: a gradient is not finite, so that a step did less work than others.
-        """
-        pending = None
-        for left in range(number, -1, -1):
-            issued = self._issue() if left else None
-            if pending is not None:
-                pending.outcome()
-                if not pending.result.applied:
-                    raise RunError("a step was skipped: its gradient is not finite")
-                yield pending
-            pending = issued
-
-    def _issue(self) -> IssuedStep:
-        return issue_step(
-            self.engine,
-            self._losses_of,
-            Prefetch(iter(self._batches), self._world.device),
-            len(self._batches),
-            LEARNING_RATE,
-            losses=self._config.loss,
-            progress=0.5,
-        )
+    allow_tf32(config.train.tf32, world.device)
+    start = InitialWeights(model_of(config), config.seed)
+    engine = engine_of(config, validate(config, world.size), world, start, compiled=compiled)
+    if balanced:
+        force_equal_loads(engine.module)
+    place = config.distill.teacher
+    teacher = None if place is None else load_teacher(Path(place), config, world.device)
+    if isinstance(teacher, BlockTeacher):
+        teacher.teach(engine.module)
+    losses_of = losses_for(config.model, teacher)
+    batches = [
+        type(batch)(*(part.pin_memory() for part in batch))
+        if world.device.type == "cuda"
+        else batch
+        for batch in random_micro_batches(config, world, 0)
+    ]
+    pending = None
+    for left in range(number, -1, -1):
+        issued = None
+        if left:
+            issued = issue_step(
+                engine,
+                losses_of,
+                Prefetch(iter(batches), world.device),
+                len(batches),
+                LEARNING_RATE,
+                losses=config.loss,
+                progress=0.5,
+            )
+        if pending is not None:
+            pending.outcome()
+            if not pending.result.applied:
+                raise RunError("a step was skipped: its gradient is not finite")
+            yield pending
+        pending = issued
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,8 +104,6 @@ class StepTimes:
     """Share of the devices' peak rate; None if that is unknown, as on a CPU."""
     peak_memory_bytes: int
     """Peak memory of a process; on a CPU including Python, its libraries and a compiler."""
-    first_steps_seconds: float
-    """Time of the warm-up steps, including compilation."""
 
 
 def time_steps(
@@ -136,14 +126,10 @@ def time_steps(
     """
     _begin_peak(world.device)
     with explain_out_of_memory(lambda: "timing steps", world):
-        training = RandomTraining(config, world, compiled=compiled, balanced=balanced)
-        comm.barrier()
-        ends = [time.perf_counter()]
-        for _ in training.steps(BEFORE + steps + 1):  # the last one is under way at the end
-            ends.append(time.perf_counter())
-    del training  # frees the memory for the next engine
-    ends = comm.from_main(ends[:-1])
-    seconds = statistics.median(end - start for start, end in pairwise(ends[BEFORE:]))
+        number = BEFORE + steps + 1  # the last one is under way at the end
+        training = random_steps(config, world, number, compiled=compiled, balanced=balanced)
+        ends = comm.from_main([time.perf_counter() for _ in training][BEFORE - 1 : -1])
+    seconds = statistics.median(end - start for start, end in pairwise(ends))
     memory = comm.max_over_ranks(
         torch.tensor(peak_memory_bytes(world.device), device=world.device)
     ).item()
@@ -157,7 +143,6 @@ def time_steps(
         units_per_second=rate,
         mfu=flops / (peak * world.size) if peak else None,
         peak_memory_bytes=int(memory),
-        first_steps_seconds=ends[BEFORE] - ends[0],
     )
 
 

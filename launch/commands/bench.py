@@ -170,7 +170,7 @@ def _table(result: dict[str, Any]) -> str:
         lines.append(
             "expert loads are forced to be equal, so this does not measure the router's own balance"
         )
-    columns = ("s per step", f"{result['unit']}s/s", "first steps", "peak memory", "MFU")
+    columns = ("s per step", f"{result['unit']}s/s", "peak memory", "MFU")
     rows: list[tuple[str, ...]] = [("", *columns)]
     for way, row in result["times"].items():
         rows.append(
@@ -178,7 +178,6 @@ def _table(result: dict[str, Any]) -> str:
                 way,
                 f"{row['seconds']:.4f}",
                 f"{row['units_per_second']:,.0f}",
-                f"{row['first_steps_seconds']:.1f} s",
                 in_bytes(row["peak_memory_bytes"]),
                 "-" if row["mfu"] is None else f"{row['mfu']:.1%}",
             )

@@ -85,7 +85,7 @@ def test_memory_that_runs_out_says_what_to_lower(
     def fail(*_: object, **__: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(measured, "RandomTraining", fail)
+    monkeypatch.setattr(measured, "random_steps", fail)
     assert run(["bench", GPT2, *SMALL, WORDS]) == 1
     assert "lower train.micro_batch_size" in error_line(capfd.readouterr().err)
 

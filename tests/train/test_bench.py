@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from polyad.parallel import comm
-from polyad.train.bench import RandomTraining
+from polyad.train.bench import random_steps
 from polyad.train.config.run import load_config
 from polyad.train.loop.statistics import routing_record
 from tests.helpers.runs import write_config
@@ -13,11 +13,8 @@ from tests.helpers.runs import write_config
 
 def highest_loads(config: Path, balanced: bool) -> list[float]:
     """The load of the busiest expert over the mean, in each of three steps on random samples."""
-    training = RandomTraining(load_config(config), comm.initialize(), balanced=balanced)
-    loads = []
-    for step in training.steps(3):
-        loads.append(routing_record(step.outcome().routing)["routing/load_max"])
-    return loads
+    steps = random_steps(load_config(config), comm.initialize(), 3, balanced=balanced)
+    return [routing_record(step.outcome().routing)["routing/load_max"] for step in steps]
 
 
 @pytest.mark.distributed
