@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, get_args
 
 from pydantic import BaseModel
+from pydantic.json_schema import GenerateJsonSchema
 
 from polyad.model.config import Config, SectionIn
 from polyad.model.config_yaml import ConfigYamlError, load
@@ -87,6 +88,23 @@ def below(key: str, sections: Sequence[str]) -> bool:
     return any(key == section or key.startswith(f"{section}.") for section in sections)
 
 
+class _PlainSchema(GenerateJsonSchema):
+    """A schema without names that pydantic generates, or parts that would reject valid files.
+
+    A section may be of one of several kinds, with a default: if its keys are common to two kinds,
+    it must match any of them, not exactly one.
+    """
+
+    def field_title_should_be_set(self, schema: object) -> bool:
+        """Gives no field a title."""
+        return False
+
+    def tagged_union_schema(self, schema: Any) -> dict[str, Any]:
+        """Describes a section of several kinds."""
+        union = super().tagged_union_schema(schema)
+        return {"anyOf": union["oneOf"]}
+
+
 def schema_of(kind: type[Config], title: str) -> dict[str, Any]:
     """Returns the schema of a file, with descriptions of all keys.
 
@@ -96,29 +114,5 @@ def schema_of(kind: type[Config], title: str) -> dict[str, Any]:
         kind: class of the file's tree.
         title: title of the schema.
     """
-    plain: dict[str, Any] = _plain(kind.model_json_schema())
+    plain = kind.model_json_schema(schema_generator=_PlainSchema)
     return {"$schema": DIALECT} | plain | {"title": title}
-
-
-def _plain(node: Any) -> Any:
-    """Removes parts of a schema that would reject valid files, and names that pydantic generates.
-
-    A section may be of one of several kinds, with a default: if its keys are common to two kinds,
-    it must match any of them, not exactly one.
-    """
-    if isinstance(node, list):
-        return [_plain(each) for each in node]
-    if not isinstance(node, dict):
-        return node
-    plain = {
-        ("anyOf" if key == "oneOf" else key): _plain(value)
-        for key, value in node.items()
-        if key != "discriminator"
-    }
-    if "properties" in plain:  # one of our keys may be called `title`
-        plain["properties"] = {name: _untitled(each) for name, each in plain["properties"].items()}
-    return plain
-
-
-def _untitled(node: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in node.items() if key != "title"}
