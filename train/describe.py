@@ -4,10 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
 from polyad.model.build import count_parameters
-from polyad.model.lora import of_base
 from polyad.model.smoe.config import SelectingConfig
 from polyad.model.smoe.layer import SelectingMoE
 from polyad.parallel.dims import Dims
@@ -16,11 +13,9 @@ from polyad.train.config.rules import validate
 from polyad.train.config.run import RunConfig, load_config
 from polyad.train.console import counted, in_bytes
 from polyad.train.errors import ConfigError
-from polyad.train.loop.muon import matrices
-from polyad.train.loop.optimizer import state_tensors
 from polyad.train.plan import flops_per_step, footprint
 from polyad.train.results import aligned
-from polyad.train.start import plan_run, warm_up_note
+from polyad.train.start import plan_run
 from polyad.train.tasks.random_input import flops_of_unit
 from polyad.train.tasks.registry import task_class
 
@@ -113,7 +108,6 @@ def describe(
             "epochs": samples / samples_per_epoch if samples_per_epoch else None,
             "flops": train.steps * flops_per_step(config),
         },
-        "warnings": [note] if (note := warm_up_note(config)) else [],
         "layout": {
             "processes": dims.world_size,
             "data_parallel_size": dims.data_parallel_size,
@@ -125,23 +119,7 @@ def describe(
                 train.global_batch_size, train.micro_batch_size
             ),
         },
-        "checkpoint_bytes": checkpoint_bytes(config, model),
     }
-
-
-def checkpoint_bytes(config: RunConfig, model: nn.Module) -> int:
-    """Computes the size of a checkpoint: weights and optimizer state in fp32.
-
-    Frozen weights have no moments, and frozen weights under adapters are not stored.
-    """
-    base = of_base(model)
-    kept = [(name, p) for name, p in model.named_parameters() if name not in base]
-    of_muon, averaged = matrices(name for name, _ in kept), config.train.ema is not None
-    tensors = {
-        name: len(state_tensors(config.optimizer, is_matrix=name in of_muon)) + averaged
-        for name, _ in kept
-    }
-    return 4 * sum(p.numel() * (1 + p.requires_grad * tensors[name]) for name, p in kept)
 
 
 def description_table(description: dict[str, Any]) -> str:
@@ -168,8 +146,6 @@ def description_table(description: dict[str, Any]) -> str:
             "memory",
             f"about {in_bytes(memory['total'])} per process when run on GPUs  ({', '.join(parts)})",
         ),
-        ("checkpoint", in_bytes(description["checkpoint_bytes"])),
-        *(("warning", line) for line in description["warnings"]),
     ]
     if experts is not None:
         layers = counted(experts["layers"], "layer")

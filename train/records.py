@@ -108,7 +108,7 @@ def shared_experts(records: Records) -> float | None:
     return statistics.fmean(each) if each else None
 
 
-def last_fluctuation(records: Records) -> dict[str, float] | None:
+def last_fluctuation(records: Records) -> dict[str, float]:
     """Returns the shares of tokens that changed experts between the last two checkpoints.
 
     Args:
@@ -116,13 +116,12 @@ def last_fluctuation(records: Records) -> dict[str, float] | None:
 
     Returns:
         Shares of the probe set, averaged over layers: `top1`, with a different first expert, and
-        `set`, with a different set; and `steps` between the two. None if nothing was logged.
+        `set`, with a different set. Empty if nothing was logged.
     """
-    read = [record for record in records if "fluctuation/seconds" in record]
-    if len(read) < 2 or "fluctuation/top1" not in read[-1]:
-        return None
-    last = {name: float(read[-1][f"fluctuation/{name}"]) for name in ("top1", "set")}
-    return last | {"steps": read[-1]["step"] - read[-2]["step"]}
+    for record in reversed(records):
+        if "fluctuation/top1" in record:
+            return {name: float(record[f"fluctuation/{name}"]) for name in ("top1", "set")}
+    return {}
 
 
 def validations(records: Records, score: str, units: str) -> list[dict[str, Any]]:

@@ -301,8 +301,6 @@ def say_first_lines(plan: Plan, state: TrainState) -> None:
     if not nothing_is_left(plan, state):
         lines += [line] if (line := trained_line(model_of(plan.config))) else []
         notes = [*plan.task.notes]
-        if note := warm_up_note(plan.config):
-            notes.append(f"warning: {note}")
         if not plan.task.has_validation:
             notes.append(f"the data has no validation split to score; {plan.task.to_validate}")
         lines += [f"polyad: {note}" for note in notes]
@@ -365,12 +363,3 @@ def _weights(plan: Plan) -> str:
         )
     step = f"step {plan.init.training_step:,}, " if isinstance(plan.init, Checkpoint) else ""
     return f", from the weights of {step}{plan.init.folder}{lacks}"
-
-
-def warm_up_note(config: RunConfig) -> str | None:
-    """Warns about a run that ends before its learning rate reaches the peak."""
-    steps, warmup = config.train.steps, config.schedule.warmup_steps
-    if steps >= warmup:
-        return None
-    key = f"schedule.warmup_steps: {warmup:,}"
-    return f"train.steps: {steps:,} ends the run before its warm-up ({key})"

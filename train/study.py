@@ -452,8 +452,8 @@ def _result(study: Study, run: Run, scores: Mapping[str, Any] | None) -> dict[st
         best = max if task.higher_is_better else min
         validation = best(each["score"] for each in curve) if keep_best else curve[-1]["score"]
     more = {f"routing/{name}": value for name, value in records.last_routing(lines).items()}
-    if changed := records.last_fluctuation(lines):
-        more |= {f"fluctuation/{name}": changed[name] for name in ("top1", "set")}
+    changed = records.last_fluctuation(lines)
+    more |= {f"fluctuation/{name}": value for name, value in changed.items()}
     return {
         "step": scores["step"] if scores else lines[-1]["step"],
         "data": open_task(run.config.for_task()).fingerprint,

@@ -73,8 +73,6 @@ def test_a_start_says_first_how_the_learning_rate_jumps(workers, config, tmp_pat
     rates = [line["learning_rate"] for line in records(tmp_path / "run")]
     assert rates == pytest.approx([0.01, 0.0075, 0.005, 0.0025, 0.005, 0.00375, 0.0025, 0.00125])
     assert "the learning rate" not in lines("train.steps=8", "schedule.final_ratio=0")[0]
-    warned = lines("train.steps=9", "schedule={kind: constant, warmup_steps: 30}")
-    assert "polyad: warning: train.steps: 9 ends the run before its warm-up" in warned[1]
 
 
 @pytest.mark.slow

@@ -4,12 +4,9 @@ import json
 import math
 
 import pytest
-import torch
 
 from polyad.parallel.checkpoint.format import CheckpointError, State
 from polyad.parallel.checkpoint.load import best_checkpoint
-from polyad.parallel.zero import state_fields
-from polyad.train.loop.optimizer import OptimizerConfig, build_optimizer, state_tensors
 from polyad.train.state import TrainState
 
 
@@ -29,16 +26,6 @@ def test_a_state_is_what_the_loop_writes():
     back = TrainState.from_json(State.model_validate_json(content).model_dump())
     back.versions = state.versions
     assert repr(back) == repr(state)
-
-
-def test_what_an_optimizer_keeps_is_known_without_it():
-    for config in (
-        OptimizerConfig(), OptimizerConfig(kind="sgd"), OptimizerConfig(kind="sgd", momentum=0.9),
-        OptimizerConfig(kind="muon"),
-    ):  # fmt: skip
-        parameter = torch.nn.Parameter(torch.ones(2))
-        optimizer = build_optimizer(config, [("weight", parameter, 1)])
-        assert state_tensors(config) == state_fields(optimizer)
 
 
 @pytest.mark.parametrize(

@@ -274,16 +274,3 @@ def _decays(config: OptimizerConfig, name: str, dimensions: int) -> bool:
         return True
     is_kernel = not any(part in name for part in NO_KERNELS)
     return dimensions >= 2 and (is_kernel or config.decay == "matrices")
-
-
-def state_tensors(config: OptimizerConfig, *, is_matrix: bool = False) -> tuple[str, ...]:
-    """Names of the optimizer state tensors of a weight, beside the master weight. They equal
-    `Engine.state_fields`, which needs an engine.
-
-    Args:
-        config: has the kind of optimizer.
-        is_matrix: whether the weight is one of Muon's `matrices`.
-    """
-    if config.kind == "sgd":
-        return ("momentum_buffer",) if config.momentum else ()
-    return OF_MATRICES if config.kind == "muon" and is_matrix else OF_OTHERS

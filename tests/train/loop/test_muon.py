@@ -20,15 +20,13 @@ from polyad.parallel.fragments import FlatPart
 from polyad.parallel.parallelize import pad_ranks
 from polyad.parallel.zero import RATE_FACTOR, STATE_TENSORS
 from polyad.train.config.rules import validate
-from polyad.train.config.run import load_config, parse_config
-from polyad.train.describe import checkpoint_bytes
+from polyad.train.config.run import parse_config
 from polyad.train.errors import ConfigError
-from polyad.train.loop.muon import matrices, matrix_of, orthogonalized
+from polyad.train.loop.muon import OF_MATRICES, OF_OTHERS, matrices, matrix_of, orthogonalized
 from polyad.train.loop.optimizer import (
     GroupConfig,
     OptimizerConfig,
     build_optimizer,
-    state_tensors,
 )
 from tests.helpers.runs import run, run_and_listen, write_config
 from tests.helpers.small_decoders import DECODERS, small_decoder
@@ -369,12 +367,11 @@ def test_a_resumed_run_ends_with_the_same_bits(workers, tmp_path, model):
     ours, expected = tensors(f"{second}/step-00000012"), tensors(f"{once}/step-00000012")
     assert ours.keys() == expected.keys()
     assert all(torch.equal(ours[key], expected[key]) for key in expected)
-    config = OptimizerConfig(kind="muon")
     names = {name for name, field in ours if field == "master"}
     for name in names:
         kept = {field for other, field in ours if other == name}
-        of_muon = state_tensors(config, is_matrix=name in matrices(names))
-        assert kept == {"master", "ema", *of_muon}
+        own = OF_MATRICES if name in matrices(names) else OF_OTHERS
+        assert kept == {"master", "ema", *own}
 
 
 @pytest.mark.slow
@@ -390,9 +387,6 @@ def test_a_run_goes_on_with_what_its_checkpoint_has(workers, texts, tmp_path):
     step, said = workers(1).run(run_and_listen, config)[0]
     assert (step, "step-00000003" in said) == (6, True)
     saved = tmp_path / "run" / "checkpoints" / "step-00000006"
-    parsed = load_config(config, ["model.vocab_size=300"])
-    size = sum(file.stat().st_size for file in saved.glob("*.safetensors"))
-    assert size == pytest.approx(checkpoint_bytes(parsed, build_model(parsed.model)), rel=0.1)
     kept = Checkpoint(saved).tensors
     assert set(kept[ATTENTION + "qkv.weight"]) == {"master", "exp_avg"}
     assert set(kept[ATTENTION + "qkv.bias"]) == {"master", "exp_avg", "exp_avg_sq"}
