@@ -136,7 +136,7 @@ class Run:
             ConfigError: the model does not read text or has no experts, or the text is empty or too
                 long.
         """
-        ids = self._read_ids(text, top)
+        ids = self._read_ids(text)
         tokens = [self.tokenizer.text_within(one) or self.tokenizer.decode([one]) for one in ids]
         return experts_of(self.model, ids, tokens, top)
 
@@ -171,13 +171,13 @@ class Run:
             self.model,
             self.tokenizer,
             str(self.path),
-            self._read_ids(text, top),
+            self._read_ids(text),
             interventions=_parsed(interventions),
             top=top,
             means=means,
         )
 
-    def _read_ids(self, text: str, top: int) -> list[int]:
+    def _read_ids(self, text: str) -> list[int]:
         """The token ids of a text for `experts`."""
         check_text(text, "text")
         config = self._config
