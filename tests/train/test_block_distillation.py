@@ -210,7 +210,7 @@ def test_a_resumed_run_is_an_uninterrupted_one_though_its_teacher_went_on(
     assert all(torch.equal(one[name], two[name]) for name in one)
     shutil.rmtree(tmp_path / "teacher" / "checkpoints" / "step-00000020")
     said = refusal(workers(1), config, "train.steps=5")
-    assert "is at step 21, but its checkpoint of step 20" in said
+    assert "step-00000020, from which this run started, no longer" in said
 
 
 def test_a_small_layout_of_it_can_be_tried(tmp_path, prepared_path, teacher):

@@ -229,7 +229,7 @@ def test_a_teacher_of_sequences_that_does_not_fit_is_refused(workers, tmp_path, 
         ),
         (
             (f"distill.teacher={own}", f"data.path={tmp_path / 'numbers'}", "data.task=regression"),
-            "whose labels are numbers",
+            "has model.head.num_classes: ",
         ),
         ((f"distill.teacher={teacher}",), "has data.kind: text, not sequences"),
         ((f"distill.teacher={own}", "model.sequence_length=99"), "has model.sequence_length:"),
