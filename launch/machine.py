@@ -29,7 +29,7 @@ def prepare_environment() -> None:
     os.environ.setdefault("PYTHONSAFEPATH", "1")
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # for hosts without reverse DNS
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # no warning at a fork
     _keep_compiled_code()
     if not sys.warnoptions:
         # Warnings about libraries, kernels and devices that nothing here uses.

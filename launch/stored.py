@@ -8,7 +8,7 @@ from typing import Any
 from tqdm import tqdm
 
 from polyad.data.errors import DataError, user_path
-from polyad.data.text.dataset import PreparedData, check_prepared
+from polyad.data.text.dataset import PreparedData
 from polyad.data.text.manifest import Manifest
 from polyad.launch.command import UsageError
 from polyad.launch.output import align
@@ -151,7 +151,6 @@ def verify_data(folders: Sequence[str]) -> Values:
 
 
 def _stored(path: Path) -> PreparedData:
-    check_prepared(path)
     return PreparedData(path, Manifest.read(path))
 
 

@@ -15,7 +15,6 @@ import torch
 
 from polyad.data.text.dataset import PreparedData
 from polyad.data.text.prepare import prepare
-from polyad.data.text.splits import split_of_documents
 from tests.helpers.forking import ForkServer
 from tests.helpers.workers import WorkerPool
 
@@ -109,16 +108,13 @@ def texts(tmp_path_factory: pytest.TempPathFactory, library_text: str) -> Path:
 def prepared_path(tmp_path_factory: pytest.TempPathFactory, texts: Path) -> Path:
     """Every twentieth text is held out."""
     path = tmp_path_factory.mktemp("prepared")
-    shares = {"validation": 0.05, "test": 0.05}
-    parts: dict[str, list[str]] = {"train": [], **{name: [] for name in shares}}
-    lines = texts.read_text().splitlines(keepends=True)
-    for split, line in zip(split_of_documents("train", shares), lines, strict=False):
-        parts[split].append(line)
-    for split, some in parts.items():
-        (path / f"{split}.jsonl").write_text("".join(some))
-    held_out = {f"{split}_source": str(path / f"{split}.jsonl") for split in shares}
-    source = str(path / "train.jsonl")
-    prepare(source, "train:400", path / "modules", report=lambda line: None, **held_out)
+    lines = dict(enumerate(texts.read_text().splitlines(keepends=True)))
+    held_out = {}
+    for split, numbers in (("validation", (1, 20, 40)), ("test", (2, 21, 41))):
+        (path / f"{split}.jsonl").write_text("".join(lines.pop(number) for number in numbers))
+        held_out[f"{split}_source"] = str(path / f"{split}.jsonl")
+    (path / "train.jsonl").write_text("".join(lines.values()))
+    prepare(str(path / "train.jsonl"), "train:400", path / "modules", **held_out)
     return path / "modules"
 
 

@@ -256,7 +256,7 @@ def _small_run(folder: Path) -> Path:
     text = "".join(f"It was the {word} of times. " for word in ("best", "worst", "age") * 400)
     (folder / "texts").mkdir()
     (folder / "texts" / "a.txt").write_text(text)
-    prepare(str(folder / "texts"), "train:300", folder / "data", report=lambda line: None)
+    prepare(str(folder / "texts"), "train:300", folder / "data")
     model = {key: value for key, value in GPT2.items() if key != "vocab_size"}
     tree = {
         "run": {"folder": str(folder / "run")},

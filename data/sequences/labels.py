@@ -7,6 +7,7 @@ Shapes: N rows.
 
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,7 +18,6 @@ from polyad.data.errors import DataError, listed, nearest
 from polyad.data.names import SPLITS, check_classes, check_leave_out
 from polyad.data.sequences.config import HIDDEN_LABEL, Schema
 from polyad.data.sequences.tables import Table, joined
-from polyad.data.text.splits import split_of_documents
 
 Labels = npt.NDArray[np.generic]
 """Labels: [N] int64 for classes and choices, float64 for values."""
@@ -184,8 +184,12 @@ def held_out(table: Table, share: float, domain: str | None = None) -> tuple[Tab
         The remaining rows and the held-out rows, each in their order.
     """
     domains = [""] * len(table) if domain is None else domains_of(table, domain)
-    splits = {each: split_of_documents("train", {"validation": share}) for each in set(domains)}
-    out = np.array([next(splits[each]) == "validation" for each in domains])
+    rows, held = Counter[str](), Counter[str]()
+    out = np.zeros(len(table), dtype=bool)
+    for row, each in enumerate(domains):
+        rows[each] += 1
+        out[row] = rows[each] > 1 and held[each] < share * rows[each]
+        held[each] += int(out[row])
     place = f"{table.place} (held out)"
     return table.select(np.flatnonzero(~out)), table.select(np.flatnonzero(out), place)
 

@@ -24,7 +24,7 @@ from polyad.data.errors import DataError
 from polyad.data.sequences.config import Schema
 from polyad.data.sequences.labels import Labels
 from polyad.data.sequences.tables import Table
-from polyad.data.text.tokenizers.tokenizer import Tokenizer, all_cores
+from polyad.data.text.tokenizers.tokenizer import Tokenizer
 
 Ids = list[int]
 AT_ONCE = 4096
@@ -211,12 +211,11 @@ def _strings(table: Table, name: str) -> list[str]:
 
 def _encode(tokenizer: Tokenizer, texts: Sequence[str], place: str) -> list[Ids]:
     encoded: list[Ids] = []
-    with all_cores():
-        for begin in range(0, len(texts), AT_ONCE):
-            try:
-                encoded += tokenizer.encode_batch(texts[begin : begin + AT_ONCE])
-            except DataError as error:
-                raise DataError(f"{place}: {error}") from None
+    for begin in range(0, len(texts), AT_ONCE):
+        try:
+            encoded += tokenizer.encode_batch(texts[begin : begin + AT_ONCE])
+        except DataError as error:
+            raise DataError(f"{place}: {error}") from None
     return encoded
 
 

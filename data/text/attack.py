@@ -3,7 +3,7 @@
 import random
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -79,30 +79,25 @@ class AttackedSplit(NamedTuple):
     """How many of its words were replaced."""
 
 
-def attacked_split(
-    stream: TokenStream,
-    tokenizer: Tokenizer,
-    attack: WordSwap,
-    report: Callable[[float], None] | None = None,
-) -> AttackedSplit:
+def attacked_split(stream: TokenStream, tokenizer: Tokenizer, attack: WordSwap) -> AttackedSplit:
     """Decodes the documents of a split, attacks each, and encodes them again, in memory.
 
     Args:
         stream: The split.
         tokenizer: The tokenizer that made it.
         attack: The attack on each text.
-        report: Called with the fraction done.
 
     Raises:
         DataError: The tokenizer has no token for a word that the attack inserts.
     """
-    counts = Counter(words=0, replaced=0, words_of_text=0, bytes=0)
+    counts = Counter(words=0, replaced=0, bytes=0)
 
     def swapped() -> Iterator[Document]:
-        for number, text in enumerate(_documents(stream, tokenizer, report)):
-            text, words, replaced = attack(text, number)
-            counts.update(words=words, replaced=replaced)
-            counts.update(words_of_text=len(text.split()), bytes=len(text.encode()))
+        for number in range(stream.num_documents):
+            *ids, _ = stream.read_document(number).tolist()
+            begins = bool(tokenizer.before) and ids[:1] == tokenizer.before
+            text, words, replaced = attack(tokenizer.decode(ids[1:] if begins else ids), number)
+            counts.update(words=words, replaced=replaced, bytes=len(text.encode()))
             yield Document(f"document {number}", text)
 
     try:
@@ -116,20 +111,7 @@ def attacked_split(
     info = SplitInfo(
         documents=len(documents),
         tokens=attacked.num_tokens,
-        words=counts["words_of_text"],
+        words=counts["words"],
         bytes=counts["bytes"],
     )
     return AttackedSplit(attacked, info, counts["words"], counts["replaced"])
-
-
-def _documents(
-    stream: TokenStream, tokenizer: Tokenizer, report: Callable[[float], None] | None
-) -> Iterator[str]:
-    read = 0
-    for document, length in enumerate(stream.document_lengths.tolist()):
-        ids = stream.read_document(document, 0, length - 1).tolist()  # without the end of the text
-        begins = bool(tokenizer.before) and ids[:1] == tokenizer.before
-        yield tokenizer.decode(ids[1:] if begins else ids)
-        read += length
-        if report is not None:
-            report(read / stream.num_tokens)

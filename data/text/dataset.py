@@ -8,7 +8,6 @@ each), and the numbers 0 to D (8 each), which are the bounds of documents in seq
 
 import functools
 import hashlib
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -146,30 +145,14 @@ class TokenStream:
     def _ends(self) -> npt.NDArray[np.int64]:
         return np.cumsum(self.document_lengths, dtype=np.int64)
 
-    def read_document(
-        self, document: int, offset: int = 0, length: int | None = None
-    ) -> npt.NDArray[np.int64]:
-        """Reads a part of a document.
-
-        Args:
-            document: Its number, from 0.
-            offset: First token.
-            length: Tokens wanted; None reads to the end.
+    def read_document(self, document: int) -> npt.NDArray[np.int64]:
+        """Reads a document by its number, from 0; its end is included.
 
         Returns:
-            The tokens, shape (length,).
-
-        Raises:
-            IndexError: The document or the range does not exist.
+            The tokens, shape (document_lengths[document],).
         """
-        if not 0 <= document < self.num_documents:
-            raise IndexError(f"document {document} of {self.num_documents}")
-        rest = int(self.document_lengths[document]) - offset
-        length = rest if length is None else length
-        if offset < 0 or not 0 <= length <= rest:
-            raise IndexError(f"{length} tokens at {offset} of document {document}")
-        first = int(self._ends[document]) - rest
-        return self.read(first, first + length)
+        stop = int(self._ends[document])
+        return self.read(stop - int(self.document_lengths[document]), stop)
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.items()
@@ -199,7 +182,6 @@ class PreparedData:
             DataError: It is not prepared data, or is incomplete.
         """
         folder = user_path(path)
-        check_prepared(folder)
         manifest = Manifest.read(folder)
         itemsize = np.dtype(manifest.dtype).itemsize
         for name in SPLITS:
@@ -269,46 +251,23 @@ class PreparedData:
                 raise DataError(reason)
 
 
-def check_prepared(folder: Path) -> None:
-    """Checks that a folder holds prepared data, complete or not.
-
-    Args:
-        folder: The folder.
-
-    Raises:
-        DataError: There is no such folder, or it has no manifest.
-    """
-    again = "make it with `polyad prepare`"
-    if not folder.exists():
-        raise DataError(f"{folder}: no such folder of prepared data; {again}")
-    if not os.path.lexists(folder / MANIFEST_FILE):
-        raise DataError(f"{folder}: not prepared data: it has no {MANIFEST_FILE}; {again}")
-
-
 def check_replaceable(output: Path, *, overwrite: bool) -> None:
     """Refuses to touch a folder that `polyad prepare` did not make or may not replace.
 
     Raises:
-        DataError: It holds something else, or prepared data that may not be replaced.
+        DataError: It is a file, or holds something else, or prepared data that may not be replaced.
     """
-    if output.exists() and not output.is_dir():
-        raise DataError(f"{output}: is a file, but the output must be a folder")
-    names = {entry.name for entry in output.iterdir()} if output.exists() else set()
-    if other := sorted(names - FILES):
+    names = {entry.name for entry in output.iterdir()} if output.is_dir() else set()
+    if (output.exists() and not output.is_dir()) or names - (FILES if overwrite else set()):
         raise DataError(
-            f"{output}: holds {other[0]!r}, which `polyad prepare` did not make there; choose "
-            "another folder (nothing was changed)"
+            f"{output}: exists, and nothing was changed; choose another folder, or replace one of "
+            "prepared data with --overwrite"
         )
-    if names and not overwrite:
-        raise DataError(f"{output}: holds prepared data; choose another folder or add --overwrite")
 
 
 def _check_size(path: Path, expected: int) -> None:
-    if not path.is_file():
-        raise DataError(f"{path}: missing, but {MANIFEST_FILE} lists it; prepare the data again")
-    size = path.stat().st_size
+    size = path.stat().st_size if path.is_file() else 0
     if size != expected:
         raise DataError(
-            f"{path}: {size:,} bytes where {MANIFEST_FILE} says {expected:,}: cut short, or of "
-            "another data set; prepare the data again"
+            f"{path}: {size:,} bytes, and {MANIFEST_FILE} says {expected:,}; prepare the data again"
         )

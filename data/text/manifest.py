@@ -14,7 +14,7 @@ from polyad.data.names import SplitName as SplitName
 
 MANIFEST_FILE = "manifest.json"
 """The description of a prepared folder, written last."""
-FORMAT_VERSION = 5
+FORMAT_VERSION = 6
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 TokenizerFile = Literal["tokenizer.json", "tokenizer.model"]
@@ -51,11 +51,10 @@ class PrepareConfig(ReadOptions):
     it has them; see `polyad.data.text.sources.open_splits`."""
     tokenizer: str = Field(min_length=1)
     """`train:VOCAB_SIZE`, `words`, `words:VOCAB_SIZE`, a path, or a name on the hub."""
-    validation_fraction: float | None = Field(default=None, ge=0, lt=1)
-    """Share of the text held out for validation. If the source is text files with too few
-    documents, the share is of the text, taken from its end. None: a default if the split has no
-    source of its own."""
-    test_fraction: float | None = Field(default=None, ge=0, lt=1)
+    validation_fraction: float = Field(default=0.05, ge=0, lt=0.5)
+    """Share of the text held out for validation, if that split has no source of its own. If there
+    are too few documents, it is taken from the end of the text."""
+    test_fraction: float = Field(default=0.05, ge=0, lt=0.5)
     """Share held out for the test, in the same way."""
     validation_source: str | None = Field(default=None, min_length=1)
     """Text to use as the validation split instead."""

@@ -1,9 +1,9 @@
 """Prepares text: assigns documents to splits, encodes them, and writes a manifest."""
 
 import re
-import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -18,34 +18,22 @@ from polyad.data.text.manifest import (
     FORMAT_VERSION,
     Manifest,
     PrepareConfig,
-    ReadOptions,
     TokenizerInfo,
     digests_of,
 )
-from polyad.data.text.readers import TEXT
 from polyad.data.text.sources import (
     EMPTY,
     UNREADABLE,
     Document,
-    Part,
     Source,
     open_source,
     open_splits,
 )
 from polyad.data.text.splits import Sources, documents_needed
 from polyad.data.text.tokenizers.files import load_tokenizer
-from polyad.data.text.tokenizers.tokenizer import END_OF_TEXT, all_cores
+from polyad.data.text.tokenizers.tokenizer import END_OF_TEXT
 from polyad.data.text.tokenizers.training import trainer_of
 from polyad.data.text.writer import SplitWriter, cut_between_words, write_documents
-
-HELD_OUT = 0.05
-"""Default share of the text held out for each split that has no source of its own."""
-Report = Callable[[str], None]
-
-
-def _say(line: str) -> None:
-    """Prints a line on standard error, above a bar that is there."""
-    tqdm.write(line, file=sys.stderr)
 
 
 def prepare(
@@ -54,7 +42,6 @@ def prepare(
     output: str | Path,
     *,
     overwrite: bool = False,
-    report: Report = _say,
     **options: Any,
 ) -> Manifest:
     """Turns text into a folder that training reads.
@@ -67,7 +54,6 @@ def prepare(
         tokenizer: See `PrepareConfig`.
         output: The folder to make. A part is made beside it, in `part_folder`.
         overwrite: Whether prepared data in `output` may be replaced.
-        report: Receives each line for the user; by default it is written to standard error.
         options: The other fields of `PrepareConfig`.
 
     Returns:
@@ -91,11 +77,11 @@ def prepare(
             f"--part: {config.part} needs a tokenizer that exists, not {config.tokenizer}: prepare "
             "a sample of the text first, and name its folder with --tokenizer"
         )
-    sources = _sources(config, by_split, report)
+    sources = _sources(config, by_split)
     left_out = Counter[str]()
     for each in {id(each.left_out): each for each in by_split.values()}.values():
         left_out.update(each.left_out)
-    with writing(output), all_cores(), staged_folder(output) as folder:
+    with writing(output), staged_folder(output) as folder:
         if trainer is not None:
             encoder = trainer(_training_texts(sources), config.end_of_text or END_OF_TEXT)
         encoder.save(folder / encoder.file)
@@ -137,64 +123,25 @@ def _opened(config: PrepareConfig) -> dict[SplitName, Source]:
     for name, spec in held_out.items():
         if spec is not None:
             by_split[name] = open_source(spec, config, split=name)
-    _check_used(config, by_split)
     return {name: by_split[name] for name in SPLITS if name in by_split}
 
 
-def _check_used(config: PrepareConfig, by_split: dict[SplitName, Source]) -> None:
-    """Refuses options that have no effect on this text."""
-    readers = {reader for source in by_split.values() for reader in source.readers}
-    user_defined = {r for source in by_split.values() if not source.is_code for r in source.readers}
-    unused = {
-        "--streaming": config.streaming and None not in readers,
-        "--text-key": config.text_key != ReadOptions().text_key and readers <= TEXT,
-        "--documents": config.documents != "files" and TEXT.isdisjoint(user_defined),
-        "--format": config.file_format is not None and readers <= {None},
-    }
-    for option, is_unused in unused.items():
-        if is_unused:
-            raise DataError(f"{option}: has no effect on {config.source}; remove the option")
-
-
-def _fractions(config: PrepareConfig, by_split: dict[SplitName, Source]) -> dict[SplitName, float]:
-    """Returns the shares to hold out; 0 of a split that has a source of its own."""
-    shares: dict[SplitName, float | None] = {
+def _sources(config: PrepareConfig, by_split: dict[SplitName, Source]) -> Sources:
+    """Decides how to hold text out; this may read some documents to see if there are enough."""
+    shares: dict[SplitName, float] = {
         "validation": config.validation_fraction,
         "test": config.test_fraction,
     }
-    fractions: dict[SplitName, float] = {}
-    for name, share in shares.items():
-        if share and name in by_split:
-            raise DataError(
-                f"--{name}-fraction: {share} is not held out, because {by_split[name].spec} is "
-                "that split; remove the option"
-            )
-        fractions[name] = 0.0 if name in by_split else HELD_OUT if share is None else share
-    if sum(fractions.values()) >= 1:
-        both = " + ".join(str(fraction) for fraction in fractions.values())
-        raise DataError(
-            f"--validation-fraction and --test-fraction: {both} leaves nothing to train on"
-        )
-    return fractions
-
-
-def _sources(config: PrepareConfig, by_split: dict[SplitName, Source], report: Report) -> Sources:
-    """Decides how to hold text out; this may read some documents to see if there are enough."""
-    fractions = _fractions(config, by_split)
-    is_short = by_split["train"].is_text_of_fewer_documents(documents_needed(fractions))
+    fractions = {name: 0.0 if name in by_split else share for name, share in shares.items()}
+    needed = documents_needed(fractions)
+    is_short = sum(1 for _ in islice(by_split["train"].documents(), needed)) < needed
     if config.part is not None:
         if is_short:
             raise DataError(
                 f"--part: {config.part}: {config.source} has too few documents for parts"
             )
         number, parts = _part(config.part)
-        share = Part(number - 1, parts)
-        by_split = {name: source.share(share) for name, source in by_split.items()}
-    if is_short:
-        report(
-            f"{config.source}: too few documents to divide among splits, so the text is "
-            "split by position: its last parts are held out"
-        )
+        by_split = {name: source.share(number - 1, parts) for name, source in by_split.items()}
     return Sources(by_split, fractions, "position" if is_short else "documents")
 
 
@@ -239,13 +186,12 @@ def part_folder(output: Path, part: str) -> Path:
     return output.with_name(f"{output.name}.part-{number}-of-{parts}")
 
 
-def join(output: str | Path, *, overwrite: bool = False, report: Report = _say) -> Manifest:
+def join(output: str | Path, *, overwrite: bool = False) -> Manifest:
     """Joins the parts beside a folder into it, one after the other. The parts stay.
 
     Args:
         output: The folder to make.
         overwrite: Whether prepared data in `output` may be replaced.
-        report: Receives each line for the user; by default it is written to standard error.
 
     Returns:
         The manifest of the folder.
@@ -276,7 +222,6 @@ def join(output: str | Path, *, overwrite: bool = False, report: Report = _say) 
             }
         )
         manifest.write(folder)
-    report(f"joined {len(parts)} parts, which may be deleted: {folders[0]} and others")
     return manifest
 
 
@@ -285,14 +230,11 @@ def _parts_of(output: Path) -> list[Path]:
     name = re.compile(re.escape(output.name) + r"\.part-(\d+)-of-(\d+)")
     siblings = output.parent.iterdir() if output.parent.is_dir() else ()
     numbers = {(int(m[2]), int(m[1])) for each in siblings if (m := name.fullmatch(each.name))}
-    counts = sorted({parts for parts, _ in numbers})
-    if len(counts) != 1:
-        there = f"parts of {' and of '.join(map(str, counts))}" if counts else "no parts"
-        raise DataError(f"--join: {output}: {there} beside it; make each of N with --part K/N")
-    wanted = range(1, counts[0] + 1)
-    if missing := [number for number in wanted if (counts[0], number) not in numbers]:
-        raise DataError(f"--join: {output}: part {missing[0]}/{counts[0]} is missing")
-    return [part_folder(output, f"{number}/{counts[0]}") for number in wanted]
+    count = max(numbers)[0] if numbers else 0
+    if numbers != {(count, number + 1) for number in range(count)} or not numbers:
+        parts = ", ".join(f"{number}/{parts}" for parts, number in sorted(numbers)) or "none"
+        raise DataError(f"--join: {output}: needs all of N parts beside it, and there are: {parts}")
+    return [part_folder(output, f"{number}/{count}") for _, number in sorted(numbers)]
 
 
 def _whole_part(folder: Path, first: Path) -> PreparedData:

@@ -60,7 +60,11 @@ def read_jsonl(path: Path, text_key: str) -> Iterator[str]:
         DataError: A line is not such an object.
     """
     for number, line in _lines(path):
-        yield _text_of_line(line, text_key, f"{path}, line {number}")
+        place = f"{path}, line {number}"
+        row = parse_json(line, place)
+        if not isinstance(row, dict):
+            raise DataError(f"{place}: is not a JSON object")
+        yield _string(_column(row, text_key, place), text_key, place)
 
 
 def _opened(path: Path) -> Any:
@@ -80,18 +84,6 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
                 yield number, line
 
 
-def _text_of_line(line: bytes, text_key: str, place: str) -> str:
-    value = parse_json(line, place)
-    if not isinstance(value, dict):
-        raise DataError(f"{place}: {type(value).__name__} where a JSON object is expected")
-    text = _string(_column(value, text_key, place), text_key, place)
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise DataError(f"{place}: {text_key!r} has half a surrogate pair: {error}") from None
-    return text
-
-
 def _column(row: Mapping[str, Any], text_key: str, place: str | Path) -> Any:
     """Returns what an object, or a batch of rows, has under the key of the text."""
     if text_key not in row:
@@ -103,9 +95,11 @@ def _column(row: Mapping[str, Any], text_key: str, place: str | Path) -> Any:
 
 
 def _string(text: Any, text_key: str, place: str) -> str:
-    if not isinstance(text, str):
-        raise DataError(f"{place}: {text_key!r} is {text!r:.60}, not a string")
-    return text
+    try:
+        text.encode()
+    except (AttributeError, UnicodeEncodeError):  # JSON may hold half a surrogate pair
+        raise DataError(f"{place}: {text_key!r} is {text!r:.60}, not Unicode text") from None
+    return str(text)
 
 
 def read_table(path: Path, text_key: str) -> Iterator[str]:
@@ -148,8 +142,6 @@ def read_rows(rows: Any, place: str | Path, text_key: str) -> Iterator[str]:
 
 Read = Callable[[Path, str], Iterator[str]]
 """Yields the text of each document of a file."""
-TEXT: frozenset[Read | None] = frozenset({read_text, read_lines})
-"""Readers of plain text, whose documents the user defines."""
 FORMATS: dict[str, Read] = {
     ".txt": read_text,
     ".jsonl": read_jsonl,

@@ -10,14 +10,14 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from polyad.data.errors import DataError, listed, nearest, one_line, user_path
+from polyad.data.errors import DataError, listed, one_line, user_path
 from polyad.data.files import is_hidden
 from polyad.data.names import SPLITS, SplitName
 from polyad.data.tables import HUB, is_saved, open_tables
 from polyad.data.text.manifest import ReadOptions
-from polyad.data.text.readers import FORMATS, TEXT, Read, read_lines, read_rows, read_text
+from polyad.data.text.readers import FORMATS, Read, read_lines, read_rows, read_text
 
 PYTHON_STDLIB, PACKAGE = "python-stdlib", "python:"
 """A source that exists on every machine, and what the name of a package's modules begins with."""
@@ -49,7 +49,7 @@ class Document(NamedTuple):
     """One document of a source.
 
     Attributes:
-        name: Its file or data set, and `#N` for document N of one with several.
+        name: Its file or data set, and `#N` for document N after the first.
         text: The text, not empty.
     """
 
@@ -62,13 +62,6 @@ class Document(NamedTuple):
         return len(self.text.encode())
 
 
-class Part(NamedTuple):
-    """One of several shares of a source, from 0."""
-
-    number: int
-    parts: int
-
-
 class SourceFile(NamedTuple):
     """A file of a source, or the rows of a data set.
 
@@ -76,15 +69,11 @@ class SourceFile(NamedTuple):
         name: Its path, or the name of the rows.
         size: Its size in bytes; 0 if it is unknown.
         read: Yields the text of each of its documents.
-        reader: Reads it; None for rows.
-        shard: Returns a part of its rows; None if it has to be read whole.
     """
 
     name: str
     size: int
     read: Callable[[], Iterator[str]]
-    reader: Read | None = None
-    shard: "Callable[[Part], SourceFile] | None" = None
 
 
 @dataclass(frozen=True)
@@ -96,7 +85,7 @@ class Source:
         files: Where the documents are, in reading order.
         joins_articles: Whether documents are lines of WikiText, which are joined to articles.
         is_code: Whether its files are modules, of which unreadable ones are skipped.
-        part: Which of its documents are read; None: all.
+        part: Which of its documents are read, from 0, and of how many shares.
         left_out: Counts of what else the source has.
     """
 
@@ -104,40 +93,24 @@ class Source:
     files: tuple[SourceFile, ...]
     joins_articles: bool = False
     is_code: bool = False
-    part: Part | None = None
+    part: tuple[int, int] = (0, 1)
     left_out: Counter[str] = field(default_factory=Counter, compare=False)
-
-    @property
-    def readers(self) -> set[Read | None]:
-        """What reads its files; None for rows."""
-        return {file.reader for file in self.files}
-
-    def is_text_of_fewer_documents(self, count: int) -> bool:
-        """Returns whether all files are text, with fewer documents than `count`."""
-        if self.is_code or not self.readers <= TEXT:
-            return False
-        return sum(1 for _ in islice(self.documents(), count)) < count
 
     @property
     def total_bytes(self) -> int:
         """Bytes of the source, about those of its documents; 0 if unknown."""
         return sum(file.size for file in self.files)
 
-    def share(self, part: Part) -> "Source":
-        """Returns a part of the source: of its files if there are as many, of its rows if they can
-        be read in parts, else of its documents.
+    def share(self, number: int, parts: int) -> "Source":
+        """Returns every N-th file of the source, or document if there are fewer files.
 
         Args:
-            part: Which part. Every document of the source is in exactly one.
+            number: Which part, from 0. Every document of the source is in exactly one.
+            parts: How many there are, N.
         """
-        if self.joins_articles:
-            return replace(self, part=part)
-        if len(self.files) >= part.parts:
-            return replace(self, files=self.files[part.number :: part.parts])
-        shards = [file.shard(part) for file in self.files if file.shard]
-        if len(shards) == len(self.files):
-            return replace(self, files=tuple(shards))
-        return replace(self, part=part)
+        if len(self.files) >= parts:
+            return replace(self, files=self.files[number::parts])
+        return replace(self, part=(number, parts))
 
     def documents(self, left_out: Counter[str] | None = None) -> Iterator[Document]:
         """Reads the source from its beginning; memory holds one document at a time.
@@ -151,7 +124,7 @@ class Source:
         Raises:
             DataError: A file cannot be read, or has invalid content for its kind.
         """
-        number, parts = self.part or (0, 1)
+        number, parts = self.part
         # Each part reads the whole source: the first one counts.
         counts = Counter[str]() if left_out is None or number else left_out
         return islice(self._documents(counts), number, None, parts)
@@ -171,8 +144,7 @@ class Source:
         for file in self.files:
             try:
                 for number, text in enumerate(file.read()):
-                    is_whole = file.reader is read_text
-                    yield Document(file.name if is_whole else f"{file.name}#{number}", text)
+                    yield Document(f"{file.name}#{number}" if number else file.name, text)
             except (OSError, UnicodeDecodeError) as error:
                 if not self.is_code:
                     reason = getattr(error, "strerror", None) or one_line(error)
@@ -262,21 +234,14 @@ def _rows(spec: str, path: str, options: ReadOptions) -> dict[SplitName, Source]
         if (rows := tables.splits.get(split)) is None:
             continue
         size = (rows.info.splits or {}).get(split)
-        file = _rows_file(rows, f"{spec} {split}", options.text_key)
-        file = file._replace(size=(size.num_bytes or 0) if size else 0)
+        if options.text_key in (rows.column_names or ()):  # a stream may not know them yet
+            rows = rows.select_columns([options.text_key])
+        name = f"{spec} {split}"
+        read = partial(read_rows, rows, name, options.text_key)
+        file = SourceFile(name, (size.num_bytes or 0) if size else 0, read)
         joins = (rows.info.config_name or "").startswith(WIKITEXT)
         by_split[split] = Source(spec, (file,), joins, left_out=others)
     return by_split
-
-
-def _rows_file(rows: Any, name: str, text_key: str) -> SourceFile:
-    def shard(part: Part) -> SourceFile:
-        return _rows_file(rows.shard(part.parts, part.number), name, text_key)
-
-    columns = rows.column_names  # a stream may not know them before the first row
-    if columns is not None and text_key in columns:
-        rows = rows.select_columns([text_key])
-    return SourceFile(name, 0, partial(read_rows, rows, name, text_key), shard=shard)
 
 
 def _modules(spec: str) -> Source:
@@ -286,64 +251,50 @@ def _modules(spec: str) -> Source:
         name = spec.removeprefix(PACKAGE)
         module = importlib.util.find_spec(name) if name.isidentifier() else None
         if module is None or not module.submodule_search_locations:
-            raise DataError(
-                f"{spec}: {name!r} is not a package that this Python has; use the name that is "
-                f"imported, as in {PACKAGE}torch"
-            )
+            raise DataError(f"{spec}: {name!r} is not a package that this Python has")
         root = Path(module.submodule_search_locations[0])
     paths: list[Path] = []
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [name for name in subfolders if name not in LEFT_OUT]
         paths.extend(Path(folder, name) for name in names if name.endswith(".py"))
     paths.sort(key=lambda path: path.relative_to(root).parts)
-    files = tuple(_source_file(path, read_text, "") for path in paths)
-    return Source(spec, files, is_code=True)
+    return Source(spec, tuple(_source_file(path, read_text, "") for path in paths), is_code=True)
 
 
 def _files(spec: str, options: ReadOptions) -> Source:
     """Lists a file, or the text files below a folder; links to folders are followed."""
     path, left_out = user_path(spec), Counter[str]()
     if not path.exists():
-        siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
         names = (PYTHON_STDLIB, f"{PACKAGE}PACKAGE", *SHORT_NAMES)
         raise DataError(
             f"{spec}: no such source; it is {', '.join(names)}, hub:OWNER/NAME[:CONFIG], a "
             f"{', '.join(FORMATS)} file or a folder of those"
-            f"{nearest(path.name, [*siblings, *names])}"
         )
-    if not path.is_dir():
-        reader = _reader(path, options)
-        if reader is None:
-            raise DataError(
-                f"{path}: the name of a text file has to end in {', '.join(FORMATS)}; use "
-                "--format text to read any file as text"
-            )
-        return Source(spec, (_source_file(path, reader, options.text_key),))
-    files = []
-    for file in sorted(_walked(path, left_out), key=lambda file: file.relative_to(path).parts):
-        if reader := _reader(file, options):
-            files.append(_source_file(file, reader, options.text_key))
-        else:
+    files, paths = [], [path]
+    if path.is_dir():
+        paths = sorted(_walked(path, left_out), key=lambda file: file.relative_to(path).parts)
+    for file in paths:
+        reader = _reader(file, options)
+        # Reading a pipe would never end.
+        if reader is None or (file.exists() and not file.is_file()):
             left_out["files of other kinds"] += 1
+        else:
+            files.append(_source_file(file, reader, options.text_key))
     if not files:
-        raise DataError(f"{spec}: no {', '.join(FORMATS)} file in this folder")
+        raise DataError(
+            f"{spec}: the name of a text file has to end in {', '.join(FORMATS)}; use --format "
+            "text to read any file as text"
+        )
     return Source(spec, tuple(files), left_out=left_out)
 
 
 def _walked(root: Path, left_out: Counter[str]) -> Iterator[Path]:
-    seen: set[tuple[int, int]] = set()
     for folder, subfolders, names in os.walk(root, followlinks=True, onerror=_raise):
-        status = os.stat(folder)
-        if (status.st_dev, status.st_ino) in seen:
-            raise DataError(f"{folder}: a link makes {root} contain this folder twice")
-        seen.add((status.st_dev, status.st_ino))
         for name in [*filter(is_hidden, subfolders), *names]:
             if is_hidden(name):
                 left_out["hidden files and folders"] += 1
-            elif (file := Path(folder, name)).exists() and not file.is_file():
-                left_out["pipes and devices"] += 1  # reading a pipe would never end
             else:
-                yield file
+                yield Path(folder, name)
         subfolders[:] = [name for name in subfolders if not is_hidden(name)]
 
 
@@ -352,7 +303,7 @@ def _raise(error: OSError) -> None:
 
 
 def _source_file(path: Path, reader: Read, text_key: str) -> SourceFile:
-    return SourceFile(str(path), path.stat().st_size, partial(reader, path, text_key), reader)
+    return SourceFile(str(path), path.stat().st_size, partial(reader, path, text_key))
 
 
 def _reader(path: Path, options: ReadOptions) -> Read | None:

@@ -1,13 +1,9 @@
-"""Splits of documents: assigned one by one, or by position if there are few.
-
-Shares held out are of bytes, or of documents if these are too few.
-"""
+"""Splits documents one by one, or by position if there are few; shares are of bytes."""
 
 import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
 from typing import Literal, NamedTuple
 
 from polyad.data.names import SplitName
@@ -38,15 +34,12 @@ class Sources(NamedTuple):
         Args:
             left_out: Counts what is left out of the text.
         """
-        needed = documents_needed(self.fractions)
         for name, source in self.by_split.items():
             documents = source.documents(left_out)
             if name != "train":
                 yield from ((name, document) for document in documents)
             elif self.split_by == "position":
                 yield from split_by_position(list(documents), self.fractions)
-            elif sum(1 for _ in islice(source.documents(), needed)) < needed:
-                yield from zip(split_of_documents(name, self.fractions), documents, strict=False)
             else:
                 yield from split_by_bytes(documents, self.fractions)
 
@@ -54,35 +47,6 @@ class Sources(NamedTuple):
     def total_bytes(self) -> int:
         """Bytes of all sources together."""
         return sum(source.total_bytes for source in self.by_split.values())
-
-
-def split_of_documents(first: SplitName, fractions: dict[SplitName, float]) -> Iterator[SplitName]:
-    """Assigns documents to splits evenly and deterministically.
-
-    Documents are assigned one by one: document i (from 0) goes to a held-out split that has fewer
-    than its fraction of i + 1 documents. So each split keeps its fraction within one document at
-    any time, adjacent documents of the source alternate between splits, and nothing needs to be
-    known about later documents.
-
-    Args:
-        first: The split of the first document and of all documents that no other split takes.
-        fractions: The fraction of all documents for each other split.
-
-    Yields:
-        The split of each document, without end.
-    """
-    counts = dict.fromkeys(fractions, 0)
-    yield first
-    number = 1
-    while True:
-        number += 1
-        for name, fraction in fractions.items():
-            if counts[name] < fraction * number:
-                counts[name] += 1
-                yield name
-                break
-        else:
-            yield first
 
 
 def split_by_bytes(

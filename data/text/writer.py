@@ -23,6 +23,11 @@ PIECE_CHARACTERS = 128 * 1024
 """A document longer than this is encoded in pieces of about this many characters, on all cores."""
 BATCH_CHARACTERS = 512 * 1024
 """Characters encoded per batch; document lengths differ too much to count documents."""
+_PROBE = (
+    "one\ntwo f(x);\nreturn x 12\n34 é ß\n漢字 12; zwölf it's s 漢 字 "
+    "\U0001e900\n\U0001e901 \U0001e900 \U0001e901"  # rare letters: unknown ones may be fused
+)
+"""A text with every kind of place where `cut_between_words` cuts."""
 
 # After a single line feed, or before a single space and a letter: pre-tokenizers like GPT-2's begin
 # a token there whatever comes before. This does not hold for runs of white space.
@@ -46,6 +51,19 @@ def cut_between_words(text: str, size: int = PIECE_CHARACTERS) -> Iterator[str]:
         yield text[start : match.end()]
         start = match.end()
     yield text[start:]
+
+
+def may_cut(tokenizer: Tokenizer) -> bool:
+    """Returns whether `cut_between_words` leaves the ids of a text unchanged.
+
+    It does with pre-tokenizers like GPT-2's, and not with one that marks the beginning of a text.
+    """
+    pieces = list(cut_between_words(_PROBE, size=2))
+    try:
+        whole, *parts = tokenizer.encode_batch([_PROBE, *pieces])
+    except DataError:  # a word vocabulary without an unknown token
+        return False
+    return whole == [token for ids in parts for token in ids]
 
 
 class SplitWriter:
@@ -184,7 +202,7 @@ def _encoded_batches(
 
 
 def _pieces(tokenizer: Tokenizer, documents: Iterable[Document]) -> Iterator[_Piece]:
-    cuts = tokenizer.encodes_in_pieces()
+    cuts = may_cut(tokenizer)
     for document in documents:
         *heads, tail = cut_between_words(document.text) if cuts else [document.text]
         yield from (_Piece(document, head, False) for head in heads)

@@ -34,9 +34,8 @@ class Prepare:
             with GPT-2's files, or a name on the Hugging Face hub, such as gpt2.
         output (DIR): folder to create.
         validation_fraction (F): fraction of the text held out for validation, in whole documents
-            if there are many; default 0.05 if the source has no validation split.
-        test_fraction (F): fraction held out for the test split, in the same way and with the same
-            default.
+            if there are many, unless the source has a validation split; default 0.05.
+        test_fraction (F): fraction held out for the test split, in the same way; default 0.05.
         validation_source (SOURCE): separate text for the validation split, instead of a fraction of
             --source.
         test_source (SOURCE): separate text for the test split, instead of a fraction of --source.
@@ -56,8 +55,8 @@ class Prepare:
     source: str | None = None
     tokenizer: str | None = None
     output: str
-    validation_fraction: float | None = None
-    test_fraction: float | None = None
+    validation_fraction: float = 0.05
+    test_fraction: float = 0.05
     validation_source: str | None = None
     test_source: str | None = None
     text_key: str = "text"

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from polyad.data.text.prepare import prepare
 from polyad.data.text.sources import open_source
 from polyad.data.text.tokenizers.files import SPECIAL
 from polyad.model.bert import Bert, BertConfig
 from polyad.model.build import build_model, materialize
-from tests.helpers.prepared import silent
 from tests.helpers.training import Case, build_engine
 
 SMALL = {
@@ -43,7 +43,7 @@ def prepare_pieces(source: Path, folder: Path) -> None:
     """Prepares text with such a vocabulary of its own."""
     texts = (document.text for document in open_source(str(source)).documents())
     with tempfile.TemporaryDirectory() as vocabulary:
-        silent(str(source), word_pieces(Path(vocabulary), texts), folder)
+        prepare(str(source), word_pieces(Path(vocabulary), texts), folder)
 
 
 def small_bert(dtype: torch.dtype = torch.float32, seed: int = 0, **keys: Any) -> Bert:

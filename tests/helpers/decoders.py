@@ -16,9 +16,10 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.overrides import TorchFunctionMode
 
+from polyad.data.text.prepare import prepare
 from polyad.model.build import build_model, place
 from polyad.parallel.families import FamilyWeights
-from tests.helpers.prepared import jsonl, silent
+from tests.helpers.prepared import jsonl
 
 WORDS = 101
 IDS = 300
@@ -320,7 +321,7 @@ TEXTS = [f"def number_{n}(x):\n    return {n} * x + {n * n}\n" * (2 + n % 3) for
 def prepared_for(folder: Path, tmp_path: Path) -> Path:
     """Prepares some texts with the tokenizer of a folder from `hub_folder`."""
     data = tmp_path / "data"
-    silent(jsonl(tmp_path / "texts.jsonl", TEXTS), str(folder), data, validation_fraction=0.5)
+    prepare(jsonl(tmp_path / "texts.jsonl", TEXTS), str(folder), data, validation_fraction=0.5)
     return data
 
 

@@ -1,19 +1,13 @@
-"""Prepared folders, made without output, and changed or damaged ones."""
+"""Text to prepare, and prepared folders that are changed or damaged."""
 
 import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from polyad.data.text.manifest import MANIFEST_FILE, Manifest
-from polyad.data.text.prepare import prepare
+from polyad.data.text.manifest import MANIFEST_FILE
 
 Tree = dict[str, Any]
-
-
-def silent(*arguments: Any, **options: Any) -> Manifest:
-    """Prepares text without output."""
-    return prepare(*arguments, report=lambda line: None, **options)
 
 
 def jsonl(path: Path, texts: Iterable[str]) -> str:

@@ -31,7 +31,6 @@ def small_data(tmp_path_factory, texts):
     (folder / "texts.jsonl").write_text("\n".join(short))
     prepare(
         str(folder / "texts.jsonl"), "train:300", folder / "data", validation_fraction=0.1,
-        report=lambda line: None,
     )  # fmt: skip
     return folder / "data"
 

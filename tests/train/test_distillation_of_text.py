@@ -159,7 +159,7 @@ def test_a_teacher_of_text_that_does_not_fit_is_refused(workers, student, teache
 
 
 def test_other_tokens_are_refused(workers, tmp_path, texts, teacher):
-    prepare(str(texts), "train:500", tmp_path / "data", report=lambda line: None)
+    prepare(str(texts), "train:500", tmp_path / "data")
     config = small_run(tmp_path, tmp_path / "data", **STUDENT)
     text = refusal(workers(1), config, f"distill.teacher={teacher}")
     assert "the distill.teacher with " in text

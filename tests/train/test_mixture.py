@@ -23,7 +23,6 @@ def other_path(tmp_path_factory, texts, prepared_path):
         str(prepared_path),
         folder / "other",
         validation_fraction=0.2,
-        report=print,
     )
     return folder / "other"
 

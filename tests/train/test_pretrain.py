@@ -194,7 +194,7 @@ def test_a_profile_is_written_on_request(workers, config, tmp_path):
 def test_data_without_a_validation_split_trains(workers, tmp_path, texts):
     from polyad.data.text.prepare import prepare
 
-    prepare(str(texts), "train:300", tmp_path / "data", validation_fraction=0.0, report=print)
+    prepare(str(texts), "train:300", tmp_path / "data", validation_fraction=0.0)
     config = write_config(tmp_path / "config.yaml", tmp_path / "data")
     assert workers(1).run(run, config) == [6]
     assert "validation_loss" not in records(tmp_path / "run")[-1]
@@ -236,7 +236,7 @@ def test_a_folder_that_holds_another_run_is_refused(workers, finished, override,
 def test_other_data_under_the_same_run_is_refused(workers, finished, tmp_path, texts):
     from polyad.data.text.prepare import prepare
 
-    prepare(str(texts), "train:400", tmp_path / "other", validation_fraction=0.2, report=print)
+    prepare(str(texts), "train:400", tmp_path / "other", validation_fraction=0.2)
     text = refusal(workers(2), finished / "config.yaml", f"data.path={tmp_path / 'other'}")
     assert "holds other data" in text
 
@@ -248,11 +248,11 @@ def test_weights_of_another_model_or_tokenizer_are_refused(
 
     init = f"checkpoint.init_from={finished / 'run'}"
     assert "is a different model" in refusal(workers(2), config, init, "model.num_layers=1")
-    prepare(str(texts), "train:401", tmp_path / "other", report=print)
+    prepare(str(texts), "train:401", tmp_path / "other")
     other = f"data.path={tmp_path / 'other'}"
     text = refusal(workers(2), config, init, other, "model.vocab_size=401")
     assert "a different model" in text
-    prepare(str(texts), "train:400", tmp_path / "third", validation_fraction=0.3, report=print)
+    prepare(str(texts), "train:400", tmp_path / "third", validation_fraction=0.3)
     text = refusal(workers(2), config, init, f"data.path={tmp_path / 'third'}")
     assert "their token ids mean different things" in text
 

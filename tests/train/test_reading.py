@@ -7,6 +7,7 @@ import torch
 import yaml
 
 from polyad.data.text.dataset import PreparedData
+from polyad.data.text.prepare import prepare
 from polyad.train.experts.moments import STATISTICS
 from polyad.train.measures.atlas import Atlas
 from polyad.train.measures.removal import Removal
@@ -17,7 +18,7 @@ from tests.helpers.decoders import TEXTS, Chosen, hub_folder, prepared_for
 from tests.helpers.everyday import everyday
 from tests.helpers.fine_tuned import SETTINGS, others, trainer
 from tests.helpers.little_memory import little_memory
-from tests.helpers.prepared import jsonl, silent
+from tests.helpers.prepared import jsonl
 from tests.helpers.runs import (
     both_forms,
     compare,
@@ -50,7 +51,7 @@ def folder(request, tmp_path_factory):
     if request.param == "three":
         held_out = jsonl(root / "held_out.jsonl", [TEXTS[0][: len(TEXTS[0]) // 2]])
         texts = jsonl(root / "texts.jsonl", TEXTS[1:])
-        silent(texts, str(root / "hub"), root / "data", validation_source=held_out)
+        prepare(texts, str(root / "hub"), root / "data", validation_source=held_out)
         return root / "hub", root / "data", model
     return root / "hub", prepared_for(root / "hub", root), model
 

@@ -9,6 +9,7 @@ import psutil
 import pytest
 import torch
 
+from polyad.data.text.prepare import prepare
 from polyad.launch.cli import run as command
 from polyad.train import streaming
 from polyad.train.errors import ConfigError
@@ -20,7 +21,7 @@ from tests.helpers import bounded as bounded_command
 from tests.helpers.decoders import hub_folder, in_four_bits, write_tokenizer
 from tests.helpers.everyday import everyday
 from tests.helpers.little_memory import little_memory
-from tests.helpers.prepared import jsonl, silent
+from tests.helpers.prepared import jsonl
 from tests.helpers.runs import both_forms, evaluation, measured
 from tests.helpers.started import start
 
@@ -57,7 +58,7 @@ def folder_and_data(case, tmp_path, settings=None):
         hub_folder(folder, name, settings)
     if name != case:
         in_four_bits(folder)
-    silent(jsonl(tmp_path / "texts.jsonl", TEXTS), str(folder), data, validation_fraction=0.5)
+    prepare(jsonl(tmp_path / "texts.jsonl", TEXTS), str(folder), data, validation_fraction=0.5)
     return folder, str(data)
 
 
@@ -271,7 +272,7 @@ def test_seven_billion_parameters_are_read_in_three_gigabytes(tmp_path, capsys):
     try:
         size = olmoe_7b(folder)
         assert size > 13.8e9
-        silent(jsonl(tmp_path / "texts.jsonl", TEXTS), str(folder), data, validation_fraction=0.5)
+        prepare(jsonl(tmp_path / "texts.jsonl", TEXTS), str(folder), data, validation_fraction=0.5)
         given = ["--data", data, "model.sequence_length=512", "train.precision=bf16"]
         taken, out, err = bounded(
             3000, tmp_path / "told.json", "evaluate", folder, *given, "--json", "-"

@@ -43,7 +43,7 @@ def trained(request, workers, tmp_path_factory, texts):
     if request.param == "sentencepiece":
         documents = [json.loads(line)["text"] for line in texts.read_text().splitlines()]
         spec = sentencepiece_model(documents, folder / "any.model")
-    prepare(str(texts), spec, folder / "data", report=lambda line: None)
+    prepare(str(texts), spec, folder / "data")
     config = write_config(folder / "config.yaml", folder / "data", train__steps=2)
     workers(1).run(run, config)
     tokenizer = PreparedData.open(folder / "data").tokenizer()
@@ -122,7 +122,7 @@ def test_a_mixture_s_checkpoint_has_it(workers, tmp_path, texts):
     for name, lines in (("one", documents[:40]), ("two", documents[40:])):
         text = "".join(json.dumps({"text": line}) + "\n" for line in lines)
         (tmp_path / f"{name}.jsonl").write_text(text)
-        prepare(str(tmp_path / f"{name}.jsonl"), spec, tmp_path / name, report=lambda line: None)
+        prepare(str(tmp_path / f"{name}.jsonl"), spec, tmp_path / name)
     mixture = [{"path": str(tmp_path / name), "weight": 1} for name in ("one", "two")]
     changes = {"data__path": None, "data__mixture": mixture, "train__steps": 1}
     workers(1).run(run, write_config(tmp_path / "config.yaml", tmp_path, **changes))

@@ -151,10 +151,9 @@ def _attacked(
         return images.with_noise(attack), {"kind": "gaussian-noise", **about}
     task = opened.need("--attack word-swap", LanguageModelling)
     stream, _ = task.split(split)
-    report = Progress(f"attack {split}", stream.num_tokens) if world.is_main else None
     try:
         tokenizer = task.data.parts[0].data.tokenizer()
-        text = attacked_split(stream, tokenizer, attack, report)
+        text = attacked_split(stream, tokenizer, attack)
     except DataError as error:
         raise ConfigError(f"--attack: {error}") from None
     about = {"kind": "word-swap", **about, "words": text.words, "replaced": text.replaced}

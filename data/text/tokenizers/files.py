@@ -1,21 +1,14 @@
 """Loads a tokenizer from a file, a folder, or the Hugging Face hub."""
 
-import os
-import re
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from tokenizers import BertWordPieceTokenizer, models
 
-from polyad.data.errors import DataError, nearest, one_line, user_path
+from polyad.data.errors import DataError, one_line, user_path
 from polyad.data.json_reader import read_bytes, read_json
-from polyad.data.text.manifest import (
-    SENTENCEPIECE_FILE,
-    TOKENIZER_FILES,
-    TokenizerFile,
-)
+from polyad.data.text.manifest import SENTENCEPIECE_FILE, TOKENIZER_FILES, TokenizerFile
 from polyad.data.text.tokenizers.tokenizer import (
     KNOWN_END_OF_TEXT,
     TRAINED,
@@ -42,47 +35,18 @@ class SentencePieceTokenizer(Tokenizer):
     def __init__(self, model: bytes, end_of_text: str | None = None) -> None:
         import sentencepiece
 
-        if not model:  # the library would print its own error
-            raise DataError("not a SentencePiece model")
-        try:
-            self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
-            size = self._processor.get_piece_size()
-        except RuntimeError:
-            size = 0
-        if size == 0:
-            raise DataError("not a SentencePiece model")
+        self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
         self._model = model
         vocabulary = self.vocabulary()
         self.end_of_text = choose_end_of_text(vocabulary, end_of_text)
         self.end_of_text_id = vocabulary[self.end_of_text]
         self.begin_of_text = self.begin_of_text_id = None
-        self.vocab_size = size
+        self.vocab_size = len(vocabulary)
         self.fingerprint = fingerprint(model, self.end_of_text)
-        self._threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else -1
 
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Encodes texts in parallel, without control pieces at their ends.
-
-        Args:
-            texts: Any texts.
-
-        Returns:
-            The ids of each text, never that of the end-of-text piece.
-
-        Raises:
-            DataError: A text cannot be distinguished from the end of a document in this vocabulary.
-        """
-        batch: list[list[int]] = self._processor.encode(
-            list(texts), out_type=int, add_bos=False, add_eos=False, num_threads=self._threads
-        )
-        for ids in batch:
-            # Control pieces are never found in a text; pieces of another type may be.
-            if self.end_of_text_id in ids:
-                raise DataError(
-                    f"a text contains what this model reads as its end-of-text piece "
-                    f"{self.end_of_text!r}; choose another one with --end-of-text TOKEN"
-                )
-        return batch
+    def _encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        ids: list[list[int]] = self._processor.encode(list(texts), out_type=int)
+        return ids
 
     def vocabulary(self) -> dict[str, int]:
         """Returns every piece and its id."""
@@ -90,7 +54,7 @@ class SentencePieceTokenizer(Tokenizer):
         return {piece: number for number, piece in enumerate(pieces)}
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Decodes ids, the end-of-text piece included.
+        """Decodes ids; control pieces, such as the end of a text, are left out.
 
         Args:
             ids: Token ids.
@@ -98,13 +62,8 @@ class SentencePieceTokenizer(Tokenizer):
         Returns:
             Their text, as the model normalized it.
         """
-        documents: list[list[int]] = [[]]
-        for token in ids:
-            if token == self.end_of_text_id:
-                documents.append([])
-            else:
-                documents[-1].append(int(token))
-        return self.end_of_text.join(self._processor.decode(part) for part in documents)
+        text: str = self._processor.decode([int(token) for token in ids])
+        return text
 
     def _is_special(self, token: int) -> bool:
         return bool(self._processor.is_control(token) or self._processor.is_unknown(token))
@@ -123,26 +82,10 @@ BYTE_LEVEL_FILES = ("vocab.json", "merges.txt")
 VOCABULARY_FILE, ABOUT_FILE = "vocab.txt", "tokenizer_config.json"
 FILES = (*TOKENIZER_FILES, VOCABULARY_FILE, *BYTE_LEVEL_FILES, ABOUT_FILE)
 """The files of a tokenizer."""
-SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
-"""The special tokens of BERT."""
-_NAME = re.compile(r"(?:\w[\w.-]*/)?\w[\w.-]*", re.ASCII)
-_FILE_ENDINGS = (".json", ".model", ".txt", ".bin")
-
-
-def is_hub_name(spec: str) -> bool:
-    """Returns whether a string that is not an existing path may name a tokenizer on the hub.
-
-    Returns:
-        True if it has the form of a name, and does not look like a misspelled path to a file or
-        into an existing folder.
-    """
-    if not _NAME.fullmatch(spec) or spec.endswith(_FILE_ENDINGS):
-        return False
-    return "/" not in spec or not Path(spec).parent.is_dir()
 
 
 def fetch_tokenizer(name: str) -> Path:
-    """Finds a tokenizer in the hub's cache, or downloads it there.
+    """Downloads the files of a tokenizer to the hub's cache, or finds them there.
 
     Returns:
         The folder of its files.
@@ -152,29 +95,13 @@ def fetch_tokenizer(name: str) -> Path:
     """
     from huggingface_hub import snapshot_download
 
-    reason = "it has no tokenizer"
-    for local in (True, False):
-        try:
-            folder = snapshot_download(name, allow_patterns=list(FILES), local_files_only=local)
-        except Exception as error:  # of any network library that the hub's client uses
-            reason = one_line(error, 200)
-        else:
-            if any((Path(folder) / file).is_file() for file in FILES):
-                return Path(folder)
-    raise DataError(
-        f"{name}: no such tokenizer here, in the Hugging Face cache or on the hub: {reason}; on a "
-        f"machine with network access run `hf download {name} --include '*token*' --local-dir "
-        "DIR`, copy DIR here, and give DIR as the tokenizer"
-    )
-
-
-def snapshot_of(folder: Path) -> Path:
-    """Finds the snapshot of `main` in a folder of the hub's cache; any other folder is returned
-    unchanged."""
-    main = folder / "refs" / "main"
-    if not main.is_file():
-        return folder
-    return folder / "snapshots" / main.read_text().strip()
+    try:
+        return Path(snapshot_download(name, allow_patterns=list(FILES)))
+    except Exception as error:  # of any network library that the hub's client uses
+        raise DataError(
+            f"{name}: no such tokenizer here, in the Hugging Face cache or on the hub: "
+            f"{one_line(error, 200)}; give {', '.join(TRAINED)}, a file, a folder or a name"
+        ) from None
 
 
 def read_vocabulary(file: Path, end_of_text: str | None = None) -> Tokenizer:
@@ -185,32 +112,19 @@ def read_vocabulary(file: Path, end_of_text: str | None = None) -> Tokenizer:
 
     Args:
         file: The file; a `tokenizer_config.json` beside it says whether text is lower-cased.
-            Without one it is, if no token has an upper-case letter.
+            Without one it is.
         end_of_text: The token that ends each document; None for a well-known one, [SEP].
 
     Raises:
         DataError: It is not such a vocabulary.
     """
-    # Not splitlines: Chinese vocabularies contain a token that is another line separator.
-    tokens = read_bytes(file).decode().removesuffix("\n").split("\n")
-    vocabulary = {token: number for number, token in enumerate(tokens)}
-    if len(vocabulary) < len(tokens):
-        twice, _ = Counter(tokens).most_common(1)[0]
-        raise DataError(f"not the vocab.txt of a BERT: {twice!r} appears twice")
     about = read_about(file.parent)
-    lowercase = about.get("do_lower_case")
-    if lowercase is None:
-        ordinary = (token for token in vocabulary if token not in SPECIAL)
-        lowercase = not any(token != token.lower() for token in ordinary)
-    try:
-        backend = BertWordPieceTokenizer(
-            vocabulary,
-            lowercase=lowercase,
-            strip_accents=about.get("strip_accents"),
-            handle_chinese_chars=about.get("tokenize_chinese_chars", True),
-        )
-    except TypeError as error:
-        raise DataError(f"not the vocab.txt of a BERT: {error}") from None
+    backend = BertWordPieceTokenizer.from_file(
+        str(file),
+        lowercase=about.get("do_lower_case", True),
+        strip_accents=about.get("strip_accents"),
+        handle_chinese_chars=about.get("tokenize_chinese_chars", True),
+    )
     return Tokenizer(backend.to_str(), end_of_text)
 
 
@@ -224,21 +138,7 @@ def read_about(folder: Path) -> dict[str, Any]:
         DataError: The file cannot be read.
     """
     file = folder / ABOUT_FILE
-    if not file.is_file():
-        return {}
-    tree = read_json(file)
-    if not isinstance(tree, dict):
-        raise DataError(f"{file}: is not a JSON object")
-    return tree
-
-
-def _token(about: dict[str, Any], key: str, place: Path) -> str | None:
-    """Returns a token named there, given as text or as an object."""
-    token = about.get(key)
-    content = token.get("content") if isinstance(token, dict) else token
-    if content is not None and not isinstance(content, str):
-        raise DataError(f"{place}: {key}: {token!r:.60} is not allowed; a token, or null")
-    return content
+    return dict(read_json(file)) if file.is_file() else {}
 
 
 def load_tokenizer(path: str | Path, end_of_text: str | None = None) -> Tokenizer:
@@ -258,58 +158,46 @@ def load_tokenizer(path: str | Path, end_of_text: str | None = None) -> Tokenize
     Raises:
         DataError: There is no tokenizer, or it has no such token.
     """
-    spec, path = str(path), user_path(path)
-    if not path.exists() and is_hub_name(spec):
-        path = fetch_tokenizer(spec)
-    if path.is_dir():
-        return _load_folder(snapshot_of(path), end_of_text)
-    return _load_file(path, end_of_text)
-
-
-def _load_folder(folder: Path, end_of_text: str | None) -> Tokenizer:
-    place, about = folder / ABOUT_FILE, read_about(folder)
-    begin, end = (_token(about, key, place) for key in ("bos_token", "eos_token"))
-    names = (*TOKENIZER_FILES, VOCABULARY_FILE)
-    file = next((folder / name for name in names if (folder / name).is_file()), folder)
-    tokenizer = _load_file(file, end_of_text or end)
-    if (adds := about.get("add_bos_token")) is None:
-        return tokenizer
-    try:
-        return tokenizer.with_begin_of_text(begin if adds else None)
-    except DataError as error:
-        raise DataError(f"{place}: {error}") from None
-
-
-def _load_file(path: Path, end_of_text: str | None) -> Tokenizer:
+    path = user_path(path)
     if not path.exists():
-        siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
-        raise DataError(
-            f"{path}: no such tokenizer; give {', '.join(TRAINED)}, a tokenizer.json file, a "
-            "SentencePiece .model, BERT's vocab.txt, a folder with one, or a name on the Hugging "
-            f"Face hub{nearest(path.name, siblings)}"
-        )
+        path = fetch_tokenizer(str(path))
     try:
-        if path.is_dir():
-            return _byte_level_of(path, end_of_text)
-        if path.name == VOCABULARY_FILE:
-            return read_vocabulary(path, end_of_text)
-        if path.suffix == ".model":
-            return SentencePieceTokenizer(read_bytes(path), end_of_text)
-        return Tokenizer(read_bytes(path).decode("utf-8-sig"), end_of_text)
+        return _load_folder(path, end_of_text) if path.is_dir() else _load_file(path, end_of_text)
     except DataError as error:
         raise DataError(f"{path}: {error}") from None
     except Exception as error:  # the library raises bare Exception for a malformed file
         raise DataError(f"{path}: not a tokenizer: {one_line(error)}") from None
 
 
+def _load_folder(folder: Path, end_of_text: str | None) -> Tokenizer:
+    about = read_about(folder)
+    begin, end = (
+        token["content"] if isinstance(token := about.get(key), dict) else token
+        for key in ("bos_token", "eos_token")
+    )
+    names = (*TOKENIZER_FILES, VOCABULARY_FILE, BYTE_LEVEL_FILES[0])
+    file = next((folder / name for name in names if (folder / name).is_file()), None)
+    if file is None:
+        raise DataError(f"this folder has no tokenizer: {', '.join(names)}")
+    tokenizer = _load_file(file, end_of_text or end)
+    if (adds := about.get("add_bos_token")) is None:
+        return tokenizer
+    return tokenizer.with_begin_of_text(begin if adds else None)
+
+
+def _load_file(path: Path, end_of_text: str | None) -> Tokenizer:
+    if path.name == VOCABULARY_FILE:
+        return read_vocabulary(path, end_of_text)
+    if path.name == BYTE_LEVEL_FILES[0]:
+        return _byte_level_of(path.parent, end_of_text)
+    if path.suffix == ".model":
+        return SentencePieceTokenizer(read_bytes(path), end_of_text)
+    return Tokenizer(read_bytes(path).decode("utf-8-sig"), end_of_text)
+
+
 def _byte_level_of(folder: Path, end_of_text: str | None) -> Tokenizer:
     """Reads the files of GPT-2."""
-    vocabulary, merges = (folder / name for name in BYTE_LEVEL_FILES)
-    if not (vocabulary.exists() and merges.exists()):
-        raise DataError(
-            "this folder has neither tokenizer.json nor vocab.txt nor vocab.json and merges.txt"
-        )
-    model = models.BPE.from_file(str(vocabulary), str(merges))
+    model = models.BPE.from_file(*(str(folder / name) for name in BYTE_LEVEL_FILES))
     backend = byte_level(model)
     ends = [token for token in KNOWN_END_OF_TEXT if model.token_to_id(token) is not None]
     backend.add_special_tokens(ends)

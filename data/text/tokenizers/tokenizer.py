@@ -1,17 +1,15 @@
 """Text to token ids and back, with a Hugging Face tokenizer that never ends a document itself."""
 
-import contextlib
 import hashlib
 import json
-import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors
 
-from polyad.data.errors import DataError, nearest, one_line
+from polyad.data.errors import DataError, listed, one_line
 from polyad.data.json_reader import parse_json
 from polyad.data.text.manifest import TOKENIZER_FILE, TokenizerFile
 
@@ -28,25 +26,10 @@ KNOWN_END_OF_TEXT = (
     "[SEP]",
 )
 """Well-known end-of-text tokens, in order of preference."""
-PARALLELISM = "TOKENIZERS_PARALLELISM"
 CHANCE = ("dropout", "alpha", "nbest_size")
 """Keys of a model (BPE or unigram) that make the encoding of a text random."""
 TRAINED = ("train:VOCAB_SIZE", "words", "words:VOCAB_SIZE")
 """Specifications of tokenizers that are trained on the train split."""
-
-# Each must give the same ids whole and in two pieces, or long documents are not cut there.
-_PROBES = (
-    ("one\n", "two"),
-    ("f(x);\n", "return x"),
-    ("12\n", "34"),
-    ("é ß\n", "漢字"),
-    ("one", " two"),
-    ("12;", " zwölf"),
-    ("'s", " s"),
-    ("漢", " 字"),
-    ("\U0001e900\n", "\U0001e901"),  # rare letters: unknown ones may be fused
-    ("\U0001e900", " \U0001e901"),
-)
 
 
 class Tokenizer:
@@ -88,12 +71,9 @@ class Tokenizer:
     def _begins(self) -> int | None:
         """Returns the id that the file puts before a text; None if there is none, or if there is
         one at the end too: such a template, like BERT's, encloses a sequence."""
-        try:
-            plain, whole = (
-                self._backend.encode("a", add_special_tokens=adds).ids for adds in (False, True)
-            )
-        except Exception:  # bare; a word vocabulary without an unknown token
-            return None
+        plain, whole = (
+            self._backend.encode("a", add_special_tokens=adds).ids for adds in (False, True)
+        )
         return whole[0] if whole[1:] == plain and len(whole) > len(plain) else None
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
@@ -106,38 +86,23 @@ class Tokenizer:
             The ids of each text, never that of the end-of-text token.
 
         Raises:
-            DataError: A text cannot be distinguished from the end of a document in this vocabulary,
-                or has a word that is not in it.
+            DataError: The vocabulary has no token for a text, or reads the end of a document in it,
+                as vocabularies of words and unigrams may.
         """
-        batch = self._encoded(texts)
-        for row, ids in enumerate(batch):
-            if self.end_of_text_id in ids:
-                batch[row] = self._encode_forged(texts[row])
-        return batch
-
-    def _encoded(self, texts: Sequence[str]) -> list[list[int]]:
         try:
-            encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+            batch = self._encode_batch(texts)
         except Exception as error:  # bare; a word vocabulary without an unknown token
             raise DataError(f"a text cannot be encoded: {one_line(error)}") from None
-        return [encoding.ids for encoding in encodings]
-
-    def _encode_forged(self, text: str) -> list[int]:
-        """Encodes a text where the model itself (unigram, word level) emits the end: splits the
-        mark."""
-        head, tail = self.end_of_text[:1], self.end_of_text[1:]
-        pieces = text.split(self.end_of_text)
-        cut = [pieces[0]]
-        for piece in pieces[1:]:
-            cut[-1] += head
-            cut.append(tail + piece)
-        ids = [token for piece in self._encoded(cut) for token in piece]
-        if self.end_of_text_id in ids:
+        if any(self.end_of_text_id in ids for ids in batch):
             raise DataError(
                 f"a text contains what this tokenizer reads as its end-of-text token "
                 f"{self.end_of_text!r}; choose another one with --end-of-text TOKEN"
             )
-        return ids
+        return batch
+
+    def _encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
 
     def encode(self, text: str) -> list[int]:
         """Encodes one text; see `encode_batch`."""
@@ -171,10 +136,7 @@ class Tokenizer:
     @cached_property
     def _before(self) -> list[int]:
         """Ids of a letter: the first token of a text is decoded differently from later ones."""
-        try:
-            return self.encode("a")
-        except DataError:  # a word vocabulary without it, and without an unknown token
-            return []
+        return self.encode("a")
 
     def _is_special(self, token: int) -> bool:
         return token in self._special_ids
@@ -242,23 +204,6 @@ class Tokenizer:
         """The ids below `vocab_size` that no token has."""
         return sorted(set(range(self.vocab_size)) - set(self.vocabulary().values()))
 
-    def encodes_in_pieces(self) -> bool:
-        """Returns whether a long text can be encoded in pieces.
-
-        Returns:
-            Whether cutting it as `data.pieces.cut_between_words` does leaves its ids unchanged. It
-            does with pre-tokenizers like GPT-2's; with one that marks the beginning of a text it
-            does not, and documents are encoded whole.
-        """
-        try:
-            for left, right in _PROBES:
-                whole, first, second = self.encode_batch([left + right, left, right])
-                if whole != first + second:
-                    return False
-        except DataError:
-            return False
-        return True
-
 
 def canonical(content: str) -> str:
     """Rewrites a `tokenizer.json` in canonical form, without truncation, padding and `CHANCE`.
@@ -289,24 +234,6 @@ def fingerprint(content: bytes, end_of_text: str) -> str:
     return hashlib.sha256(content + f"\0{end_of_text}".encode()).hexdigest()
 
 
-@contextlib.contextmanager
-def all_cores() -> Iterator[None]:
-    """Encodes with every core, or with RAYON_NUM_THREADS threads, within the block.
-
-    A training process should run with TOKENIZERS_PARALLELISM=false, which `launch/machine.py` sets;
-    if inherited here, it would leave all cores but one idle.
-    """
-    before = os.environ.get(PARALLELISM)
-    os.environ[PARALLELISM] = "true"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[PARALLELISM]
-        else:
-            os.environ[PARALLELISM] = before
-
-
 def byte_level(model: models.BPE) -> tokenizers.Tokenizer:
     """Makes a tokenizer that splits text like GPT-2 and knows all bytes."""
     backend = tokenizers.Tokenizer(model)
@@ -328,17 +255,11 @@ def choose_end_of_text(vocabulary: Mapping[str, int], wanted: str | None) -> str
     Raises:
         DataError: The vocabulary lacks it.
     """
-    if wanted is not None:
-        if wanted not in vocabulary:
-            raise DataError(
-                f"the vocabulary has no token {wanted!r} to end a document"
-                f"{nearest(wanted, vocabulary)}; name one with --end-of-text TOKEN"
-            )
-        return wanted
-    for token in KNOWN_END_OF_TEXT:
-        if token in vocabulary:
-            return token
-    raise DataError(
-        f"the vocabulary has none of {', '.join(KNOWN_END_OF_TEXT)} to end a document; name one "
-        "with --end-of-text TOKEN"
-    )
+    names = KNOWN_END_OF_TEXT if wanted is None else (wanted,)
+    token = next((name for name in names if name in vocabulary), None)
+    if token is None:
+        raise DataError(
+            f"the vocabulary has no token to end a document, {listed(names)}; name one with "
+            "--end-of-text TOKEN"
+        )
+    return token

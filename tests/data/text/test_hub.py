@@ -11,7 +11,7 @@ from polyad.data.names import SPLITS
 from polyad.data.text.dataset import PreparedData
 from polyad.data.text.manifest import ReadOptions
 from polyad.data.text.prepare import prepare
-from polyad.data.text.sources import Part, join_articles, open_source
+from polyad.data.text.sources import join_articles, open_source
 from polyad.data.text.sources import open_splits as open_all
 
 datasets = pytest.importorskip("datasets")
@@ -161,7 +161,7 @@ def openwebtext(folder, texts):
 def test_openwebtext_is_split_by_document(tmp_path, prepared_path):
     pages = [f"Page {i}\n\nabout nothing." for i in range(40)] + [""]
     openwebtext(tmp_path / "owt", pages)
-    given = {"test_fraction": 0.1, "validation_fraction": 0.05, "report": lambda line: None}
+    given = {"test_fraction": 0.1, "validation_fraction": 0.05}
     spec, tokenizer = f"hub:{tmp_path}/owt", str(prepared_path)
     manifest = prepare(spec, tokenizer, tmp_path / "a", **given)
     assert [manifest.splits[name].documents for name in SPLITS] == [34, 2, 4]
@@ -169,21 +169,18 @@ def test_openwebtext_is_split_by_document(tmp_path, prepared_path):
 
 
 def test_real_splits_are_prepared_as_splits(wikitext, tmp_path):
-    spec, lines = f"hub:{wikitext}:{RAW}", []
-    manifest = prepare(spec, "train:300", tmp_path / "a", report=lines.append)
+    spec = f"hub:{wikitext}:{RAW}"
+    manifest = prepare(spec, "train:300", tmp_path / "a")
     assert [manifest.splits[name].documents for name in SPLITS] == [7, 2, 1]
     data = PreparedData.open(tmp_path / "a")
     decoded = data.tokenizer().decode(data.split("validation").read_document(0).tolist())
     assert decoded == "".join(ARTICLES["validation"][0] + [" \n"]) + "<|endoftext|>"
-    words = f"--test-fraction: 0.1 is not held out, because {spec} is that split"
-    assert words in error_of(prepare, spec, "train:300", tmp_path / "c", test_fraction=0.1)
     # A split that is given goes before the data set's own, and takes that split of a data set.
     other = prepare(
         spec,
         "train:300",
         tmp_path / "b",
         test_source=f"hub:{wikitext}:{UNK}",
-        report=lines.append,
     )
     assert other.splits["validation"] == manifest.splits["validation"]
     assert other.splits["test"].bytes == manifest.splits["test"].bytes + 2  # told -> <unk>, twice
@@ -246,15 +243,3 @@ def test_articles_without_a_heading_are_one_document(tmp_path):
     info = DatasetInfo(config_name=RAW)
     Dataset.from_dict({"text": ["a", "", "b"]}, info=info).save_to_disk(str(tmp_path / "saved"))
     assert texts(open_source(f"{tmp_path / 'saved'}")) == ["a\n \nb\n"]
-
-
-def test_a_part_of_a_stream_is_of_its_files_or_of_its_rows(tmp_path):
-    (folder := tmp_path / "rows").mkdir()
-    for number in range(3):
-        table = pyarrow.table({"text": [f"{number} {row}" for row in range(4)]})
-        pyarrow.parquet.write_table(table, folder / f"train-{number:05}-of-00003.parquet")
-    source = open_source(f"hub:{folder}")
-    for parts in (2, 3, 7):
-        shares = [texts(source.share(Part(number, parts))) for number in range(parts)]
-        assert sorted(text for share in shares for text in share) == texts(source)
-    assert texts(source.share(Part(1, 3))) == [f"1 {row}" for row in range(4)]

@@ -1,7 +1,7 @@
 """What a preparation of text takes and leaves out is counted and told."""
 
+from polyad.data.text.prepare import prepare
 from polyad.launch.preparation import prepared_table
-from tests.helpers.prepared import silent
 
 
 def folder_with(tmp_path, names, text="A text of some length.\n"):
@@ -20,7 +20,7 @@ def test_what_stands_beside_texts_is_counted_and_told(tmp_path):
     )
     (folder / "__MACOSX").mkdir()
     (folder / "__MACOSX" / "00.txt").write_text("no text")
-    manifest = silent(str(folder), "train:300", tmp_path / "out")
+    manifest = prepare(str(folder), "train:300", tmp_path / "out")
     assert manifest.left_out == {"hidden files and folders": 2, "files of other kinds": 4}
     assert sum(split.documents for split in manifest.splits.values()) == 40
     table = prepared_table(manifest, "out", 1.0)
@@ -34,5 +34,5 @@ def test_other_splits_of_a_data_set_are_told(tmp_path):
     rows = datasets.Dataset.from_dict({"text": [f"text {n}" for n in range(30)]})
     saved = datasets.DatasetDict({"train": rows, "unsupervised": rows.select(range(3))})
     saved.save_to_disk(str(tmp_path / "saved"))
-    manifest = silent(str(tmp_path / "saved"), "train:300", tmp_path / "out")
+    manifest = prepare(str(tmp_path / "saved"), "train:300", tmp_path / "out")
     assert manifest.left_out == {"splits other than train, validation, test": 1}

@@ -9,9 +9,9 @@ import pytest
 from polyad.data.errors import DataError
 from polyad.data.names import SPLITS
 from polyad.data.text.dataset import PreparedData
-from polyad.data.text.prepare import join, part_folder
+from polyad.data.text.prepare import join, part_folder, prepare
 from tests.helpers.everyday import everyday
-from tests.helpers.prepared import flip, jsonl, silent
+from tests.helpers.prepared import flip, jsonl
 
 
 @pytest.fixture
@@ -70,10 +70,6 @@ def tokens(folder):
     )
 
 
-def joined(folder):
-    return join(folder, report=lambda line: None)
-
-
 @everyday(
     "kind",
     [one_file, compressed_files, text_files, saved, wikitext],
@@ -83,11 +79,11 @@ def test_joined_parts_hold_the_documents_of_the_whole(tmp_path, documents, prepa
     (tmp_path / "text").mkdir()
     arguments = (kind(tmp_path / "text", documents), str(prepared_path))
     options = {"validation_fraction": 0.2, "test_fraction": 0.2}
-    whole = silent(*arguments, tmp_path / "whole", **options)
+    whole = prepare(*arguments, tmp_path / "whole", **options)
     parts = [
-        silent(*arguments, tmp_path / "out", part=f"{number}/3", **options) for number in (2, 1, 3)
+        prepare(*arguments, tmp_path / "out", part=f"{number}/3", **options) for number in (2, 1, 3)
     ]
-    manifest = joined(tmp_path / "out")
+    manifest = join(tmp_path / "out")
     assert tokens(tmp_path / "out") == tokens(tmp_path / "whole")
     for count in ("documents", "tokens", "words", "bytes"):
         by_split = [[getattr(each.splits[name], count) for name in SPLITS] for each in parts]
@@ -106,34 +102,34 @@ def test_joined_parts_hold_the_documents_of_the_whole(tmp_path, documents, prepa
 
 def test_parts_of_two_requests_are_refused(tmp_path, documents, prepared_path):
     source = jsonl(tmp_path / "a.jsonl", documents)
-    silent(source, str(prepared_path), tmp_path / "out", part="1/2")
-    silent(source, str(prepared_path), tmp_path / "out", part="2/2", test_fraction=0.1)
+    prepare(source, str(prepared_path), tmp_path / "out", part="1/2")
+    prepare(source, str(prepared_path), tmp_path / "out", part="2/2", test_fraction=0.1)
     with pytest.raises(DataError, match=r"part-2-of-2: was prepared with another test_fraction"):
-        joined(tmp_path / "out")
+        join(tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 def test_parts_that_are_missing_of_two_counts_or_damaged_are_named(
     tmp_path, documents, prepared_path
 ):
-    with pytest.raises(DataError, match=r"--join: .*no parts beside it"):
-        joined(tmp_path / "out")
+    with pytest.raises(DataError, match=r"--join: .*none"):
+        join(tmp_path / "out")
     source = jsonl(tmp_path / "a.jsonl", documents)
     for part in ("1/3", "3/3"):
-        silent(source, str(prepared_path), tmp_path / "out", part=part)
-    with pytest.raises(DataError, match="part 2/3 is missing"):
-        joined(tmp_path / "out")
-    silent(source, str(prepared_path), tmp_path / "out", part="2/3")
+        prepare(source, str(prepared_path), tmp_path / "out", part=part)
+    with pytest.raises(DataError, match="1/3, 3/3"):
+        join(tmp_path / "out")
+    prepare(source, str(prepared_path), tmp_path / "out", part="2/3")
     flip(tmp_path / "out.part-2-of-3" / "train.bin", 100)
     with pytest.raises(DataError, match=r"part-2-of-3.train\.bin: "):
-        joined(tmp_path / "out")
+        join(tmp_path / "out")
     assert not (tmp_path / "out").exists()
     shutil.copytree(tmp_path / "out.part-1-of-3", tmp_path / "out.part-1-of-2")
-    with pytest.raises(DataError, match="parts of 2 and of 3"):
-        joined(tmp_path / "out")
+    with pytest.raises(DataError, match="1/2, 1/3, 2/3, 3/3"):
+        join(tmp_path / "out")
 
 
 def test_a_part_needs_documents(tmp_path, prepared_path):
     (tmp_path / "a.txt").write_text("some words\n" * 100)
     with pytest.raises(DataError, match=r"--part: 1/2.* too few documents"):
-        silent(str(tmp_path / "a.txt"), str(prepared_path), tmp_path / "out", part="1/2")
+        prepare(str(tmp_path / "a.txt"), str(prepared_path), tmp_path / "out", part="1/2")

@@ -1,15 +1,12 @@
 """Text files from end to end: what a document of one is, and which split it goes to."""
 
-import json
-from itertools import islice
-
 import pytest
 
 from polyad.data.names import SPLITS
 from polyad.data.text.dataset import PreparedData
 from polyad.data.text.manifest import Manifest
 from polyad.data.text.prepare import prepare
-from tests.helpers.prepared import silent
+from tests.helpers.prepared import jsonl
 
 
 def documents(folder, split):
@@ -26,9 +23,7 @@ def play(tmp_path, library_text):
 
 
 def test_a_text_file_is_one_document_in_each_split_by_position(tmp_path, play, prepared_path):
-    lines = []
-    manifest = prepare(str(play), str(prepared_path), tmp_path / "out", report=lines.append)
-    assert any("split by position" in line for line in lines)
+    manifest = prepare(str(play), str(prepared_path), tmp_path / "out")
     assert manifest.split_by == "position"
     assert [manifest.splits[name].documents for name in SPLITS] == [1, 1, 1]
     size = play.stat().st_size
@@ -52,10 +47,8 @@ def test_a_text_file_is_one_document_in_each_split_by_position(tmp_path, play, p
 def test_lines_are_documents_where_that_is_asked_for(tmp_path, prepared_path):
     path = tmp_path / "a.txt"
     path.write_text("".join(f"line {number}\n\n" for number in range(100)))
-    lines = []
     out = tmp_path / "out"
-    manifest = prepare(str(path), str(prepared_path), out, documents="lines", report=lines.append)
-    assert not any("position" in line for line in lines)
+    manifest = prepare(str(path), str(prepared_path), out, documents="lines")
     assert (manifest.split_by, manifest.request.documents) == ("documents", "lines")
     assert [manifest.splits[name].documents for name in SPLITS] == [90, 5, 5]
     decode = PreparedData.open(out).tokenizer().decode
@@ -69,16 +62,16 @@ def test_many_text_files_are_dealt_out_and_few_are_not(tmp_path, prepared_path):
         (folder / f"{number:02}.md").write_text("some words\n" * 50)
     options = {"file_format": "text", "overwrite": True}
     out = tmp_path / "out"
-    manifest = silent(str(folder), str(prepared_path), out, **options)
+    manifest = prepare(str(folder), str(prepared_path), out, **options)
     assert (manifest.split_by, manifest.request.file_format) == ("documents", "text")
     assert [manifest.splits[name].documents for name in SPLITS] == [18, 1, 1]
     (folder / "19.md").unlink()
-    manifest = silent(str(folder), str(prepared_path), out, **options)
+    manifest = prepare(str(folder), str(prepared_path), out, **options)
     assert manifest.split_by == "position"
     assert sum(split.bytes for split in manifest.splits.values()) == 19 * 550
     assert [manifest.splits[name].documents for name in SPLITS] == [18, 2, 1]
     # With splits of its own nothing is held out of it.
-    manifest = silent(
+    manifest = prepare(
         str(folder), str(prepared_path), out, validation_source=str(folder / "00.md"),
         test_fraction=0.0, **options,
     )  # fmt: skip
@@ -86,31 +79,8 @@ def test_many_text_files_are_dealt_out_and_few_are_not(tmp_path, prepared_path):
     assert [manifest.splits[name].documents for name in SPLITS] == [19, 1, 0]
 
 
-def test_other_sources_are_split_and_named_as_before(tmp_path, prepared_path):
-    path = tmp_path / "a.jsonl"
-    path.write_text(json.dumps({"text": "one\n" * 100}) + "\n")
-    manifest = silent(str(path), str(prepared_path), tmp_path / "out")
-    assert [manifest.splits[name].documents for name in SPLITS] == [1, 0, 0]
-    assert manifest.split_by == "documents"
-
-
-def test_the_split_of_few_lines_reads_no_more_lines_than_it_needs(tmp_path, monkeypatch):
-    from polyad.data.text.manifest import ReadOptions
-    from polyad.data.text.sources import open_source
-
-    path = tmp_path / "a.txt"
-    path.write_text("one\n" * 100)
-    source = open_source(str(path), ReadOptions(documents="lines"))
-    read = []
-    documents = type(source).documents
-
-    def counted(self, left_out=None):
-        for document in documents(self, left_out):
-            read.append(document)
-            yield document
-
-    monkeypatch.setattr(type(source), "documents", counted)
-    assert not source.is_text_of_fewer_documents(20)
-    assert len(read) == 20
-    assert source.is_text_of_fewer_documents(101)
-    assert len(list(islice(source.documents(), 5))) == 5
+def test_few_documents_of_any_source_are_split_by_position(tmp_path, prepared_path):
+    source = jsonl(tmp_path / "a.jsonl", ["one\n" * 100])
+    manifest = prepare(source, str(prepared_path), tmp_path / "out")
+    assert [manifest.splits[name].words for name in SPLITS] == [90, 5, 5]
+    assert manifest.split_by == "position"

@@ -1,15 +1,9 @@
 import random
-from itertools import islice
 
 import pytest
 
 from polyad.data.text.sources import Document
-from polyad.data.text.splits import (
-    documents_needed,
-    split_by_bytes,
-    split_by_position,
-    split_of_documents,
-)
+from polyad.data.text.splits import documents_needed, split_by_bytes, split_by_position
 
 SHARES = {"validation": 0.1, "test": 0.2}
 
@@ -67,27 +61,10 @@ HEAVY = ([1, 3, 10, 200], [60, 25, 12, 3])
 """Sizes of documents, and their weights: 3 in 100 have most of the text."""
 
 
-def dealt(count, **fractions):
-    return list(islice(split_of_documents("train", fractions), count))
-
-
 def dealt_by_bytes(sizes, **fractions):
     """The split of a document of each size, and the size."""
     documents = (Document("", "x" * size) for size in sizes)
     return [(split, document.size) for split, document in split_by_bytes(documents, fractions)]
-
-
-def test_three_documents_fill_every_split():
-    assert dealt(3, validation=0.05, test=0.05) == ["train", "validation", "test"]
-
-
-@pytest.mark.parametrize("fractions", [(0.05, 0.05), (0.1, 0.3), (0.01, 0.5), (0.0, 0.2)])
-def test_shares_are_exact_within_a_document(fractions):
-    validation, test = fractions
-    splits = dealt(10_000, validation=validation, test=test)
-    assert abs(splits.count("validation") - 10_000 * validation) <= 1
-    assert abs(splits.count("test") - 10_000 * test) <= 1
-    assert splits[:500] == dealt(500, validation=validation, test=test)
 
 
 def test_shares_are_of_bytes_by_hand():

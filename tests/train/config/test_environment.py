@@ -81,7 +81,7 @@ def test_processes_with_other_text_behind_one_key_train_no_step(
     lines = [json.loads(line) for line in texts.read_text().splitlines()]
     other.write_text("".join(json.dumps({"text": each["text"].upper()}) + "\n" for each in lines))
     data = tmp_path / "data"
-    prepare(str(other), str(prepared_path / "tokenizer.json"), data, report=lambda line: None)
+    prepare(str(other), str(prepared_path / "tokenizer.json"), data)
     path = write_config(tmp_path / "config.yaml", prepared_path, log__trackers=[])
     run = forks.start(tmp_path, ["train", str(path)], last=[f"data.path={data}"])
     assert run.wait() == [2, 2], run.text()

@@ -154,7 +154,7 @@ def test_a_split_without_a_word_has_no_perplexity_a_word(
     (tmp_path / "blank.txt").write_text(" \n\t \n" * 50)
     prepare(
         str(texts), str(prepared_path), tmp_path / "data",
-        validation_source=str(tmp_path / "blank.txt"), report=print,
+        validation_source=str(tmp_path / "blank.txt"),
     )  # fmt: skip
     result, text = workers(1).run(evaluated, finished, data=str(tmp_path / "data"))[0]
     assert result["words"] == 0
@@ -189,6 +189,6 @@ def test_a_data_folder_may_have_any_name(workers, finished, prepared_path, tmp_p
 def test_data_of_another_tokenizer_is_refused(finished, tmp_path, texts):
     from polyad.data.text.prepare import prepare
 
-    prepare(str(texts), "train:500", tmp_path / "other", report=print)
+    prepare(str(texts), "train:500", tmp_path / "other")
     with pytest.raises(ValueError, match="their token ids mean different things"):
         evaluation(finished, data=str(tmp_path / "other"))

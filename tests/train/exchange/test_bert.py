@@ -246,7 +246,7 @@ def test_a_language_model_with_adapters_is_read_by_peft(workers, theirs, tmp_pat
     (tmp_path / "texts.jsonl").write_text(
         "".join(json.dumps({"text": row["text"]}) + "\n" for row in made.rows(300, 5))
     )
-    prepare(str(tmp_path / "texts.jsonl"), str(base), tmp_path / "data", report=lambda line: None)
+    prepare(str(tmp_path / "texts.jsonl"), str(base), tmp_path / "data")
     config = write_config(
         tmp_path / "config.yaml", tmp_path / "data", data__kind="masked_text",
         model=TREE["model"] | {"head": {"kind": "language"}}, adapt__lora=LORA,

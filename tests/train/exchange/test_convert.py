@@ -216,7 +216,7 @@ def test_a_checkpoint_can_be_used_where_its_data_is_not(finished, tmp_path, prep
 def test_another_tokenizer_is_refused(finished, tmp_path, prepared_path, texts):
     from polyad.data.text.prepare import prepare
 
-    prepare(str(texts), "train:300", tmp_path / "other", report=print)
+    prepare(str(texts), "train:300", tmp_path / "other")
     checkpoint = Checkpoint(newest(finished))
     assert need_tokenizer(checkpoint, str(prepared_path)).vocab_size == 400
     with pytest.raises(ValueError, match="token ids mean different things"):
@@ -235,7 +235,7 @@ def test_a_start_from_another_model_or_tokenizer_is_refused(
     config = write_config(tmp_path / "a.yaml", prepared_path, **init)
     assert "model.num_heads 4 there, 2 here" in refused(config, "model.num_heads=2")
     assert "model.dropout" not in refused(config, "model.num_heads=2", "model.dropout=0.5")
-    prepare(str(texts), "train:400", tmp_path / "other", validation_fraction=0.3, report=print)
+    prepare(str(texts), "train:400", tmp_path / "other", validation_fraction=0.3)
     text = refused(config, f"data.path={tmp_path / 'other'}")
     assert "their token ids mean different things" in text
     t5 = tmp_path / "t5"

@@ -377,7 +377,7 @@ def test_a_resumed_run_ends_with_the_same_bits(workers, tmp_path, model):
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_a_run_goes_on_with_what_its_checkpoint_has(workers, texts, tmp_path):
-    prepare(str(texts), "train:300", tmp_path / "data", validation_fraction=0.2, report=print)
+    prepare(str(texts), "train:300", tmp_path / "data", validation_fraction=0.2)
     experts = {"kind": "mumoe", "num_experts": [5], "rank": 7}
     config = write_config(
         tmp_path / "config.yaml", tmp_path / "data", model__feed_forward=experts,

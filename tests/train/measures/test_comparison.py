@@ -215,8 +215,7 @@ def test_other_models_are_refused(runs):
 @pytest.mark.slow
 def test_other_data_is_refused_unless_it_is_named(workers, runs, tmp_path, texts, prepared_path):
     # The same tokenizer and another part of the text.
-    prepare(str(texts), str(prepared_path), tmp_path / "data", validation_fraction=0.3,
-            report=lambda line: None)  # fmt: skip
+    prepare(str(texts), str(prepared_path), tmp_path / "data", validation_fraction=0.3)  # fmt: skip
     config = write_config(
         tmp_path / "config.yaml", tmp_path / "data", model__feed_forward=SECTIONS["smoe"],
         train__steps=1,
@@ -233,7 +232,7 @@ def test_other_data_is_refused_unless_it_is_named(workers, runs, tmp_path, texts
 
 @pytest.mark.slow
 def test_another_tokenizer_is_refused(runs, tmp_path, texts):
-    prepare(str(texts), "train:500", tmp_path / "other", report=lambda line: None)
+    prepare(str(texts), "train:500", tmp_path / "other")
     first, second = (checkpoint(runs["smoe"], step) for step in (6, 3))
     text = refused(first, second, data=str(tmp_path / "other"))
     assert "their token ids mean different things" in text

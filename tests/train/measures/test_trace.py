@@ -144,7 +144,7 @@ def test_every_column_is_that_of_transformers(hub, tmp_path):
     # Positions lead back to the data.
     stream = PreparedData.open(data).split("validation")
     for row in result[result["document"] >= 0].iloc[::7].itertuples():
-        assert stream.read_document(row.document, row.offset, 1)[0] == row.token_id
+        assert stream.read_document(row.document)[row.offset] == row.token_id
     about = json.loads(pq.read_schema(tmp_path / "t.parquet").metadata[b"polyad"])
     assert about["layers"]["blocks.2.feed_forward"] == {"layer": 2, "experts": [8]}
     assert about["columns"] == {name: COLUMNS[name].about for name in result}
@@ -353,7 +353,7 @@ def test_shares_of_levels_and_masked_text(kind, workers, trained, tmp_path, text
                 assert row["norm"] == pytest.approx(float(output_MD.norm()), rel=1e-3)
     inside = result[result["document"] >= 0].iloc[::97]
     for row in inside.itertuples():
-        assert stream.read_document(row.document, row.offset, 1)[0] == row.token_id
+        assert stream.read_document(row.document)[row.offset] == row.token_id
     if first:
         words = ["experts", "trace", folder, "--output", tmp_path / "x", "--with", "loss"]
         assert command([*map(str, words)]) == 2

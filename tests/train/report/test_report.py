@@ -201,7 +201,7 @@ def test_text_that_looks_like_markup_is_text(runs, prepared_path, tmp_path):
     evil = "</code></details><script>alert('é漢')</script><img src=x onerror=alert(1)>\n" * 3
     source.write_text("".join(json.dumps({"text": f"{i} {evil}"}) + "\n" for i in range(40)))
     tokenizer = prepared_path / "tokenizer.json"
-    prepare(str(source), str(tokenizer), tmp_path / "data", report=lambda line: None)
+    prepare(str(source), str(tokenizer), tmp_path / "data")
     output = tmp_path / "page.html"
     data = str(tmp_path / "data")
     result = report(runs["smoe"], output=output, data=data, split="train", tokens=3000)

@@ -353,7 +353,7 @@ def test_real_data_is_learned_by_the_command_line(shared, tmp_path, name, steps,
     texts = tmp_path / "texts.jsonl"
     table = read_tables(str(source), Schema())[0]["train"].column("text")
     texts.write_text("".join(json.dumps({"text": text}) + "\n" for text in table))
-    prepare(str(texts), "train:1000", tmp_path / "tokens", report=lambda line: None)
+    prepare(str(texts), "train:1000", tmp_path / "tokens")
     section = {
         "kind": "sequences", "path": str(source), "tokenizer": str(tmp_path / "tokens"),
         "held_out": 0.1, "columns": columns,

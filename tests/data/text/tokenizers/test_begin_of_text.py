@@ -8,9 +8,10 @@ from tokenizers import Tokenizer, processors
 
 from polyad.data.errors import DataError
 from polyad.data.text.dataset import PreparedData
+from polyad.data.text.prepare import prepare
 from polyad.data.text.tokenizers.files import load_tokenizer
 from tests.helpers.decoders import BEGIN, END, write_tokenizer
-from tests.helpers.prepared import jsonl, silent
+from tests.helpers.prepared import jsonl
 
 TEMPLATES = {
     "none": None,
@@ -77,13 +78,13 @@ def test_each_document_begins_with_it(tmp_path, documents):
     folder = folder_of(tmp_path / "hub", "none", {"add_bos_token": True})
     texts = [f"def number_{n}(x):\n    return {n} * x\n" for n in range(documents)]
     source = tmp_path / "texts.jsonl"
-    manifest = silent(jsonl(source, texts), str(folder), tmp_path / "data")
+    manifest = prepare(jsonl(source, texts), str(folder), tmp_path / "data")
     said = f"each document begins with {BEGIN} (0) and ends with {END} (2)"
     assert manifest.tokenizer.in_words() == said
     assert (manifest.tokenizer.begin_of_text, manifest.tokenizer.begin_of_text_id) == (BEGIN, 0)
     data, tokenizer = PreparedData.open(tmp_path / "data"), load_tokenizer(folder)
     stream = data.split("train")
-    first = stream.read_document(0, 0, int(stream.document_lengths[0])).tolist()
+    first = stream.read_document(0).tolist()
     assert first == [0, *tokenizer.encode(texts[0]), 2]
     for name in ("train", "validation", "test"):
         tokens = data.split(name).read(0, data.split(name).num_tokens)
@@ -94,4 +95,4 @@ def test_each_document_begins_with_it(tmp_path, documents):
     config = json.loads((folder / "tokenizer_config.json").read_text()) | {"add_bos_token": False}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     with pytest.raises(DataError, match="--overwrite"):
-        silent(str(source), str(folder), tmp_path / "data")
+        prepare(str(source), str(folder), tmp_path / "data")

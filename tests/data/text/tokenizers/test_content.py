@@ -8,9 +8,9 @@ import tokenizers
 from tokenizers import models, pre_tokenizers
 
 from polyad.data.text.dataset import PreparedData
+from polyad.data.text.prepare import prepare
 from polyad.data.text.tokenizers.tokenizer import Tokenizer
 from polyad.data.text.tokenizers.training import train_tokenizer
-from tests.helpers.prepared import silent
 
 
 def content(**parts):
@@ -32,7 +32,7 @@ def test_chance_in_a_tokenizer_is_switched_off(tmp_path):
         content(model={"dropout": 0.5}, pre_tokenizer=splitter)
     )
     plain = Tokenizer(content(pre_tokenizer=splitter))
-    manifests = [silent(str(source), str(tmp_path), tmp_path / name) for name in "xy"]
+    manifests = [prepare(str(source), str(tmp_path), tmp_path / name) for name in "xy"]
     assert manifests[0].fingerprint == manifests[1].fingerprint
     assert manifests[0].tokenizer.fingerprint == plain.fingerprint
     data = PreparedData.open(tmp_path / "x")
@@ -50,12 +50,6 @@ def test_unigram_that_samples_is_switched_off():
     value["model"] |= {"alpha": 0.1, "nbest_size": 10}
     sampling = Tokenizer(json.dumps(value))
     assert len({tuple(ids) for ids in sampling.encode_batch(["a" * 50] * 50)}) == 1
-
-
-def test_tokenizer_that_fuses_unknown_characters_is_not_cut():
-    kept = {"model": {"fuse_unk": True}}
-    assert not Tokenizer(content(**kept)).encodes_in_pieces()
-    assert Tokenizer(content()).encodes_in_pieces()
 
 
 @pytest.mark.parametrize("unit", ["\n", " ", "\t \n", "a", "漢", "qwertyuiopasdfghjkl"])

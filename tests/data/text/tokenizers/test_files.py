@@ -15,7 +15,7 @@ from polyad.data.errors import DataError
 from polyad.data.text.dataset import PreparedData
 from polyad.data.text.prepare import prepare
 from polyad.data.text.sources import open_source
-from polyad.data.text.tokenizers.files import SentencePieceTokenizer, is_hub_name, load_tokenizer
+from polyad.data.text.tokenizers.files import SentencePieceTokenizer, load_tokenizer
 from polyad.data.text.tokenizers.tokenizer import END_OF_TEXT
 from polyad.data.text.tokenizers.training import train_tokenizer
 
@@ -122,10 +122,7 @@ def test_a_name_is_downloaded_once_and_then_found_in_the_cache(tmp_path, hub, tr
     assert not any("/resolve/" in path for path in asked)
     offline, unknown = load(["someone/small", "gpt3"], HF_HUB_OFFLINE="1", **places)
     assert offline == expected
-    assert "hf download gpt3" in unknown
-    # The cache's own folder of it is a tokenizer too.
-    cached = tmp_path / "home" / "hub" / "models--someone--small"
-    assert load_tokenizer(cached).fingerprint == trained.fingerprint
+    assert unknown.startswith("gpt3: no such tokenizer here")
 
 
 @pytest.mark.slow
@@ -138,8 +135,8 @@ def test_gpt2_is_found_in_the_cache_and_in_a_snapshot_of_it(tmp_path, shared):
         shutil.copy(shared / "gpt2_bpe" / name, snapshot)
     known = load_tokenizer(shared / "gpt2_bpe")
     expected = f"{known.fingerprint} 50257 {END_OF_TEXT}"
-    names = ["gpt2", str(snapshot), str(snapshot.parents[1])]
-    assert load(names, HF_HOME=str(tmp_path), HF_HUB_OFFLINE="1") == [expected] * 3
+    names = ["gpt2", str(snapshot)]
+    assert load(names, HF_HOME=str(tmp_path), HF_HUB_OFFLINE="1") == [expected] * 2
 
 
 def test_a_snapshot_says_which_token_ends_documents(tmp_path, trained):
@@ -149,17 +146,6 @@ def test_a_snapshot_says_which_token_ends_documents(tmp_path, trained):
     (tmp_path / "tokenizer.json").write_text(json.dumps(value))
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": {"content": "<stop>"}}')
     assert load_tokenizer(tmp_path).end_of_text == "<stop>"
-
-
-def test_a_misspelled_path_is_no_name_of_the_hub(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "runs").mkdir()
-    for spec in ("runs/stdlb", "tokeniser.json", "/etc/gpt2", "./gpt2", "a/b/c", "", "~/gpt2"):
-        assert not is_hub_name(spec), spec
-    for spec in ("gpt2", "openai-community/gpt2", "deepseek-ai/DeepSeek-V2.5"):
-        assert is_hub_name(spec), spec
-    with pytest.raises(DataError, match=r"runs/stdlb: no such tokenizer; give train:VOCAB_SIZE"):
-        load_tokenizer("runs/stdlb")
 
 
 sentencepiece = pytest.importorskip("sentencepiece")
@@ -189,7 +175,7 @@ def test_ids_are_the_library_s(model, library_text):
     assert (tokenizer.vocab_size, tokenizer.end_of_text) == (600, "</s>")
     assert tokenizer.end_of_text_id == oracle.eos_id()
     ids = tokenizer.encode("def main(argv):")
-    assert tokenizer.decode([*ids, 2, *ids]) == "def main(argv):</s>def main(argv):"
+    assert tokenizer.decode([*ids, 2, *ids]) == "def main(argv): def main(argv):"
 
 
 def test_text_cannot_forge_the_end_of_a_document(model):
@@ -211,7 +197,7 @@ def test_piece_that_texts_have_cannot_end_documents(library_text):
 def test_prepared_folder_keeps_the_model(model, texts, tmp_path):
     file = tmp_path / "any.model"
     file.write_bytes(model)
-    manifest = prepare(str(texts), str(file), tmp_path / "out", report=lambda line: None)
+    manifest = prepare(str(texts), str(file), tmp_path / "out")
     assert (tmp_path / "out" / "tokenizer.model").read_bytes() == model
     assert not (tmp_path / "out" / "tokenizer.json").exists()
     data = PreparedData.open(tmp_path / "out")
@@ -227,5 +213,5 @@ def test_prepared_folder_keeps_the_model(model, texts, tmp_path):
 
 
 def test_a_piece_that_the_model_lacks_cannot_end_documents(model):
-    with pytest.raises(DataError, match=r"no token '<end>' to end a document.*--end-of-text"):
+    with pytest.raises(DataError, match=r"'<end>'.*--end-of-text"):
         SentencePieceTokenizer(model, "<end>")
