@@ -6,7 +6,7 @@ import re
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from polyad.data.errors import DataError, listed, one_line, user_path
 from polyad.data.names import SPLIT_NAMES, SPLITS
@@ -22,8 +22,6 @@ BUILDERS = {
     ".tar": "webdataset",
 }
 """What `datasets` calls the reader of a file, by the ending."""
-_QUOTED = re.compile(rb'(?:(?:"(?:[^"\t]|"")*+"|[^"\t\r\n][^\t\r\n]*|)(?:\t|\r\n|\r|\n|\Z))*+')
-"""A file of tabs in which a value that begins with a quotation mark ends with one."""
 
 
 class Tables(NamedTuple):
@@ -33,7 +31,7 @@ class Tables(NamedTuple):
         splits: `datasets.Dataset` by split, of those of train, validation and test that there are,
             or `datasets.IterableDataset`.
         unread: Names of files and splits that are not read.
-        notes: What was not read, and what was read in an unusual way; a line each.
+        notes: What was not read; a line each.
     """
 
     splits: dict[str, Any]
@@ -63,11 +61,11 @@ def open_tables(
     Raises:
         DataError: There is no such data set, it cannot be read, or it has none of these splits.
     """
-    renamed, notes = renamed or {}, list[str]()
+    renamed = renamed or {}
     place = user_path(path.removeprefix(HUB))
     with library_errors(path):
         if is_saved(place) or path.startswith(HUB):
-            opened = _saved(place) if is_saved(place) else _of_hub(path, endings, streaming, notes)
+            opened = _saved(place) if is_saved(place) else _of_hub(path, endings, streaming)
             splits = {split_named(name, renamed) or name: rows for name, rows in opened.items()}
             unread = [name for name in splits if name not in SPLITS]
         elif not place.exists():
@@ -76,12 +74,11 @@ def open_tables(
             files, unread = table_files(place, endings, renamed)
             if not files:
                 return None
-            splits = {name: load_files(each, notes) for name, each in files.items()}
+            splits = {name: load_files(each) for name, each in files.items()}
     ours: dict[str, Any] = {split: splits[split] for split in SPLITS if split in splits}
     if not ours:
         raise DataError(f"{path}: has no train split; it has {listed(splits)}")
-    if unread:
-        notes.insert(0, f"{path}: not read: {listed(unread, 5)}")
+    notes = [f"{path}: not read: {listed(unread, 5)}"] if unread else []
     return Tables(ours, unread, notes)
 
 
@@ -101,9 +98,7 @@ def library_errors(place: str | Path) -> Iterator[None]:
         raise DataError(f"{place}: {one_line(error.__cause__ or error, 300)}") from None
 
 
-def _of_hub(
-    path: str, endings: Collection[str], streaming: bool, notes: list[str]
-) -> Mapping[str, Any]:
+def _of_hub(path: str, endings: Collection[str], streaming: bool) -> Mapping[str, Any]:
     import datasets
 
     name, _, config = path.removeprefix(HUB).partition(":")
@@ -120,7 +115,7 @@ def _of_hub(
     copies = [file for each in files.values() for file in each]
     if copies and all(file.exists() and _ending(file, endings) for file in copies):
         # One by one, since splits of a copy may name the same classes differently.
-        return {split: load_files(each, notes) for split, each in files.items()}
+        return {split: load_files(each) for split, each in files.items()}
     if not streaming:
         builder.download_and_prepare()
     opened: Mapping[str, Any] = (
@@ -168,13 +163,9 @@ def table_files(
 
     Returns:
         The files, and the names of those that are not read: tables without a split beside the
-        files of train, and files that have the name of a split but are no tables.
-
-    Raises:
-        DataError: A split has files of several kinds.
+        files of train.
     """
     by_split: dict[str | None, list[Path]] = {}
-    unread: list[str] = []
     root = place.parent if place.is_file() else place
     files = [place]
     if place.is_dir():
@@ -183,22 +174,12 @@ def table_files(
         if not any(_ending(file, endings) for file in files):
             files = [file for each in inside for file in _tables_in(each, endings)]
     for file in files:
-        split = split_of(file, root, renamed)
-        if file.name.startswith("."):
-            continue
-        if _ending(file, endings):
-            by_split.setdefault(split, []).append(file)
-        elif split is not None:
-            unread.append(file.name)
+        if _ending(file, endings) and not file.name.startswith("."):
+            by_split.setdefault(split_of(file, root, renamed), []).append(file)
     unnamed = by_split.pop(None, [])
     if unnamed and "train" not in by_split:
-        by_split["train"] = unnamed
-    else:
-        unread += [file.name for file in unnamed]
-    for split, each in by_split.items():
-        kinds = {_ending(file, endings) for file in each}
-        if len(kinds) > 1:
-            raise DataError(f"{place}: {split} has files of several kinds: {listed(sorted(kinds))}")
+        by_split["train"], unnamed = unnamed, []
+    unread = [file.name for file in unnamed]
     return {str(split): each for split, each in by_split.items()}, unread
 
 
@@ -216,12 +197,11 @@ def _ending(file: Path, endings: Collection[str]) -> str:
     return next((ending for ending in endings if file.name.lower().endswith(ending)), "")
 
 
-def load_files(files: Sequence[Path], notes: list[str]) -> Any:
-    """Reads files of one kind as one `datasets.Dataset`.
+def load_files(files: Sequence[Path]) -> Any:
+    """Reads files as one `datasets.Dataset`.
 
     Args:
         files: The files.
-        notes: Receives a line on a file that is read in an unusual way.
 
     Raises:
         DataError: One cannot be read, or they name the same number of a class differently.
@@ -231,43 +211,38 @@ def load_files(files: Sequence[Path], notes: list[str]) -> Any:
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
     # One by one: read together, all would get the names of classes of the first.
-    tables = [_table(file, notes) for file in files]
+    tables = [_table(file) for file in files]
     with library_errors(files[0].parent):
         return datasets.concatenate_datasets(tables)
 
 
-def _table(file: Path, notes: list[str]) -> Any:
+def _table(file: Path) -> Any:
     import datasets
 
     ending = file.suffix.lower()
-    if ending in SEPARATORS:
-        return _separated(file, notes)
     with library_errors(file):
+        if ending in SEPARATORS:
+            return _separated(file, SEPARATORS[ending])
         if not file.stat().st_size:
             raise DataError(f"{file}: has no rows")
         path = str(file.resolve())
         return datasets.load_dataset(BUILDERS[ending], data_files=path, split="train")
 
 
-def _separated(file: Path, notes: list[str]) -> Any:
+def _separated(file: Path, separator: str) -> Any:
     """Reads a table whose values are all text. `datasets` itself would take a line of too many
-    values for another, and complete one of too few."""
+    values for another, and complete one of too few. Values between tabs are as they are, as in
+    GLUE; between commas they may be quoted."""
     import datasets
     import pyarrow
     import pyarrow.csv
 
-    quote: str | Literal[False] = '"'
-    ending = file.suffix.lower()
-    if ending == ".tsv" and _QUOTED.fullmatch(file.read_bytes()) is None:
-        quote = False  # as in GLUE
-        notes.append(f"{file}: quotation marks are read as part of the values")
     read = pyarrow.csv.ReadOptions(block_size=file.stat().st_size + 1)
     parse = pyarrow.csv.ParseOptions(
-        delimiter=SEPARATORS[ending], quote_char=quote, newlines_in_values=True
+        delimiter=separator, quote_char='"' if separator == "," else False, newlines_in_values=True
     )
-    with library_errors(file):
-        names = pyarrow.csv.open_csv(file, read, parse).schema.names
-        words = pyarrow.csv.ConvertOptions(
-            column_types=dict.fromkeys(names, pyarrow.string()), strings_can_be_null=False
-        )
-        return datasets.Dataset(pyarrow.csv.read_csv(file, read, parse, words))
+    names = pyarrow.csv.open_csv(file, read, parse).schema.names
+    words = pyarrow.csv.ConvertOptions(
+        column_types=dict.fromkeys(names, pyarrow.string()), strings_can_be_null=False
+    )
+    return datasets.Dataset(pyarrow.csv.read_csv(file, read, parse, words))

@@ -78,10 +78,6 @@ class ImageDataConfig(DataSettings):
     """Domains to hold out entirely: all of their images become the `test` split, and the other
     domains provide train and validation; null: no domain is held out."""
 
-    max_damaged: Annotated[int, Field(ge=0)] = 0
-    """Maximum number of images per loader process that cannot be decoded, and are replaced by the
-    next one; one more ends the run."""
-
     normalization: Literal["imagenet", "half", "clip", "none"] = "imagenet"
     """How pixel values are normalized: with the mean and standard deviation of `imagenet` or
     `clip`; `half`: scaled to -1 to 1; `none`: left at 0 to 1."""

@@ -17,16 +17,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from polyad.data.errors import DataError
 from polyad.data.images.augmentation import GaussianNoise, evaluation_image, mixing, training_image
 from polyad.data.images.config import ImageDataConfig
-from polyad.data.images.decoding import Pixels
 from polyad.data.images.source import ImageSplit
 
 _ORDER, _IMAGE, _PAIR = 1, 2, 3
 """Streams of random numbers: the last part of a seed."""
-_NAMED = 3
-"""Number of damaged images that an error names."""
 
 
 class ImageBatch(NamedTuple):
@@ -56,7 +52,6 @@ class ImageSamples(Dataset[ImageBatch]):
 
     def __init__(self, images: ImageSplit, settings: ImageDataConfig, size: int, seed: int) -> None:
         self._images, self._settings, self._size, self._seed = images, settings, size, seed
-        self._damaged: dict[int, str] = {}
 
     def number_of(self, sample: int) -> int:
         """Returns the number of a sample's image in the split."""
@@ -67,41 +62,19 @@ class ImageSamples(Dataset[ImageBatch]):
         """Reads, decodes and augments the image of a sample.
 
         Raises:
-            DataError: More images are damaged than `data.max_damaged` allows.
+            DataError: The image cannot be decoded.
         """
         epoch, number = sample // len(self._images), self.number_of(sample)
-        number, pixels = self._readable(number)
         seeds = (self._seed, epoch, number, _IMAGE)
         share, box = mixing(
             self._settings.augmentation, self._size, (self._seed, sample // 2, _PAIR)
         )
         return ImageBatch(
-            training_image(pixels, self._size, self._settings, seeds),
+            training_image(self._images.decode(number), self._size, self._settings, seeds),
             _label(self._images, number),
             torch.tensor(share),
             torch.tensor(box, dtype=torch.int16),
         )
-
-    def _readable(self, number: int) -> tuple[int, Pixels]:
-        """Returns the image, or the next one that can be decoded, with its number."""
-        for _ in range(len(self._images)):
-            if number not in self._damaged:
-                try:
-                    return number, self._images.decode(number)
-                except DataError as error:
-                    self._damaged[number] = str(error)
-                    self._check_damaged()
-            number = (number + 1) % len(self._images)
-        raise DataError("no image of the split can be decoded")
-
-    def _check_damaged(self) -> None:
-        count, most = len(self._damaged), self._settings.max_damaged
-        if count > most:
-            first = "; ".join(list(self._damaged.values())[:_NAMED])
-            more = f"; and {count - _NAMED} more" if count > _NAMED else ""
-            raise DataError(
-                f"data.max_damaged: {most} is less than the {count} damaged images: {first}{more}"
-            )
 
 
 @functools.lru_cache(maxsize=2)  # a batch, and what workers fetch ahead, may straddle two epochs

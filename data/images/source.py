@@ -130,11 +130,7 @@ def open_folders(root: Path, *, domains: bool) -> tuple[dict[str, ImageSplit], l
             return {"train": images}, names, others
         while len(tops := _folders(root)) == 1 and not _splits(tops) and _folders(root / tops[0]):
             root = root / tops[0]  # an archive unpacked into a folder of its own
-        splits = _splits(tops)
-        # Beside others, a folder that holds no folders is a class, as of vehicles.
-        if splits and len(splits) < len(tops) and not _folders(root / splits["train"]):
-            splits = {}
-        splits = splits or {"train": "."}
+        splits = _splits(tops) or {"train": "."}
         listings = {split: list_files(root / name) for split, name in splits.items()}
     except OSError as error:
         raise DataError(f"data.path: {error.filename}: cannot be read: {error.strerror}") from None

@@ -12,7 +12,6 @@ from pydantic import AfterValidator, Field
 
 from polyad.data.config import Config, DataSettings
 from polyad.data.errors import check_path
-from polyad.data.names import LeaveOut
 
 TaskKind: TypeAlias = Literal["classification", "regression", "multiple_choice"]
 Metric: TypeAlias = Literal["accuracy", "f1", "macro_f1", "matthews", "pearson", "spearman"]
@@ -41,9 +40,8 @@ class ColumnNames(Config):
     """Column with the label: a class, a number to predict, or the index of the right choice, from
     0."""
 
-    choices: list[str] | None = Field(default=None, min_length=1)
-    """One column per choice, or a single column that holds a list of choices; null: there are no
-    choices."""
+    choices: list[str] | None = Field(default=None, min_length=2)
+    """One column per choice; null: there are no choices."""
 
     domain: str | None = None
     """Column with the domain of a row, such as its category or source; null: rows have no
@@ -132,13 +130,9 @@ class SequenceDataConfig(DataSettings):
     """Metrics; their mean is the validation score. null: as the benchmark defines, otherwise
     accuracy, or the Pearson and Spearman correlations if numbers are predicted."""
 
-    leave_out: LeaveOut = None
-    """Domains to hold out entirely: all of their rows become the `test` split, and the other
-    domains provide train and validation; null: no domain is held out."""
-
     held_out: float = Field(default=0.0, ge=0, lt=1)
-    """Fraction of the training rows (of each domain, if there are domains) that is held out for
-    validation if there is no validation split."""
+    """Fraction of the training rows that is held out for validation if there is no validation
+    split."""
 
     tokenizer: Annotated[str | None, AfterValidator(check_path)] = None
     """A tokenizer file, a folder with one, or a name on the Hugging Face hub; null: the tokenizer

@@ -17,7 +17,6 @@ from polyad.data.sequences.labels import (
     held_out,
     labels_are_hidden,
     numeric_labels,
-    without_domains,
 )
 from polyad.data.sequences.samples import (
     Encoded,
@@ -49,11 +48,14 @@ class SequenceData:
         class_names: The class names in order; empty if there are no classes.
         has_segments: Whether the model receives segment ids, which tell two texts apart.
         notes: Notes for the user on what was not read, one per line.
+        left_out: Names of the domains that are not trained on: none.
 
     Raises:
         DataError: A split used for training or validation has no labels, labels differ between
             splits, there is only one class, or a setting does not fit the task or the rows.
     """
+
+    left_out: Sequence[str] = ()
 
     def __init__(
         self,
@@ -78,10 +80,8 @@ class SequenceData:
         self._to_longest = settings.padding == "longest"
         tables, self.notes = read_tables(settings.path, self.schema)
         if settings.held_out and "train" in tables and "validation" not in tables:
-            tables["train"], tables["validation"] = held_out(
-                tables["train"], settings.held_out, self.schema.domain
-            )
-        self._tables = without_domains(tables, self.schema, settings.leave_out, settings.path)
+            tables["train"], tables["validation"] = held_out(tables["train"], settings.held_out)
+        self._tables = tables
         self.class_names: list[str] = []
         if self.schema.task == "classification":
             self.class_names = list(classes or self._classes())
@@ -101,12 +101,7 @@ class SequenceData:
     @property
     def choices(self) -> int:
         """Number of sequences per sample: its choices, or 1."""
-        choices = self.schema.choices or []
-        if len(choices) != 1:
-            return max(1, len(choices))
-        table = next(iter(self._tables.values()))
-        first = table.column(choices[0])[0]
-        return len(first) if isinstance(first, list) else 1
+        return len(self.schema.choices or [None])
 
     def check_split(self, name: str) -> None:
         """Checks that a split exists and has labels.
@@ -127,11 +122,6 @@ class SequenceData:
         """The number of rows of a split."""
         self.check_split(name)
         return len(self._tables[name])
-
-    @property
-    def left_out(self) -> list[str]:
-        """Names of the domains that are not trained on."""
-        return self.settings.leave_out or []
 
     def domains(self, name: str) -> list[str] | None:
         """Returns the domain of each row of a split; None if rows have no domains."""
@@ -157,14 +147,14 @@ class SequenceData:
         return self.contents("train")
 
     def contents(self, split: str) -> str:
-        """Digests the token ids and labels of a split, the classes, and the domains left out.
+        """Digests the token ids and labels of a split, and the classes.
 
         Args:
             split: A split with known labels.
         """
         rows = self.encoded(split)
         assert rows.labels_N is not None
-        about = [self.schema.task, self.class_names, rows.choices, self.left_out]
+        about = [self.schema.task, self.class_names, rows.choices]
         digest = hashlib.sha256(json.dumps(about).encode())
         for array in (rows.ids_S, rows.starts_R1, rows.labels_N):
             digest.update(array.tobytes())
@@ -208,10 +198,8 @@ class SequenceData:
         for table in others:
             if table.class_names(label) != first.class_names(label):
                 raise DataError(
-                    f"{table.place}: its labels are called "
-                    f"{listed(table.class_names(label) or (), 5)}, those of {first.place} "
-                    f"{listed(first.class_names(label) or (), 5)}: with data.task: "
-                    f"{self.schema.task} numbers have to mean the same in all splits"
+                    f"{table.place}: the numbers of {label!r} have other names than in "
+                    f"{first.place}; with data.task: {self.schema.task} they have to mean the same"
                 )
 
     def _labels_of(self, table: Table) -> Labels:

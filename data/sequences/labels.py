@@ -1,4 +1,4 @@
-"""Labels of a table as numbers, and domains of its rows, some of which may be left out.
+"""Labels of a table as numbers, and domains of its rows.
 
 A label is a class, a value, or the index of the right choice; another column holds the domain.
 
@@ -7,17 +7,15 @@ Shapes: N rows.
 
 import math
 import re
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from polyad.data.errors import DataError, listed, nearest
-from polyad.data.names import SPLITS, check_classes, check_leave_out
-from polyad.data.sequences.config import HIDDEN_LABEL, Schema
-from polyad.data.sequences.tables import Table, joined
+from polyad.data.sequences.config import HIDDEN_LABEL
+from polyad.data.sequences.tables import Table
 
 Labels = npt.NDArray[np.generic]
 """Labels: [N] int64 for classes and choices, float64 for values."""
@@ -150,9 +148,6 @@ def _labels(table: Table, column: str) -> Sequence[Any]:
     return labels
 
 
-TEST = "test"
-
-
 def domains_of(table: Table, column: str) -> list[str]:
     """Returns the domain of each row.
 
@@ -172,77 +167,19 @@ def domains_of(table: Table, column: str) -> list[str]:
     return words
 
 
-def held_out(table: Table, share: float, domain: str | None = None) -> tuple[Table, Table]:
-    """Holds rows out, evenly within each domain; the choice is deterministic.
+def held_out(table: Table, share: float) -> tuple[Table, Table]:
+    """Holds rows out, evenly; the choice is deterministic.
 
     Args:
         table: The table of all rows.
         share: The fraction of rows to hold out.
-        domain: The column of the domains; None: there are none.
 
     Returns:
         The remaining rows and the held-out rows, each in their order.
     """
-    domains = [""] * len(table) if domain is None else domains_of(table, domain)
-    rows, held = Counter[str](), Counter[str]()
-    out = np.zeros(len(table), dtype=bool)
-    for row, each in enumerate(domains):
-        rows[each] += 1
-        out[row] = rows[each] > 1 and held[each] < share * rows[each]
-        held[each] += int(out[row])
-    place = f"{table.place} (held out)"
-    return table.select(np.flatnonzero(~out)), table.select(np.flatnonzero(out), place)
-
-
-def without_domains(
-    tables: Mapping[str, Table], schema: Schema, leave_out: Sequence[str] | None, path: str
-) -> dict[str, Table]:
-    """Leaves domains out: their rows form the test split and appear in no other.
-
-    Args:
-        tables: The tables of the splits of the source.
-        schema: The schema of the columns.
-        leave_out: Names of domains; None for none.
-        path: The source's name in errors.
-
-    Returns:
-        The new splits; unchanged without `leave_out`.
-
-    Raises:
-        DataError: A row has no domain, or these domains cannot be left out.
-    """
-    domains: dict[str, list[str]] = {}
-    if schema.domain:
-        domains = {split: domains_of(table, schema.domain) for split, table in tables.items()}
-    names = sorted({domain for each in domains.values() for domain in each})
-    check_leave_out(
-        leave_out, names, f"data.path: {path}", "data.columns.domain, a column that names them"
-    )
-    if leave_out is None:
-        return dict(tables)
-    kept, away = {}, []
-    for split, table in tables.items():
-        out = np.isin(domains[split], leave_out)
-        if out.any() and not labels_are_hidden(table, schema.label):
-            away.append(table.select(np.flatnonzero(out)))
-        if split == TEST:
-            continue
-        if out.all():
-            raise DataError(
-                f"data.leave_out: {', '.join(leave_out)} are all the domains of {table.place}, "
-                f"which leaves no row to {'train on' if split == 'train' else 'validate with'}"
-            )
-        place = f"{table.place} (domains that are trained on)"
-        kept[split] = table.select(np.flatnonzero(~out), place)
-    if not away:
-        raise DataError(f"data.leave_out: {', '.join(leave_out)}: no row of it has a known label")
-    place = f"{' and '.join(each.place for each in away)} (domains left out)"
-    kept[TEST] = joined(away, schema.label, place)
-    if schema.task == "classification" and "train" in kept:
-        assert schema.domain is not None
-        check_classes(
-            domains_of(kept[TEST], schema.domain),
-            labels_in_words(kept[TEST], schema.label),
-            labels_in_words(kept["train"], schema.label),
-        )
-    return {split: kept[split] for split in SPLITS if split in kept}
+    out = list[int]()
+    for row in range(1, len(table)):
+        if len(out) < share * (row + 1):
+            out.append(row)
+    stay = np.setdiff1d(np.arange(len(table)), out)
+    return table.select(stay), table.select(out, f"{table.place} (held out)")

@@ -176,29 +176,11 @@ def _texts(table: Table, schema: Schema) -> tuple[list[str], list[str]]:
     pairs = _strings(table, schema.pair) if schema.pair else []
     if not schema.choices:
         return texts, pairs
-    if len(schema.choices) == 1:
-        choices_NC = _lists(table, schema.choices[0])
-    else:
-        columns = [_strings(table, name) for name in schema.choices]
-        choices_NC = list(map(list, zip(*columns, strict=True)))
+    choices_NC = zip(*(_strings(table, name) for name in schema.choices), strict=True)
     # A second text is continued by all choices, as in SWAG.
     begins = [f"{pair} " for pair in pairs] or [""] * len(texts)
     rows = zip(begins, choices_NC, strict=True)
     return texts, [begin + choice for begin, choices in rows for choice in choices]
-
-
-def _lists(table: Table, name: str) -> list[list[str]]:
-    lists = table.column(name)
-    count = len(lists[0]) if isinstance(lists[0], list) else 0
-    for row, choices in enumerate(lists):
-        whole = isinstance(choices, list) and all(isinstance(each, str) for each in choices)
-        if not whole or len(choices) != count or count < 2:
-            raise table.fault(
-                row,
-                f"{name!r} is {choices!r:.60}, not a list of two or more texts, as many as in the "
-                "first row",
-            )
-    return lists
 
 
 def _strings(table: Table, name: str) -> list[str]:

@@ -1,6 +1,5 @@
 """Tables of labelled rows by split, as `datasets` holds them, and what their columns are called."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,29 +82,3 @@ def read_tables(path: str, schema: Schema) -> tuple[dict[str, Table], list[str]]
             raise DataError(f"{path} ({split}): has no rows")
     by_split = {split: Table(f"{path} ({split})", rows) for split, rows in tables.splits.items()}
     return by_split, tables.notes
-
-
-def joined(tables: Sequence[Table], label: str, place: str) -> Table:
-    """Concatenates tables; classes are matched by name.
-
-    Args:
-        tables: At least one.
-        label: The column of labels.
-        place: The place of all rows, for errors.
-
-    Raises:
-        DataError: Their columns differ.
-    """
-    import datasets
-
-    parts = []
-    for table in tables:
-        rows = table.rows
-        if names := table.class_names(label):
-            words = [names[n] if n in range(len(names)) else None for n in table.column(label)]
-            rows = rows.remove_columns([label]).add_column(label, words)
-        parts.append(rows)
-    try:
-        return Table(place, datasets.concatenate_datasets(parts))
-    except ValueError as error:
-        raise DataError(f"{place}: {error}") from None

@@ -20,7 +20,7 @@ from polyad.train.errors import ConfigError, shown
 MAY_CHANGE_ON_RESUME = (
     # The data is compared by its fingerprint, not by path or mixture.
     "run", "data.path", "data.mixture", "data.num_workers", "data.tokenizer",
-    "data.padding", "data.max_damaged", "train.steps",
+    "data.padding", "train.steps",
     "train.micro_batch_size", "train.max_skipped_steps", "train.ema", "train.cuda_graph",
     "optimizer.learning_rate", "schedule", "parallel", "checkpoint", "evaluation", "monitor", "log",
     "model.recompute", "model.compile",

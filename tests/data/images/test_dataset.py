@@ -143,12 +143,6 @@ def test_a_tree_is_read_with_its_links_and_without_hidden_files(tmp_path):
     assert len(set(found)) == 10
 
 
-def test_a_class_may_be_called_train(tmp_path):
-    names = ("bus", "car", "train")
-    write(tmp_path, *(f"{name}/{n}.jpg" for name in names for n in range(3)))
-    assert opened(tmp_path).class_names == list(names)
-
-
 def table(path, labels, names=None):
     """A parquet file of pictures with labels, and perhaps names of these."""
     import datasets

@@ -1,7 +1,6 @@
 """Encoding, the order of an epoch, and padding: against transformers, and by hand."""
 
 import itertools
-import json
 
 import numpy as np
 import pytest
@@ -63,10 +62,6 @@ def test_choices_stand_side_by_side(tmp_path, tokenizer):
     assert sample.ids_BCT.shape == (2, 64)
     texts = [tokenizer.decode(i[m].tolist()) for i, m in zip(*sample[:2], strict=True)]
     assert texts == ["ab<|endoftext|>c d", "ab<|endoftext|>c efg"]
-    lists = [{"text": "q", "label": 1, "ends": ["x", "yz", "u"]}] * 2
-    (tmp_path / "lists.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lists))
-    keys = {"task": "multiple_choice", "columns": {"choices": ["ends"]}}
-    assert opened(tmp_path / "lists.jsonl", tokenizer, **keys).training(0)[0].ids_BCT.shape[0] == 3
 
 
 def test_truncation_is_that_of_transformers(tokenizer):
@@ -235,5 +230,5 @@ def test_numbers_of_choices_have_one_meaning_in_all_splits(tmp_path, tokenizer):
         row = {"text": ["x"], "a": ["y"], "b": ["z"], "label": ["first"]}
         datasets.Dataset.from_dict(row, features=features).to_parquet(tmp_path / f"{split}.parquet")
     keys = {"task": "multiple_choice", "columns": {"choices": ["a", "b"]}}
-    with pytest.raises(DataError, match="numbers have to mean the same in all splits"):
+    with pytest.raises(DataError, match="have to mean the same"):
         opened(tmp_path, tokenizer, **keys)
