@@ -60,8 +60,7 @@ def prepare(
         The manifest of the folder.
 
     Raises:
-        DataError: An argument, the text, the tokenizer or the output folder is invalid, or an
-            argument has no effect for this text.
+        DataError: An argument, the text, the tokenizer or the output folder is invalid.
     """
     config = _config(source=source, tokenizer=tokenizer, **options)
     output = user_path(output).resolve()

@@ -68,16 +68,6 @@ def test_a_folder_that_was_renamed_stays(tmp_path):
     assert list((tmp_path / "new").iterdir()) == []
 
 
-HOLD_FILE = """
-import sys, time
-from pathlib import Path
-from polyad.data.files import whole_file
-with whole_file(Path(sys.argv[1])) as partial:
-    partial.write_text("half")
-    print(partial, flush=True)
-    time.sleep(600)
-"""
-
 FULL_DISK = """
 import resource, signal, sys
 from pathlib import Path
@@ -100,23 +90,6 @@ def test_two_writers_of_one_file_both_write_it_whole(tmp_path):
         assert path.read_text() == "the second"
     assert path.read_text() == "the first"
     assert list(tmp_path.iterdir()) == [path]
-
-
-def test_the_next_writer_removes_what_a_killed_one_left_and_not_what_is_in_use(tmp_path):
-    path = tmp_path / "out"
-    command = [sys.executable, "-c", HOLD_FILE, str(path)]
-    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    try:
-        left, used = (Path(process.stdout.readline().strip()) for process in processes)
-        processes[0].kill()
-        processes[0].wait()
-        assert left.exists()
-        write_whole(path, "whole")
-        assert sorted(tmp_path.iterdir()) == sorted([path, used.parent])
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
 
 
 def _use_folders(parent):

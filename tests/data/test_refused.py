@@ -52,21 +52,16 @@ def parquet(**columns):
 LINES = b'{"text": "fine"}\n'
 TEXTS = [
     ("a.txt", b"fine\n\xff\n", {"documents": "lines"}, "cannot be read"),
-    ("a.png", b"\x89PNG", {"file_format": "text"}, "cannot be read"),
     ("a.py", b"fine", {}, "--format text"),
     ("a.jsonl", LINES + b"{no", {}, "line 2: is not JSON"),
-    ("a.jsonl", LINES + b'{"text": "\xff"}', {}, "line 2: is not JSON"),
     ("a.jsonl", LINES + b"[1, 2]", {}, "line 2: is not a JSON object"),
     ("a.jsonl", b'{"txt": "a", "id": 1}', {}, "there are 'txt', 'id' (did you mean 'txt'?)"),
     ("a.jsonl", LINES + b'{"text": 7}', {}, "line 2: 'text' is 7"),
-    ("a.jsonl", LINES + b'{"text": null}', {}, "line 2: 'text' is None"),
     ("a.jsonl", LINES + rb'{"text": "\ud800"}', {}, "line 2: 'text' is"),
     ("a.jsonl.gz", gzip.compress(LINES * 100, mtime=0)[:-10], {}, ""),
-    ("a.jsonl.gz", b"not gzip", {}, ""),
     ("a.jsonl.zst", pyarrow.compress(LINES * 100, "zstd", asbytes=True)[:-5], {}, ""),
     ("a.csv", b"text,id\na,1\n", {"text_key": "txt"}, "did you mean 'text'?"),
     ("a.parquet", parquet(txt=["a"], id=[1]), {}, "'txt', 'id' (did you mean 'txt'?)"),
-    ("a.parquet", parquet(id=[1]), {"text_key": "id"}, "row 1: 'id' is 1"),
     ("a.parquet", parquet(text=["a", None]), {}, "row 2"),
     ("a.parquet", parquet(text=["a"])[:-20], {}, ""),
 ]
@@ -84,7 +79,6 @@ def test_a_file_without_text_is_named(tmp_path, name, content, options, words):
     ("spec", "words"),
     [
         ("corpsu.txt", "python-stdlib"),
-        ("others", ".jsonl"),
         ("others/a.xyz", ".jsonl"),
         *(
             (f"python:{name}", "is not a package that this Python has")
@@ -101,30 +95,16 @@ def test_what_is_no_source_of_text_is_named(tmp_path, monkeypatch, spec, words):
 
 BYTES = train_tokenizer(iter(["a b"]), 260).file_bytes()
 WORDS = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "u": 1}, unk_token="u")).to_str()
+BEGINS = '{"add_bos_token": true, "bos_token": "<s>"}'
 TOKENIZERS = [
     ({"tokenizer.json": "{}"}, "tokeniser.json", None, "no such tokenizer"),
     ({"tokenizer.json": "{}"}, ".", None, "no key 'model'"),
     ({"tokenizer.json": '{"model": {"type": "none"}}'}, ".", None, "not a tokenizer"),
-    ({"tokenizer.json": "[]"}, "tokenizer.json", None, "tokenizer.json: not a"),
     ({"tokenizer.json": "{"}, "tokenizer.json", None, "tokenizer.json: is not"),
-    ({"tokenizer.json": b"\xff"}, "tokenizer.json", None, "tokenizer.json: not a"),
     ({"tokenizer.json": BYTES}, ".", "<|endoftext>", "--end-of-text"),
     ({"tokenizer.json": WORDS}, ".", None, "--end-of-text TOKEN"),
-    (
-        {"tokenizer.json": BYTES, "tokenizer_config.json": "["},
-        ".",
-        None,
-        "_config.json: is not JSON",
-    ),
-    (
-        {
-            "tokenizer.json": BYTES,
-            "tokenizer_config.json": '{"add_bos_token": true, "bos_token": "<s>"}',
-        },
-        ".",
-        None,
-        "the vocabulary has no token '<s>', the bos_token",
-    ),
+    ({"tokenizer.json": BYTES, "tokenizer_config.json": "["}, ".", None, "is not JSON"),
+    ({"tokenizer.json": BYTES, "tokenizer_config.json": BEGINS}, ".", None, "no token '<s>'"),
     ({"other": ""}, ".", None, "this folder has no tokenizer"),
     ({"vocab.txt": "the\na\n"}, ".", None, "not a tokenizer"),
     ({"a.model": ""}, "a.model", None, "a.model: "),
@@ -205,22 +185,17 @@ TABLES = [
             ("a.csv", b"text;label\na;b\n"),
             ("a.csv", b"text,label\na,b,c\n"),
             ("a.csv", b"text,label\na\n"),
-            ("a.csv", b'text,label\n"a,b\n'),
             ("a.csv", b"text,label\na,b\nc,\xff\n"),
             ("a.csv", b""),
             ("a.tsv", b"text\tlabel\na\t1\nb\tc\t0\n"),
-            ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n'),
             ("a.jsonl", b'{"text": "a", "text": "b"}\n'),
             ("a.jsonl", b'{"text": "a"}\n[1]\n'),
-            ("a.jsonl", b"{\n"),
             ("a.parquet", b"no parquet"),
             ("a.txt", b"text"),
         )
     ),
     ({"a.csv": "text,label\n"}, {}, "has no rows"),
     *(({name: content}, {}, "no column 'text'; columns present: 'sentence', 'label'")
-      for name, content in FORMS.items()),
-    *(({name: content}, {"columns": {"text": "sentence", "label": "grade"}}, "no column 'grade'")
       for name, content in FORMS.items()),
     ({"a.csv": FORMS["a.csv"]}, {"columns": {"text": "sentense"}}, "(did you mean 'sentence'?)"),
     ({"a.csv": FORMS["a.csv"]}, {"metrics": ["pearson"]}, "data.metrics: 'pearson'"),
@@ -278,7 +253,6 @@ IMAGES = [
         {},
         "the label 5000000, which is not the number of",
     ),
-    ({"train.parquet": named([0, -1], ["ant"])}, ".", {}, "row 1 of train has the label -1"),
     (
         {
             "train-0.parquet": named([0], ["ant", "bee"]),
@@ -296,9 +270,7 @@ IMAGES = [
             (TREE, ["grey", "plain"], "data.leave_out: all domains of"),
             (TREE | files("plain/cat"), ["plain"], "data.leave_out: 'plain' has the class 'cat'"),
             (TREE | files("red/ant", count=1), None, "data.held_out: 0.2 of 1 images of red"),
-            (files("ant", "bee"), None, NO_TREE),
             (files("train/ant", "val/ant"), None, NO_TREE),
-            (files("grey/raw/ant"), None, NO_TREE),
             ({"other": ""}, None, NO_TREE),
         )
     ),
@@ -315,10 +287,8 @@ def test_images_that_cannot_be_learned_from_are_named(tmp_path, tree, name, keys
 @pytest.mark.parametrize(
     ("rate", "seed", "words"),
     [
-        (-0.01, 0, "rate: -0.01"),
         (1.01, 0, "rate: 1.01"),
         (math.nan, 0, "rate: nan"),
-        (math.inf, 0, "rate: inf"),
         (0.5, -1, "seed: -1"),
     ],
 )

@@ -21,8 +21,8 @@ from polyad.data.images.augmentation import (
 from polyad.data.images.config import AugmentationConfig, ImageDataConfig, RandAugmentConfig
 from polyad.data.images.dataset import ImageData
 from polyad.data.images.decoding import decode
-from polyad.data.images.samples import EvaluationImages, ImageSamples
-from polyad.data.sampler import evaluation_batches, micro_batches
+from polyad.data.images.samples import ImageSamples
+from polyad.data.sampler import micro_batches
 from tests.helpers import images as made
 from tests.helpers.everyday import everyday
 
@@ -90,17 +90,6 @@ def test_what_is_no_image_is_one_line(content, message):
     with pytest.raises(DataError, match=message) as caught:
         decode(content, "a")
     assert "\n" not in str(caught.value)
-
-
-def test_an_image_of_one_pixel_is_enlarged():
-    pixel = np.array([[[9, 99, 199]]], dtype=np.uint8)
-    settings = ImageDataConfig(path="x")
-    for image in (
-        training_image(pixel, 8, settings, (0, 0, 0)),
-        evaluation_image(pixel, 8, 256 / 224),
-    ):
-        assert image.shape == (3, 8, 8)
-        assert image[:, 3, 4].tolist() == [9, 99, 199]
 
 
 def test_the_central_crop_by_hand():
@@ -218,23 +207,6 @@ def test_a_damaged_image_ends_training_with_its_name(tmp_path, workers):
         ):
             pass
     assert "\n" not in str(caught.value)
-
-
-def test_held_out_images_come_in_order_and_once_on_any_number_of_ranks(data):
-    images = EvaluationImages(data.split("validation"), ImageDataConfig(path="x"), 8)
-    whole = [images[n] for n in range(len(images))]
-    for ranks in (1, 2, 3):
-        seen = []
-        parts = [
-            list(evaluation_batches(images, len(images), 2, rank=rank, ranks=ranks))
-            for rank in range(ranks)
-        ]
-        assert len({len(part) for part in parts}) == 1
-        for row in zip(*parts, strict=True):
-            for batch, counts in row:
-                seen += [batch.images_BCHW[n] for n in counts.nonzero().flatten().tolist()]
-        assert len(seen) == len(whole)
-        assert all(torch.equal(a, b.images_BCHW) for a, b in zip(seen, whole, strict=True))
 
 
 def test_randaugment_depends_on_its_seeds_alone_or_says_what_is_missing():

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from polyad.data.errors import DataError
-from polyad.data.sampler import evaluation_batches, micro_batches
+from polyad.data.sampler import micro_batches
 from polyad.data.sequences.config import SequenceDataConfig
 from polyad.data.sequences.dataset import SequenceData
 from polyad.data.sequences.samples import grouped_order, shortened
@@ -117,12 +117,6 @@ def test_an_epoch_has_each_row_once_in_groups_of_similar_length():
     assert np.ptp(lengths[alone].reshape(-1, 8), axis=1).mean() > 50
 
 
-def test_an_incomplete_group_stays_last():
-    order = grouped_order(np.arange(1, 22), 8, np.random.default_rng(0))
-    assert sorted(order) == list(range(21))
-    assert all(len(set(order[i : i + 8])) == 8 for i in (0, 8))
-
-
 def test_the_global_batch_is_the_same_on_any_layout(folder, tokenizer):
     data = opened(folder, tokenizer)
 
@@ -154,18 +148,6 @@ def test_the_global_batch_is_the_same_on_any_layout(folder, tokenizer):
 def texts_of(batch):
     pairs = zip(batch.ids_BCT[:, 0], batch.mask_BCT[:, 0], strict=True)
     return [tuple(ids[mask].tolist()) for ids, mask in pairs]
-
-
-def test_held_out_rows_come_once_each_however_they_are_dealt_out(folder, tokenizer):
-    data = opened(folder, tokenizer)
-    for ranks, size in ((1, 4), (2, 4), (3, 64)):
-        seen = []
-        for rank in range(ranks):
-            held_out = data.held_out("validation")
-            for batch, counts in evaluation_batches(held_out, 21, size, rank=rank, ranks=ranks):
-                seen += batch.numbers_B[counts].tolist()
-        assert sorted(seen) == list(range(21))
-    assert len(data.held_out("validation", 5)) == 5
 
 
 def test_what_is_cut_off_is_counted(tmp_path, tokenizer):

@@ -13,6 +13,7 @@ from polyad.data.sequences.config import ALLOWED_METRICS, BENCHMARKS, Schema, Se
 from polyad.data.sequences.labels import (
     class_labels,
     class_names,
+    domains_of,
     held_out,
     labels_are_hidden,
     numeric_labels,
@@ -226,3 +227,15 @@ def test_keys_stand_above_the_benchmark():
     assert (own.text, own.pair, own.metrics, own.task) == ("q", None, ("f1",), "classification")
     numbers = SequenceDataConfig(path="x.csv", task="regression").schema_of
     assert numbers.metrics == ("pearson", "spearman")
+
+
+def test_a_domain_is_a_word(tmp_path):
+    for cells, words in (
+        (["a ", "3"], ["a", "3"]),
+        ([3, 4], ["3", "4"]),
+        ([2.0, 3.5], ["2", "3.5"]),
+    ):
+        assert domains_of(Table("t", datasets.Dataset.from_dict({"d": cells})), "d") == words
+    for cells in (["a", None], ["a", ""], [1.0, float("nan")]):
+        with pytest.raises(DataError, match="t, row 2: has no domain"):
+            domains_of(Table("t", datasets.Dataset.from_dict({"d": cells})), "d")

@@ -102,12 +102,6 @@ def test_wikitext_has_its_own_splits_and_one_document_an_article(wikitext):
             assert document.text.count("\n = = Plot = = \n") == 1
 
 
-def test_wikitext_with_unknown_words_is_another_configuration(wikitext):
-    text = texts(open_source(f"hub:{wikitext}:{UNK}"))[0]
-    assert "is <unk> in 2 words" in text
-    assert "is told in 2 words" in texts(open_source(f"hub:{wikitext}:{RAW}"))[0]
-
-
 def test_articles_of_the_real_file(shared):
     content = (shared / "wikitext2" / "valid.txt").read_text()
     lines = [line if line.strip() else "" for line in content.splitlines(keepends=True)]

@@ -139,11 +139,6 @@ def test_prepared_data_is_replaced_only_if_that_is_asked_for(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["a.jsonl", "out"]
 
 
-def test_same_text_gives_the_same_fingerprint(tmp_path, texts):
-    one, two = (prepare(str(texts), "train:300", tmp_path / name) for name in "ab")
-    assert one.fingerprint == two.fingerprint
-
-
 @pytest.mark.parametrize("name", ["manifest.json", "thesis.txt"])
 def test_what_came_while_it_worked_is_not_replaced(tmp_path, monkeypatch, name):
     source, out = jsonl(tmp_path / "a.jsonl", ["a b"] * 5), tmp_path / "out"

@@ -60,12 +60,6 @@ def test_ranks_share_the_windows_in_equal_batches(prepared, world_size):
     assert scored.tolist() == stream.read(0, stream.num_tokens).tolist()
 
 
-def test_a_batch_with_room_for_all_windows_is_no_larger_than_they_are(prepared):
-    windows = EvaluationWindows(prepared.split("test"), 128, 128, 0)
-    ((batch, _),) = evaluation_batches(windows, len(windows), 2**62, rank=1, ranks=2)
-    assert batch.target_BT.shape == (-(-len(windows) // 2), 128)
-
-
 def test_bad_arguments_are_refused(prepared):
     stream = prepared.split("test")
     for stride in (0, 9):

@@ -17,14 +17,6 @@ def test_ids_of_a_long_document_in_pieces_are_those_of_the_whole(library_text):
     assert encoded == [tokenizer.encode("short"), tokenizer.encode(text)]
 
 
-def test_pieces_are_the_text():
-    text = "some words\n" * 1000 + "x" * 5000 + "\n\n" * 100
-    pieces = list(cut_between_words(text, 300))
-    assert "".join(pieces) == text
-    assert all(len(piece) >= 300 for piece in pieces[:-1])
-    assert len(pieces) > 30
-
-
 MODELS = [
     (models.BPE({"<unk>": 0, "</s>": 1}, [], unk_token="<unk>"), None, True),
     (models.BPE({"<unk>": 0, "</s>": 1}, [], unk_token="<unk>", fuse_unk=True), None, False),

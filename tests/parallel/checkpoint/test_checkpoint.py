@@ -2,7 +2,9 @@
 
 import itertools
 import json
+import re
 import struct
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -247,44 +249,42 @@ def test_a_flipped_byte_in_a_shard_is_refused_by_name(saved, tmp_path, layout):
         load_model(path)
 
 
-@pytest.mark.parametrize("name", ["index.json", "state.json", "config.yaml"])
-def test_a_changed_small_file_of_the_same_size_is_refused(saved, tmp_path, name):
-    path = copy(saved(TWO), tmp_path / "step-00000003")
-    data = (path / name).read_bytes()
-    (path / name).write_bytes(data[:-2] + bytes([data[-2] ^ 1]) + data[-1:])
-    with pytest.raises(CheckpointError, match=rf"{name}: damaged: its xxh3 differs"):
-        Checkpoint(path)
+def flip(path: Path) -> None:
+    data = path.read_bytes()
+    path.write_bytes(data[:-2] + bytes([data[-2] ^ 1]) + data[-1:])
 
 
-@pytest.mark.parametrize(
-    "content",
-    [b"[]", b"{}", b"\xff", b"", b'{"format": "other", "version": 1, "step": 1, "files": {}}'],
-)
-def test_a_manifest_that_is_none_is_refused(saved, tmp_path, content):
-    path = copy(saved(TWO), tmp_path / "step-00000003")
-    (path / "manifest.json").write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"manifest\.json: damaged: it is not the manifest"):
-        Checkpoint(path)
+def shorten(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
 
 
-@pytest.mark.parametrize("name", ["rank-00001.safetensors", "index.json", "state.json"])
-def test_a_truncated_or_missing_file_is_named(saved, tmp_path, name):
+def make_newer(path: Path) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"version": 99}))
+
+
+def other_content(content: bytes) -> Callable[[Path], object]:
+    return lambda path: path.write_bytes(content)
+
+
+DAMAGE: list[tuple[str, Callable[[Path], object]]] = [
+    *((name, flip) for name in ("index.json", "state.json", "config.yaml")),
+    *((name, shorten) for name in ("rank-00001.safetensors", "index.json", "state.json")),
+    *((name, Path.unlink) for name in ("rank-00001.safetensors", "index.json", "state.json")),
+    *(
+        ("manifest.json", other_content(content))
+        for content in (b"[]", b"{}", b"\xff", b"", b'{"format": "other", "version": 1}')
+    ),
+    ("manifest.json", make_newer),
+]
+
+
+@pytest.mark.parametrize(("name", "change"), DAMAGE, ids=range(len(DAMAGE)))
+def test_a_damaged_or_missing_file_is_named(saved, tmp_path, name, change):
     path = copy(saved((2, 1, 1)), tmp_path / "step-00000003")
-    with (path / name).open("r+b") as file:
-        file.truncate((path / name).stat().st_size - 1)
-    with pytest.raises(CheckpointError, match=name):
+    change(path / name)
+    with pytest.raises(CheckpointError, match=re.escape(name)) as caught:
         Checkpoint(path)
-    (path / name).unlink()
-    with pytest.raises(CheckpointError, match=rf"{name}: damaged: missing"):
-        Checkpoint(path)
-
-
-def test_a_newer_format_is_refused(saved, tmp_path):
-    path = copy(saved((2, 1, 1)), tmp_path / "step-00000003")
-    manifest = json.loads((path / "manifest.json").read_text())
-    (path / "manifest.json").write_text(json.dumps(manifest | {"version": 99}))
-    with pytest.raises(CheckpointError, match="version 99 is newer"):
-        Checkpoint(path)
+    assert "\n" not in str(caught.value)
 
 
 def test_another_model_is_refused_with_the_differing_names(saved):

@@ -140,52 +140,6 @@ def test_a_class_is_learned_from_a_folder_without_one(saved):
         weights.check_config(weights.config.model_copy(update={"num_layers": 3}))
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"position_embedding_type": "relative_key"}, "position_embedding_type: 'relative_key'"),
-        ({"is_decoder": True}, "is_decoder: True is not supported"),
-        ({"hidden_act": "silu"}, "hidden_act: 'silu' is not supported; gelu"),
-        ({"hidden_act": ["gelu"]}, r"hidden_act: \['gelu'\] is not supported; gelu"),
-        ({"layer_norm_eps": None}, "layer_norm_eps: None: Input should be a valid number"),
-        ({"intermediate_size": "x"}, "intermediate_size: 'x' is not supported; it must be"),
-        ({"vocab_size": None}, "vocab_size: None: a number of at least 1 is needed"),
-        ({"hidden_size": 33}, "hidden_size: 33 is not a multiple"),
-        ({"num_hidden_layers": 3}, "no tensor encoder.layer.2."),
-        ({"vocab_size": 60}, r"word_embeddings.weight is \[61, 32\]"),
-    ],
-)
-def test_what_is_not_built_here_is_refused(saved, change, message):
-    _, folder = saved("BertForMaskedLM")
-    about = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(about | change))
-    with pytest.raises(WeightsError, match=message) as raised:
-        FamilyWeights(folder)
-    assert "\n" not in str(raised.value)
-    assert raised.value.exit_status == 2
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda t: {n: v for n, v in t.items() if "query.bias" not in n}, "no tensor encoder"),
-        (lambda t: t | {"qa_outputs.weight": torch.ones(2, 32)}, "unknown tensor qa_outputs"),
-        (
-            lambda t: t | {"cls.predictions.decoder.weight": torch.ones(61, 32)},
-            "decoder.weight is not embeddings.word_embeddings.weight",
-        ),
-        (
-            lambda t: t | {"cls.predictions.decoder.bias": torch.ones(61)},
-            "decoder.bias is not cls.predictions.bias",
-        ),
-    ],
-)
-def test_tensors_that_do_not_fit_are_refused(saved, change, message):
-    _, folder = saved("BertForMaskedLM")
-    with pytest.raises(WeightsError, match=message):
-        FamilyWeights(rewritten(folder, change))
-
-
 def test_a_pickle_is_not_read(saved):
     _, folder = saved("BertModel")
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")

@@ -1,6 +1,7 @@
 """ViT, DINO and CLIP from transformers and Mixers of timm, and back, bitwise."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -327,62 +328,44 @@ def test_timm_builds_an_exported_mixer_by_its_name(tmp_path):
     assert json.loads((tmp_path / "timm/preprocessor_config.json").read_text()) == written
 
 
-def test_options_of_timm_that_are_not_built_here_are_one_line(tmp_path):
+@pytest.mark.parametrize(
+    ("about", "key"),
+    [
+        ({"model_args": {"act_layer": "relu"}}, "model_args.act_layer: "),
+        ({"global_pool": "max"}, "global_pool: 'max'"),
+        ({"model_args": 3}, "model_args: 3"),
+        ({"architecture": "gmixer_12_224"}, "architecture: 'gmixer_12_224'"),
+    ],
+)
+def test_options_of_timm_that_are_not_built_here_are_one_line(tmp_path, about, key):
     folder = timm_mixer(tmp_path / "timm")
-    for said, expected in (
-        ({"model_args": {"act_layer": "relu"}}, "model_args.act_layer: is not supported"),
-        ({"global_pool": "max"}, "global_pool: 'max' is not supported; supported: 'avg'"),
-        ({"model_args": 3}, "model_args: 3 is not an object of keys"),
-    ):
-        about = {"architecture": "mixer_small"} | said
-        (folder / "config.json").write_text(json.dumps(about))
-        with pytest.raises(WeightsError, match=expected):
-            open_weights(folder)
-    (folder / "config.json").write_text(json.dumps({"architecture": "gmixer_12_224"}))
-    with pytest.raises(WeightsError, match=r"architecture: 'gmixer_12_224' is .* timm's mixer"):
+    (folder / "config.json").write_text(json.dumps({"architecture": "mixer_small"} | about))
+    with pytest.raises(WeightsError, match=key):
         open_weights(folder)
 
 
 @pytest.mark.parametrize(
-    ("about", "message"),
+    ("change", "name"),
     [
-        ({"model_type": "vit", "hidden_act": ["gelu"]}, r"hidden_act: \['gelu'\] is not supported"),
-        ({"model_type": "vit", "layer_norm_eps": None}, "layer_norm_eps: None: Input should be a"),
-        ({"model_type": "vit", "num_attention_heads": "x"}, "num_attention_heads: 'x' is not"),
-        ({"model_type": "vit", "intermediate_size": 0}, "intermediate_size: 0 is not supported"),
-        ({"model_type": "clip", "vision_config": None}, "vision_config: None is not an object"),
+        ({"stem.proj.weight": torch.zeros(3)}, "stem.proj.weight"),
+        ({"blocks.0.mlp_channels.fc1.weight": torch.zeros(3)}, "mlp_channels.fc1.weight"),
+        ({"extra": torch.zeros(2)}, "unknown tensor extra"),
+        ({"blocks.1.norm2.bias": None}, "no tensor blocks.1.norm2.bias"),
     ],
 )
-def test_a_configuration_that_is_no_models_is_one_line(tmp_path, about, message):
-    save_file({"classifier.weight": torch.zeros(2, 24)}, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps(about))
-    with pytest.raises(WeightsError, match=message) as raised:
-        open_weights(tmp_path)
-    assert "\n" not in str(raised.value)
-
-
-def test_tensors_of_a_mixer_with_other_axes_are_one_line(tmp_path):
+def test_tensors_that_are_not_a_mixers_are_named(tmp_path, change, name):
     folder = timm_mixer(tmp_path / "timm")
-    stored = load_file(folder / "model.safetensors")
-    for name in ("stem.proj.weight", "blocks.0.mlp_channels.fc1.weight"):
-        save_file(stored | {name: torch.zeros(3)}, folder / "model.safetensors")
-        with pytest.raises(WeightsError, match=rf"{name}: the shape is \[3\]; a Mixer of timm"):
-            open_weights(folder)
+    tensors = load_file(folder / "model.safetensors") | change
+    kept = {key: tensor for key, tensor in tensors.items() if tensor is not None}
+    save_file(kept, folder / "model.safetensors")
+    with pytest.raises(WeightsError, match=re.escape(name)):
+        open_weights(folder)
 
 
-def test_another_model_a_strange_tensor_and_a_missing_one_are_one_line(tmp_path):
-    folder = timm_mixer(tmp_path / "timm")
-    weights = open_weights(folder)
+def test_another_model_is_refused_by_its_key(tmp_path):
+    weights = open_weights(timm_mixer(tmp_path / "timm"))
     other = read_model_config(weights.config.model_dump() | {"hidden_size": 28})
     with pytest.raises(WeightsError, match=r"model\.hidden_size 24 there, 28 here"):
         weights.check_config(other)
     with pytest.raises(WeightsError, match=r"model\.kind 'mixer' there, 'vit' here"):
         weights.check_config(read_model_config({"kind": "vit"}))
-    tensors = load_file(folder / "model.safetensors")
-    save_file(tensors | {"extra": torch.zeros(2)}, folder / "model.safetensors")
-    with pytest.raises(WeightsError, match="unknown tensor extra"):
-        open_weights(folder)
-    del tensors["blocks.1.norm2.bias"]
-    save_file(tensors, folder / "model.safetensors")
-    with pytest.raises(WeightsError, match=r"no tensor blocks\.1\.norm2\.bias"):
-        open_weights(folder)
