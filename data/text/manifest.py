@@ -1,6 +1,7 @@
 """The description of a prepared folder: `manifest.json`, written last."""
 
 import hashlib
+import os
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -51,10 +52,10 @@ class PrepareConfig(ReadOptions):
     it has them; see `polyad.data.text.sources.open_splits`."""
     tokenizer: str = Field(min_length=1)
     """`train:VOCAB_SIZE`, `words`, `words:VOCAB_SIZE`, a path, or a name on the hub."""
-    validation_fraction: float = Field(default=0.05, ge=0, lt=0.5)
+    validation_fraction: float = Field(default=0.05, ge=0, le=0.5)
     """Share of the text held out for validation, if that split has no source of its own. If there
     are too few documents, it is taken from the end of the text."""
-    test_fraction: float = Field(default=0.05, ge=0, lt=0.5)
+    test_fraction: float = Field(default=0.05, ge=0, le=0.5)
     """Share held out for the test, in the same way."""
     validation_source: str | None = Field(default=None, min_length=1)
     """Text to use as the validation split instead."""
@@ -141,9 +142,11 @@ class Manifest(Config):
             folder: The folder.
 
         Raises:
-            DataError: It cannot be read, or another version of Polyad wrote it.
+            DataError: There is none, it cannot be read, or another version of Polyad wrote it.
         """
         path = folder / MANIFEST_FILE
+        if not os.path.lexists(path):
+            raise DataError(f"{folder}: not prepared data; make it with `polyad prepare`")
         tree = read_json(path)
         version = tree.get("format_version") if isinstance(tree, dict) else None
         if version != FORMAT_VERSION:

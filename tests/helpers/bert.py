@@ -12,7 +12,6 @@ from torch import nn
 
 from polyad.data.text.prepare import prepare
 from polyad.data.text.sources import open_source
-from polyad.data.text.tokenizers.files import SPECIAL
 from polyad.model.bert import Bert, BertConfig
 from polyad.model.build import build_model, materialize
 from tests.helpers.training import Case, build_engine
@@ -24,6 +23,8 @@ THEIRS = {
     "vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
     "intermediate_size": 96, "max_position_embeddings": 16, "type_vocab_size": 3,
 }  # fmt: skip
+SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+"""The special tokens of its vocabularies."""
 LENGTHS = (16, 11, 1)
 """Number of tokens in each row of `padded_input`."""
 

@@ -1,7 +1,6 @@
 """Keys of configurations that earlier versions had."""
 
 GONE: dict[str, str] = {
-    "data.leave_out": "domains of rows; move their rows to the table of the test split",
     "data.max_damaged": "replacing damaged images; delete the file that the error names",
     "data.verify": "the background check of data; use `polyad data verify`",
     "monitor.stall_minutes": "the watchdog; parallel.timeout_minutes ends a run that stalls",

@@ -304,7 +304,7 @@ def test_bad_input_is_one_line(finished, tmp_path, prepared_path, capfd):
     (tmp_path / "theirs" / "tokenizer_config.json").write_text('{"eos_token": "<no>"}')
     assert "'<no>'" in refused(tmp_path / "theirs")
     (tmp_path / "theirs" / "tokenizer_config.json").write_text('{"eos_token": 5}')
-    assert "tokenizer_config.json: eos_token" in refused(tmp_path / "theirs")
+    assert "to end a document, 5" in refused(tmp_path / "theirs")
     with pytest.raises(ConfigError, match="UTF-8"):
         generate(finished, "\udcff")
 

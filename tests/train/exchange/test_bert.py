@@ -8,7 +8,7 @@ import yaml
 from safetensors.torch import load_file
 
 from polyad.data.text.prepare import prepare
-from polyad.data.text.tokenizers.files import SPECIAL, VOCABULARY_FILE
+from polyad.data.text.tokenizers.files import VOCABULARY_FILE
 from polyad.launch.cli import run as polyad
 from polyad.model.build import build_model, materialize
 from polyad.model.lora import LoRAConfig, add_lora
@@ -17,7 +17,7 @@ from polyad.parallel.weights import load_model
 from polyad.train.exchange.convert import convert
 from polyad.train.exchange.experts import Splitting, Upcycling
 from tests.helpers import sequences as made
-from tests.helpers.bert import padded_input, their_bert
+from tests.helpers.bert import SPECIAL, padded_input, their_bert
 from tests.helpers.everyday import everyday
 from tests.helpers.runs import evaluation, records, run, run_and_listen, write_config
 

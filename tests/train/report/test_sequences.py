@@ -3,11 +3,12 @@
 import numpy as np
 import pytest
 
-from polyad.data.text.tokenizers.files import SPECIAL, VOCABULARY_FILE
+from polyad.data.text.tokenizers.files import VOCABULARY_FILE
 from polyad.parallel.checkpoint.load import Checkpoint
 from polyad.train.exchange.convert import convert
 from polyad.train.exchange.experts import Splitting
 from polyad.train.report.command import report
+from tests.helpers.bert import SPECIAL
 from tests.helpers.everyday import everyday
 from tests.helpers.fine_tuned import (
     KINDS,

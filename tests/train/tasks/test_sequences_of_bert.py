@@ -7,12 +7,12 @@ import pytest
 import torch
 import yaml
 
-from polyad.data.text.tokenizers.files import SPECIAL, VOCABULARY_FILE, load_tokenizer
+from polyad.data.text.tokenizers.files import VOCABULARY_FILE, load_tokenizer
 from polyad.parallel.checkpoint.load import Checkpoint
 from polyad.parallel.weights import load_model
 from polyad.train.exchange.convert import convert
 from tests.helpers import sequences as made
-from tests.helpers.bert import their_bert
+from tests.helpers.bert import SPECIAL, their_bert
 from tests.helpers.everyday import everyday
 from tests.helpers.runs import (
     evaluation,

@@ -18,6 +18,7 @@ from polyad.data.text.splits import split_by_bytes
 from polyad.data.text.tokenizers.files import load_tokenizer
 from polyad.data.text.tokenizers.tokenizer import END_OF_TEXT
 from polyad.data.text.tokenizers.training import train_words, trainer_of
+from tests.helpers.bert import SPECIAL
 from tests.helpers.prepared import jsonl
 
 
@@ -128,7 +129,6 @@ def test_text_without_a_word_has_no_vocabulary():
         train_words(iter([" \n", "<unk>"]), None, END_OF_TEXT)
 
 
-SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 WORDS = [
     "the",
     "cat",
