@@ -34,10 +34,6 @@ def files_of(data, name):
     return [Path(split.name_of(number)) for number in range(len(split))]
 
 
-def domains_of(data, name):
-    return {file.parent.parent.name for file in files_of(data, name)}
-
-
 def test_a_share_of_each_domain_is_held_out(tree):
     data = opened(tree)
     assert data.splits == ["train", "validation"]

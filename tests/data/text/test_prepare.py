@@ -18,11 +18,6 @@ from polyad.data.text.tokenizers.training import train_tokenizer
 from tests.helpers.everyday import everyday
 from tests.helpers.prepared import jsonl
 
-PREPARE = """
-import sys
-from polyad.data.text.prepare import prepare
-prepare(sys.argv[1], sys.argv[2], sys.argv[3])
-"""
 PREPARE_SLOWLY = """
 import sys, time, polyad.data.text.writer
 from polyad.data.text.prepare import prepare
@@ -89,7 +84,8 @@ def test_text_with_the_mark_is_one_document(tmp_path):
 def test_long_document_is_encoded_as_if_whole(tmp_path, library_text):
     long = library_text * 3
     source = jsonl(tmp_path / "a.jsonl", [long])
-    manifest = prepare(source, "train:500", tmp_path / "out")
+    none = {"validation_fraction": 0.0, "test_fraction": 0.0}
+    manifest = prepare(source, "train:500", tmp_path / "out", **none)
     data = PreparedData.open(tmp_path / "out")
     whole = data.tokenizer().encode(long)
     assert data.split("train").read_document(0).tolist() == [*whole, 0]
@@ -105,7 +101,7 @@ def test_large_vocabulary_takes_wider_tokens(tmp_path, texts):
     backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
     backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     backend.save(str(tmp_path / "tokenizer.json"))
-    source = jsonl(tmp_path / "a.jsonl", ["w69999 w1"] * 3)
+    source = jsonl(tmp_path / "a.jsonl", ["w69999 w1"] * 20)
     manifest = prepare(source, str(tmp_path), tmp_path / "out")
     assert manifest.dtype == "int32"
     data = PreparedData.open(tmp_path / "out")
