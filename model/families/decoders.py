@@ -131,24 +131,21 @@ GPT_OSS: Rules = {
 }
 
 
-def heads(groups: int | None, *, sized: bool = True, size: int | None = None) -> Key:
+def heads(*, sized: bool = True) -> Key:
     """The number of key and value heads, and the head size.
 
     Args:
-        groups: The library's default if the file has no such key; None for as many as query heads.
         sized: Whether the file may contain a head size.
-        size: The library's default size; None for width / heads.
     """
 
     def read(tree: Tree) -> dict[str, Any]:
-        width, count = tree.get("hidden_size"), tree.get("num_attention_heads")
-        found = tree.get("head_dim", size)
-        values = {"num_key_value_heads": tree.get("num_key_value_heads", groups) or count}
+        width, count, size = tree["hidden_size"], tree["num_attention_heads"], tree.get("head_dim")
+        values = {"num_key_value_heads": tree["num_key_value_heads"]}
         if sized:
-            return values | {"head_size": found}
-        if found is not None and width and count and found != width // count:
+            return values | {"head_size": size}
+        if size is not None and width and count and size != width // count:
             raise WeightsError(
-                f"head_dim: {found} is not supported; it must be absent, or hidden_size / "
+                f"head_dim: {size} is not supported; it must be absent, or hidden_size / "
                 f"num_attention_heads: {width // count}"
             )
         return values
@@ -162,41 +159,34 @@ def heads(groups: int | None, *, sized: bool = True, size: int | None = None) ->
 
 
 def rope(
-    theta: float,
-    *,
-    pairs: str = "halves",
-    dtype: str = "model",
-    is_latent: bool = False,
-    scaling: Tree | None = None,
+    *, pairs: str = "halves", dtype: str = "model", is_latent: bool = False, scales: bool = False
 ) -> Key:
-    """Rotary positions, in the form of older files (`rope_theta`, `rope_scaling`) and newer ones
-    (`rope_parameters`).
+    """Rotary positions.
 
     Args:
-        theta: The library's default.
         pairs: Which units are rotated together.
         dtype: The precision of the rotation.
         is_latent: Whether YaRN scales logits, and the file says which units are rotated together.
-        scaling: The library's default scaling.
+        scales: Whether the library scales them by default.
     """
-    unsaid = scaling or {}
 
     def read(tree: Tree) -> dict[str, Any]:
-        found = _rope_parameters(tree, theta, unsaid)
-        if (kind := found["rope_type"]) != "default" and kind not in _SCALINGS:
+        parameters = tree["rope_parameters"]
+        if (kind := parameters["rope_type"]) != "default" and kind not in _SCALINGS:
             known = ", ".join(("default", *_SCALINGS))
             raise WeightsError(f"rope_type: {kind!r:.60} is not supported; supported: {known}")
-        implied(partial_rotary_factor=1.0).read(found)
-        values: dict[str, Any] = {"theta": float(found["rope_theta"]), "dtype": dtype}
+        implied(partial_rotary_factor=1.0).read(parameters)
+        values: dict[str, Any] = {"theta": parameters["rope_theta"], "dtype": dtype}
         of_file = "neighbours" if tree.get("rope_interleave", True) else "halves"
         values["pairs"] = of_file if is_latent else pairs
         if kind != "default":
-            values["scaling"] = _read_scaling(found, tree.get("max_position_embeddings"), is_latent)
+            longest = tree["max_position_embeddings"]
+            values["scaling"] = _read_scaling(parameters, longest, is_latent)
         return {"rotary": values}
 
     def write(config: DecoderConfig) -> dict[str, Any]:
         assert config.rotary is not None
-        none = {"rope_type": "default"} if unsaid else None
+        none = {"rope_type": "default"} if scales else None
         written: dict[str, Any] = {"rope_theta": config.rotary.theta, "rope_scaling": none}
         if (scaling := config.rotary.scaling) is not None:
             names = _SCALINGS[scaling.kind]
@@ -209,14 +199,6 @@ def rope(
 
     names = {"rotary": "rope_scaling", "rotary.theta": "rope_theta"}
     return Key(names, read, write, reads=("rope_parameters", "rope_interleave"))
-
-
-def _rope_parameters(tree: Tree, theta: float, unsaid: Tree) -> dict[str, Any]:
-    """Converts the keys of either form to the newer one; as in the library, the older one wins."""
-    section = tree.get("rope_scaling") or tree.get("rope_parameters") or unsaid
-    parameters: dict[str, Any] = {"rope_theta": tree.get("rope_theta", theta), **section}
-    parameters["rope_type"] = parameters.get("rope_type") or parameters.get("type") or "default"
-    return parameters
 
 
 def _read_scaling(parameters: Tree, longest: Any, is_latent: bool) -> dict[str, Any]:
@@ -236,8 +218,7 @@ def _read_scaling(parameters: Tree, longest: Any, is_latent: bool) -> dict[str, 
     for theirs, ours in _SCALINGS[kind].items():
         value = values.get(theirs)
         if value or isinstance(value, bool):  # mscale: 0 means none
-            whole = isinstance(value, bool) or ours == "original_length"
-            section[ours] = value if whole else float(value)
+            section[ours] = value
     return section | ({"scaled_logits": is_latent} if kind == "yarn" else {})
 
 
@@ -263,32 +244,21 @@ _SCALINGS: dict[str, dict[str, str]] = {
 """Our scaling keys by the library's."""
 
 
-def window(
-    slides: Callable[[Tree, int], bool] = lambda tree, block: True,
-    default: int | None = None,
-    *,
-    is_optional: bool = False,
-) -> Key:
-    """The sliding window, and the blocks that have it.
+def window(*, is_optional: bool = False) -> Key:
+    """The sliding window, and the blocks that have it: all without `layer_types`.
 
     Args:
-        slides: Whether a block has it if the file has no `layer_types`.
-        default: The library's default window.
-        is_optional: Whether the file has `use_sliding_window`, which is false by default.
+        is_optional: Whether the file has `use_sliding_window`.
     """
 
     def read(tree: Tree) -> dict[str, Any]:
-        size = tree.get("sliding_window", default)
-        if is_optional and not tree.get("use_sliding_window", False):
+        size, types = tree.get("sliding_window"), tree.get("layer_types")
+        if is_optional and not tree.get("use_sliding_window"):
             size = None
-        blocks = range(tree.get("num_hidden_layers", 0))
-        if types := tree.get("layer_types"):
-            listed = [block for block in blocks if types[block] == "sliding_attention"]
-        else:
-            listed = [block for block in blocks if slides(tree, block)]
-        if not size or not listed:
+        listed = [block for block, kind in enumerate(types or ()) if kind == "sliding_attention"]
+        if not size or (types and not listed):
             return {}
-        all_slide = len(listed) == len(blocks)
+        all_slide = not types or len(listed) == len(types)
         return {"sliding_window": size, "sliding_window_blocks": 1 if all_slide else listed}
 
     def write(config: DecoderConfig) -> dict[str, Any]:
@@ -315,11 +285,10 @@ def placement(
     """
 
     def read(tree: Tree) -> dict[str, Any]:
-        blocks = range(tree.get("num_hidden_layers", 0))
+        blocks = range(tree["num_hidden_layers"])
         listed = [block for block in blocks if routes(tree, block)]
         if not listed:
-            found = {key: tree[key] for key in reads if key in tree} or {reads[0]: "the default"}
-            text = ", ".join(f"{key}: {value}" for key, value in found.items())
+            text = ", ".join(f"{key}: {tree[key]}" for key in reads)
             raise WeightsError(f"{text}: leaves none of {len(blocks)} blocks with experts")
         return {"feed_forward.placement": 1 if len(listed) == len(blocks) else listed}
 
@@ -329,16 +298,11 @@ def placement(
     return Key({"feed_forward.placement": reads[0]}, read, written, reads=reads)
 
 
-def shared_experts(default: int) -> Key:
-    """DeepSeek's shared experts: n of an expert's width are read as one, n times as wide.
-
-    Args:
-        default: The library's default number.
-    """
+def shared_experts() -> Key:
+    """DeepSeek's shared experts: n of an expert's width are read as one, n times as wide."""
 
     def read(tree: Tree) -> dict[str, Any]:
-        count = tree.get("n_shared_experts", default) or 0
-        size = count * tree.get("moe_intermediate_size", 0)
+        size = (tree["n_shared_experts"] or 0) * tree["moe_intermediate_size"]
         return {"feed_forward.shared_hidden_size": size or None}
 
     def write(config: Any) -> dict[str, Any]:
@@ -354,11 +318,11 @@ def shared_experts(default: int) -> Key:
     return Key({"feed_forward.shared_hidden_size": "n_shared_experts"}, read, write)
 
 
-def normalized(default: bool) -> Key:
+def normalized() -> Key:
     """Whether the weights of a token's experts are divided by their sum."""
 
     def read(tree: Tree) -> dict[str, Any]:
-        is_normalized = tree.get("norm_topk_prob", default)
+        is_normalized = tree["norm_topk_prob"]
         return {"feed_forward.combine": "normalized" if is_normalized else "softmax"}
 
     return Key(
@@ -368,21 +332,21 @@ def normalized(default: bool) -> Key:
     )
 
 
-def biases(default: bool) -> Key:
+def biases() -> Key:
     """Whether attention has biases: one key of the library for two of ours, which must be equal."""
     ours, theirs = ("attention_bias", "attention_output_bias"), "attention_bias"
     return Key(
         dict.fromkeys(ours, theirs),
-        lambda tree: dict.fromkeys(ours, tree.get(theirs, default)),
+        lambda tree: dict.fromkeys(ours, tree[theirs]),
         lambda config: {theirs: config.attention_bias},
     )
 
 
-def padding(default: int | None) -> Key:
+def padding() -> Key:
     """The token whose embedding gets no gradient."""
     return Key(
         {"pad_id": "pad_token_id"},
-        lambda tree: {"pad_id": _within(tree.get("pad_token_id", default), tree.get("vocab_size"))},
+        lambda tree: {"pad_id": _within(tree["pad_token_id"], tree["vocab_size"])},
         lambda config: {"pad_token_id": config.pad_id},
     )
 
@@ -392,45 +356,42 @@ def _within(pad_id: Any, vocab_size: Any) -> Any:
     return pad_id + vocab_size if isinstance(pad_id, int) and pad_id < 0 else pad_id
 
 
-def _shape(epsilon: float, length: int, *, pad_id: int | None = None) -> tuple[Key, ...]:
-    """The keys of all families, with defaults that differ between them."""
-    return (
-        field("vocab_size", "vocab_size", 32000, is_needed=True),
-        field("hidden_size", "hidden_size", 4096, is_needed=True),
-        field("num_hidden_layers", "num_layers", 32, is_needed=True),
-        field("num_attention_heads", "num_heads", 32, is_needed=True),
-        field("max_position_embeddings", "sequence_length", length),
-        field("rms_norm_eps", "norm_epsilon", epsilon),
-        field("tie_word_embeddings", "tied_embeddings", False),
-        field("initializer_range", "initializer_range", 0.02),
-        field("attention_dropout", "dropout", 0.0),
-        only("hidden_act", "silu"),
-        padding(pad_id),
-    )
+def _layer_types(tree: Tree) -> dict[str, Any]:
+    for kind in tree.get("layer_types") or ():
+        if kind not in _LAYER_TYPES:
+            known = ", ".join(_LAYER_TYPES[:2])
+            raise WeightsError(f"layer_types: {kind!r:.60} is not supported; supported: {known}")
+    return {}
 
 
-def _dense(size: int) -> tuple[Key, ...]:
-    return (
-        constant(feed_forward__kind="dense"),
-        field("intermediate_size", "feed_forward.hidden_size", size),
-    )
+_LAYER_TYPES = ("full_attention", "sliding_attention", "attention")
+SHAPE = (
+    Key({}, _layer_types, reads=("layer_types",)),
+    field("vocab_size", "vocab_size"),
+    field("hidden_size", "hidden_size"),
+    field("num_hidden_layers", "num_layers"),
+    field("num_attention_heads", "num_heads"),
+    field("max_position_embeddings", "sequence_length"),
+    field("rms_norm_eps", "norm_epsilon"),
+    field("tie_word_embeddings", "tied_embeddings"),
+    field("initializer_range", "initializer_range"),
+    field("attention_dropout", "dropout"),
+    only("hidden_act", "silu"),
+    padding(),
+)
+"""The keys of all families."""
+DENSE = (
+    constant(feed_forward__kind="dense"),
+    field("intermediate_size", "feed_forward.hidden_size"),
+)
 
 
-def _sparse(
-    experts: str,
-    default: int,
-    top_k: int | None,
-    size: str = "intermediate_size",
-    alias: str | None = None,
-) -> tuple[Key, ...]:
+def _sparse(experts: str, size: str = "intermediate_size") -> tuple[Key, ...]:
     """The keys of experts that all families have.
 
     Args:
         experts: The key of the number of experts.
-        default: The default number.
-        top_k: The default number of experts per token.
         size: The key of an expert's width.
-        alias: Another key of the number of experts.
     """
     return (
         constant(
@@ -438,9 +399,9 @@ def _sparse(
             feed_forward__activation="swiglu",
             feed_forward__router_dtype="model",
         ),
-        field(experts, "feed_forward.num_experts", default, alias),
-        field("num_experts_per_tok", "feed_forward.top_k", top_k),
-        field(size, "feed_forward.expert_hidden_size", None, is_needed=True),
+        field(experts, "feed_forward.num_experts"),
+        field("num_experts_per_tok", "feed_forward.top_k"),
+        field(size, "feed_forward.expert_hidden_size"),
     )
 
 
@@ -457,56 +418,44 @@ QWEN_BLOCKS = placement(
 )
 
 
-def _dense_blocks(size: int) -> Key:
-    """The width of dense blocks, with the library's default."""
-    return Key(
-        {"feed_forward.dense_hidden_size": "intermediate_size"},
-        lambda tree: {"feed_forward.dense_hidden_size": tree.get("intermediate_size", size)},
-        lambda config: {
-            "intermediate_size": config.feed_forward.dense().inner_size(config.hidden_size)
-        },
-    )
+DENSE_BLOCKS = Key(
+    {"feed_forward.dense_hidden_size": "intermediate_size"},
+    lambda tree: {"feed_forward.dense_hidden_size": tree["intermediate_size"]},
+    lambda config: {
+        "intermediate_size": config.feed_forward.dense().inner_size(config.hidden_size)
+    },
+)
+"""The width of dense blocks."""
 
 
-def _deepseek(
-    *more: Key,
-    length: int,
-    experts: int,
-    top_k: int | None,
-    shared: int,
-    dense_size: int,
-    dense_first: int,
-) -> tuple[Key, ...]:
-    """The keys of both DeepSeek versions, with defaults that differ between them."""
+def _groups_of_heads(tree: Tree) -> dict[str, Any]:
+    return implied(num_key_value_heads=tree["num_attention_heads"]).read(tree)
 
-    def read_groups(tree: Tree) -> dict[str, Any]:
-        return implied(num_key_value_heads=tree.get("num_attention_heads", 32)).read(tree)
 
-    blocks = placement(
-        lambda tree, block: block >= (tree.get("first_k_dense_replace", dense_first) or 0),
+DEEPSEEK = (
+    *SHAPE,
+    field("kv_lora_rank", "latent_attention.key_value_rank"),
+    field("q_lora_rank", "latent_attention.query_rank"),
+    field("qk_nope_head_dim", "latent_attention.plain_size"),
+    field("qk_rope_head_dim", "latent_attention.rotated_size"),
+    field("v_head_dim", "latent_attention.value_size"),
+    biases(),
+    Key({}, _groups_of_heads, lambda config: {"num_key_value_heads": config.num_heads},
+        reads=("num_key_value_heads", "qk_head_dim", "num_nextn_predict_layers", "ep_size",
+               "aux_loss_alpha", "seq_aux")),
+    *_sparse("n_routed_experts", "moe_intermediate_size"),
+    constant(feed_forward__router_dtype="fp32"),
+    DENSE_BLOCKS,
+    placement(
+        lambda tree, block: block >= tree["first_k_dense_replace"],
         lambda dense: {"first_k_dense_replace": len(dense)},
         "first_k_dense_replace",
-    )
-    return (
-        *_shape(1e-6, length),
-        field("kv_lora_rank", "latent_attention.key_value_rank", 512),
-        field("q_lora_rank", "latent_attention.query_rank", 1536),
-        field("qk_nope_head_dim", "latent_attention.plain_size", 128),
-        field("qk_rope_head_dim", "latent_attention.rotated_size", 64),
-        field("v_head_dim", "latent_attention.value_size", 128),
-        biases(False),
-        Key({}, read_groups, lambda config: {"num_key_value_heads": config.num_heads},
-            reads=("num_key_value_heads", "qk_head_dim", "num_nextn_predict_layers", "ep_size",
-                   "aux_loss_alpha", "seq_aux")),
-        *_sparse("n_routed_experts", experts, top_k, "moe_intermediate_size"),
-        constant(feed_forward__router_dtype="fp32"),
-        _dense_blocks(dense_size),
-        blocks,
-        shared_experts(shared),
-        only("moe_layer_freq", 1),
-        only("mlp_bias", False),
-        *more,
-    )  # fmt: skip
+    ),
+    shared_experts(),
+    only("moe_layer_freq", 1),
+    only("mlp_bias", False),
+)  # fmt: skip
+"""The keys of both DeepSeek versions."""
 
 
 def _decoder(
@@ -534,80 +483,74 @@ def _decoder(
     )
 
 
-def _by_layers(tree: Tree, block: int) -> bool:
-    first: int | None = tree.get("max_window_layers")
-    return block >= (28 if first is None else first)
-
-
 LLAMA_FAMILY = _decoder(
     "llama", "Llama", "Llama",
-    (*_shape(1e-6, 2048), heads(None), rope(10000.0), *_dense(11008),
-     biases(False),
-     field("mlp_bias", "mlp_bias", False)),
+    (*SHAPE, heads(), rope(), *DENSE,
+     biases(),
+     field("mlp_bias", "mlp_bias")),
 )  # fmt: skip
 MISTRAL_FAMILY = _decoder(
     "mistral", "Mistral", "Mistral",
-    (*_shape(1e-6, 131072), heads(8), rope(10000.0), *_dense(14336), window(default=4096)),
+    (*SHAPE, heads(), rope(), *DENSE, window()),
 )  # fmt: skip
 QWEN2_FAMILY = _decoder(
     "qwen2", "Qwen2", "Qwen2",
-    (*_shape(1e-6, 32768), heads(32, sized=False), rope(10000.0), *_dense(22016),
-     window(_by_layers, 4096, is_optional=True), constant(attention_bias=True),
+    (*SHAPE, heads(sized=False), rope(), *DENSE,
+     window(is_optional=True), constant(attention_bias=True),
      Key({}, reads=("attention_bias", "qkv_bias"))),  # the library ignores both
 )  # fmt: skip
 QWEN3_FAMILY = _decoder(
     "qwen3", "Qwen3", "Qwen3",
-    (*_shape(1e-6, 32768), heads(32, size=128), rope(10000.0), *_dense(22016),
-     window(_by_layers, 4096, is_optional=True), constant(query_key_norm="head"),
+    (*SHAPE, heads(), rope(), *DENSE,
+     window(is_optional=True), constant(query_key_norm="head"),
      implied(use_qk_norm=True),
-     biases(False)),
+     biases()),
 )  # fmt: skip
 OLMOE_FAMILY = _decoder(
     "olmoe", "OLMoE", "Olmoe",
-    (*_shape(1e-5, 4096, pad_id=1), heads(None, sized=False), rope(10000.0),
-     *_sparse("num_experts", 64, 8), normalized(False),
-     field("clip_qkv", "query_key_value_clip", None), constant(query_key_norm="all"),
+    (*SHAPE, heads(sized=False), rope(),
+     *_sparse("num_experts"), normalized(),
+     field("clip_qkv", "query_key_value_clip"), constant(query_key_norm="all"),
      implied(use_qk_norm=True),
-     biases(False)),
+     biases()),
     ROUTED, other_forms=(FUSED,),
 )  # fmt: skip
 MIXTRAL_FAMILY = _decoder(
     "mixtral", "Mixtral", "Mixtral",
-    (*_shape(1e-5, 131072), heads(8), rope(1e6), *_sparse("num_local_experts", 8, 2), window(),
+    (*SHAPE, heads(), rope(), *_sparse("num_local_experts"), window(),
      constant(feed_forward__combine="normalized"), implied(norm_topk_prob=True)),
     MIXTRAL, other_forms=({"feed_forward.router.score": "mlp.gate", **FUSED},),
 )  # fmt: skip
 QWEN2_MOE_FAMILY = _decoder(
     "qwen2_moe", "Qwen2-MoE", "Qwen2Moe",
-    (*_shape(1e-6, 32768), heads(16, sized=False), rope(10000.0),
-     *_sparse("num_experts", 60, 4, "moe_intermediate_size"), _dense_blocks(5632), QWEN_BLOCKS,
-     field("shared_expert_intermediate_size", "feed_forward.shared_hidden_size", 5632),
-     constant(feed_forward__shared_gate=True), normalized(False),
-     field("qkv_bias", "attention_bias", True),
-     window(lambda tree, block: block % 2 == 0 and not _by_layers(tree, block), 4096,
-            is_optional=True)),
+    (*SHAPE, heads(sized=False), rope(),
+     *_sparse("num_experts", "moe_intermediate_size"), DENSE_BLOCKS, QWEN_BLOCKS,
+     field("shared_expert_intermediate_size", "feed_forward.shared_hidden_size"),
+     constant(feed_forward__shared_gate=True), normalized(),
+     field("qkv_bias", "attention_bias"),
+     window(is_optional=True)),
     ROUTED, _shared("mlp.shared_expert"), other_forms=(FUSED,),
 )  # fmt: skip
 QWEN3_MOE_FAMILY = _decoder(
     "qwen3_moe", "Qwen3-MoE", "Qwen3Moe",
-    (*_shape(1e-6, 32768), heads(4), rope(10000.0),
-     *_sparse("num_experts", 128, 8, "moe_intermediate_size", "num_local_experts"),
-     _dense_blocks(6144), QWEN_BLOCKS, normalized(False), window(default=4096, is_optional=True),
+    (*SHAPE, heads(), rope(),
+     *_sparse("num_experts", "moe_intermediate_size"), Key({}, reads=("num_local_experts",)),
+     DENSE_BLOCKS, QWEN_BLOCKS, normalized(), window(is_optional=True),
      constant(query_key_norm="head"), implied(use_qk_norm=True),
-     biases(False)),
+     biases()),
     ROUTED, other_forms=(FUSED,),
 )  # fmt: skip
 _GRANITE = (
-    *_shape(1e-6, 2048), heads(None, sized=False), rope(10000.0),
-    *_sparse("num_local_experts", 8, 2), constant(feed_forward__combine="normalized"),
+    *SHAPE, heads(sized=False), rope(),
+    *_sparse("num_local_experts"), constant(feed_forward__combine="normalized"),
     implied(
         norm_topk_prob=True, position_embedding_type="rope", normalization_function="rmsnorm"
     ),
-    biases(False),
-    field("embedding_multiplier", "embedding_multiplier", 1.0),
-    field("residual_multiplier", "residual_multiplier", 1.0),
-    field("attention_multiplier", "attention_scale", 1.0),
-    field("logits_scaling", "logits_divisor", 1.0),
+    biases(),
+    field("embedding_multiplier", "embedding_multiplier"),
+    field("residual_multiplier", "residual_multiplier"),
+    field("attention_multiplier", "attention_scale"),
+    field("logits_scaling", "logits_divisor"),
 )  # fmt: skip
 _GRANITE_FORM = {
     "feed_forward.router.score": "block_sparse_moe.router",
@@ -621,22 +564,23 @@ GRANITE_SHARED_FAMILY = _decoder(
     (*_GRANITE,
      Key({"feed_forward.shared_hidden_size": "shared_intermediate_size"},
          lambda tree: {"feed_forward.shared_hidden_size":
-                       tree.get("shared_intermediate_size") or None},
+                       tree["shared_intermediate_size"] or None},
          lambda config: {"shared_intermediate_size":
                          config.feed_forward.shared_hidden_size or 0})),
     GRANITE, other_forms=(_GRANITE_FORM,),
 )  # fmt: skip
 
 
-def _groups(tree: Tree, number: int = 1, best: int = 1) -> dict[str, Any]:
+def _groups(tree: Tree) -> dict[str, Any]:
+    groups, best = tree["n_group"], tree["topk_group"]
     return {
-        "feed_forward.num_groups": tree.get("n_group", number) or 1,
-        "feed_forward.top_groups": tree.get("topk_group", best) or 1,
+        "feed_forward.num_groups": 1 if groups is None else groups,
+        "feed_forward.top_groups": 1 if best is None else best,
     }
 
 
 def _v2_groups(tree: Tree) -> dict[str, Any]:
-    method = tree.get("topk_method", "greedy")
+    method = tree["topk_method"]
     if method not in ("greedy", "group_limited_greedy"):
         raise WeightsError(
             f"topk_method: {method!r:.60} is not supported; supported: 'greedy', "
@@ -652,48 +596,39 @@ def _written_groups(config: Any) -> dict[str, Any]:
 
 DEEPSEEK_V2_FAMILY = _decoder(
     "deepseek_v2", "DeepSeek-V2", "DeepseekV2",
-    _deepseek(
-        rope(10000.0, pairs="neighbours", dtype="fp32", is_latent=True),
-        constant(feed_forward__combine="softmax"),
-        field("routed_scaling_factor", "feed_forward.routed_scaling_factor", 1.0),
-        only("scoring_func", "softmax"),
-        Key({"feed_forward.num_groups": "n_group", "feed_forward.top_groups": "topk_group"},
-            _v2_groups,
-            lambda config: {"topk_method": "greedy" if config.feed_forward.num_groups == 1
-                            else "group_limited_greedy", **_written_groups(config)},
-            reads=("topk_method", "norm_topk_prob")),
-        length=2048, experts=64, top_k=None, shared=2, dense_size=11008, dense_first=0,
-    ),
+    (*DEEPSEEK, rope(pairs="neighbours", dtype="fp32", is_latent=True),
+     constant(feed_forward__combine="softmax"),
+     field("routed_scaling_factor", "feed_forward.routed_scaling_factor"),
+     only("scoring_func", "softmax"),
+     Key({"feed_forward.num_groups": "n_group", "feed_forward.top_groups": "topk_group"},
+         _v2_groups,
+         lambda config: {"topk_method": "greedy" if config.feed_forward.num_groups == 1
+                         else "group_limited_greedy", **_written_groups(config)},
+         reads=("topk_method", "norm_topk_prob"))),
     ROUTED, _shared("mlp.shared_experts"), LATENT, other_forms=(FUSED,),
 )  # fmt: skip
 DEEPSEEK_V3_FAMILY = _decoder(
     "deepseek_v3", "DeepSeek-V3", "DeepseekV3",
-    _deepseek(
-        rope(10000.0, pairs="neighbours", is_latent=True),
-        normalized(True),
-        constant(feed_forward__score_function="sigmoid", feed_forward__selection_bias=True,
-                 feed_forward__group_score="best_two"),
-        field("routed_scaling_factor", "feed_forward.routed_scaling_factor", 2.5),
-        only("scoring_func", "sigmoid"),
-        only("topk_method", "noaux_tc"),
-        Key({"feed_forward.num_groups": "n_group", "feed_forward.top_groups": "topk_group"},
-            lambda tree: _groups(tree, 8, 4), _written_groups),
-        length=4096, experts=256, top_k=8, shared=1, dense_size=18432, dense_first=3,
-    ),
+    (*DEEPSEEK, rope(pairs="neighbours", is_latent=True), normalized(),
+     constant(feed_forward__score_function="sigmoid", feed_forward__selection_bias=True,
+              feed_forward__group_score="best_two"),
+     field("routed_scaling_factor", "feed_forward.routed_scaling_factor"),
+     only("scoring_func", "sigmoid"),
+     only("topk_method", "noaux_tc"),
+     Key({"feed_forward.num_groups": "n_group", "feed_forward.top_groups": "topk_group"},
+         _groups, _written_groups)),
     ROUTED, _shared("mlp.shared_experts"), LATENT, other_forms=(FUSED,), extra_blocks=True,
 )  # fmt: skip
 GPT_OSS_FAMILY = _decoder(
     "gpt_oss", "gpt-oss", "GptOss",
-    (*_shape(1e-5, 131072), heads(8, size=64),
-     rope(150000.0, scaling={
-         "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
-         "truncate": False, "original_max_position_embeddings": 4096}),
-     *_sparse("num_local_experts", 128, 4), window(lambda tree, block: block % 2 == 0, 128),
+    (*SHAPE, heads(),
+     rope(scales=True),
+     *_sparse("num_local_experts"), window(),
      constant(feed_forward__activation="clamped_swiglu", feed_forward__combine="normalized",
               mlp_bias=True, attention_sinks=True, norm="rms_rounded_last"),
-     biases(True),
-     field("swiglu_alpha", "feed_forward.swiglu_alpha", 1.702),
-     field("swiglu_limit", "feed_forward.swiglu_limit", 7.0),
+     biases(),
+     field("swiglu_alpha", "feed_forward.swiglu_alpha"),
+     field("swiglu_limit", "feed_forward.swiglu_limit"),
      implied(norm_topk_prob=True),
      Key({}, reads=("experts_per_token", "initial_context_length"))),
     GPT_OSS, quantized="mxfp4",

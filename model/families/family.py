@@ -12,7 +12,14 @@ from pydantic import ValidationError
 from polyad.model.build import build_model
 from polyad.model.decoder import DecoderSettings
 from polyad.model.decoder_config import DecoderConfig
-from polyad.model.families.keys import Key, Tree, WeightsError, check_forms, implied, nested
+from polyad.model.families.keys import (
+    Key,
+    Tree,
+    WeightsError,
+    as_the_library_reads,
+    implied,
+    nested,
+)
 from polyad.model.families.tensors import Piece, Rule, Shape
 from polyad.model.settings import ModelSettings
 
@@ -194,16 +201,17 @@ class Family:
         """
         try:
             section = self.section(tree)
-            check_forms(section)
             self._refuse_quantized(section)
             self._refuse_unknown(section)
+            if self.model_types:
+                section = as_the_library_reads(section, self.model_types[-1])
             values: dict[str, Any] = {}
             for key in (*self.keys, _ALWAYS):
                 values |= key.read(section)
             return self.config.model_validate(nested(values | self.further(tree, shape_of)))
         except ValidationError as error:
             raise WeightsError(f"{origin}: {self._in_their_names(error)}") from None
-        except WeightsError as error:
+        except (ArithmeticError, TypeError, ValueError) as error:
             raise WeightsError(f"{origin}: {error}") from None
 
     def write_config(self, config: ModelSettings, known: Known) -> dict[str, Any]:

@@ -1,9 +1,8 @@
 """The keys of another library's config.json and ours: one table for reading and writing.
 
-Reading uses the library's default for a missing key; writing writes every value.
+What is read has been read by the library before, with its defaults; writing writes every value.
 """
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -16,23 +15,6 @@ ACTIVATIONS = {
 }  # fmt: skip
 """Our names by transformers'; if there are two, the first is written."""
 
-_SIZES = re.compile(
-    r"(n|num)_\w+|\w+_(size|dim|rank|step|replace|group)|"
-    r"max_position_embeddings|max_window_layers|sliding_window"
-)
-"""Keys of any family whose value is a whole number, or null."""
-_MAY_BE_0 = re.compile(
-    r"first_k_dense_replace|max_window_layers|n_shared_experts|num_nextn_predict_layers|"
-    r"shared_\w+|sliding_window"
-)
-"""Those of them where 0 means none."""
-_FLAGS = frozenset({
-    "attention_bias", "mlp_bias", "norm_topk_prob", "qkv_bias", "rope_interleave",
-    "tie_word_embeddings", "use_sliding_window",
-})  # fmt: skip
-_ROTARY = frozenset({"rope_parameters", "rope_scaling"})
-_LAYER_TYPES = ("full_attention", "sliding_attention", "attention")
-
 
 class WeightsError(ValueError):
     """A folder of weights that cannot be read, or a model that cannot be written as another
@@ -41,45 +23,30 @@ class WeightsError(ValueError):
     exit_status = 2
 
 
-def check_forms(section: Tree) -> None:
-    """Checks the types of the keys that other keys are read with.
+def as_the_library_reads(section: Tree, model_type: str) -> Tree:
+    """Returns the keys as transformers' own configuration class reads them: checked, with its
+    defaults, and with one form of what older and newer files write differently.
+
+    Args:
+        section: The keys of a config.json.
+        model_type: The name of the class there.
 
     Raises:
-        WeightsError: One has another form.
+        WeightsError: A value is not allowed, or transformers is not installed.
     """
-
-    def refuse(key: str, needed: str) -> None:
-        raise WeightsError(f"{key}: {section[key]!r:.60} is not supported; it must be {needed}")
-
-    for key, value in section.items():
-        if _SIZES.fullmatch(key) and value is not None:
-            least = 0 if _MAY_BE_0.fullmatch(key) else 1
-            if type(value) is not int or not least <= value < 2**31:
-                refuse(key, f"a whole number of at least {least}, below 2^31")
-    for key in section.keys() & _FLAGS:
-        if section[key] is not None and not isinstance(section[key], bool):
-            refuse(key, "true or false")
-    for key in section.keys() & _ROTARY:
-        inside = section[key] if section[key] is not None else {}
-        if not isinstance(inside, dict) or not all(
-            isinstance(each, str if name in ("rope_type", "type") else int | float | None)
-            for name, each in inside.items()
-        ):
-            refuse(key, "an object of numbers, with a rope_type")
-    if not isinstance(section.get("rope_theta", 1.0), int | float):
-        refuse("rope_theta", "a number")
-    types, layers = section.get("layer_types"), section.get("num_hidden_layers")
-    if types is not None and not (
-        isinstance(types, list)
-        and all(each in _LAYER_TYPES for each in types)
-        and len(types) == (layers or len(types))
-    ):
-        refuse("layer_types", f"one of {', '.join(_LAYER_TYPES[:2])} for each of {layers} layers")
-    dense = section.get("mlp_only_layers")
-    if dense is not None and not (
-        isinstance(dense, list) and all(type(each) is int for each in dense)
-    ):
-        refuse("mlp_only_layers", "a list of layer numbers")
+    try:
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    except ImportError as error:
+        raise WeightsError(
+            f"model_type: {model_type}: needs transformers, which cannot be imported: {error}; "
+            "`pip install 'polyad[open]'`"
+        ) from None
+    keys = {key: value for key, value in section.items() if key != "quantization_config"}
+    try:
+        config = CONFIG_MAPPING[model_type].from_dict(keys)
+    except Exception as error:  # of any class: each kind of fault there has its own
+        raise WeightsError(" ".join(str(error).split())) from None
+    return config.to_dict() | {alias: getattr(config, alias) for alias in config.attribute_map}
 
 
 def nested(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -120,31 +87,17 @@ class Key:
     """Further keys of theirs that it handles."""
 
 
-def field(
-    theirs: str, ours: str, default: Any, alias: str | None = None, *, is_needed: bool = False
-) -> Key:
+def field(theirs: str, ours: str) -> Key:
     """A value with one key on either side.
 
     Args:
-        theirs: Their key, which is written.
+        theirs: Their key.
         ours: Our key, dotted if it is in a section of the model's.
-        default: The library's default for a missing key.
-        alias: Another key of theirs, used by older or newer files.
-        is_needed: Whether to refuse null, which here means that the data determines a size; weights
-            need a fixed size.
     """
-
-    def read(tree: Tree) -> dict[str, Any]:
-        value = tree.get(theirs, default if alias is None else tree.get(alias, default))
-        if is_needed and value is None:
-            raise WeightsError(f"{theirs}: None: a number of at least 1 is needed")
-        return {ours: value}
-
     return Key(
         {ours: theirs},
-        read,
+        lambda tree: {ours: tree.get(theirs)},
         lambda config: {theirs: value_at(config, ours)},
-        reads=() if alias is None else (alias,),
     )
 
 
@@ -186,32 +139,31 @@ def implied(**values: Any) -> Key:
     return Key({}, read, reads=tuple(values))
 
 
-def inner_size(theirs: str, default: int | None) -> Key:
+def inner_size(theirs: str, *, may_be_null: bool = False) -> Key:
     """The inner width of dense feed-forwards.
 
     Args:
         theirs: Their key.
-        default: Their default; None: null, which means four times the width as here.
+        may_be_null: Whether it may be null there, which means four times the width as here.
     """
 
     def write(config: Any) -> dict[str, Any]:
         dense = config.feed_forward
-        size = dense.hidden_size if default is None else dense.inner_size(config.hidden_size)
-        return {theirs: size}
+        return {theirs: dense.hidden_size if may_be_null else dense.inner_size(config.hidden_size)}
 
     return Key(
         {"feed_forward.hidden_size": theirs},
-        lambda tree: {"feed_forward": {"kind": "dense", "hidden_size": tree.get(theirs, default)}},
+        lambda tree: {"feed_forward": {"kind": "dense", "hidden_size": tree.get(theirs)}},
         write,
     )
 
 
-def activation(theirs: str, default: str) -> Key:
+def activation(theirs: str) -> Key:
     """The activation function of dense feed-forwards."""
 
     def read(tree: Tree) -> dict[str, Any]:
-        name = tree.get(theirs, default)
-        if not isinstance(name, str) or name not in ACTIVATIONS:
+        name = tree.get(theirs)
+        if name not in ACTIVATIONS:
             known = ", ".join(ACTIVATIONS)
             raise WeightsError(f"{theirs}: {name!r:.60} is not supported; {known}")
         return {"activation": ACTIVATIONS[name]}
@@ -229,7 +181,7 @@ def dropouts(*theirs: str, is_read: bool = True) -> Key:
     """
 
     def read(tree: Tree) -> dict[str, Any]:
-        values = [tree.get(key, 0.1) for key in theirs]
+        values = [tree.get(key) for key in theirs]
         # Dropout only matters in training.
         return {"dropout": values[0] if values.count(values[0]) == len(values) else 0.0}
 

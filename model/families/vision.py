@@ -19,7 +19,6 @@ from polyad.model.families.family import (
     refuse_experts,
 )
 from polyad.model.families.keys import (
-    Key,
     Tree,
     WeightsError,
     activation,
@@ -62,21 +61,20 @@ def check_image_model(config: ImageModelSettings) -> None:
         raise WeightsError("model.bias: False: image models in other libraries have biases")
 
 
-def _keys(patch_size: int, epsilon: float, usual: str) -> tuple[Key, ...]:
-    """The keys that ViT and CLIP share, with defaults that differ between them."""
-    return (
-        field("hidden_size", "hidden_size", 768),
-        field("num_hidden_layers", "num_layers", 12),
-        field("num_attention_heads", "num_heads", 12),
-        inner_size("intermediate_size", 3072),
-        activation("hidden_act", usual),
-        field("image_size", "image_size", 224),
-        field("patch_size", "patch_size", patch_size),
-        field("num_channels", "channels", 3),
-        field("layer_norm_eps", "layer_norm_epsilon", epsilon),
-        dropouts("hidden_dropout_prob", "attention_probs_dropout_prob", is_read=False),
-        only("qkv_bias", True),
-    )
+_KEYS = (
+    field("hidden_size", "hidden_size"),
+    field("num_hidden_layers", "num_layers"),
+    field("num_attention_heads", "num_heads"),
+    inner_size("intermediate_size"),
+    activation("hidden_act"),
+    field("image_size", "image_size"),
+    field("patch_size", "patch_size"),
+    field("num_channels", "channels"),
+    field("layer_norm_eps", "layer_norm_epsilon"),
+    dropouts("hidden_dropout_prob", "attention_probs_dropout_prob", is_read=False),
+    only("qkv_bias", True),
+)
+"""The keys that ViT and CLIP share."""
 
 
 def _check(config: ViTConfig) -> None:
@@ -120,7 +118,7 @@ VIT = Family(
     },
     ignored=re.compile(r"pooler\.dense\..*|.*position_ids"),
     may_lack_head=True,
-    keys=_keys(16, 1e-12, "gelu"),
+    keys=_KEYS,
     further=lambda tree, shape_of: {"num_classes": classes_of("classifier.weight", shape_of)},
     free=lambda config: FREE_OF_IMAGES,
     check=_check,
@@ -161,7 +159,7 @@ CLIP = Family(
     # The text tower, the projections for comparing both, and buffers of older versions.
     ignored=re.compile(r"text_model\..*|logit_scale|(visual|text)_projection\..*|.*position_ids"),
     may_lack_head=True,
-    keys=_keys(32, 1e-5, "quick_gelu"),
+    keys=_KEYS,
     section=_tower,
     further=lambda tree, shape_of: {"num_classes": 1, "pre_norm": True},
     free=lambda config: FREE_OF_IMAGES,

@@ -173,10 +173,10 @@ def test_keys_that_a_file_does_not_have_have_the_librarys_defaults(kind):
 def test_a_mixture_whose_blocks_are_all_dense_is_refused_by_its_own_key(said):
     tree = {
         "model_type": "deepseek_v3", "vocab_size": 9, "hidden_size": 8, "num_hidden_layers": 3,
-        "num_attention_heads": 2, "moe_intermediate_size": 4, **said,
+        "num_attention_heads": 2, "num_key_value_heads": 2, "moe_intermediate_size": 4, **said,
     }  # fmt: skip
     family = next(each for each in DECODERS if each.is_of(tree))
-    value = said.get("first_k_dense_replace", "the default")
+    value = said.get("first_k_dense_replace", 3)
     with pytest.raises(
         WeightsError, match=rf"first_k_dense_replace: {value}: leaves none of 3 blocks"
     ):
