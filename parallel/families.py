@@ -102,9 +102,7 @@ class FamilyWeights(FolderWeights):
     @property
     def class_names(self) -> list[str] | None:
         """The class names of its head; None if it has none, or does not name all classes."""
-        count, labels = self._num_classes, self.family.labels(self._tree)
-        if isinstance(labels, list):
-            labels = {str(number): name for number, name in enumerate(labels)}
+        count, labels = self._num_classes, self._tree.get("id2label")
         if not isinstance(labels, dict) or count < 2 or len(labels) != count:
             return None
         names = [labels.get(str(number)) for number in range(count)]
@@ -275,8 +273,7 @@ class FamilyWeights(FolderWeights):
             del values[key]
             values[f"{key}.kind"] = each.kind
             if each.kind == "dense":  # null means four times the width
-                inner = each.inner_size(self.family.width(config, key))
-                values[f"{key}.hidden_size"] = inner
+                values[f"{key}.hidden_size"] = each.inner_size(config.hidden_size)
         return values
 
     def _describe(self, config: ModelSettings) -> None:

@@ -157,7 +157,7 @@ def is_weights_folder(path: Path) -> bool:
 
 def open_weights(path: Path, choice: Choice = "trained", base: Path | None = None) -> Weights:
     """Opens the weights at a path: a checkpoint, a run's newest one, another library's folder (a
-    decoder, BERT, ViT, CLIP or timm's Mixer), peft adapters of such a folder, or a folder of
+    decoder, BERT, ViT or CLIP), peft adapters of such a folder, or a folder of
     safetensors under our names.
 
     Args:

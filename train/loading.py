@@ -54,7 +54,7 @@ def load(
 
     Args:
         path: a run, whose newest checkpoint is taken; a checkpoint; a folder of another library's
-            model (a decoder, BERT, ViT, CLIP, timm's Mixer); or one of safetensors under our names.
+            model (a decoder, BERT, ViT, CLIP); or one of safetensors under our names.
         weights: which weights of a checkpoint: `trained`, or `ema`, their moving average.
         best: take a run's best checkpoint in place of its newest.
         precision: of the parameters, `fp32` or `bf16`.

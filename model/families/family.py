@@ -69,9 +69,6 @@ class Family:
     model_types: tuple[str, ...]
     """The values of `model_type` in config.json that belong to this family."""
 
-    recognizes: Callable[[Tree], bool] = lambda tree: False
-    """Returns whether a config.json without a `model_type` belongs to it."""
-
     outside: Rules
     """Rules for parameters outside of blocks."""
     block: str
@@ -115,10 +112,6 @@ class Family:
     """Returns values of ours that follow from tensors, or from no single key."""
     free: Callable[[Any], frozenset[str]] = lambda config: FREE
     """Returns our keys that only matter in training, or select the head, which may be new."""
-    width: Callable[[Any, str], int] = lambda config, key: config.hidden_size
-    """Returns the input width of a section's feed-forward."""
-    labels: Callable[[Tree], object] = lambda tree: tree.get("id2label")
-    """Returns the class names in config.json: by number, or as a list."""
     check: Callable[[Any], None] = lambda config: None
     """Raises a `WeightsError` if they have no equivalent of our model."""
     architecture: Callable[[Any], str | None] = lambda config: None
@@ -128,7 +121,7 @@ class Family:
 
     def is_of(self, tree: Tree) -> bool:
         """Returns whether a config.json belongs to this family."""
-        return tree.get("model_type") in self.model_types or self.recognizes(tree)
+        return tree.get("model_type") in self.model_types
 
     def plain_name(self, stored: str) -> str:
         """Returns the plain name of a tensor in a file."""
@@ -203,8 +196,7 @@ class Family:
             section = self.section(tree)
             self._refuse_quantized(section)
             self._refuse_unknown(section)
-            if self.model_types:
-                section = as_the_library_reads(section, self.model_types[-1])
+            section = as_the_library_reads(section, self.model_types[-1])
             values: dict[str, Any] = {}
             for key in (*self.keys, _ALWAYS):
                 values |= key.read(section)
@@ -334,14 +326,9 @@ def refuse_experts(config: ModelSettings) -> None:
             )
 
 
-def labels_or_numbers(names: list[str] | None, count: int) -> list[str]:
-    """Returns the class names, or transformers' default names if they are unknown."""
-    return names or [f"LABEL_{number}" for number in range(count)]
-
-
 def label_keys(names: list[str] | None, count: int) -> dict[str, Any]:
-    """Returns the class names in transformers' form; see `labels_or_numbers`."""
-    names = labels_or_numbers(names, count)
+    """Returns the class names in transformers' form; without names they are numbered."""
+    names = names or [f"LABEL_{number}" for number in range(count)]
     return {
         "id2label": {str(number): name for number, name in enumerate(names)},
         "label2id": {name: number for number, name in enumerate(names)},

@@ -46,7 +46,8 @@ def as_the_library_reads(section: Tree, model_type: str) -> Tree:
         config = CONFIG_MAPPING[model_type].from_dict(keys)
     except Exception as error:  # of any class: each kind of fault there has its own
         raise WeightsError(" ".join(str(error).split())) from None
-    return config.to_dict() | {alias: getattr(config, alias) for alias in config.attribute_map}
+    read: Tree = config.to_dict()
+    return {**read, **{alias: getattr(config, alias) for alias in config.attribute_map}}
 
 
 def nested(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,17 +9,13 @@ from polyad.model.families.decoders import DECODERS, family_of
 from polyad.model.families.family import OUR_NAMES, Family
 from polyad.model.families.gpt2 import GPT2
 from polyad.model.families.keys import WeightsError
-from polyad.model.families.mixer import MIXER
 from polyad.model.families.vision import CLIP, VIT
 from polyad.model.settings import ModelSettings
 
-FAMILIES = (GPT2, BERT, VIT, CLIP, MIXER, *DECODERS)
-WRITTEN = {"gpt2": GPT2, "bert": BERT, "vit": VIT, "mixer": MIXER}
+FAMILIES = (GPT2, BERT, VIT, CLIP, *DECODERS)
+WRITTEN = {"gpt2": GPT2, "bert": BERT, "vit": VIT}
 """The family as which a model is written, by `model.kind`."""
-SUPPORTED = (
-    f"{', '.join(name for family in FAMILIES for name in family.model_types)} of transformers, and "
-    "timm's mixer_*"
-)
+SUPPORTED = ", ".join(name for family in FAMILIES for name in family.model_types)
 """The supported families, for messages."""
 
 
@@ -37,10 +33,9 @@ def family_of_files(tree: Mapping[str, Any], origin: str) -> Family:
         if family.is_of(tree):
             return family
     kind = tree.get("model_type")
-    text = f"model_type: {kind!r}"
-    if kind is None and "architecture" in tree:
-        text = f"architecture: {tree['architecture']!r:.60}"
-    raise WeightsError(f"{origin}: {text} is not supported; supported: {SUPPORTED}")
+    raise WeightsError(
+        f"{origin}: model_type: {kind!r:.60} is not supported; supported: {SUPPORTED}"
+    )
 
 
 def family_of_model(config: ModelSettings) -> Family:

@@ -154,7 +154,7 @@ class Source:
 
 
 def _to_huggingface(weights: Source, staging: Path, destination: Path) -> None:
-    """Writes the folder of another library: transformers, or timm for a Mixer."""
+    """Writes a folder of transformers."""
     config, tokenizer = weights.config, weights.tokenizer
     origin, family = weights.origin(), None
     if origin is not None and isinstance(config, DecoderConfig):
