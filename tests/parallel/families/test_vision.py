@@ -1,4 +1,4 @@
-"""ViT, DINO and CLIP from transformers and Mixers of timm, and back, bitwise."""
+"""ViT, DINO and CLIP from transformers, and back, bitwise."""
 
 import json
 import re
@@ -9,10 +9,8 @@ from safetensors.torch import load_file, save_file
 
 from polyad.data.images.augmentation import available, evaluation_image
 from polyad.data.images.config import ImageDataConfig
-from polyad.model.build import build_model, read_model_config
-from polyad.model.families.family import Known
+from polyad.model.build import read_model_config
 from polyad.model.families.keys import WeightsError
-from polyad.model.families.mixer import MIXER
 from polyad.parallel.families import FamilyWeights
 from polyad.parallel.weights import load_model, open_weights
 from polyad.train.config.run import load_config
@@ -149,17 +147,9 @@ def test_an_exported_folder_processes_images_as_the_run_did(transformers, tmp_pa
 SAID = {"id2label": {"0": "ant", "1": "bee", "2": "cat", "3": "dog", "4": "eel"}}
 
 
-@pytest.mark.parametrize("form", ["vit", "mixer", "mixer-inside"])
-def test_names_of_classes_come_in_and_go_out(transformers, tmp_path, form):
-    if form == "vit":
-        config = transformers.ViTConfig(**SIZES, num_labels=5, layer_norm_eps=1e-6)
-        folder = saved(transformers.ViTForImageClassification(config), tmp_path / "vit")
-        said = SAID
-    else:
-        folder, names = timm_mixer(tmp_path / "timm"), list(SAID["id2label"].values())
-        said = {"label_names": names} if form == "mixer" else {
-            "pretrained_cfg": {"label_names": names}
-        }  # fmt: skip
+def test_names_of_classes_come_in_and_go_out(transformers, tmp_path):
+    config = transformers.ViTConfig(**SIZES, num_labels=5, layer_norm_eps=1e-6)
+    folder, said = saved(transformers.ViTForImageClassification(config), tmp_path / "vit"), SAID
     assert open_weights(folder).class_names is None
     assert "does not name all 5 classes of its head" in open_weights(folder).note
     tree = json.loads((folder / "config.json").read_text())
@@ -172,16 +162,9 @@ def test_names_of_classes_come_in_and_go_out(transformers, tmp_path, form):
     assert open_weights(tmp_path / "back").class_names == ["ant", "bee", "cat", "dog", "eel"]
     convert(folder, tmp_path / "plain", "safetensors")
     assert json.loads((tmp_path / "plain/classes.json").read_text())[3] == "dog"
-    fewer = {"id2label": {"0": "ant"}, "label_names": ["ant"], "pretrained_cfg": {}}
+    fewer = {"id2label": {"0": "ant"}}
     (folder / "config.json").write_text(json.dumps(tree | fewer))
     assert "does not name all 5 classes" in open_weights(folder).note
-
-
-def test_a_mixer_of_timm_has_one_epsilon():
-    small = {"image_size": 8, "patch_size": 4, "num_layers": 1, "hidden_size": 8, "num_classes": 2}
-    other = read_model_config({"kind": "mixer", "layer_norm_epsilon": 1e-3, **small})
-    with pytest.raises(WeightsError, match=r"model.layer_norm_epsilon: 0\.001: timm's Mixer"):
-        MIXER.write_config(other, Known())
 
 
 @pytest.mark.parametrize("pooler", [False, True])
@@ -233,128 +216,16 @@ def test_a_clip_tower_has_the_activation_that_its_weights_say(transformers, tmp_
         convert(tmp_path / "ours", tmp_path / "back", "huggingface")
 
 
-def timm_mixer(folder):
-    """A folder under timm's names."""
-    generator = torch.Generator().manual_seed(5)
-    shapes = {"stem.proj.weight": (24, 3, 4, 4), "stem.proj.bias": (24,), "norm.weight": (24,),
-              "norm.bias": (24,), "head.weight": (5, 24), "head.bias": (5,)}  # fmt: skip
-    for block in range(2):
-        of_block = {
-            "norm1": (24,), "norm2": (24,), "mlp_tokens.fc1": (10, 16), "mlp_tokens.fc2": (16, 10),
-            "mlp_channels.fc1": (40, 24), "mlp_channels.fc2": (24, 40),
-        }  # fmt: skip
-        for name, shape in of_block.items():
-            shapes[f"blocks.{block}.{name}.weight"] = shape
-            shapes[f"blocks.{block}.{name}.bias"] = shape[:1]
-    folder.mkdir()
-    tensors = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
-    save_file(tensors, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps({"architecture": "mixer_small"}))
-    return folder
-
-
-def test_timms_names_of_a_mixer_come_in_and_go_out_bitwise(tmp_path):
-    folder = timm_mixer(tmp_path / "timm")
-    model = load_model(folder)
-    stored = load_file(folder / "model.safetensors")
-    names = {"patch_embedding.weight": "stem.proj.weight",
-             "blocks.1.token_norm.bias": "blocks.1.norm1.bias",
-             "blocks.1.token_feed_forward.up.weight": "blocks.1.mlp_tokens.fc1.weight",
-             "blocks.0.channel_feed_forward.down.bias": "blocks.0.mlp_channels.fc2.bias",
-             "head.weight": "head.weight"}  # fmt: skip
-    own = dict(model.named_parameters())
-    assert all(torch.equal(own[ours], stored[theirs]) for ours, theirs in names.items())
-    assert model.config.image_size == 16
-    convert(folder, tmp_path / "ours", "polyad")
-    convert(tmp_path / "ours", tmp_path / "back", "huggingface")
-    same_files(folder, tmp_path / "back")
-
-
-def test_timms_own_mixer_computes_the_same(tmp_path):
-    if not available():  # the door is opened before timm comes in
-        pytest.skip("timm needs torchvision, which is not installed")
-    timm = pytest.importorskip("timm")
-    theirs = timm.create_model("mixer_s16_224", num_classes=5).eval()
-    save_file(theirs.state_dict(), tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps({"architecture": "mixer_s16_224"}))
-    images = torch.randn(1, 3, 224, 224)
-    with torch.no_grad():
-        ours = load_model(tmp_path)(images).logits
-        torch.testing.assert_close(ours, theirs(images), rtol=0, atol=1e-5)
-
-
-def mixer(**keys):
-    widths = {kind: {"hidden_size": size} for kind, size in keys.pop("inner", {}).items()}
-    sizes = {"image_size": 32, "patch_size": 16, "num_layers": 8, "hidden_size": 512}
-    return read_model_config({"kind": "mixer", "num_classes": 5, **sizes, **widths, **keys})
-
-
-OWN = {"token_feed_forward": 256, "channel_feed_forward": 2048}
-
-
-def test_a_mixer_is_written_under_timms_name(tmp_path):
-    tree = MIXER.write_config(mixer(inner=OWN), Known())
-    assert (tree["architecture"], tree["model_args"]) == ("mixer_s16_224", {})
-    tree = MIXER.write_config(mixer(inner=OWN | {"token_feed_forward": 333}), Known())
-    token, channel = tree["model_args"]["mlp_ratio"]
-    assert (int(token * 512), channel) == (333, 4.0)
-    own = mixer(inner=OWN, num_layers=3)
-    assert MIXER.write_config(own, Known())["architecture"] == "mixer_w512_l3_p16_32"
-
-
-def test_timm_builds_an_exported_mixer_by_its_name(tmp_path):
-    if not available():
-        pytest.skip("timm needs torchvision, which is not installed")
-    timm = pytest.importorskip("timm")
-    config = mixer(inner=OWN | {"token_feed_forward": 100})
-    (tmp_path / "ours").mkdir()
-    model = build_model(config)
-    save_file(
-        {name: torch.randn(p.shape) * 0.1 for name, p in model.named_parameters()},
-        tmp_path / "ours/model.safetensors",
-    )
-    about = {"model": config.model_dump(mode="json")}
-    (tmp_path / "ours/config.yaml").write_text(json.dumps(about))
-    settings = ImageDataConfig(path="x", normalization="half", evaluation_resize=1.25)
-    written = transformers_file(settings, 32)
-    (tmp_path / "ours/preprocessor_config.json").write_text(json.dumps(written))
-    convert(tmp_path / "ours", tmp_path / "timm", "huggingface")
-    theirs = timm.create_model(f"local-dir:{tmp_path / 'timm'}", pretrained=True).eval()
-    images = torch.randn(2, 3, 32, 32)
-    with torch.no_grad():
-        ours = load_model(tmp_path / "ours")(images).logits
-        torch.testing.assert_close(theirs(images), ours, rtol=1e-4, atol=1e-3)
-    assert list(timm.data.resolve_model_data_config(theirs)["input_size"]) == [3, 32, 32]
-    assert json.loads((tmp_path / "timm/preprocessor_config.json").read_text()) == written
-
-
-@pytest.mark.parametrize(
-    ("about", "key"),
-    [
-        ({"model_args": {"act_layer": "relu"}}, "model_args.act_layer: "),
-        ({"global_pool": "max"}, "global_pool: 'max'"),
-        ({"model_args": 3}, "model_args: 3"),
-        ({"architecture": "gmixer_12_224"}, "architecture: 'gmixer_12_224'"),
-    ],
-)
-def test_options_of_timm_that_are_not_built_here_are_one_line(tmp_path, about, key):
-    folder = timm_mixer(tmp_path / "timm")
-    (folder / "config.json").write_text(json.dumps({"architecture": "mixer_small"} | about))
-    with pytest.raises(WeightsError, match=key):
-        open_weights(folder)
-
-
 @pytest.mark.parametrize(
     ("change", "name"),
     [
-        ({"stem.proj.weight": torch.zeros(3)}, "stem.proj.weight"),
-        ({"blocks.0.mlp_channels.fc1.weight": torch.zeros(3)}, "mlp_channels.fc1.weight"),
         ({"extra": torch.zeros(2)}, "unknown tensor extra"),
-        ({"blocks.1.norm2.bias": None}, "no tensor blocks.1.norm2.bias"),
+        ({"vit.encoder.layer.1.layernorm_after.bias": None}, "no tensor encoder.layer.1.layernorm"),
     ],
 )
-def test_tensors_that_are_not_a_mixers_are_named(tmp_path, change, name):
-    folder = timm_mixer(tmp_path / "timm")
+def test_tensors_that_are_not_a_vits_are_named(transformers, tmp_path, change, name):
+    config = transformers.ViTConfig(**SIZES, num_labels=5)
+    folder = saved(transformers.ViTForImageClassification(config), tmp_path / "vit")
     tensors = load_file(folder / "model.safetensors") | change
     kept = {key: tensor for key, tensor in tensors.items() if tensor is not None}
     save_file(kept, folder / "model.safetensors")
@@ -362,10 +233,11 @@ def test_tensors_that_are_not_a_mixers_are_named(tmp_path, change, name):
         open_weights(folder)
 
 
-def test_another_model_is_refused_by_its_key(tmp_path):
-    weights = open_weights(timm_mixer(tmp_path / "timm"))
+def test_another_model_is_refused_by_its_key(transformers, tmp_path):
+    config = transformers.ViTConfig(**SIZES, num_labels=5)
+    weights = open_weights(saved(transformers.ViTForImageClassification(config), tmp_path / "vit"))
     other = read_model_config(weights.config.model_dump() | {"hidden_size": 28})
     with pytest.raises(WeightsError, match=r"model\.hidden_size 24 there, 28 here"):
         weights.check_config(other)
-    with pytest.raises(WeightsError, match=r"model\.kind 'mixer' there, 'vit' here"):
-        weights.check_config(read_model_config({"kind": "vit"}))
+    with pytest.raises(WeightsError, match=r"model\.kind 'vit' there, 'mixer' here"):
+        weights.check_config(read_model_config({"kind": "mixer"}))
