@@ -28,7 +28,7 @@ from polyad.train.evaluation.generate import Sampling, check_text, continue_text
 from polyad.train.evaluation.predict import Prediction, Predictor
 from polyad.train.experts.interventions import Intervention, intervened, parse_intervention
 from polyad.train.experts.probing import deciding, routed_layers
-from polyad.train.experts.trace import TOP, Form
+from polyad.train.experts.trace import TOP, trace_columns, trace_rows
 from polyad.train.experts.trace import LayerExperts as LayerExperts
 from polyad.train.experts.trace import experts_of as experts_of_layer
 from polyad.train.experts.view import TextView, view_text
@@ -360,10 +360,10 @@ class TextExperts:
         """Lists every expert of every token, with the columns of `polyad experts trace`.
 
         Returns:
-            A `pyarrow.Table`, with `score` and `entropy`: `to_pandas()`, or
-            `pyarrow.parquet.write_table(table, FILE)`. The text is document 0, read as window 0.
+            A `pandas.DataFrame`, with `score` and `entropy`. The text is document 0, read as
+            window 0.
         """
-        import pyarrow as pa
+        import pandas as pd
 
         place_T = torch.arange(len(self.tokens))
         none_T = torch.zeros_like(place_T)
@@ -372,9 +372,9 @@ class TextExperts:
             "token_id": self.token_ids,
         }
         layers = [each.layer for each in self.layers.values()]
-        form = Form(layers, list(tokens), ("score", "entropy"))
-        batches = [form.rows(each, tokens, place_T) for each in self.layers.values()]
-        return pa.Table.from_batches(batches, form.schema({})).unify_dictionaries()
+        columns = trace_columns(layers, list(tokens), ("score", "entropy"))
+        frames = [trace_rows(each, tokens, place_T, columns) for each in self.layers.values()]
+        return pd.concat(frames, ignore_index=True)
 
     def __str__(self) -> str:
         """Formats a table with a line for each token and a column for each layer."""

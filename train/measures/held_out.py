@@ -22,8 +22,8 @@ from polyad.train.experts.actions import Action, intervening
 from polyad.train.experts.moments import ExpertMoments
 from polyad.train.experts.probing import RoutedLayer, routed_head, routed_layers
 from polyad.train.experts.token_classes import labellings
-from polyad.train.experts.trace import EXTRA, TOP
-from polyad.train.measures.trace import TraceRows
+from polyad.train.experts.trace import TOP
+from polyad.train.measures.trace import TraceRows, check_extra
 from polyad.train.reading import Evaluated, Subject
 from polyad.train.tasks.language import LanguageModelling
 from polyad.train.tasks.samples import Passages, TextSamples, losses, samples_of, through
@@ -55,18 +55,14 @@ class HeldOut:
             extra: further columns: `score`, `entropy`, `norm`, `loss`.
             top: number of experts per token and level, if tokens weight every expert.
         """
-        import pyarrow as pa
+        import pandas as pd
 
-        for name in extra:
-            if name not in EXTRA:
-                raise ConfigError(f"trace: {name!r} is not allowed; allowed: {', '.join(EXTRA)}")
-        if "loss" in extra:
-            self._text("trace: loss")
+        check_extra("trace", extra, self._opened)
         subject = self._subject(list(self._layers.values()))
         rows = TraceRows(subject, extra, top)
-        batches = [batch for reading in subject.read() for batch in rows.of(reading)]
-        schema = rows.form.schema({})
-        return pa.Table.from_batches(batches, schema).unify_dictionaries().to_pandas()
+        frames = [frame for reading in subject.read() for frame in rows.of(reading)]
+        table = pd.concat(frames, ignore_index=True)
+        return table.astype({name: "category" for name in ("file", "module") if name in table})
 
     def statistics(self) -> Any:
         """Returns statistics of every expert, which are said to predict how much it matters.

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from polyad.data.files import whole_file, writing
 from polyad.parallel import comm
 from polyad.train.config.environment import folder_digest
 from polyad.train.errors import ConfigError
@@ -18,12 +19,11 @@ from polyad.train.experts.probing import EVERY, RoutedLayer, choose_layers
 from polyad.train.experts.trace import (
     EXTRA,
     TOP,
-    Form,
-    check_output,
     experts_of,
     norms,
-    trace_file,
-    whole_output,
+    trace_columns,
+    trace_rows,
+    trace_schema,
 )
 from polyad.train.measures.measure import Analysis, every_layer
 from polyad.train.reading import TOKENS, Evaluated, Reading, Subject
@@ -55,7 +55,7 @@ class Trace(Analysis):
     doing = "tracing experts"
 
     output: Path
-    """A file that ends in .parquet, or a folder with a part for each process."""
+    """A Parquet file; of several processes a folder with a file of each."""
     extra: Sequence[str] = ()
     """Further columns, from `EXTRA`."""
     layers: Sequence[str] = ()
@@ -74,46 +74,65 @@ class Trace(Analysis):
 
     def check(self, opened: Evaluated, split: str) -> None:
         """Refuses what exists already, and columns that the data does not have."""
-        check_output("--output", self.output, comm.environment_world_size())
-        for name in self.extra:
-            if name not in EXTRA:
-                raise ConfigError(f"--with: {name} is not allowed; allowed: {', '.join(EXTRA)}")
-        if "loss" in self.extra:
-            opened.need("--with loss", LanguageModelling)
+        if self.output.exists() or not self.output.parent.is_dir():
+            wrong = "already exists" if self.output.exists() else "its folder does not exist"
+            raise ConfigError(f"--output: {self.output}: {wrong}")
+        check_extra("--with", self.extra, opened)
 
     @torch.inference_mode()
     def run(self, opened: Evaluated, split: str, model: nn.Module, world: comm.World) -> Tables:
         """Reads the samples once; each process writes what it reads."""
-        routed, place = every_layer(opened, model), str(opened.weights.folder)
-        layers = choose_layers(routed, self.layers or (EVERY,))
-        if self.top is not None and not any(layer.shares for layer in layers):
-            raise ConfigError(
-                f"--top: {self.top} is not allowed: a router of {place} selects whole experts, "
-                "and all of them are written; allowed with: a muMoE, a mixture of networks"
-            )
-        subject = Subject(
-            model, layers, samples_of(opened.task, split, self.tokens), opened.batch_size
-        )
-        rows = TraceRows(subject, self.extra, self.top or TOP)
-        rank, ranks = world.rank, world.size
-        about = {**_about(opened, split, subject.samples), "part": rank, "parts": ranks}
-        with whole_output(self.output, rank, ranks) as path:
-            with trace_file(path, rows.form.schema(about)) as write:
+        import pandas as pd
+        import pyarrow as pa
+        from pyarrow.parquet import ParquetWriter
+
+        layers = choose_layers(every_layer(opened, model), self.layers or (EVERY,))
+        samples = samples_of(opened.task, split, self.tokens)
+        subject = Subject(model, layers, samples, opened.batch_size)
+        rows, path = TraceRows(subject, self.extra, self.top or TOP), self.output
+        about = {**_about(opened, split, samples), "part": world.rank, "parts": world.size}
+        schema = trace_schema(layers, rows.columns, about)
+        if world.size > 1:
+            path = self.output / f"part-{world.rank:05d}.parquet"
+            path.parent.mkdir(exist_ok=True)
+        with whole_file(path) as partial:
+            with ParquetWriter(partial, schema, compression="zstd") as file:
                 for reading in subject.read(world, label="trace"):
-                    for batch in rows.of(reading):
-                        write(batch)
-            counts = torch.tensor([rows.rows, rows.tokens, path.stat().st_size])
-            written, tokens, size = comm.sum_over_ranks(counts.to(world.device)).tolist()
+                    if frames := [*rows.of(reading)]:
+                        table = pa.Table.from_pandas(pd.concat(frames), schema, False)
+                        with writing(path):
+                            file.write_table(table)
+            size = partial.stat().st_size
+        counts = torch.tensor([rows.rows, rows.tokens, size], device=world.device)
+        written, tokens, size = comm.sum_over_ranks(counts).tolist()
         facts = {
             "output": str(self.output),
-            "files": ranks,
+            "files": world.size,
             "bytes": size,
             "rows": written,
             "tokens_traced": tokens,
             "layers": [layer.name for layer in layers],
-            "columns": list(rows.form.columns),
+            "columns": rows.columns,
         }
         return Tables(facts=facts)
+
+
+def check_extra(option: str, extra: Sequence[str], opened: Evaluated) -> None:
+    """Checks the names of further columns.
+
+    Args:
+        option: what names them, for errors.
+        extra: their names.
+        opened: the weights and data.
+
+    Raises:
+        ConfigError: there is no such column, or the data has no losses of tokens.
+    """
+    for name in extra:
+        if name not in EXTRA:
+            raise ConfigError(f"{option}: {name} is not allowed; allowed: {', '.join(EXTRA)}")
+    if "loss" in extra:
+        opened.need(f"{option} loss", LanguageModelling)
 
 
 class TraceRows:
@@ -126,25 +145,24 @@ class TraceRows:
     """
 
     def __init__(self, subject: Subject, extra: Sequence[str], top: int) -> None:
-        self._model, layers, self._samples, _ = subject
-        of_tokens = OF_TOKENS[type(self._samples)] + (("loss",) if "loss" in extra else ())
-        self.form = Form(layers, of_tokens, extra)
-        self._top = top
+        self._model, self._layers, self._samples, _ = subject
+        self._extra, self._top = extra, top
+        self.columns = trace_columns(self._layers, OF_TOKENS[type(self._samples)], extra)
         self.tokens = self.rows = 0
         """Numbers of tokens and of rows so far."""
         if isinstance(self._samples, ImageSamples):
             self._split = self._samples.task.data.split(self._samples.split)
 
     def of(self, reading: Reading) -> Iterator[Any]:
-        """Yields the rows of a batch for each layer, as `Form.rows` returns them."""
+        """Yields the rows of a batch for each layer, as `trace_rows` returns them."""
         of_batch, most = self._of_batch(reading), 0
-        for layer in self.form.layers:
+        for layer in self._layers:
             if (decision := reading.of_all_tokens.get(layer.name)) is None:  # in another block
                 continue
             experts = experts_of(layer, decision, self._top)
             tokens, row_M = of_batch or self._of_images(reading, layer, len(experts.experts))
-            norm_NK = norms(decision, experts, row_M) if "norm" in self.form.extra else None
-            rows = self.form.rows(experts, tokens, row_M, norm_NK)
+            norm_NK = norms(decision, experts, row_M) if "norm" in self._extra else None
+            rows = trace_rows(experts, tokens, row_M, self.columns, norm_NK)
             yield rows
             self.rows += len(rows)
             most = max(most, len(row_M))
@@ -173,7 +191,7 @@ class TraceRows:
             "offset": offset_N,
             "token_id": passages.ids_BT.flatten().cpu(),
         }
-        if "loss" in self.form.extra:
+        if "loss" in self._extra:
             loss_BT = losses(self._model, reading.output, passages).float()
             if not loss_BT[passages.scored_BP].isfinite().all():
                 raise ConfigError("--with loss: losses are not finite: weights are too large")
@@ -193,7 +211,9 @@ class TraceRows:
         first = -1 if not layer.in_block or each == patches + 1 else 0
         if layer.name.endswith("token_feed_forward"):
             first = 0
-        names = [self._split.name_of(number) for number in numbers]
+        # A file's name may be bytes that are not UTF-8.
+        files = [self._split.name_of(number) for number in numbers]
+        names = [each.encode(errors="backslashreplace").decode() for each in files]
         columns: Columns = {
             "image": torch.tensor(numbers).repeat_interleave(each),
             "file": [name for name in names for _ in range(each)],
