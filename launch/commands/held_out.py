@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self
 
-from polyad.launch.command import Argument, Json, NonNegative, Overrides, Positive
+from polyad.launch.command import Argument, Json, Overrides, Positive
 from polyad.launch.commands.options import (
     Base,
     Best,
@@ -28,7 +28,6 @@ Tokens = Annotated[
         "65536"
     ),
 ]
-Seed = Annotated[NonNegative, Argument("random seed; default 0")]
 
 
 @dataclass(frozen=True, kw_only=True)

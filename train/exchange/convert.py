@@ -9,14 +9,14 @@ from typing import Any
 from polyad.data.files import named, temporary_folder
 from polyad.model.build import num_parameters
 from polyad.model.decoder import DecoderSettings
-from polyad.parallel.checkpoint.load import find_checkpoint, read_newest
-from polyad.parallel.families import is_huggingface_folder
-from polyad.parallel.peft import PeftWeights, is_peft_folder
-from polyad.parallel.tensor_folder import is_plain_folder
+from polyad.parallel.checkpoint.load import read_newest
+from polyad.parallel.families import FamilyWeights
+from polyad.parallel.peft import PeftWeights
+from polyad.parallel.tensor_folder import PlainWeights
 from polyad.parallel.weights import AdaptedCheckpoint, Choice, Weights, open_weights
 from polyad.train.errors import ConfigError
 from polyad.train.exchange.change import Change
-from polyad.train.exchange.experts import Merging, Upcycling, is_split
+from polyad.train.exchange.experts import Merging, is_split
 from polyad.train.exchange.writers import FORMATS, WRITERS, Format, Source, write_classes
 from polyad.train.results import aligned
 
@@ -72,24 +72,10 @@ def _convert(
     if not destination.name:  # `.`: the folder is renamed into place, so it needs its name
         destination = destination.absolute()
     refuse_what_is_there(destination)
-    is_of: Format = "polyad"
-    if is_peft_folder(source):
-        is_of = "peft"
-    elif is_huggingface_folder(source):
-        is_of = "huggingface"
-    elif is_plain_folder(source):
-        is_of = "safetensors"
-    else:
-        find_checkpoint(chosen)  # raises an error if there is none
-    if isinstance(change, Upcycling) and to == "huggingface":
-        raise change.error(
-            "--to huggingface is not allowed: Hugging Face's GPT-2 has no experts; allowed: --to "
-            "polyad, --to safetensors"
-        )
-    if is_of == to and not change and choice == "trained" and not merge:
+    opened = open_weights(chosen, choice, base)
+    if format_of(opened) == to and not change and choice == "trained" and not merge:
         others = " and ".join(f"--to {name}" for name in FORMATS if name not in (to, "peft"))
         raise ConfigError(f"{source}: is already {FORMATS[to]}; the other formats are {others}")
-    opened = open_weights(chosen, choice, base)
     config = opened.model_config()
     if merge and change is None and is_split(config):
         change = Merging()
@@ -98,12 +84,14 @@ def _convert(
             f"{opened.folder}: has model.replaced, which gives the blocks "
             f"{config.replaced_blocks()} another feed-forward; a model without it is needed"
         )
-    _check_adapters(source, opened, to, merge, is_split(config))
+    check_adapters(opened, to, merge=merge)
     weights = Source(opened, change)
     if choice == "ema":
         weights.notes.append("the weights are the moving average that train.ema keeps")
-    if change:
-        _refuse_more_than_fits(weights.bytes, destination, change)
+    # A typing error in num_experts can mean any size.
+    existing = next(path for path in destination.absolute().parents if path.exists())
+    if change and weights.bytes > (free := shutil.disk_usage(existing).free):
+        raise change.error(f"makes {weights.bytes:,} bytes, and {free:,} are free in {existing}")
     with named(destination), closing(weights.progress), _staging(destination) as staging:
         WRITERS[to](weights, staging, destination)
         if to in ("huggingface", "safetensors"):
@@ -126,31 +114,36 @@ def _convert(
     }
 
 
-def _check_adapters(source: Path, weights: Weights, to: Format, merge: bool, split: bool) -> None:
-    """Checks that `merge` is used if and only if there are adapters to merge.
+def format_of(weights: Weights) -> Format:
+    """The format of opened weights."""
+    if isinstance(weights, PlainWeights):
+        return "safetensors"
+    if isinstance(weights, FamilyWeights):
+        return "peft" if isinstance(weights, PeftWeights) else "huggingface"
+    return "polyad"
+
+
+def check_adapters(weights: Weights, to: Format, *, merge: bool) -> None:
+    """Checks that `merge` is used if and only if there are adapters, or groups of units, to merge.
+
+    Args:
+        weights: the weights to convert.
+        to: their new format.
+        merge: whether to merge.
 
     Raises:
         ConfigError: it is missing, or there are none.
     """
     adapted = isinstance(weights, AdaptedCheckpoint | PeftWeights)
-    if not adapted and (to == "peft" or (merge and not split)):
-        option = "--merge" if merge else "--to peft"
-        others = " and no groups of units (model.feed_forward.kind: emoe)" if merge else ""
+    if not adapted and (to == "peft" or (merge and not is_split(weights.model_config()))):
         raise ConfigError(
-            f"{option}: {source} holds no adapters{others}; only runs with adapt.lora do"
-            + (", and what --split makes" if merge else "")
+            f"{'--merge' if merge else '--to peft'}: {weights.folder} holds no adapters, which "
+            "runs with adapt.lora do; --merge also merges what --split makes"
         )
-    if merge and to == "peft":
-        raise ConfigError("--merge: is not allowed with --to peft, which writes only adapters")
-    if isinstance(weights, AdaptedCheckpoint) and not merge and to != "peft":
+    if adapted and merge == (to == "peft"):
         raise ConfigError(
-            f"{source}: holds adapters of {weights.base.folder}: add --merge to merge them into "
-            "the weights, or use --to peft to write only the adapters"
-        )
-    if isinstance(weights, PeftWeights) and not merge:
-        raise ConfigError(
-            f"{source}: holds adapters of {weights.base}: add --merge to merge them into the "
-            "weights"
+            f"{weights.folder}: holds adapters: --merge merges them into the weights, and --to "
+            "peft, without it, writes them alone"
         )
 
 
@@ -178,16 +171,6 @@ def refuse_what_is_there(destination: Path) -> None:
     """
     if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
         raise ConfigError(f"{destination}: exists and is not an empty folder; name another one")
-
-
-def _refuse_more_than_fits(needed: int, destination: Path, change: Change) -> None:
-    """Checks the free disk space first, since a typo in num_experts can mean any size."""
-    existing = next(path for path in destination.absolute().parents if path.exists())
-    if needed > (free := shutil.disk_usage(existing).free):
-        raise change.error(
-            f"makes a model of {needed:,} bytes; {existing} has room for {free:,}; fewer experts "
-            f"or another disk are needed"
-        )
 
 
 def conversion_table(result: dict[str, Any]) -> str:

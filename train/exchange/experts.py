@@ -94,23 +94,17 @@ class Upcycled(Changed):
 
     def notes(self) -> list[str]:
         """Says whether the sparse model starts with the dense model's outputs."""
-        feed_forward: SparseMoEConfig = getattr(self._config, self._section)
-        reasons = []
-        if feed_forward.top_k == 1:
-            reasons.append("with top_k: 1 an expert's output is multiplied by its score")
-        elif feed_forward.combine == "softmax":
-            reasons.append("with combine: softmax the weights of a token sum to less than 1")
-        if feed_forward.capacity_factor is not None:
-            reasons.append("capacity_factor drops tokens")
-        if self._start.noise:
-            reasons.append(f"noise is {self._start.noise:g}")
-        dense, experts = activation_of(self._config), feed_forward.activation
-        if dense != experts:
-            reasons.append(f"experts use the activation {experts}, the dense layers {dense}")
-        notes = ["its initial logits equal the dense model's, up to rounding"]
-        if reasons:
-            notes = [f"its initial logits differ from the dense model's: {'; '.join(reasons)}"]
-        return notes
+        experts: SparseMoEConfig = getattr(self._config, self._section)
+        is_equal = (
+            experts.top_k > 1
+            and experts.combine != "softmax"
+            and experts.capacity_factor is None
+            and not self._start.noise
+            and experts.activation == activation_of(self._config)
+        )
+        if is_equal:
+            return ["its initial logits equal the dense model's, up to rounding"]
+        return ["its initial logits differ from the dense model's"]
 
 
 UNIT = "unit"
@@ -202,17 +196,15 @@ class Split(Changed):
 
     def notes(self) -> list[str]:
         """Notes whether the split model's outputs equal the dense one's."""
-        feed_forward = self._feed_forward
-        reasons, used = [], feed_forward.used_experts()
-        if used < feed_forward.num_experts:
-            reasons.append(f"a token uses {used} of {feed_forward.num_experts} experts")
-        if feed_forward.score != "avg_k":
-            reasons.append("experts are weighted by a learned score")
-        if feed_forward.capacity_factor is not None:
-            reasons.append("capacity_factor drops tokens")
-        if reasons:
-            return [f"its outputs differ from the dense model's: {'; '.join(reasons)}"]
-        return ["its outputs equal the dense model's, up to rounding"]
+        experts = self._feed_forward
+        is_equal = (
+            experts.used_experts() == experts.num_experts
+            and experts.score == "avg_k"
+            and experts.capacity_factor is None
+        )
+        if is_equal:
+            return ["its outputs equal the dense model's, up to rounding"]
+        return ["its outputs differ from the dense model's"]
 
 
 def is_split(model: ModelSettings) -> bool:
@@ -244,14 +236,6 @@ class Merged(Changed):
             for key, each in split_config.feed_forwards().items()
             if isinstance(each, EmergentMoEConfig)
         }
-        if not sections:
-            kinds = " and ".join(
-                f"{key}.kind: {each.kind}" for key, each in split_config.feed_forwards().items()
-            )
-            raise merging.error(
-                f"{weights.folder}: has {kinds or 'no feed-forward'}; only emoe can be merged"
-            )
-        self._is_learned = any(each.score != "avg_k" for each in sections.values())
         self._names = dense_names(gated=activation_of(split_config) in GATED)
         dense: dict[str, Any] = {name: each.dense() for name, each in sections.items()}
         super().__init__(weights, merging, split_config.model_copy(update=dense))
@@ -266,5 +250,4 @@ class Merged(Changed):
 
     def notes(self) -> list[str]:
         """Notes what is left out."""
-        left = "; the learned scores are dropped" if self._is_learned else ""
-        return [f"every token uses all units again, as in the dense model{left}"]
+        return ["every token uses all units again, as in the dense model"]

@@ -15,13 +15,13 @@ from tqdm import tqdm
 
 from polyad.data.config import DataConfig, DataSettings, MaskedTextConfig
 from polyad.data.images.config import NORMALIZATIONS, ImageDataConfig
-from polyad.data.text.manifest import SENTENCEPIECE_FILE, TOKENIZER_FILE
+from polyad.data.text.manifest import TOKENIZER_FILE
 from polyad.data.text.tokenizers.tokenizer import Tokenizer
 from polyad.model.bert import BertConfig
 from polyad.model.build import build_model
 from polyad.model.config_yaml import dump
 from polyad.model.decoder import DecoderSettings
-from polyad.model.decoder_config import DecoderConfig, GPT2Config
+from polyad.model.decoder_config import DecoderConfig
 from polyad.model.families.decoders import computes_the_same
 from polyad.model.families.family import CONFIG_FILE, Known
 from polyad.model.families.registry import family_of_model
@@ -30,7 +30,7 @@ from polyad.model.vision import ImageSettings
 from polyad.parallel.checkpoint.format import CONFIG_FILE as OUR_CONFIG_FILE
 from polyad.parallel.checkpoint.load import Checkpoint
 from polyad.parallel.checkpoint.save import save_weights
-from polyad.parallel.families import FamilyWeights, Origin, stored_entries
+from polyad.parallel.families import Origin, stored_entries
 from polyad.parallel.fragments import persistent_buffers
 from polyad.parallel.source import differing_shapes
 from polyad.parallel.tensor_file import FileTensor, write_tensors
@@ -69,7 +69,7 @@ class Source:
         self._opened, self.change = weights, change
         self._weights = change.of(weights) if change else weights
         self.folder, self.config = weights.folder, self._weights.model_config()
-        self._model, self._not_finite = build_model(self.config), list[str]()
+        self._model = build_model(self.config)
         self.shapes = {name: tuple(p.shape) for name, p in self._model.named_parameters()}
         """Shapes by name, in the model's order (a checkpoint has its shards' order)."""
         if differing := differing_shapes(self._weights.shapes(), self.shapes):
@@ -80,12 +80,6 @@ class Source:
         )
         self.notes: list[str] = [] if (note := getattr(weights, "note", None)) is None else [note]
         self.tokenizer: Tokenizer | None = tokenizer_of(weights)
-        vocabulary = getattr(self.config, "vocab_size", None)
-        if self.tokenizer and vocabulary and self.tokenizer.vocab_size > vocabulary:
-            raise ConfigError(
-                f"{self.folder}: its tokenizer has {self.tokenizer.vocab_size} tokens, its model "
-                f"{vocabulary}"
-            )
 
     @property
     def adapted(self) -> AdaptedCheckpoint:
@@ -134,8 +128,6 @@ class Source:
     def whole(self, name: str) -> torch.Tensor:
         """A whole weight."""
         value = self._weights.whole(name)
-        if not all(end.isfinite() for end in value.aminmax()):  # both are NaN if any element is NaN
-            self._not_finite.append(name)
         self.progress.update(value.nbytes)
         return value
 
@@ -145,12 +137,9 @@ class Source:
         return {name: self._weights.buffer(name) for name in names}
 
     def note_what_was_made(self) -> None:
-        """Adds the change's notes on its weights, and notes which are NaN or infinite."""
+        """Adds the change's notes on its weights."""
         if isinstance(self._weights, Changed):
             self.notes += self._weights.notes()
-        if names := self._not_finite:
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            self.notes.append(f"NaN or infinity in {names[0]}{more}: the written model is unusable")
 
 
 def _to_huggingface(weights: Source, staging: Path, destination: Path) -> None:
@@ -188,8 +177,6 @@ def _to_huggingface(weights: Source, staging: Path, destination: Path) -> None:
         (staging / name).write_text(text, encoding="utf-8")
     if origin and origin.dtype != "F32" and weights.is_trained:
         weights.notes.append(f"weights are rounded to {origin.dtype}, as in the original model")
-    if isinstance(config, GPT2Config):
-        _note_what_transformers_lacks(weights, config)
 
 
 def _write_pixels(weights: Source, config: ImageSettings, staging: Path) -> None:
@@ -197,19 +184,6 @@ def _write_pixels(weights: Source, config: ImageSettings, staging: Path) -> None
     settings = _pixels_of(weights)
     if settings is not None:
         _write_json(staging / PREPROCESSOR_FILE, transformers_file(settings, config.image_size))
-
-
-def _note_what_transformers_lacks(weights: Source, config: GPT2Config) -> None:
-    if not config.bias:
-        weights.notes.append(
-            "model.bias: false, but Hugging Face's GPT-2 always has biases: zeros were written"
-        )
-    tokenizer = weights.tokenizer
-    if tokenizer is not None and tokenizer.file == SENTENCEPIECE_FILE:
-        weights.notes.append(
-            f"the tokenizer is a SentencePiece model ({SENTENCEPIECE_FILE}), which transformers "
-            "cannot load by itself; a tokenizer class that you choose may encode text differently"
-        )
 
 
 def _to_safetensors(weights: Source, staging: Path, destination: Path) -> None:
@@ -230,12 +204,7 @@ def _to_safetensors(weights: Source, staging: Path, destination: Path) -> None:
 
 def _write_tokenizer(weights: Source, staging: Path) -> None:
     tokenizer = weights.tokenizer
-    if isinstance(weights.config, ImageSettings):
-        return
     if tokenizer is None:
-        weights.notes.append(
-            "no tokenizer was found with the weights or the data, so none was written"
-        )
         return
     assert isinstance(weights.config, DecoderSettings | BertConfig)
     tokenizer.save(staging / tokenizer.file)
@@ -327,9 +296,6 @@ def _special_tokens(config: ModelSettings, tokenizer: Tokenizer) -> dict[str, An
 
 def _to_polyad(weights: Source, staging: Path, destination: Path) -> None:
     tokenizer, config = weights.tokenizer, weights.config
-    is_of_images = isinstance(config, ImageSettings)
-    if tokenizer is None and not is_of_images:
-        weights.notes.append(f"{weights.folder} has no tokenizer: name one where text is read")
     run, notes = config_of_weights(config, weights.folder, destination.name, weights.data)
     weights.notes += notes
     state = TrainState(
@@ -363,11 +329,6 @@ def _to_peft(weights: Source, staging: Path, destination: Path) -> None:
     entries = [
         FileTensor(name, torch.float32, tuple(value.shape), value.detach) for name, value in tensors
     ]
-    if not isinstance(weights.adapted.base, FamilyWeights):
-        weights.notes.append(
-            f"peft needs the base model in Hugging Face format: `polyad convert "
-            f"{weights.adapted.base.folder} DESTINATION --to huggingface`"
-        )
     _write_json(staging / ADAPTER_CONFIG_FILE, tree)
     write_tensors(staging / ADAPTER_FILE, entries, {"format": "pt"})
 

@@ -11,11 +11,10 @@ not aligned, as in the published methods (Chen et al. 2024, HC-SMoE).
 Shapes: E experts of a layer, D width.
 """
 
-import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from pydantic import ValidationError
@@ -25,19 +24,21 @@ from polyad.model.settings import ModelSettings
 from polyad.model.smoe.config import SparseMoEConfig
 from polyad.model.smoe.layer import SparseMoE
 from polyad.parallel import comm
-from polyad.parallel.checkpoint.load import Checkpoint
-from polyad.parallel.families import FamilyWeights, Origin
-from polyad.parallel.tensor_folder import PlainWeights
+from polyad.parallel.families import Origin
 from polyad.parallel.weights import Weights
 from polyad.train.config.faults import describe
 from polyad.train.config.run import RunConfig
 from polyad.train.errors import ConfigError
 from polyad.train.exchange.change import Change, Changed, Tree
-from polyad.train.exchange.convert import convert, refuse_what_is_there
-from polyad.train.exchange.writers import Format
+from polyad.train.exchange.convert import (
+    check_adapters,
+    convert,
+    format_of,
+    refuse_what_is_there,
+)
 from polyad.train.experts.interventions import Intervention, intervened
 from polyad.train.experts.moments import Moments
-from polyad.train.experts.probing import RoutedLayer, routed_layers
+from polyad.train.experts.probing import routed_layers
 from polyad.train.measures.knockout import knock_out
 from polyad.train.measures.measure import Analysis
 from polyad.train.reading import TOKENS, Evaluated, Subject, open_evaluated
@@ -45,7 +46,7 @@ from polyad.train.results import Tables
 from polyad.train.tasks.samples import TextSamples, losses
 from polyad.train.tasks.text import TextTask
 
-By = Literal["atlas", "reap", "mone", "frequency", "probability", "mean-norm", "random"]
+By = Literal["atlas", "reap", "mone", "frequency", "probability"]
 RANDOM_CHOICES = 3
 """Number of models with random experts with which the cost is compared."""
 
@@ -65,7 +66,6 @@ class Removal(Analysis):
     calibrate: str | None = None
     """Prepared data on whose train split experts are chosen; None: the model's."""
     tokens: int = TOKENS
-    seed: int = 0
 
     @property
     def text(self) -> str:
@@ -75,33 +75,30 @@ class Removal(Analysis):
     def check(self, opened: Evaluated, split: str) -> None:
         """Checks that every layer can keep the share of its experts."""
         opened.need(f"experts {self.name}", TextTask)
-        sections, folder = opened.weights.model_config().feed_forwards(), opened.weights.folder
-        counts = dict[str, int]()
-        for key, each in sections.items():
-            if not isinstance(each, SparseMoEConfig):
-                continue
+        sections = opened.weights.model_config().feed_forwards()
+        sparse = {key: each for key, each in sections.items() if isinstance(each, SparseMoEConfig)}
+        if not sparse:
+            kinds = ", ".join(f"{key}.kind: {each.kind}" for key, each in sections.items())
+            raise ConfigError(
+                f"experts {self.name}: {opened.weights.folder}: {kinds}: only sparse experts "
+                "(smoe) can be left out"
+            )
+        for key, each in sparse.items():
             if self.merge and each.num_groups > 1:
                 raise ConfigError(
                     f"--merge: is not allowed with {key}.num_groups: {each.num_groups}; experts of "
                     "different groups cannot be merged"
                 )
-            _check_share(key, each, self.keep)
-            counts[key] = _left_of(each, self.keep)
-        if not counts:
-            kinds = ", ".join(f"{key}.kind: {each.kind}" for key, each in sections.items())
+        left = {_left_of(each, self.keep) for each in sparse.values()}
+        if len(left) > 1 or any(each.num_experts in left for each in sparse.values()):
             raise ConfigError(
-                f"experts {self.name}: {folder}: {kinds}: only sparse experts (smoe) can be left "
-                "out"
+                f"--keep: {self.keep:g} leaves {' and '.join(map(str, left))} experts: all layers "
+                "must keep equally many, and fewer than they have"
             )
-        if len(set(counts.values())) > 1:
-            counted = ", ".join(f"{left} in {key}" for key, left in counts.items())
-            raise ConfigError(
-                f"--keep: {self.keep:g} leaves {counted}, but all layers must keep equally many"
-            )
-        _format_of(opened)
+        check_adapters(opened.weights, format_of(opened.weights), merge=False)
         refuse_what_is_there(self.output)
         # Made of any experts: whatever is wrong with the smaller model is known before the reading.
-        kept = [Group.alone(expert) for expert in range(min(counts.values()))]
+        kept = [{expert: 1.0} for expert in range(*left)]
         Pruning({"": kept}, self.text).of(opened.weights)
 
     def run(self, opened: Evaluated, split: str, model: nn.Module, world: comm.World) -> Tables:
@@ -127,28 +124,31 @@ class Removal(Analysis):
         subject = Subject(model, [*layers], text, calibration.batch_size)
         moments = subject.moments(world)
         scores = self._scores(subject, moments, world)
-        choose = _merged if self.merge else _highest
-        groups = {
-            layer.name: choose(scores[layer.name], moments[layer.name], config, self.keep)
+        groups: Groups = {
+            layer.name: (
+                _merged(scores[layer.name], moments[layer.name], config, self.keep)
+                if self.merge
+                else [{expert: 1.0} for expert in _highest(scores[layer.name], config, self.keep)]
+            )
             for layer, config in layers.items()
         }
         change, source = Pruning(groups, self.text), opened.weights.folder
-        written = convert(source, self.output, _format_of(opened), change, opened.choice)
+        written = convert(source, self.output, format_of(opened.weights), change, opened.choice)
         held_out = Subject(model, [], _text_of(opened, split, self.tokens), opened.batch_size)
         whole, tokens = _mean_loss(held_out, "held-out text")
         at_random = []
-        for number in range(RANDOM_CHOICES):
-            seed = self.seed + 1 + number
-            changes = [
-                _without_random(layer, config, self.keep, f"{layer.name} {seed}")
-                for layer, config in layers.items()
-            ]
+        for number in range(1, RANDOM_CHOICES + 1):
+            chance, changes = torch.Generator().manual_seed(number), list[Intervention]()
+            for layer, config in layers.items():
+                stay = _highest(torch.rand(layer.num_experts, generator=chance), config, self.keep)
+                gone = tuple(each for each in range(layer.num_experts) if each not in stay)
+                changes.append(Intervention(layer=layer.block, experts=gone, how="prune"))
             with intervened(model, changes):
-                label = f"without random experts {number + 1}/{RANDOM_CHOICES}"
+                label = f"without random experts {number}/{RANDOM_CHOICES}"
                 at_random.append(_mean_loss(held_out, label)[0])
         smaller = _loss_of_written(opened, self.output, split, self.tokens)
         kept = [
-            {"module": name, "expert": expert, "made_of": list(group.experts)}
+            {"module": name, "expert": expert, "made_of": list(group)}
             for name, each in groups.items()
             for expert, group in enumerate(each)
         ]
@@ -187,53 +187,7 @@ class Removal(Analysis):
                 each.layer.name: torch.tensor(each.of_all()).double()
                 for each in knock_out(subject, sets, world=world)
             }
-        if self.by == "random":
-            chance = torch.Generator().manual_seed(self.seed)
-            return {each.name: torch.rand(each.num_experts, generator=chance) for each in layers}
-        statistic = self.by.replace("-", "_")
-        return {name: each.statistics()[statistic] for name, each in moments.items()}
-
-
-def _format_of(opened: Evaluated) -> Format:
-    """The weights' format, in which the smaller model is written, too."""
-    if isinstance(opened.weights, FamilyWeights):
-        return "huggingface"
-    if isinstance(opened.weights, PlainWeights):
-        return "safetensors"
-    if isinstance(opened.weights, Checkpoint):
-        return "polyad"
-    raise ConfigError(
-        f"{opened.weights.folder}: holds adapters; first merge them into the weights with `polyad "
-        "convert --merge`"
-    )
-
-
-def _check_share(key: str, config: SparseMoEConfig, keep: float) -> None:
-    """Checks that a share of the experts removes some, and leaves enough for a token.
-
-    Args:
-        key: the section's key.
-        config: the section.
-        keep: the share that is kept.
-
-    Raises:
-        ConfigError: it does not.
-    """
-    left = _left_of(config, keep)
-    groups = config.num_groups
-    # A token's experts are in the best groups, each of which must have enough of them.
-    within = max(
-        -(-config.top_k // config.top_groups), 2 if config.group_score == "best_two" else 1
-    )
-    least, most = within * groups, config.num_experts - groups
-    if not least <= left <= most:
-        used = f"{key}.top_k: {config.top_k}"
-        if groups > 1:
-            used += f" of {key}.top_groups: {config.top_groups} of num_groups: {groups}"
-        allowed = f"{least} to {most} are allowed" if least <= most else "no number is allowed"
-        raise ConfigError(
-            f"--keep: {keep:g} leaves {left} of {config.num_experts} experts; {allowed} with {used}"
-        )
+        return {name: each.statistics()[self.by] for name, each in moments.items()}
 
 
 def _left_of(config: SparseMoEConfig, keep: float) -> int:
@@ -252,31 +206,23 @@ def _as_in(opened: Evaluated) -> tuple[str, ...]:
 
 
 def _text_of(opened: Evaluated, split: str, tokens: int) -> TextSamples:
-    """Returns the text of a split, as it is scored.
-
-    Args:
-        opened: weights with text.
-        split: name of the split.
-        tokens: approximate number of tokens to read.
-    """
+    """The text of a split, as it is scored."""
     assert isinstance(opened.task, TextTask)
     return TextSamples(opened.task, split, tokens, hidden=True)
 
 
-def _highest(
-    score_E: Tensor, moments: Moments, config: SparseMoEConfig, keep: float
-) -> "list[Group]":
+def _highest(score_E: Tensor, config: SparseMoEConfig, keep: float) -> list[int]:
     """The experts with the highest scores, equally many of each group that a router is limited
     to."""
     left, groups = _left_of(config, keep) // config.num_groups, config.num_groups
     kept_GE = score_E.view(groups, -1).argsort(dim=1, descending=True, stable=True)[:, :left]
     first_G1 = torch.arange(groups).unsqueeze(1) * (config.num_experts // groups)
-    return [Group.alone(expert) for expert in sorted((kept_GE + first_G1).flatten().tolist())]
+    return sorted((kept_GE + first_G1).flatten().tolist())
 
 
 def _merged(
     score_E: Tensor, moments: Moments, config: SparseMoEConfig, keep: float
-) -> "list[Group]":
+) -> list[dict[int, float]]:
     """Groups experts with similar mean outputs, each weighted by its score.
 
     Uses average linkage over the distances of mean outputs (Chen et al. 2024, HC-SMoE).
@@ -284,28 +230,13 @@ def _merged(
     from scipy.cluster.hierarchy import cut_tree, linkage
 
     tree = linkage(moments.mean_SD.numpy(), "average")
-    labels = cut_tree(tree, _left_of(config, keep))[:, 0].tolist()
-    groups = []
-    for label in dict.fromkeys(labels):
-        experts = [expert for expert, each in enumerate(labels) if each == label]
-        weights = score_E[experts].double().clamp_min(0)
-        total = float(weights.sum())
-        shares = (weights / total).tolist() if total > 0 else [1 / len(experts)] * len(experts)
-        groups.append(Group(experts, shares))
-    return groups
-
-
-def _without_random(
-    layer: RoutedLayer, config: SparseMoEConfig, keep: float, seed: str
-) -> Intervention:
-    """An intervention that keeps random experts of a layer, equally many of each group that a
-    router is limited to."""
-    chance, size = random.Random(seed), config.num_experts // config.num_groups
-    left = _left_of(config, keep) // config.num_groups
-    firsts = range(0, config.num_experts, size)
-    kept = {first + each for first in firsts for each in chance.sample(range(size), left)}
-    gone = tuple(each for each in range(layer.num_experts) if each not in kept)
-    return Intervention(layer=layer.block, experts=gone, how="prune")
+    groups: dict[int, dict[int, float]] = {}
+    for expert, label in enumerate(cut_tree(tree, _left_of(config, keep))[:, 0].tolist()):
+        groups.setdefault(label, {})[expert] = max(0.0, float(score_E[expert]))
+    for group in groups.values():
+        total = sum(group.values())
+        group |= {e: share / total if total else 1 / len(group) for e, share in group.items()}
+    return list(groups.values())
 
 
 @torch.inference_mode()
@@ -330,32 +261,18 @@ def _loss_of_written(opened: Evaluated, folder: Path, split: str, tokens: int) -
         return _mean_loss(subject, "what was written")[0]
 
 
+Groups = Mapping[str, Sequence[Mapping[int, float]]]
+"""Of what each expert of a smaller model is made, in order, by layer such as blocks.3.feed_forward:
+the shares of experts of the first model, which sum to 1."""
 EXPERTS_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Other libraries' names for the number of experts in config.json."""
-
-
-class Group(NamedTuple):
-    """Experts that are merged into one."""
-
-    experts: Sequence[int]
-    shares: Sequence[float]
-    """The weight of each in the mean; they sum to 1."""
-
-    @classmethod
-    def alone(cls, expert: int) -> "Group":
-        """A group of a single, unchanged expert."""
-        return cls([expert], [1.0])
-
-
-Groups = Mapping[str, Sequence[Group]]
-"""The experts of the smaller model in order, by layer such as blocks.3.feed_forward."""
 
 
 class Pruning(Change):
     """Reduces the experts of a model.
 
     Args:
-        groups: the groups of experts in each layer; all layers have equally many.
+        groups: the experts of the smaller model, equally many in all layers.
         text: how they were chosen.
     """
 
@@ -402,22 +319,20 @@ class Pruned(Changed):
         """A persistent buffer, of the remaining experts."""
         value = self._weights.buffer(name)
         shape = self._model.get_buffer(name).shape
-        return value if value.shape == shape else self._kept(name, value).to(value.dtype)
+        return value if value.shape == shape else self._kept(name, value)
 
     def _kept(self, name: str, value: Tensor) -> Tensor:
         layer = next(layer for layer in self._groups if name.startswith(f"{layer}."))
         rows = []
-        for experts, shares in self._groups[layer]:
-            if len(experts) == 1:
-                rows.append(value[experts[0]])
-            else:
-                share_E = torch.tensor(list(shares), dtype=torch.float64)
-                rows.append(torch.tensordot(share_E, value[list(experts)].double(), 1).float())
+        for group in self._groups[layer]:
+            share_E = torch.tensor([*group.values()], dtype=torch.float64)
+            mean = torch.tensordot(share_E, value[[*group]].double(), 1)
+            rows.append(mean.to(value.dtype))
         return torch.stack(rows)
 
     def notes(self) -> list[str]:
         """Notes how outputs compare with the first model's."""
-        if any(len(group.experts) > 1 for groups in self._groups.values() for group in groups):
+        if any(len(group) > 1 for groups in self._groups.values() for group in groups):
             return ["merged experts are averages of weights and compute something new"]
         return ["tokens of removed experts go to their next best; the other experts are unchanged"]
 

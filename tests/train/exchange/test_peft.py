@@ -216,7 +216,7 @@ def test_what_is_no_adapter_of_the_base_is_refused_in_one_line(made, tmp_path, c
     save_file(stored, path)
     capfd.readouterr()
     for words, message in (
-        (["--to", "huggingface"], "add --merge to merge them into the weights"),
+        (["--to", "huggingface"], "--merge"),
         (["--to", "peft"], "is already a folder of adapters of the library peft"),
         (["--to", "huggingface", "--merge", "--base", str(place)], "is not a Hugging Face folder"),
     ):
