@@ -31,6 +31,7 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from polyad.model.mumoe.gating import Gate, GateOutput
 from polyad.model.mxd import SparseGate
@@ -44,12 +45,18 @@ How = Literal[
     "steer",
 ]  # fmt: skip
 HOWS: tuple[How, ...] = get_args(How)
-RANKING = ("force", "avoid")
+RANKING: tuple[How, ...] = ("force", "avoid")
 """Actions that change the order in which a router ranks experts."""
 MARGIN = 0.01
 """Distance in log probability by which they come before the first, or after the last."""
-NEEDS_SELECTION = frozenset({"mean", "prune", *RANKING})
+
+KEYS: dict[How, str] = {"swap": "to", "scale": "value", "clamp": "value", "steer": "value"}
+"""The key of an intervention that an action needs, and that means nothing to others."""
+SELECTING: frozenset[How] = frozenset({"mean", "prune", *RANKING})
 """Actions that exist only for layers that select whole experts."""
+RESCORING: frozenset[How] = frozenset({"prune", "steer", *RANKING})
+"""Actions that change the experts' scores, and so the experts or weights of any token, even one
+that does not use the changed experts."""
 Intervene = Callable[[Tensor | None, Tensor | None], None]
 """Sets which experts are changed in the next forward passes, bool [B, S] or [1, S] for every row,
 and at which tokens, bool [B, T] or None for all; None in place of experts: no change."""
@@ -68,12 +75,6 @@ class Action:
     """For `mean`, the mean output of each expert."""
     avoided: tuple[int, ...] = ()
     """For `force`, experts that are ranked last where others are ranked first."""
-
-    @property
-    def changes_scores(self) -> bool:
-        """Whether it changes the experts' scores, and so the experts or weights of any token, even
-        one that does not use the changed experts."""
-        return self.how in ("prune", "steer", *RANKING)
 
 
 CONTRIBUTION = Action()
@@ -96,33 +97,34 @@ def intervening(
         ConfigError: the action is not possible in this layer.
     """
     check_action(layer, action, layer.name)
-    chosen = _Chosen(action)
-    parent = model.get_submodule(layer.name)
-    handles = []
+    chosen, how = _Chosen(action), action.how
+    parent: Any = model.get_submodule(layer.name)
+    handles: list[RemovableHandle] = []
 
-    def active(hook: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *arguments: None if chosen.is_idle else hook(*arguments)
+    def after(module: nn.Module, hook: Callable[..., Any]) -> None:
+        handles.append(module.register_forward_hook(chosen.active(hook)))
 
-    if action.how == "steer":
-        block = model.get_submodule(layer.name.rpartition(".")[0])
-        handles.append(block.register_forward_pre_hook(active(chosen.steered)))
-    for part in parent.children() if action.how != "steer" else ():
+    def before(module: nn.Module, hook: Callable[..., Any]) -> None:
+        handles.append(module.register_forward_pre_hook(chosen.active(hook)))
+
+    if how == "steer":
+        before(model.get_submodule(layer.name.rpartition(".")[0]), chosen.steered)
+    for part in parent.children() if how != "steer" else ():
         if isinstance(part, Gate):
-            handles.append(part.register_forward_hook(active(chosen.shares)))
+            after(part, chosen.shares)
         elif isinstance(part, SparseGate):
-            handles.append(part.register_forward_hook(active(chosen.selected)))
+            after(part, chosen.selected)
         elif isinstance(part, Router):
-            if action.how in RANKING:
+            if how in RANKING:
                 _check_ranking(part, layer, action)
-                handles.append(part.score.register_forward_hook(active(chosen.moved)))
-            elif action.how == "prune":
-                handles.append(part.score.register_forward_hook(active(chosen.logits)))
-                handles.append(part.selection.register_forward_pre_hook(active(chosen.ranked)))
+                after(part.score, chosen.moved)
+            elif how == "prune":
+                after(part.score, chosen.logits)
+                before(part.selection, chosen.ranked)
             else:
-                handles.append(part.selection.register_forward_hook(active(chosen.selected)))
-    if action.how == "mean":
-        assert isinstance(parent, SelectingMoE)
-        handles.append(parent.dispatcher.register_forward_hook(active(chosen.replaced)))
+                after(part.selection, chosen.selected)
+    if how == "mean":
+        after(parent.dispatcher, chosen.replaced)
     try:
         with uncompiled(model):
             yield chosen.choose
@@ -140,10 +142,9 @@ class _Chosen:
         self._at_BT: Tensor | None = None
         self._lost_MS: Tensor | None = None
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether no expert is changed."""
-        return self._chosen_BS is None
+    def active(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        """A hook that does nothing while no expert is changed."""
+        return lambda *arguments: None if self._chosen_BS is None else hook(*arguments)
 
     def choose(self, chosen_BS: Tensor | None, at_BT: Tensor | None = None) -> None:
         """Sets which experts are changed, and where; see `Intervene`."""
@@ -299,20 +300,11 @@ def check_action(layer: RoutedLayer, action: Action, place: str) -> None:
     Raises:
         ConfigError: it is not.
     """
-    if layer.shares and action.how in NEEDS_SELECTION:
-        rest = ", ".join(how for how in HOWS if how not in NEEDS_SELECTION)
+    to_block = layer.name.endswith(".feed_forward")
+    if (layer.shares and action.how in SELECTING) or (action.how == "steer" and not to_block):
         raise ConfigError(
-            f"{place}: how: {action.how} is not allowed: in {layer.title} every token uses all "
-            f"experts; allowed: {rest}"
-        )
-    if action.how == "steer" and not layer.name.endswith(".feed_forward"):
-        raise ConfigError(f"{place}: how: steer is not allowed with {layer.name}")
-    if action.how == "swap" and not 0 <= (-1 if action.to is None else action.to) < (
-        layer.num_experts
-    ):
-        raise ConfigError(
-            f"{place}: to: {action.to} is not allowed: {layer.title} has experts 0 to "
-            f"{layer.num_experts - 1}"
+            f"{place}: how: {action.how} is not allowed with {layer.title}, "
+            f"{'in which every token uses all experts' if layer.shares else layer.name}"
         )
 
 

@@ -19,6 +19,7 @@ from polyad.parallel.weights import device_of
 from polyad.train.config.faults import describe
 from polyad.train.errors import ConfigError
 from polyad.train.experts.actions import (
+    KEYS,
     RANKING,
     Action,
     How,
@@ -58,8 +59,6 @@ class Intervention(Config):
 
 FORM = "layer=L,expert=E+F,how=HOW[,to=E][,value=X]"
 """The syntax of an intervention."""
-HOWS_OF = {"to": ("swap",), "value": ("scale", "clamp", "steer")}
-"""Actions that need a key, which means nothing to others."""
 
 
 def parse_intervention(text: str) -> Intervention:
@@ -79,10 +78,10 @@ def parse_intervention(text: str) -> Intervention:
     except ValidationError as error:
         wrong = describe(error, Intervention).replace("experts", "expert")  # as it is typed
         raise ConfigError(f"{where}: {wrong}; the form is {FORM}") from None
-    for key, hows in HOWS_OF.items():
-        if (key in tree) != (parsed.how in hows):
-            needed = "is missing" if parsed.how in hows else f"means nothing with how={parsed.how}"
-            raise ConfigError(f"{where}: {key} {needed}")
+    for key in ("to", "value"):
+        if (key in tree) != (key == KEYS.get(parsed.how)):
+            wrong = f"means nothing with how={parsed.how}" if key in tree else "is missing"
+            raise ConfigError(f"{where}: {key} {wrong}")
     return parsed
 
 
@@ -92,8 +91,7 @@ def check_interventions(model: nn.Module, interventions: Sequence[Intervention])
     Raises:
         ConfigError: it does not, or an action is not possible there.
     """
-    by_block = layers_by_block(model)
-    changed: dict[tuple[int, How], set[int]] = {}
+    by_block, pruned = layers_by_block(model), dict[int, set[int]]()
     for each in interventions:
         where = f"--intervene {each}"
         if each.layer not in by_block:
@@ -103,60 +101,47 @@ def check_interventions(model: nn.Module, interventions: Sequence[Intervention])
             )
         layer = by_block[each.layer]
         check_action(layer, each.action, where)
-        if (expert := max(each.experts)) >= layer.num_experts:
+        for key, experts in (("expert", each.experts), ("to", (each.to or 0,))):
+            if max(experts) >= layer.num_experts:
+                raise ConfigError(
+                    f"{where}: {key}: {max(experts)} is not allowed: {layer.title} has experts 0 "
+                    f"to {layer.num_experts - 1}"
+                )
+        if each.to is not None and (
+            each.to in each.experts
+            or len({layer.place(expert)[0] for expert in (*each.experts, each.to)}) > 1
+        ):
             raise ConfigError(
-                f"{where}: expert: {expert} is not allowed: {layer.title} has experts 0 to "
-                f"{layer.num_experts - 1}"
+                f"{where}: to: {each.to} is not allowed: another expert of the same level is needed"
             )
-        if each.to is not None:
-            _check_swap(layer, each)
-        changed.setdefault((each.layer, each.how), set()).update(each.experts)
-    for (block, how), experts in changed.items():
-        layer, wrong = by_block[block], ""
-        left, count = layer.num_experts - len(experts), len(experts)
-        if how == "prune" and left < (used := experts_of_a_token(model, layer)):
-            wrong = f"{layer.title} would have {left} experts left, but a token uses {used}"
-        elif how == "force" and count > (used := experts_of_a_token(model, layer)):
-            wrong = f"{count} experts of {layer.title} are forced, but a token uses only {used}"
-        elif how == "force" and (both := experts & changed.get((block, "avoid"), set())):
-            wrong = f"expert {min(both)} of {layer.title} cannot be both forced and avoided"
-        if wrong:
-            raise ConfigError(f"--intervene: {wrong}")
+        if each.how == "prune":
+            pruned.setdefault(each.layer, set()).update(each.experts)
+            left = layer.num_experts - len(pruned[each.layer])
+            if left < (used := experts_of_a_token(model, layer)):
+                raise ConfigError(
+                    f"{where}: {layer.title} would have {left} experts left, but a token uses "
+                    f"{used}"
+                )
 
 
-def paired(interventions: Sequence[Intervention]) -> list[tuple[Intervention, Action]]:
-    """Merges interventions so that all forced and avoided experts of a layer are ranked at once.
+def _actions(
+    interventions: Sequence[Intervention],
+) -> Iterator[tuple[int, Sequence[int], Action]]:
+    """Yields blocks, experts and actions; all forced and avoided experts of a layer are one action.
 
     First and last refer to the router's own order, which a first change would alter for a second.
     """
-    merged, done = [], set()
+    ranked: dict[int, dict[How, list[int]]] = {}
     for each in interventions:
-        if each.how not in RANKING:
-            merged.append((each, each.action))
-        elif each.layer not in done:
-            done.add(each.layer)
-            first, last = (
-                tuple(
-                    expert
-                    for one in interventions
-                    if one.layer == each.layer and one.how == how
-                    for expert in one.experts
-                )
-                for how in RANKING
-            )
-            action = Action(how="force", avoided=last) if first else Action(how="avoid")
-            merged.append((each.model_copy(update={"experts": first or last}), action))
-    return merged
-
-
-def _check_swap(layer: RoutedLayer, intervention: Intervention) -> None:
-    experts = *intervention.experts, intervention.to or 0
-    levels = {layer.place(each)[0] for each in experts}
-    if intervention.to in intervention.experts or len(levels) > 1:
-        raise ConfigError(
-            f"--intervene {intervention}: to: {intervention.to} is not allowed: another "
-            f"expert of the same level is needed"
-        )
+        if each.how in RANKING:
+            experts = ranked.setdefault(each.layer, {how: [] for how in RANKING})
+            experts[each.how] += each.experts
+        else:
+            yield each.layer, each.experts, each.action
+    for block, experts in ranked.items():
+        first, last = experts["force"], experts["avoid"]
+        action = Action(how="force", avoided=tuple(last)) if first else Action(how="avoid")
+        yield block, first or last, action
 
 
 def layers_by_block(model: nn.Module) -> dict[int, RoutedLayer]:
@@ -190,13 +175,13 @@ def intervened(
         )
     mean_of = means() if to_mean and means is not None else {}
     with ExitStack() as stack:
-        for each, action in paired(interventions):
-            layer = by_block[each.layer]
+        for block, experts, action in _actions(interventions):
+            layer = by_block[block]
             if action.how == "mean":
                 action = Action(how="mean", mean_SD=mean_of[layer.name])
             intervene = stack.enter_context(intervening(model, layer, action))
             device = device_of(model)
             chosen_1S = torch.zeros(1, layer.num_experts, dtype=torch.bool, device=device)
-            chosen_1S[0, list(each.experts)] = True
+            chosen_1S[0, list(experts)] = True
             intervene(chosen_1S, None)
         yield
