@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from polyad.model.output import entropy
 from polyad.model.smoe.layer import SelectingMoE
 from polyad.parallel.weights import device_of
-from polyad.train.experts.actions import CONTRIBUTION, Action, intervening
+from polyad.train.experts.actions import CONTRIBUTION, RESCORING, Action, intervening
 from polyad.train.experts.information import GroupedSums, Matrix, Summed, intervals
 from polyad.train.experts.leaving_out import from_one_class
 from polyad.train.experts.probing import Decision, RoutedLayer
@@ -165,34 +165,6 @@ class Focus(NamedTuple):
     matter. Near 1 if harm is small, whatever is harmed."""
 
 
-def paired(own_E3: Matrix) -> Any:
-    """Tests over single tokens that use an expert: their loss without it and with it.
-
-    Tokens of a window are not independent, so p is too small if windows differ; intervals over
-    windows do not have this problem.
-
-    Args:
-        own_E3: number of tokens that use each expert, sums of their changes, and of squared ones.
-
-    Returns:
-        A table with the number of `tokens`, the `mean` difference in nats, `d` (the mean over the
-        standard deviation, n - 1), Student's `t` with n - 1 degrees of freedom and its two-sided
-        `p`; no row with fewer than two tokens or without deviation.
-    """
-    import pandas as pd
-    from scipy.stats import t as student
-
-    frame = pd.DataFrame(own_E3, columns=["tokens", "total", "squares"])
-    frame = frame[frame["tokens"] > 1]
-    tokens, mean = frame["tokens"], frame["total"] / frame["tokens"]
-    variance = (frame["squares"] - tokens * mean**2).clip(lower=0) / (tokens - 1)
-    varies = variance**0.5 > 1e-7 * mean.abs()  # else equal differences up to rounding
-    d = (mean / variance**0.5)[varies]
-    values = {"tokens": tokens[varies].astype(int), "mean": mean[varies], "d": d}
-    tests = pd.DataFrame(values).assign(t=d * tokens[varies] ** 0.5)
-    return tests.assign(p=2 * student.sf(tests["t"].abs(), tests["tokens"] - 1))
-
-
 @dataclass(frozen=True, kw_only=True)
 class LayerWithout:
     """What the experts of a layer are for."""
@@ -204,8 +176,6 @@ class LayerWithout:
     """Number of windows recomputed, over all sets."""
     changes: Any
     """The table of `ChangeSums.result`; rows are the sets."""
-    own_E3: Matrix
-    """Number of predicted tokens that use each, sums of their changes, and of squared changes."""
 
     def of_all(self) -> list[float]:
         """The change over all tokens without each set."""
@@ -213,8 +183,7 @@ class LayerWithout:
         return change
 
     def tables(self) -> dict[str, Any]:
-        """Tables of single `experts`, every class (`classes`), tests over the expert's own tokens
-        (`paired`), and `focus`."""
+        """Tables of single `experts`, every class (`classes`), and `focus`."""
         import pandas as pd
 
         rows = [row for row, columns in enumerate(self.sets) if len(columns) == 1]
@@ -236,7 +205,6 @@ class LayerWithout:
                 [*names, "share_of_tokens", *measured, "own_tokens"]
             ],
             "classes": changes,
-            "paired": experts.join(paired(self.own_E3), how="inner"),
             "focus": pd.DataFrame(focused),
         }
 
@@ -327,7 +295,6 @@ class KnockOut:
         self._chosen_ES = self._chosen_ES.to(device)
         self._sums = ChangeSums(len(sets), classes, windows, device)
         self._again = torch.zeros(1, dtype=torch.float64, device=device)
-        self._own_E3 = torch.zeros(len(sets), 3, dtype=torch.float64, device=device)
         self._drops = may_drop(model)
 
     @torch.inference_mode()
@@ -381,7 +348,7 @@ class KnockOut:
             has_BTE: the result of `uses`.
         """
         has_EB = has_BTE.any(1).T
-        if self._action.changes_scores:
+        if self._action.how in RESCORING:
             return torch.ones_like(has_EB)
         if self._drops:  # a capacity counts whole batches, so keep them
             return has_EB.any(1, keepdim=True).expand_as(has_EB)
@@ -436,10 +403,6 @@ class KnockOut:
         """
         own_RP = own_RT.gather(1, passages.places_BP)
         self._sums.add(label_JRP, passages.number_B, row_R, change_RP, own_RP)
-        own_RP = own_RP & (label_JRP[0] >= 0)
-        of_own_RP = change_RP.where(own_RP, 0.0)
-        numbers_R3 = torch.stack([own_RP.double(), of_own_RP, of_own_RP.square()], -1)
-        self._own_E3.index_add_(0, row_R, numbers_R3.sum(1))
 
     def result(self, summed: Summed = lambda counts: counts) -> LayerWithout:
         """Returns the result.
@@ -455,7 +418,6 @@ class KnockOut:
             sets=self.sets,
             windows_again=int(summed(self._again)),
             changes=self._sums.result(f"without an expert of {self.layer.name}", summed),
-            own_E3=summed(self._own_E3).cpu().numpy(),
         )
 
 

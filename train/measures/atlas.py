@@ -9,6 +9,7 @@ of equal size.
 Shapes: E experts of a layer, S of all levels side by side, D width, V vocabulary.
 """
 
+import itertools
 import math
 import random
 from collections.abc import Mapping, Sequence
@@ -156,33 +157,20 @@ class Atlas(Analysis):
         return chosen
 
 
-def _correlation(
-    statistic_E: "np.ndarray[Any, Any]", change_E: "np.ndarray[Any, Any]"
-) -> tuple[float, float]:
-    """Spearman's rank correlation over experts, and its p; NaN where undefined."""
-    from scipy.stats import spearmanr
-
-    is_used_E = np.isfinite(change_E)  # an unused expert has no own change
-    statistic_E, change_E = statistic_E[is_used_E], change_E[is_used_E]
-    varies = len(set(statistic_E.tolist())) > 1 and len(set(change_E.tolist())) > 1
-    if len(change_E) < FEWEST_EXPERTS or not varies:
-        return math.nan, math.nan
-    rho, p = spearmanr(statistic_E, change_E)
-    return float(rho), float(p)
-
-
 def _correlations(experts: Any) -> Any:
-    """A table of the rank correlation of each statistic with each change, by layer."""
+    """A table of Spearman's rank correlation of each statistic with each change, by layer; NaN
+    where it is undefined."""
     import pandas as pd
+    from scipy.stats import spearmanr
 
     rows = []
     for module, of_layer in experts.groupby("module", sort=False):
-        for name in STATISTICS:
-            for target in TARGETS:
-                rho, p = _correlation(of_layer[name].to_numpy(), of_layer[target].to_numpy())
-                rows.append(
-                    {"module": module, "statistic": name, "target": target, "rho": rho, "p": p}
-                )
+        for name, target in itertools.product(STATISTICS, TARGETS):
+            pairs = of_layer[[name, target]].dropna()  # an unused expert has no own change
+            rho = p = math.nan
+            if len(pairs) >= FEWEST_EXPERTS and (pairs.nunique() > 1).all():
+                rho, p = spearmanr(pairs[name], pairs[target])
+            rows.append({"module": module, "statistic": name, "target": target, "rho": rho, "p": p})
     frame = pd.DataFrame(rows)
     threshold = SIGNIFICANCE / max(1, len(STATISTICS) * experts["module"].nunique())
     return frame.assign(significant=frame["p"] < threshold)

@@ -1,21 +1,19 @@
 """The loss of text without experts of some layers, also of a decoder that is larger than memory.
 
 Such a decoder is read block by block. The text passes through all blocks once, and the inputs of
-the blocks of interest are kept. Then windows without an expert start at its block and pass through
-the later ones, as many together as fit into memory: each group reads those blocks once more.
+the blocks of interest are kept. Then all windows without an expert of one block start there and
+pass through the later ones, which are read once more for each block of interest.
 
 Shapes: B windows of a batch, R pairs of a window and a set of experts, T tokens of a window, D
 width, E sets.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from polyad.parallel import comm
-from polyad.parallel.host_memory import free_memory
 from polyad.parallel.weights import Streamed, parts_of
 from polyad.train.console import Progress
 from polyad.train.experts.actions import CONTRIBUTION, Action
@@ -29,8 +27,6 @@ from polyad.train.streaming import activations_of, on_device, run_block, run_blo
 from polyad.train.tasks.samples import TextSamples, losses
 
 LABEL = "leave out experts"
-SHARE = 0.25
-"""Share of the free memory for windows without an expert."""
 TITLES = {
     "experts": "change in loss without each expert, in nats per token, over all tokens and over "
     "its own; * excludes 0",
@@ -104,17 +100,6 @@ def knockout_tables(layers: Sequence[LayerWithout], text: TextSamples) -> Tables
     return Tables(facts=facts, frames=frames, titles=TITLES)
 
 
-@dataclass
-class _Windows:
-    """Windows of a batch without experts of a block, on their way through the later blocks."""
-
-    block: int
-    batch: int
-    row_R: Tensor
-    window_R: Tensor
-    x_RTD: Tensor
-
-
 def _block_by_block(
     model: Streamed,
     without: Mapping[int, KnockOut],
@@ -146,64 +131,29 @@ def _block_by_block(
                 loss_of.append(losses(model, x_BTD.to(model.device), passages))
                 for each in without.values():
                     each.add_whole(passages, columns(passages), loss_of[-1])
-    groups = list(_groups(without, entering, uses))
-    total, done = sum(blocks - min(group) + 1 for group in groups), 0
+    total, done = sum(blocks - block + 1 for block in without), 0
     report = Progress(LABEL, total, "blocks")
-    for group in groups:
-        lacking: list[_Windows] = []
-        for block in range(min(group), blocks):
-            with model.part(*parts_of(model)[1 + block]):
-                for windows in lacking:
-                    windows.x_RTD = run_block(model, block, windows.x_RTD).cpu()
-                if block in group:
-                    lacking += _begun(model, block, without[block], entering[block], uses[block])
+    for block, each in without.items():
+        pairs: list[tuple[int, Tensor, Tensor]] = []  # batch, sets and windows of each output
+        outputs: list[Tensor] = []
+        for part in range(block, blocks):
+            with model.part(*parts_of(model)[1 + part]):
+                for number, x_RTD in enumerate(outputs):
+                    outputs[number] = run_block(model, part, x_RTD).cpu()
+                for number, has_BTE in enumerate(uses[block] if part == block else ()):
+                    x_BTD = entering[block][number].to(model.device)
+                    for row_R, window_R in each.pairs(has_BTE.to(model.device)):
+                        with each.without(row_R):
+                            outputs.append(run_block(model, block, x_BTD[window_R]).cpu())
+                        pairs.append((number, row_R, window_R))
             done += 1
             report(done / total)
         with model.part(*end):
-            for windows in lacking:
-                number, row_R, window_R = windows.batch, windows.row_R, windows.window_R
+            for (number, row_R, window_R), x_RTD in zip(pairs, outputs, strict=True):
                 passages = on_device(batches[number], model.device).rows(window_R)
-                loss_RP = losses(model, windows.x_RTD.to(model.device), passages).double()
+                loss_RP = losses(model, x_RTD.to(model.device), passages).double()
                 change_RP = loss_RP - loss_of[number].to(loss_RP)[window_R]
-                own_RT = uses[windows.block][number].to(model.device)[window_R, :, row_R]
-                without[windows.block].add_changed(
-                    row_R, passages, columns(passages), change_RP, own_RT
-                )
+                own_RT = uses[block][number].to(model.device)[window_R, :, row_R]
+                each.add_changed(row_R, passages, columns(passages), change_RP, own_RT)
         done += 1
         report(done / total)
-
-
-def _groups(
-    without: Mapping[int, KnockOut],
-    entering: Mapping[int, Sequence[Tensor]],
-    uses: Mapping[int, Sequence[Tensor]],
-) -> Iterator[list[int]]:
-    """Yields groups of blocks whose windows are in memory together."""
-    room, group, taken = SHARE * free_memory(), list[int](), 0
-    for block, each in sorted(without.items()):
-        size = sum(
-            int(each.changed(has_BTE).sum()) * x_BTD[0].nbytes
-            for x_BTD, has_BTE in zip(entering[block], uses[block], strict=True)
-        )
-        if group and taken + size > room:
-            yield group
-            group, taken = [], 0
-        group.append(block)
-        taken += size
-    if group:
-        yield group
-
-
-def _begun(
-    model: Streamed,
-    block: int,
-    without: KnockOut,
-    entering: Sequence[Tensor],
-    uses: Sequence[Tensor],
-) -> Iterator[_Windows]:
-    """Yields a block's outputs for windows without experts of its layer."""
-    for number, (x_BTD, has_BTE) in enumerate(zip(entering, uses, strict=True)):
-        for row_R, window_R in without.pairs(has_BTE.to(model.device)):
-            with without.without(row_R):
-                y_RTD = run_block(model, block, x_BTD.to(model.device)[window_R])
-            yield _Windows(block, number, row_R, window_R, y_RTD.cpu())

@@ -2,7 +2,6 @@
 
 import copy
 
-import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -12,7 +11,6 @@ from polyad.data.text.dataset import PreparedData
 from polyad.launch.cli import run as polyad
 from polyad.train.experts.actions import Action, intervening
 from polyad.train.experts.interventions import Intervention, intervened
-from polyad.train.experts.knockout import paired
 from polyad.train.experts.moments import STATISTICS
 from polyad.train.experts.probing import deciding, routed_layers
 from polyad.train.measures.atlas import Atlas
@@ -184,9 +182,6 @@ def test_two_processes_give_what_one_gives(found):
     ours, theirs = (frame_of(each, "experts") for each in (one, two))
     statistics = list(STATISTICS)
     pd.testing.assert_frame_equal(ours[statistics], theirs[statistics], rtol=1e-5)
-    pairs = [frame_of(each, "paired") for each in (one, two)]
-    assert len(pairs[0])
-    pd.testing.assert_frame_equal(*pairs, rtol=1e-3, atol=1e-6)
     assert found[0][1].count("\n") == found[1][1].count("\n")
 
 
@@ -215,16 +210,6 @@ def test_every_way_to_take_away_is_that_of_the_model_itself(how, workers, finish
     # The atlas reads the end of text before the first token, and each window by itself.
     assert change == pytest.approx(after["loss"] - before["loss"], abs=2e-2)
     assert change != 0
-
-
-def test_a_paired_test_by_hand():
-    """(.3, .1, .2, 0) - (.1, .1, 0, .1): mean .075, deviation .15."""
-    differences = torch.tensor([0.2, 0.0, 0.2, -0.1], dtype=torch.float64)
-    sums = [4, float(differences.sum()), float(differences.square().sum())]
-    alone, alike = [1, 0.2, 0.04], [3, 0.3, 0.03]
-    (ours,) = paired(np.array([alone, sums, alike])).to_dict("records")
-    assert (ours["d"], ours["t"]) == pytest.approx((0.5, 1.0))
-    assert ours["p"] == pytest.approx(0.391, abs=5e-4)
 
 
 @torch.no_grad()

@@ -179,7 +179,7 @@ def test_two_processes_find_what_one_does(one, steering):
     for results in (one, steering):
         assert [result["processes"] for result in results] == [1, 2]
         # Correlations jump where two experts change the loss alike.
-        names = ("processes", "seconds", "correlations", "predictive", "experts", "paired")
+        names = ("processes", "seconds", "correlations", "predictive", "experts")
         kept = [json.dumps(without(result, *names)) for result in results]
         near = json.loads(kept[0], parse_float=lambda x: pytest.approx(float(x), abs=2e-6))
         assert json.loads(kept[1]) == near
