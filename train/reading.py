@@ -281,17 +281,11 @@ class Reading:
             return decisions
         return {name: each.of(rows_M) for name, each in decisions.items()}
 
-    def rows_of(self, decision: Decision) -> Tensor:
-        """The row of the batch that each token of one of `decisions` belongs to [M]."""
-        if self.row_N is not None:
-            return self.row_N[self.counted_M]
-        rows = len(self.number_R)
-        each = len(decision.levels[0]) // rows
-        return torch.arange(rows, device=self.number_R.device).repeat_interleave(each)
-
     def numbers_of(self, decision: Decision) -> Tensor:
         """The number of the row that each token of one of `decisions` belongs to [M]."""
-        return self.number_R[self.rows_of(decision)]
+        if self.row_N is not None:
+            return self.number_R[self.row_N[self.counted_M]]
+        return self.number_R.repeat_interleave(len(decision.levels[0]) // len(self.number_R))
 
 
 class Subject(NamedTuple):

@@ -3,9 +3,8 @@
 A class may be any group of sequences or images, such as right and wrong choices, or rows with low,
 middle and high numbers.
 
-Shapes: N tokens, R sequences or images of a batch, or tokens, A all samples read, Y classes, S
-experts of all levels side by side, P labels: the true ones first, then shuffled ones, G groups of
-samples.
+Shapes: N tokens, A all samples read, Y classes, S experts of all levels side by side, P labels: the
+true ones first, then shuffled ones, G groups of samples.
 """
 
 from collections.abc import Sequence
@@ -113,7 +112,7 @@ class LevelByClass:
 
 
 class ExpertCounts:
-    """Accumulates what experts get of each class in one pass, by labels of single rows.
+    """Accumulates what experts get of each class in one pass, by labels of single tokens.
 
     Args:
         layers: the layers to count.
@@ -140,23 +139,23 @@ class ExpertCounts:
             counts = self._counts[layer.name] = GroupedSums(samples, shape, device, numbers=size)
             self._shuffled[layer.name] = counts.sums_G.new_zeros(SHUFFLES, *shape)
 
-    def count(self, name: str, assigned_RS: Tensor, label_PR: Tensor, number_R: Tensor) -> None:
-        """Adds rows.
+    def count(self, name: str, assigned_NS: Tensor, label_PN: Tensor, number_N: Tensor) -> None:
+        """Adds tokens.
 
         Args:
             name: the layer's name.
-            assigned_RS: each row's counts per expert, fp64, [R, S] or 2 S; see `assigned`.
-            label_PR: its class, and shuffled ones; -1: not counted.
-            number_R: the number of its sample.
+            assigned_NS: each token's counts per expert, fp64, [N, S] or 2 S; see `assigned`.
+            label_PN: its class, and shuffled ones; -1: not counted.
+            number_N: the number of its sample.
         """
-        for shuffle, label_R in enumerate(label_PR):
-            counted_R = label_R >= 0
-            label_C, assigned_CS = label_R[counted_R], assigned_RS[counted_R]
+        for shuffle, label_N in enumerate(label_PN):
+            counted_N = label_N >= 0
+            label_C, assigned_CS = label_N[counted_N], assigned_NS[counted_N]
             if shuffle:
                 self._shuffled[name][shuffle - 1].index_add_(0, label_C, assigned_CS)
                 continue
             counts = self._counts[name]
-            row_C = counts.group_of(number_R[counted_R]) * len(self._groups) + label_C
+            row_C = counts.group_of(number_N[counted_N]) * len(self._groups) + label_C
             counts.sums_G.flatten(0, 1).index_add_(0, row_C, assigned_CS)
 
     def result(self, summed: Summed = lambda counts: counts) -> dict[str, list[LevelByClass]]:
@@ -201,46 +200,18 @@ class ExpertCounts:
         return by_layer
 
 
-class ExpertsByClass(ExpertCounts):
-    """Counts by the class of whole sequences or images.
+def shuffled_classes(class_A: Tensor) -> Tensor:
+    """Returns the classes of whole sequences or images, and shuffled ones [P, A].
 
     Labels of whole sequences are shuffled, since tokens of one sequence are alike: shuffling labels
     of single tokens would underestimate chance.
 
     Args:
-        layers: the layers to count.
-        groups: class names.
-        group_A: the class of each sequence or image, in reading order.
-        device: the decisions' device.
+        class_A: the class of each sequence or image, in reading order.
     """
-
-    def __init__(
-        self,
-        layers: Sequence[RoutedLayer],
-        groups: Sequence[str],
-        group_A: Tensor,
-        device: torch.device | str = "cpu",
-    ) -> None:
-        super().__init__(layers, groups, len(group_A), device)
-        generator = torch.Generator().manual_seed(0)
-        shuffled = [
-            group_A[torch.randperm(len(group_A), generator=generator)] for _ in range(SHUFFLES)
-        ]
-        self._class_PA = torch.stack([group_A, *shuffled]).to(device)
-
-    def add(self, name: str, decision: Decision, row_N: Tensor, number_R: Tensor) -> None:
-        """Adds a layer's decisions for a batch.
-
-        Args:
-            name: the layer's name.
-            decision: decisions for tokens other than padding.
-            row_N: each token's row of the batch.
-            number_R: each row's number among all rows read.
-        """
-        assigned_NS = assigned(decision)
-        assigned_RS = assigned_NS.new_zeros(len(number_R), assigned_NS.shape[1])
-        assigned_RS.index_add_(0, row_N, assigned_NS)
-        self.count(name, assigned_RS, self._class_PA[:, number_R], number_R)
+    generator = torch.Generator().manual_seed(0)
+    shuffles = [torch.randperm(len(class_A), generator=generator) for _ in range(SHUFFLES)]
+    return torch.stack([class_A, *(class_A[order_A] for order_A in shuffles)])
 
 
 def _lift(sums_4: Matrix) -> Matrix:

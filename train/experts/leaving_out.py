@@ -102,7 +102,6 @@ class LeaveOneOut:
 
         self.right_K, self.images_K = zeros(len(classes)), zeros(len(classes))
         self.lost_SK = zeros(layer.num_experts, len(classes))
-        self.pairs = zeros(1)
         self._single_SS = torch.eye(layer.num_experts, dtype=torch.bool, device=device)
 
     @torch.inference_mode()
@@ -126,7 +125,6 @@ class LeaveOneOut:
         self.right_K.index_add_(0, labels_B, right_B.double())
         self.images_K.index_add_(0, labels_B, torch.ones_like(right_B, dtype=torch.float64))
         image_P, expert_P = (a_BTS != 0).any(1).nonzero().unbind(-1)
-        self.pairs += len(image_P)
         if not len(image_P):
             return
         with intervening(self._model, self.layer) as intervene:
@@ -139,38 +137,28 @@ class LeaveOneOut:
                 self.lost_SK.index_put_((expert_R, labels_B[image_R]), lost_R, accumulate=True)
 
     def result(
-        self, images: int, summed: Summed = lambda counts: counts
+        self, summed: Summed = lambda counts: counts
     ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """Returns a row of a table of layers, and rows of the experts that matter to a class.
 
         Args:
-            images: number of images that all processes read together.
             summed: sums over processes.
         """
-        parts, layer = [self.right_K, self.images_K, self.lost_SK.flatten(), self.pairs], self.layer
-        together = summed(torch.cat(parts)).cpu()
-        right_K, images_K, lost, pairs = torch.split(together, [len(part) for part in parts])
-        p_S, class_S = polysemanticity(right_K, lost.view(self.lost_SK.shape))
+        layer, own = self.layer, torch.stack([self.right_K, self.images_K])
+        right_K, images_K, *lost = summed(torch.cat([own, self.lost_SK])).cpu()
+        p_S, class_S = polysemanticity(right_K, torch.stack(lost))
         experts = []
-        for column in (class_S >= 0).nonzero().flatten().tolist():
-            level, expert = layer.place(column)
-            experts.append(
-                {
-                    "module": layer.name,
-                    "level": level,
-                    "expert": expert,
-                    "polysemanticity": float(p_S[column]),
-                    "class": self.classes[int(class_S[column])],
-                }
-            )
+        for column, (p, class_) in enumerate(zip(p_S.tolist(), class_S.tolist(), strict=True)):
+            if class_ >= 0:
+                level, expert = layer.place(column)
+                named = {"module": layer.name, "level": level, "expert": expert}
+                experts.append(named | {"polysemanticity": p, "class": self.classes[class_]})
         row = {
             "module": layer.name,
             "experts": layer.num_experts,
             "polysemanticity": float(p_S.nanmean()),
             "experts_that_matter": len(experts),
             "top1": float(right_K.sum() / images_K.sum()),
-            "images_computed_again": int(pairs),
-            "share_of_all_pairs": int(pairs) / (images * layer.num_experts),
         }
         return row, experts
 

@@ -60,7 +60,7 @@ def labellings(tokenizer: Tokenizer, stream: TokenStream, length: int) -> list[L
         stream: the split from which frequencies are counted.
         length: T.
     """
-    by_token = classes_of_vocabulary(tokenizer, stream, occurring=True)
+    by_token = classes_of_vocabulary(tokenizer, stream)
     characters, frequency = (
         Labelling(name, classes, class_V.__getitem__)
         for name, (classes, class_V) in by_token.items()
@@ -69,37 +69,20 @@ def labellings(tokenizer: Tokenizer, stream: TokenStream, length: int) -> list[L
     return [characters, position, frequency]
 
 
-def character_classes(tokenizer: Tokenizer, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Indices in `CHARACTERS` of tokens [V]; `other` for end-of-text and for all tokens not given.
-
-    Args:
-        tokenizer: the tokenizer of the ids.
-        tokens: the tokens to classify, since decoding a whole vocabulary is slow.
-    """
-    character_V = np.full(tokenizer.vocab_size, CHARACTERS.index("other"))
-    for token in tokens.tolist():
-        if token != tokenizer.end_of_text_id:
-            character_V[token] = character_class(tokenizer.text_within(token))
-    return character_V
-
-
 def classes_of_vocabulary(
-    tokenizer: Tokenizer, stream: TokenStream, *, occurring: bool = False
+    tokenizer: Tokenizer, stream: TokenStream
 ) -> dict[str, tuple[Sequence[str], Tensor]]:
     """Returns the classes that depend only on the token, and the class of every token [V].
 
     Args:
-        tokenizer: the tokenizer of the ids.
+        tokenizer: the tokenizer of the ids; its end of text is of the characters `other`.
         stream: the split from which frequencies are counted.
-        occurring: whether the characters of tokens of the split are enough.
     """
-    counts_V = frequencies(stream, tokenizer.vocab_size)
-    tokens = np.flatnonzero(counts_V) if occurring else np.arange(tokenizer.vocab_size)
-    character_V = character_classes(tokenizer, tokens)
-    return {
-        "characters": (CHARACTERS, torch.from_numpy(character_V).long()),
-        "frequency": (_frequency_names(), torch.from_numpy(equal_mass(counts_V)).long()),
-    }
+    texts = map(tokenizer.text_within, range(tokenizer.vocab_size))
+    character_V = torch.tensor(list(map(character_class, texts)))
+    character_V[tokenizer.end_of_text_id] = CHARACTERS.index("other")
+    bin_V = torch.from_numpy(equal_mass(frequencies(stream, tokenizer.vocab_size)))
+    return {"characters": (CHARACTERS, character_V), "frequency": (_frequency_names(), bin_V)}
 
 
 def frequencies(stream: TokenStream, vocab_size: int) -> npt.NDArray[np.int64]:

@@ -9,7 +9,7 @@ Shapes: R rows of a batch, T tokens of a window, P labels: the true ones first, 
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,14 +22,14 @@ from polyad.parallel.weights import device_of
 from polyad.train.experts.by_class import (
     SHUFFLES,
     ExpertCounts,
-    ExpertsByClass,
     LevelByClass,
     assigned,
+    shuffled_classes,
 )
 from polyad.train.experts.information import GateEntropies, Summed
 from polyad.train.experts.leaving_out import LeaveOneOut
 from polyad.train.experts.similarity import ExpertSimilarity, LevelSimilarity
-from polyad.train.experts.token_classes import Shifts, labellings
+from polyad.train.experts.token_classes import Labelling, Shifts, labellings
 from polyad.train.measures.measure import Measure
 from polyad.train.reading import Reading, Subject
 from polyad.train.results import Tables
@@ -58,18 +58,20 @@ class Specialization(Measure):
         rows = batch_size * samples.rows_of_sample
         self._similarity = ExpertSimilarity(layers, samples.rows, rows, device)
         self._tokens = torch.zeros(1, dtype=torch.float64, device=device)
-        self._by_class: ExpertsByClass | None = None
-        self._by_token: dict[str, ExpertCounts] = {}
+        self._labellings: list[Labelling] = []
         self._left_out: list[LeaveOneOut] = []
+        names: dict[str, Sequence[str]] = {}
         if (classes := samples.classes()) is not None:
-            self._by_class = ExpertsByClass(layers, *classes, device)
+            names["class"] = classes[0]
+            self._class_PA = shuffled_classes(classes[1]).to(device)
         if isinstance(samples, TextSamples):
             self._labellings = labellings(samples.tokenizer, samples.stream, samples.length)
             self._shifts = Shifts(samples.rows, samples.length, SHUFFLES)
-            self._by_token = {
-                each.name: ExpertCounts(layers, each.classes, samples.rows, device)
-                for each in self._labellings
-            }
+            names |= {each.name: each.classes for each in self._labellings}
+        self._counts = {
+            by: ExpertCounts(layers, of_label, samples.rows, device)
+            for by, of_label in names.items()
+        }
         if self.leave_out and classes is not None and isinstance(samples, ImageSamples):
             self._left_out = [
                 LeaveOneOut(model, layer, classes[0], batch_size)
@@ -79,20 +81,21 @@ class Specialization(Measure):
 
     def add(self, reading: Reading) -> None:
         """Adds a batch."""
-        labels = self._labels(reading.batch) if self._by_token else {}
+        labels = self._labels(reading.batch) if self._labellings else {}
         if reading.counted_M is not None and reading.is_first:
             self._tokens += len(reading.counted_M)
         for name, decision in reading.decisions.items():
             number_N = reading.numbers_of(decision)
             self._entropies.add(name, decision, number_N)
             self._similarity.add(name, decision, number_N)
-            if self._by_class is not None:
-                self._by_class.add(name, decision, reading.rows_of(decision), reading.number_R)
-            if labels:
-                assigned_NS = assigned(decision)
-                for label, label_PN in labels.items():
-                    counted_PM = label_PN[:, reading.counted_M]
-                    self._by_token[label].count(name, assigned_NS, counted_PM, number_N)
+            assigned_NS = assigned(decision)
+            for by, counts in self._counts.items():
+                label_PM = (
+                    self._class_PA[:, number_N]
+                    if by == "class"
+                    else labels[by][:, reading.counted_M]
+                )
+                counts.count(name, assigned_NS, label_PM, number_N)
         for each in self._left_out:
             each.add(reading.batch.images_BCHW, reading.batch.labels_B)
 
@@ -115,9 +118,7 @@ class Specialization(Measure):
         Args:
             summed: sums over processes.
         """
-        counts = {name: each.result(summed) for name, each in self._by_token.items()}
-        if self._by_class is not None:
-            counts["class"] = self._by_class.result(summed)
+        counts = {name: each.result(summed) for name, each in self._counts.items()}
         return {
             layer.name: [
                 {label: each[layer.name][level] for label, each in counts.items()}
@@ -173,7 +174,7 @@ class Specialization(Measure):
         }
         if self._left_out:
             titles["polysemanticity"] = "accuracy without each expert, and polysemanticity"
-            results = [each.result(samples.rows, summed) for each in self._left_out]
+            results = [each.result(summed) for each in self._left_out]
             frames["polysemanticity"] = pd.DataFrame([row for row, _ in results])
             frames["experts"] = pd.DataFrame([row for _, experts in results for row in experts])
         return Tables(facts=facts, frames=frames, titles=titles)

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from polyad.model.smoe.router import Selected
-from polyad.train.experts.by_class import ExpertsByClass
+from polyad.train.experts.by_class import ExpertCounts, assigned, shuffled_classes
 from polyad.train.experts.probing import Decision, RoutedLayer
 
 
@@ -23,9 +23,10 @@ def test_chance_is_that_of_whole_sequences():
     ):
         ids_N1 = expert_A[row_N].unsqueeze(-1)
         selected = Selected.of(torch.ones_like(ids_N1, dtype=torch.float32), ids_N1, 2)
-        counts = ExpertsByClass([layer], ["a", "b"], label_A)
+        counts = ExpertCounts([layer], ["a", "b"], rows)
         decision = Decision(levels=[torch.zeros(rows * length, 2)], selected=selected)
-        counts.add(layer.name, decision, row_N, torch.arange(rows))
+        label_PN = shuffled_classes(label_A)[:, row_N]
+        counts.count(layer.name, assigned(decision), label_PN, row_N)
         (level,) = counts.result()[layer.name]
         assert level.counts_SY.sum() == rows * length
         assert low <= level.information <= high
@@ -41,9 +42,9 @@ def test_shares_tell_less_than_which_is_the_highest():
     layer = RoutedLayer(name="mixture", levels=(2,), shares=True)
     label_A = torch.tensor([0, 1] * 32)
     shares_AM = torch.tensor([[0.6, 0.4], [0.4, 0.6]])[label_A]
-    counts = ExpertsByClass([layer], ["a", "b"], label_A)
-    images_A = torch.arange(64)
-    counts.add(layer.name, Decision(levels=[shares_AM], selected=None), images_A, images_A)
+    counts = ExpertCounts([layer], ["a", "b"], 64)
+    assigned_NS = assigned(Decision(levels=[shares_AM], selected=None))
+    counts.count(layer.name, assigned_NS, shuffled_classes(label_A), torch.arange(64))
     (level,) = counts.result()[layer.name]
     entropy = -(0.6 * np.log2(0.6) + 0.4 * np.log2(0.4))
     assert level.information == pytest.approx(1 - entropy)

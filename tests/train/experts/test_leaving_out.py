@@ -94,9 +94,6 @@ def assert_counts(model, counts):
         assert torch.equal(count.lost_SK, lost)
         assert count.images_K.tolist() == [3, 3, 3, 3]
         assert count.right_K.tolist() == [float(whole[c == LABELS_B].sum()) for c in range(4)]
-        assert 0 < int(count.pairs) <= 12 * layer.num_experts
-        if layer.name.startswith("blocks.1.feed_forward"):  # some coefficients are exactly 0
-            assert int(count.pairs) < 12 * layer.num_experts
 
 
 @torch.inference_mode()

@@ -1,5 +1,7 @@
 """Classes of tokens, and labels that are moved around in their window."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import tokenizers
@@ -14,9 +16,15 @@ from polyad.train.experts.token_classes import (
     _by_position,
     _position_names,
     character_class,
-    character_classes,
+    classes_of_vocabulary,
     equal_mass,
 )
+
+
+def characters_of(tokenizer):
+    """The class of every token."""
+    stream = SimpleNamespace(num_tokens=0)
+    return classes_of_vocabulary(tokenizer, stream)["characters"][1]
 
 
 @pytest.mark.parametrize(
@@ -91,7 +99,7 @@ def test_a_part_of_a_word_is_of_its_letters_and_a_special_token_of_nothing():
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     vocabulary = {token: i for i, token in enumerate([*special, "a", *words])}
     tokenizer = Tokenizer(BertWordPieceTokenizer(vocabulary, lowercase=False).to_str(), "[SEP]")
-    result = character_classes(tokenizer, np.arange(tokenizer.vocab_size))
+    result = characters_of(tokenizer)
     for token, expected in words.items():
         assert CHARACTERS[result[vocabulary[token]]] == expected, token
     assert {CHARACTERS[result[vocabulary[token]]] for token in special} == {"other"}
@@ -103,5 +111,5 @@ def test_a_blank_alone_is_white_space():
     backend.pre_tokenizer = pre_tokenizers.Metaspace()
     backend.decoder = decoders.Metaspace()
     tokenizer = Tokenizer(backend.to_str(), "</s>")
-    result = character_classes(tokenizer, np.arange(3))
+    result = characters_of(tokenizer)
     assert [CHARACTERS[each] for each in result] == ["other", "space or newline", "letters"]
