@@ -8,6 +8,7 @@ Shapes: M tokens of a forward pass, or some of them, N experts of a level, S exp
 side by side, K experts of a token, D width of an output.
 """
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -15,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from polyad.model.emoe.layer import EmergentMoE
 from polyad.model.feedforward import FeedForward
@@ -83,21 +83,6 @@ class RoutedLayer:
             column -= self.levels[level]
             level += 1
         return level, column
-
-    def anchor(self, expert: str) -> str:
-        """An expert's anchor in links: b3e2, with levels b3l1e2; in a Mixer's block b3-token-e2, in
-        a head head-e2.
-
-        Args:
-            expert: its name.
-        """
-        level, _, number = expert.rpartition(".")
-        if not self.in_block:
-            place = f"{self.name.replace('.', '-')}-"
-        else:
-            which = self.name.rsplit(".", 1)[-1].removesuffix("feed_forward").rstrip("_")
-            place = f"b{self.block}" + (f"-{which}-" if which else "")
-        return f"{place}{f'l{level}' if level else ''}e{number}"
 
 
 def routed_layers(model: nn.Module) -> list[RoutedLayer]:
@@ -213,35 +198,36 @@ def deciding(model: nn.Module, layers: Sequence[RoutedLayer]) -> Iterator[dict[s
     """
     seen: dict[str, Decision] = {}
 
-    def hook(layer: RoutedLayer) -> Callable[[nn.Module, Any, Any], None]:
-        def keep(module: nn.Module, arguments: Any, output: Any) -> None:
+    def keep(name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def hook(module: nn.Module, arguments: Any, output: Any) -> None:
+            selected = None
             if isinstance(module, SparseGate):
-                weights_MN = spread(output, module.num_experts)
-                seen[layer.name] = Decision(levels=[weights_MN], selected=None)
+                levels = [spread(output, module.num_experts)]
             elif isinstance(output, Selected):
-                seen[layer.name] = Decision(levels=[arguments[0]], selected=output)
+                levels, selected = [arguments[0]], output
             elif isinstance(output, Shares):
-                seen[layer.name] = Decision(levels=[output.log_p_BM.exp()], selected=None)
+                levels = [output.log_p_BM.exp()]
             else:
-                seen[layer.name] = Decision(levels=output.coefficients, selected=None)
+                levels = output.coefficients
+            seen[name] = Decision(levels=levels, selected=selected)
 
-        return keep
+        return hook
 
-    def keep_outputs(layer: RoutedLayer) -> Callable[[Outputs], None]:
-        def keep(outputs: Outputs) -> None:
-            seen[layer.name] = replace(seen[layer.name], outputs=outputs)
+    def keep_outputs(name: str, outputs: Callable[..., Tensor]) -> Callable[..., None]:
+        def hook(module: nn.Module, arguments: Any, output: Any) -> None:
+            seen[name] = replace(seen[name], outputs=functools.partial(outputs, arguments))
 
-        return keep
+        return hook
 
-    handles = [
-        (part.selection if isinstance(part, Router) else part).register_forward_hook(hook(layer))
-        for layer in layers
-        for part in model.get_submodule(layer.name).children()
-        if isinstance(part, Gate | SparseGate | Router | MixtureGate)
-    ]
-    handles += [
-        watch_inputs(model.get_submodule(layer.name), keep_outputs(layer)) for layer in layers
-    ]
+    handles = []
+    for layer in layers:
+        module = model.get_submodule(layer.name)
+        for part in module.children():
+            if isinstance(part, Gate | SparseGate | Router | MixtureGate):
+                gate = part.selection if isinstance(part, Router) else part
+                handles.append(gate.register_forward_hook(keep(layer.name)))
+        inside, outputs = _parts(module)
+        handles.append(inside.register_forward_hook(keep_outputs(layer.name, outputs)))
     try:
         with uncompiled(model):
             yield seen
@@ -322,21 +308,6 @@ def columns_of(layer: RoutedLayer, experts: Sequence[str]) -> list[int]:
     """
     every = range(layer.num_experts)
     return [column for column in every if not experts or layer.expert_name(column) in experts]
-
-
-def watch_inputs(layer: nn.Module, seen: Callable[[Outputs], None]) -> RemovableHandle:
-    """Hooks a layer with experts, in evaluation mode and whole on this process.
-
-    Args:
-        layer: any layer that routes.
-        seen: called in each forward pass after the layer's router, with a function for outputs.
-    """
-    read, outputs = _parts(layer)
-
-    def hook(module: nn.Module, arguments: Any, output: Any) -> None:
-        seen(lambda level, expert, rows_M: outputs(arguments, level, expert, rows_M))
-
-    return read.register_forward_hook(hook)
 
 
 def _parts(layer: nn.Module) -> tuple[nn.Module, Callable[[Any, int, int, Tensor], Tensor]]:

@@ -3,13 +3,13 @@
 `polyad.load(RUN).show(TEXT)` returns a `TextView`, which notebooks show as a table; `polyad experts
 trace --html` writes the same table as a page.
 
-Shapes: T tokens of a text, V vocabulary, S experts of a layer (all levels side by side), K experts
-shown per token.
+Shapes: T tokens of a text, P of them predicted, V vocabulary, S experts of a layer (all levels side
+by side), K experts shown per token.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +22,6 @@ from polyad.train.page.template import render, signs
 
 NEXT = 10
 """Number of most probable next tokens shown for each token."""
-_AT_ONCE = 256
-"""Number of tokens whose probabilities over the vocabulary are in memory at once."""
 
 
 class NextToken(NamedTuple):
@@ -80,16 +78,6 @@ class TextView:
             name: (_set_of(each) != _set_of(self.plain.layers[name])).any(1).tolist()
             for name, each in self.shown.layers.items()
         }
-
-    def rows(self) -> list[dict[str, Any]]:
-        """Lists position, token, loss and loss under interventions, for `pandas.DataFrame`."""
-        changed = self.changed.losses if self.changed else [None] * len(self.tokens)
-        return [
-            {"position": position, "token": token, "loss": loss, "changed_loss": other}
-            for position, (token, loss, other) in enumerate(
-                zip(self.tokens, self.plain.losses, changed, strict=True)
-            )
-        ]
 
     def _repr_html_(self) -> str:
         """The table that a notebook shows."""
@@ -179,40 +167,29 @@ def _read(model: nn.Module, token_ids: Sequence[int], top: int) -> tuple[Pass, T
     with deciding(model, layers) as decisions:
         logits_TV = model(input_ids_1T).logits[0]
     experts = {layer.name: experts_of(layer, decisions[layer.name], top) for layer in layers}
-    losses: list[float | None] = [None]
-    targets_T = input_ids_1T[0, 1:]
-    for first in range(0, len(targets_T), _AT_ONCE):
-        some_T = targets_T[first : first + _AT_ONCE]
-        logits_CV = logits_TV[first : first + len(some_T)].float()
-        losses += nn.functional.cross_entropy(logits_CV, some_T, reduction="none").tolist()
-    return Pass(layers=experts, losses=losses), logits_TV
+    losses_P = nn.functional.cross_entropy(
+        logits_TV[:-1].float(), input_ids_1T[0, 1:], reduction="none"
+    )
+    return Pass(layers=experts, losses=[None, *losses_P.tolist()]), logits_TV
 
 
 def _next_tokens(
     logits_TV: Tensor, changed_TV: Tensor | None, vocab_size: int, text: Callable[[int], str]
 ) -> list[list[NextToken]]:
+    both = [each.float().softmax(-1) for each in (logits_TV, changed_TV) if each is not None]
+    # Embedding rows beyond the vocabulary have no text.
+    count = min(NEXT, vocab_size)
+    ids_TN = torch.cat([p_TV[:, :vocab_size].topk(count).indices for p_TV in both], dim=1)
+    plain, *changed = (p_TV.gather(1, ids_TN).tolist() for p_TV in both)
     likeliest = []
-    for first in range(0, len(logits_TV), _AT_ONCE):
-        both = [
-            each[first : first + _AT_ONCE].float().softmax(-1)
-            for each in (logits_TV, changed_TV)
-            if each is not None
-        ]
-        # Embedding rows beyond the vocabulary have no text.
-        count = min(NEXT, vocab_size)
-        ids_CN = torch.cat([p_CV[:, :vocab_size].topk(count).indices for p_CV in both], dim=1)
-        values = [p_CV.gather(1, ids_CN).tolist() for p_CV in both]
-        for row, ids in enumerate(ids_CN.tolist()):
-            likely = {
-                token_id: NextToken(
-                    text(token_id),
-                    token_id,
-                    values[0][row][place],
-                    values[1][row][place] if changed_TV is not None else None,
-                )
-                for place, token_id in enumerate(ids)
-            }
-            likeliest.append(list(likely.values()))
+    for t, ids in enumerate(ids_TN.tolist()):
+        likely = {
+            token_id: NextToken(
+                text(token_id), token_id, plain[t][place], changed[0][t][place] if changed else None
+            )
+            for place, token_id in enumerate(ids)
+        }
+        likeliest.append(list(likely.values()))
     return likeliest
 
 

@@ -67,7 +67,7 @@ class ExpertRow(NamedTuple):
     @property
     def anchor(self) -> str:
         """Its anchor."""
-        return self.layer.anchor(self.name)
+        return f"{self.layer.name}.{self.name}"
 
     def to_json(self) -> dict[str, Any]:
         """JSON values."""

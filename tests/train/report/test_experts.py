@@ -10,7 +10,6 @@ import pytest
 from scipy.stats import norm
 
 from polyad.train.experts.by_class import LevelByClass
-from polyad.train.experts.probing import RoutedLayer
 from polyad.train.report.command import report
 from polyad.train.report.experts import harms
 from polyad.train.results import Tables
@@ -74,7 +73,7 @@ def test_rows_have_the_numbers_of_the_knockout_and_the_largest_come_first(
     values = []
     of_experts = frame_of(results, "classes").groupby(["module", "expert"])
     for (name, expert), classes in of_experts:
-        anchor = f"b{name.split('.')[1]}e{expert}"
+        anchor = f"{name}.{expert}"
         (every,) = classes[classes["by"] == "all"].to_dict("records")
         change, whole = every["change"], every["tokens"]
         candidates = []
@@ -113,7 +112,7 @@ def test_without_a_knockout_rows_have_the_numbers_of_the_specialization(trained,
     assert result["knockout"] is None
     page, rows = cells(tmp_path), result["experts"]
     assert list(page) == [row["anchor"] for row in rows]
-    assert sorted(page) == [f"b{b}e{e}" for b in range(2) for e in range(4)]
+    assert sorted(page) == [f"blocks.{b}.feed_forward.{e}" for b in range(2) for e in range(4)]
     for row in rows:
         expert, results = int(row["expert"]), result["specialization"]
         counts_SY = counts_of(results, row["layer"], "characters")
@@ -144,8 +143,8 @@ def test_anchors_are_unique_and_sections_stand_in_order(trained, tmp_path):
     page = Page(text)
     assert len(set(page.ids)) == len(page.ids)
     assert set(page.links) <= {f"#{one}" for one in page.ids}
-    assert {f"b1e{expert}" for expert in range(4)} <= set(page.ids)
-    assert "b0e0" not in page.ids  # its block was not read
+    assert {f"blocks.1.feed_forward.{expert}" for expert in range(4)} <= set(page.ids)
+    assert "blocks.0.feed_forward.0" not in page.ids  # its block was not read
     sections = re.findall(r'<section id="([\w-]+)"', text)
     assert sections == ["experts", "training", "facts"]
 
@@ -162,17 +161,6 @@ def test_top_tokens_stand_in_the_document_that_is_named(trained, prepared_path, 
         document = json.loads(lines[top["document"]])["text"]
         if top["token"] != "<end of text>":
             assert top["before"] + top["token"] + top["after"].partition("<|end")[0] in document
-
-
-def test_anchors_of_levels_of_a_mixer_and_of_a_head():
-    def anchor(name, expert):
-        return RoutedLayer(name=name, levels=(4, 2)).anchor(expert)
-
-    assert anchor("blocks.3.feed_forward", "2") == "b3e2"
-    assert anchor("blocks.3.feed_forward", "1.2") == "b3l1e2"
-    assert anchor("blocks.3.token_feed_forward", "2") == "b3-token-e2"
-    assert anchor("blocks.3.channel_feed_forward", "2") == "b3-channel-e2"
-    assert anchor("head", "0.2") == "head-l0e2"
 
 
 def test_the_class_that_is_named_loses_more_than_all_others():
