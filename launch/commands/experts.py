@@ -18,7 +18,7 @@ from polyad.launch.command import (
     command,
     names,
 )
-from polyad.launch.commands.held_out import CheckpointOptions, Seed, Tokens
+from polyad.launch.commands.held_out import CheckpointOptions, Tokens
 from polyad.launch.commands.options import TokenizerFile
 from polyad.launch.output import check_result_file
 
@@ -105,8 +105,8 @@ class Trace(CheckpointOptions):
     position in the data. pandas, polars and duckdb can read the file.
 
     Args:
-        output (DIR_OR_FILE): the .parquet file to write, or a folder that gets one file per
-            process.
+        output (FILE): the Parquet file to write; with several processes a folder that gets one file
+            of each.
         text: with --html: read this text instead of held-out data.
         html (FILE): write a page that shows the loss, the experts and the next tokens of each
             token of --text, before and after --intervene.
@@ -186,8 +186,8 @@ class Prune(CheckpointOptions):
     Args:
         output (OUTPUT): folder to create, in the same format.
         by: how to choose the experts that stay: by the change in loss without each (atlas; one
-            pass per expert), by a statistic of their use and outputs, by the mean probability
-            that the router gives them, or at random.
+            pass per expert), by a statistic of their use and outputs, or by the mean probability
+            that the router gives them.
         keep: fraction of the experts of every layer to keep, below 1.
         merge: merge experts with similar mean outputs, weighted by --by, instead of removing
             experts.
@@ -198,12 +198,11 @@ class Prune(CheckpointOptions):
     measure = "prune"
 
     output: Path = field(kw_only=False)
-    by: Literal["atlas", "reap", "mone", "frequency", "probability", "mean-norm", "random"]
+    by: Literal["atlas", "reap", "mone", "frequency", "probability"]
     keep: Share
     merge: bool = False
     calibrate: str | None = None
     tokens: Tokens = None
-    seed: Seed = 0
 
 
 @command(
@@ -232,16 +231,18 @@ class Splice(CheckpointOptions):
     tokens: Tokens = None
 
 
-@command("experts rewrite", "polyad experts rewrite runs/quickstart/run --move class=1,of=Young:0")
+@command(
+    "experts rewrite", "polyad experts rewrite runs/celeba --move class=Young,of=Young:0+Male:0"
+)
 @dataclass(frozen=True, kw_only=True)
 class Rewrite(CheckpointOptions):
-    """Edits the output for one class through its experts, in a model with a muMoE head.
+    """Edits the output for one attribute through its experts, in a model with a muMoE head.
 
     Reports accuracy and fairness before and after.
 
     Args:
-        move (class=C,of=A+B,by=N): the class C whose output is moved, in proportion to an image's
-            use of the experts that training images of a subpopulation use (for example
+        move (class=C,of=A+B,by=N): the attribute C whose output is moved, in proportion to an
+            image's use of the experts that training images of a subpopulation use (for example
             of=Young:0+Male:0); by: the factor, default: the number of experts.
     """
 

@@ -110,15 +110,6 @@ def refusal(pool: Any, config: Path, *overrides: str) -> str:
     return str(text)
 
 
-def rewriting_error(path: Path, option: str) -> tuple[str, str, int]:
-    """The error of `polyad experts rewrite`: class, text, exit status."""
-    try:
-        rewriting(path, option)
-    except Exception as error:
-        return type(error).__name__, str(error), getattr(error, "exit_status", -1)
-    return "none", "", 0
-
-
 def evaluation(path: Path, **options: Any) -> dict[str, Any]:
     """`polyad evaluate`: the values for programs."""
     return evaluated(path, **options)[0]

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from polyad.parallel.checkpoint.load import Checkpoint
+from polyad.parallel.source import differing_shapes
 from polyad.parallel.weights import Weights, device_of, load_model, open_weights
-from polyad.train.config.text import flatten
 from polyad.train.errors import ConfigError
 from polyad.train.experts.fluctuation import Differences, encode, mean
 from polyad.train.experts.information import Summed
@@ -18,13 +18,6 @@ from polyad.train.measures.measure import Measure
 from polyad.train.reading import TOKENS, Evaluated, Reading, Subject
 from polyad.train.results import Tables
 from polyad.train.tasks.samples import probe_of
-
-FREE_KEYS = (
-    "compile", "recompute", "dropout", "initializer_range", "feed_forward.experts",
-    "feed_forward.pool", "feed_forward.pool_least", "feed_forward.pool_most",
-    "end_of_text_id",
-)  # fmt: skip
-"""Keys of a model that do not affect its outputs in evaluation."""
 
 
 @dataclass(kw_only=True)
@@ -97,20 +90,9 @@ class Comparison(Measure):
 
 def _check_pair(opened: Evaluated, own: Weights, other: Weights) -> None:
     """Checks that both belong to one model with experts, and fit the tokens of the probe set."""
-    ours, theirs = (
-        flatten(each.model_config().filled().model_dump(mode="json")) for each in (own, other)
-    )
-    # Rotary positions are not limited.
-    free = FREE_KEYS if ours.get("rotary.theta") is None else (*FREE_KEYS, "sequence_length")
-    changed = [
-        f"model.{key}: {theirs.get(key)!r} there, {ours.get(key)!r} in {own.folder}"
-        for key in sorted(ours.keys() | theirs.keys())
-        if ours.get(key) != theirs.get(key) and key not in free
-    ]
-    if changed:
-        more = f"; and {len(changed) - 2} more" if len(changed) > 2 else ""
+    if differing := differing_shapes(other.shapes(), own.shapes()):
         raise ConfigError(
-            f"compare: {other.folder}: is a different model: {'; '.join(changed[:2])}{more}"
+            f"compare: {other.folder}: is a different model than {own.folder}: {differing}"
         )
     if not opened.config.model.has_experts():
         raise ConfigError(
@@ -118,9 +100,3 @@ def _check_pair(opened: Evaluated, own: Weights, other: Weights) -> None:
             f"experts whose choice could be compared"
         )
     opened.task.check_weights(other, f"checkpoint of --with {other.folder}")
-    data = {each.state.data_fingerprint for each in (own, other) if isinstance(each, Checkpoint)}
-    if len(data) > 1 and not opened.data_is_named:
-        raise ConfigError(
-            f"compare: {other.folder}: was trained on other data than {own.folder}; use --data to "
-            "name the text that both are to read"
-        )

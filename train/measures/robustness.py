@@ -164,18 +164,16 @@ def _outliers(scorer: Scorer, folder: Path) -> Tables:
     from sklearn.metrics import average_precision_score
 
     data, files = scorer.task.data, by_wordnet_id(folder)
-    split = data.own_validation
-    if split is None:
-        raise ConfigError(
-            f"robustness: {scorer.task.place} lacks ImageNet's own validation images, which this "
-            f"set is compared with: {data.held_out}; set data.held_out to null"
-        )
     classes_S = torch.as_tensor(np.unique(files.labels))
-    outside_NK, _ = scorer.files(files, folder.name)
-    labels = torch.as_tensor(data.split(split).labels)
+    split = data.own_validation
+    labels = torch.as_tensor(data.split(split).labels if split else [])
     numbers = torch.isin(labels, classes_S).nonzero().flatten().tolist()
-    if not numbers:
-        raise ConfigError(f"{scorer.task.place}: its {split} split has none of these classes")
+    if split is None or not numbers:
+        raise ConfigError(
+            f"robustness: {scorer.task.place} lacks ImageNet's own validation images of these "
+            f"classes, which this set is compared with: {data.held_out}; data.held_out must be null"
+        )
+    outside_NK, _ = scorer.files(files, folder.name)
     inside_NK, _ = scorer.logits(Subset(scorer.task.held_out(split), numbers), split)
     logits_NS = torch.cat([outside_NK, inside_NK])[:, classes_S]
     is_outside = [True] * len(files) + [False] * len(numbers)

