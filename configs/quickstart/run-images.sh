@@ -27,7 +27,7 @@ polyad launch $config --processes-per-node 2 $larger
 step "3/4  evaluate on the validation split"
 polyad evaluate $folder/run --json $folder/validation.json
 
-step "4/4  write the report, and compare with a nearest-neighbour classifier"
+step "4/4  write the report"
 polyad report $folder/run
 echo
 python -m polyad.train.evaluation.summary $folder/run $folder/validation.json

@@ -37,7 +37,6 @@ def generate(
     seed: int = 0,
     tokenizer: TokenizerFile = None,
     precision: Precision = "fp32",
-    no_cache: bool = False,
     intervene: Intervene = (),
     json: Json = None,
 ) -> None:
@@ -51,7 +50,6 @@ def generate(
         top_p (P): nucleus sampling: sample from the smallest set of tokens with total probability
             P, among those that --top-k leaves; default 1.
         seed: random seed; default 0.
-        no_cache: recompute the whole context for every token instead of caching keys and values.
     """
     from polyad.launch.machine import prepare_environment
 
@@ -77,7 +75,6 @@ def generate(
                 tokenizer=tokenizer,
                 max_tokens=max_tokens,
                 sampling=Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed),
-                use_cache=not no_cache,
                 precision=precision,
                 interventions=interventions,
                 base=base,
@@ -115,8 +112,8 @@ def predict(
         text (TEXT): text to label; may be repeated.
         pair (TEXT): second text of each --text, in the same order, for a model that was trained on
             pairs.
-        file (FILE): a .csv, .tsv, .jsonl or .parquet file with the columns of the training data
-            (labels are not read), or a .txt file with one text per line.
+        file (FILE): a .csv, .tsv, .jsonl or .parquet file with the columns of the training data;
+            labels are not read.
         image (IMAGE): image file, or folder of images; may be repeated.
     """
     if sum(map(bool, (text, file, image))) != 1:

@@ -51,14 +51,16 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise ConfigError(f"--temperature: {self.temperature} is not allowed: 0 or more")
-        if self.top_k is not None and self.top_k < 1:
-            raise ConfigError(f"--top-k: {self.top_k} is not allowed: 1 or more")
-        if not 0 < self.top_p <= 1:
-            raise ConfigError(f"--top-p: {self.top_p} is not allowed: above 0 and at most 1")
-        if not 0 <= self.seed < 2**63:
-            raise ConfigError(f"--seed: {self.seed} is not allowed: 0 or more, below 2^63")
+        rules = {
+            "temperature": (0 <= self.temperature < math.inf, "0 or more"),
+            "top_k": (self.top_k is None or self.top_k >= 1, "1 or more"),
+            "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
+            "seed": (0 <= self.seed < 2**63, "0 or more, below 2^63"),
+        }
+        for key, (is_allowed, allowed) in rules.items():
+            if not is_allowed:
+                option = f"--{key.replace('_', '-')}: {getattr(self, key)}"
+                raise ConfigError(f"{option} is not allowed: {allowed}")
 
     def generator(self) -> torch.Generator:
         """A random generator that depends on the seed alone."""
@@ -228,7 +230,7 @@ def continue_text(
         tokenizer: the model's tokenizer.
         prompt: the text; empty starts a document.
         write: called with every piece of text as it is generated.
-        options: `max_tokens`, `sampling`, `use_cache` and `name` of `generate_ids`.
+        options: `max_tokens`, `sampling` and `name` of `generate_ids`.
 
     Raises:
         ConfigError: the prompt is not text, or the weights are not finite.
@@ -263,15 +265,10 @@ def check_text(text: object, place: str = "--prompt") -> None:
     Raises:
         ConfigError: it is not.
     """
-    if not isinstance(text, str):
-        raise ConfigError(
-            f"{place}: {reprlib.repr(text)} is not allowed: one text, a str; of several, give one "
-            "after the other"
-        )
     try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise ConfigError(f"{place}: {text!r} is not text in UTF-8") from None
+        str.encode(text)  # type: ignore[arg-type]
+    except (TypeError, UnicodeEncodeError):
+        raise ConfigError(f"{place}: {reprlib.repr(text)} is not one text in UTF-8") from None
 
 
 def generate(
@@ -281,7 +278,6 @@ def generate(
     tokenizer: str | None = None,
     max_tokens: int = 100,
     sampling: Sampling = Sampling(),  # frozen
-    use_cache: bool = True,
     precision: Precision = "fp32",
     interventions: Sequence[Intervention] = (),
     base: Path | None = None,
@@ -295,7 +291,6 @@ def generate(
         tokenizer: a tokenizer.json, a SentencePiece .model or its folder; None: the checkpoint's.
         max_tokens: maximum number of tokens; an end-of-text token stops earlier.
         sampling: how tokens are sampled.
-        use_cache: whether to cache keys and values of earlier tokens.
         precision: precision of weights and activations.
         interventions: changes to experts.
         base: see `open_weights`.
@@ -322,7 +317,6 @@ def generate(
             prompt,
             max_tokens=max_tokens,
             sampling=sampling,
-            use_cache=use_cache,
             name="; --intervene ".join((str(weights.folder), *map(str, interventions))),
             write=write,
         )
@@ -335,7 +329,6 @@ def generate(
         "token_ids": continuation.token_ids,
         "ended_by": "max_tokens" if len(continuation.token_ids) == max_tokens else "end_of_text",
         **vars(sampling),
-        "cache": use_cache,
         "precision": precision,
         "interventions": list(interventions),
         "seconds": seconds,

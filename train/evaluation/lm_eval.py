@@ -40,7 +40,6 @@ Scored = tuple[list[int], int]
 """Token ids, and the number of last ones that are scored."""
 MAX_GENERATED = 256
 """Maximum number of tokens of `generate_until` if a task sets none: lm-eval's default."""
-_AUTOMATIC_BATCH = 8
 
 
 @register_model("polyad")
@@ -72,6 +71,10 @@ class PolyadLM(TemplateLM):
         if precision not in DTYPES:
             allowed = ", ".join(DTYPES)
             raise ConfigError(f"precision: {precision!r} is not allowed: {allowed}")
+        try:
+            self.batch_size = max(1, int(batch_size or 1))
+        except ValueError:
+            raise ConfigError(f"batch_size: {batch_size!r} is not allowed: a number") from None
         # lm-eval passes "cuda:0" if the user gives no device.
         self._device = torch.device((device or "cuda") if torch.cuda.is_available() else "cpu")
 
@@ -86,8 +89,7 @@ class PolyadLM(TemplateLM):
         folder, self._coder, self.model = read_newest(Path(checkpoint), read)
         config: Any = self.model.config
         self.max_length: int = config.sequence_length
-        self.batch_size = _batch_size(batch_size)
-        self._about = {"checkpoint": str(folder), "precision": precision}
+        self._name = str(folder)
 
     @property
     def eot_token_id(self) -> int:
@@ -104,14 +106,6 @@ class PolyadLM(TemplateLM):
     def tokenizer_name(self) -> str:
         """Names the tokenizer in lm-eval's caches."""
         return self._coder.fingerprint
-
-    def get_model_info(self) -> dict[str, Any]:
-        """Facts about the model for lm-eval's results."""
-        return self._about | {"model_num_parameters": sum(p.numel() for p in self.parameters())}
-
-    def parameters(self) -> Iterator[torch.nn.Parameter]:
-        """The parameters of the model."""
-        return self.model.parameters()
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: Any
@@ -216,7 +210,7 @@ class PolyadLM(TemplateLM):
             stop_ids=self._coder.stop_ids,
             vocab_size=self._coder.vocab_size,
             unused_ids=self._coder.unused_ids,
-            name=self._about["checkpoint"],
+            name=self._name,
         ):
             text += stream.push(token)
             if any(mark in text for mark in until):
@@ -248,15 +242,6 @@ def _generation_options(options: dict[str, Any]) -> tuple[list[str], int, Sampli
             "temperature, top_p and max_gen_toks"
         )
     return until, max_tokens, Sampling(temperature=temperature if is_sampled else 0.0, top_p=top_p)
-
-
-def _batch_size(value: int | str | None) -> int:
-    text = str(value or 1)
-    if text.startswith("auto"):
-        return _AUTOMATIC_BATCH
-    if not text.isdecimal() or int(text) < 1:
-        raise ConfigError(f"batch_size: {value!r} is not allowed: a number of at least 1, or auto")
-    return int(text)
 
 
 def main() -> None:

@@ -27,7 +27,6 @@ from polyad.model.heads import HEAD, ClassificationHeadConfig
 from polyad.model.vision import ImageSettings
 from polyad.parallel.families import FamilyWeights
 from polyad.parallel.weights import Weights
-from polyad.train.console import Progress
 from polyad.train.errors import ConfigError
 from polyad.train.reading import config_of
 from polyad.train.results import aligned
@@ -142,7 +141,7 @@ class Predictor:
         return self._table(Table("the given texts", Dataset.from_dict(columns)))
 
     def file(self, path: str) -> Predictions:
-        """Predicts the rows of a table, or the lines of a .txt file; labels in it are ignored.
+        """Predicts the rows of a table; labels in it are ignored.
 
         Args:
             path: the file; its columns have the same names as those of the training data.
@@ -154,17 +153,8 @@ class Predictor:
         file = user_path(path)
         if not file.is_file():
             raise DataError(f"{path}: no such file")
-        if file.suffix.lower() == ".txt":
-            try:
-                lines = [line for line in file.read_text("utf-8").splitlines() if line.strip()]
-            except UnicodeDecodeError:
-                raise DataError(f"{path}: is not a text in UTF-8") from None
-            if not lines:
-                raise DataError(f"{path}: has no text")
-            return self.texts(lines)
         if file.suffix.lower() not in ENDINGS:
-            allowed = ", ".join((".txt", *ENDINGS))
-            raise DataError(f"{path}: is not a table; allowed: {allowed}")
+            raise DataError(f"{path}: is not a table; allowed: {', '.join(ENDINGS)}")
         tables, _ = read_tables(str(file), self._schema)
         (table,) = tables.values()
         return self._table(table)
@@ -186,7 +176,6 @@ class Predictor:
         size, files = self._settings.image_size, [f for p in paths for f in _images_of(p)]
         each = isinstance(data, AttributeDataConfig)
         apart, parts = each or data.loss == "sigmoid", []
-        report = Progress("predict", len(files), "img") if len(files) > BATCH else None
         for begin in range(0, len(files), BATCH):
             pixels_BCHW = torch.stack(
                 [
@@ -199,8 +188,6 @@ class Predictor:
             inputs_BCHW = normalize(pixels_BCHW, data.mean, data.std)
             logits_BK = self._model(inputs_BCHW).logits.float()
             parts.append((logits_BK.sigmoid() if apart else logits_BK.softmax(-1)).cpu())
-            if report is not None:
-                report(min(1.0, (begin + BATCH) / len(files)))
         named = zip(map(str, files), torch.cat(parts), strict=True)
         return self._result([self._of_classes(name, p_K, one=not each) for name, p_K in named])
 
@@ -233,15 +220,12 @@ class Predictor:
         order_N = rows.lengths_N.argsort(kind="stable")
         padded = PaddedRows(rows, to_longest=True, order_N=order_N)
         outputs: dict[int, Tensor] = {}
-        report = Progress("predict", len(rows), "seq") if len(rows) > BATCH else None
         for begin in range(0, len(rows), BATCH):
             numbers = range(begin, min(begin + BATCH, len(rows)))
             batch = default_collate(padded.__getitems__(numbers))
             ids_RT, named = model_inputs(batch, form.segments, self._device)
             outputs_BK = self._model(ids_RT, **named).logits.float().view(len(numbers), -1).cpu()
             outputs |= zip((padded.row_of(n) for n in numbers), outputs_BK, strict=True)
-            if report is not None:
-                report((begin + len(numbers)) / len(rows))
         predictions = [
             self._of_row(text, outputs[row], rows.choices) for row, text in enumerate(texts)
         ]

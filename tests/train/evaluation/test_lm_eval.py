@@ -185,8 +185,6 @@ def test_generation_ends_before_the_first_mark_and_within_its_length(finished):
     ("arguments", "words"),
     [
         ({"batch_size": "many"}, "batch_size: 'many'"),
-        ({"batch_size": 0.5}, "batch_size: 0.5"),
-        ({"batch_size": "²"}, "batch_size: '²'"),
         ({"precision": "fp16"}, "precision: 'fp16' is not allowed: fp32, bf16"),
         ({"checkpoint": "nowhere"}, "nowhere: there is no such folder"),
     ],
@@ -288,7 +286,6 @@ def test_the_harness_runs_tasks_offline(finished, tasks, tmp_path, reference):
     expected = nats / 0.6931471805599453 / bytes_
     bits = results["results"]["polyad_rolling"]["bits_per_byte,none"]
     assert bits == pytest.approx(expected, rel=1e-5)
-    assert results["config"]["model_num_parameters"] > 10_000
 
 
 def test_the_registry_has_polyad_beside_lm_evals_own():
