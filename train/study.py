@@ -13,7 +13,6 @@ import itertools
 import json
 import math
 import re
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -36,7 +35,6 @@ from polyad.train.config.faults import describe
 from polyad.train.config.rules import validate
 from polyad.train.config.run import RunConfig, config_of, read_tree
 from polyad.train.config.text import DOTTED_KEY, below, flatten
-from polyad.train.console import duration
 from polyad.train.errors import ConfigError, RunError, shown, stop_signal, stopped
 from polyad.train.guard.run_folder import check_place
 from polyad.train.results import json_value
@@ -278,7 +276,7 @@ def results_of(study: Study) -> pandas.DataFrame:
     rows = []
     for run in study.runs:
         row = {"task": run.task, "variant": run.variant, "point": run.point, "seed": run.seed}
-        row |= {"state": "", "validation": None, "seconds": None, "data": None}
+        row |= {"state": "", "validation": None, "data": None}
         if run.file.exists():
             record, now = read_json(run.file, error=ConfigError), _definition(study, run)
             if not isinstance(record, dict) or not isinstance(record.get("config"), dict):
@@ -293,7 +291,7 @@ def results_of(study: Study) -> pandas.DataFrame:
                     )
             row |= {"state": "finished" if "step" in record else "started", **record}
         rows.append(row)
-    frame = pandas.DataFrame(rows).astype({"validation": float, "seconds": float})
+    frame = pandas.DataFrame(rows).astype({"validation": float})
     return frame.merge(points_of(study, frame)[[*POINT, "compared"]], on=POINT, how="left")
 
 
@@ -384,16 +382,14 @@ def finish_runs(study: Study, polyad: Polyad, say: Callable[[str], None]) -> pan
             elsewhere.add(left[0])
             continue
         with held:
-            total, finished, seconds = progress(study, frame)
-            time_left = "" if math.isnan(seconds) else f"; about {duration(seconds)} left"
-            say(f"\n== run {finished + 1} of {total}: {run}{time_left}")
+            total, finished = progress(study, frame)
+            say(f"\n== run {finished + 1} of {total}: {run}")
             _finish(study, run, polyad)
         frame = results_of(study)
 
 
 def _finish(study: Study, run: Run, polyad: Polyad) -> None:
     """Trains a run to its end and scores it, from wherever it is."""
-    started, is_new = time.monotonic(), not (run.folder / records.METRICS_FILE).exists()
     _write(run.file, record := {"config": _definition(study, run)})
     may_diverge = bool(run.point) and run.seed in study.swept
     written, scores = run.file.with_suffix(".evaluation"), None
@@ -417,8 +413,7 @@ def _finish(study: Study, run: Run, polyad: Polyad) -> None:
         written.unlink()
         if scores[study.task.scores[0].name] is None and not may_diverge:
             raise RunError(f"{run}: its {study.task.scores[0].title} is not finite")
-    seconds = {"seconds": time.monotonic() - started if is_new else None}
-    _write(run.file, record | _result(study, run, scores) | seconds)
+    _write(run.file, record | _result(study, run, scores))
 
 
 def _write(path: Path, tree: dict[str, Any]) -> None:
@@ -459,7 +454,6 @@ def _result(study: Study, run: Run, scores: Mapping[str, Any] | None) -> dict[st
         "data": open_task(run.config.for_task()).fingerprint,
         "scored": scores and scores[f"{unit}_scored"],
         "validation": validation,
-        "validations": [[each[unit], each["score"]] for each in curve],
         **{score.name: scores and scores[score.name] for score in task.scores},
         "training_loss": records.last_loss(lines),
         "rate": records.median_rate(lines, task.unit.name),
@@ -556,34 +550,26 @@ def to_json(study: Study, frame: pandas.DataFrame) -> dict[str, Any]:
     return facts | {"scores": [score.name for score in study.task.scores], **rows}
 
 
-def progress(study: Study, frame: pandas.DataFrame) -> tuple[int, int, float]:
-    """Returns the numbers of all and of finished runs, and the seconds that the rest will take.
-
-    A run is expected to take as long as the finished ones of its variant, or else of all; NaN
-    before the first is finished. With later seeds only the best point of a grid is trained.
-    """
+def progress(study: Study, frame: pandas.DataFrame) -> tuple[int, int]:
+    """Returns the numbers of all and of finished runs; with the seeds after those of the sweep only
+    the best point of a grid is trained."""
     later = len(study.config.seeds) - len(study.swept)
-    usual, seconds, total = frame.groupby("variant").seconds.mean(), 0.0, 0
-    for (_, variant), runs in frame.groupby(["task", "variant"]):
-        count = runs.point.nunique() * len(study.swept) + later
-        left = count - int((runs.state == "finished").sum())
-        each = frame.seconds.mean() if math.isnan(usual[variant]) else usual[variant]
-        total, seconds = total + count, seconds + (left * each if left else 0.0)
-    return total, int((frame.state == "finished").sum()), seconds
+    points = frame.groupby(["task", "variant"]).point.nunique()
+    total = int((points * len(study.swept) + later).sum())
+    return total, int((frame.state == "finished").sum())
 
 
 def plan_text(study: Study, frame: pandas.DataFrame) -> str:
     """The size of each variant, and what is left to do."""
-    total, finished, seconds = progress(study, frame)
+    total, finished = progress(study, frame)
     begun, config = int((frame.state == "started").sum()), study.config
     table = sizes(study).reindex([*config.variants]).astype(float)
     table.insert(0, "points", frame.groupby("variant").point.nunique())
     lines = [table.to_string(float_format="{:,.0f}".format, na_rep="-")]
     lines += ["-: not known without the data"] if table.isna().any(axis=None) else []
     state = f"{finished:,} finished, {begun:,} to continue, {total - finished - begun:,} to start"
-    time_left = "" if math.isnan(seconds) else f"; about {duration(seconds)} left"
     steps, seeds = study.runs[0].config.train.steps, ", ".join(map(str, config.seeds))
-    lines.append(f"{total:,} runs of {steps:,} steps, seeds {seeds}: {state}{time_left}")
+    lines.append(f"{total:,} runs of {steps:,} steps, seeds {seeds}: {state}")
     return "\n".join([*lines, f"baseline: {config.baseline}; in {config.folder}"])
 
 
@@ -613,8 +599,7 @@ def result_text(study: Study, frame: pandas.DataFrame) -> str:
 
 
 def draw(study: Study, frame: pandas.DataFrame, file: Path) -> None:
-    """Draws a figure: above, each variant's difference from the baseline with its interval; below,
-    if runs were validated in training, the mean validation score over seeds.
+    """Draws each variant's difference from the baseline with its interval, side by side for tasks.
 
     Args:
         study: the study.
@@ -624,26 +609,16 @@ def draw(study: Study, frame: pandas.DataFrame, file: Path) -> None:
     score, table = study.task.scores[0], compare(study, frame)
     table = table[(table.measure == score.name) & (table.variant != study.config.baseline)]
     tasks = [*dict.fromkeys(table.task)] or [""]
-    curves = frame[frame.compared & (frame.state == "finished")]
-    rows = 2 if "validations" in curves and (curves.validations.map(len) > 1).any() else 1
-    size = 1.5 + 3.5 * len(tasks), 0.3 * len(study.config.variants) + 2.5 * rows
+    size = 1.5 + 3.5 * len(tasks), 0.3 * len(study.config.variants) + 2.5
     from matplotlib.figure import Figure  # not at the top: it takes a second
 
     figure = Figure(size, layout="constrained")
-    axes = figure.subplots(rows, len(tasks), squeeze=False)
-    for place, task in enumerate(tasks):
-        part, axis = table[table.task == task], axes[0][place]
+    for axis, task in zip(figure.subplots(1, len(tasks), squeeze=False)[0], tasks, strict=True):
+        part = table[table.task == task]
         half = (part.high - part.low) / 2
         axis.errorbar(part.difference, [*part.variant], xerr=half, fmt="o", capsize=3)
         axis.axvline(0, color="gray", linewidth=0.8)
         axis.invert_yaxis()
         axis.set_title(task)
         axis.set_xlabel(f"{score.title}: difference from {study.config.baseline}, 95% interval")
-        for variant, runs in curves[curves.task == task].groupby("variant", sort=False):
-            if rows == 2:
-                points = pandas.DataFrame([point for run in runs.validations for point in run])
-                mean = points.groupby(0)[1].mean()
-                axes[1][place].plot(mean.index, mean, label=variant)
-                axes[1][place].set_xlabel(f"{study.task.unit.name}s, {study.task.validation_score}")
-                axes[1][place].legend(fontsize="small")
     figure.savefig(file)

@@ -170,7 +170,7 @@ def test_pairs_are_of_the_seeds_that_both_have_finished(study: Any) -> None:
     cp = row(known, frame, "cp")
     assert (cp.runs, cp.pairs, cp.difference) == (2, 1, pytest.approx(0.2))
     assert cp["mean"] == pytest.approx(5.4)
-    assert progress(known, frame)[:2] == (6, 4)
+    assert progress(known, frame) == (6, 4)
     for run in known.runs:
         if run.variant == "dense" and run.file.exists():
             run.file.unlink()
@@ -241,7 +241,7 @@ def test_a_grid_s_best_point_alone_is_trained_with_later_seeds(
     frame = finish_runs(known, play, lines.append)
     swept = [f"dense/{point}/seed-{seed}" for seed in (1, 2) for point in (A, B)]
     assert play.trained == [*swept, f"dense/{best}/seed-3"]
-    assert progress(known, frame)[:2] == (5, 5)
+    assert progress(known, frame) == (5, 5)
     assert row(known, frame, "dense").runs == 3
     assert "run 5 of 5: dense at" in lines[-1]
     text = result_text(known, frame)
