@@ -137,14 +137,11 @@ def predict(
         show(predictions, predictions.text())
 
 
-@command("inspect", "polyad inspect exported", "polyad inspect exported --tensors")
-def inspect(path: AnyWeights, *, tensors: bool = False, json: Json = None) -> None:
+@command("inspect", "polyad inspect exported", "polyad inspect exported --json -")
+def inspect(path: AnyWeights, *, json: Json = None) -> None:
     """Shows what a folder of weights contains.
 
-    Also whether Polyad understands all of it.
-
-    Args:
-        tensors: also print one line per tensor.
+    Also whether Polyad understands all of it; --json has every tensor.
     """
     from polyad.launch.machine import prepare_environment
 
@@ -154,7 +151,7 @@ def inspect(path: AnyWeights, *, tensors: bool = False, json: Json = None) -> No
 
     with results(json) as show:
         result = read_newest(path, inspect, newest_of)
-        show(result, inspection_table(result, tensors=tensors))
+        show(result, inspection_table(result))
 
 
 @command(

@@ -149,18 +149,11 @@ def check_adapters(weights: Weights, to: Format, *, merge: bool) -> None:
 
 @contextmanager
 def _staging(destination: Path) -> Iterator[Path]:
-    """Yields a folder that becomes `destination` once complete, and is removed on failure.
-
-    Each conversion has its own folder; of two with one destination the first to finish succeeds.
-    """
+    """Yields a folder that becomes `destination` once complete, and is removed on failure."""
     destination = destination.absolute()
     with temporary_folder(f".{destination.name}.", destination.parent, ".partial") as staging:
         yield staging
-        try:
-            staging.rename(destination)
-        except OSError:  # another conversion was faster, or the disk failed
-            refuse_what_is_there(destination)
-            raise
+        staging.rename(destination)
 
 
 def refuse_what_is_there(destination: Path) -> None:

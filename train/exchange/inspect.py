@@ -59,13 +59,8 @@ def inspect(path: Path) -> dict[str, Any]:
     }
 
 
-def inspection_table(result: dict[str, Any], *, tensors: bool = False) -> str:
-    """Formats the result of `inspect`.
-
-    Args:
-        result: the result.
-        tensors: whether to add a line for each tensor.
-    """
+def inspection_table(result: dict[str, Any]) -> str:
+    """Formats the result of `inspect`."""
     sizes = "{parameters:,}, {active_parameters:,} active per token".format(**result)
     rows = [("folder", result["folder"]), ("family", result["family"]), ("parameters", sizes)]
     if result["num_experts"]:
@@ -76,12 +71,4 @@ def inspection_table(result: dict[str, Any], *, tensors: bool = False) -> str:
     if unread := result["not_read"]:
         more = f" and {len(unread) - 3} more" if len(unread) > 3 else ""
         rows.append(("not read", f"{', '.join(unread[:3])}{more}"))
-    lines = aligned(rows, "<")
-    if tensors:
-        table = [("name", "shape", "in the folder")]
-        for each in result["tensors"]:
-            stored = each["stored"]
-            names = f"{stored[0]} ... {stored[-1]}" if len(stored) > 2 else ", ".join(stored)
-            table.append((each["name"], " x ".join(map(str, each["shape"])), names or "the same"))
-        lines += ["", *aligned(table, "<")]
-    return "\n".join(lines)
+    return "\n".join(aligned(rows, "<"))

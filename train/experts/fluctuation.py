@@ -9,7 +9,7 @@ layers, C measures.
 
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -110,34 +110,6 @@ class Differences:
         return frame.assign(entropy_ratio=frame["entropy"] / before)
 
 
-@torch.no_grad()
-def codes_of(
-    forward: Callable[[Tensor], object],
-    module: torch.nn.Module,
-    layers: Sequence[RoutedLayer],
-    inputs: Tensor,
-    counts: Tensor,
-) -> list[Codes]:
-    """Returns the codes of a batch, for each layer.
-
-    Args:
-        forward: the model's forward pass, without dropout: input ids [B, T] -> output.
-        module: the model behind it.
-        layers: its layers.
-        inputs: its inputs.
-        counts: which tokens [B, T], or samples with all of their tokens [B], count.
-    """
-    with deciding(module, layers) as decisions:
-        forward(inputs)
-    counts, codes = counts.flatten(), []
-    for layer in layers:
-        of_all = encode(decisions[layer.name])
-        # a sample may have any number of tokens in a layer
-        counts_M = counts.repeat_interleave(len(of_all.first_M) // len(counts))
-        codes.append(Codes(*(each_M[counts_M] for each_M in of_all)))
-    return codes
-
-
 class FluctuationLog:
     """Measures at every checkpoint of a run how routing differs from the previous checkpoint.
 
@@ -174,17 +146,23 @@ class FluctuationLog:
             record = self._compare()
         return record | {"fluctuation/seconds": time.monotonic() - started}
 
+    @torch.no_grad()
     def _compare(self) -> dict[str, float]:
         self._engine.train(False)
-        world, now = self._engine.world, []
+        world, now = self._engine.world, list[list[Codes]]()
         differences = Differences(self._layers, world.device)
-        for number, batch in enumerate(self._samples.inputs(self._batch_size, world)):
-            read = codes_of(self._engine, self._engine.module, self._layers, *batch)
-            now.append([Codes(*(each_M.cpu() for each_M in codes)) for codes in read])
-            if self._before:
-                pairs = zip(now[number], self._before[number], strict=True)
-                for layer, (ours, theirs) in enumerate(pairs):
-                    differences.add(layer, ours, theirs)
+        for number, (inputs, counts) in enumerate(self._samples.inputs(self._batch_size, world)):
+            with deciding(self._engine.module, self._layers) as decisions:
+                self._engine(inputs)
+            now.append([])
+            for place, layer in enumerate(self._layers):
+                of_all = encode(decisions[layer.name])
+                # A sample may have any number of tokens in a layer.
+                counts_M = counts.flatten().repeat_interleave(len(of_all.first_M) // counts.numel())
+                codes = Codes(*(each_M[counts_M].cpu() for each_M in of_all))
+                now[number].append(codes)
+                if self._before:
+                    differences.add(place, codes, self._before[number][place])
         has_earlier, self._before = bool(self._before), now
         if not has_earlier:
             return {}

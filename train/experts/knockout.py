@@ -21,12 +21,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from polyad.model.output import entropy
 from polyad.model.smoe.layer import SelectingMoE
 from polyad.parallel.weights import device_of
 from polyad.train.experts.actions import CONTRIBUTION, RESCORING, Action, intervening
 from polyad.train.experts.information import GroupedSums, Matrix, Summed, intervals
-from polyad.train.experts.leaving_out import from_one_class
 from polyad.train.experts.probing import Decision, RoutedLayer
 from polyad.train.tasks.samples import Passages, losses, through
 
@@ -151,20 +149,6 @@ class ChangeSums:
         return frame[frame["tokens"] > 0].reset_index(drop=True)
 
 
-class Focus(NamedTuple):
-    """How few classes of tokens a layer's experts are for."""
-
-    experts_that_matter: int
-    """Number of experts without which the loss of a class rises beyond noise."""
-    effective_classes: float | None
-    """exp(entropy) of the distribution of an expert's harm over classes, averaged over experts that
-    matter with their harm as weight. 1: each is for one class; the number of classes: each is for
-    all of them equally. None: no expert matters."""
-    polysemanticity: float | None
-    """`from_one_class` of the relative change of each class's loss, averaged over experts that
-    matter. Near 1 if harm is small, whatever is harmed."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class LayerWithout:
     """What the experts of a layer are for."""
@@ -183,7 +167,7 @@ class LayerWithout:
         return change
 
     def tables(self) -> dict[str, Any]:
-        """Tables of single `experts`, every class (`classes`), and `focus`."""
+        """Tables of single `experts`, and of every class (`classes`)."""
         import pandas as pd
 
         rows = [row for row, columns in enumerate(self.sets) if len(columns) == 1]
@@ -194,29 +178,12 @@ class LayerWithout:
         of_all = changes[changes["by"] == "all"]
         share = of_all["own_tokens"] / of_all["tokens"]
         measured = [f"{of}change{end}" for of in ("", "own_") for end in ("", "_low", "_high")]
-        focused = []
-        for by, table in changes.groupby("by", sort=False):
-            if by.partition(" ")[0] in SIDES:
-                common = table[table["tokens"] >= FEWEST_TOKENS]
-                values = {"module": self.layer.name, "by": by}
-                focused.append(values | _focus_of(common)._asdict())
         return {
             "experts": of_all.assign(share_of_tokens=share)[
                 [*names, "share_of_tokens", *measured, "own_tokens"]
             ],
             "classes": changes,
-            "focus": pd.DataFrame(focused),
         }
-
-
-def _focus_of(table: Any) -> Focus:
-    """How few of the classes of one labeling the experts are for."""
-    if table.empty:
-        return Focus(0, None, None)
-    pivot = table.assign(row=table.index).pivot(index="row", columns="class")
-    names = ("change", "change_low", "loss", "tokens")
-    change_EC, low_EC, loss_EC, tokens_EC = (torch.tensor(pivot[name].values) for name in names)
-    return focus(change_EC, low_EC > 0, loss_EC[0], tokens_EC[0])
 
 
 def harmed(classes: Any) -> Any:
@@ -234,34 +201,6 @@ def harmed(classes: Any) -> Any:
     )
     names = ["module", "level", "expert", "by", "class", "tokens"]
     return ordered[[*names, "change", "change_low", "change_high"]].reset_index(drop=True)
-
-
-def focus(change_EC: Tensor, beyond_EC: Tensor, loss_C: Tensor, tokens_C: Tensor) -> Focus:
-    """Computes how few classes experts are for, from the changes without each.
-
-    The harm to a class is the relative rise of its loss, 0 where it falls, so that hard classes do
-    not weigh more than easy ones.
-
-    Args:
-        change_EC: Change of the loss.
-        beyond_EC: Whether it is a rise beyond noise.
-        loss_C: Loss of the unchanged model.
-        tokens_C: Number of tokens.
-    """
-    matters_E = beyond_EC.any(-1)
-    count = int(matters_E.sum())
-    if not count:
-        return Focus(0, None, None)
-    risen_EC = change_EC[matters_E].clamp_min(0)
-    harm_EC = risen_EC / loss_C
-    signed_EC = change_EC[matters_E] / loss_C
-    effective_E = entropy(harm_EC / harm_EC.sum(-1, keepdim=True)).exp()
-    weight_E = (risen_EC * tokens_C).sum(-1)
-    return Focus(
-        experts_that_matter=count,
-        effective_classes=float((effective_E * weight_E).sum() / weight_E.sum()),
-        polysemanticity=float(from_one_class(signed_EC).mean()),
-    )
 
 
 class KnockOut:

@@ -59,23 +59,10 @@ def polysemanticity(right_K: Tensor, lost_SK: Tensor) -> tuple[Tensor, Tensor]:
         most [S], -1 if none does.
     """
     d_SK = torch.where(right_K > 0, lost_SK / right_K.clamp_min(1), 0).double()
-    matters_S = (d_SK != 0).any(-1)
-    p_S = from_one_class(d_SK).where(matters_S, torch.nan)
-    return p_S, d_SK.argmax(-1).where(matters_S, -1)
-
-
-def from_one_class(d_SK: Tensor) -> Tensor:
-    """Computes the distance |d - onehot(argmax d)| to an expert that one class alone fully needs.
-
-    Args:
-        d_SK: Each class's relative loss of accuracy without each expert.
-
-    Returns:
-        [S]; 0 for such an expert, near 1 for one that hardly any class needs.
-    """
-    onehot_SK = torch.zeros_like(d_SK).scatter_(1, d_SK.argmax(-1, keepdim=True), 1.0)
-    distance_S: Tensor = (d_SK - onehot_SK).norm(dim=-1)
-    return distance_S
+    matters_S, class_S = (d_SK != 0).any(-1), d_SK.argmax(-1)
+    onehot_SK = nn.functional.one_hot(class_S, d_SK.shape[1])
+    p_S = (d_SK - onehot_SK).norm(dim=-1)
+    return p_S.where(matters_S, torch.nan), class_S.where(matters_S, -1)
 
 
 class LeaveOneOut:

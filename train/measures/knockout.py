@@ -31,7 +31,6 @@ TITLES = {
     "experts": "change in loss without each expert, in nats per token, over all tokens and over "
     "its own; * excludes 0",
     "harmed": "token classes whose loss rises beyond noise without the expert",
-    "focus": "for how few classes of tokens the experts of a layer are",
 }
 """Lines above tables of a text."""
 

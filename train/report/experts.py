@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from polyad.train.experts.by_class import LevelByClass
-from polyad.train.experts.knockout import Change
+from polyad.train.experts.knockout import SIDES, Change
 from polyad.train.experts.probing import RoutedLayer
 from polyad.train.experts.token_classes import BINS, CHARACTERS
 from polyad.train.report.held_out import ReportData
@@ -148,8 +148,8 @@ def harms(knockout: Tables) -> dict[tuple[Any, ...], Effect]:
         of all other tokens; without one the change over all tokens.
     """
     tokens, frames = knockout.facts["tokens_scored"], knockout.frames
-    sides = frames["focus"]["by"].str.partition(" ")[0].nunique()
-    classes = sides * (len(CHARACTERS) + BINS)
+    sides = {by.partition(" ")[0] for by in frames["classes"]["by"]} & set(SIDES)
+    classes = len(sides) * (len(CHARACTERS) + BINS)
     columns = ["change", "change_low", "change_high"]
     effects: dict[tuple[Any, ...], list[Effect]] = {}
     for row in frames["experts"].to_dict("records"):

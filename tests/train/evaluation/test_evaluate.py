@@ -2,7 +2,6 @@
 
 import json
 import math
-import shutil
 
 import numpy as np
 import pytest
@@ -95,14 +94,6 @@ def test_two_processes_score_what_one_scores(workers, finished, trained, kind, b
     assert two[0]["tokens_scored"] == one["tokens_scored"]
 
 
-@pytest.mark.slow
-def test_bf16_is_near_fp32(workers, finished):
-    full = workers(1).run(evaluation, finished)[0]["loss"]
-    half = workers(1).run(evaluation, finished, overrides=("train.precision=bf16",))[0]["loss"]
-    assert half == pytest.approx(full, rel=5e-3)
-    assert half != full
-
-
 @pytest.mark.parametrize("value", [math.nan, -math.inf])
 def test_weights_that_are_not_finite_are_named_on_every_process(
     workers, finished, prepared_path, tmp_path, value
@@ -177,13 +168,6 @@ def test_bad_options_are_refused(finished, overrides, expected):
     with pytest.raises(ValueError, match=expected) as caught:
         evaluation(finished, overrides=overrides)
     assert caught.value.exit_status == 2
-
-
-def test_a_data_folder_may_have_any_name(workers, finished, prepared_path, tmp_path):
-    other = tmp_path / "sp ace: é #1"
-    shutil.copytree(prepared_path, other)
-    result = workers(1).run(evaluation, finished, data=str(other))[0]
-    assert result["data"] == str(other)
 
 
 def test_data_of_another_tokenizer_is_refused(finished, tmp_path, texts):

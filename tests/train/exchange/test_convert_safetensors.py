@@ -15,8 +15,6 @@ from polyad.train.exchange.convert import convert
 from tests.helpers.everyday import everyday
 from tests.helpers.runs import (
     FEED_FORWARDS,
-    compare,
-    evaluation,
     newest,
     refusal,
     write_config,
@@ -60,18 +58,6 @@ def test_a_folder_of_safetensors_computes_and_generates_as_its_run(trained, plai
     options = {"max_tokens": 12, "sampling": Sampling(temperature=0.0)}
     ours, theirs = (generate(p, "def ", **options)[0] for p in (trained(kind), plain(kind)))
     assert theirs.token_ids == ours.token_ids
-
-
-def test_dense_weights_go_round_all_three_formats(exported, plain, tmp_path):
-    convert(exported, tmp_path / "plain", "safetensors")
-    convert(tmp_path / "plain", tmp_path / "theirs", "huggingface")
-    for name in ("model.safetensors", "config.json", "tokenizer.json"):
-        assert (tmp_path / "theirs" / name).read_bytes() == (exported / name).read_bytes()
-    ours, direct = (
-        load_file(path / "model.safetensors") for path in (tmp_path / "plain", plain("dense"))
-    )
-    assert ours.keys() == direct.keys()
-    assert all(torch.equal(ours[name], direct[name]) for name in ours)
 
 
 def spoiled(plain, tmp_path, change):
@@ -144,29 +130,3 @@ def test_a_start_from_safetensors_of_another_model_is_refused(
     config = write_config(tmp_path / "config.yaml", prepared_path, **init)
     expected = f"{plain('cp')}: is a different model: blocks.0.feed_forward."
     assert expected in refusal(workers(1), config)
-
-
-@pytest.mark.slow
-def test_a_folder_of_safetensors_is_evaluated_as_its_run(workers, trained, plain, prepared_path):
-    with pytest.raises(
-        ValueError, match=r"is a folder of weights, which names no data; use --data"
-    ):
-        evaluation(plain("cp"))
-    (ours,) = workers(1).run(evaluation, trained("cp"))
-    (theirs,) = workers(1).run(evaluation, plain("cp"), data=str(prepared_path))
-    assert theirs["loss"] == pytest.approx(ours["loss"], rel=1e-6)
-    options = {"data": str(prepared_path), "tokens": 320}
-    (same,) = workers(1).run(compare, plain("cp"), trained("cp"), **options)
-    assert [same[f"mean_{name}"] for name in ("top1", "set", "entropy_ratio")] == [0, 0, 1]
-    assert (same["step"], same["compared_step"]) == (0, 6)
-
-
-def test_weights_that_are_not_finite_are_converted(plain, tmp_path):
-    def spoil(stored):
-        stored[GATE][3, 4] = torch.nan
-        stored["final_norm.bias"][0] = torch.inf
-        return stored
-
-    folder = spoiled(plain, tmp_path, retensored(spoil))
-    convert(folder, tmp_path / "new", "polyad")
-    assert Checkpoint(tmp_path / "new").whole(GATE)[3, 4].isnan()

@@ -12,14 +12,13 @@ from polyad.launch.cli import run as polyad
 from polyad.model.emoe.splitting import objective
 from polyad.parallel.checkpoint.load import Checkpoint
 from polyad.parallel.weights import load_model
-from polyad.train.evaluation.generate import Sampling, generate
 from polyad.train.exchange.convert import convert
 from polyad.train.exchange.experts import Merging, Splitting, Upcycling
 from tests.helpers.decoders import hub_folder
 from tests.helpers.dense import IMAGES, logits_of, with_nan, write_weights
 from tests.helpers.everyday import everyday
 from tests.helpers.huggingface import save_reference
-from tests.helpers.runs import evaluation, newest, records, run, weights_of, write_config
+from tests.helpers.runs import newest, records, run, weights_of, write_config
 
 TEXT = {
     "kind": "gpt2", "num_layers": 4, "hidden_size": 32, "num_heads": 4, "sequence_length": 32,
@@ -220,21 +219,6 @@ def split_run(trained, tmp_path_factory):
     text = "num_experts=16,top_k=16,blocks=[0,1]"
     assert convert(trained("dense"), folder, "polyad", Splitting(text))["tokenizer"]
     return folder
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-def test_it_is_evaluated_and_generates_as_the_dense_model(
-    workers, trained, split_run, prepared_path
-):
-    dense, ours = (
-        workers(1).run(evaluation, path, data=str(prepared_path))[0]
-        for path in (trained("dense"), split_run)
-    )
-    assert ours["loss"] == pytest.approx(dense["loss"], rel=1e-6)
-    options = {"max_tokens": 12, "sampling": Sampling(temperature=0.0)}
-    one, other = (generate(p, "def ", **options)[0] for p in (trained("dense"), split_run))
-    assert one.token_ids == other.token_ids
 
 
 @pytest.mark.slow

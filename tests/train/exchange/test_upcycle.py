@@ -10,14 +10,13 @@ from polyad.launch.cli import run as polyad
 from polyad.model.build import build_model, initial_value
 from polyad.parallel.checkpoint.load import Checkpoint
 from polyad.parallel.weights import load_model
-from polyad.train.evaluation.generate import Sampling, generate
 from polyad.train.exchange.convert import conversion_table, convert
 from polyad.train.exchange.experts import Upcycling
 from tests.helpers.decoders import theirs
 from tests.helpers.dense import logits_of, write_weights
 from tests.helpers.everyday import everyday
 from tests.helpers.huggingface import save_reference
-from tests.helpers.runs import evaluation, records, run, write_config
+from tests.helpers.runs import records, run, write_config
 
 DENSE = {
     "kind": "gpt2", "num_layers": 4, "hidden_size": 32, "num_heads": 4, "sequence_length": 32,
@@ -235,21 +234,6 @@ def upcycled(trained, tmp_path_factory):
     text = "num_experts=4,top_k=2,graph=attention"
     assert convert(trained("dense"), folder, "polyad", Upcycling(text))["tokenizer"]
     return folder
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-def test_it_is_evaluated_and_generates_as_the_dense_model(
-    workers, trained, upcycled, prepared_path
-):
-    dense, sparse = (
-        workers(1).run(evaluation, path, data=str(prepared_path))[0]
-        for path in (trained("dense"), upcycled)
-    )
-    assert sparse["loss"] == pytest.approx(dense["loss"], rel=1e-6)
-    options = {"max_tokens": 12, "sampling": Sampling(temperature=0.0)}
-    ours, theirs = (generate(p, "def ", **options)[0] for p in (trained("dense"), upcycled))
-    assert theirs.token_ids == ours.token_ids
 
 
 @pytest.mark.slow

@@ -9,11 +9,10 @@ from polyad.model.smoe.router import Selected
 from polyad.parallel.weights import load_model
 from polyad.train.experts.fluctuation import (
     Differences,
-    codes_of,
     encode,
     expert_codes,
 )
-from polyad.train.experts.probing import Decision, RoutedLayer, routed_layers
+from polyad.train.experts.probing import Decision, RoutedLayer, deciding, routed_layers
 from tests.helpers.everyday import everyday
 from tests.helpers.runs import compare, records, run, run_expecting_error, write_config
 
@@ -181,14 +180,19 @@ def test_logging_changes_nothing_else(workers, one_process, tmp_path, prepared_p
 def test_compiled_blocks_are_read_too(one_process):
     model = load_model(one_process[0] / "run")
     input_BT = torch.arange(64).view(2, 32)
-    scored_BT = torch.ones_like(input_BT, dtype=torch.bool)
-    reading = (model, model, routed_layers(model), input_BT, scored_BT)
-    plain = codes_of(*reading)
+    layers = routed_layers(model)
+
+    def codes():
+        with deciding(model, layers) as decisions, torch.no_grad():
+            model(input_BT)
+        return [encode(decisions[layer.name]) for layer in layers]
+
+    plain = codes()
     for block in model.blocks:
         block.compile(backend="eager")  # what traces a block, without what writes code
     with torch.no_grad():
         model(input_BT)  # from now on there is a program that knows of no hook
-    for ours, theirs in zip(codes_of(*reading), plain, strict=True):
+    for ours, theirs in zip(codes(), plain, strict=True):
         assert all(map(torch.equal, ours, theirs))
 
 

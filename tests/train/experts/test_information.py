@@ -1,7 +1,6 @@
 """Entropies, information and purity: by hand, by scikit-learn and scipy; and their intervals."""
 
 import math
-import time
 
 import numpy as np
 import pytest
@@ -100,14 +99,6 @@ def test_groups_hold_equally_many_samples_at_random():
     for samples, numbers, groups in ((7, 10, 7), (50_000, 64 * 1000, 32), (50_000, 10**6, 20)):
         sums = GroupedSums(samples, [1], "cpu", numbers=numbers)
         assert len(sums.sums_G) == groups  # 32 groups of so many numbers are 16 MB of a layer
-
-
-@pytest.mark.slow
-def test_a_thousand_classes_take_seconds():
-    tables = np.random.default_rng(0).random((32, 64, 1000))
-    started = time.monotonic()
-    measured("information_bits", information_bits, tables, 50_000)
-    assert time.monotonic() - started < 60
 
 
 def decided(*levels, selected=None):

@@ -16,7 +16,7 @@ from polyad.model.emoe.layer import EmergentMoE
 from polyad.train.errors import ConfigError
 from polyad.train.experts.actions import CONTRIBUTION, Action
 from polyad.train.experts.interventions import Intervention, intervened
-from polyad.train.experts.knockout import ChangeSums, Focus, KnockOut, focus
+from polyad.train.experts.knockout import ChangeSums, KnockOut
 from polyad.train.experts.probing import deciding, routed_layers
 from polyad.train.tasks.samples import Passages, embedded, losses, through
 from tests.helpers.everyday import everyday
@@ -293,16 +293,3 @@ def test_intervals_are_of_windows_and_may_be_below_zero():
     assert ends(1, "parity", 0, "own_change")[0] == 0
     assert math.isnan(ends(1, "parity", 1, "own_change")[0])
     assert of_class(result, 0, "all", 0, classes)["loss"] == 3.0
-
-
-def test_focus_is_that_of_a_table_worked_out_by_hand():
-    # Losses of 2 and 4 nats: expert 0 harms the first class alone, by its whole loss; expert 1
-    # both by a tenth of theirs; expert 2 nothing beyond noise; expert 3 helps the second one too.
-    change_EC = torch.tensor([[2.0, 0.0], [0.2, 0.4], [0.1, 0.1], [0.4, -0.4]])
-    beyond_EC = torch.tensor([[True, False], [True, True], [False, False], [True, False]])
-    result = focus(change_EC, beyond_EC, torch.tensor([2.0, 4.0]), torch.tensor([10.0, 30.0]))
-    # Harm in nats: 20, 2 + 12, 4; classes: 1, 2, 1.
-    distance = (0.0 + (0.9**2 + 0.1**2) ** 0.5 + (0.8**2 + 0.1**2) ** 0.5) / 3
-    assert result == Focus(3, pytest.approx((20 + 2 * 14 + 4) / 38), pytest.approx(distance))
-    nothing = focus(change_EC, torch.zeros_like(beyond_EC), torch.ones(2), torch.ones(2))
-    assert nothing == Focus(0, None, None)

@@ -9,7 +9,6 @@ from scipy.stats import spearmanr
 
 from polyad.data.text.dataset import PreparedData
 from polyad.launch.cli import run as polyad
-from polyad.train.experts.actions import Action, intervening
 from polyad.train.experts.interventions import Intervention, intervened
 from polyad.train.experts.moments import STATISTICS
 from polyad.train.experts.probing import deciding, routed_layers
@@ -185,15 +184,6 @@ def test_two_processes_give_what_one_gives(found):
     assert found[0][1].count("\n") == found[1][1].count("\n")
 
 
-def test_people_are_told_whether_statistics_predict(found):
-    text = found[0][1]
-    assert "rank correlation of each statistic with the change in loss" in text
-    assert "significant in" in text
-    assert "without several experts at once" in text
-    raised = text.index("tokens that each expert's mean output promotes")
-    assert max(map(len, text[:raised].splitlines())) < 200
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["contribution", "mean", "prune"])
 def test_every_way_to_take_away_is_that_of_the_model_itself(how, workers, finished):
@@ -210,32 +200,6 @@ def test_every_way_to_take_away_is_that_of_the_model_itself(how, workers, finish
     # The atlas reads the end of text before the first token, and each window by itself.
     assert change == pytest.approx(after["loss"] - before["loss"], abs=2e-2)
     assert change != 0
-
-
-@torch.no_grad()
-def test_blocks_before_an_intervention_need_no_second_pass():
-    from tests.train.experts.test_interventions import IDS_BT, SPARSE, make_model
-
-    model = make_model(SPARSE, num_layers=4).double()
-    layer = routed_layers(model)[2]
-    chosen_1S = torch.zeros(1, 6, dtype=torch.bool)
-    chosen_1S[0, 3] = True
-    given = model.given(torch.arange(12), torch.float64)
-
-    def through(x_BTD, first):
-        for block in model.blocks[first:]:
-            x_BTD, *_ = block(x_BTD, given)
-        return x_BTD
-
-    x_BTD = kept_BTD = model.embed(IDS_BT, torch.arange(12))
-    for block in model.blocks[:2]:
-        kept_BTD, *_ = block(kept_BTD, given)
-    before = through(x_BTD, 0)
-    with intervening(model, layer, Action(how="prune")) as intervene:
-        intervene(chosen_1S, None)
-        whole, cached = through(x_BTD, 0), through(kept_BTD, 2)
-    torch.testing.assert_close(cached, whole, rtol=0, atol=1e-12)
-    assert not torch.allclose(whole, before, atol=1e-6)
 
 
 def test_what_is_not_allowed_is_said(capfd, finished):

@@ -17,10 +17,8 @@ from polyad.data.text.prepare import prepare
 from polyad.launch.cli import run as polyad
 from polyad.parallel.weights import load_model
 from polyad.train.errors import ConfigError
-from polyad.train.measures.comparison import Comparison
 from tests.helpers.everyday import everyday
 from tests.helpers.runs import (
-    both_forms,
     compare,
     evaluated,
     evaluation,
@@ -134,15 +132,6 @@ def test_two_processes_compare_as_one(workers, runs):
     pd.testing.assert_frame_equal(one, two, rtol=0, atol=1e-9)
 
 
-def test_the_table_is_aligned(workers, runs):
-    options = {"other": checkpoint(runs["smoe"], 3), "tokens": 64}
-    result, text = workers(1).run(both_forms, runs["smoe"], Comparison, **options)[0]
-    lines = text.splitlines()
-    block = lines[lines.index("") + 2 :]
-    assert len({len(line) for line in block}) == 1
-    assert [line.split()[0] for line in block[1:]] == [row["module"] for row in result["layers"]]
-
-
 @pytest.mark.slow
 def test_the_command_writes_json_and_leaves_nothing(runs, capfd, tmp_path, monkeypatch):
     if importlib.util.find_spec("wandb"):  # DeepSpeed imports it, and that makes folders
@@ -231,20 +220,6 @@ def change_state(folder, **values):
     path = folder / "state.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
     reseal(folder)
-
-
-@pytest.mark.slow
-def test_no_attack_is_the_clean_evaluation(workers, runs):
-    clean = workers(1).run(evaluation, runs["smoe"])[0]
-    same = workers(1).run(evaluation, runs["smoe"], attack=WordSwap(0.0, 3))[0]
-    timing = {"seconds", "tokens_per_second", "attack", "word"}
-    assert {k: v for k, v in same.items() if k not in timing} == {
-        k: v for k, v in clean.items() if k not in timing
-    }
-    assert clean["attack"] is None
-    assert same["attack"] == {
-        "kind": "word-swap", "rate": 0.0, "seed": 3, "words": clean["words"], "replaced": 0,
-    }  # fmt: skip
 
 
 @pytest.mark.slow

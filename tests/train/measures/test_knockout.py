@@ -1,7 +1,6 @@
 """`polyad experts atlas | steer`: classes token by token, steering, and what is refused."""
 
 import json
-import math
 
 import pytest
 import torch
@@ -73,32 +72,6 @@ def steering(workers, trained):
     """The effect of steering, of one process and of two."""
     options = {"tokens": 32 * WINDOWS, "changes": [parse_intervention(STEER)], "overrides": SMALL}
     return [workers(size).run(steer, trained("smoe"), **options)[0] for size in (1, 2)]
-
-
-@pytest.mark.slow
-def test_focus_is_made_of_the_tables_without_rare_classes(one):
-    focus = frame_of(one[0], "focus")
-    for module, of_layer in focus.groupby("module"):
-        assert sorted(of_layer["by"]) == [
-            *(f"predicted {by}" for by in ("characters", "frequency")),
-            *(f"read {by}" for by in ("characters", "frequency")),
-        ]
-        for result in of_layer.to_dict("records"):
-            classes = frame_of(one[0], "classes", module=module, by=result["by"])
-            common = classes[classes["tokens"] >= 50]
-            count = common["class"].nunique()
-            rare = classes["class"].nunique() - count
-            assert count > 1
-            assert rare or result["by"].endswith("frequency")
-            distances = []
-            for _, of_expert in common.groupby("expert"):
-                if (of_expert["change_low"] > 0).any():
-                    d = (of_expert["change"] / of_expert["loss"]).tolist()
-                    d[d.index(max(d))] -= 1
-                    distances.append(math.hypot(*d))
-            assert result["experts_that_matter"] == len(distances)
-            assert 1 <= result["effective_classes"] <= count
-            assert result["polysemanticity"] == pytest.approx(sum(distances) / len(distances))
 
 
 def test_classes_are_as_counted_token_by_token(one, trained, prepared_path):

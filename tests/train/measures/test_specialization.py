@@ -194,16 +194,3 @@ def test_the_report_says_the_same(workers, runs, tmp_path):
         assert (difference.sum(), difference.abs().sum()) == (1, 1)
     ours, theirs = (frame_of(each, "levels", module=LAYER)["entropy_bits"][0] for each in both)
     assert ours == pytest.approx(theirs, rel=1e-3)
-
-
-@pytest.mark.slow
-def test_the_command_says_it_for_people(runs, capfd, tmp_path):
-    assert polyad(["experts", "specialize", str(runs["smoe"])]) == 0
-    lines = capfd.readouterr().out.splitlines()
-    (heads,) = (line for line in lines if "information bits by chance" in line)
-    rows = lines[lines.index(heads) + 1 :][: 2 * 3]
-    assert sum(" characters " in row for row in rows) == 2
-    assert polyad(["experts", "specialize", str(runs["dense"])]) == 2
-    error = capfd.readouterr().err.splitlines()[-1]
-    assert f"error: {runs['dense']}" in error
-    assert "its model has no experts, in blocks or as its head" in error

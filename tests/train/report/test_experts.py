@@ -64,7 +64,7 @@ def test_rows_have_the_numbers_of_the_knockout_and_the_largest_come_first(
     result = report(trained, output=tmp_path / "page.html", tokens=TOKENS, knockout=True, **options)
     # What `polyad experts atlas` says of the same tokens.
     (results,) = workers(1).run(atlas, trained, split="validation", tokens=TOKENS, **options)
-    for name in ("harmed", "classes", "focus"):
+    for name in ("harmed", "classes"):
         assert result["knockout"][name] == results[name]
     page = cells(tmp_path)
     rows = {each["anchor"]: each for each in result["experts"]}
@@ -177,7 +177,9 @@ def test_the_class_that_is_named_loses_more_than_all_others():
         frames = {
             "experts": pd.DataFrame([place | change_of(change, 0)]),
             "harmed": pd.DataFrame([*classes]),
-            "focus": pd.DataFrame([{"by": "predicted characters"}, {"by": "predicted frequency"}]),
+            "classes": pd.DataFrame(
+                [{"by": "predicted characters"}, {"by": "predicted frequency"}]
+            ),
         }
         (effect,) = harms(Tables(facts={"tokens_scored": 100}, frames=frames)).values()
         if not effect.name:

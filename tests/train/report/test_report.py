@@ -1,6 +1,5 @@
 """`polyad report` on whole runs: the page stands alone, and says what the model does."""
 
-import gc
 import json
 import re
 import shutil
@@ -16,7 +15,6 @@ from polyad.launch.cli import run as polyad
 from polyad.parallel.weights import load_model
 from polyad.train.config.run import load_config
 from polyad.train.experts.probing import routed_layers
-from polyad.train.measures.specialization import Specialization
 from polyad.train.reading import Subject
 from polyad.train.report.command import report
 from polyad.train.report.top_tokens import TopText
@@ -161,39 +159,6 @@ def test_top_tokens_are_the_highest_of_the_split(
             assert token in ("<|endoftext|>", top["token"]) or "\ufffd" in token
             lengths = stream.document_lengths
             assert sum(lengths[: top["document"]]) + top["offset"] == position
-
-
-@pytest.mark.slow
-def test_memory_does_not_grow_with_the_text(runs):
-    task = LanguageModelling.open(load_config(runs["mumoe"] / "config.yaml").for_task())
-    model = load_model(runs["mumoe"])
-    layers = routed_layers(model)
-
-    def most_numbers(tokens):
-        """Most numbers in tensors that are alive between batches, and how many tokens were read."""
-        text = TextSamples(task, "train", tokens)
-        top = TopText(layers, text, 3, "cpu")
-        subject, specialization = Subject(model, layers, text, 2), Specialization()
-        specialization.begin(subject)
-        alive = []
-        gc.collect()  # what other tests have left
-
-        def count():
-            # By type: a dead weak proxy, of another test, has no class to ask for.
-            tensors = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]
-            alive.append(sum(tensor.numel() for tensor in tensors))
-
-        for reading in subject.read():
-            top.add(reading)
-            specialization.add(reading)
-            count()
-        return max(alive), top.tokens
-
-    # Intervals are over at most 200 groups of windows, which the shorter text has too. Of a window
-    # 16 numbers are kept: its group in two layers and four tables, and eight distances.
-    (short, few), (long, many) = most_numbers(32 * 256), most_numbers(32 * 1024)
-    assert many > 3.9 * few
-    assert long <= short + 16 * (many - few) // 32
 
 
 def test_text_that_looks_like_markup_is_text(runs, prepared_path, tmp_path):

@@ -12,7 +12,6 @@ from tests.helpers.bert import SPECIAL
 from tests.helpers.everyday import everyday
 from tests.helpers.fine_tuned import (
     KINDS,
-    NAMES,
     SETTINGS,
     counted,
     one_by_one,
@@ -95,18 +94,3 @@ def test_adapters_of_a_split_model(train, trained, tmp_path_factory, tmp_path):
     )  # fmt: skip
     result = report(folder, output=tmp_path / "page.html")["specialization"]
     assert [row["module"] for row in result["levels"]] == ["blocks.1.feed_forward"]
-
-
-@pytest.mark.slow
-def test_a_checkpoint_of_two_processes_is_read_on_one(train, tmp_path):
-    rows = table(20, 1)
-    folder = train(
-        "parallel", table(60, 0), rows, processes=2, parallel={"expert_parallel_size": 2}
-    )
-    result = report(folder, output=tmp_path / "page.html")["specialization"]
-    names = sorted(NAMES.values())
-    labels = [names.index(row["label"]) for row in rows]
-    _, tokens = one_by_one(folder, [row["text"] for row in rows])
-    for layer in tokens[0]:
-        ours = counts_of(result, layer, "class", names)
-        np.testing.assert_array_equal(ours, counted(tokens, layer, labels, 3))
