@@ -68,19 +68,6 @@ class Evaluated(NamedTuple):
         """Samples per forward pass."""
         return self.config.evaluation.batch_size or self.config.train.micro_batch_size
 
-    def joined(self, split: str | None) -> comm.World:
-        """Joins the processes of this command, and checks that they read the same data.
-
-        Args:
-            split: the split to read; None: no data is read.
-
-        Raises:
-            DisagreementError: a process has a different checkpoint or data.
-        """
-        facts = agreed_facts(self.config, self.task if split else None, split)
-        facts["the checkpoint"] = f"contents {folder_digest(self.weights.folder)}"
-        return comm.initialize(self.config.parallel.timeout_minutes, facts=facts)
-
     @contextmanager
     def loaded(
         self,
@@ -100,8 +87,14 @@ class Evaluated(NamedTuple):
             split: the split to read; None: no data is read.
             model: the model if already loaded.
             needs_whole: why it must be in memory as a whole; None: it need not.
+
+        Raises:
+            DisagreementError: a process has a different checkpoint or data.
         """
-        world, precision = self.joined(split), self.config.train.precision
+        facts = agreed_facts(self.config, self.task if split else None, split)
+        facts["the checkpoint"] = f"contents {folder_digest(self.weights.folder)}"
+        world = comm.initialize(self.config.parallel.timeout_minutes, facts=facts)
+        precision = self.config.train.precision
         allow_tf32(self.config.train.tf32, world.device)
         with (
             explain_out_of_memory(lambda: doing, world),

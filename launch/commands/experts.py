@@ -232,7 +232,8 @@ class Splice(CheckpointOptions):
 
 
 @command(
-    "experts rewrite", "polyad experts rewrite runs/celeba --move class=Young,of=Young:0+Male:0"
+    "experts rewrite",
+    "polyad experts rewrite runs/quickstart/run --move class=Young,of=Young:0+Male:0",
 )
 @dataclass(frozen=True, kw_only=True)
 class Rewrite(CheckpointOptions):

@@ -17,7 +17,7 @@ from polyad.parallel.weights import AdaptedCheckpoint, Choice, Weights, open_wei
 from polyad.train.errors import ConfigError
 from polyad.train.exchange.change import Change
 from polyad.train.exchange.experts import Merging, is_split
-from polyad.train.exchange.writers import FORMATS, WRITERS, Format, Source, write_classes
+from polyad.train.exchange.writers import WRITERS, Format, Source, write_classes
 from polyad.train.results import aligned
 
 
@@ -74,8 +74,7 @@ def _convert(
     refuse_what_is_there(destination)
     opened = open_weights(chosen, choice, base)
     if format_of(opened) == to and not change and choice == "trained" and not merge:
-        others = " and ".join(f"--to {name}" for name in FORMATS if name not in (to, "peft"))
-        raise ConfigError(f"{source}: is already {FORMATS[to]}; the other formats are {others}")
+        raise ConfigError(f"{source}: is in this format already; name another with --to")
     config = opened.model_config()
     if merge and change is None and is_split(config):
         change = Merging()

@@ -34,15 +34,20 @@ from polyad.train.config.run import RunConfig
 from polyad.train.exchange.change import Change, Changed, Option, activation_of
 
 
-class _Copying(Config):
+class _Start(Config):
+    """Keys that are not in the feed-forward's section."""
+
+    seed: Annotated[int, Field(ge=0)] = RunConfig.model_fields["seed"].default
+    """The seed of routers, of noise, and of the clustering or of chance."""
+    section: str | None = None
+    """Which of a Mixer's feed-forwards; None: channel_feed_forward."""
+
+
+class _Copying(_Start):
     """Keys of `--upcycle` that are not in the feed-forward's section."""
 
     noise: Annotated[float, Field(ge=0)] = 0.0
     """Standard deviation of what is added to each expert's weights, as a share of theirs."""
-    seed: Annotated[int, Field(ge=0)] = RunConfig.model_fields["seed"].default
-    """The seed of routers and noise."""
-    section: str | None = None
-    """Which of a Mixer's feed-forwards; None: channel_feed_forward."""
 
 
 class Upcycling(Option):
@@ -111,15 +116,11 @@ UNIT = "unit"
 """Name of the buffer with the units' original places."""
 
 
-class _Grouping(Config):
+class _Grouping(_Start):
     """Keys of `--split` that are not in the feed-forward's section."""
 
     by: Literal["clustering", "random"] = "clustering"
     """How units are grouped: by balanced k-means of their keys, or by chance."""
-    seed: Annotated[int, Field(ge=0)] = RunConfig.model_fields["seed"].default
-    """The seed of the clustering or of chance, and of a learned score."""
-    section: str | None = None
-    """Which of a Mixer's feed-forwards; None: channel_feed_forward."""
 
 
 class Splitting(Option):

@@ -47,12 +47,6 @@ from polyad.train.tasks.pixels import PREPROCESSOR_FILE, read_pixels, transforme
 from polyad.train.tasks.vocabulary import CLASSES_FILE, names_of, tokenizer_of
 
 Format = Literal["huggingface", "polyad", "safetensors", "peft"]
-FORMATS: dict[Format, str] = {
-    "huggingface": "a Hugging Face folder",
-    "polyad": "of Polyad",
-    "safetensors": "a folder of safetensors under our names",
-    "peft": "a folder of adapters of the library peft",
-}
 BATCH_SIZE = 8
 """Batch size in a converted checkpoint's configuration, for `polyad evaluate`."""
 

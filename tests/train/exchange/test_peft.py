@@ -217,7 +217,7 @@ def test_what_is_no_adapter_of_the_base_is_refused_in_one_line(made, tmp_path, c
     capfd.readouterr()
     for words, message in (
         (["--to", "huggingface"], "--merge"),
-        (["--to", "peft"], "is already a folder of adapters of the library peft"),
+        (["--to", "peft"], "--to"),
         (["--to", "huggingface", "--merge", "--base", str(place)], "is not a Hugging Face folder"),
     ):
         assert polyad(["convert", str(place), str(tmp_path / "new"), *words]) == 2
