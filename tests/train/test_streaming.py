@@ -14,7 +14,6 @@ from polyad.launch.cli import run as command
 from polyad.train import streaming
 from polyad.train.errors import ConfigError
 from polyad.train.experts.interventions import Intervention
-from polyad.train.measures import knockout
 from polyad.train.measures.atlas import Atlas
 from polyad.train.report.command import report
 from tests.helpers import bounded as bounded_command
@@ -144,15 +143,12 @@ def close(one, two):
     ],
     keep=[],
 )
-def test_the_atlas_is_that_of_the_whole_model(case, how, tmp_path, monkeypatch):
-    """Also where windows without experts of one block alone are held at a time."""
+def test_the_atlas_is_that_of_the_whole_model(case, how, tmp_path):
     folder, data = folder_and_data(case, tmp_path)
-    options = {"data": data, "overrides": WINDOWS, "how": how, "unembed": 3}
+    options = {"data": data, "overrides": WINDOWS, "how": how}
     wanted, text = both_forms(folder, Atlas, **options)
     assert "significant in" in text
     with little_memory():
-        close(both_forms(folder, Atlas, **options)[0], wanted)
-        monkeypatch.setattr(knockout, "free_memory", lambda: 0)
         close(both_forms(folder, Atlas, **options)[0], wanted)
 
 

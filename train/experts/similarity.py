@@ -43,16 +43,6 @@ class LevelSimilarity:
     sums_GEE: Matrix
     """Sums of cosines, HSIC and number of tokens of all pairs, by group [G, 3, E, E]."""
 
-    @property
-    def cosine_EE(self) -> Matrix:
-        """The mean cosine of each pair; NaN where nothing was read."""
-        return _cosine(self.sums_GEE.sum(0))
-
-    @property
-    def cka_EE(self) -> Matrix:
-        """The CKA of each pair; NaN where an output does not depend on the token."""
-        return _cka(self.sums_GEE[:, 1].sum(0))
-
     def columns(self) -> dict[str, float]:
         """Columns of a table: the means over pairs of two experts, with their intervals."""
         sums_G, bounds = self.sums_GEE, {"lowest": -1.0, "highest": 1.0}

@@ -6,24 +6,20 @@ of them does (2606.10703). Since the joint effect of experts does not follow fro
 lowest quarter and half of a layer by each statistic are removed, too, and compared with random sets
 of equal size.
 
-Shapes: E experts of a layer, S of all levels side by side, D width, V vocabulary.
+Shapes: E experts of a layer.
 """
 
 import itertools
 import math
 import random
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from polyad.model.decoder import Decoder
 from polyad.parallel import comm
-from polyad.parallel.weights import Streamed, parts_of
 from polyad.train.errors import ConfigError
 from polyad.train.experts.actions import Action, How, check_action, experts_of_a_token
 from polyad.train.experts.knockout import LayerWithout
@@ -57,8 +53,6 @@ TITLES = knockout.TITLES | {
     "layers, and in how many it is significant (p < 0.05 corrected for all tests)",
     "together": "change in loss without several experts at once: those that a statistic ranks "
     "lowest, and random sets",
-    "unembedded": "tokens that each expert's mean output promotes most, in standard deviations "
-    "over the vocabulary; the effect through later blocks is not included",
 }
 """Lines above tables of a text."""
 
@@ -78,8 +72,6 @@ class Atlas(Analysis):
     how: How = "contribution"
     tokens: int = TOKENS
     """Approximate number of tokens to read, in whole windows, spread evenly over the split."""
-    unembed: int | None = None
-    """How many of the tokens that each expert promotes are listed."""
 
     def check(self, opened: Evaluated, split: str) -> None:
         """Refuses a model that does not predict text."""
@@ -93,11 +85,6 @@ class Atlas(Analysis):
         check_experts(layers, self.experts)
         for layer in layers:
             check_action(layer, Action(how=self.how), f"--how {self.how}")
-            if self.unembed is not None and (layer.shares or not isinstance(model, Decoder)):
-                raise ConfigError(
-                    f"--unembed: {self.unembed} is not allowed with {layer.title}; allowed "
-                    "with: sparse experts of a model that predicts the next token"
-                )
         assert isinstance(opened.task, TextTask)
         text = TextSamples(opened.task, split, self.tokens, hidden=True)
         subject = Subject(model, layers, text, opened.batch_size)
@@ -127,13 +114,6 @@ class Atlas(Analysis):
             "correlations": correlations,
             **_together(without, chosen),
         }
-        if self.unembed is not None:
-            end = model.part(*parts_of(model)[-1]) if isinstance(model, Streamed) else nullcontext()
-            with end:
-                frames["unembedded"] = _unembedded(
-                    *(model, text, list(zip(layers, columns, strict=True)), moments),
-                    self.unembed,
-                )
         return Tables(facts={**tables.facts, "how": self.how}, frames=frames, titles=TITLES)
 
     def _sets(self, model: nn.Module, layer: RoutedLayer, moments: Moments) -> "_Chosen":
@@ -220,61 +200,3 @@ def _together(layers: Sequence[LayerWithout], chosen: Sequence["_Chosen"]) -> di
 _Chosen = list[tuple[str, tuple[int, ...]]]
 """Sets of a layer's experts: how each was chosen, by the lowest values of a statistic or `random`,
 and its experts."""
-
-
-@torch.inference_mode()
-def _unembedded(
-    model: nn.Module,
-    text: TextSamples,
-    chosen: Sequence[tuple[RoutedLayer, Sequence[int]]],
-    moments: Mapping[str, Moments],
-    count: int,
-) -> Any:
-    """A table of the tokens whose logits each expert's mean output raises most.
-
-    Direct logit attribution. With v the mean output, gamma the final norm's scale and W the rows of
-    the head:
-
-        direct effect on logits = W (gamma * (v - mean v)) / s    (RMSNorm: v for v - mean v)
-
-    s, the deviation of the residual stream, differs between tokens but multiplies all logits alike,
-    so effects are given in standard deviations over the vocabulary, which do not depend on s.
-    Effects through later blocks are ignored, so results are most reliable in the last blocks.
-
-    Args:
-        model: a language model whose end is in memory.
-        text: the text whose tokenizer names tokens.
-        chosen: layers, and columns of their experts.
-        moments: moments of their outputs; experts that are not used get no rows.
-        count: number of tokens for each expert.
-    """
-    import pandas as pd
-
-    assert isinstance(model, Decoder)
-    norm, head, tokenizer = model.final_norm, model.head, text.tokenizer
-    weight_VD = model.token_embedding.weight if head.weight is None else head.weight
-    assert isinstance(weight_VD, Tensor)
-    assert isinstance(norm.weight, Tensor)
-    rows = []
-    for layer, columns in chosen:
-        direction_SD = moments[layer.name].mean_SD[columns].to(weight_VD.device, torch.float32)
-        if isinstance(norm, nn.LayerNorm):
-            direction_SD = direction_SD - direction_SD.mean(-1, keepdim=True)
-        effect_SV = (direction_SD * norm.weight.float()) @ weight_VD.float().T
-        spread_S1 = effect_SV.std(-1, keepdim=True)
-        effect_SV = (effect_SV - effect_SV.mean(-1, keepdim=True)) / spread_S1
-        best_SN, token_SN = effect_SV.topk(min(count, effect_SV.shape[1]))
-        for row in (spread_S1[:, 0] > 0).nonzero().flatten().tolist():
-            level, expert = layer.place(columns[row])
-            for token, effect in zip(token_SN[row].tolist(), best_SN[row].tolist(), strict=True):
-                rows.append(
-                    {
-                        "module": layer.name,
-                        "level": level,
-                        "expert": expert,
-                        "token": token,
-                        "text": tokenizer.text_within(token) or tokenizer.decode([token]),
-                        "effect": effect,
-                    }
-                )
-    return pd.DataFrame(rows)

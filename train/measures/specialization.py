@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,7 +27,7 @@ from polyad.train.experts.by_class import (
 )
 from polyad.train.experts.information import GateEntropies, Summed
 from polyad.train.experts.leaving_out import LeaveOneOut
-from polyad.train.experts.similarity import ExpertSimilarity, LevelSimilarity
+from polyad.train.experts.similarity import ExpertSimilarity
 from polyad.train.experts.token_classes import Labelling, Shifts, labellings
 from polyad.train.measures.measure import Measure
 from polyad.train.reading import Reading, Subject
@@ -151,21 +150,19 @@ class Specialization(Measure):
         if not any(map(any, labels_of.values())):
             facts["not_measured"] = "information and purity: they need one class per image"
         entropies, alike = self._entropies.result(summed), self._similarity.result(summed)
-        levels, labels, counts, pairs = [], [], [], []
+        levels, labels, counts = [], [], []
         for layer in self.subject.layers:
             for number, size in enumerate(layer.levels):
                 of = {"module": layer.name, "level": number}
                 similarity, row = alike[layer.name][number], {**of, "experts": size}
                 row |= entropies[layer.name][number] | {"highest_entropy_bits": math.log2(size)}
                 levels.append(row | similarity.columns())
-                pairs.append(_pairs(of, similarity))
                 for by, level in labels_of[layer.name][number].items():
                     labels.append({**of, "by": by, **level.columns()})
                     counts.append(_counts(of, by, level))
         frames = {
             "levels": pd.DataFrame(levels),
             "labels": pd.DataFrame(labels),
-            "pairs": pd.concat(pairs, ignore_index=True),
             "counts": pd.concat(counts, ignore_index=True) if counts else pd.DataFrame(),
         }
         titles = {
@@ -191,20 +188,5 @@ def _counts(of: dict[str, Any], by: str, level: LevelByClass) -> Any:
         "by": by,
         "class": [level.groups[each] for each in class_N],
         "tokens": level.counts_SY[expert_N, class_N],
-    }
-    return pd.DataFrame(columns)
-
-
-def _pairs(of: dict[str, Any], similarity: LevelSimilarity) -> Any:
-    """A table of the similarity of every two experts that were compared."""
-    import pandas as pd
-
-    first_N, second_N = np.triu_indices(len(similarity.experts), 1)
-    columns = {
-        **of,
-        "expert": [similarity.experts[each] for each in first_N],
-        "other": [similarity.experts[each] for each in second_N],
-        "cosine": similarity.cosine_EE[first_N, second_N],
-        "cka": similarity.cka_EE[first_N, second_N],
     }
     return pd.DataFrame(columns)

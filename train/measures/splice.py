@@ -126,21 +126,18 @@ class Splicing(Measure):
             if way == "original":
                 return theirs_BTD, None
             if self._counted_BT is not None:
-                self._add_error(block, ours_BTD, theirs_BTD)
+                sums = self._errors[block]
+                both = (each[self._counted_BT].double() for each in (ours_BTD, theirs_BTD))
+                ours_ND, theirs_ND = both
+                sums[0] += (ours_ND - theirs_ND).square().sum()
+                sums[1] += theirs_ND.square().sum()
                 if isinstance(module, SparseTable):
                     weights_NK = module.gate.forward(inputs[0][self._counted_BT]).weights_NK
-                    self._errors[block][2] += (weights_NK != 0).sum()
-                    self._errors[block][3] += len(weights_NK)
+                    sums[2] += (weights_NK != 0).sum()
+                    sums[3] += len(weights_NK)
             return ours_BTD, stats
 
         return output
-
-    def _add_error(self, block: int, ours_BTD: Tensor, theirs_BTD: Tensor) -> None:
-        assert self._counted_BT is not None
-        ours_ND, theirs_ND = (each[self._counted_BT].double() for each in (ours_BTD, theirs_BTD))
-        sums = self._errors[block]
-        sums[0] += (ours_ND - theirs_ND).square().sum()
-        sums[1] += theirs_ND.square().sum()
 
     def add(self, reading: Reading) -> None:
         """Adds a batch, which is read again from the first replaced block on in each way."""

@@ -1,13 +1,10 @@
 """`polyad experts atlas`: equal to models that are changed by hand, read window by window."""
 
-import copy
-
 import pandas as pd
 import pytest
 import torch
 from scipy.stats import spearmanr
 
-from polyad.data.text.dataset import PreparedData
 from polyad.launch.cli import run as polyad
 from polyad.train.experts.interventions import Intervention, intervened
 from polyad.train.experts.moments import STATISTICS
@@ -39,7 +36,7 @@ def finished(workers, prepared_path, tmp_path_factory):
 @pytest.fixture(scope="module")
 def found(workers, finished):
     """With one process and with two."""
-    options = {"tokens": TOKENS, "overrides": SMALL, "how": "route-around", "unembed": 4}
+    options = {"tokens": TOKENS, "overrides": SMALL, "how": "route-around"}
     return [workers(size).run(atlas, finished, **options)[0] for size in (1, 2)]
 
 
@@ -147,34 +144,6 @@ def test_sets_are_taken_away_together(found, by_hand):
         assert each["random_lowest"] == of_size.min()["random"]
 
 
-@torch.no_grad()
-def test_tokens_that_an_expert_raises_are_those_of_its_mean_output_alone(
-    found, by_hand, prepared_path
-):
-    """Logits of the final norm and the head, where nothing else is in the residual stream."""
-    model, layer, _, weight_ME, output_MED = by_hand
-    tokenizer = PreparedData.open(prepared_path).tokenizer()
-    model = copy.deepcopy(model)
-    model.final_norm.bias.zero_()
-    for expert in range(layer.num_experts):
-        used_M = weight_ME[:, expert] != 0
-        if not used_M.any():
-            assert frame_of(found[0][0], "unembedded", expert=expert).empty
-            continue
-        mean_D = output_MED[used_M, expert].mean(0).float()
-        logits_V = model.score(1e3 * mean_D.view(1, 1, -1)).flatten()
-        effect_V = (logits_V - logits_V.mean()) / logits_V.std()
-        best = effect_V.topk(4)
-        ours = frame_of(found[0][0], "unembedded", expert=expert)
-        assert list(ours["token"]) == best.indices.tolist()
-        assert list(ours["effect"]) == pytest.approx(best.values.tolist(), rel=1e-3)
-        for each in ours.to_dict("records"):
-            assert each["text"] in (
-                tokenizer.text_within(each["token"]), tokenizer.decode([each["token"]])
-            )  # fmt: skip
-    assert "promotes most, in standard deviations" in found[0][1]
-
-
 def test_two_processes_give_what_one_gives(found):
     one, two = (each[0] for each in found)
     assert one["loss"] == pytest.approx(two["loss"], abs=1e-6)
@@ -206,7 +175,6 @@ def test_what_is_not_allowed_is_said(capfd, finished):
     for words, message in (
         (["--layers", "0"], "--layers: 0 is not allowed: blocks with experts are 1"),
         (["--how", "kill"], "--how"),
-        (["--unembed", "0"], "--unembed"),
     ):
         status = polyad(["experts", "atlas", str(finished), *words])
         assert status == 2
