@@ -161,9 +161,8 @@ def test_alignment_sees_through_a_rotation_and_finds_nothing_in_noise():
     level = compared(torch.stack([one, 3 * one @ turned, other], dim=1))
     assert alignments(level)[0, 1] == pytest.approx(1)
     assert abs(cosines(level)[0, 1]) < 0.1
-    assert (
-        abs(alignments(level)[0, 2]) < 0.1
-    )  # of 64 tokens 96 numbers wide: the biased form says 0.6
+    # Of 64 tokens 96 numbers wide: the biased form says 0.6.
+    assert abs(alignments(level)[0, 2]) < 0.1
 
 
 def test_an_expert_that_says_the_same_of_all_tokens_has_no_alignment():
