@@ -22,7 +22,6 @@ from polyad.data.sequences.config import Schema, SequenceDataConfig
 from polyad.data.sequences.samples import PaddedRows, encode_rows, form_of
 from polyad.data.sequences.tables import ENDINGS, Table, read_tables
 from polyad.data.text.tokenizers.tokenizer import Tokenizer
-from polyad.model.decoder import DecoderSettings
 from polyad.model.heads import HEAD, ClassificationHeadConfig
 from polyad.model.vision import ImageSettings
 from polyad.parallel.families import FamilyWeights
@@ -98,11 +97,7 @@ class Predictor:
         self._settings = weights.model_config()
         head = getattr(self._settings, "head", None)
         if not self.reads_images and not isinstance(head, ClassificationHeadConfig):
-            continues = "; `polyad generate` continues a text"
-            raise ConfigError(
-                f"{weights.folder}: the model predicts tokens, not labels"
-                f"{continues if isinstance(self._settings, DecoderSettings) else ''}"
-            )
+            raise ConfigError(f"{weights.folder}: the model predicts tokens, not labels")
         if isinstance(weights, FamilyWeights) and weights.is_new(f"{HEAD}weight"):
             raise ConfigError(f"{weights.folder}: has no head that predicts classes")
         self._device = next(model.parameters()).device

@@ -9,7 +9,7 @@ width.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from polyad.model.smoe.layer import SelectingMoE
 from polyad.train.errors import ConfigError
-from polyad.train.experts.actions import Action, intervening
+from polyad.train.experts.actions import intervening
 from polyad.train.experts.moments import ExpertMoments
 from polyad.train.experts.probing import RoutedLayer, routed_head, routed_layers
 from polyad.train.experts.token_classes import labellings
@@ -131,14 +131,11 @@ class HeldOut:
         return table.drop(columns="loss")
 
     @torch.inference_mode()
-    def without(
-        self, rows: Any, *, how: Literal["contribution", "route-around"] = "contribution"
-    ) -> npt.NDArray[np.float64]:
+    def without(self, rows: Any) -> npt.NDArray[np.float64]:
         """Returns for each row of a trace the token's loss without this expert at this token alone.
 
         Args:
             rows: rows of `trace` in which a token is predicted.
-            how: as in `--intervene`.
 
         Returns:
             [N], in nats.
@@ -151,7 +148,7 @@ class HeldOut:
         for passages, part, entering in self._again(rows, [layer.block for layer in layers]):
             for layer in layers:
                 x_BTD, own = entering[layer.block], part[part["module"] == layer.name]
-                with intervening(model, layer, Action(how=how)) as intervene:
+                with intervening(model, layer) as intervene:
                     for first in range(0, len(own), len(x_BTD)):
                         some = own.iloc[first : first + len(x_BTD)]
                         window_n, position_n, column_n = _tensors(some, x_BTD.device)

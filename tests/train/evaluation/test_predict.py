@@ -194,7 +194,7 @@ def test_in_python_inputs_are_a_list_of_texts_or_pairs(classifier):
 
 def test_a_language_model_and_one_of_images_say_what_they_read(trained, images, tmp_path, capfd):
     line = refused(capfd, trained("smoe"), "--text", "a")
-    assert line.endswith("predicts tokens, not labels; `polyad generate` continues a text")
+    assert line.endswith("predicts tokens, not labels")
     transformers = pytest.importorskip("transformers")
     vit = transformers.ViTConfig(
         hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32,
