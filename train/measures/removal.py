@@ -262,8 +262,8 @@ def _loss_of_written(opened: Evaluated, folder: Path, split: str, tokens: int) -
 
 
 Groups = Mapping[str, Sequence[Mapping[int, float]]]
-"""Of what each expert of a smaller model is made, in order, by layer such as blocks.3.feed_forward:
-the shares of experts of the first model, which sum to 1."""
+"""The experts of a smaller model in order, by layer such as blocks.3.feed_forward: the shares of
+experts of the first model in each, which sum to 1."""
 EXPERTS_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Other libraries' names for the number of experts in config.json."""
 

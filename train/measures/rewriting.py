@@ -130,7 +130,7 @@ class Rewriting(Analysis):
     doing = "rewriting"
 
     move: str
-    """As in `FORM`."""
+    """The option `--move`, in the form `FORM`."""
 
     def check(self, opened: Evaluated, split: str) -> None:
         """Finds the training images of the subpopulation."""
