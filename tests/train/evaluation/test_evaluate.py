@@ -168,11 +168,3 @@ def test_bad_options_are_refused(finished, overrides, expected):
     with pytest.raises(ValueError, match=expected) as caught:
         evaluation(finished, overrides=overrides)
     assert caught.value.exit_status == 2
-
-
-def test_data_of_another_tokenizer_is_refused(finished, tmp_path, texts):
-    from polyad.data.text.prepare import prepare
-
-    prepare(str(texts), "train:500", tmp_path / "other")
-    with pytest.raises(ValueError, match="their token ids mean different things"):
-        evaluation(finished, data=str(tmp_path / "other"))

@@ -232,16 +232,3 @@ def test_what_cannot_be_logged_is_refused(tmp_path, prepared_path, override, exp
     assert (name, status) == ("ConfigError", 2)
     assert expected in text
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.distributed
-def test_data_without_a_validation_split_is_refused(tmp_path, texts, prepared_path):
-    from polyad.data.text.prepare import prepare
-
-    prepare(str(texts), str(prepared_path), tmp_path / "data", validation_fraction=0.0)  # fmt: skip
-    config = write_config(
-        tmp_path / "config.yaml", tmp_path / "data", model__feed_forward=SMOE, log__fluctuation=True
-    )
-    name, text, status = run_expecting_error(config)
-    assert (name, status) == ("ConfigError", 2)
-    assert "has no validation split" in text

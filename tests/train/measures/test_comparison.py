@@ -149,32 +149,23 @@ def test_the_command_writes_json_and_leaves_nothing(runs, capfd, tmp_path, monke
 
 
 @pytest.mark.parametrize(
-    ("options", "expected"),
+    ("words", "key"),
     [
-        (("--attack", "word-swap"), "--attack word-swap: needs --rate"),
-        (("--attack", "letters", "--rate", "0.1"), "--attack: invalid choice: 'letters'"),
-        (("--attack", "word-swap", "--rate", "1.5"), "--rate: '1.5' is not a number from 0 to 1"),
-        (("--attack", "word-swap", "--rate=-0.5"), "--rate: '-0.5' is not a number from 0 to 1"),
-        (("--attack", "word-swap", "--rate", "nan"), "--rate: 'nan' is not a number from 0 to 1"),
-        (("--attack", "word-swap", "--rate", "0", "--seed", "x"), "--seed: 'x' is not a whole"),
-        (("--rate", "0.1"), "--rate: 0.1 means nothing without --attack"),
-        (("--seed", "0"), "--seed: 0 means nothing without --attack"),
+        (("evaluate", "--attack", "word-swap"), "--rate"),
+        (("evaluate", "--attack", "letters", "--rate", "0.1"), "--attack"),
+        (("evaluate", "--attack", "word-swap", "--rate", "1.5"), "--rate: '1.5'"),
+        (("evaluate", "--attack", "word-swap", "--rate", "nan"), "--rate: 'nan'"),
+        (("evaluate", "--attack", "word-swap", "--rate", "0", "--seed", "x"), "--seed: 'x'"),
+        (("evaluate", "--rate", "0.1"), "--rate: 0.1"),
+        (("evaluate", "--seed", "0"), "--seed: 0"),
+        (("compare", "--with", ".", "--tokens", "0"), "--tokens: '0'"),
+        (("compare", "--with", "nowhere"), "nowhere"),
+        (("compare",), "--with"),
     ],
 )
-def test_bad_options_are_one_line(runs, capfd, options, expected):
-    assert expected in said_of(["evaluate", str(runs["smoe"]), *options], capfd)
-
-
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        (("--with", ".", "--tokens", "0"), "--tokens: '0' is not a whole number"),
-        (("--with", "nowhere"), "nowhere: there is no such folder"),
-        ((), "compare: the following arguments are required: --with"),
-    ],
-)
-def test_bad_options_of_a_comparison_are_one_line(runs, capfd, options, expected):
-    assert expected in said_of(["compare", str(runs["smoe"]), *options], capfd)
+def test_bad_options_are_one_line(runs, capfd, words, key):
+    name, *options = words
+    assert key in said_of([name, str(runs["smoe"]), *options], capfd)
 
 
 def said_of(words, capfd):

@@ -16,7 +16,6 @@ from polyad.train.measures.steer import Steer
 from polyad.train.reading import open_evaluated
 from polyad.train.tasks.samples import TextSamples
 from tests.helpers.bert import prepare_pieces
-from tests.helpers.images import class_folders
 from tests.helpers.runs import atlas, both_forms, evaluation, frame_of, newest, run, write_config
 
 pytestmark = pytest.mark.distributed
@@ -186,27 +185,19 @@ def test_the_command_says_it_for_people(trained, tmp_path, capfd):
 
 
 @pytest.mark.parametrize(
-    ("kind", "options", "words"),
+    ("kind", "options", "key"),
     [
-        ("dense", [], "its model has no experts"),
-        ("smoe", ["--layers", "0"], "--layers: 0 is not allowed: blocks with experts are 1"),
-        ("smoe", ["--layers", "all,1"], "--layers: all is not allowed: blocks with experts are 1"),
-        ("smoe", ["--experts", "4"], "--experts: 4 is not allowed: block 1 has 0 to 3"),
-        ("smoe", ["--intervene", "layer=1,expert=4,how=steer,value=1"], "expert: 4 is not allowed"),
-        (
-            "smoe",
-            ["--intervene", "layer=0,expert=1,how=steer,value=1"],
-            "blocks with experts are 1",
-        ),
-        ("smoe", ["--intervene", "layer=1,expert=1,how=steer"], "value is missing"),
+        ("dense", [], "no experts"),
+        ("smoe", ["--layers", "0"], "--layers: 0"),
+        ("smoe", ["--layers", "all,1"], "--layers: all"),
+        ("smoe", ["--experts", "4"], "--experts: 4"),
     ],
 )
-def test_what_cannot_be_left_out_is_one_line(trained, capfd, kind, options, words):
-    name = "steer" if "--intervene" in options else "atlas"
-    assert polyad(["experts", name, str(trained(kind)), *options]) == 2
+def test_what_cannot_be_left_out_is_one_line(trained, capfd, kind, options, key):
+    assert polyad(["experts", "atlas", str(trained(kind)), *options]) == 2
     captured = capfd.readouterr()
     assert captured.out == ""
-    assert words in captured.err.splitlines()[-1]
+    assert key in captured.err.splitlines()[-1]
 
 
 SPARSE = {"kind": "smoe", "num_experts": 4, "expert_hidden_size": 32}
@@ -247,17 +238,3 @@ def test_of_masked_text_hidden_tokens_are_counted(workers, tmp_path, texts):
     with pytest.raises(Exception, match="steer: is not allowed with data") as caught:
         workers(1).run(steer, folder, changes=[parse_intervention(STEER)])
     assert "ConfigError" in str(caught.value)
-
-
-def test_images_are_refused(workers, tmp_path, capfd):
-    class_folders(tmp_path / "images")
-    model = {"kind": "vit", "image_size": 8, "patch_size": 4, "num_layers": 1, "hidden_size": 16}
-    model |= {"num_heads": 2, "feed_forward": SPARSE}
-    config = write_config(
-        tmp_path / "config.yaml", tmp_path / "images", model=model, data__kind="images",
-        train__steps=1, evaluation={}, checkpoint__every=1,
-    )  # fmt: skip
-    workers(1).run(run, config)
-    assert polyad(["experts", "atlas", str(tmp_path / "run")]) == 2
-    error = capfd.readouterr().err.splitlines()[-1]
-    assert "atlas: is not allowed with data.kind: images; allowed with: text, masked" in error

@@ -7,7 +7,6 @@ import pytest
 from scipy.stats import entropy
 from sklearn.metrics import mutual_info_score
 
-from polyad.data.errors import DataError
 from polyad.parallel.checkpoint.load import best_checkpoint
 from polyad.train.experts.knockout import Change
 from polyad.train.experts.probing import RoutedLayer
@@ -100,19 +99,6 @@ def test_classes_that_look_like_markup_are_text(runs, tmp_path):
     assert not Page(text).tags & {"i", "u"}
     for part in ("class &lt;i&gt;bad&lt;/i&gt;", "&lt;b&gt;", "&lt;/code&gt;"):
         assert part in text
-
-
-@pytest.mark.slow
-def test_one_layer_or_nothing_is_read_if_it_is_asked_for(runs, tmp_path):
-    output = tmp_path / "page.html"
-    result = report(runs("smoe"), output=output, layers=["1"])
-    (level,) = result["specialization"]["levels"]
-    assert level["module"] == "blocks.1.feed_forward"
-    assert report(runs("smoe"), output=output, tokens=0)["experts"] == []
-    assert report(runs("smoe"), output=output, tokens=300)["units_read"] < 15
-    assert report(runs("dense"), output=output)["experts"] == []
-    with pytest.raises(DataError, match=r"has no split 'test'"):
-        report(runs("smoe"), output=output, split="test")
 
 
 @pytest.mark.slow

@@ -194,18 +194,6 @@ def test_a_run_in_progress_is_drawn(runs, tmp_path):
     assert "Loss over steps" in (folder / "report.html").read_text()
 
 
-def test_a_run_of_which_no_loss_was_finite_is_drawn(runs, tmp_path):
-    folder = tmp_path / "run"
-    shutil.copytree(runs["mumoe"], folder)
-    metrics = folder / "metrics.jsonl"
-    lines = [json.loads(line) | {"loss": None} for line in metrics.read_text().splitlines()]
-    metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    assert lines[-1]["validation_loss"] is not None
-    result = report(folder, tokens=0)
-    assert result["loss"] is None
-    assert "validation" in (folder / "report.html").read_text()
-
-
 def test_without_text_nothing_is_loaded_and_the_data_may_be_gone(runs, tmp_path):
     folder = tmp_path / "run"
     shutil.copytree(runs["mumoe"], folder)
