@@ -136,7 +136,7 @@ def test_arguments_that_do_not_fit_are_one_line(trained, tmp_path):
         for texts in (["def main():", "x = 1"], ("def main():",), None, b"x"):
             with pytest.raises(ConfigError, match=r"(text|prompt): .+ is not one text"):
                 read(texts)
-        with pytest.raises(ConfigError, match=r"(text|prompt): '.udc00' is not text in UTF-8"):
+        with pytest.raises(ConfigError, match=r"(text|prompt): .+udc00"):
             read("\udc00")
     with pytest.raises(ValueError, match=r"precision: 'fp8' is not allowed: "):
         polyad.load(trained("smoe"), precision="fp8")

@@ -41,7 +41,7 @@ UPCYCLE = [
     ("num_experts=8,noise=some", "noise: 'some' "),
     ("num_experts=8,seed=1.5", "seed: 1.5 "),
     ("num_experts=9000000000000000000", "more elements than a tensor can have"),
-    ("num_experts=100000000000", " bytes; "),
+    ("num_experts=100000000000", " bytes, "),
 ]
 SPLIT = [
     ("top_k=2", "num_experts "),
