@@ -253,6 +253,9 @@ class Run:
             raise ConfigError(f"inputs: {str(inputs)!r} is not allowed: a list of inputs")
         if predictor.reads_images:
             return predictor.images([str(each) for each in inputs]).predictions
+        for each in inputs:
+            if not all(isinstance(text, str) for text in (each if type(each) is tuple else [each])):
+                raise ConfigError(f"inputs: {each!r} is not allowed: a text, or a pair of texts")
         firsts = [each[0] if isinstance(each, tuple) else str(each) for each in inputs]
         seconds = [each[1] for each in inputs if isinstance(each, tuple)]
         return predictor.texts(firsts, seconds).predictions

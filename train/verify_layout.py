@@ -364,7 +364,7 @@ def _shrink_experts(section: dict[str, Any], parts: int, ranks: int, layers: int
     count: Any = section.get("num_experts")
     top, groups = min(section.get("top_k", 1), 4), min(section.get("num_groups", 1), 2)
     if section["kind"] in ("mxd", "transcoder"):
-        count = [4 * parts, *[4] * (len(count) - 1)]
+        count = 4 * parts
     elif isinstance(count, list):  # factors of muMoE
         count = [min(each, (5, 3, 2)[min(number, 2)]) for number, each in enumerate(count)]
     elif count is not None:  # a group has as many experts as a token uses

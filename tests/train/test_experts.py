@@ -125,9 +125,7 @@ def test_validate_says_what_experts_cost(tmp_path, prepared_path, capfd):
     config = write_config(tmp_path / "config.yaml", prepared_path, **EXPERTS)
     assert polyad(["validate", str(config), "--processes", "2"]) == 0
     rows = dict(line.split(maxsplit=1) for line in capfd.readouterr().out.splitlines())
-    counts, how = rows["experts"].split("; ")
-    assert counts == "4 in each of 1 block, 2 active per token"
-    assert how == "linear score, similarity graph (cosine)"
+    assert rows["experts"] == "4 in each of 1 layer, 2 active per token"
     total, active = (int(rows[key].split()[0].replace(",", "")) for key in ("parameters", "active"))
     # Two of four experts: each 2 x 32 x 32 weights and 2 x 32 biases.
     assert total - active == 2 * (2 * 32 * 32 + 2 * 32)

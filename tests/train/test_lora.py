@@ -264,9 +264,9 @@ def test_conversion_says_what_to_do_with_adapters(adapted, finished, tmp_path, c
         (
             folder,
             ["--to", "safetensors"],
-            "add --merge to merge them into the weights, or use --to peft",
+            "--merge merges them",
         ),
-        (finished, ["--to", "peft"], "holds no adapters; only runs with adapt.lora do"),
+        (finished, ["--to", "peft"], "holds no adapters"),
         (finished, ["--to", "polyad", "--merge"], "--merge: "),
         (folder, ["--to", "peft", "--merge"], "is not allowed with --to peft"),
     ):

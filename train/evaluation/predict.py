@@ -26,6 +26,7 @@ from polyad.model.heads import HEAD, ClassificationHeadConfig
 from polyad.model.vision import ImageSettings
 from polyad.parallel.families import FamilyWeights
 from polyad.parallel.weights import Weights
+from polyad.train.console import Progress
 from polyad.train.errors import ConfigError
 from polyad.train.reading import config_of
 from polyad.train.results import aligned
@@ -171,6 +172,7 @@ class Predictor:
         size, files = self._settings.image_size, [f for p in paths for f in _images_of(p)]
         each = isinstance(data, AttributeDataConfig)
         apart, parts = each or data.loss == "sigmoid", []
+        report = Progress("predict", len(files), "img")
         for begin in range(0, len(files), BATCH):
             pixels_BCHW = torch.stack(
                 [
@@ -183,6 +185,7 @@ class Predictor:
             inputs_BCHW = normalize(pixels_BCHW, data.mean, data.std)
             logits_BK = self._model(inputs_BCHW).logits.float()
             parts.append((logits_BK.sigmoid() if apart else logits_BK.softmax(-1)).cpu())
+            report(min(1.0, (begin + BATCH) / len(files)))
         named = zip(map(str, files), torch.cat(parts), strict=True)
         return self._result([self._of_classes(name, p_K, one=not each) for name, p_K in named])
 
@@ -215,12 +218,14 @@ class Predictor:
         order_N = rows.lengths_N.argsort(kind="stable")
         padded = PaddedRows(rows, to_longest=True, order_N=order_N)
         outputs: dict[int, Tensor] = {}
+        report = Progress("predict", len(rows), "seq")
         for begin in range(0, len(rows), BATCH):
             numbers = range(begin, min(begin + BATCH, len(rows)))
             batch = default_collate(padded.__getitems__(numbers))
             ids_RT, named = model_inputs(batch, form.segments, self._device)
             outputs_BK = self._model(ids_RT, **named).logits.float().view(len(numbers), -1).cpu()
             outputs |= zip((padded.row_of(n) for n in numbers), outputs_BK, strict=True)
+            report((begin + len(numbers)) / len(rows))
         predictions = [
             self._of_row(text, outputs[row], rows.choices) for row, text in enumerate(texts)
         ]
