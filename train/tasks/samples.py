@@ -246,7 +246,7 @@ class TextSamples(Samples):
         self._choose([number * total // count for number in range(count)])
 
     def _choose(self, windows: Sequence[int]) -> None:
-        self._windows = torch.tensor(windows)
+        self._windows = list(windows)
         """Each window's number in the split."""
         self.dataset, self.rows = Subset(self._every, windows), len(windows)
         self.amount = self.rows * self.length
@@ -320,7 +320,8 @@ class TextSamples(Samples):
             the end-of-text token before the first; and which of them are text [B, T], neither
             padding nor a BERT's special tokens.
         """
-        window_B = self._windows[batch.number_B].to(batch.ids_BT.device)
+        windows = [self._windows[number] for number in batch.number_B.tolist()]
+        window_B = torch.tensor(windows, dtype=torch.int64, device=batch.ids_BT.device)
         # Each window starts with the token before its text, or with a special token.
         first_B1 = window_B.unsqueeze(1) * self.stride - 1
         position_BT = first_B1 + torch.arange(self.length, device=first_B1.device)
