@@ -133,8 +133,7 @@ def open_plan(path: Path, overrides: Sequence[str], world_size: int) -> Plan:
     ):
         if is_set and not task.has_validation:
             raise ConfigError(
-                f"{key}: {is_set} is not allowed with {task.place}, which has no validation split; "
-                f"{task.to_validate}"
+                f"{key}: {is_set} is not allowed with {task.place}, which has no validation split"
             )
     if config.log.fluctuation:
         probe_of(task, config.log.fluctuation_tokens)
@@ -270,7 +269,7 @@ def find_resume(config: RunConfig, task: Task[Any]) -> Checkpoint | None:
         refuse_changes(load_config(saved), config, folder)
         return None
     refuse_changes(config_of_checkpoint(checkpoint), config, folder)
-    if not task.same_data(checkpoint.state):
+    if checkpoint.state.data_fingerprint != task.fingerprint:
         raise ConfigError(
             f"{task.place} holds other data than {folder} was trained on, or mixes it by other "
             "weights"
@@ -302,7 +301,7 @@ def say_first_lines(plan: Plan, state: TrainState) -> None:
         lines += [line] if (line := trained_line(model_of(plan.config))) else []
         notes = [*plan.task.notes]
         if not plan.task.has_validation:
-            notes.append(f"the data has no validation split to score; {plan.task.to_validate}")
+            notes.append("the data has no validation split to score")
         lines += [f"polyad: {note}" for note in notes]
     for line in lines:
         print(line, file=sys.stderr, flush=True)

@@ -125,7 +125,6 @@ class RunConfig(Config):
             model=self.model,
             evaluation=self.evaluation,
             seed=self.seed,
-            micro_batch_size=self.train.micro_batch_size,
             init_from=self.checkpoint.init_from,
         )
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from polyad.data.files import named, write_whole
 from polyad.model.config import Config
@@ -38,7 +38,7 @@ class LogConfig(Config):
     """Number of steps between lines on the console, points in TensorBoard and records of routing
     statistics (except the largest loads). Everything else is written to metrics.jsonl at every
     step."""
-    trackers: tuple[TrackerName, ...] = ("tensorboard",)
+    trackers: Annotated[tuple[TrackerName, ...], Field(strict=False)] = ("tensorboard",)
     """Where curves are sent in addition to metrics.jsonl: `tensorboard` (a folder inside the run
     folder), `wandb` or `trackio` (packages to install separately)."""
     device: Literal["auto", "v100", "a100", "h100", "h200", "b200"] = "auto"
@@ -54,11 +54,6 @@ class LogConfig(Config):
     """Number of validation tokens that are compared for `fluctuation`, in whole windows spread
     evenly over the split."""
     profile: ProfileConfig = ProfileConfig()
-
-    @field_validator("trackers", mode="before")
-    @classmethod
-    def _is_list(cls, value: object) -> object:
-        return tuple(value) if isinstance(value, list) else value
 
 
 def peak_flops(config: LogConfig, precision: str, *, tf32: bool = False) -> float | None:

@@ -48,7 +48,6 @@ class ImageClassification(LabelledTask[ImageBatch]):
         Score("calibration_error", "calibration error", 4),
     )
     loss_unit = "nats per image"
-    sample = "image"
     validation_score: ClassVar[str] = "validation_top1"
     model: ImageSettings
     data: ImageData
@@ -142,8 +141,6 @@ class ImageClassification(LabelledTask[ImageBatch]):
         loss."""
         return logits_BK.sigmoid() if self.settings.loss == "sigmoid" else logits_BK.softmax(-1)
 
-    to_validate: ClassVar[str] = "data.held_out: 0.1 holds a tenth of the training images out"
-
     def logits(self, model: Predictor, batch: ImageBatch) -> tuple[Tensor, Tensor]:
         """Logits [B, K] and losses [B] of held-out images."""
         logits_BK = model(self.inputs(batch.images_BCHW)).logits.float()
@@ -217,18 +214,13 @@ class ImageClassification(LabelledTask[ImageBatch]):
         images, size = self.data.split(split), self.model.image_size
         return EvaluationImages(images, self.settings, size, self._noise)
 
-    def spread(self, split: str, most: int | None = None) -> Subset[ImageBatch]:
+    def spread(self, split: str, most: int | None = None) -> tuple[Subset[ImageBatch], list[str]]:
         """The images of a split without augmentation; at most `most`, spread evenly over it."""
-        images = self.held_out(split)
+        images, domains_N = self.held_out(split), self.data.split(split).domains
         total = len(images) if most is None else min(len(images), most)
-        return Subset(images, [number * len(images) // total for number in range(total)])
-
-    def domains_of(self, split: str, samples: Subset[ImageBatch]) -> list[str]:
-        """The domain of each image; empty without domains."""
-        domains_N = self.data.split(split).domains
-        if domains_N is None:
-            return []
-        return [self.data.domain_names[domains_N[number]] for number in samples.indices]
+        chosen = [number * len(images) // total for number in range(total)]
+        names = [] if domains_N is None else [self.data.domain_names[domains_N[n]] for n in chosen]
+        return Subset(images, chosen), names
 
     def with_noise(self, noise: GaussianNoise) -> Self:
         """A copy of this task whose held-out images have noise."""
@@ -240,11 +232,6 @@ class ImageClassification(LabelledTask[ImageBatch]):
         """The names of the classes, and the fingerprint of the data."""
         classes = file_of_classes(self.data.class_names)
         return Kept(state={"data_fingerprint": self.fingerprint}, files={CLASSES_FILE: classes})
-
-    @property
-    def notes(self) -> Sequence[str]:
-        """What was left out or damaged in listing the images."""
-        return self.data.notes
 
     def begins_anew(self, weights: Weights) -> tuple[str, ...]:
         """The parameters that the model cannot take from these weights, such as a head for other

@@ -64,13 +64,15 @@ class LabelledTask(Learner, Task[Batch]):
     def validated(self) -> Sequence[str]:
         """Names of the validation scores that training reports."""
 
-    @abstractmethod
-    def spread(self, split: str, most: int | None = None) -> Any:
-        """The samples of a split without augmentation, at most `most`, spread evenly over it."""
+    @property
+    def notes(self) -> Sequence[str]:
+        """What was left out or damaged in listing the samples."""
+        return self.data.notes
 
     @abstractmethod
-    def domains_of(self, split: str, samples: Any) -> Sequence[str]:
-        """The domain of each sample that `spread` gave; empty without domains."""
+    def spread(self, split: str, most: int | None = None) -> tuple[Any, Sequence[str]]:
+        """The samples of a split without augmentation, at most `most`, spread evenly over it; and
+        the domain of each, empty without domains."""
 
     @abstractmethod
     def outcomes(self, model: Predictor, batch: Batch) -> Tensor:
@@ -96,7 +98,7 @@ class LabelledTask(Learner, Task[Batch]):
         most: int | None = None,
     ) -> dict[str, Any]:
         """Scores a split, or at most `most` samples spread evenly over it, and each domain."""
-        samples, units = self.spread(split, most), f"{self.unit.name}s"
+        (samples, domains), units = self.spread(split, most), f"{self.unit.name}s"
         # Each sample has a row of its own. Every process fills those of its samples, so the sum
         # over processes is exact.
         outcomes_NF: Tensor | None = None
@@ -115,7 +117,7 @@ class LabelledTask(Learner, Task[Batch]):
             outcomes_NF[number_B.to(world.device)] = outcomes_BF[own_B]
         assert outcomes_NF is not None
         rows_NF = comm.sum_over_samples(outcomes_NF, world).cpu().numpy()
-        domains_N = np.array(self.domains_of(split, samples))
+        domains_N = np.array(domains)
         per_domain = {}
         for domain in dict.fromkeys(sorted(domains_N)):
             rows = rows_NF[domains_N == domain]

@@ -218,7 +218,9 @@ class TextSamples(Samples):
         *,
         hidden: bool = False,
     ) -> None:
-        streams = task.held_out_streams(split)
+        streams = [part.stream for part in task.data.validation()]
+        if split is not None:
+            streams = [task.split(split)[0]]
         assert isinstance(task.model, DecoderSettings | BertConfig)
         self.stream, self.length, self._data = streams[0], task.model.sequence_length, task.data
         self.predicts_both_ways = isinstance(task, MaskedLanguageModelling)

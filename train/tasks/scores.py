@@ -6,7 +6,7 @@ Shapes: N scored samples, S bins of confidence.
 """
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,67 +17,35 @@ from polyad.data.sequences.config import Metric
 Numbers = npt.NDArray[np.generic]
 
 
-def accuracy(labels_N: Numbers, predictions_N: Numbers) -> float:
-    """Share of samples whose predicted class, or choice, is right."""
-    from sklearn.metrics import accuracy_score
+def metric_of(metric: Metric, labels_N: Numbers, predictions_N: Numbers) -> float:
+    """Computes a metric as the benchmarks of GLUE do, by scikit-learn and scipy.
 
-    return float(accuracy_score(labels_N, predictions_N))
+    Args:
+        metric: `accuracy`, also of choices; `f1`, that of the second class (MRPC and QQP), 0
+            without true positives; `macro_f1`, the mean over the classes that occur; `matthews`,
+            0 where all predictions are one class (CoLA); `pearson` and `spearman`, 0 where they are
+            undefined, as for constant predictions.
+        labels_N: Number of each sample's class, or a number.
+        predictions_N: The predicted ones.
+    """
+    from scipy.stats import pearsonr, spearmanr
+    from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 
-
-def f1(labels_N: Numbers, predictions_N: Numbers) -> float:
-    """F1 of the second class, as GLUE scores MRPC and QQP; 0 without true positives."""
-    from sklearn.metrics import f1_score
-
-    return float(f1_score(labels_N == 1, predictions_N == 1, zero_division=0))
-
-
-def macro_f1(labels_N: Numbers, predictions_N: Numbers) -> float:
-    """Mean F1 over the classes that occur in labels or predictions."""
-    from sklearn.metrics import f1_score
-
+    if metric in ("pearson", "spearman"):
+        correlate = pearsonr if metric == "pearson" else spearmanr
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # constant numbers have no correlation
+            value = correlate(labels_N, predictions_N)[0] if len(labels_N) > 1 else 0.0
+        return 0.0 if np.isnan(value) else float(value)
+    if metric == "accuracy":
+        return float(accuracy_score(labels_N, predictions_N))
+    if metric == "matthews":
+        return float(matthews_corrcoef(labels_N, predictions_N))
+    if metric == "f1":
+        return float(f1_score(labels_N == 1, predictions_N == 1, zero_division=0))
     return float(f1_score(labels_N, predictions_N, average="macro", zero_division=0))
 
 
-def matthews(labels_N: Numbers, predictions_N: Numbers) -> float:
-    """Matthews' correlation, as GLUE scores CoLA; 0 where all predictions are one class."""
-    from sklearn.metrics import matthews_corrcoef
-
-    return float(matthews_corrcoef(labels_N, predictions_N))
-
-
-def pearson(labels_N: Numbers, predictions_N: Numbers) -> float:
-    """Pearson's correlation; 0 where undefined, as for constant predictions."""
-    from scipy.stats import pearsonr
-
-    return _correlation(pearsonr, labels_N, predictions_N)
-
-
-def spearman(labels_N: Numbers, predictions_N: Numbers) -> float:
-    """Spearman's rank correlation; 0 where undefined."""
-    from scipy.stats import spearmanr
-
-    return _correlation(spearmanr, labels_N, predictions_N)
-
-
-def _correlation(
-    correlate: Callable[..., tuple[float, float]], labels_N: Numbers, predictions_N: Numbers
-) -> float:
-    if len(labels_N) < 2:
-        return 0.0
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # constant numbers have no correlation
-        value = float(correlate(labels_N, predictions_N)[0])
-    return 0.0 if np.isnan(value) else value
-
-
-METRICS: Mapping[Metric, Callable[[Numbers, Numbers], float]] = {
-    "accuracy": accuracy,
-    "f1": f1,
-    "macro_f1": macro_f1,
-    "matthews": matthews,
-    "pearson": pearson,
-    "spearman": spearman,
-}
 TITLES: Mapping[Metric, str] = {
     "accuracy": "accuracy",
     "f1": "F1",

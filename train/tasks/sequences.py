@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import mse_loss
 
 from polyad.data.sequences.config import SequenceDataConfig
-from polyad.data.sequences.dataset import HOLD_OUT, SequenceData
+from polyad.data.sequences.dataset import SequenceData
 from polyad.data.sequences.samples import PaddedRows, SequenceBatch, TrainingRows
 from polyad.data.text.tokenizers.files import load_tokenizer
 from polyad.data.text.tokenizers.tokenizer import Tokenizer
@@ -31,7 +31,7 @@ from polyad.parallel.weights import Weights, open_weights
 from polyad.train.errors import ConfigError
 from polyad.train.tasks.distillation import cross_entropy
 from polyad.train.tasks.labelled import LabelledTask, Outcomes, file_of_classes
-from polyad.train.tasks.scores import METRICS, TITLES, class_scores
+from polyad.train.tasks.scores import TITLES, class_scores, metric_of
 from polyad.train.tasks.task import Kept, Predictor, Score, Sections, Unit
 from polyad.train.tasks.text import with_vocabulary
 from polyad.train.tasks.vocabulary import (
@@ -77,7 +77,6 @@ class SequenceTask(LabelledTask[SequenceBatch]):
     data_settings = SequenceDataConfig
     unit = Unit("sequence", "seq")
     scores = (Score("score", "score", 4), Score("loss", "loss", 4))
-    sample: ClassVar[str] = "sequence"
     validation_score: ClassVar[str] = "validation_score"
     model: ScoringConfig
     data: SequenceData
@@ -142,7 +141,7 @@ class SequenceTask(LabelledTask[SequenceBatch]):
     @property
     def notes(self) -> Sequence[str]:
         """How many sequences of each split were too long, and what was left out in reading."""
-        notes = list(self.data.notes)
+        notes = list(super().notes)
         for split in ("train", "validation"):
             if split in self.data.splits and (cut := self.data.encoded(split).cut):
                 count = len(self.data.encoded(split)) * self.data.choices
@@ -188,21 +187,15 @@ class SequenceTask(LabelledTask[SequenceBatch]):
             return mse_loss(outputs_BK[:, 0], labels_B, reduction="none")
         return cross_entropy(outputs_BK, labels_B)
 
-    to_validate: ClassVar[str] = HOLD_OUT
-
     @property
     def validated(self) -> Sequence[str]:
         """The score, the loss, and the metrics whose mean is the score."""
         return list(dict.fromkeys(("score", "loss", *self.schema.metrics)))
 
-    def spread(self, split: str, most: int | None = None) -> PaddedRows:
+    def spread(self, split: str, most: int | None = None) -> tuple[PaddedRows, list[str]]:
         """The rows of a split from the shortest to the longest; at most `most`, spread evenly."""
-        return self.data.held_out(split, most)
-
-    def domains_of(self, split: str, samples: PaddedRows) -> list[str]:
-        """The domain of each row; empty without domains."""
-        domains = self.data.domains(split) or []
-        return [domains[samples.row_of(n)] for n in range(len(samples))] if domains else []
+        rows, domains = self.data.held_out(split, most), self.data.domains(split)
+        return rows, [domains[rows.row_of(n)] for n in range(len(rows))] if domains else []
 
     def outcomes(self, model: Predictor, batch: SequenceBatch) -> Tensor:
         """Label, prediction and loss."""
@@ -218,7 +211,7 @@ class SequenceTask(LabelledTask[SequenceBatch]):
         if self.schema.task != "regression":
             labels_N, predictions_N = labels_N.astype(int), predictions_N.astype(int)
         metrics: dict[str, float] = {
-            name: METRICS[name](labels_N, predictions_N) for name in self.schema.metrics
+            name: metric_of(name, labels_N, predictions_N) for name in self.schema.metrics
         }
         score = float(np.mean(list(metrics.values())))
         return {"score": score, **metrics, "loss": float(losses_N.mean())}

@@ -21,7 +21,6 @@ from polyad.model.config import Config
 from polyad.model.output import ModelOutput, RoutingStats
 from polyad.model.settings import ModelSettings
 from polyad.parallel import comm
-from polyad.parallel.checkpoint.format import State
 from polyad.parallel.weights import Weights
 from polyad.parallel.zero import CrossEntropy
 
@@ -91,8 +90,6 @@ class Sections:
     evaluation: EvaluationConfig
     seed: int
     """Seed of the sample order."""
-    micro_batch_size: int = 1
-    """Samples per forward pass of one process."""
     init_from: str | None = None
     """The weights that a new run starts from."""
 
@@ -172,8 +169,6 @@ class Task(ABC, Generic[Batch]):
     """The scores that `score` returns, the most important one first."""
     loss_unit: ClassVar[str] = ""
     """The unit of the training loss, such as `nats a token`; empty: no unit."""
-    sample: ClassVar[str] = "sample"
-    """The name of one sample of held-out data."""
     validation_score: ClassVar[str] = "validation_loss"
     """The most important key of what `validate` returns."""
     higher_is_better: ClassVar[bool] = False
@@ -247,9 +242,6 @@ class Task(ABC, Generic[Batch]):
             The loss of each target of each sample, fp32, of any shape, whose mean training
             minimizes; and the routing statistics of the layers.
         """
-
-    to_validate: ClassVar[str] = "data with such a split is needed"
-    """Advice for data without a validation split."""
 
     @property
     @abstractmethod
@@ -348,10 +340,6 @@ class Task(ABC, Generic[Batch]):
             weights: Another run's, or those of another kind of model, such as a language model.
         """
         return ()
-
-    def same_data(self, state: State) -> bool:
-        """Whether the run of a checkpoint was trained on the same data."""
-        return state.data_fingerprint == self.fingerprint
 
     def check_weights(self, weights: Weights, owner: str) -> None:
         """Checks that weights fit the inputs and targets of this data, such as token ids or

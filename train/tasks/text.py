@@ -48,7 +48,6 @@ class TextTask(Task[Batch]):
     """
 
     unit: ClassVar[Unit] = Unit("token", "tok")
-    sample: ClassVar[str] = "window"
 
     def __init__(self, data: TrainingData, sections: Sections) -> None:
         settings = sections.data
@@ -105,10 +104,6 @@ class TextTask(Task[Batch]):
     def samples_per_epoch(self) -> int:
         """Samples in one epoch of all folders."""
         return self.tokens.samples_per_epoch
-
-    to_validate: ClassVar[str] = (
-        "`polyad prepare --source SOURCE --validation-fraction 0.01` holds documents out"
-    )
 
     @property
     def has_validation(self) -> bool:
@@ -177,12 +172,6 @@ class TextTask(Task[Batch]):
             if len(self.data.parts) > 1:
                 record |= {f"validation_{name}/{part}": own[name] for part, own in scores.items()}
         return record
-
-    def held_out_streams(self, split: str | None) -> list[TokenStream]:
-        """The token streams of a split; None: all validation splits."""
-        if split is not None:
-            return [self.split(split)[0]]
-        return [part.stream for part in self.data.validation()]
 
     def check_split(self, split: str) -> None:
         """Checks that the split has tokens."""

@@ -53,7 +53,11 @@ def tokenizer_of(weights: Weights) -> Tokenizer | None:
         ValueError: the tokenizer is damaged or cannot be read; has an `exit_status` of 2.
     """
     if not isinstance(weights, Checkpoint):
-        return _folder_tokenizer(weights.files_folder)
+        folder = weights.files_folder
+        names = {path.name for path in folder.iterdir()}
+        has_one = bool(names & {*TOKENIZER_FILES, VOCABULARY_FILE})
+        has_one = has_one or {"vocab.json", "merges.txt"} <= names
+        return load_tokenizer(folder) if has_one else None
     fingerprint = weights.state.tokenizer_fingerprint
     for name in TOKENIZER_FILES:
         file = weights.small_file(name)
@@ -120,14 +124,6 @@ def _named_stop_ids(weights: Weights) -> frozenset[int]:
     if not all(type(each) is int and each >= 0 for each in ids):
         raise ConfigError(f"{weights.folder}: eos_token_id: {value!r:.60} is no token id")
     return frozenset(ids)
-
-
-def _folder_tokenizer(folder: Path) -> Tokenizer | None:
-    names = {path.name for path in folder.iterdir()}
-    one = {*TOKENIZER_FILES, VOCABULARY_FILE}
-    if not names & one and not {"vocab.json", "merges.txt"} <= names:
-        return None
-    return load_tokenizer(folder)
 
 
 CLASSES_FILE = "classes.json"

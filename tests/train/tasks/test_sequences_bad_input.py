@@ -65,7 +65,7 @@ CASES = {
     "benchmark": (LABELLED, ("data.benchmark=glue/sst",), "data.benchmark"),
     "none held out": (
         LABELLED, ("checkpoint.keep_best=true",),
-        "which has no validation split; data.held_out: 0.1 holds a tenth",
+        "which has no validation split",
     ),
 }  # fmt: skip
 
