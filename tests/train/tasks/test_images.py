@@ -7,21 +7,18 @@ import torch
 import yaml
 from torch.nn.functional import cross_entropy
 
-from polyad.data.images.augmentation import GaussianNoise, available
+from polyad.data.images.augmentation import GaussianNoise
 from polyad.parallel.checkpoint.load import Checkpoint
 from polyad.parallel.weights import load_model
-from polyad.train.errors import ConfigError
 from polyad.train.exchange.convert import convert
 from polyad.train.tasks.images import ImageClassification
 from polyad.train.tasks.task import Sections
-from polyad.train.tasks.vocabulary import class_names_of
 from tests.helpers import images as made
 from tests.helpers.runs import (
     evaluation,
     records,
     refusal,
     run,
-    run_and_listen,
     weights_of,
 )
 
@@ -60,11 +57,6 @@ TREE = {
     "evaluation": {"every": 6},
     "log": {"trackers": [], "fluctuation": True},
 }  # fmt: skip
-MIXER = (
-    "model={kind: mixer, image_size: 8, patch_size: 2, num_layers: 2, hidden_size: 16, "
-    "token_feed_forward: {kind: mumoe, num_experts: [4], rank: 4, hidden_size: 16, gate_norm: "
-    "batch, gate_input: normalized}, channel_feed_forward: {kind: smoe, num_experts: 4}}"
-)
 
 
 def test_it_trains_resumes_bitwise_and_is_scored(workers, config, tmp_path):
@@ -140,15 +132,6 @@ def test_two_processes_are_one(workers, config, tmp_path):
         torch.testing.assert_close(theirs[name], value, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.slow
-def test_a_mixer_with_two_kinds_of_experts_logs_both(workers, config, tmp_path):
-    workers(1).run(run, config, MIXER)
-    last = records(tmp_path / "run")[-1]
-    layers = [f"blocks.1.{name}_feed_forward" for name in ("token", "channel")]
-    assert all(f"routing/{layer}/entropy" in last for layer in layers)
-    assert all(f"fluctuation/{layer}/top1" in last for layer in layers)
-
-
 @pytest.mark.parametrize(
     ("override", "message"),
     [
@@ -202,37 +185,6 @@ def test_the_sigmoid_loss_by_hand(data):
     torch.testing.assert_close(task._loss(logits, targets), expected)
 
 
-def test_a_vit_of_transformers_is_tuned_with_a_factorized_head(workers, config, tmp_path):
-    available()  # where torchvision is installed, transformers needs its door
-    transformers = pytest.importorskip("transformers")
-    vit = transformers.ViTModel(
-        transformers.ViTConfig(
-            hidden_size=16,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            intermediate_size=24,
-            image_size=8,
-            patch_size=4,
-        ),
-        add_pooling_layer=False,
-    )
-    vit.save_pretrained(tmp_path / "vit")
-    model = (
-        "model={kind: vit, image_size: 8, patch_size: 4, num_layers: 1, hidden_size: 16, num_heads:"
-        " 2, layer_norm_epsilon: 1e-12, feed_forward: {kind: dense, hidden_size: 24}, head: {kind: "
-        "mumoe, num_experts: [3], rank: 4, gate_norm: batch}}"
-    )
-    words = (model, "log.fluctuation=false", f"checkpoint.init_from={tmp_path / 'vit'}")
-    ((steps, said),) = workers(1).run(run_and_listen, config, *words)
-    assert steps == 12
-    assert "it starts from random values" in said
-    log = records(tmp_path / "run")
-    assert "routing/head/entropy" in log[-1]
-    weights = weights_of(tmp_path / "run" / "checkpoints" / "step-00000012")
-    assert {"head.gate.weight", "head.layer.output_factor"} <= weights.keys()
-    assert workers(1).run(evaluation, tmp_path / "run")[0]["images_scored"] == 18
-
-
 @pytest.mark.slow
 def test_noisy_images_are_scored_alike_in_parallel(workers, config):
     assert workers(1).run(run, config) == [12]
@@ -247,11 +199,3 @@ def test_noisy_images_are_scored_alike_in_parallel(workers, config):
     assert one["per_class"] == two["per_class"]
     assert one["loss"] == pytest.approx(two["loss"], abs=1e-6)
     assert abs(one["loss"] - clean["loss"]) > 1e-4
-
-
-@pytest.mark.parametrize("content", [b"[" * 100_000, b"3", b'["ant", 3]', b"\xff"])
-def test_a_damaged_list_of_classes_beside_weights_is_one_line(tmp_path, content):
-    (tmp_path / "classes.json").write_bytes(content)
-    with pytest.raises(ConfigError, match=r"classes\.json: ") as caught:
-        class_names_of(tmp_path)
-    assert "\n" not in str(caught.value)
