@@ -233,10 +233,10 @@ class SequenceTask(LabelledTask[SequenceBatch]):
         }
 
     def rows(self, scores: Mapping[str, Any]) -> list[tuple[str, str]]:
-        """Rows of metrics, loss, scores per domain, and truncated sequences."""
+        """Rows of metrics, their mean, loss, scores per domain, and truncated sequences."""
         titles: dict[str, str] = {name: TITLES[name] for name in self.schema.metrics}
         rows = [(title, f"{scores[name]:.4f}") for name, title in titles.items()]
-        rows.append(("their mean", f"{scores['score']:.4f}"))
+        rows.append(("score", f"{scores['score']:.4f}"))
         unit = "squared error" if self.schema.task == "regression" else "nats per sequence"
         rows.append(("loss", f"{scores['loss']:.4f} {unit}"))
         rows += self.domain_rows(scores, titles | {"loss": "loss"})
