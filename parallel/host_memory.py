@@ -3,9 +3,7 @@ that keep freed memory for reuse when training on a CPU."""
 
 import ctypes
 import os
-import resource
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
@@ -65,54 +63,25 @@ def keep_few_products() -> None:
 
 
 def free_memory(root: Path = Path("/")) -> int:
-    """Returns how many bytes this process may still allocate: the minimum of what the machine, its
-    control groups and its own limits (`ulimit -v`, `ulimit -d`) leave. Swap does not count, the
-    page cache does.
+    """Returns how many bytes this process may still allocate: the minimum of what the machine and
+    its control groups (version 2) leave. Swap does not count, the page cache does.
 
     Args:
         root: root of the file system with the control groups.
     """
     import psutil  # not at the top: commands that do not need it start faster
 
-    process = psutil.Process().memory_info()
-    left = [psutil.virtual_memory().available, *_left_by_groups(root)]
-    for limit, used in ((resource.RLIMIT_AS, process.vms), (resource.RLIMIT_DATA, process.data)):
-        most, _ = resource.getrlimit(limit)
-        if most != resource.RLIM_INFINITY:
-            left.append(most - used)
+    left, top = [psutil.virtual_memory().available], root / "sys/fs/cgroup"
+    file = root / "proc/self/cgroup"
+    lines = file.read_text().splitlines() if file.exists() else []
+    name = next((line[3:] for line in lines if line.startswith("0::")), "/")
+    group = top / name.lstrip("/")
+    # In a container the name may be the host's, while its own group is at the top.
+    for each in (group, *group.parents[: len(group.parents) - len(top.parents)]):
+        try:
+            most, used = (int((each / f"memory.{end}").read_text()) for end in ("max", "current"))
+            cache = dict(line.split() for line in (each / "memory.stat").open())
+        except (OSError, ValueError):  # no such group, or `max`: no limit
+            continue
+        left.append(most - used + int(cache["active_file"]) + int(cache["inactive_file"]))
     return max(0, min(left))
-
-
-_GROUPS = {
-    "": ("sys/fs/cgroup", "memory.max", "memory.current", ""),
-    "memory": ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
-}
-"""The files of cgroup versions 2 and 1 with the limit and the use of memory, and the prefix of the
-hierarchical totals in their statistics."""
-
-
-def _left_by_groups(root: Path) -> Iterator[int]:
-    """Yields what each control group above this process leaves of its limit."""
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, controllers, name = line.split(":", 2)
-        for kind, (place, limit, used, begins) in _GROUPS.items():
-            if kind not in controllers.split(","):
-                continue
-            top = root / place
-            folder = top / name.lstrip("/")
-            # In a container the names may be the host's, while its own group is at the top.
-            for group in (folder, *folder.parents):
-                if not group.is_relative_to(top):
-                    break
-                try:
-                    most = int((group / limit).read_text())
-                    taken = int((group / used).read_text())
-                    stat = dict(each.split() for each in (group / "memory.stat").open())
-                except (OSError, ValueError):  # no such group, or `max`: no limit
-                    continue
-                cache = sum(int(stat.get(f"{begins}{k}_file", 0)) for k in ("active", "inactive"))
-                yield most - taken + cache
