@@ -560,7 +560,6 @@ def _attention(args: Any) -> int:
 
 _OTHERS: dict[str, Callable[[Any], int]] = {
     "aten::_scaled_dot_product_flash_attention_for_cpu": _attention,
-    "polyad::experts_on_cpu": lambda args: 4 * prod(args[0].shape) * args[1].shape[2],
     "polyad::grouped_mm": lambda args: 2 * prod(args[0].shape) * args[1].shape[-1],
 }
 """FLOPs of operations that torch does not count, as functions of the arguments."""

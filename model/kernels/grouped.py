@@ -62,7 +62,8 @@ def grouped(
         their gradients.
     """
     is_plain = activation is None and drop is None and not weights.low_rank
-    if is_plain and not switch.REFERENCE and switch.on_cpu(rows_MD) and has_gelu(rows_MD.dtype):
+    is_fast = switch.on_cpu(rows_MD) and has_gelu(rows_MD.dtype)
+    if is_plain and is_fast and not switch.REFERENCE and not torch.compiler.is_compiling():
         return experts_on_cpu(rows_MD, *weights[:3], counts_E)
     return by_products(rows_MD, weights, counts_E, activation, drop)
 

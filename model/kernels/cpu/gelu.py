@@ -16,6 +16,8 @@ import importlib.util
 import torch
 from torch import Tensor
 
+from polyad.model.kernels import switch
+
 NATIVE = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 """Precisions that it is compiled for, with their parts of function names."""
 VERSION = 2
@@ -75,6 +77,8 @@ def has_gelu(dtype: torch.dtype) -> bool:
 
 def _call(direction: str, inner_mF: Tensor, *others: Tensor | None) -> None:
     """Calls the library with PyTorch's number of threads; it rounds once, from fp32."""
+    if not switch.can_read():
+        return
     tensors = (inner_mF, *others)
     assert all(tensor is None or tensor.is_contiguous() for tensor in tensors)
     addresses = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
