@@ -247,9 +247,7 @@ class MixtureConfig(ImageSettings):
     every expert has to run."""
     top_k: Annotated[int, Field(ge=1)] | None = None
     """Number of experts per image, those with the largest weights, which are renormalized to sum to
-    1. With `gate: softmax` the other experts are not run in evaluation. null: all experts."""
-    output: Literal["probabilities", "logits"] = "probabilities"
-    """What is averaged over experts: their class probabilities or their logits."""
+    1. null: all experts."""
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -274,8 +272,8 @@ class MixtureConfig(ImageSettings):
         return True
 
     def gives_log_probabilities(self) -> bool:
-        """Returns whether probabilities, rather than logits, are mixed."""
-        return self.output == "probabilities"
+        """Returns True: class probabilities are mixed."""
+        return True
 
     def begins_anew_from(self, theirs: ModelSettings) -> tuple[str, ...]:
         """The last layer of the gate, if the other model has another kind of gate."""
@@ -366,34 +364,18 @@ class Mixture(StatisticsModule):
             x_BCHW: Images, preprocessed for the networks.
 
         Returns:
-            Log-probabilities, or logits, of the classes [B, K], and the statistics of the gate.
+            Log-probabilities of the classes [B, K], and the statistics of the gate.
         """
         config = self.config
         gate: NetworkOutput = run_block(self.gate.network, x_BCHW, config.recompute)
-        if config.gate == "softmax" and config.top_k is not None and not self.training:
-            shares = self.gate(gate.hidden_BD)
-            o_BMK = self._of_chosen(x_BCHW, shares.log_p_BM)
-            return self._mixed(shares.log_p_BM, o_BMK), self._statistics(shares, gate, [gate])
         ran = [run_block(expert, x_BCHW, config.recompute) for expert in self.experts]
         experts_BMD = torch.stack([each.hidden_BD for each in ran], dim=1)
         shares = self.gate(gate.hidden_BD, experts_BMD)
         o_BMK = torch.stack([each.output_BO for each in ran], dim=1)
         return self._mixed(shares.log_p_BM, o_BMK), self._statistics(shares, gate, [*ran, gate])
 
-    def _of_chosen(self, x_BCHW: Tensor, log_p_BM: Tensor) -> Tensor:
-        """Returns each expert's output for the images routed to it [B, M, K]; 0 for the others."""
-        classes = self.config.number("num_classes")
-        o_BMK = x_BCHW.new_zeros(*log_p_BM.shape, classes)
-        for number, expert in enumerate(self.experts):
-            rows = log_p_BM[:, number].isfinite().nonzero().squeeze(-1)
-            # Also without an image: in ZeRO stage 3 all ranks gather the weights together.
-            o_BMK[rows, number] = expert(x_BCHW[rows]).output_BO
-        return o_BMK
-
     def _mixed(self, log_p_BM: Tensor, o_BMK: Tensor) -> Tensor:
         o_BMK = o_BMK.to(log_p_BM.dtype)
-        if self.config.output == "logits":
-            return torch.einsum("BM,BMK->BK", log_p_BM.exp(), o_BMK)
         return (log_p_BM.unsqueeze(-1) + o_BMK.log_softmax(-1)).logsumexp(1)
 
     def _statistics(
@@ -463,7 +445,7 @@ class MixtureModel(nn.Module):
             images_BCHW: Normalized images.
 
         Returns:
-            Log-probabilities, or logits, of the classes [B, K], and the statistics of the gate.
+            Log-probabilities of the classes [B, K], and the statistics of the gate.
         """
         x_BCHW = self.as_read(images_BCHW.to(next(self.parameters()).dtype))
         logits_BK, stats = self.mixture(x_BCHW)

@@ -87,8 +87,8 @@ def _expert_parallel_dispatcher() -> type:
         def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
             self._exchange.group = Group.of(expert_group(self._size))
 
-        def all_experts(self, own: Tensor) -> Tensor:
-            return self._exchange.group.gather(own, 0)
+        def unit_means(self, means: Tensor) -> Tensor:
+            return self._exchange.group.gather(super().unit_means(means), 0)
 
         def begin(self, plan: Plan) -> Counts:
             return self._exchange.begin(plan)

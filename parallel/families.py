@@ -37,8 +37,6 @@ from polyad.parallel.tensor_folder import (
 GENERATION_FILE = "generation_config.json"
 _BESIDE = ("tokenizer_config.json", "special_tokens_map.json", GENERATION_FILE,
            "added_tokens.json", "chat_template.jinja")  # fmt: skip
-_LARGEST = 2**22
-"""Maximum size of such a file to keep, in bytes."""
 _UNNAMED = re.compile(r"LABEL_\d+")
 
 
@@ -140,11 +138,8 @@ class FamilyWeights(FolderWeights):
         most = max(set(dtypes.values()), key=list(dtypes.values()).count)
         copies = [name for name in self.family.copies(self.config) if name in dtypes]
         plain = family_of_files(self._tree, CONFIG_FILE)
-        files = {}
-        for name in _BESIDE:
-            path = self.files_folder / name
-            if path.is_file() and path.stat().st_size <= _LARGEST:
-                files[name] = path.read_text(encoding="utf-8")
+        paths = [self.files_folder / name for name in _BESIDE]
+        files = {path.name: path.read_text("utf-8") for path in paths if path.is_file()}
         return Origin(
             config=tree,
             dtype=most,

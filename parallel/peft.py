@@ -125,13 +125,11 @@ class PeftWeights(FamilyWeights):
             start, stop = max(slices[0].start, rows.start), min(slices[0].stop, rows.stop)
             if start < stop:
                 here = slice(start - rows.start, stop - rows.start)
-                added = delta(self._factors(each), each.scale, (here, *slices[1:]))
+                A, B = (self._matrices[name].read(()).float() for name in (each.A, each.B))
+                factors = Factors.unpacked(A, B, each.experts).of_share(each.piece)
+                added = delta(factors, each.scale, (here, *slices[1:]))
                 value[start - slices[0].start : stop - slices[0].start] += added
         yield value
-
-    def _factors(self, beside: _Beside) -> Factors:
-        A, B = (self._matrices[name].read(()).float() for name in (beside.A, beside.B))
-        return Factors.unpacked(A, B, beside.experts).of_share(beside.piece)
 
     def _located(self) -> dict[str, list[_Beside]]:
         """Finds the matrices for each of our weights.

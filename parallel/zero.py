@@ -270,7 +270,12 @@ class Engine:
             # rounds unless the number is a power of two.
             self.deepspeed.optimizer.gradient_average = False
             self._replicas = world.data_parallel_size
-        _restore_buffers(self.module, buffers)
+        # DeepSpeed converts buffers to bf16: running means would stand still, and values that no
+        # source sets again would be rounded.
+        for path, value in buffers.items():
+            prefix, _, name = path.rpartition(".")
+            owner = self.module.get_submodule(prefix)
+            owner._buffers[name] = value.to(self.module.get_buffer(path).device)
         self._average_decay = average_decay
         averaged = () if average_decay is None else (EMA,)
         self.state_fields = (*state_fields(self.optimizer), *averaged)
@@ -413,15 +418,6 @@ def _changed_deepspeed() -> Iterator[None]:
         patch.object(DeepSpeedEngine, "_validate_zero3_moe_compatibility", lambda _: None),
     ):
         yield
-
-
-def _restore_buffers(module: nn.Module, buffers: dict[str, torch.Tensor]) -> None:
-    """Restores the buffers that DeepSpeed converts to bf16: running means would stand still, and
-    values that no source sets again would be rounded."""
-    for path, value in buffers.items():
-        prefix, _, name = path.rpartition(".")
-        owner = module.get_submodule(prefix)
-        owner._buffers[name] = value.to(module.get_buffer(path).device)
 
 
 def state_fields(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:

@@ -149,29 +149,17 @@ class Dispatcher(nn.Module):
         y_ND = rows.combine(rows_MD, weights_NK, plan.assignment_M, plan.row_A)
         return self.regions.output(y_ND), plan
 
-    # What ranks know about one another's experts. Each rank computes values of its own experts and
-    # inner units, and reads those of all.
-
-    def all_experts(self, own: Tensor) -> Tensor:
-        """Gathers values of all experts [E, ...].
-
-        Ranks that share experts have separate losses. The gradient of `own` is summed over all of
-        them, like that of an expert's weights, which processes the tokens of all ranks.
-
-        Args:
-            own: The values of this rank's experts.
-        """
-        return own
-
     def unit_means(self, means: Tensor) -> Tensor:
         """Averages over inner units: returns [E, ...] for all experts and units, differentiably.
 
-        Ranks that share inner units have one loss: each gets its part of the gradient.
+        Ranks that share inner units have one loss: each gets its part of the gradient. Ranks that
+        share experts have separate losses: the gradient of an expert's mean is summed over all of
+        them, like that of its weights, which process the tokens of all ranks.
 
         Args:
             means: Means over this rank's units, for its experts.
         """
-        return self.all_experts(self.regions.unit_mean(means))
+        return self.regions.unit_mean(means)
 
     def begin(self, plan: Plan) -> Any:
         """Starts work that does not depend on the rows; its result is passed to `compute`.

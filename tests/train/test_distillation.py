@@ -255,10 +255,10 @@ def colours(tmp_path_factory):
         (("distill.teacher={attentive}", "model.image_size=10"), "model.image_size: 8, not 10"),
         (("distill.teacher={colours}",), "distill.teacher: "),
         (
-            ("distill.teacher={attentive}", "data.loss=sigmoid", "model.output=logits"),
+            ("distill.teacher={attentive}", "data.loss=sigmoid"),
             "data.loss: sigmoid is not allowed with distill.teacher",
         ),
-        (("data.loss=sigmoid",), "model.output: probabilities"),
+        (("data.loss=sigmoid",), "data.loss: sigmoid"),
         (
             ("parallel.tensor_parallel_size=2",),
             "model.kind: mixture is not allowed with parallel.tensor",

@@ -17,6 +17,7 @@ GONE: dict[str, str] = {
         ("allow_leak", "causal_graph"),
         "runs that see later tokens; language models are causal, and other models were never asked",
     ),
+    "model.output": "mixtures of logits; leave it out, probabilities are mixed",
     "model.feed_forward.experts": "other ways to compute experts; leave it out",
     "capacity_order": "priority; a capacity keeps the first tokens",
     "graph_from": "graphs that start late; a graph is on from the first step",

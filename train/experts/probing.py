@@ -373,4 +373,4 @@ def _scaled(layer: SparseTable, x_MD: Tensor, expert: int) -> Tensor:
 def _network(mixture: Mixture, images_MCHW: Tensor, expert: int) -> Tensor:
     """A network's class probabilities, or its logits if those are mixed."""
     logits_MK: Tensor = mixture.experts[expert](images_MCHW).output_BO
-    return logits_MK.softmax(-1) if mixture.config.gives_log_probabilities() else logits_MK
+    return logits_MK.softmax(-1)

@@ -68,9 +68,8 @@ class ImageClassification(LabelledTask[ImageBatch]):
             )
         if settings.loss == "sigmoid" and model.gives_log_probabilities():
             raise ConfigError(
-                f"data.loss: sigmoid is not allowed with model.kind: {model.kind} and "
-                "model.output: probabilities, whose classes sum to 1; allowed: model.output: "
-                "logits"
+                f"data.loss: sigmoid is not allowed with model.kind: {model.kind}, which mixes "
+                "probabilities that sum to 1: it learns one class of each image"
             )
         self.data, self.settings = data, settings
         self._noise: GaussianNoise | None = None
