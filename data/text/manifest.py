@@ -44,6 +44,10 @@ class ReadOptions(Config):
     """`text` reads files as text whatever their extension; None: by extension."""
 
 
+HELD_OUT = 0.05
+"""The share of a text that each other split gets by default."""
+
+
 class PrepareConfig(ReadOptions):
     """What to prepare, and how."""
 
@@ -52,10 +56,10 @@ class PrepareConfig(ReadOptions):
     it has them; see `polyad.data.text.sources.open_splits`."""
     tokenizer: str = Field(min_length=1)
     """`train:VOCAB_SIZE`, `words`, `words:VOCAB_SIZE`, a path, or a name on the hub."""
-    validation_fraction: float = Field(default=0.05, ge=0, le=0.5)
+    validation_fraction: float = Field(default=HELD_OUT, ge=0, le=0.5)
     """Share of the text held out for validation, if that split has no source of its own. If there
     are too few documents, it is taken from the end of the text."""
-    test_fraction: float = Field(default=0.05, ge=0, le=0.5)
+    test_fraction: float = Field(default=HELD_OUT, ge=0, le=0.5)
     """Share held out for the test, in the same way."""
     validation_source: str | None = Field(default=None, min_length=1)
     """Text to use as the validation split instead."""

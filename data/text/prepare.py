@@ -16,6 +16,7 @@ from polyad.data.names import SPLITS, SplitName
 from polyad.data.text.dataset import PreparedData, check_replaceable, token_dtype
 from polyad.data.text.manifest import (
     FORMAT_VERSION,
+    HELD_OUT,
     Manifest,
     PrepareConfig,
     TokenizerInfo,
@@ -131,6 +132,12 @@ def _sources(config: PrepareConfig, by_split: dict[SplitName, Source]) -> Source
         "validation": config.validation_fraction,
         "test": config.test_fraction,
     }
+    for name in shares.keys() & by_split.keys():
+        if shares[name] not in (0, HELD_OUT):
+            raise DataError(
+                f"--{name}-fraction: {shares[name]} is not held out, because "
+                f"{by_split[name].spec} is that split; remove the option"
+            )
     fractions = {name: 0.0 if name in by_split else share for name, share in shares.items()}
     needed = documents_needed(fractions)
     is_short = sum(1 for _ in islice(by_split["train"].documents(), needed)) < needed

@@ -72,8 +72,7 @@ class StepOutcome(NamedTuple):
 
 def limits_of(config: MonitorConfig, state: TrainState) -> Limits:
     """The limits of the next step."""
-    needed = min(config.spike_warmup, config.spike_window)
-    if config.spike_action == "none" or len(state.recent_losses) < needed:
+    if config.spike_action == "none" or len(state.recent_losses) < config.spike_warmup:
         return NO_LIMITS
     median, spread = _middle(state.recent_losses)
     loss = median + config.spike_threshold * max(spread, LOSS_FLOOR * abs(median))

@@ -260,6 +260,7 @@ def test_files_of_megatron_s_builder_are_read_as_it_writes_them(tmp_path, dtype)
         ("a.txt", {"test_source": ""}, "--test-source"),
         ("a.txt", {"validation_fraction": -0.1}, "--validation-fraction"),
         ("a.txt", {"test_fraction": 0.6}, "--test-fraction"),
+        ("a.txt", {"test_source": "a.jsonl", "test_fraction": 0.1}, "--test-fraction"),
         *(("a.jsonl", {"part": part}, "--part") for part in ("0/4", "5/4", "1", "1/0", "a/b", "")),
         ("a.jsonl", {"part": "1/2"}, "--part"),  # with a tokenizer to train
     ],

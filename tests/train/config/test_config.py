@@ -176,6 +176,7 @@ LOSSES = [
 MISFITS = [
     (["schedule.warmup_steps=11", "schedule.decay_steps=10"], 1),
     (["evaluation.stride=17"], 1),
+    (["monitor.spike_warmup=600"], 1),
     *(([*losses, DENSE], 1) for losses in LOSSES),
     ([*FLUCTUATION, DENSE], 1),
     ([FLUCTUATION[0], "checkpoint.every=0", EXPERTS], 1),
