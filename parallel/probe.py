@@ -22,6 +22,10 @@ class Link(NamedTuple):
     """Rank of the other end."""
     bytes_per_second: float
 
+    def to_json(self) -> list[float]:
+        """Returns the three numbers, as `polyad doctor --json` writes a link."""
+        return [*self]
+
 
 def measure(world: comm.World, hosts: Sequence[str]) -> list[Link]:
     """Measures the links between the first ranks of hosts, or of one host between its ranks.
