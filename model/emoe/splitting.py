@@ -1,12 +1,11 @@
 """Splits a dense feed-forward into groups of its units, and merges it again, bit for bit.
 
 Groups consist of units with similar keys, found by balanced k-means, or are random. Keys are
-normalized first, so that distances compare directions. Keys are assigned by regret; then pairs of
-groups swap members as long as that lowers the sum of squared distances. The result is within 0.1%
-of an exact assignment, and takes seconds for thousands of keys.
+normalized first, so that distances compare directions. Each round assigns the keys exactly, in a
+time that grows with the cube of their number: about a second for 3,072.
 
 Sources: Qiu et al. 2023, "Emergent mixture-of-experts", section 3.2; Malinen and Fränti 2014,
-"Balanced k-means for clustering", which assigns exactly.
+"Balanced k-means for clustering".
 
 Shapes: U inner units, E experts or groups, F units of one expert; in k-means F keys, D width.
 """
@@ -78,10 +77,8 @@ def merge(name: str, stacked: Tensor, unit_U: Tensor) -> Tensor:
 Numbers: TypeAlias = NDArray[np.float64]
 Labels: TypeAlias = NDArray[np.int64]
 
-MOST_ROUNDS, MOST_SWEEPS = 50, 30
-"""Maximum number of k-means rounds, and of swap sweeps within a round."""
-SMALLEST_GAIN = 1e-7
-"""Relative improvement of the objective below which the rounds stop."""
+MOST_ROUNDS = 50
+"""Maximum number of k-means rounds."""
 
 
 def balanced_kmeans(keys_FD: Numbers, groups: int, seed: int) -> Labels:
@@ -95,6 +92,7 @@ def balanced_kmeans(keys_FD: Numbers, groups: int, seed: int) -> Labels:
     Returns:
         The group of each key [F], from 0.
     """
+    from scipy.optimize import linear_sum_assignment
     from scipy.spatial.distance import cdist
     from sklearn.cluster import kmeans_plusplus
     from sklearn.preprocessing import normalize
@@ -102,16 +100,14 @@ def balanced_kmeans(keys_FD: Numbers, groups: int, seed: int) -> Labels:
     x_FD: Numbers = normalize(keys_FD.astype(np.float64))
     size = len(x_FD) // groups
     centers_ED, _ = kmeans_plusplus(x_FD, groups, random_state=seed)
-    best_F, least = np.zeros(len(x_FD), dtype=np.int64), np.inf
+    group_F = np.full(len(x_FD), -1)
     for _ in range(MOST_ROUNDS):
-        group_F = assign(cdist(x_FD, centers_ED, "sqeuclidean"), size)
-        centers_ED = np.stack([x_FD[group_F == group].mean(0) for group in range(groups)])
-        gain = least - (now := objective(x_FD, group_F))
-        if gain > 0:  # an inexact assignment may also be worse
-            best_F, least = group_F, now
-        if gain <= SMALLEST_GAIN * now:
+        cost_FF = np.repeat(cdist(x_FD, centers_ED, "sqeuclidean"), size, axis=1)
+        before_F, group_F = group_F, linear_sum_assignment(cost_FF)[1] // size
+        if np.array_equal(before_F, group_F):
             break
-    return best_F
+        centers_ED = np.stack([x_FD[group_F == group].mean(0) for group in range(groups)])
+    return group_F
 
 
 def random_groups(num_keys: int, groups: int, seed: int) -> Labels:
@@ -126,62 +122,3 @@ def random_groups(num_keys: int, groups: int, seed: int) -> Labels:
         The group of each key [F], from 0.
     """
     return np.random.default_rng(seed).permutation(np.arange(num_keys, dtype=np.int64) % groups)
-
-
-def objective(x_FD: Numbers, group_F: Labels) -> float:
-    """Returns the sum of squared distances of keys to the means of their groups."""
-    means_ED = np.stack([x_FD[group_F == group].mean(0) for group in range(group_F.max() + 1)])
-    return float(((x_FD - means_ED[group_F]) ** 2).sum())
-
-
-def assign(cost_FE: Numbers, size: int) -> Labels:
-    """Assigns equally many keys to each group, at a low total cost.
-
-    Args:
-        cost_FE: The cost of each key in each group.
-        size: Keys of a group, F / E.
-
-    Returns:
-        The group of each key [F].
-    """
-    keys, groups = cost_FE.shape
-    room_E = np.full(groups, size)
-    group_F = np.zeros(keys, dtype=np.int64)
-    if groups == 1:
-        return group_F
-    preferred_FE = np.argsort(cost_FE, axis=1, kind="stable")
-    two_F2 = np.partition(cost_FE, 1, axis=1)[:, :2]
-    for key in np.argsort(two_F2[:, 0] - two_F2[:, 1], kind="stable"):  # largest regret first
-        group = next(group for group in preferred_FE[key] if room_E[group])
-        group_F[key], room_E[group] = group, room_E[group] - 1
-    for _ in range(MOST_SWEEPS):
-        if not _exchange(cost_FE, group_F):
-            break
-    return group_F
-
-
-def _exchange(cost_FE: Numbers, group_F: Labels) -> bool:
-    """Swaps keys between pairs of groups where that gains most, in place.
-
-    Returns:
-        Whether any were swapped.
-    """
-    keys, groups = cost_FE.shape
-    gain_FE = cost_FE[np.arange(keys), group_F][:, None] - cost_FE
-    best_EE = np.full((groups, groups), -np.inf)  # from row to column
-    who_EE = np.zeros((groups, groups), dtype=np.int64)
-    for group in range(groups):
-        members = np.flatnonzero(group_F == group)
-        first_E = gain_FE[members].argmax(0)
-        best_EE[group] = gain_FE[members][first_E, np.arange(groups)]
-        who_EE[group] = members[first_E]
-    both_EE = np.triu(best_EE + best_EE.T, 1)
-    busy: set[int] = set()
-    for place in np.argsort(-both_EE, axis=None):
-        one, other = divmod(int(place), groups)
-        if both_EE[one, other] <= 1e-9:
-            break
-        if one not in busy and other not in busy:
-            busy |= {one, other}
-            group_F[who_EE[one, other]], group_F[who_EE[other, one]] = other, one
-    return bool(busy)

@@ -9,7 +9,6 @@ from safetensors.torch import load_file
 from sklearn.preprocessing import normalize
 
 from polyad.launch.cli import run as polyad
-from polyad.model.emoe.splitting import objective
 from polyad.parallel.checkpoint.load import Checkpoint
 from polyad.parallel.weights import load_model
 from polyad.train.exchange.convert import convert
@@ -19,6 +18,7 @@ from tests.helpers.dense import IMAGES, logits_of, with_nan, write_weights
 from tests.helpers.everyday import everyday
 from tests.helpers.huggingface import save_reference
 from tests.helpers.runs import newest, records, run, weights_of, write_config
+from tests.model.emoe.test_splitting import objective
 
 TEXT = {
     "kind": "gpt2", "num_layers": 4, "hidden_size": 32, "num_heads": 4, "sequence_length": 32,
