@@ -11,13 +11,7 @@ from collections.abc import Callable
 
 from polyad.launch.machine import is_main, rank_of_process
 from polyad.launch.processes import ignore_further_signals
-from polyad.train.errors import (
-    OUTPUT_ERRORS,
-    SAID_ABOVE,
-    Stopped,
-    one_line,
-    tell_launcher,
-)
+from polyad.train.errors import OUTPUT_ERRORS, SAID_ABOVE, Stopped, one_line, tell_launcher
 
 OTHERS_SPEAK_FIRST = 5.0
 """Seconds for which a process delays its error for that of the first process of its host."""

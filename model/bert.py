@@ -18,10 +18,7 @@ from torch import Tensor, nn
 
 from polyad.model.block import PostNormBlock, build_block, run_blocks
 from polyad.model.config import Config, Count
-from polyad.model.feedforward import (
-    Activation,
-    BlockInput,
-)
+from polyad.model.feedforward import Activation, BlockInput
 from polyad.model.heads import (
     ClassificationHead,
     ClassificationHeadConfig,

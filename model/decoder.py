@@ -18,11 +18,7 @@ from polyad.model.attention import KeyValueCache
 from polyad.model.block import Block, FeedForwardConfig, run_blocks
 from polyad.model.config import Config, Count
 from polyad.model.feedforward import BlockInput
-from polyad.model.heads import (
-    ClassificationHeadConfig,
-    SequenceHead,
-    VocabularyHead,
-)
+from polyad.model.heads import ClassificationHeadConfig, SequenceHead, VocabularyHead
 from polyad.model.initialization import normal
 from polyad.model.layers import Embedding
 from polyad.model.output import ModelOutput

@@ -13,11 +13,7 @@ from torch import nn
 from polyad.model.block import Block, FeedForwardConfig, build_block, build_feedforward
 from polyad.model.config import Count
 from polyad.model.decoder import DecoderParts, DecoderSettings
-from polyad.model.feedforward import (
-    Activation,
-    DenseFeedForwardConfig,
-    GatedActivation,
-)
+from polyad.model.feedforward import Activation, DenseFeedForwardConfig, GatedActivation
 from polyad.model.layers import NormName, build_norm
 from polyad.model.rotary import RotaryConfig
 from polyad.model.rotary_attention import GroupedAttention, LatentAttention, LatentConfig

@@ -13,11 +13,7 @@ from torch.nn.functional import linear
 
 from polyad.model.config import Config
 from polyad.model.feedforward import ACTIVATIONS, Activation
-from polyad.model.initialization import (
-    ZEROS,
-    Initializer,
-    normal,
-)
+from polyad.model.initialization import ZEROS, Initializer, normal
 from polyad.model.kernels.linear_cross_entropy import VocabularyPart, losses
 from polyad.model.layers import LayerNorm, Linear, Region, same
 

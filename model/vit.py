@@ -14,11 +14,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from polyad.model.block import Block, FeedForwardConfig, build_block, run_blocks
-from polyad.model.initialization import (
-    ZEROS,
-    Initializer,
-    normal,
-)
+from polyad.model.initialization import ZEROS, Initializer, normal
 from polyad.model.layers import Linear
 from polyad.model.output import ModelOutput
 from polyad.model.settings import TransformerSettings

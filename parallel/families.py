@@ -14,9 +14,7 @@ from torch import Tensor
 
 from polyad.data.names import each_once
 from polyad.model.build import ModelSizeError, build_model, initial_value
-from polyad.model.decoder_config import DecoderConfig
-from polyad.model.families.decoders import comparable, flat
-from polyad.model.families.family import CONFIG_FILE, Family
+from polyad.model.families.family import CONFIG_FILE, Family, comparable
 from polyad.model.families.keys import WeightsError
 from polyad.model.families.registry import family_of_files
 from polyad.model.families.tensors import Piece, Shape, Slices
@@ -189,7 +187,7 @@ class FamilyWeights(FolderWeights):
                 f"{config.kind!r} here"
             )
         free = self.family.free(config)
-        theirs, ours = (self._compared(each, free) for each in (self.config, config))
+        theirs, ours = (comparable(each, free) for each in (self.config, config))
         differing = [
             f"{key} {theirs.get(key)!r} there, {value!r} here"
             for key, value in ours.items()
@@ -257,19 +255,6 @@ class FamilyWeights(FolderWeights):
         """Returns whether the folder has any tensor of a head."""
         rules = [self.family.find(name) for name in self._shapes if name.startswith(HEAD)]
         return any(rule and rule.names[0] in self._tensors for rule in rules)
-
-    def _compared(self, config: ModelSettings, free: frozenset[str]) -> dict[str, Any]:
-        """Returns the keys that determine a model's weights and what they compute, by full name."""
-        if isinstance(config, DecoderConfig):
-            return flat(comparable(config))
-        dumped = config.model_dump(exclude=set(free))
-        values = {f"model.{key}": value for key, value in dumped.items()}
-        for key, each in config.feed_forwards().items():
-            del values[key]
-            values[f"{key}.kind"] = each.kind
-            if each.kind == "dense":  # null means four times the width
-                values[f"{key}.hidden_size"] = each.inner_size(config.hidden_size)
-        return values
 
     def _describe(self, config: ModelSettings) -> None:
         """Sets the model whose weights are read."""

@@ -16,14 +16,7 @@ from polyad.parallel.checkpoint.format import MASTER, Box
 from polyad.parallel.regions import Group
 from polyad.parallel.shard import Placement, placement_of
 from polyad.parallel.source import Source
-from polyad.parallel.zero import (
-    Engine,
-    Fragment,
-    fragments,
-    own_range,
-    refresh,
-    replica_group,
-)
+from polyad.parallel.zero import Engine, Fragment, fragments, own_range, refresh, replica_group
 
 
 @torch.no_grad()

@@ -30,12 +30,7 @@ from polyad.parallel.megatron import deepspeed_mpu
 from polyad.parallel.regions import data_group
 from polyad.parallel.sequence import Tokens, cut_sequence, sum_gradients
 from polyad.parallel.source import Source
-from polyad.parallel.tensor import (
-    cut_adapters,
-    pad_vocabulary,
-    parallelize_tensors,
-    token_losses,
-)
+from polyad.parallel.tensor import cut_adapters, pad_vocabulary, parallelize_tensors, token_losses
 from polyad.parallel.zero import (
     DTYPES,
     CrossEntropy,

@@ -22,14 +22,7 @@ from polyad.data.text.manifest import (
     TokenizerInfo,
     digests_of,
 )
-from polyad.data.text.sources import (
-    EMPTY,
-    UNREADABLE,
-    Document,
-    Source,
-    open_source,
-    open_splits,
-)
+from polyad.data.text.sources import EMPTY, UNREADABLE, Document, Source, open_source, open_splits
 from polyad.data.text.splits import Sources, documents_needed
 from polyad.data.text.tokenizers.files import load_tokenizer
 from polyad.data.text.tokenizers.tokenizer import END_OF_TEXT

@@ -4,14 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from polyad.launch.command import (
-    ConfigOrFolder,
-    Json,
-    Overrides,
-    Positive,
-    UsageError,
-    command,
-)
+from polyad.launch.command import ConfigOrFolder, Json, Overrides, Positive, UsageError, command
 from polyad.launch.machine import prepare_environment
 from polyad.launch.output import check_json_path, results
 from polyad.train.errors import ConfigError

@@ -24,21 +24,11 @@ from polyad.model.config import Count, SectionError
 from polyad.model.feedforward import GATED, DenseFeedForwardConfig, FeedForwardContext
 from polyad.model.initialization import ZEROS, Initializer, normal
 from polyad.model.kernels.grouped import ExpertWeights
-from polyad.model.smoe.config import (
-    Placement,
-    SelectingConfig,
-)
+from polyad.model.smoe.config import Placement, SelectingConfig
 from polyad.model.smoe.experts import StackedExperts
 from polyad.model.smoe.graph import Graph, router_dtype
 from polyad.model.smoe.layer import Dispatcher, SelectingMoE
-from polyad.model.smoe.router import (
-    CosineScore,
-    LinearScore,
-    Router,
-    Score,
-    Selected,
-    Selection,
-)
+from polyad.model.smoe.router import CosineScore, LinearScore, Router, Score, Selected, Selection
 
 
 class EmergentMoEConfig(SelectingConfig):

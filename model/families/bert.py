@@ -12,14 +12,7 @@ import re
 from typing import Any
 
 from polyad.model.bert import BertConfig
-from polyad.model.families.family import (
-    FP32_TEXT,
-    Family,
-    Known,
-    ShapeOf,
-    label_keys,
-    refuse_experts,
-)
+from polyad.model.families.family import FP32_TEXT, Family, Known, ShapeOf, label_keys
 from polyad.model.families.keys import Tree, activation, dropouts, field, inner_size, only
 from polyad.model.families.tensors import rows
 from polyad.model.heads import ClassificationHeadConfig
@@ -114,7 +107,6 @@ BERT = Family(
         only("position_embedding_type", "absolute"),
     ),
     further=lambda tree, shape_of: {"head": _head_of(tree, shape_of)},
-    check=refuse_experts,
     architecture=lambda config: _CLASSES[config.head.kind],
     written=_written,
 )

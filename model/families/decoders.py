@@ -9,30 +9,13 @@ save_original_format=False)`.
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from polyad.model.decoder_config import DecoderConfig
-from polyad.model.families.family import (
-    FP32_TEXT,
-    FREE,
-    OUR_NAMES,
-    Family,
-    Known,
-    Rules,
-    refuse_decoder,
-)
-from polyad.model.families.keys import (
-    Key,
-    Tree,
-    WeightsError,
-    constant,
-    field,
-    implied,
-    only,
-)
+from polyad.model.families.family import FP32_TEXT, Family, Rules
+from polyad.model.families.keys import Key, Tree, WeightsError, constant, field, implied, only
 from polyad.model.families.tensors import Rule, every_other, half, parameter, per_expert
-from polyad.model.smoe.config import SparseMoEConfig
 
 HEAD = "lm_head.weight"
 IGNORED_KEYS = frozenset({
@@ -45,18 +28,6 @@ IGNORED_KEYS = frozenset({
     "transformers_version", "unsloth_fixed", "unsloth_version", "use_cache",
 })  # fmt: skip
 """Keys that do not affect the computation, or that a family reads where they do."""
-FREE_OF_EXPERTS = frozenset({
-    "graph", "similarity", "tau", "sigma", "attention_head", "head_mean",
-    "balancing_rate", "capacity_factor", "evaluation_capacity_factor", "expert_dropout",
-    "router_noise", "scale_residual_init", "final_top_k", "pool",
-    "pool_least", "pool_most",
-})  # fmt: skip
-"""Keys of sparse experts that may differ: they affect routing, but no weights."""
-
-ROUTING = frozenset({
-    "graph", "attention_head", "capacity_factor", "evaluation_capacity_factor", "final_top_k",
-})  # fmt: skip
-"""The keys among these that also affect the output of a trained model."""
 
 LLAMA: Rules = {
     "attention_norm": "input_layernorm",
@@ -318,20 +289,6 @@ def shared_experts() -> Key:
     return Key({"feed_forward.shared_hidden_size": "n_shared_experts"}, read, write)
 
 
-def normalized() -> Key:
-    """Whether the weights of a token's experts are divided by their sum."""
-
-    def read(tree: Tree) -> dict[str, Any]:
-        is_normalized = tree["norm_topk_prob"]
-        return {"feed_forward.combine": "normalized" if is_normalized else "softmax"}
-
-    return Key(
-        {"feed_forward.combine": "norm_topk_prob"},
-        read,
-        lambda config: {"norm_topk_prob": config.feed_forward.combine == "normalized"},
-    )
-
-
 def biases() -> Key:
     """Whether attention has biases: one key of the library for two of ours, which must be equal."""
     ours, theirs = ("attention_bias", "attention_output_bias"), "attention_bias"
@@ -380,6 +337,13 @@ SHAPE = (
     padding(),
 )
 """The keys of all families."""
+NORMALIZED = field(
+    "norm_topk_prob",
+    "feed_forward.combine",
+    lambda value: "normalized" if value else "softmax",
+    lambda value: value == "normalized",
+)
+"""Whether the weights of a token's experts are divided by their sum."""
 DENSE = (
     constant(feed_forward__kind="dense"),
     field("intermediate_size", "feed_forward.hidden_size"),
@@ -509,7 +473,7 @@ QWEN3_FAMILY = _decoder(
 OLMOE_FAMILY = _decoder(
     "olmoe", "OLMoE", "Olmoe",
     (*SHAPE, heads(sized=False), rope(),
-     *_sparse("num_experts"), normalized(),
+     *_sparse("num_experts"), NORMALIZED,
      field("clip_qkv", "query_key_value_clip"), constant(query_key_norm="all"),
      implied(use_qk_norm=True),
      biases()),
@@ -526,7 +490,7 @@ QWEN2_MOE_FAMILY = _decoder(
     (*SHAPE, heads(sized=False), rope(),
      *_sparse("num_experts", "moe_intermediate_size"), DENSE_BLOCKS, QWEN_BLOCKS,
      field("shared_expert_intermediate_size", "feed_forward.shared_hidden_size"),
-     constant(feed_forward__shared_gate=True), normalized(),
+     constant(feed_forward__shared_gate=True), NORMALIZED,
      field("qkv_bias", "attention_bias"),
      window(is_optional=True)),
     ROUTED, _shared("mlp.shared_expert"), other_forms=(FUSED,),
@@ -535,7 +499,7 @@ QWEN3_MOE_FAMILY = _decoder(
     "qwen3_moe", "Qwen3-MoE", "Qwen3Moe",
     (*SHAPE, heads(), rope(),
      *_sparse("num_experts", "moe_intermediate_size"), Key({}, reads=("num_local_experts",)),
-     DENSE_BLOCKS, QWEN_BLOCKS, normalized(), window(is_optional=True),
+     DENSE_BLOCKS, QWEN_BLOCKS, NORMALIZED, window(is_optional=True),
      constant(query_key_norm="head"), implied(use_qk_norm=True),
      biases()),
     ROUTED, other_forms=(FUSED,),
@@ -562,21 +526,18 @@ GRANITE_FAMILY = _decoder(
 GRANITE_SHARED_FAMILY = _decoder(
     "granitemoeshared", "GraniteMoE with a shared expert", "GraniteMoeShared",
     (*_GRANITE,
-     Key({"feed_forward.shared_hidden_size": "shared_intermediate_size"},
-         lambda tree: {"feed_forward.shared_hidden_size":
-                       tree["shared_intermediate_size"] or None},
-         lambda config: {"shared_intermediate_size":
-                         config.feed_forward.shared_hidden_size or 0})),
+     field("shared_intermediate_size", "feed_forward.shared_hidden_size",
+           lambda value: value or None, lambda value: value or 0)),
     GRANITE, other_forms=(_GRANITE_FORM,),
 )  # fmt: skip
 
 
-def _groups(tree: Tree) -> dict[str, Any]:
-    groups, best = tree["n_group"], tree["topk_group"]
-    return {
-        "feed_forward.num_groups": 1 if groups is None else groups,
-        "feed_forward.top_groups": 1 if best is None else best,
-    }
+def groups(theirs: str, ours: str) -> Key:
+    """A number of DeepSeek's groups of experts, which is null without groups."""
+    return field(theirs, f"feed_forward.{ours}", lambda value: 1 if value is None else value)
+
+
+GROUPS = (groups("n_group", "num_groups"), groups("topk_group", "top_groups"))
 
 
 def _v2_groups(tree: Tree) -> dict[str, Any]:
@@ -586,12 +547,8 @@ def _v2_groups(tree: Tree) -> dict[str, Any]:
             f"topk_method: {method!r:.60} is not supported; supported: 'greedy', "
             "'group_limited_greedy'"
         )
-    return {} if method == "greedy" else _groups(tree)
-
-
-def _written_groups(config: Any) -> dict[str, Any]:
-    experts = config.feed_forward
-    return {"n_group": experts.num_groups, "topk_group": experts.top_groups}
+    one = {"feed_forward.num_groups": 1, "feed_forward.top_groups": 1}
+    return one if method == "greedy" else {}
 
 
 DEEPSEEK_V2_FAMILY = _decoder(
@@ -600,23 +557,21 @@ DEEPSEEK_V2_FAMILY = _decoder(
      constant(feed_forward__combine="softmax"),
      field("routed_scaling_factor", "feed_forward.routed_scaling_factor"),
      only("scoring_func", "softmax"),
-     Key({"feed_forward.num_groups": "n_group", "feed_forward.top_groups": "topk_group"},
-         _v2_groups,
+     *GROUPS,
+     Key({}, _v2_groups,
          lambda config: {"topk_method": "greedy" if config.feed_forward.num_groups == 1
-                         else "group_limited_greedy", **_written_groups(config)},
+                         else "group_limited_greedy"},
          reads=("topk_method", "norm_topk_prob"))),
     ROUTED, _shared("mlp.shared_experts"), LATENT, other_forms=(FUSED,),
 )  # fmt: skip
 DEEPSEEK_V3_FAMILY = _decoder(
     "deepseek_v3", "DeepSeek-V3", "DeepseekV3",
-    (*DEEPSEEK, rope(pairs="neighbours", is_latent=True), normalized(),
+    (*DEEPSEEK, rope(pairs="neighbours", is_latent=True), NORMALIZED,
      constant(feed_forward__score_function="sigmoid", feed_forward__selection_bias=True,
               feed_forward__group_score="best_two"),
      field("routed_scaling_factor", "feed_forward.routed_scaling_factor"),
      only("scoring_func", "sigmoid"),
-     only("topk_method", "noaux_tc"),
-     Key({"feed_forward.num_groups": "n_group", "feed_forward.top_groups": "topk_group"},
-         _groups, _written_groups)),
+     only("topk_method", "noaux_tc"), *GROUPS),
     ROUTED, _shared("mlp.shared_experts"), LATENT, other_forms=(FUSED,), extra_blocks=True,
 )  # fmt: skip
 GPT_OSS_FAMILY = _decoder(
@@ -633,71 +588,6 @@ GPT_OSS_FAMILY = _decoder(
      Key({}, reads=("experts_per_token", "initial_context_length"))),
     GPT_OSS, quantized="mxfp4",
 )  # fmt: skip
-
-
-def comparable(config: DecoderConfig, *, is_written: bool = False) -> dict[str, Any]:
-    """Returns the parts of a configuration that determine a model's weights and what they compute.
-
-    Args:
-        config: Any configuration.
-        is_written: Whether to include everything that affects a token's experts.
-    """
-    # Rotary positions are unbounded: the maximum length only matters in training.
-    free = FREE if config.rotary is None else FREE | {"sequence_length"}
-    values = config.filled().model_dump(exclude=set(free))
-    experts = config.feed_forward
-    if isinstance(experts, SparseMoEConfig):
-        section = values["feed_forward"]
-        section["selection_bias"] = bool(experts.balancing_rate or experts.selection_bias)
-        unused = FREE_OF_EXPERTS - (ROUTING if is_written else frozenset())
-        values["feed_forward"] = {key: v for key, v in section.items() if key not in unused}
-    return values
-
-
-def computes_the_same(config: DecoderConfig, other: DecoderConfig) -> bool:
-    """Returns whether two configurations with the same weights are the same language model."""
-    one, two = (comparable(each, is_written=True) for each in (config, other))
-    return one == two and config.head is None
-
-
-def family_of(config: DecoderConfig) -> Family:
-    """Returns the family that a model belongs to.
-
-    Raises:
-        WeightsError: There is none; the message names the differences from the nearest family.
-    """
-    refuse_decoder(config)
-    wanted, nearest = flat(comparable(config, is_written=True)), list[str]()
-    for family in DECODERS:
-        try:
-            tree = family.write_config(config, Known())
-            again = family.read_config(tree, lambda name: None, "config.json")
-        except (WeightsError, AttributeError, AssertionError):
-            continue
-        assert isinstance(again, DecoderConfig)
-        theirs = flat(comparable(again, is_written=True))
-        differing = [
-            f"{key}: {theirs.get(key)!r} in place of {wanted.get(key)!r}"
-            for key in wanted | theirs
-            if theirs.get(key) != wanted.get(key)
-        ]
-        if not differing:
-            return family
-        if not nearest or len(differing) < len(nearest):
-            nearest = [f"{family.title} has {each}" for each in differing]
-    reason = "; ".join(nearest[:3]) if nearest else "no family has such blocks"
-    raise WeightsError(
-        f"model.kind: decoder: transformers has no such architecture: {reason}; {OUR_NAMES}"
-    )
-
-
-def flat(values: Mapping[str, Any], before: str = "model") -> dict[str, Any]:
-    """Flattens nested sections to values by full keys."""
-    pairs: dict[str, Any] = {}
-    for key, value in values.items():
-        name = f"{before}.{key}"
-        pairs |= flat(value, name) if isinstance(value, dict) else {name: value}
-    return pairs
 
 
 DECODERS = (

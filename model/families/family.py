@@ -21,7 +21,9 @@ from polyad.model.families.keys import (
     nested,
 )
 from polyad.model.families.tensors import Piece, Rule, Shape
+from polyad.model.feedforward import DenseFeedForwardConfig
 from polyad.model.settings import ModelSettings
+from polyad.model.smoe.config import SparseMoEConfig
 
 CONFIG_FILE = "config.json"
 OUR_NAMES = "use `--to safetensors` to write the weights under Polyad's names"
@@ -30,6 +32,18 @@ FREE = frozenset({
     "head", "dropout", "recompute", "compile", "initializer_range", "end_of_text_id",
 })  # fmt: skip
 """Our keys that may differ from a folder's in every family."""
+FREE_OF_EXPERTS = frozenset({
+    "graph", "similarity", "tau", "sigma", "attention_head", "head_mean",
+    "balancing_rate", "capacity_factor", "evaluation_capacity_factor", "expert_dropout",
+    "router_noise", "scale_residual_init", "final_top_k", "pool",
+    "pool_least", "pool_most",
+})  # fmt: skip
+"""Keys of sparse experts that may differ: they affect routing, but no weights."""
+
+ROUTING = frozenset({
+    "graph", "attention_head", "capacity_factor", "evaluation_capacity_factor", "final_top_k",
+})  # fmt: skip
+"""The keys among these that also affect the output of a trained model."""
 _BLOCK = re.compile(r"blocks\.(\d+)\.(.+)")
 _NONE = re.compile(r"(?!)")
 """Matches nothing."""
@@ -112,8 +126,6 @@ class Family:
     """Returns values of ours that follow from tensors, or from no single key."""
     free: Callable[[Any], frozenset[str]] = lambda config: FREE
     """Returns our keys that only matter in training, or select the head, which may be new."""
-    check: Callable[[Any], None] = lambda config: None
-    """Raises a `WeightsError` if they have no equivalent of our model."""
     architecture: Callable[[Any], str | None] = lambda config: None
     """Returns the class that a model is written as; None if files name none, or are read-only."""
     written: Callable[[Any, Known], dict[str, Any]] = lambda config, known: {}
@@ -219,16 +231,36 @@ class Family:
         Raises:
             WeightsError: They have no equivalent of the model.
         """
-        self.check(config)
         assert config.left_to_data() is None
         if isinstance(config, DecoderConfig):
             config = config.filled()
         tree: dict[str, Any] = {}
         if (architecture := self.architecture(config)) is not None:
             tree = {"architectures": [architecture], "model_type": self.model_types[0]}
-        for key in self.keys:
-            tree |= key.write(config)
+        try:
+            for key in self.keys:
+                tree |= key.write(config)
+        except AttributeError:  # a section of another kind
+            kind = config.known_feed_forward().kind
+            raise WeightsError(f"{self.title} has no model.feed_forward.kind: {kind!r}") from None
         return tree | self.written(config, known)
+
+    def differences(self, config: ModelSettings) -> list[str]:
+        """Returns what the model would be that is written, where it is not ours.
+
+        Raises:
+            WeightsError: It cannot be written at all.
+        """
+        again = self.read_config(self.write_config(config, Known()), lambda name: None, CONFIG_FILE)
+        free = self.free(config) | ({"bias"} if self.always_has_bias else set())
+        if isinstance(config, DecoderSettings):
+            free -= {"head"}
+        ours, theirs = (comparable(each, free, is_written=True) for each in (config, again))
+        return [
+            f"{self.title} has {key}: {theirs.get(key)!r} in place of {ours.get(key)!r}"
+            for key in ours | theirs
+            if theirs.get(key) != ours.get(key)
+        ]
 
     def their_keys(self) -> dict[str, str]:
         """Maps our keys to theirs, for error messages."""
@@ -294,36 +326,43 @@ def _rule(rules: Rules, name: str) -> Rule | None:
     return Rule((rule,), of_module=True) if isinstance(rule, str) else rule
 
 
-def refuse_decoder(config: DecoderSettings) -> None:
-    """Raises an error if a decoder has what no family of decoders has.
+def comparable(
+    config: ModelSettings, free: Collection[str] = FREE, *, is_written: bool = False
+) -> dict[str, Any]:
+    """Returns the keys that determine a model's weights and what they compute, by full name.
 
-    Raises:
-        WeightsError: It scores sequences, or some blocks have another feed-forward than the rest.
+    Args:
+        config: Any configuration.
+        free: Keys to leave out.
+        is_written: Whether to include everything that affects a token's experts.
     """
-    if config.head is not None:
-        raise WeightsError(
-            f"model.head.kind: {config.head.kind!r}: only language models can be written in "
-            f"Hugging Face's format; {OUR_NAMES}"
-        )
-    if config.replaced is not None:
-        raise WeightsError(
-            "model.replaced: Hugging Face's transformers has no architecture whose blocks "
-            f"{config.replaced_blocks()} have another feed-forward; {OUR_NAMES}"
-        )
-
-
-def refuse_experts(config: ModelSettings) -> None:
-    """Raises an error if feed-forwards are not dense.
-
-    Raises:
-        WeightsError: They are not.
-    """
+    config, free = config.filled(), set(free)
+    if isinstance(config, DecoderConfig) and config.rotary is not None:
+        free.add("sequence_length")  # positions are unbounded: it only matters in training
+    values = flat(config.model_dump(exclude=free))
     for key, each in config.feed_forwards().items():
-        if each.kind != "dense":
-            raise WeightsError(
-                f"{key}.kind: {each.kind!r}: other libraries have no such architecture, theirs are "
-                f"'dense'; {OUR_NAMES}"
-            )
+        if isinstance(each, DenseFeedForwardConfig):  # null means four times the width
+            values[f"{key}.hidden_size"] = each.inner_size(config.hidden_size)
+        if isinstance(each, SparseMoEConfig):
+            values[f"{key}.selection_bias"] = bool(each.balancing_rate or each.selection_bias)
+            for unused in FREE_OF_EXPERTS - (ROUTING if is_written else frozenset()):
+                del values[f"{key}.{unused}"]
+    return values
+
+
+def flat(values: Mapping[str, Any], before: str = "model") -> dict[str, Any]:
+    """Flattens nested sections to values by full keys."""
+    pairs: dict[str, Any] = {}
+    for key, value in values.items():
+        name = f"{before}.{key}"
+        pairs |= flat(value, name) if isinstance(value, dict) else {name: value}
+    return pairs
+
+
+def computes_the_same(config: DecoderConfig, other: DecoderConfig) -> bool:
+    """Returns whether two configurations with the same weights are the same language model."""
+    one, two = (comparable(each, FREE - {"head"}, is_written=True) for each in (config, other))
+    return one == two and config.head is None
 
 
 def label_keys(names: list[str] | None, count: int) -> dict[str, Any]:

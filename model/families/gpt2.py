@@ -7,7 +7,7 @@ fused q, k, v is the same.
 import re
 
 from polyad.model.decoder_config import GPT2Config
-from polyad.model.families.family import FP32_TEXT, FREE, Family, refuse_decoder, refuse_experts
+from polyad.model.families.family import FP32_TEXT, FREE, Family
 from polyad.model.families.keys import dropouts, field, inner_size, only
 from polyad.model.families.tensors import parameter, transposed
 
@@ -17,11 +17,6 @@ _HEAD = "lm_head.weight"
 def _free(config: GPT2Config) -> frozenset[str]:
     # A model that scores sequences has no head to tie.
     return FREE if config.head is None else FREE | {"tied_embeddings"}
-
-
-def _check(config: GPT2Config) -> None:
-    refuse_decoder(config)
-    refuse_experts(config)
 
 
 GPT2 = Family(
@@ -68,7 +63,6 @@ GPT2 = Family(
         only("is_encoder_decoder", False),
     ),
     free=_free,
-    check=_check,
     architecture=lambda config: "GPT2LMHeadModel",
     written=lambda config, known: {
         "bos_token_id": known.end_of_text_id,

@@ -88,17 +88,24 @@ class Key:
     """Further keys of theirs that it handles."""
 
 
-def field(theirs: str, ours: str) -> Key:
+def field(
+    theirs: str,
+    ours: str,
+    read: Callable[[Any], Any] = lambda value: value,
+    write: Callable[[Any], Any] = lambda value: value,
+) -> Key:
     """A value with one key on either side.
 
     Args:
         theirs: Their key.
         ours: Our key, dotted if it is in a section of the model's.
+        read: Returns our value for theirs.
+        write: Returns their value for ours.
     """
     return Key(
         {ours: theirs},
-        lambda tree: {ours: tree.get(theirs)},
-        lambda config: {theirs: value_at(config, ours)},
+        lambda tree: {ours: read(tree.get(theirs))},
+        lambda config: {theirs: write(value_at(config, ours))},
     )
 
 
@@ -162,15 +169,14 @@ def inner_size(theirs: str, *, may_be_null: bool = False) -> Key:
 def activation(theirs: str) -> Key:
     """The activation function of dense feed-forwards."""
 
-    def read(tree: Tree) -> dict[str, Any]:
-        name = tree.get(theirs)
+    def read(name: Any) -> str:
         if name not in ACTIVATIONS:
             known = ", ".join(ACTIVATIONS)
             raise WeightsError(f"{theirs}: {name!r:.60} is not supported; {known}")
-        return {"activation": ACTIVATIONS[name]}
+        return ACTIVATIONS[name]
 
     names = {ours: name for name, ours in reversed(ACTIVATIONS.items())}
-    return Key({"activation": theirs}, read, lambda config: {theirs: names[config.activation]})
+    return field(theirs, "activation", read, lambda ours: names[ours])
 
 
 def dropouts(*theirs: str, is_read: bool = True) -> Key:

@@ -3,9 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from polyad.model.decoder_config import DecoderConfig
 from polyad.model.families.bert import BERT
-from polyad.model.families.decoders import DECODERS, family_of
+from polyad.model.families.decoders import DECODERS
 from polyad.model.families.family import OUR_NAMES, Family
 from polyad.model.families.gpt2 import GPT2
 from polyad.model.families.keys import WeightsError
@@ -13,8 +12,8 @@ from polyad.model.families.vision import CLIP, VIT
 from polyad.model.settings import ModelSettings
 
 FAMILIES = (GPT2, BERT, VIT, CLIP, *DECODERS)
-WRITTEN = {"gpt2": GPT2, "bert": BERT, "vit": VIT}
-"""The family as which a model is written, by `model.kind`."""
+WRITTEN = (GPT2, BERT, VIT, *DECODERS)
+"""Those as which models are written."""
 SUPPORTED = ", ".join(name for family in FAMILIES for name in family.model_types)
 """The supported families, for messages."""
 
@@ -45,13 +44,22 @@ def family_of_model(config: ModelSettings) -> Family:
         config: The configuration of the model.
 
     Raises:
-        WeightsError: There is none.
+        WeightsError: There is none; the message names the differences from the nearest family.
     """
-    if isinstance(config, DecoderConfig):
-        return family_of(config)
-    family = WRITTEN.get(config.kind)
-    if family is None:
-        raise WeightsError(
-            f"model.kind: {config.kind!r}: other libraries have no such model; {OUR_NAMES}"
-        )
-    return family
+    nearest, reason = list[str](), "there are no models of this kind"
+    for family in WRITTEN:
+        if type(config) is not family.config:
+            continue
+        try:
+            differing = family.differences(config)
+        except WeightsError as error:
+            reason = str(error)
+            continue
+        if not differing:
+            return family
+        if not nearest or len(differing) < len(nearest):
+            nearest = differing
+    raise WeightsError(
+        f"model.kind: {config.kind}: transformers has no such architecture: "
+        f"{'; '.join(nearest[:3]) or reason}; {OUR_NAMES}"
+    )

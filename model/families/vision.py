@@ -10,14 +10,7 @@ three layers in this order.
 import re
 from typing import Any
 
-from polyad.model.families.family import (
-    FREE,
-    Family,
-    Known,
-    ShapeOf,
-    label_keys,
-    refuse_experts,
-)
+from polyad.model.families.family import FREE, Family, Known, ShapeOf, label_keys
 from polyad.model.families.keys import (
     Tree,
     WeightsError,
@@ -28,7 +21,6 @@ from polyad.model.families.keys import (
     only,
 )
 from polyad.model.families.tensors import parameter, rows
-from polyad.model.vision import ImageModelSettings
 from polyad.model.vit import ViTConfig
 
 FREE_OF_IMAGES = FREE | {"num_classes", "head_bias", "drop_path"}
@@ -46,21 +38,6 @@ def classes_of(name: str, shape_of: ShapeOf) -> int:
     return head[0] if head else 1
 
 
-def check_image_model(config: ImageModelSettings) -> None:
-    """Raises an error if no library has an equivalent of the model.
-
-    Raises:
-        WeightsError: It has experts, another head, or no biases.
-    """
-    refuse_experts(config)
-    if config.head.kind != "linear":
-        raise WeightsError(
-            f"model.head.kind: {config.head.kind!r}: other libraries have only 'linear' heads"
-        )
-    if not config.bias:
-        raise WeightsError("model.bias: False: image models in other libraries have biases")
-
-
 _KEYS = (
     field("hidden_size", "hidden_size"),
     field("num_hidden_layers", "num_layers"),
@@ -75,16 +52,6 @@ _KEYS = (
     only("qkv_bias", True),
 )
 """The keys that ViT and CLIP share."""
-
-
-def _check(config: ViTConfig) -> None:
-    check_image_model(config)
-    for key, value in (("pre_norm", False), ("pre_logits", None), ("pool", "class_token")):
-        if getattr(config, key) != value:
-            raise WeightsError(
-                f"model.{key}: {getattr(config, key)!r}: transformers' ViT has no such model; "
-                f"supported: {value!r}"
-            )
 
 
 def _written(config: ViTConfig, known: Known) -> dict[str, Any]:
@@ -121,7 +88,6 @@ VIT = Family(
     keys=_KEYS,
     further=lambda tree, shape_of: {"num_classes": classes_of("classifier.weight", shape_of)},
     free=lambda config: FREE_OF_IMAGES,
-    check=_check,
     architecture=lambda config: "ViTForImageClassification",
     written=_written,
 )

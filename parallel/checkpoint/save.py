@@ -49,12 +49,7 @@ from polyad.parallel.checkpoint.manage import (
     sync_folder,
     write_file,
 )
-from polyad.parallel.checkpoint.snapshot import (
-    Copy,
-    HeldBox,
-    SnapshotMemory,
-    Task,
-)
+from polyad.parallel.checkpoint.snapshot import Copy, HeldBox, SnapshotMemory, Task
 from polyad.parallel.fragments import persistent_buffers, written
 from polyad.parallel.tensor_file import DTYPE_NAMES, FileTensor, write_tensors
 from polyad.parallel.zero import Engine

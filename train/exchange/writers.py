@@ -22,8 +22,7 @@ from polyad.model.build import build_model
 from polyad.model.config_yaml import dump
 from polyad.model.decoder import DecoderSettings
 from polyad.model.decoder_config import DecoderConfig
-from polyad.model.families.decoders import computes_the_same
-from polyad.model.families.family import CONFIG_FILE, Known
+from polyad.model.families.family import CONFIG_FILE, Known, computes_the_same
 from polyad.model.families.registry import family_of_model
 from polyad.model.settings import ModelSettings
 from polyad.model.vision import ImageSettings

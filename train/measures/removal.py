@@ -30,12 +30,7 @@ from polyad.train.config.faults import describe
 from polyad.train.config.run import RunConfig
 from polyad.train.errors import ConfigError
 from polyad.train.exchange.change import Change, Changed, Tree
-from polyad.train.exchange.convert import (
-    check_adapters,
-    convert,
-    format_of,
-    refuse_what_is_there,
-)
+from polyad.train.exchange.convert import check_adapters, convert, format_of, refuse_what_is_there
 from polyad.train.experts.interventions import Intervention, intervened
 from polyad.train.experts.moments import Moments
 from polyad.train.experts.probing import routed_layers

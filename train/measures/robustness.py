@@ -15,12 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Subset
 
-from polyad.data.images.imagenet import (
-    ALEXNET_ERRORS,
-    by_wordnet_id,
-    corruptions,
-    imagenet_classes,
-)
+from polyad.data.images.imagenet import ALEXNET_ERRORS, by_wordnet_id, corruptions, imagenet_classes
 from polyad.data.images.samples import EvaluationImages, ImageBatch
 from polyad.data.images.source import ImageSplit
 from polyad.parallel import comm

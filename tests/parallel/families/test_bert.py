@@ -10,9 +10,8 @@ from safetensors.torch import load_file, save_file
 
 from polyad.data.text.tokenizers.files import load_tokenizer
 from polyad.model.bert import BertConfig
-from polyad.model.families.bert import BERT
-from polyad.model.families.family import Known
 from polyad.model.families.keys import WeightsError
+from polyad.model.families.registry import family_of_model
 from polyad.parallel.families import FamilyWeights
 from polyad.parallel.weights import load_model, open_weights
 from polyad.train.exchange.convert import convert
@@ -150,4 +149,4 @@ def test_a_pickle_is_not_read(saved):
 def test_experts_have_no_place_in_transformers(tmp_path):
     config = BertConfig.model_validate({"vocab_size": 61, "feed_forward": {"kind": "smoe"}})
     with pytest.raises(WeightsError, match=r"'smoe'.*`--to safetensors`"):
-        BERT.write_config(config, Known())
+        family_of_model(config)

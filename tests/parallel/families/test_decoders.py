@@ -13,9 +13,10 @@ from safetensors.torch import load_file, save_file
 
 from polyad.model.attention import KeyValueCache
 from polyad.model.build import read_model_config
-from polyad.model.families.decoders import DECODERS, family_of
+from polyad.model.families.decoders import DECODERS
 from polyad.model.families.family import Known
 from polyad.model.families.keys import WeightsError
+from polyad.model.families.registry import family_of_model
 from polyad.model.output import ask_for_statistics
 from polyad.model.smoe.router import Selected, spread
 from polyad.parallel.families import FamilyWeights
@@ -237,7 +238,7 @@ def test_a_model_of_ones_own_is_written_for_transformers(case, tmp_path):
 
     theirs(case).save_pretrained(tmp_path / "a")
     weights = FamilyWeights(tmp_path / "a")
-    family = family_of(weights.config)
+    family = family_of_model(weights.config)
     tree = family.write_config(weights.config, Known())
     (tmp_path / "b").mkdir()
     (tmp_path / "b/config.json").write_text(json.dumps(tree))
@@ -269,7 +270,7 @@ def test_a_graph_of_tokens_is_in_no_library(tmp_path):
     changed = config.model_copy(update={"feed_forward": experts})
     said = r"transformers' Mixtral has model\.feed_forward\.graph: 'none' in place of 'similarity'"
     with pytest.raises(WeightsError, match=said):
-        family_of(changed)
+        family_of_model(changed)
 
 
 def test_four_bits_of_gpt_oss_are_those_of_transformers(tmp_path):
@@ -326,7 +327,7 @@ def test_the_family_of_a_model_of_ones_own_is_found(model, title):
     sizes = {"kind": "decoder", "hidden_size": 32, "num_heads": 4, "num_layers": 2}
     config = read_model_config(sizes | {"vocab_size": 61, "sequence_length": 16} | model)
     if title is not None:
-        assert family_of(config).title == title
+        assert family_of_model(config).title == title
         return
     with pytest.raises(WeightsError, match=r"transformers has no such architecture: .* has model"):
-        family_of(config)
+        family_of_model(config)

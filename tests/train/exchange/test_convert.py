@@ -138,7 +138,8 @@ def test_what_transformers_does_not_have_is_refused_with_the_way_that_is_left(
     destination = tmp_path / "theirs"
     assert polyad(["convert", str(trained(kind)), str(destination), "--to", "huggingface"]) == 2
     (line,) = capfd.readouterr().err.splitlines()
-    assert f"model.feed_forward.kind: {FEED_FORWARDS[kind]['kind']!r}: " in line
+    assert "model.feed_forward.kind" in line
+    assert repr(FEED_FORWARDS[kind]["kind"]) in line
     assert "no such architecture" in line
     assert "use `--to safetensors` to write the weights under Polyad's names" in line
     assert list(tmp_path.iterdir()) == []
