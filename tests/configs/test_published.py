@@ -118,7 +118,7 @@ def written_by_transformers(name: str) -> Any:
     return transformers.CONFIG_MAPPING[HUB[name]["model_type"]](**settings)
 
 
-def test_every_other_shape_is_published() -> None:
+def test_every_other_shape_is_published():
     assert {path.stem for path in FOLDER.glob("*.yaml")} - HUB.keys() == {
         "small",
         "qwen3-0.6b-upcycled",
@@ -127,7 +127,7 @@ def test_every_other_shape_is_published() -> None:
 
 @pytest.mark.parametrize("name", HUB)
 @pytest.mark.parametrize("newer", [False, True], ids=["hub", "transformers"])
-def test_a_published_shape_is_what_its_config_says(name: str, newer: bool) -> None:
+def test_a_published_shape_is_what_its_config_says(name, newer):
     theirs = read(written_by_transformers(name).to_dict() if newer else HUB[name])
     ours = load_config(FOLDER / f"{name}.yaml").model
     assert isinstance(ours, DecoderConfig)
@@ -137,7 +137,7 @@ def test_a_published_shape_is_what_its_config_says(name: str, newer: bool) -> No
 
 
 @pytest.mark.parametrize("name", HUB)
-def test_a_published_shape_has_the_parameters_of_transformers(name: str) -> None:
+def test_a_published_shape_has_the_parameters_of_transformers(name):
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(written_by_transformers(name))
     parameters = EXPECTED[f"decoder/{name}.yaml"][2]

@@ -307,22 +307,20 @@ EXPECTED_STUDIES = {
 }
 
 
-def test_every_shipped_config_is_listed_here() -> None:
+def test_every_shipped_config_is_listed_here():
     assert sorted(EXPECTED) == NAMES
     assert sorted(EXPECTED_STUDIES | EXPECTED_TASKS) == STUDY_NAMES
 
 
 @everyday("name", EXPECTED_TASKS, keep=list(EXPECTED_TASKS)[:1])
-def test_a_shipped_study_of_tasks_is_valid(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shipped_study_of_tasks_is_valid(name, monkeypatch):
     monkeypatch.chdir(ROOT)  # its base is relative to that
     study = load_study(ROOT / "configs" / "studies" / name)
     assert progress(study, results_of(study))[0] == EXPECTED_TASKS[name]
 
 
 @everyday("name", EXPECTED_STUDIES, keep=["smoe-graphs.yaml"])
-def test_a_shipped_study_is_valid(
-    name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_shipped_study_is_valid(name, tmp_path, capfd):
     path = ROOT / "configs" / "studies" / name
     runs, parameters = EXPECTED_STUDIES[name]
     tree = yaml.safe_load(path.read_text())
@@ -345,12 +343,12 @@ def test_a_shipped_study_is_valid(
 
 
 @pytest.mark.parametrize("path", STUDIES, ids=STUDY_NAMES)
-def test_a_shipped_study_has_every_key(path: Path) -> None:
+def test_a_shipped_study_has_every_key(path):
     assert yaml.safe_load(path.read_text()).keys() == StudyConfig.model_fields.keys()
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_shipped_config_is_valid_and_has_its_parameters(name: str) -> None:
+def test_a_shipped_config_is_valid_and_has_its_parameters(name):
     processes, of_data, parameters = EXPECTED[name]
     path = ROOT / "configs" / name
     config = load_config(path, from_data(path, of_data))
@@ -365,9 +363,7 @@ def test_a_shipped_config_is_valid_and_has_its_parameters(name: str) -> None:
 
 
 @everyday("name", NAMES, keep=COUNTED[:1])
-def test_a_shipped_config_is_described_with_the_memory_that_its_head_says(
-    name: str, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_shipped_config_is_described_with_the_memory_that_its_head_says(name, capfd):
     processes, of_data, parameters = EXPECTED[name]
     path = ROOT / "configs" / name
     arguments = ["validate", str(path), "--without-data", "--json", "-"]
@@ -388,7 +384,7 @@ def test_a_shipped_config_is_described_with_the_memory_that_its_head_says(
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=NAMES)
-def test_a_shipped_config_has_every_key(path: Path) -> None:
+def test_a_shipped_config_has_every_key(path):
     written = set(flatten(yaml.safe_load(path.read_text())))
     wanted = set(flatten(load_config(path).model_dump(mode="json")))
     assert wanted - written == set()
@@ -396,7 +392,7 @@ def test_a_shipped_config_has_every_key(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", [*SHIPPED, *STUDIES], ids=[*NAMES, *STUDY_NAMES])
-def test_a_shipped_config_explains_every_key(path: Path) -> None:
+def test_a_shipped_config_explains_every_key(path):
     bare = [
         line
         for line in path.read_text().splitlines()
@@ -406,7 +402,7 @@ def test_a_shipped_config_explains_every_key(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", [*SHIPPED, *STUDIES], ids=[*NAMES, *STUDY_NAMES])
-def test_a_shipped_config_says_how_it_is_run_and_what_it_takes(path: Path) -> None:
+def test_a_shipped_config_says_how_it_is_run_and_what_it_takes(path):
     head = path.read_text().partition("\n\n")[0]
     for word in ("# Command", "polyad ", "# Hardware", "# Time", "# Memory"):
         assert word in head, word
@@ -416,14 +412,14 @@ def test_a_shipped_config_says_how_it_is_run_and_what_it_takes(path: Path) -> No
     ("name", "millions"),
     [("smoe-medium", 215), ("smoe-large", 388), ("glam-medium", 201), ("switch-medium", 215)],
 )
-def test_sizes_are_those_that_the_paper_reports(name: str, millions: int) -> None:
+def test_sizes_are_those_that_the_paper_reports(name, millions):
     # Nguyen et al. 2025, table 5: with the vocabulary, twice.
     assert EXPECTED[f"wikitext103/{name}.yaml"][2] / 1e6 == pytest.approx(millions, abs=0.6)
 
 
 @pytest.mark.parametrize("size", ["smoe-medium", "smoe-large", "glam-medium"])
 @pytest.mark.parametrize("graph", ["similarity", "attention"])
-def test_a_graph_is_all_that_differs(size: str, graph: str) -> None:
+def test_a_graph_is_all_that_differs(size, graph):
     folder = ROOT / "configs" / "wikitext103"
     plain, mixed = (
         flatten(yaml.safe_load((folder / f"{name}.yaml").read_text()))

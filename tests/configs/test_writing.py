@@ -8,11 +8,11 @@ from tests.configs.writing import CONFIGS, parse, read_sources, written
 SOURCES = read_sources()
 
 
-def test_each_file_of_a_run_has_a_source_and_each_source_a_file() -> None:
+def test_each_file_of_a_run_has_a_source_and_each_source_a_file():
     assert sorted(f"{name}.yaml" for name in SOURCES.keys() - {"base"}) == sorted(NAMES)
 
 
-def test_files_are_what_their_sources_say() -> None:
+def test_files_are_what_their_sources_say():
     others = [
         name
         for name in SOURCES.keys() - {"base"}
@@ -40,12 +40,10 @@ OTHER = ["a: 1  # one", "b:  # block", "  kind: x", "  c: 2", "  d:", "    e: 3"
         (["b:", "  kind: y", "  n: 7"], [*OTHER[:2], "  kind: y", "  n: 7", "f: 4"]),
     ],
 )
-def test_a_delta_changes_inserts_and_leaves_out_lines(
-    delta: list[str], expected: list[str]
-) -> None:
+def test_a_delta_changes_inserts_and_leaves_out_lines(delta, expected):
     assert changed(OTHER, delta) == expected
 
 
-def test_a_line_without_a_key_is_an_error() -> None:
+def test_a_line_without_a_key_is_an_error():
     with pytest.raises(ValueError, match="no key in the line '  - 5'"):
         parse(["a:", "  - 5"])

@@ -161,7 +161,7 @@ def test_workers_outlive_signals(samples):
 
 
 @everyday("end", ["del cycle; gc.collect()", "pass"], keep=[])
-def test_a_process_ends_that_leaves_a_loader_as_garbage_or_open(end: str, tmp_path: Path) -> None:
+def test_a_process_ends_that_leaves_a_loader_as_garbage_or_open(end, tmp_path):
     """Its workers ignore SIGTERM, by which torch and multiprocessing would end them.
 
     A batch of many tensors is still on its way, in a thread of the worker, when they have to end.

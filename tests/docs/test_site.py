@@ -1,7 +1,6 @@
 """The documentation site is built without a broken link, and its reference has all of the code."""
 
 import re
-from pathlib import Path
 from subprocess import CalledProcessError
 
 import pytest
@@ -35,7 +34,7 @@ def test_every_page_of_the_navigation_is_built_and_loads_nothing_from_elsewhere(
 
 
 @pytest.mark.slow
-def test_a_broken_link_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_link_fails(tmp_path, monkeypatch):
     reference = docs.site.reference()
     reference[REFERENCE / "keys.md"] += "[none](none.md)"
     monkeypatch.setattr(docs.site, "reference", lambda: reference)

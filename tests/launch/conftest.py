@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ from tests.helpers.started import ROOT, SMALL
 
 
 @pytest.fixture(scope="session")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def text(tmp_path_factory):
     """Nine modules of the standard library as text files."""
     folder = tmp_path_factory.mktemp("text")
     library = Path(os.__file__).parent
@@ -25,7 +24,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def data(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def data(text, tmp_path_factory):
     """The same, prepared."""
     folder = tmp_path_factory.mktemp("prepared") / "data"
     options = ["--validation-fraction", "0.2", "--tokenizer", "train:400", "--output", str(folder)]
@@ -34,7 +33,7 @@ def data(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def config(tmp_path: Path, data: Path) -> Path:
+def config(tmp_path, data):
     """A small configuration whose run folder does not exist yet."""
     tree = SMALL | {"run": {"folder": str(tmp_path / "run")}, "data": {"path": str(data)}}
     path = tmp_path / "small.yaml"
@@ -43,7 +42,7 @@ def config(tmp_path: Path, data: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def polyad() -> Callable[..., subprocess.CompletedProcess[str]]:
+def polyad():
     """Runs a command in a process of its own, from the clone."""
 
     def call(*arguments: object, module: str = "polyad.launch") -> subprocess.CompletedProcess[str]:
@@ -59,11 +58,7 @@ def polyad() -> Callable[..., subprocess.CompletedProcess[str]]:
 
 
 @pytest.fixture(scope="session")
-def finished_run(
-    tmp_path_factory: pytest.TempPathFactory,
-    data: Path,
-    polyad: Callable[..., subprocess.CompletedProcess[str]],
-) -> tuple[Path, subprocess.CompletedProcess[str]]:
+def finished_run(tmp_path_factory, data, polyad):
     """A run of two processes to its end, and what `polyad launch` printed."""
     folder = tmp_path_factory.mktemp("finished")
     tree = SMALL | {"run": {"folder": str(folder / "run")}, "data": {"path": str(data)}}

@@ -3,7 +3,6 @@
 import json
 import subprocess
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -25,7 +24,7 @@ WORDS = "model.vocab_size=64"
 
 
 @pytest.mark.slow
-def test_a_step_is_timed_without_data(polyad: Polyad, tmp_path: Path) -> None:
+def test_a_step_is_timed_without_data(polyad, tmp_path):
     path = tmp_path / "bench.json"
     asked = ("--steps", 5, "log.peak_tflops=0.5", "--json", path)
     done = polyad("bench", GPT2, *SMALL, WORDS, *asked)
@@ -47,7 +46,7 @@ def test_a_step_is_timed_without_data(polyad: Polyad, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_table_counts_images(polyad: Polyad) -> None:
+def test_a_table_counts_images(polyad):
     small = ("model.num_layers=2", "model.hidden_size=16", "model.num_heads=2")
     small += ("model.feed_forward.placement=[1]", "model.num_classes=10")
     small += ("train.global_batch_size=4", "train.micro_batch_size=2")
@@ -60,7 +59,7 @@ def test_a_table_counts_images(polyad: Polyad) -> None:
 
 
 @pytest.mark.slow
-def test_forced_loads_are_said(polyad: Polyad, tmp_path: Path) -> None:
+def test_forced_loads_are_said(polyad, tmp_path):
     sparse = ("model.feed_forward.num_experts=4", "model.feed_forward.expert_hidden_size=16")
     sparse += ("parallel.expert_parallel_size=2",)
     asked = ("--steps", 1, "--forced-balance", "--processes", 2, "--json", tmp_path / "bench.json")
@@ -72,16 +71,14 @@ def test_forced_loads_are_said(polyad: Polyad, tmp_path: Path) -> None:
     assert done.stdout.splitlines()[2] == said
 
 
-def test_loads_of_no_experts_cannot_be_forced(capfd: pytest.CaptureFixture[str]) -> None:
+def test_loads_of_no_experts_cannot_be_forced(capfd):
     assert run(["bench", GPT2, *SMALL, WORDS, "--forced-balance"]) == 2
     line = error_line(capfd.readouterr().err)
     assert "--forced-balance: " in line
     assert line.endswith("the model has no experts")
 
 
-def test_memory_that_runs_out_says_what_to_lower(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_memory_that_runs_out_says_what_to_lower(monkeypatch, capfd):
     def fail(*_: object, **__: object) -> None:
         raise MemoryError
 
@@ -91,7 +88,7 @@ def test_memory_that_runs_out_says_what_to_lower(
 
 
 @pytest.mark.slow
-def test_two_processes_with_and_without_the_compiler(polyad: Polyad, tmp_path: Path) -> None:
+def test_two_processes_with_and_without_the_compiler(polyad, tmp_path):
     path = tmp_path / "bench.json"
     asked = ("--processes", 2, "--steps", 1, "--compile", "--json", path)
     done = polyad("bench", GPT2, *SMALL, WORDS, *asked)

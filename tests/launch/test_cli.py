@@ -31,7 +31,7 @@ def error_line(captured: str) -> str:
     return lines[0]
 
 
-def test_help_is_quick_because_it_imports_nothing_heavy() -> None:
+def test_help_is_quick_because_it_imports_nothing_heavy():
     code = (
         "import sys; sys.argv = ['polyad', '--help']\n"
         "from polyad.launch.cli import run\n"
@@ -45,9 +45,7 @@ def test_help_is_quick_because_it_imports_nothing_heavy() -> None:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_explains_itself_with_an_example(
-    name: str, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_every_command_explains_itself_with_an_example(name, capfd):
     assert run([*name.split(), "--help"]) == 0
     captured = capfd.readouterr()
     assert f"usage: polyad {name}" in captured.out
@@ -55,7 +53,7 @@ def test_every_command_explains_itself_with_an_example(
     assert captured.err == ""
 
 
-def test_commands_of_two_words_are_listed_together(capfd: pytest.CaptureFixture[str]) -> None:
+def test_commands_of_two_words_are_listed_together(capfd):
     assert run(["checkpoint", "--help"]) == 0
     captured = capfd.readouterr()
     listed = [line.split("  ")[1] for line in captured.out.splitlines() if line.startswith("  ")]
@@ -74,9 +72,7 @@ def test_commands_of_two_words_are_listed_together(capfd: pytest.CaptureFixture[
         (["help", "checkpoint", "list"], ["checkpoint", "list", "--help"]),
     ],
 )
-def test_help_is_a_command_too(
-    arguments: list[str], same: list[str], capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_help_is_a_command_too(arguments, same, capfd):
     printed = []
     for words in (arguments, same):
         assert run(words) == 0
@@ -84,9 +80,7 @@ def test_help_is_a_command_too(
     assert printed[0] == printed[1] != ""
 
 
-def test_all_commands_are_listed_under_titles_on_one_screen(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+def test_all_commands_are_listed_under_titles_on_one_screen(capfd):
     assert run([]) == 0
     lines = capfd.readouterr().out.splitlines()
     assert len(lines) <= 40
@@ -98,7 +92,7 @@ def test_all_commands_are_listed_under_titles_on_one_screen(
     assert [line[:-1] for line in lines if line.endswith(":")][: len(GROUPS)] == list(GROUPS)
 
 
-def test_keys_are_explained(capfd: pytest.CaptureFixture[str]) -> None:
+def test_keys_are_explained(capfd):
     assert run(["keys", "train.steps"]) == 0
     assert "steps: integer >= 1; required" in capfd.readouterr().out
     assert run(["keys", "model.replaced.feed_forward.score"]) == 0
@@ -117,7 +111,7 @@ def test_keys_are_explained(capfd: pytest.CaptureFixture[str]) -> None:
     assert "grid_seeds: integer >= 1, or null; default null" in capfd.readouterr().out
 
 
-def test_version_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
+def test_version_is_printed(capfd):
     assert run(["--version"]) == 0
     assert capfd.readouterr().out.startswith("polyad ")
 
@@ -180,9 +174,7 @@ def test_version_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
         (["doctor", "none.yaml"], "none.yaml: there is no such file"),
     ],
 )
-def test_a_wrong_command_line_is_one_line(
-    words: list[str], named: str, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_command_line_is_one_line(words, named, capfd):
     assert run(words) == 2
     captured = capfd.readouterr()
     assert captured.out == ""
@@ -202,14 +194,12 @@ def test_a_wrong_command_line_is_one_line(
         (["prepare", "--source", "x", "--tokenizer", "8192", "--output", "y"], "train:8192"),
     ],
 )
-def test_the_wrong_kind_of_thing_is_named(
-    words: list[str], named: str, data: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_wrong_kind_of_thing_is_named(words, named, data, capfd):
     assert run([str(data) if word == "DATA" else word for word in words]) == 2
     assert named in error_line(capfd.readouterr().err)
 
 
-def test_a_run_is_continued_by_its_folder_wherever_it_lies(config: Path, polyad: Polyad) -> None:
+def test_a_run_is_continued_by_its_folder_wherever_it_lies(config, polyad):
     assert run(["train", str(config), "train.steps=2"]) == 0
     moved = (config.parent / "run").rename(config.parent / "moved")
     done = polyad("train", moved, "train.steps=3")
@@ -238,9 +228,7 @@ def test_a_run_is_continued_by_its_folder_wherever_it_lies(config: Path, polyad:
         ("train.steps=\x1b[31m", "#x001b"),
     ],
 )
-def test_a_wrong_key_is_one_line_before_anything_starts(
-    command: str, override: str, named: str, config: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_key_is_one_line_before_anything_starts(command, override, named, config, capfd):
     arguments = ["--processes-per-node", "1"] if command == "launch" else []
     assert run([command, str(config), *arguments, override]) == 2
     captured = capfd.readouterr()
@@ -249,23 +237,19 @@ def test_a_wrong_key_is_one_line_before_anything_starts(
     assert not (config.parent / "run").exists()
 
 
-def test_a_missing_config_names_the_nearest(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_config_names_the_nearest(capfd):
     assert run(["validate", "gpt2/125m"]) == 2
     assert "nearest is gpt2/124m" in error_line(capfd.readouterr().err)
 
 
-def test_processes_that_do_not_divide_the_batch_are_refused(
-    config: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_processes_that_do_not_divide_the_batch_are_refused(config, capfd):
     assert run(["validate", "--processes", "3", str(config)]) == 2
     line = error_line(capfd.readouterr().err)
     assert "train.global_batch_size: 4 is not divisible by" in line
     assert "2 x 3 = 6" in line
 
 
-def test_a_folder_that_is_no_run_is_not_written_to(
-    config: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_that_is_no_run_is_not_written_to(config, capfd):
     folder = config.parent / "run"
     folder.mkdir()
     (folder / "thesis.txt").write_text("precious")
@@ -274,7 +258,7 @@ def test_a_folder_that_is_no_run_is_not_written_to(
     assert [path.name for path in folder.iterdir()] == ["thesis.txt"]
 
 
-def test_an_empty_corpus_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_empty_corpus_is_refused(tmp_path, capfd):
     (tmp_path / "empty.txt").write_text("")
     arguments = ["--tokenizer", "train:300", "--output", str(tmp_path / "out")]
     assert run(["prepare", "--source", str(tmp_path / "empty.txt"), *arguments]) == 2
@@ -282,9 +266,7 @@ def test_an_empty_corpus_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture
     assert not (tmp_path / "out").exists()
 
 
-def test_prepare_prints_its_counts_on_stdout(
-    text: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_prepare_prints_its_counts_on_stdout(text, tmp_path, capfd):
     arguments = ["--tokenizer", "train:300", "--output", str(tmp_path / "out")]
     assert run(["prepare", *arguments, "--source", str(text), "--test-fraction", "0"]) == 0
     captured = capfd.readouterr()
@@ -301,9 +283,7 @@ def test_prepare_prints_its_counts_on_stdout(
     assert str(tmp_path / "out") in captured.out
 
 
-def test_a_config_may_stand_between_options_and_overrides(
-    config: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_config_may_stand_between_options_and_overrides(config, capfd):
     arguments = [str(config), "train.steps=6", "--processes", "2", "train.micro_batch_size=1"]
     assert run(["validate", *arguments, "--json", "-", "seed=3"]) == 0
     captured = capfd.readouterr()
@@ -314,9 +294,7 @@ def test_a_config_may_stand_between_options_and_overrides(
     assert description["layout"]["accumulation_steps"] == 2
 
 
-def test_evaluate_without_a_checkpoint_is_one_line(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_evaluate_without_a_checkpoint_is_one_line(tmp_path, capfd):
     assert run(["evaluate", str(tmp_path)]) == 2
     assert str(tmp_path) in error_line(capfd.readouterr().err)
 
@@ -335,13 +313,8 @@ def test_evaluate_without_a_checkpoint_is_one_line(
     ],
 )
 def test_a_run_that_fails_or_is_stopped_has_one_line_and_its_status(
-    error: BaseException,
-    status: int,
-    words: str,
-    config: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+    error, status, words, config, monkeypatch, capfd
+):
     def fail(*_: object, **__: object) -> None:
         os.write(1, b"noise of a library\n")
         raise error
@@ -353,17 +326,13 @@ def test_a_run_that_fails_or_is_stopped_has_one_line_and_its_status(
     assert captured.err.splitlines()[-1] == f"polyad: {words}"
 
 
-def test_a_fault_of_the_program_keeps_its_traceback(
-    config: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_fault_of_the_program_keeps_its_traceback(config, monkeypatch, capfd):
     monkeypatch.setattr(polyad.train.train, "main", lambda *_, **__: [][0])
     assert run(["train", str(config)]) == 1
     assert "Traceback" in capfd.readouterr().err
 
 
-def test_another_process_that_ended_is_one_line(
-    config: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_another_process_that_ended_is_one_line(config, monkeypatch, capfd):
     def lost(*_: object, **__: object) -> None:
         raise RuntimeError(
             "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:52: "
@@ -377,9 +346,7 @@ def test_another_process_that_ended_is_one_line(
     assert "(Read error [127.0.0.1]:52: Connection reset by peer)" in line
 
 
-def test_another_rank_leaves_the_error_to_the_first_of_its_host(
-    config: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_another_rank_leaves_the_error_to_the_first_of_its_host(config, monkeypatch, capfd):
     waited: list[float] = []
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("LOCAL_RANK", "1")
@@ -390,7 +357,7 @@ def test_another_rank_leaves_the_error_to_the_first_of_its_host(
 
 
 @pytest.mark.slow
-def test_a_wrong_launch_ends_as_a_process_with_one_line(config: Path, polyad: Polyad) -> None:
+def test_a_wrong_launch_ends_as_a_process_with_one_line(config, polyad):
     done = polyad("launch", config, "--processes-per-node", 3)
     assert done.returncode == 2
     assert "train.global_batch_size" in error_line(done.stderr)
@@ -400,15 +367,15 @@ def test_a_wrong_launch_ends_as_a_process_with_one_line(config: Path, polyad: Po
 @pytest.mark.parametrize("target", ["no/such/x.json", "."])
 @pytest.mark.parametrize("command", ["validate", "evaluate"])
 def test_a_json_file_that_cannot_be_written_is_found_before_the_work(
-    config: Path, tmp_path: Path, command: str, target: str, capfd: pytest.CaptureFixture[str]
-) -> None:
+    config, tmp_path, command, target, capfd
+):
     arguments = [command, str(config if command == "validate" else tmp_path / "no-run")]
     assert run([*arguments, "--json", str(tmp_path / target)]) == 2
     assert capfd.readouterr().err.startswith("polyad: error: --json: ")
 
 
 @pytest.mark.slow
-def test_a_json_file_that_does_not_fit_leaves_the_earlier_one(tmp_path: Path) -> None:
+def test_a_json_file_that_does_not_fit_leaves_the_earlier_one(tmp_path):
     target = tmp_path / "plan.json"
     target.write_text("earlier")
 
@@ -429,22 +396,14 @@ def test_a_json_file_that_does_not_fit_leaves_the_earlier_one(tmp_path: Path) ->
     ("name", "value"),
     [("WORLD_SIZE", "abc"), pytest.param("RANK", "x", marks=pytest.mark.slow), ("RANK", "0")],
 )
-def test_half_an_environment_of_torchrun_is_one_line(
-    config: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-    name: str,
-    value: str,
-) -> None:
+def test_half_an_environment_of_torchrun_is_one_line(config, monkeypatch, capfd, name, value):
     monkeypatch.setenv(name, value)
     assert run(["train", str(config)]) == 2
     assert capfd.readouterr().err.count("\n") == 1
 
 
 @pytest.mark.slow
-def test_files_of_the_current_folder_do_not_shadow_the_packages(
-    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_of_the_current_folder_do_not_shadow_the_packages(config, tmp_path, monkeypatch):
     for name in ("train", "model", "data"):
         (tmp_path / f"{name}.py").write_text("raise RuntimeError('shadowed')")
     script = Path(sys.executable).parent / "polyad"

@@ -52,7 +52,7 @@ def going() -> tuple[Command, list[dict[str, Any]]]:
     return go, calls
 
 
-def test_a_dataclass_is_a_command_with_the_options_of_its_bases() -> None:
+def test_a_dataclass_is_a_command_with_the_options_of_its_bases():
     calls = []
 
     @dataclass(frozen=True, kw_only=True)
@@ -78,7 +78,7 @@ def test_a_dataclass_is_a_command_with_the_options_of_its_bases() -> None:
     assert "Args" not in text
 
 
-def test_words_and_options_are_those_of_the_signature() -> None:
+def test_words_and_options_are_those_of_the_signature():
     go, calls = going()
     words = ["--with", "her", "2", "a", "--speed", "5", "--stops", "x", "b", "--stops=y"]
     assert go([*words, "--by-day"]) == 2
@@ -89,7 +89,7 @@ def test_words_and_options_are_those_of_the_signature() -> None:
     }.items()  # fmt: skip
 
 
-def test_help_has_the_docstring_and_every_argument() -> None:
+def test_help_has_the_docstring_and_every_argument():
     go, _ = going()
     text = go.parser().format_help()
     assert text.startswith("usage: polyad go there [-h]")
@@ -112,7 +112,7 @@ def test_help_has_the_docstring_and_every_argument() -> None:
         (["1", "--with", "x", "--sped", "1"], "unknown option --sped; the nearest is --speed"),
     ],
 )
-def test_wrong_words_are_one_error(words: list[str], error: str) -> None:
+def test_wrong_words_are_one_error(words, error):
     go, calls = going()
     with pytest.raises(UsageError) as caught:
         go(words)

@@ -1,14 +1,12 @@
 """`polyad configs`: what comes with Polyad, listed and printed."""
 
-from pathlib import Path
-
 import pytest
 
 from polyad.launch.cli import run
 from polyad.train.config.run import SHIPPED, load_config, shipped_configs
 
 
-def test_all_are_listed_with_what_they_are_for(capfd: pytest.CaptureFixture[str]) -> None:
+def test_all_are_listed_with_what_they_are_for(capfd):
     assert run(["configs"]) == 0
     rows = [line.split(maxsplit=1) for line in capfd.readouterr().out.splitlines()]
     names = [file.relative_to(SHIPPED).with_suffix("").as_posix() for file in shipped_configs()]
@@ -20,9 +18,7 @@ def test_all_are_listed_with_what_they_are_for(capfd: pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize("name", ["quickstart/gpt2", "configs/quickstart/gpt2.yaml"])
-def test_one_is_printed_as_it_is_and_can_be_trained(
-    name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_one_is_printed_as_it_is_and_can_be_trained(name, tmp_path, capfd):
     assert run(["configs", name]) == 0
     printed = capfd.readouterr().out
     assert printed == (SHIPPED / "quickstart/gpt2.yaml").read_text()
@@ -30,7 +26,7 @@ def test_one_is_printed_as_it_is_and_can_be_trained(
     assert load_config(tmp_path / "mine.yaml", []).train.steps == 200
 
 
-def test_a_name_that_is_not_known_is_one_line(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_name_that_is_not_known_is_one_line(capfd):
     assert run(["configs", "gpt2/124"]) == 2
     line = "polyad: error: gpt2/124: no such configuration; the nearest is gpt2/124m\n"
     assert capfd.readouterr().err == line

@@ -5,7 +5,6 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +23,7 @@ pytestmark = pytest.mark.distributed
 
 
 @pytest.mark.slow
-def test_two_processes_are_looked_at_and_measured(config: Path, polyad: Polyad) -> None:
+def test_two_processes_are_looked_at_and_measured(config, polyad):
     done = polyad("doctor", config, *TWO, "--json", "-")
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
@@ -43,7 +42,7 @@ def test_two_processes_are_looked_at_and_measured(config: Path, polyad: Polyad) 
 
 
 @pytest.mark.slow
-def test_data_that_is_not_there_ends_it_with_status_1(config: Path, polyad: Polyad) -> None:
+def test_data_that_is_not_there_ends_it_with_status_1(config, polyad):
     done = polyad("doctor", config, *TWO, "data.path=nowhere")
     assert done.returncode == 1, done.stderr
     last = done.stderr.strip().splitlines()[-1]
@@ -64,17 +63,13 @@ def test_data_that_is_not_there_ends_it_with_status_1(config: Path, polyad: Poly
         ),
     ],
 )
-def test_what_it_cannot_look_at_is_one_line(
-    arguments: list[str], words: list[str], capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_what_it_cannot_look_at_is_one_line(arguments, words, capfd):
     assert run(["doctor", *arguments]) == 2
     line = error_line(capfd.readouterr().err)
     assert all(word in line for word in words), line
 
 
-def test_a_batch_job_of_it_does_not_overwrite_that_of_the_run(
-    config: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_batch_job_of_it_does_not_overwrite_that_of_the_run(config, capfd):
     arguments = ["--via", "slurm", "--nodes", "2", "--dry-run", "train.global_batch_size=4"]
     assert run(["doctor", str(config), *arguments]) == 0
     script = config.parent / "run" / "launch" / "doctor.sh"
@@ -83,7 +78,7 @@ def test_a_batch_job_of_it_does_not_overwrite_that_of_the_run(
 
 
 @pytest.mark.slow
-def test_hosts_are_looked_at_and_a_slow_link_is_named(config: Path) -> None:
+def test_hosts_are_looked_at_and_a_slow_link_is_named(config):
     found = config.parent / "found.json"
     with several_hosts(3, net=79) as hosts:
         hosts[2].limit(50)
@@ -136,7 +131,7 @@ def change(path: str, value: Any, *ranks: int) -> Callable[[Facts], None]:
     return changed
 
 
-def test_nothing_is_wrong_with_hosts_that_are_alike() -> None:
+def test_nothing_is_wrong_with_hosts_that_are_alike():
     assert list(findings(facts(), [Link(0, 2, 2e10)])) == []  # type: ignore[arg-type]
 
 
@@ -159,9 +154,7 @@ def test_nothing_is_wrong_with_hosts_that_are_alike() -> None:
         (change("folder", {"seen": False}, 2, 3), True, ["run.folder: node-2 cannot see"]),
     ],
 )
-def test_a_fault_is_named_with_its_host(
-    fault: Callable[[Facts], None], breaks: bool, words: list[str]
-) -> None:
+def test_a_fault_is_named_with_its_host(fault, breaks, words):
     found = copy.deepcopy(facts())
     fault(found)
     (finding,) = findings(found, [Link(0, 2, 2e10)])  # type: ignore[arg-type]
@@ -169,7 +162,7 @@ def test_a_fault_is_named_with_its_host(
     assert all(word in finding.text for word in words), finding.text
 
 
-def test_slow_links_are_named() -> None:
+def test_slow_links_are_named():
     found: Any = [*facts(), facts()[2] | {"host": "node-3"}]
     links = [Link(0, 2, 2e10), Link(0, 4, 2e10), Link(2, 4, 2e9)]
     (slow,) = findings(found, links)
@@ -180,7 +173,7 @@ def test_slow_links_are_named() -> None:
 
 
 @pytest.mark.parametrize("members", [2, 3, 8, 9, 64])
-def test_each_meets_each_other_once_and_one_at_a_time(members: int) -> None:
+def test_each_meets_each_other_once_and_one_at_a_time(members):
     played = list(rounds(range(10, 10 + members)))
     assert len(played) == members - 1 + members % 2
     pairs = [frozenset(pair) for one in played for pair in one]

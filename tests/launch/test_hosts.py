@@ -22,7 +22,7 @@ ARGUMENTS = st.text(st.characters(codec="utf-8", exclude_characters="\0"))
 @pytest.mark.parametrize(
     "name", ["localhost", "node-1", "node-1.cluster.example", "10.77.0.1", "a" * 63, "7"]
 )
-def test_a_host_name_passes(name: str) -> None:
+def test_a_host_name_passes(name):
     assert host_name(name, "--local-addr") == name
 
 
@@ -34,7 +34,7 @@ def test_a_host_name_passes(name: str) -> None:
         *(".".join(["a" * 60] * 5), "node1\n", "fe80::1%eth0;id", "fe80::1%eth0", "::g", "１"),
     ],
 )
-def test_another_host_name_is_refused_by_option_and_value(name: str) -> None:
+def test_another_host_name_is_refused_by_option_and_value(name):
     with pytest.raises(LaunchError, match=r"^--local-addr: ") as caught:
         host_name(name, "--local-addr")
     assert repr(name) in str(caught.value)
@@ -51,7 +51,7 @@ def test_another_host_name_is_refused_by_option_and_value(name: str) -> None:
         ("[::1]:29500", "[::1]:29500"),
     ],
 )
-def test_an_endpoint_has_a_host_and_a_port(text: str, full: str) -> None:
+def test_an_endpoint_has_a_host_and_a_port(text, full):
     assert endpoint(text, "--rdzv-endpoint") == full
 
 
@@ -63,24 +63,24 @@ def test_an_endpoint_has_a_host_and_a_port(text: str, full: str) -> None:
         *("a b:1", "node:１", *SHELL),
     ],
 )
-def test_another_endpoint_is_refused(text: str) -> None:
+def test_another_endpoint_is_refused(text):
     with pytest.raises(LaunchError, match=r"^--rdzv-endpoint: ") as caught:
         Rendezvous(endpoint=text)
     assert len(str(caught.value).splitlines()) == 1
 
 
-def test_an_address_without_brackets_is_named_whole() -> None:
+def test_an_address_without_brackets_is_named_whole():
     with pytest.raises(LaunchError, match=r"--rdzv-endpoint: '::1' .*brackets.*\[::1\]:29400"):
         Rendezvous(endpoint="::1")
 
 
 @pytest.mark.parametrize("name", [*SHELL, "-x", "a" * 65, "a/b", "a,b", "a=b", "a#b", "a%j"])
-def test_a_name_that_stands_unquoted_has_no_special_characters(name: str) -> None:
+def test_a_name_that_stands_unquoted_has_no_special_characters(name):
     with pytest.raises(LaunchError, match=r"^--rdzv-id: "):
         Rendezvous(id=name)
 
 
-def test_an_interface_is_handed_to_gloo_and_nccl() -> None:
+def test_an_interface_is_handed_to_gloo_and_nccl():
     assert interface_variables(None) == {}
     # NCCL reads a bare name as a prefix.
     assert interface_variables("ib0.1") == {
@@ -94,7 +94,7 @@ def test_an_interface_is_handed_to_gloo_and_nccl() -> None:
 
 @given(texts=st.lists(ARGUMENTS, min_size=1, max_size=4), value=ARGUMENTS)
 @settings(max_examples=60, deadline=None)
-def test_any_text_comes_through_a_shell_unchanged(texts: list[str], value: str) -> None:
+def test_any_text_comes_through_a_shell_unchanged(texts, value):
     words = ["printf", r"%s\0", *texts]
     line = command_line(words, {"EXTRA": value})
     subprocess.run(["bash", "-n", "-c", line], check=True)

@@ -15,7 +15,7 @@ Finished = tuple[Path, subprocess.CompletedProcess[str]]
 pytestmark = pytest.mark.distributed
 
 
-def test_launch_trains_in_processes_and_says_little(finished_run: Finished) -> None:
+def test_launch_trains_in_processes_and_says_little(finished_run):
     folder, done = finished_run
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("4 steps done; last loss ")
@@ -35,9 +35,7 @@ def test_launch_trains_in_processes_and_says_little(finished_run: Finished) -> N
 
 
 @pytest.mark.slow
-def test_evaluate_in_two_processes_prints_once_and_equals_one(
-    finished_run: Finished, polyad: Polyad
-) -> None:
+def test_evaluate_in_two_processes_prints_once_and_equals_one(finished_run, polyad):
     folder, _ = finished_run
     one = polyad("evaluate", folder, "--json", "-")
     options = ["--standalone", "--nproc-per-node", 2, "-m", "polyad.launch", "evaluate", folder]
@@ -50,9 +48,7 @@ def test_evaluate_in_two_processes_prints_once_and_equals_one(
 
 
 @pytest.mark.slow
-def test_evaluate_writes_json_beside_the_table(
-    finished_run: Finished, polyad: Polyad, tmp_path: Path
-) -> None:
+def test_evaluate_writes_json_beside_the_table(finished_run, polyad, tmp_path):
     folder, _ = finished_run
     newest = folder / "checkpoints" / "step-00000004"
     done = polyad("evaluate", newest, "--json", tmp_path / "out.json", "evaluation.stride=16")
@@ -63,9 +59,7 @@ def test_evaluate_writes_json_beside_the_table(
 
 
 @pytest.mark.slow
-def test_a_run_that_fails_is_one_line_without_torchruns_report(
-    config: Path, polyad: Polyad
-) -> None:
+def test_a_run_that_fails_is_one_line_without_torchruns_report(config, polyad):
     # A learning rate that makes the second step infinite: known only once it runs.
     done = polyad(
         *("launch", config, "--processes-per-node", 2, "optimizer.kind=sgd"),
@@ -81,7 +75,7 @@ def test_a_run_that_fails_is_one_line_without_torchruns_report(
 
 
 @pytest.mark.slow
-def test_torchrun_by_hand_lets_rank_zero_alone_explain(config: Path, polyad: Polyad) -> None:
+def test_torchrun_by_hand_lets_rank_zero_alone_explain(config, polyad):
     options = ["--nproc-per-node", 2, "-m", "polyad.launch", "train", config, "train.stps=3"]
     done = polyad("--standalone", *options, module="torch.distributed.run")
     assert done.returncode == 1  # torchrun's own
@@ -91,7 +85,7 @@ def test_torchrun_by_hand_lets_rank_zero_alone_explain(config: Path, polyad: Pol
 
 
 @pytest.mark.slow
-def test_our_torchrun_gives_the_workers_status(config: Path) -> None:
+def test_our_torchrun_gives_the_workers_status(config):
     command = torchrun(config, ["train.stps=3"], processes_per_node=2, max_restarts=0)
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2

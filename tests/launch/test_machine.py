@@ -41,7 +41,7 @@ def compiled_code(**changes: object) -> str:
     return done.stdout.strip()
 
 
-def test_compiled_code_is_kept_among_the_users_caches(tmp_path: Path) -> None:
+def test_compiled_code_is_kept_among_the_users_caches(tmp_path):
     folder = tmp_path / ".cache" / "polyad" / "compiled"
     assert compiled_code(HOME=tmp_path) == str(folder)
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700  # nobody else puts code there
@@ -49,7 +49,7 @@ def test_compiled_code_is_kept_among_the_users_caches(tmp_path: Path) -> None:
     assert compiled_code(HOME=tmp_path, XDG_CACHE_HOME=other) == f"{other}/polyad/compiled"
 
 
-def test_computers_that_share_a_home_keep_their_own(tmp_path: Path) -> None:
+def test_computers_that_share_a_home_keep_their_own(tmp_path):
     there = {"HOME": tmp_path / "home", "TMPDIR": tmp_path, "LOCAL_WORLD_SIZE": 2}
     folder = tmp_path / f"polyad-{os.getuid()}" / "compiled"
     assert compiled_code(**there, WORLD_SIZE=4) == str(folder)
@@ -57,7 +57,7 @@ def test_computers_that_share_a_home_keep_their_own(tmp_path: Path) -> None:
     assert compiled_code(**there, WORLD_SIZE=2) == str(tmp_path / "home/.cache/polyad/compiled")
 
 
-def test_processes_of_a_node_share_whole_cores() -> None:
+def test_processes_of_a_node_share_whole_cores():
     cores = [frozenset({number, number + 6}) for number in range(6)]  # two threads each
     assert cores_of(0, 2, cores) == {0, 1, 2, 6, 7, 8}
     assert cores_of(1, 2, cores) == {3, 4, 5, 9, 10, 11}
@@ -81,7 +81,7 @@ print(sorted(os.sched_getaffinity(0)))
     not hasattr(os, "sched_getaffinity") or len(os.sched_getaffinity(0)) < 2,
     reason="this machine lets this process run on one core alone",
 )
-def test_a_process_with_a_gpu_keeps_to_its_cores_unless_it_was_bound() -> None:
+def test_a_process_with_a_gpu_keeps_to_its_cores_unless_it_was_bound():
     everything = sorted(os.sched_getaffinity(0))
 
     def allowed(*words: str, **variables: str) -> list[int]:
@@ -101,16 +101,16 @@ def test_a_process_with_a_gpu_keeps_to_its_cores_unless_it_was_bound() -> None:
     assert allowed("gpu", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1") == everything
 
 
-def test_a_folder_named_by_the_user_stays(tmp_path: Path) -> None:
+def test_a_folder_named_by_the_user_stays(tmp_path):
     assert compiled_code(HOME=tmp_path, TORCHINDUCTOR_CACHE_DIR="/mine") == "/mine"
 
 
-def test_a_folder_that_cannot_be_made_is_left_to_torch() -> None:
+def test_a_folder_that_cannot_be_made_is_left_to_torch():
     assert compiled_code(HOME="/dev/null") == "None"
 
 
 @pytest.mark.slow
-def test_a_second_start_of_a_compiled_run_compiles_nothing(config: Path, tmp_path: Path) -> None:
+def test_a_second_start_of_a_compiled_run_compiles_nothing(config, tmp_path):
     programs = []
     for number in range(2):
         arguments = [
@@ -127,7 +127,7 @@ def test_a_second_start_of_a_compiled_run_compiles_nothing(config: Path, tmp_pat
     assert programs[1] == programs[0]
 
 
-def test_processes_share_the_cores_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_share_the_cores_unless_told_otherwise(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     cores = cores_here()
     assert 1 <= cores <= len(os.sched_getaffinity(0))

@@ -1,7 +1,6 @@
 """`polyad plan` as a user calls it."""
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -21,7 +20,7 @@ def planned(*arguments: str, capfd: pytest.CaptureFixture[str]) -> dict:
     return json.loads(capfd.readouterr().out)
 
 
-def test_a_plan_needs_no_data_and_no_gpu(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_needs_no_data_and_no_gpu(capfd):
     result = planned(GPT2, "--nodes", "2", *SMALL, capfd=capfd)
     assert result["processes"] == 16
     # 6 FLOPs a weight of 2 blocks of 12 x 128^2 and the head of 1000 x 128, and attention of 64.
@@ -41,7 +40,7 @@ def test_a_plan_needs_no_data_and_no_gpu(capfd: pytest.CaptureFixture[str]) -> N
 
 
 @pytest.mark.slow
-def test_one_layout_in_detail_is_that_of_the_table(capfd: pytest.CaptureFixture[str]) -> None:
+def test_one_layout_in_detail_is_that_of_the_table(capfd):
     two = ("--processes-per-node", "4", *SMALL)
     listed = planned(SMOE, *two, capfd=capfd)["layouts"]
     (row,) = planned(SMOE, *two, "--layout", "tp=2,ep=2,zero=2", capfd=capfd)["layouts"]
@@ -51,7 +50,7 @@ def test_one_layout_in_detail_is_that_of_the_table(capfd: pytest.CaptureFixture[
     assert same == [row]
 
 
-def test_a_time_is_that_of_the_rate_that_is_named(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_time_is_that_of_the_rate_that_is_named(capfd):
     two = ("--processes-per-node", "2", "--layout", "zero=1", *SMALL)
     result = planned(GPT2, *two, "--mfu", "0.4", "--peak-tflops", "100", capfd=capfd)
     assert result["seconds_per_step"] == pytest.approx(result["flops_per_step"] / (2 * 0.4 * 1e14))
@@ -60,9 +59,7 @@ def test_a_time_is_that_of_the_rate_that_is_named(capfd: pytest.CaptureFixture[s
 
 
 @pytest.mark.slow
-def test_a_folder_of_weights_is_planned_as_a_run_that_goes_on_from_it(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_of_weights_is_planned_as_a_run_that_goes_on_from_it(tmp_path, capfd):
     pytest.importorskip("transformers")
     from tests.helpers.decoders import theirs
 
@@ -77,6 +74,6 @@ def test_a_folder_of_weights_is_planned_as_a_run_that_goes_on_from_it(
     assert parameters <= whole["parameters"] < parameters + 2 * 128 * 32
 
 
-def test_a_batch_that_no_layout_divides_is_named(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_batch_that_no_layout_divides_is_named(capfd):
     assert run(["plan", GPT2, *SMALL, "--nodes", "5"]) == 2
     assert "train.global_batch_size: 256" in error_line(capfd.readouterr().err)

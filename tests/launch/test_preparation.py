@@ -21,9 +21,7 @@ def words(text: Path, output: Path, tokenizer: Path) -> list[str]:
 
 
 @pytest.mark.slow
-def test_parts_are_joined(
-    text: Path, tmp_path: Path, data: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_parts_are_joined(text, tmp_path, data, capfd):
     command = [*words(text, tmp_path / "out", data), "--documents", "lines"]
     for number in (1, 2):
         assert run([*command, "--part", f"{number}/2"]) == 0
@@ -40,9 +38,7 @@ def test_parts_are_joined(
         (["--source", "python-stdlib", "--tokenizer", "words", "--part", "3"], "--part: '3'"),
     ],
 )
-def test_options_that_do_not_go_together_are_one_line(
-    options: list[str], line: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_options_that_do_not_go_together_are_one_line(options, line, tmp_path, capfd):
     assert run(["prepare", *options, "--output", str(tmp_path / "out")]) == 2
     assert line in last_line(capfd)
     assert os.listdir(tmp_path) == []

@@ -3,7 +3,6 @@
 import os
 import signal
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -15,16 +14,14 @@ pytestmark = pytest.mark.distributed
 
 
 @pytest.mark.slow
-def test_the_status_of_a_command_is_that_of_its_process(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_status_of_a_command_is_that_of_its_process(tmp_path, capfd):
     assert polyad("train", str(tmp_path / "none.yaml")) == 2
     assert "none.yaml: there is no such file" in capfd.readouterr().err
     assert polyad("--version") == 0
 
 
 @pytest.mark.slow
-def test_a_command_that_starts_processes_itself_does_not_end_them(config: Path) -> None:
+def test_a_command_that_starts_processes_itself_does_not_end_them(config):
     # Workers of torchrun are no children of this process, and are not to end because of that.
     assert polyad("launch", str(config), "--processes-per-node", "2") == 0
     assert (config.parent / "run" / "checkpoints" / "step-00000004" / "manifest.json").exists()
@@ -32,7 +29,7 @@ def test_a_command_that_starts_processes_itself_does_not_end_them(config: Path) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("all_processes", [False, True])
-def test_a_signal_is_handed_on_and_the_run_saved(config: Path, all_processes: bool) -> None:
+def test_a_signal_is_handed_on_and_the_run_saved(config, all_processes):
     options = ["train.steps=100000", "checkpoint.every=0", "log.trackers=[]"]
     code = (
         "from polyad.launch.processes import polyad\n"

@@ -19,7 +19,7 @@ SMALL = (
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
-def test_each_line_is_a_command_that_can_be_typed(path: Path) -> None:
+def test_each_line_is_a_command_that_can_be_typed(path):
     text = path.read_text().replace("\\\n", " ")
     values = dict(re.findall(r"^(\w+)=(\S+)", text, re.MULTILINE)) | {"larger": "", "images": "x"}
     found = re.findall(r"^ *(polyad .*)|  (polyad .*)", text, re.MULTILINE)
@@ -31,7 +31,7 @@ def test_each_line_is_a_command_that_can_be_typed(path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_a_small_quickstart_ends_with_its_table_and_again(tmp_path: Path) -> None:
+def test_a_small_quickstart_ends_with_its_table_and_again(tmp_path):
     text = (ROOT / "configs" / "quickstart" / "run.sh").read_text()
     for old, new in (
         (

@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,7 +22,7 @@ TWO = ("--nodes", "2", "--processes-per-node", "1", "--interface", "eth0")
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+def cluster(tmp_path_factory):
     with several_hosts(2, net=80) as hosts:
         controller = f"{hosts[0].address.rpartition('.')[0]}.254"
         with slurm(hosts, controller, tmp_path_factory.mktemp("slurm")) as found:
@@ -46,7 +45,7 @@ def output(config: Path, job: str) -> str:
     return (config.parent / "run" / "launch" / f"slurm-{job}.out").read_text()
 
 
-def test_a_job_runs_to_its_end(cluster: Slurm, data: Path, tmp_path: Path) -> None:
+def test_a_job_runs_to_its_end(cluster, data, tmp_path):
     config = write_run(tmp_path / "two", data, 6)
     job = submitted(cluster, "launch", config)
     found = cluster.wait(job, ("COMPLETED", "FAILED", "TIMEOUT"), 120)
@@ -60,7 +59,7 @@ def test_a_job_runs_to_its_end(cluster: Slurm, data: Path, tmp_path: Path) -> No
     assert environment["world_size"] == 2
 
 
-def test_nodes_are_looked_at_by_a_job(cluster: Slurm, data: Path, tmp_path: Path) -> None:
+def test_nodes_are_looked_at_by_a_job(cluster, data, tmp_path):
     config = write_run(tmp_path / "two", data, 6)
     found = tmp_path / "found.json"
     job = submitted(cluster, "doctor", config, "--json", str(found))
@@ -71,9 +70,7 @@ def test_nodes_are_looked_at_by_a_job(cluster: Slurm, data: Path, tmp_path: Path
     assert len(result["measured"]["between"]) == 1
 
 
-def test_a_job_goes_back_into_the_queue_before_its_limit_and_continues(
-    cluster: Slurm, data: Path, tmp_path: Path
-) -> None:
+def test_a_job_goes_back_into_the_queue_before_its_limit_and_continues(cluster, data, tmp_path):
     config = write_run(tmp_path / "two", data, 1_000_000)
     job = submitted(cluster, "launch", config, "--sbatch", "time=1:35", *EARLY)
     cluster.wait(job, ("RUNNING",), 60)

@@ -53,7 +53,7 @@ STAND_INS = {
 
 
 @pytest.fixture(scope="module")
-def stand_ins() -> Path:
+def stand_ins():
     folder = Path(tempfile.mkdtemp(prefix="polyad-slurm-"))
     for name, text in STAND_INS.items():
         write_command(folder / name, text)
@@ -80,25 +80,25 @@ def text_of(agent: tuple[str, ...] = AGENT, folder: str = "/runs/a", **asked: ob
         *("time=1\n#SBATCH --wrap=id", "nodes=3", "output=x", "requeue", "array=1-3"),
     ],
 )
-def test_an_option_that_cannot_stand_in_a_directive_or_is_the_scripts_is_refused(text: str) -> None:
+def test_an_option_that_cannot_stand_in_a_directive_or_is_the_scripts_is_refused(text):
     with pytest.raises(LaunchError, match=r"^--sbatch: ") as caught:
         SlurmJob(sbatch=[text])
     assert len(str(caught.value).splitlines()) == 1
 
 
-def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+def test_a_missing_file_is_refused(tmp_path):
     with pytest.raises(LaunchError, match=r"^--setup: .*there is no such file"):
         SlurmJob(setup=tmp_path / "none")
 
 
 @pytest.mark.parametrize("folder", ["/runs/a b", "/runs/a\n#SBATCH --wrap=id", "/r/$(id)", "/r/%j"])
-def test_a_run_folder_that_cannot_stand_in_a_directive_is_refused(folder: str) -> None:
+def test_a_run_folder_that_cannot_stand_in_a_directive_is_refused(folder):
     with pytest.raises(LaunchError, match=r"^run\.folder: ") as caught:
         text_of(folder=folder)
     assert len(str(caught.value).splitlines()) == 1
 
 
-def test_the_script_asks_for_what_was_asked() -> None:
+def test_the_script_asks_for_what_was_asked():
     asked = ["time=1-12", "gpus-per-node=8", "cpus-per-task=64", "signal=B:USR1@600", "hold"]
     text = text_of(sbatch=asked)
     directives = [line for line in text.splitlines() if line.startswith("#SBATCH")]
@@ -122,7 +122,7 @@ def test_the_script_asks_for_what_was_asked() -> None:
     assert "\n#SBATCH --exclusive\n" in text_of()  # whole nodes, unless cores are asked for
 
 
-def test_the_script_starts_an_agent_on_every_node(stand_ins: Path) -> None:
+def test_the_script_starts_an_agent_on_every_node(stand_ins):
     done = subprocess.run(
         ["bash", "-c", text_of()], env=environment(stand_ins), capture_output=True, check=True
     )
@@ -143,9 +143,7 @@ def test_the_script_starts_an_agent_on_every_node(stand_ins: Path) -> None:
 
 @given(overrides=st.lists(ARGUMENTS, max_size=3), place=ARGUMENTS.map(lambda t: t[:40]))
 @settings(max_examples=40, deadline=None)
-def test_any_override_comes_through_the_script_unchanged(
-    stand_ins: Path, overrides: list[str], place: str
-) -> None:
+def test_any_override_comes_through_the_script_unchanged(stand_ins, overrides, place):
     text = script_text(
         *(Path("/runs/a/launch"), SlurmJob(), (*AGENT, *overrides), 2, 1),
         {"EXTRA": place},
@@ -166,9 +164,7 @@ EXECUTED = ("$(touch {m})", "`touch {m}`", "; touch {m};", "x[$(touch {m})]", "a
 @pytest.mark.parametrize(
     "name", ["SLURM_JOB_ID", "SLURM_CPUS_ON_NODE", "SLURM_JOB_NODELIST", "OMP_NUM_THREADS"]
 )
-def test_nothing_in_the_environment_of_the_job_is_executed(
-    stand_ins: Path, tmp_path: Path, name: str, value: str
-) -> None:
+def test_nothing_in_the_environment_of_the_job_is_executed(stand_ins, tmp_path, name, value):
     marker = tmp_path / "marker"
     done = subprocess.run(
         ["bash", "-c", text_of()],
@@ -184,8 +180,8 @@ def test_nothing_in_the_environment_of_the_job_is_executed(
 
 @pytest.mark.parametrize("value", [*EXECUTED, "a b", "a'b", '"', "-n"])
 def test_the_folder_that_a_job_is_launched_in_may_have_any_name(
-    stand_ins: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str
-) -> None:
+    stand_ins, tmp_path, monkeypatch, value
+):
     marker = tmp_path / "marker"
     folder = tmp_path / value.format(m="marker")
     folder.mkdir()
@@ -212,13 +208,8 @@ REQUEUED = ["requeue 40007"]
     ],
 )
 def test_a_signal_stops_the_processes_before_the_job_ends_or_requeues_itself(
-    stand_ins: Path,
-    tmp_path: Path,
-    number: signal.Signals,
-    state: str,
-    status: int,
-    then: list[str],
-) -> None:
+    stand_ins, tmp_path, number, state, status, then
+):
     log, begun = tmp_path / "log", tmp_path / "begun"
     job = subprocess.Popen(
         ["bash", "-c", text_of()],
@@ -245,9 +236,7 @@ def test_a_signal_stops_the_processes_before_the_job_ends_or_requeues_itself(
         (137, 60, []),  # that died at once
     ],
 )
-def test_what_may_pass_goes_back_into_the_queue(
-    stand_ins: Path, tmp_path: Path, status: int, least: int, then: list[str]
-) -> None:
+def test_what_may_pass_goes_back_into_the_queue(stand_ins, tmp_path, status, least, then):
     log = tmp_path / "log"
     text = script_text(Path("/runs/a/launch"), SlurmJob(), AGENT, 2, 1, {}, least_seconds=least)
     done = subprocess.run(
@@ -259,7 +248,7 @@ def test_what_may_pass_goes_back_into_the_queue(
     assert [line for line in log.read_text().splitlines() if not line.startswith("--")] == then
 
 
-def test_a_setup_is_read_before_processes_start(stand_ins: Path, tmp_path: Path) -> None:
+def test_a_setup_is_read_before_processes_start(stand_ins, tmp_path):
     setup = tmp_path / "a b.sh"
     for lines, status in (("export OMP_NUM_THREADS=7\necho loaded\n", 0), ("false\n", 1)):
         setup.write_text(lines)
@@ -270,9 +259,7 @@ def test_a_setup_is_read_before_processes_start(stand_ins: Path, tmp_path: Path)
         assert done.stdout.startswith(b"loaded\n") == (status == 0)
 
 
-def test_without_sbatch_it_is_one_line(
-    config: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_without_sbatch_it_is_one_line(config, monkeypatch, capfd):
     monkeypatch.setenv("PATH", str(config.parent))
     assert run(["launch", str(config), *SLURM]) == 2
     line = error_line(capfd.readouterr().err)
@@ -281,9 +268,7 @@ def test_without_sbatch_it_is_one_line(
     assert not (config.parent / "run").exists()
 
 
-def test_a_dry_run_writes_the_script_into_a_folder_that_stays_fresh(
-    config: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_dry_run_writes_the_script_into_a_folder_that_stays_fresh(config, monkeypatch, capfd):
     arguments = [*SLURM, "--dry-run", "--interface", "ib0", "--sbatch", "time=10:00:00", "seed=7"]
     assert run(["launch", str(config), *arguments]) == 0
     script = config.parent / "run" / "launch" / "job.sh"
@@ -307,9 +292,7 @@ def test_a_dry_run_writes_the_script_into_a_folder_that_stays_fresh(
     assert run(["validate", str(config)]) == 2
 
 
-def test_the_script_is_submitted(
-    config: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_script_is_submitted(config, monkeypatch, capfd):
     write_command(config.parent / "sbatch", 'echo "Submitted batch job 7: $1"')
     monkeypatch.setenv("PATH", f"{config.parent}:{os.environ['PATH']}")
     assert run(["launch", str(config), *SLURM]) == 0

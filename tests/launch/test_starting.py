@@ -19,7 +19,7 @@ TORCHRUN = ("--via", "torchrun", "--rdzv-endpoint", "node-1")
 
 
 @pytest.fixture(autouse=True)
-def unchanged_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def unchanged_environment(monkeypatch):
     """A dry run prints what it would set, and sets it too."""
     monkeypatch.setattr(os, "environ", os.environ.copy())
 
@@ -58,9 +58,7 @@ def unchanged_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         (["train.steps;id=1"], ["'train.steps;id=1'", "key=value"]),
     ],
 )
-def test_a_wrong_launch_is_one_line_before_anything_starts(
-    arguments: list[str], words: list[str], config: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_launch_is_one_line_before_anything_starts(arguments, words, config, capfd):
     assert run(["launch", str(config), "--processes-per-node", "1", *arguments]) == 2
     captured = capfd.readouterr()
     assert captured.out == ""
@@ -69,7 +67,7 @@ def test_a_wrong_launch_is_one_line_before_anything_starts(
     assert not (config.parent / "run").exists()
 
 
-def test_a_program_is_refused_what_the_command_line_is(config: Path) -> None:
+def test_a_program_is_refused_what_the_command_line_is(config):
     def start(config: Path, **asked: Any) -> None:
         how = LaunchOptions(processes_per_node=1, **asked)
         Launch(config=config, overrides=[], how=how).start()
@@ -80,9 +78,7 @@ def test_a_program_is_refused_what_the_command_line_is(config: Path) -> None:
         start(config, nodes=0)
 
 
-def test_a_dry_run_prints_this_hosts_command(
-    config: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_dry_run_prints_this_hosts_command(config, monkeypatch, capfd):
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     folder = config.parent / "a b;run"
     arguments = ["--nodes", "2", "--processes-per-node", "2", *TORCHRUN, "--rdzv-is-host", "true"]
@@ -103,27 +99,21 @@ def test_a_dry_run_prints_this_hosts_command(
     assert not folder.exists()
 
 
-def test_a_least_number_of_hosts_is_torchruns_own(
-    config: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_least_number_of_hosts_is_torchruns_own(config, capfd):
     shape = ["--nodes", "2", "--min-nodes", "1", "--processes-per-node", "2", *TORCHRUN]
     assert run(["launch", str(config), *shape, "--dry-run", "train.micro_batch_size=1"]) == 0
     words = shlex.split(capfd.readouterr().out)
     assert words[words.index("--nnodes") + 1] == "1:2"
 
 
-def test_a_dry_run_of_this_machine_is_standalone_and_starts_once(
-    config: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_dry_run_of_this_machine_is_standalone_and_starts_once(config, capfd):
     assert run(["launch", str(config), "--processes-per-node", "2", "--dry-run"]) == 0
     words = shlex.split(capfd.readouterr().out)
     assert "--standalone" in words
     assert words[words.index("--max-restarts") + 1] == "0"
 
 
-def test_torchrun_waits_as_long_as_a_run_may_take_to_save_and_no_longer(
-    config: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_torchrun_waits_as_long_as_a_run_may_take_to_save_and_no_longer(config, capfd):
     start = ["launch", str(config), "--processes-per-node", "2", "--dry-run"]
     name = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
     for seconds, expected in (("25", []), ("90.5", [f"{name}=96"]), ("5", [f"{name}=10"])):
@@ -132,20 +122,18 @@ def test_torchrun_waits_as_long_as_a_run_may_take_to_save_and_no_longer(
         assert [word for word in words if word.startswith("TORCH_")] == expected
 
 
-def test_hosts_make_the_same_id_from_the_same_folder() -> None:
+def test_hosts_make_the_same_id_from_the_same_folder():
     same = Rendezvous(endpoint="a").words("runs/x")
     assert same == Rendezvous(endpoint="a").words("runs/x")
     assert same != Rendezvous(endpoint="a").words("runs/y")
 
 
-def test_a_config_that_looks_like_an_option_is_none() -> None:
+def test_a_config_that_looks_like_an_option_is_none():
     words = torchrun(Path("-x.yaml"), [], 1, 0)
     assert words[words.index("train") + 1] == "./-x.yaml"
 
 
-def test_hosts_that_do_not_meet_are_one_line(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_hosts_that_do_not_meet_are_one_line(monkeypatch, capfd):
     from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
 
     def fail(*_: object, **__: object) -> None:
@@ -159,9 +147,7 @@ def test_hosts_that_do_not_meet_are_one_line(
     assert "the output of the others says why" in line
 
 
-def test_processes_that_start_again_do_not_share_a_store_with_those_before(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_processes_that_start_again_do_not_share_a_store_with_those_before(monkeypatch):
     found: list[str] = []
     name = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
     monkeypatch.setattr(

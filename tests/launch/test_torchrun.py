@@ -25,9 +25,7 @@ from tests.helpers.started import steps, wait_for
 pytestmark = pytest.mark.distributed
 
 
-def test_word_of_a_stop_is_left_for_our_agent_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_word_of_a_stop_is_left_for_our_agent_alone(tmp_path, monkeypatch):
     monkeypatch.delenv(STOP_FILE, raising=False)
     assert not tell_launcher(15)
     monkeypatch.setenv(STOP_FILE, str(tmp_path / "stop"))
@@ -42,7 +40,7 @@ def test_word_of_a_stop_is_left_for_our_agent_alone(
 
 
 @pytest.mark.slow
-def test_workers_of_an_agent_that_is_the_first_process_of_a_container_start(tmp_path: Path) -> None:
+def test_workers_of_an_agent_that_is_the_first_process_of_a_container_start(tmp_path):
     unshare = shutil.which("unshare")
     if (
         unshare is None
@@ -71,7 +69,7 @@ def workers_of(agent: subprocess.Popen[str]) -> list[psutil.Process]:
 
 
 @pytest.mark.slow
-def test_what_a_run_of_one_host_listens_on_is_loopback_alone(config: Path) -> None:
+def test_what_a_run_of_one_host_listens_on_is_loopback_alone(config):
     """torch unpickles what comes in there, and nothing asks who sends it."""
     agent = start(config, "train.steps=100000", "checkpoint.every=0")
     wait_for(lambda: len(steps(config.parent / "run")) >= 1, agent)
@@ -89,9 +87,7 @@ def test_what_a_run_of_one_host_listens_on_is_loopback_alone(config: Path) -> No
 
 
 @everyday("rank", [0, 1], keep=[])
-def test_a_process_that_alone_cannot_start_says_why_once(
-    rank: int, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_that_alone_cannot_start_says_why_once(rank, config, tmp_path, monkeypatch):
     """torchrun ends the other one at once, which has not even heard of it."""
     (tmp_path / "broken.py").write_text(f"import os\nassert os.environ['RANK'] != '{rank}'\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
@@ -118,7 +114,7 @@ def loaders_of(worker: psutil.Process) -> list[psutil.Process]:
 
 
 @pytest.mark.slow
-def test_a_loader_process_that_is_killed_is_one_line(config: Path) -> None:
+def test_a_loader_process_that_is_killed_is_one_line(config):
     words = ["train.steps=100000", "checkpoint.every=0", "data.num_workers=2"]
     agent = start(config, *words, restarts=0)
     wait_for(lambda: len(steps(config.parent / "run")) >= 2, agent)
@@ -137,7 +133,7 @@ def test_a_loader_process_that_is_killed_is_one_line(config: Path) -> None:
 
 
 @pytest.mark.slow
-def test_loader_processes_whose_parent_ended_while_they_started_end_too(config: Path) -> None:
+def test_loader_processes_whose_parent_ended_while_they_started_end_too(config):
     words = ["train.steps=100000", "checkpoint.every=0", "data.num_workers=1"]
     agent = start(config, *words, restarts=0)
     begun: list[psutil.Process] = []
@@ -159,7 +155,7 @@ def test_loader_processes_whose_parent_ended_while_they_started_end_too(config: 
     ("number", "whom"),
     [("SIGTERM", "agent"), ("SIGUSR1", "agent"), ("SIGUSR1", "worker"), ("SIGINT", "worker")],
 )
-def test_a_stop_is_not_taken_for_a_failure(config: Path, number: str, whom: str) -> None:
+def test_a_stop_is_not_taken_for_a_failure(config, number, whom):
     asked = signal.Signals[number]
     run = config.parent / "run"
     agent = start(config, "train.steps=100000", "checkpoint.every=0")
@@ -216,23 +212,21 @@ def words_of(command: str, config: Path) -> list[str]:
         pytest.param(3.5, signal.SIGTERM, marks=pytest.mark.slow),
     ],
 )
-def test_a_signal_while_a_launcher_starts_ends_it_at_once(
-    config: Path, seconds: float, number: signal.Signals
-) -> None:
+def test_a_signal_while_a_launcher_starts_ends_it_at_once(config, seconds, number):
     """Also within an import, which an exception would break, or which would swallow it."""
     stopped_after(seconds, number, words_of("launch", config))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ["launch", "train", "study"])
-def test_a_signal_at_any_moment_of_a_start_ends_it(config: Path, command: str) -> None:
+def test_a_signal_at_any_moment_of_a_start_ends_it(config, command):
     for moment in range(20):
         number = (signal.SIGTERM, signal.SIGINT)[moment % 2]
         stopped_after(0.6 * moment, number, words_of(command, config))
 
 
 @pytest.mark.slow
-def test_signals_again_and_again_do_not_end_workers_that_save(config: Path) -> None:
+def test_signals_again_and_again_do_not_end_workers_that_save(config):
     """Ctrl-C more than once, or Slurm, which tells the agent and the workers."""
     run = config.parent / "run"
     agent = start(config, "train.steps=100000", "checkpoint.every=0")
@@ -255,7 +249,7 @@ def test_signals_again_and_again_do_not_end_workers_that_save(config: Path) -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["killed", "frozen"])
-def test_a_lost_worker_means_a_restart_that_goes_on_by_itself(config: Path, kind: str) -> None:
+def test_a_lost_worker_means_a_restart_that_goes_on_by_itself(config, kind):
     """A frozen one is missed in a collective; torchrun kills it after its 30 seconds."""
     run = config.parent / "run"
     # A busy machine may take some seconds for a step: only who is frozen takes twelve.
@@ -273,7 +267,7 @@ def test_a_lost_worker_means_a_restart_that_goes_on_by_itself(config: Path, kind
 
 
 @pytest.mark.slow
-def test_workers_whose_agent_is_killed_save_a_checkpoint_and_end(config: Path) -> None:
+def test_workers_whose_agent_is_killed_save_a_checkpoint_and_end(config):
     run = config.parent / "run"
     agent = start(config, "train.steps=100000", "checkpoint.every=0")
     wait_for(lambda: len(steps(run)) >= 2, agent)

@@ -4,7 +4,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.distributed
 
 
 @pytest.fixture(scope="module")
-def hosts() -> Iterator[tuple[Host, ...]]:
+def hosts():
     with several_hosts(2) as made:
         yield made
 
@@ -48,9 +48,7 @@ def stop(agent: subprocess.Popen[str]) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_over_two_hosts_survives_the_death_of_one_worker(
-    hosts: tuple[Host, ...], data: Path, polyad: Polyad, tmp_path: Path
-) -> None:
+def test_a_run_over_two_hosts_survives_the_death_of_one_worker(hosts, data, polyad, tmp_path):
     config, whole = (
         write_run(tmp_path / "two", data, STEPS, EVERY),
         write_run(tmp_path / "one", data, STEPS, EVERY),
@@ -82,9 +80,7 @@ def test_a_run_over_two_hosts_survives_the_death_of_one_worker(
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_with_the_hosts_that_are_left(
-    hosts: tuple[Host, ...], data: Path, polyad: Polyad, tmp_path: Path
-) -> None:
+def test_a_run_goes_on_with_the_hosts_that_are_left(hosts, data, polyad, tmp_path):
     config, whole = (
         write_run(tmp_path / "two", data, STEPS, EVERY),
         write_run(tmp_path / "one", data, STEPS, EVERY),
@@ -111,9 +107,7 @@ def test_a_run_goes_on_with_the_hosts_that_are_left(
 
 
 @pytest.mark.slow
-def test_a_host_that_would_do_something_else_ends_all_at_once(
-    hosts: tuple[Host, ...], data: Path, tmp_path: Path
-) -> None:
+def test_a_host_that_would_do_something_else_ends_all_at_once(hosts, data, tmp_path):
     """The second host's key is another: one line on each, and no start again."""
     config, override = write_run(tmp_path / "two", data, STEPS, EVERY), "train.steps=9"
     begun = time.monotonic()
@@ -131,9 +125,7 @@ def test_a_host_that_would_do_something_else_ends_all_at_once(
 
 
 @pytest.mark.slow
-def test_two_hosts_connect_on_the_interface_that_was_named(
-    hosts: tuple[Host, ...], data: Path, tmp_path: Path
-) -> None:
+def test_two_hosts_connect_on_the_interface_that_was_named(hosts, data, tmp_path):
     config = write_run(tmp_path / "two", data, STEPS, EVERY)
     agents = [start_on(host, hosts[0], config, "train.steps=100000") for host in hosts]
     try:

@@ -1,16 +1,13 @@
 """`polyad validate`: a run checked and described without being started."""
 
 import json
-from pathlib import Path
 
 import pytest
 
 from polyad.launch.cli import run
 
 
-def test_validate_describes_the_run_to_a_person_and_writes_json(
-    config: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_validate_describes_the_run_to_a_person_and_writes_json(config, tmp_path, capfd):
     assert run(["validate", str(config), "--processes", "2", "--json", str(tmp_path / "d")]) == 0
     captured = capfd.readouterr()
     description = json.loads((tmp_path / "d").read_text())
@@ -22,17 +19,13 @@ def test_validate_describes_the_run_to_a_person_and_writes_json(
     assert not (tmp_path / "run").exists()
 
 
-def test_validate_takes_the_number_of_processes_from_torchrun(
-    config: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_validate_takes_the_number_of_processes_from_torchrun(config, monkeypatch, capfd):
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert run(["validate", str(config), "--json", "-"]) == 0
     assert json.loads(capfd.readouterr().out)["layout"]["processes"] == 2
 
 
-def test_without_data_the_vocabulary_has_to_be_given(
-    config: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_without_data_the_vocabulary_has_to_be_given(config, capfd):
     arguments = ["validate", str(config), "--without-data", "data.path=/no/such/data"]
     assert run(arguments) == 2
     assert "model.vocab_size" in capfd.readouterr().err
@@ -41,9 +34,7 @@ def test_without_data_the_vocabulary_has_to_be_given(
 
 
 @pytest.mark.parametrize("command", ["validate", "train"])
-def test_a_vocabulary_smaller_than_the_tokenizers_is_refused(
-    command: str, config: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_vocabulary_smaller_than_the_tokenizers_is_refused(command, config, capfd):
     assert run([command, str(config), "model.vocab_size=10"]) == 2
     line = capfd.readouterr().err
     assert line.startswith("polyad: error: model.vocab_size: 10 is less than the ")

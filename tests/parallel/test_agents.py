@@ -11,9 +11,7 @@ from torch.distributed.elastic.multiprocessing import api
 from polyad.parallel.agents import watch_workers
 
 
-def test_workers_that_start_again_are_killed_after_the_time_that_was_asked_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_workers_that_start_again_are_killed_after_the_time_that_was_asked_for(monkeypatch):
     """torch's agent has it, and takes its 30 seconds where it does not end itself."""
     watched(monkeypatch)
     told: list[dict[str, object]] = []
@@ -38,9 +36,7 @@ def watched(monkeypatch: pytest.MonkeyPatch, ended: list[int] | None = None) -> 
 @pytest.mark.parametrize(
     ("status", "left"), [(1, 3), (137, 3), (2, 0), (143, 0), (-15, 0)], ids=str
 )
-def test_what_ended_by_bad_input_or_a_signal_is_not_started_again(
-    monkeypatch: pytest.MonkeyPatch, status: int, left: int
-) -> None:
+def test_what_ended_by_bad_input_or_a_signal_is_not_started_again(monkeypatch, status, left):
     failed = RunResult(WorkerState.FAILED, failures={0: SimpleNamespace(exitcode=status)})  # type: ignore[dict-item]
     monkeypatch.setattr(LocalElasticAgent, "_monitor_workers", lambda *_: failed)
     watched(monkeypatch)

@@ -4,7 +4,6 @@ import pytest
 
 from polyad.parallel import comm
 from polyad.parallel.dims import LayoutError
-from tests.helpers.forking import ForkServer
 from tests.helpers.training import Case, wait_in_vain
 from tests.helpers.workers import WorkerPool
 
@@ -12,9 +11,7 @@ pytestmark = pytest.mark.distributed
 
 
 @pytest.mark.slow
-def test_a_collective_of_the_engines_groups_waits_as_long_as_the_key_says(
-    forks: ForkServer,
-) -> None:
+def test_a_collective_of_the_engines_groups_waits_as_long_as_the_key_says(forks):
     pool = WorkerPool(2, forks)  # of its own: its groups are of no use afterwards
     try:
         waited, _ = pool.run(wait_in_vain, Case(stage=2, timeout_minutes=0.05))

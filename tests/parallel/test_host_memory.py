@@ -42,7 +42,7 @@ def faults(how: str, **environment: str) -> tuple[bool | None, list[int]]:
 
 
 @pytest.mark.slow
-def test_freed_memory_is_used_again_without_asking_the_system_for_pages() -> None:
+def test_freed_memory_is_used_again_without_asking_the_system_for_pages():
     _, given_back = faults("leave")
     kept, pages = faults("keep")
     assert kept is True
@@ -59,7 +59,7 @@ def test_freed_memory_is_used_again_without_asking_the_system_for_pages() -> Non
         {"GLIBC_TUNABLES": "glibc.malloc.trim_threshold=131072"},
     ],
 )
-def test_who_sets_malloc_himself_is_left_alone(variable: dict[str, str]) -> None:
+def test_who_sets_malloc_himself_is_left_alone(variable):
     kept, pages = faults("keep", **variable)
     assert kept is False
     assert min(pages) > 1000

@@ -2,7 +2,7 @@
 
 import signal
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import psutil
@@ -10,7 +10,7 @@ import pytest
 
 from polyad.parallel.comm import STORE, comparison
 from tests.helpers.everyday import everyday
-from tests.helpers.forking import ForkedRun, ForkServer
+from tests.helpers.forking import ForkedRun
 from tests.helpers.meeting import join
 
 pytestmark = pytest.mark.distributed
@@ -19,7 +19,7 @@ Start = Callable[..., ForkedRun]
 
 
 @pytest.fixture
-def start(forks: ForkServer, tmp_path: Path) -> Iterator[Start]:
+def start(forks, tmp_path):
     """Starts a process that joins the others; it writes a file of its own."""
     started = []
 
@@ -49,7 +49,7 @@ def free_port() -> int:
 
 
 @pytest.fixture
-def place(store: str, tmp_path: Path) -> dict[str, str]:
+def place(store, tmp_path):
     """Where processes meet, as variables: a port of rank 0, of one host or of several, or a file
     of the host."""
     there = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
@@ -71,12 +71,12 @@ def ends(processes: list[ForkedRun]) -> list[tuple[int, str]]:
 
 
 @everyday("store", ["one host", "hosts", "file"], keep=["one host"])
-def test_processes_that_agree_go_on(place: dict[str, str], start: Start) -> None:
+def test_processes_that_agree_go_on(place, start):
     assert ends([start(place, rank) for rank in range(2)]) == [(0, "2.0"), (0, "2.0")]
 
 
 @everyday("store", ["hosts", "file"], keep=["file"])
-def test_processes_that_do_not_agree_all_refuse(place: dict[str, str], start: Start) -> None:
+def test_processes_that_do_not_agree_all_refuse(place, start):
     seeds = (1, 1, 2)
     results = ends([start(place, rank, seed, 3) for rank, seed in enumerate(seeds)])
     host = socket.gethostname()
@@ -88,9 +88,7 @@ def test_processes_that_do_not_agree_all_refuse(place: dict[str, str], start: St
 
 @everyday("store", ["one host", "hosts", "file"], keep=["hosts"])
 @everyday("rank", [0, 1], keep=[0])
-def test_a_process_that_waits_in_vain_ends_with_one_line(
-    rank: int, place: dict[str, str], start: Start
-) -> None:
+def test_a_process_that_waits_in_vain_ends_with_one_line(rank, place, start):
     ((status, text),) = ends([start(place, rank, minutes=0.05)])
     assert status == 1
     assert text.startswith(f"PeerError rank {rank} on {socket.gethostname()} did not find all 2 ")
@@ -100,9 +98,7 @@ def test_a_process_that_waits_in_vain_ends_with_one_line(
 @everyday("store", ["one host", "hosts", "file"], keep=["file"])
 @everyday("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1], keep=[signal.SIGTERM])
 @everyday("rank", [0, 1], keep=[0])
-def test_a_signal_ends_a_process_that_waits(
-    rank: int, number: signal.Signals, place: dict[str, str], start: Start
-) -> None:
+def test_a_signal_ends_a_process_that_waits(rank, number, place, start):
     process = start(place, rank)
     process.until(lambda: process.text() == "begins\n")
     process.until(lambda: not catches(process, number))
@@ -118,7 +114,7 @@ def catches(process: ForkedRun, number: signal.Signals) -> bool:
 
 
 @everyday("store", ["one host", "hosts"], keep=["one host"])
-def test_a_port_that_is_taken_is_one_line(place: dict[str, str], start: Start) -> None:
+def test_a_port_that_is_taken_is_one_line(place, start):
     with socket.create_server(("127.0.0.1", int(place["MASTER_PORT"]))):
         ((status, text),) = ends([start(place, 0)])
     assert status == 1
@@ -126,7 +122,7 @@ def test_a_port_that_is_taken_is_one_line(place: dict[str, str], start: Start) -
     assert "in use" in text
 
 
-def test_the_store_of_one_host_listens_on_loopback(start: Start) -> None:
+def test_the_store_of_one_host_listens_on_loopback(start):
     place = {"MASTER_ADDR": socket.gethostname(), "MASTER_PORT": str(free_port())}
     process = start(place | {"LOCAL_WORLD_SIZE": "2"}, 0)
 
@@ -138,7 +134,7 @@ def test_the_store_of_one_host_listens_on_loopback(start: Start) -> None:
     assert listening() == {"127.0.0.1"}
 
 
-def test_what_differs_is_a_line_for_each_name() -> None:
+def test_what_differs_is_a_line_for_each_name():
     facts = [(f"host-{n}", {"steps": "6" if n else "9", "seed": "1"}) for n in range(9)]
     assert comparison(facts) == [
         "steps: 9 on host-0, 6 on host-1, host-2, host-3, host-4, host-5 and 3 more"

@@ -4,7 +4,6 @@ A run may end in words, as one whose loss is NaN does, but not with a traceback.
 """
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -52,8 +51,8 @@ def is_valid(config: Path, override: str) -> bool:
 @pytest.mark.distributed
 @pytest.mark.parametrize("kind", ["dense", "smoe"])
 def test_no_number_that_is_valid_ends_a_run_with_a_traceback(
-    kind: str, tmp_path: Path, prepared_path: Path, workers: Any
-) -> None:
+    kind, tmp_path, prepared_path, workers
+):
     feed_forward = {
         "dense": {"kind": "dense"},
         "smoe": {"kind": "smoe", "num_experts": 4, "graph": "attention"},
