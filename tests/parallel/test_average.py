@@ -16,14 +16,12 @@ from polyad.parallel.zero import fragments
 from polyad.train.loop.step import train_step
 from polyad.train.tasks.language import text_losses
 from tests.helpers.everyday import everyday
-from tests.helpers.parity import assert_equal_state
 from tests.helpers.training import (
     Case,
     build_engine,
     model_yaml,
     moe_model,
     poisoned,
-    relative,
     resave,
     tensors,
     text_batches,
@@ -98,22 +96,6 @@ def test_the_average_is_that_of_the_masters_after_each_applied_step(workers, pro
         assert result["applied"] == [step != case.poison_step for step in range(5)]
 
 
-@pytest.mark.slow
-def test_any_layout_averages_as_one_process_does(workers, tmp_path):
-    case = ONE.but(optimizer="sgd", learning_rate=0.1, model=moe_model())
-    found = {}
-    for processes, layout in [(1, {}), (2, {"stage": 2, "expert": 2}), (2, {"tensor": 2})]:
-        folder = tmp_path / str(len(found))
-        workers(processes).run(train, case.but(**layout, save_to=str(folder)))
-        found[folder] = tensors(folder / "step-00000005")
-    one, *others = found.values()
-    averages = [key for key in one if key[1] == "ema"]
-    assert {name for name, _ in averages} == {name for name, field in one if field == "master"}
-    assert any(relative(one[name, "master"], one[name, "ema"]) > 0.01 for name, _ in averages)
-    for other in others:
-        assert max(relative(other[key], one[key]) for key in averages) < 1e-5
-
-
 @pytest.fixture(scope="module")
 def saved(workers, tmp_path_factory):
     """Three steps on two processes, with an average or without."""
@@ -128,29 +110,6 @@ def saved(workers, tmp_path_factory):
         return made[average]
 
     return save
-
-
-def test_a_run_in_pieces_has_the_average_of_the_run_in_one(workers, saved, tmp_path):
-    case = Case(stage=1, average=0.7, dropout=0.1, precision="bf16")
-    workers(2).run(train, case.but(last_step=6, save_to=str(tmp_path / "whole")))
-    workers(2).run(train, case.but(last_step=3, save_to=str(tmp_path / "half")))
-    middle = str(tmp_path / "half" / "step-00000003")
-    rest = case.but(first_step=3, last_step=6, resume=middle, save_to=str(tmp_path / "rest"))
-    workers(2).run(train, rest)
-    whole, pieces = (tensors(tmp_path / name / "step-00000006") for name in ("whole", "rest"))
-    assert whole.keys() == pieces.keys()
-    assert all(torch.equal(pieces[key], whole[key]) for key in whole)
-
-
-@everyday(
-    ("processes", "layout"),
-    [(1, {}), (2, {"stage": 3}), (2, {"tensor": 2})],
-    keep=[(2, {"tensor": 2})],
-)
-def test_another_layout_saves_the_same_average_again(workers, saved, tmp_path, processes, layout):
-    case = Case(**layout, average=0.7, resume=str(saved(0.7)), first_step=3, save_to=str(tmp_path))
-    workers(processes).run(resave, case)
-    assert_equal_state(tmp_path / "step-00000003", saved(0.7))
 
 
 def test_an_average_begins_with_the_weights_of_a_checkpoint_without_one(workers, saved, tmp_path):

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from tests.helpers.everyday import everyday
-from tests.helpers.training import Case, moe_model, tensors, train
+from tests.helpers.parity import assert_equal_state
+from tests.helpers.training import Case, moe_model, train
 
 pytestmark = pytest.mark.distributed
 
@@ -15,46 +16,35 @@ PRECISIONS = ("fp32", "bf16")
 POISONS = ("loss", "gradient")
 
 
+EXPERTS = moe_model(graph="attention", balancing_rate=0.01, final_top_k=3)
+CASES = [
+    *itertools.product([None], [1, 2, 3], PRECISIONS, POISONS, [0, 1]),
+    *itertools.product([EXPERTS], [1, 2], PRECISIONS, POISONS, [0]),
+]
+
+
 @everyday(
-    ("stage", "precision", "poison", "micro_batch"),
-    itertools.product([1, 2, 3], PRECISIONS, POISONS, [0, 1]),
-    keep=[(1, "bf16", "gradient", 1)],
+    ("model", "stage", "precision", "poison", "micro_batch"),
+    CASES,
+    keep=[(None, 1, "bf16", "gradient", 1), (EXPERTS, 2, "bf16", "loss", 0)],
+    ids=lambda case: "-".join(("experts" if case[0] else "dense", *map(str, case[1:]))),
 )
-def test_a_poisoned_step_leaves_no_trace(workers, tmp_path, stage, precision, micro_batch, poison):
+def test_a_poisoned_step_leaves_no_trace(
+    workers, tmp_path, model, stage, precision, poison, micro_batch
+):
     case = Case(
         stage=stage, precision=precision, poison=poison, poison_step=2,
         poison_micro_batch=micro_batch, save_to=str(tmp_path / "poisoned"),
     )  # fmt: skip
+    if model is not None:
+        case = case.but(model=model, expert=2)
     results = workers(2).run(train, case)
     assert [result["applied"] for result in results] == [[True, True, False, True]] * 2
     assert not torch.tensor(results[0]["norms"][2]).isfinite()
     without = case.but(skip_data=True, save_to=str(tmp_path / "without"))
     expected = workers(2).run(train, without)[0]
     assert results[0]["losses"][3] == expected["losses"][2]
-    before, after = (tensors(tmp_path / n / "step-00000004") for n in ("without", "poisoned"))
-    assert all(torch.equal(before[key], after[key]) for key in before)
-
-
-@everyday(
-    ("stage", "precision", "poison"),
-    itertools.product([1, 2], PRECISIONS, POISONS),
-    keep=[(2, "bf16", "loss")],
-)
-def test_a_poisoned_step_leaves_no_trace_in_experts_and_routers(
-    workers, tmp_path, stage, precision, poison
-):
-    case = Case(
-        stage=stage, precision=precision, poison=poison, poison_step=2, expert=2,
-        save_to=str(tmp_path / "poisoned"),
-        model=moe_model(graph="attention", balancing_rate=0.01, final_top_k=3),
-    )  # fmt: skip
-    results = workers(2).run(train, case)
-    assert [result["applied"] for result in results] == [[True, True, False, True]] * 2
-    without = case.but(skip_data=True, save_to=str(tmp_path / "without"))
-    expected = workers(2).run(train, without)[0]
-    assert results[0]["losses"][3] == expected["losses"][2]
-    before, after = (tensors(tmp_path / n / "step-00000004") for n in ("without", "poisoned"))
-    assert all(torch.equal(before[key], after[key]) for key in before)
+    assert_equal_state(*(tmp_path / name / "step-00000004" for name in ("poisoned", "without")))
 
 
 @everyday(

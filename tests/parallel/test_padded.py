@@ -20,7 +20,7 @@ from polyad.train.loop.statistics import routing_record
 from polyad.train.loop.step import train_step
 from polyad.train.tasks.distillation import cross_entropy
 from tests.helpers.everyday import everyday
-from tests.helpers.parity import assert_same_course
+from tests.helpers.parity import assert_near_state, assert_same_course
 from tests.helpers.training import (
     GLOBAL_BATCH,
     MODEL,
@@ -187,22 +187,34 @@ def test_any_micro_batches_give_one_gradient(workers, whole, tmp_path, kind, sec
                 assert record[key] == pytest.approx(theirs[key], rel=1e-4, abs=1e-6), key
 
 
-def test_counts_of_all_processes_weigh_these_by_their_tokens(workers, whole, tmp_path):
-    # 30 tokens on the first process and 23 on the other, against all of them on one.
+SPREAD = {"expert": 2, "stage": 2}
+
+
+@everyday("over", ["layer", "model"], keep=["layer"])
+@everyday(
+    ("processes", "layout"),
+    [(2, {}), (2, SPREAD), (4, SPREAD), (4, SPREAD | {"tensor": 2})],
+    keep=[(2, {}), (2, SPREAD)],
+    ids=str,
+)
+def test_counts_of_all_processes_weigh_these_by_their_tokens(
+    workers, whole, tmp_path, processes, layout, over
+):
+    # Of two processes 30 tokens are on the first and 23 on the other; all of them are on one.
     case, _, _ = whole("bert", "pools of whole samples")
-    losses = LossConfig(load_balance=0.5)
+    losses = LossConfig(load_balance=0.5, load_balance_over=over)
     one = case.but(losses=losses, save_to=str(tmp_path / "one"))
     expected = workers(1).run(train_on_padded, one)[0]
     counted = losses.model_copy(update={"load_balance_counts": "all"})
-    two = one.but(losses=counted, micro_batch=4, save_to=str(tmp_path / "two"))
-    result = workers(2).run(train_on_padded, two)[0]
+    size = 8 * layout.get("tensor", 1) // processes
+    many = one.but(losses=counted, micro_batch=size, save_to=str(tmp_path / "many"), **layout)
+    result = workers(processes).run(train_on_padded, many)[0]
     assert_same_course(result, expected)
-    weights, ours = (tensors(tmp_path / name / "step-00000002") for name in ("one", "two"))
-    assert max(relative(ours[key].double(), weights[key].double()) for key in weights) < 1e-5
+    assert_near_state(*(tmp_path / name / "step-00000002" for name in ("many", "one")))
     for record, theirs in zip(result["routing"], expected["routing"], strict=True):
         for key in (key for key in record if key.endswith("balance_loss")):
             assert record[key] == pytest.approx(theirs[key], rel=1e-5)
-    alone = workers(2).run(train_on_padded, two.but(losses=losses))[0]
+    alone = workers(processes).run(train_on_padded, many.but(losses=losses))[0]
     with pytest.raises(AssertionError):
         assert_same_course(alone, expected)
 

@@ -1,7 +1,7 @@
 """Every file of a checkpoint, damaged in every way at many places: refused and named, always."""
 
-import json
 import random
+import re
 import shutil
 from pathlib import Path
 
@@ -30,8 +30,8 @@ def copy(good_checkpoint, tmp_path):
     return tmp_path / "step-00000001"
 
 
-def refused(folder: Path, name: str) -> str:
-    """The line that a run is given that verifies the folder, which names the file."""
+def refused(folder: Path, name: str) -> None:
+    """Whoever verifies or opens the folder is given a line that names the file."""
     with pytest.raises(CheckpointError) as caught:
         verify_contents(folder)
     line = str(caught.value)
@@ -39,7 +39,9 @@ def refused(folder: Path, name: str) -> str:
     assert isinstance(caught.value, DamagedCheckpoint) or name == "manifest.json"
     assert line.startswith((f"{folder / name}: damaged: ", f"{folder}: is not a complete")), line
     assert "\n" not in line
-    return line
+    if not name.endswith(".safetensors"):  # whose content is looked at where it is read
+        with pytest.raises(CheckpointError, match=re.escape(name)):
+            Checkpoint(folder)
 
 
 def places(size: int, count: int) -> list[int]:
@@ -47,51 +49,38 @@ def places(size: int, count: int) -> list[int]:
     return sorted({0, size - 1, *random.Random(size).sample(range(size), min(count, size))})
 
 
-def damage_everywhere(folder: Path, name: str, count: int) -> int:
-    path = folder / name
+@everyday("name", FILES, keep=["manifest.json", "rank-00001.safetensors"])
+def test_a_flipped_zeroed_cut_or_longer_file_is_named(copy, name):
+    path = copy / name
     good = path.read_bytes()
-    for place in places(len(good), count):
+    for place in places(len(good), 40):
         bit = 1 << place % 8
         path.write_bytes(good[:place] + bytes([good[place] ^ bit]) + good[place + 1 :])
-        refused(folder, name)
+        refused(copy, name)
         zeroed = good[:place] + bytes(min(4096, len(good) - place)) + good[place + 4096 :]
         if zeroed != good:  # fresh moments and padding are zeros already
             path.write_bytes(zeroed)
-            refused(folder, name)
+            refused(copy, name)
         path.write_bytes(good[:place])
-        refused(folder, name)
+        refused(copy, name)
         path.write_bytes(good[:place] + b"\0" + good[place:])
-        refused(folder, name)
+        refused(copy, name)
     path.write_bytes(good)
-    verify_contents(folder)
-    return 4 * count
-
-
-@everyday("name", FILES, keep=["manifest.json", "rank-00001.safetensors"])
-def test_a_flipped_zeroed_cut_or_longer_file_is_named(copy, name):
-    assert damage_everywhere(copy, name, 40)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", FILES)
-def test_at_very_many_places(copy, name):
-    assert damage_everywhere(copy, name, 2000)
-
-
-@pytest.mark.slow
-def test_every_bit_of_a_manifest_counts(copy):
-    path = copy / "manifest.json"
-    good = path.read_bytes()
-    for place in range(len(good)):
-        for bit in range(8):
-            path.write_bytes(good[:place] + bytes([good[place] ^ 1 << bit]) + good[place + 1 :])
-            refused(copy, "manifest.json")
+    verify_contents(copy)
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_a_missing_file_is_named(copy, name):
     (copy / name).unlink()
     refused(copy, name)
+    with pytest.raises(CheckpointError, match=re.escape(name)):
+        Checkpoint(copy)
+
+
+@pytest.mark.parametrize("content", [b"[]", b"{}", b"\xff", b"", b'{"format": "other"}'])
+def test_what_is_no_manifest_is_named(copy, content):
+    (copy / "manifest.json").write_bytes(content)
+    refused(copy, "manifest.json")
 
 
 def test_two_files_that_changed_places_are_named(copy):
@@ -118,17 +107,3 @@ def test_reading_weights_refuses_a_file_in_which_any_chunk_is_damaged(copy):
                 with path.open("r+b") as file:
                     file.seek(chunk.begin)
                     file.write(bytes([byte]))
-
-
-@pytest.mark.parametrize(
-    ("version", "reason"),
-    [(2, "is older than 3, which this Polyad reads"), (4, "is newer than 3")],
-)
-def test_another_version_is_one_line(copy, version, reason):
-    other = {"format": "polyad-checkpoint", "version": version, "step": 1, "files": {}}
-    (copy / "manifest.json").write_text(json.dumps(other, indent=1))
-    with pytest.raises(CheckpointError) as caught:
-        Checkpoint(copy)
-    assert not isinstance(caught.value, DamagedCheckpoint)
-    assert str(caught.value).startswith(f"{copy}: format version {version} {reason}")
-    assert "\n" not in str(caught.value)

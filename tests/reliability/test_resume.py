@@ -13,8 +13,8 @@ from polyad.data.text.prepare import prepare
 from tests.helpers.consumed import digest, global_batches, run_and_note
 from tests.helpers.everyday import everyday
 from tests.helpers.order import permutation
+from tests.helpers.parity import assert_equal_state
 from tests.helpers.runs import FEED_FORWARDS, records, run, write_config
-from tests.helpers.training import tensors
 
 pytestmark = pytest.mark.distributed
 
@@ -62,71 +62,31 @@ def test_the_data_is_as_small_as_these_tests_need_it(small_data):
 def test_a_run_in_pieces_is_bitwise_the_run_in_one(
     workers, small_data, tmp_path, kind, stage, precision
 ):
-    assert_same_in_pieces(
-        workers, small_data, tmp_path, model__feed_forward=FEED_FORWARDS[kind],
-        model__dropout=0.2, train__precision=precision, parallel__zero_stage=stage,
-    )  # fmt: skip
-
-
-EXPERTS = {
-    "kind": "smoe", "num_experts": 4, "expert_hidden_size": 32, "combine": "normalized",
-    "activation": "swiglu",
-}  # fmt: skip
-DECODERS = {
-    "olmoe": {"model__query_key_norm": "all", "model__feed_forward": EXPERTS},
-    "deepseek": {
-        "model__latent_attention": {"key_value_rank": 12, "plain_size": 6, "rotated_size": 4,
-                                    "value_size": 5},
-        "model__feed_forward": EXPERTS | {
-            "score_function": "sigmoid", "balancing_rate": 0.01, "shared_hidden_size": 16,
-            "placement": [1], "num_groups": 2, "top_groups": 1, "group_score": "best_two"},
-    },
-    "gpt-oss": {
-        "model__num_key_value_heads": 2, "model__attention_sinks": True,
-        "model__sliding_window": 7, "model__sliding_window_blocks": [0], "model__mlp_bias": True,
-        "model__feed_forward": EXPERTS | {"activation": "clamped_swiglu"},
-    },
-}  # fmt: skip
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("name", DECODERS)
-def test_a_decoder_in_pieces_is_bitwise_the_run_in_one(
-    workers, small_data, tmp_path, name, precision
-):
-    assert_same_in_pieces(
-        workers, small_data, tmp_path, model__kind="decoder", model__dropout=0.2,
-        train__precision=precision, parallel__expert_parallel_size=2, **DECODERS[name],
-    )  # fmt: skip
-
-
-def assert_same_in_pieces(workers, data, place, **keys):
     """With accumulation and dropout; cut within an epoch, and around the batch across its end."""
     configs = {}
     for name in ("whole", "pieces"):
-        (place / name).mkdir()
+        (tmp_path / name).mkdir()
         configs[name] = write_config(
-            place / name / "config.yaml", data, train__steps=STEPS, seed=SEED,
+            tmp_path / name / "config.yaml", small_data, train__steps=STEPS, seed=SEED,
             checkpoint__every=0, evaluation__every=4, log__trackers=[],
-            monitor__spike_warmup=8, monitor__spike_window=8, **keys,
+            monitor__spike_warmup=8, monitor__spike_window=8,
+            model__feed_forward=FEED_FORWARDS[kind], model__dropout=0.2,
+            train__precision=precision, parallel__zero_stage=stage,
         )  # fmt: skip
     assert workers(2).run(run, configs["whole"]) == [STEPS] * 2
     for steps in (3, 7, 8, STEPS):
         assert workers(2).run(run, configs["pieces"], f"train.steps={steps}") == [steps] * 2
-    whole, pieces = place / "whole" / "run", place / "pieces" / "run"
+    whole, pieces = tmp_path / "whole" / "run", tmp_path / "pieces" / "run"
     ours, theirs = records(pieces), records(whole)
     # A piece validates at its end too.
     for mine, other in zip(ours, theirs, strict=True):
         assert {k: mine[k] for k in KEYS if k in other} == {k: other[k] for k in KEYS if k in other}
     last = f"checkpoints/step-{STEPS:08d}"
-    one, other = tensors(pieces / last), tensors(whole / last)
-    assert one.keys() == other.keys()
-    assert [key for key in other if not torch.equal(one[key], other[key])] == []
+    assert_equal_state(pieces / last, whole / last)
 
 
 def test_every_layout_takes_the_same_global_batches_none_twice(workers, small_data, tmp_path):
-    """Over 2, 1 and 4 processes in turn, cut anywhere."""
+    """Over 2, 1 and 4 processes in turn, cut anywhere; a loader worker is some batches ahead."""
     config = write_config(
         tmp_path / "config.yaml", small_data, seed=SEED, checkpoint__every=0, evaluation__every=0,
         log__trackers=[],
@@ -135,6 +95,7 @@ def test_every_layout_takes_the_same_global_batches_none_twice(workers, small_da
     for number, (processes, micro, steps) in enumerate([(2, 2, 5), (1, 8, 8), (4, 1, 20)]):
         notes = tmp_path / f"notes-{number}"
         options = [f"train.steps={steps}", f"train.micro_batch_size={micro}"]
+        options += ["data.num_workers=1"] * (processes == 1)
         assert set(workers(processes).run(run_and_note, config, notes, *options)) == {steps}
         taken += global_batches(notes, B)
     samples, count = naive_samples(small_data, 5)
@@ -142,20 +103,3 @@ def test_every_layout_takes_the_same_global_batches_none_twice(workers, small_da
     # In words: each sample of the first epoch once.
     first = [sample for batch in taken for sample in batch][:count]
     assert sorted(first) == sorted(samples[:count])
-
-
-@pytest.mark.slow
-def test_samples_read_ahead_are_not_lost(workers, small_data, tmp_path):
-    """Loader workers are a few batches ahead of the step at which a run ends."""
-    config = write_config(
-        tmp_path / "config.yaml", small_data, seed=SEED, checkpoint__every=0, evaluation__every=0,
-        log__trackers=[],
-    )  # fmt: skip
-    taken = []
-    for number, steps in enumerate((2, 4)):
-        notes = tmp_path / f"notes-{number}"
-        options = [f"train.steps={steps}", "data.num_workers=1"]
-        assert workers(1).run(run_and_note, config, notes, *options) == [steps]
-        taken += global_batches(notes, B)
-    samples, _ = naive_samples(small_data, 1)
-    assert taken == [samples[i * B : (i + 1) * B] for i in range(4)]
