@@ -11,6 +11,10 @@ from torch import Tensor, nn
 from polyad.model.build import build_model, initial_values, read_model_config
 from tests.helpers.bert import padded_input
 
+TEXT = {
+    "kind": "gpt2", "num_layers": 4, "hidden_size": 32, "num_heads": 4, "sequence_length": 32,
+    "vocab_size": 400,
+}  # fmt: skip
 IMAGES = {"num_layers": 2, "hidden_size": 32, "image_size": 16, "patch_size": 4, "num_classes": 7}
 
 
@@ -44,14 +48,14 @@ def output_of(model: nn.Module, dtype: torch.dtype = torch.float64) -> Any:
     """Returns a model's output for random input of its kind."""
     generator, given = torch.Generator().manual_seed(1), padded_input()
     kind = model.config.kind
-    if kind == "gpt2":
-        given = (torch.randint(400, (3, 32), generator=generator),)
+    if kind in ("gpt2", "decoder"):
+        given = (torch.randint(model.config.vocab_size, (3, 32), generator=generator),)
     elif kind != "bert":
         given = (torch.randn(3, 3, 16, 16, generator=generator, dtype=dtype),)
     return model.to(dtype)(*given)
 
 
 def logits_of(model: nn.Module, dtype: torch.dtype = torch.float64) -> Tensor:
-    """The logits of `output_of`."""
+    """The logits of `output_of`, of a BERT those of tokens that are no padding."""
     logits: Tensor = output_of(model, dtype).logits
-    return logits
+    return logits[padded_input()[1]] if model.config.kind == "bert" else logits

@@ -2,18 +2,12 @@
 
 import pytest
 
-from polyad.launch.cli import run as polyad
-from tests.helpers.dense import write_weights
-
-DENSE = {
-    "kind": "gpt2", "num_layers": 4, "hidden_size": 32, "num_heads": 4, "sequence_length": 32,
-    "vocab_size": 400,
-}  # fmt: skip
+from tests.helpers.dense import TEXT, write_weights
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
-    return write_weights(tmp_path_factory.mktemp("dense") / "plain", DENSE)
+    return write_weights(tmp_path_factory.mktemp("dense") / "plain", TEXT)
 
 
 UPCYCLE = [
@@ -26,18 +20,11 @@ UPCYCLE = [
     ("num_experts=8,placement=[1", "placement=[1: "),
     ("num_experts=8,top_k=9", "model.feed_forward.top_k: 9 "),
     ("num_experts=1", "model.feed_forward.num_experts: 1 "),
-    ("num_experts=eight", "model.feed_forward.num_experts: 'eight' "),
-    ("num_experts=8,top_k=", "model.feed_forward.top_k: None "),
     ("num_experts=8,placement=[1,4]", "placement: [1, 4] "),
     ("num_experts=8,expert_hidden_size=64", "model.feed_forward.expert_hidden_size: 64 "),
-    (
-        "num_experts=8,placement=2,dense_hidden_size=127",
-        "model.feed_forward.dense_hidden_size: 127 ",
-    ),
-    ("num_experts=8,expert_hidden_size=wide", "expert_hidden_size: 'wide' "),
+    ("num_experts=8,placement=2,dense_hidden_size=127", "feed_forward.dense_hidden_size: 127 "),
     ("num_experts=8,capacity_factor=1.0", "allowed: null"),
     ("num_experts=8,noise=-0.1", "noise: -0.1 "),
-    ("num_experts=8,noise=.nan", "noise: nan "),
     ("num_experts=8,noise=some", "noise: 'some' "),
     ("num_experts=8,seed=1.5", "seed: 1.5 "),
     ("num_experts=9000000000000000000", "more elements than a tensor can have"),
@@ -49,31 +36,19 @@ SPLIT = [
     ("num_experts=8,by=kmeans", "by: 'kmeans' "),
     ("num_experts=7,top_k=2", "model.feed_forward.num_experts: 7 "),
     ("num_experts=8,blocks=[1,4]", "model.feed_forward.blocks: [1, 4] "),
-    ("num_experts=8,top_k=9", "model.feed_forward.top_k: 9 "),
     ("num_experts=8,hidden_size=64", "model.feed_forward.hidden_size: 64"),
     ("num_experts=8,seed=-1", "seed: -1 "),
     ("num_experts=8,section=mlp", "section: 'mlp' "),
     ("num_experts=8,capacity_factor=1.5", "allowed: null"),
 ]
+CASES = [("--upcycle", *case) for case in UPCYCLE] + [("--split", *case) for case in SPLIT]
 
 
-@pytest.mark.parametrize(
-    ("option", "text", "key"),
-    [
-        (option, *case)
-        for option, cases in (
-            ("--upcycle", UPCYCLE),
-            ("--split", SPLIT),
-        )
-        for case in cases
-    ],
-)
+@pytest.mark.parametrize(("option", "text", "key"), CASES)
 def test_what_does_not_make_sense_is_one_line_and_leaves_nothing(
-    source, tmp_path, capfd, option, text, key
+    source, tmp_path, refused, option, text, key
 ):
-    command = ["convert", str(source), str(tmp_path / "new"), "--to", "polyad"]
-    assert polyad([*command, f"{option}={text}"]) == 2
-    (line,) = capfd.readouterr().err.splitlines()
+    line = refused("convert", source, tmp_path / "new", "--to", "polyad", f"{option}={text}")
     assert f"{option} {text}: " in line
     assert key in line
     assert list(tmp_path.iterdir()) == []

@@ -63,16 +63,24 @@ def finished(workers, folders, tmp_path_factory):
 def test_a_converted_run_is_scored_as_the_run_itself(workers, finished, folders, tmp_path):
     """Its pixels are normalized as they were, and its classes have their names."""
     convert(finished, tmp_path / "same", "safetensors")
-    for source, to in ((finished, "split"), (tmp_path / "same", "back")):
-        change = CHANGES["split"] if to == "split" else None
-        convert(source, tmp_path / to, "polyad", change)
-        assert (tmp_path / to / "classes.json").is_file()
+    convert(tmp_path / "same", tmp_path / "back", "polyad")
+    convert(finished, tmp_path / "split", "polyad", CHANGES["split"])
     convert(finished, tmp_path / "theirs", "huggingface")
-    assert json.loads((tmp_path / "theirs" / "classes.json").read_text()) == list(made.CLASSES)
+    for name in ("back", "split", "theirs"):
+        assert json.loads((tmp_path / name / "classes.json").read_text()) == list(made.CLASSES)
     (ours,) = workers(1).run(evaluation, finished)
     (split,) = workers(1).run(evaluation, tmp_path / "split")
     assert split["loss"] == pytest.approx(ours["loss"], rel=1e-5)
     assert split["images_scored"] == ours["images_scored"]
+
+
+def begun(workers, finished, start, folder, data, *words):
+    """A run of one step that begins from weights; gives its first line and what it was asked."""
+    words = (f"checkpoint.init_from={start}", f"run.folder={folder}", f"data.path={data}", *words)
+    config = finished.parent / "config.yaml"
+    ((steps, message),) = workers(1).run(run_and_listen, config, *words, "train.steps=1")
+    assert steps == 1
+    return message, (config, *words)
 
 
 @everyday("name", ["split", "adapted", "copies", "dense"], keep=["split"])
@@ -85,15 +93,10 @@ def test_the_head_starts_from_the_seed_and_all_else_from_the_weights(
         convert(finished, start, "polyad", change)
     theirs = load_model(start)
     section = json.dumps(theirs.config.feed_forward.model_dump(mode="json"))
-    words = (
-        f"data.path={folders['four']}", f"run.folder={tmp_path / 'run'}",
-        f"checkpoint.init_from={start}", f"model.feed_forward={section}",
-    )  # fmt: skip
+    words = (f"model.feed_forward={section}",)
     if name == "adapted":
         words += ("adapt.lora={rank: 4, trained: [head.*]}",)
-    config = finished.parent / "config.yaml"
-    ((steps, message),) = workers(1).run(run_and_listen, config, *words, "train.steps=1")
-    assert steps == 1
+    message, asked = begun(workers, finished, start, tmp_path / "run", folders["four"], *words)
     assert "; initialized from the seed: head.*" in message
     ours = load_model(tmp_path / "run").state_dict()
     assert ours["head.weight"].shape == (4, 16)
@@ -102,7 +105,7 @@ def test_the_head_starts_from_the_seed_and_all_else_from_the_weights(
             torch.testing.assert_close(ours[each], value.detach(), rtol=0, atol=0.02, msg=each)
     assert workers(1).run(evaluation, tmp_path / "run")[0]["images_scored"] > 4
     # It goes on with the head that it has.
-    assert workers(1).run(run, config, *words) == [2]
+    assert workers(1).run(run, *asked) == [2]
     again = load_model(tmp_path / "run").get_parameter("head.weight")
     torch.testing.assert_close(again.detach(), ours["head.weight"], rtol=0, atol=0.05)
     assert not torch.equal(again, ours["head.weight"])
@@ -111,81 +114,57 @@ def test_the_head_starts_from_the_seed_and_all_else_from_the_weights(
 def test_a_head_of_another_kind_is_new_and_other_names_of_as_many_classes_are_refused(
     workers, finished, folders, tmp_path
 ):
-    words = (f"checkpoint.init_from={finished}", f"run.folder={tmp_path / 'run'}", "train.steps=1")
     head = "model.head={kind: mumoe, num_experts: [3], rank: 4}"
-    config = finished.parent / "config.yaml"
-    ((_, message),) = workers(1).run(
-        run_and_listen, config, *words, f"data.path={folders['three']}", head
+    message, (config, *_) = begun(
+        workers, finished, finished, tmp_path / "run", folders["three"], head
     )
     assert "; initialized from the seed: head.*" in message
     assert "head.gate.weight" in Checkpoint(tmp_path / "run/checkpoints/step-00000001").shapes()
     root = made.class_folders(tmp_path / "all", 8)
     (root / "cat").rename(root / "cow")
-    other = (*words, f"data.path={root}", f"run.folder={tmp_path / 'other'}")
-    assert "class 2 is 'cow', not 'cat'" in refusal(workers(1), config, *other)
-
-
-def test_a_new_head_below_adapters_has_to_be_trained(workers, finished, folders, tmp_path):
-    """A head of zeros that stays so would give every adapter a gradient of 0."""
-    convert(finished, tmp_path / "theirs", "huggingface")
-    config, words = finished.parent / "config.yaml", (f"data.path={folders['four']}",)
-    words += (f"checkpoint.init_from={tmp_path / 'theirs'}", f"run.folder={tmp_path / 'run'}")
-    expected = "adapt.lora.trained: head.bias starts from random values and would never be "
-    "trained: add head.*"
-    assert expected in refusal(workers(1), config, *words, "adapt.lora={rank: 2}")
-    trained = "adapt.lora={rank: 2, trained: [head.*]}"
-    assert workers(1).run(run, config, *words, trained) == [2]
+    words = (f"checkpoint.init_from={finished}", f"run.folder={tmp_path / 'other'}")
+    text = refusal(workers(1), config, *words, f"data.path={root}")
+    assert "class 2 is 'cow', not 'cat'" in text
+    # A head of zeros that stays so would give every adapter a gradient of 0.
+    words = (*words, f"data.path={folders['four']}", "adapt.lora={rank: 2}")
+    assert "adapt.lora.trained: head.bias starts from" in refusal(workers(1), config, *words)
 
 
 @pytest.mark.slow
 def test_a_head_of_another_library_is_taken_by_the_names_of_its_classes(
     workers, finished, folders, tmp_path
 ):
-    theirs = tmp_path / "theirs"
+    theirs, three = tmp_path / "theirs", folders["three"]
     convert(finished, theirs, "huggingface")
     (theirs / "classes.json").unlink()
     about = json.loads((theirs / "config.json").read_text())
     assert about["id2label"] == {"0": "ant", "1": "bee", "2": "cat"}
-    config = finished.parent / "config.yaml"
-    words = (f"data.path={folders['three']}", f"checkpoint.init_from={theirs}", "train.steps=1")
-    ((_, message),) = workers(1).run(run_and_listen, config, *words, f"run.folder={tmp_path / 'a'}")
+    message, _ = begun(workers, finished, theirs, tmp_path / "a", three)
     assert "; " not in message.splitlines()[0]
     convert(theirs, tmp_path / "ours", "polyad")
-    held_out = ("data.held_out=0.3",)
-    (ours,) = workers(1).run(
-        evaluation, tmp_path / "ours", data=str(folders["three"]), overrides=held_out
-    )
+    held_out = {"data": str(three), "overrides": ("data.held_out=0.3",)}
+    (ours,) = workers(1).run(evaluation, tmp_path / "ours", **held_out)
     (whole,) = workers(1).run(evaluation, finished)
     assert ours["loss"] == pytest.approx(whole["loss"], rel=1e-5)
 
     # The same head with its rows in another order, and names that say so.
     about["id2label"] = {"0": "bee", "1": "ant", "2": "cat"}
     (theirs / "config.json").write_text(json.dumps(about))
-    refused = (*words, f"run.folder={tmp_path / 'b'}")
-    expected = "class 0 is 'ant', not 'bee'"
-    assert expected in refusal(workers(1), config, *refused)
     convert(theirs, tmp_path / "swapped", "polyad")
     with pytest.raises(ConfigError, match="class 0 is 'ant', not 'bee'"):
-        evaluate(tmp_path / "swapped", data=str(folders["three"]))
+        evaluate(tmp_path / "swapped", data=str(three))
 
     del about["id2label"]
     (theirs / "config.json").write_text(json.dumps(about))
-    words = (*words, f"run.folder={tmp_path / 'c'}", "data.normalization=imagenet")
-    ((_, message),) = workers(1).run(run_and_listen, config, *words)
+    words = "data.normalization=imagenet"
+    message, _ = begun(workers, finished, theirs, tmp_path / "c", three, words)
     assert "config.json does not name all 3 classes of its head" in message
     assert "; data.normalization: imagenet, but the weights were trained with half" in message
 
 
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        ("[" * 100_000, "is not JSON: maximum recursion depth"),
-        ('{"0": "ant"}', "is not a list of the names of classes"),
-        ('["ant", "bee"]', "names 2 classes, but its model has 3"),
-    ],
-)
-def test_damaged_names_of_classes_are_one_line(finished, tmp_path, content, said):
+@pytest.mark.parametrize("content", ["[" * 100_000, '{"0": "ant"}', '["ant", "bee"]'])
+def test_damaged_names_of_classes_are_one_line(finished, tmp_path, content):
     convert(finished, tmp_path / "plain", "safetensors")
     (tmp_path / "plain" / "classes.json").write_text(content)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=r"classes\.json: is not|names 2 classes"):
         convert(tmp_path / "plain", tmp_path / "theirs", "huggingface")

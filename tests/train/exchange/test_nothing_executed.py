@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from polyad.launch.cli import run as polyad
 from polyad.parallel.checkpoint.format import CheckpointError, record_of, render
@@ -67,16 +68,12 @@ def bombs(marker):
 
 def test_the_bombs_go_off(tmp_path):
     """Or the other tests here could not fail."""
-    import yaml
-
-    for number, (kind, read) in enumerate(
-        {
-            "pickle": pickle.loads,
-            "torch": lambda data: torch.load(io.BytesIO(data), weights_only=False),
-            "yaml": lambda data: yaml.load(data, yaml.UnsafeLoader),
-        }.items()
-    ):
-        marker = tmp_path / f"{number}"
+    for kind, read in {
+        "pickle": pickle.loads,
+        "torch": lambda data: torch.load(io.BytesIO(data), weights_only=False),
+        "yaml": lambda data: yaml.load(data, yaml.UnsafeLoader),
+    }.items():
+        marker = tmp_path / kind
         _RESOLVED.clear()
         read(bombs(marker)[kind])
         assert marker.exists()
@@ -84,109 +81,91 @@ def test_the_bombs_go_off(tmp_path):
     assert zipfile.is_zipfile(io.BytesIO(bombs(tmp_path / "x")["torch"]))
 
 
-def assert_one_line_or_fine(arguments, capfd):
+@pytest.fixture
+def run(capfd):
     """Runs a command, which says in one line what is wrong, or needs nothing of what is there."""
-    _RESOLVED.clear()
-    status = polyad([str(word) for word in arguments])
-    captured = capfd.readouterr()
-    assert _RESOLVED == []
-    errors = [line for line in captured.err.splitlines() if line.startswith("polyad: error")]
-    assert "Traceback" not in captured.err
-    assert (status, len(errors)) in {(0, 0), (2, 1)}, captured.err
-    return status
+
+    def status_of(*words):
+        _RESOLVED.clear()
+        status = polyad([str(word) for word in words])
+        captured = capfd.readouterr()
+        assert _RESOLVED == []
+        errors = [line for line in captured.err.splitlines() if line.startswith("polyad: error")]
+        assert "Traceback" not in captured.err
+        assert (status, len(errors)) in {(0, 0), (2, 1)}, captured.err
+        return status
+
+    return status_of
 
 
-def plant(path, content, *, in_manifest=False):
-    path.write_bytes(content)
-    folder = path.parent
-    if in_manifest:  # by one who writes the manifest as well
-        step = json.loads((folder / "manifest.json").read_text())["step"]
-        names = [file for file in folder.iterdir() if file.name != "manifest.json"]
-        files = {file.name: record_of(file.read_bytes()) for file in names}
-        (folder / "manifest.json").write_bytes(render(step, files))
-
-
-@pytest.mark.parametrize("in_manifest", [False, True], ids=["planted", "and in the manifest"])
-def test_in_a_checkpoint(trained, tmp_path, marker, capfd, in_manifest):
-    source = complete_checkpoints(trained("dense") / "checkpoints")[-1]
-    names = sorted(path.name for path in source.iterdir())
-    assert {"tokenizer.json", "config.yaml", "rank-00001.safetensors"} <= set(names)
-    for number, name in enumerate(names):
+def planted(source, names, tmp_path, marker):
+    """Copies of a folder, each with a bomb in place of one of these files."""
+    for name in names:
         for kind, content in bombs(marker).items():
-            folder = tmp_path / f"{number}-{kind}" / source.name
+            folder = tmp_path / f"{kind}-{Path(name).stem}" / source.name
             shutil.copytree(source, folder)
-            planted_in_manifest = in_manifest and name != "manifest.json"
-            plant(folder / name, content, in_manifest=planted_in_manifest)
-            out = tmp_path / f"{number}-{kind}" / "out"
-            command = ["convert", folder, out, "--to", "safetensors"]
-            status = assert_one_line_or_fine(command, capfd)
-            with contextlib.suppress(CheckpointError):
-                load_model(folder)
-            assert status == 2, (name, kind)
+            (folder / name).write_bytes(content)
+            yield name, folder
             assert not marker.exists(), (name, kind)
             shutil.rmtree(folder.parent)
 
 
-def test_in_the_data(prepared_path, tmp_path, marker, capfd):
-    for name in sorted(path.name for path in prepared_path.iterdir() if path.is_file()):
-        for kind, content in bombs(marker).items():
-            data = tmp_path / "data"
-            shutil.copytree(prepared_path, data)
-            (data / name).write_bytes(content)
-            config = write_config(tmp_path / "config.yaml", data)
-            assert_one_line_or_fine(["validate", config], capfd)
-            assert not marker.exists(), (name, kind)
-            shutil.rmtree(data)
+def in_manifest(folder):
+    """As by one who writes the manifest as well."""
+    step = json.loads((folder / "manifest.json").read_text())["step"]
+    names = [file for file in folder.iterdir() if file.name != "manifest.json"]
+    files = {file.name: record_of(file.read_bytes()) for file in names}
+    (folder / "manifest.json").write_bytes(render(step, files))
+
+
+@pytest.mark.parametrize("sealed", [False, True], ids=["planted", "and in the manifest"])
+def test_in_a_checkpoint(trained, tmp_path, marker, run, sealed):
+    source = complete_checkpoints(trained("dense") / "checkpoints")[-1]
+    names = sorted(path.name for path in source.iterdir())
+    assert {"tokenizer.json", "config.yaml", "rank-00001.safetensors"} <= set(names)
+    for name, folder in planted(source, names, tmp_path, marker):
+        if sealed and name != "manifest.json":
+            in_manifest(folder)
+        assert run("convert", folder, folder.parent / "out", "--to", "safetensors") == 2, name
+        with contextlib.suppress(CheckpointError):
+            load_model(folder)
+
+
+def test_in_the_data(prepared_path, tmp_path, marker, run):
+    names = sorted(path.name for path in prepared_path.iterdir() if path.is_file())
+    for _, data in planted(prepared_path, names, tmp_path, marker):
+        run("validate", write_config(data.parent / "config.yaml", data))
 
 
 @pytest.mark.slow
-def test_in_a_run_folder(trained, prepared_path, tmp_path, marker, capfd):
+def test_in_a_run_folder(trained, prepared_path, tmp_path, marker, run):
     source = trained("dense")
     names = [path.name for path in source.iterdir() if path.is_file()] + ["checkpoints/latest"]
-    for name in names:
-        for kind, content in bombs(marker).items():
-            folder = tmp_path / "run"
-            shutil.copytree(source, folder)
-            (folder / name).write_bytes(content)
-            config = write_config(tmp_path / "config.yaml", prepared_path)
-            assert_one_line_or_fine(["validate", config], capfd)
-            if name in ("metrics.jsonl", "config.yaml", "checkpoints/latest"):
-                assert_one_line_or_fine(["report", folder, "--json", "-"], capfd)
-            assert_one_line_or_fine(["checkpoint", "list", folder], capfd)
-            assert not marker.exists(), (name, kind)
-            shutil.rmtree(folder)
+    for name, folder in planted(source, names, tmp_path, marker):
+        run("validate", write_config(folder.parent / "config.yaml", prepared_path))
+        if name in ("metrics.jsonl", "config.yaml", "checkpoints/latest"):
+            run("report", folder, "--json", "-")
+        run("checkpoint", "list", folder)
 
 
-def test_in_a_configuration(tmp_path, marker, capfd):
-    for kind, content in bombs(marker).items():
-        (tmp_path / "config.yaml").write_bytes(content)
-        command = ["validate", tmp_path / "config.yaml"]
-        assert assert_one_line_or_fine(command, capfd) == 2, kind
-    command = ["validate", ROOT / "configs/quickstart/gpt2.yaml", "--without-data"]
-    value = f"!!python/object/apply:os.mknod [{marker}]"
-    assert assert_one_line_or_fine([*command, f"model.vocab_size={value}"], capfd) == 2
+def test_in_a_configuration(tmp_path, marker, run):
+    (tmp_path / "configs").mkdir()
+    for name, folder in planted(tmp_path / "configs", ["config.yaml"], tmp_path, marker):
+        assert run("validate", folder / name) == 2
+    value = f"model.vocab_size=!!python/object/apply:os.mknod [{marker}]"
+    assert run("validate", ROOT / "configs/quickstart/gpt2.yaml", "--without-data", value) == 2
 
 
-def test_in_a_folder_of_transformers(trained, tmp_path, marker, capfd):
+def test_in_a_folder_of_transformers(trained, tmp_path, marker, run):
     convert(trained("dense"), tmp_path / "theirs", "huggingface")
     names = sorted(path.name for path in (tmp_path / "theirs").iterdir())
-    names += ["pytorch_model.bin", "model.safetensors.index.json", "modeling_gpt2.py"]
-    for name in names:
-        for kind, content in bombs(marker).items():
-            folder = tmp_path / "planted"
-            shutil.copytree(tmp_path / "theirs", folder)
-            (folder / name).write_bytes(content)
-            if name in (
-                "pytorch_model.bin",
-                "model.safetensors.index.json",
-            ):  # else they are not read
-                (folder / "model.safetensors").unlink()
-            command = ["convert", folder, tmp_path / "out", "--to", "polyad"]
-            status = assert_one_line_or_fine(command, capfd)
-            assert status == 2 or name == "modeling_gpt2.py", (name, kind)
-            assert not marker.exists(), (name, kind)
-            shutil.rmtree(folder)
-            shutil.rmtree(tmp_path / "out", ignore_errors=True)
+    unread = ["pytorch_model.bin", "model.safetensors.index.json"]  # beside model.safetensors
+    names += [*unread, "modeling_gpt2.py"]
+    for name, folder in planted(tmp_path / "theirs", names, tmp_path, marker):
+        if name in unread:
+            (folder / "model.safetensors").unlink()
+        status = run("convert", folder, folder.parent / "out", "--to", "polyad")
+        assert status == 2 or name == "modeling_gpt2.py", name
 
 
 FORBIDDEN = {

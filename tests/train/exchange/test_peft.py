@@ -8,7 +8,6 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from polyad.launch.cli import run as polyad
 from polyad.model.families.keys import WeightsError
 from polyad.model.lora import LoRAConfig
 from polyad.parallel.weights import load_model, open_weights
@@ -56,7 +55,7 @@ def near(ours, wanted):
 
 
 @everyday("case", [*FAMILIES, *OTHERS], FAMILIES)
-def test_peft_computes_what_adapters_do(made, tmp_path, case):
+def test_peft_and_merged_weights_compute_what_adapters_do(made, tmp_path, case):
     folder, wanted = made(case)
     convert(folder / "step-00000000", tmp_path / "peft", "peft")
     base = in_transformers(folder / "base")
@@ -71,31 +70,18 @@ def test_peft_computes_what_adapters_do(made, tmp_path, case):
     assert all(torch.equal(loaded[name], stored[name]) for name in stored)
     assert near(logits, wanted)
     assert not near(before, wanted)
-
-
-@everyday("case", [*FAMILIES, *OTHERS], FAMILIES)
-def test_merged_weights_compute_the_same_in_transformers(made, tmp_path, case):
-    folder, wanted = made(case)
     convert(folder / "step-00000000", tmp_path / "merged", "huggingface", merge=True)
-    with torch.no_grad():
-        assert near(in_transformers(tmp_path / "merged")(tokens()).logits, wanted)
-        assert near(load_model(folder / "step-00000000")(tokens()).logits, wanted)
+    one, two = open_weights(tmp_path / "peft"), open_weights(folder / "step-00000000")
+    for name in two.shapes():
+        assert torch.allclose(one.whole(name), two.whole(name), atol=1e-6), name
+    for each in (in_transformers(tmp_path / "merged"), load_model(one), load_model(two)):
+        with torch.no_grad():
+            assert near(each(tokens()).logits, wanted)
     told, was = (
         json.loads((each / "config.json").read_text())
         for each in (tmp_path / "merged", folder / "base")
     )
     assert told == was
-
-
-@everyday("case", [*FAMILIES, *OTHERS], ["olmoe", "gpt_oss"])
-def test_what_was_written_for_peft_is_read_again(made, tmp_path, case):
-    folder, wanted = made(case)
-    convert(folder / "step-00000000", tmp_path / "peft", "peft")
-    one, two = open_weights(tmp_path / "peft"), open_weights(folder / "step-00000000")
-    for name in two.shapes():
-        assert torch.allclose(one.whole(name), two.whole(name), atol=1e-6), name
-    with torch.no_grad():
-        assert near(load_model(one)(tokens()).logits, wanted)
 
 
 TRAINED = {
@@ -170,59 +156,46 @@ def test_experts_one_by_one_are_those_of_all_in_one(made, tmp_path):
         assert near(load_model(tmp_path / "peft")(tokens()).logits, wanted)
 
 
-FAULTS = {
+SETTINGS = {
     "use_dora: True is not supported": {"use_dora": True},
     "modules_to_save: ['lm_head'] is not supported": {"modules_to_save": ["lm_head"]},
     "adapter_config.json: init_lora_weights": {"init_lora_weights": "pissa"},
     "peft_type: 'IA3': ": {"peft_type": "IA3"},
     "r: is missing": {"r": None},
     "rank 4 beside model.layers.0.self_attn.q_proj.weight": {"r": 4},
-    "base_model_name_or_path: gone is not a Hugging Face folder": {
-        "base_model_name_or_path": "gone"
-    },
+    "base_model_name_or_path: gone": {"base_model_name_or_path": "gone"},
     "rank_pattern or alpha_pattern: missing ), unterminated": {"rank_pattern": {"(": 3}},
+}
+FIRST = "base_model.model.model.layers.0.mlp.experts.base_layer.lora_A.weight"
+TENSORS = {
+    f"{FIRST} is I8, allowed: F32, F16, BF16": lambda t: t | {FIRST: t[FIRST].to(torch.int8)},
+    f"{FIRST} is [": lambda t: t | {FIRST: t[FIRST].T.contiguous()},
+    "base_model.model.other.lora_A.weight belongs to no weight of": lambda t: (
+        t | {"base_model.model.other.lora_A.weight": torch.ones(3, 32)}
+    ),
+    "adds nothing: all lora_B are zero": lambda t: {n: v * ("lora_A" in n) for n, v in t.items()},
 }
 
 
-def test_what_is_no_adapter_of_the_base_is_refused_in_one_line(made, tmp_path, capfd):
+def test_what_is_no_adapter_of_the_base_is_refused_in_one_line(made, tmp_path, refused):
     folder, _ = made("olmoe")
     place = tmp_path / "peft"
     convert(folder / "step-00000000", place, "peft")
     config, path = place / "adapter_config.json", place / "adapter_model.safetensors"
     before, stored = json.loads(config.read_text()), load_file(path)
-    for message, change in FAULTS.items():
+    words = ("convert", place, tmp_path / "new", "--to", "huggingface")
+    for part, change in SETTINGS.items():
         changed = {key: value for key, value in (before | change).items() if value is not None}
         config.write_text(json.dumps(changed))
-        with pytest.raises(ValueError, match=r".") as caught:
-            open_weights(place)
-        assert message in str(caught.value)
-        assert "\n" not in str(caught.value)
-        assert caught.value.exit_status == 2
+        assert part in refused(*words, "--merge")
     config.write_text(json.dumps(before))
-    strange = {**stored, "base_model.model.other.lora_A.weight": torch.ones(3, 32)}
-    zeros = {name: value * ("lora_A" in name) for name, value in stored.items()}
-    name = next(iter(stored))
-    whole = stored | {name: stored[name].to(torch.int8)}
-    turned = stored | {name: stored[name].T.contiguous()}
-    for tensors, message in (
-        (whole, f"{name} is I8, allowed: F32, F16, BF16"),
-        (turned, rf"{name} is \[\d+, \d+\], rank \d+ beside model.* says \["),
-        (strange, "base_model.model.other.lora_A.weight belongs to no weight of"),
-        (zeros, "adds nothing: all lora_B are zero"),
-    ):
-        save_file(tensors, path)
-        with pytest.raises(WeightsError, match=message):
-            open_weights(place)
+    for part, change in TENSORS.items():
+        save_file(change(stored), path)
+        assert part in refused(*words, "--merge")
     save_file(stored, path)
-    capfd.readouterr()
-    for words, message in (
-        (["--to", "huggingface"], "--merge"),
-        (["--to", "peft"], "--to"),
-        (["--to", "huggingface", "--merge", "--base", str(place)], "is not a Hugging Face folder"),
-    ):
-        assert polyad(["convert", str(place), str(tmp_path / "new"), *words]) == 2
-        (line,) = capfd.readouterr().err.splitlines()
-        assert message in line
+    assert "--merge" in refused(*words)
+    assert "--to" in refused(*words[:3], "--to", "peft")
+    assert "is not a Hugging Face folder" in refused(*words, "--merge", "--base", place)
     assert not (tmp_path / "new").exists()
 
 
@@ -249,10 +222,8 @@ def test_what_peft_cannot_hold_is_refused_by_name(made, tmp_path, lora, buffers,
 @pytest.mark.parametrize(
     ("case", "tied", "target"),
     [
-        ("llama", True, "embed_tokens"), ("llama", True, "lm_head"),
-        ("llama", False, "embed_tokens"), ("llama", False, "lm_head"),
-        ("gpt2", True, "wte"), ("gpt2", True, "wpe"), ("gpt2", True, "lm_head"),
-        ("bert", True, "word_embeddings"), ("bert", True, "decoder"),
+        ("llama", True, "embed_tokens"), ("llama", False, "lm_head"), ("gpt2", True, "wpe"),
+        ("gpt2", True, "lm_head"), ("bert", True, "word_embeddings"), ("bert", True, "decoder"),
     ],
 )  # fmt: skip
 def test_adapters_on_an_embedding_or_a_head_are_refused_as_such(tmp_path, case, tied, target):
