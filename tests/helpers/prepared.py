@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from polyad.data.text.dataset import PreparedData
 from polyad.data.text.manifest import MANIFEST_FILE
 
 Tree = dict[str, Any]
@@ -27,3 +28,13 @@ def flip(path: Path, place: int, bit: int = 0) -> None:
     content = bytearray(path.read_bytes())
     content[place] ^= 1 << bit
     path.write_bytes(content)
+
+
+def windows_of(data: Path, length: int = 32) -> list[tuple[list[int], list[int]]]:
+    """Of each window of the validation split the tokens that it reads, the first after the end of
+    a text, and those that it predicts."""
+    prepared = PreparedData.open(data)
+    stream = prepared.split("validation")
+    ids = [prepared.tokenizer().end_of_text_id, *stream.read(0, stream.num_tokens).tolist()]
+    after = [ids[at + 1 : at + 1 + length] for at in range(0, len(ids) - 1, length)]
+    return [(ids[number * length :][: len(each)], each) for number, each in enumerate(after)]

@@ -96,57 +96,40 @@ def test_groups_hold_equally_many_samples_at_random():
     group_A = sums.group_of(torch.arange(1000))
     assert group_A.bincount().tolist() == [5] * 200
     assert group_A[:200].tolist() != list(range(200))
-    for samples, numbers, groups in ((7, 10, 7), (50_000, 64 * 1000, 32), (50_000, 10**6, 20)):
-        sums = GroupedSums(samples, [1], "cpu", numbers=numbers)
-        assert len(sums.sums_G) == groups  # 32 groups of so many numbers are 16 MB of a layer
+    # 32 groups of so many numbers are 16 MB of a layer.
+    assert len(GroupedSums(50_000, [1], "cpu", numbers=64 * 1000).sums_G) == 32
 
 
 def decided(*levels, selected=None):
     return Decision(levels=[torch.tensor(p) for p in levels], selected=selected)
 
 
-def test_entropies_of_gates_by_hand():
-    layer = RoutedLayer(name="blocks.0.feed_forward", levels=(4, 2))
+def entropies_of(*levels, samples, selected=None):
+    """By level: the mean entropy of a token, and that of the mean."""
+    layer = RoutedLayer(name="blocks.0.feed_forward", levels=tuple(len(p[0]) for p in levels))
     gates = GateEntropies([layer], samples=3)
+    gates.add(layer.name, decided(*levels, selected=selected), torch.tensor(samples))
+    results = gates.result()[layer.name]
+    return [(each["entropy_bits"], each["usage_entropy_bits"]) for each in results]
+
+
+def test_entropies_of_gates_by_hand():
     # Tokens of samples 0, 0, 2. Entropies 0, 1, 2 and 0, 0, 1 bits.
     first = [[1.0, 0, 0, 0], [0.5, 0.5, 0, 0], [0.25] * 4]
     second = [[1.0, 0], [1.0, 0], [0.5, 0.5]]
-    gates.add(layer.name, decided(first, second), torch.tensor([0, 0, 2]))
-    upper, lower = gates.result()[layer.name]
-    assert upper["entropy_bits"] == pytest.approx(1.0)
-    assert lower["entropy_bits"] == pytest.approx(1 / 3)
-    assert upper["usage_entropy_bits"] == pytest.approx(
-        entropy([1.75 / 3, 0.75 / 3, 0.25 / 3, 0.25 / 3], base=2)
-    )
-    assert lower["usage_entropy_bits"] == pytest.approx(entropy([2.5 / 3, 0.5 / 3], base=2))
-
-
-def test_probabilities_of_a_sparse_gate_are_all_of_its_scores():
-    layer = RoutedLayer(name="blocks.0.feed_forward", levels=(3,))
-    gates = GateEntropies([layer], samples=2)
+    upper, lower = entropies_of(first, second, samples=[0, 0, 2])
+    assert upper == pytest.approx((1.0, entropy([1.75, 0.75, 0.25, 0.25], base=2)))
+    assert lower == pytest.approx((1 / 3, entropy([2.5, 0.5], base=2)))
+    # A sparse gate's are of all of its scores, not of the experts that are selected.
     scores = [[0.5, 0.25, 0.25], [0.25, 0.5, 0.25]]
     one = Selected.of(torch.ones(2, 1), torch.tensor([[0], [1]]), 3)
-    gates.add(layer.name, decided(scores, selected=one), torch.tensor([0, 1]))
-    (result,) = gates.result()[layer.name]
-    assert result["entropy_bits"] == pytest.approx(1.5)
-    assert result["usage_entropy_bits"] == pytest.approx(entropy([0.375, 0.375, 0.25], base=2))
-
-
-def test_sigmoids_and_scores_of_pruned_experts_become_probabilities():
-    layer = RoutedLayer(name="blocks.0.feed_forward", levels=(3,))
-    gates = GateEntropies([layer], samples=2)
-    scores = [[0.8, 0.4, 0.4], [0.9, 0.9, -math.inf]]  # by sigmoid; the last expert was pruned
-    gates.add(layer.name, decided(scores), torch.tensor([0, 1]))
-    (result,) = gates.result()[layer.name]
-    assert result["entropy_bits"] == pytest.approx((1.5 + 1.0) / 2)
-    assert result["usage_entropy_bits"] == pytest.approx(entropy([0.5, 0.375, 0.125], base=2))
+    (result,) = entropies_of(scores, samples=[0, 1], selected=one)
+    assert result == pytest.approx((1.5, entropy([0.375, 0.375, 0.25], base=2)))
+    # Sigmoids become probabilities; an expert that was pruned has the score -inf.
+    scores = [[0.8, 0.4, 0.4], [0.9, 0.9, -math.inf]]
+    (result,) = entropies_of(scores, samples=[0, 1])
+    assert result == pytest.approx(((1.5 + 1.0) / 2, entropy([0.5, 0.375, 0.125], base=2)))
     codes = encode(decided(scores))
     assert codes.entropy_M.tolist() == pytest.approx([1.5 * math.log(2), math.log(2)])
-
-
-def test_probabilities_that_are_not_finite_are_one_line():
-    layer = RoutedLayer(name="blocks.0.feed_forward", levels=(2,))
-    gates = GateEntropies([layer], samples=2)
-    gates.add(layer.name, decided([[math.nan, 0.5]]), torch.tensor([0]))
     with pytest.raises(ConfigError, match="the coefficients of blocks"):
-        gates.result()
+        entropies_of([[math.nan, 0.5]], samples=[0])

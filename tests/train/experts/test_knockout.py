@@ -2,6 +2,7 @@
 
 import copy
 import math
+from collections import Counter
 
 import numpy as np
 import pandas as pd
@@ -10,8 +11,6 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from polyad.model.bert import BertConfig
-from polyad.model.build import build_model, materialize
-from polyad.model.decoder_config import GPT2Config
 from polyad.model.emoe.layer import EmergentMoE
 from polyad.train.errors import ConfigError
 from polyad.train.experts.actions import CONTRIBUTION, Action
@@ -20,6 +19,7 @@ from polyad.train.experts.knockout import ChangeSums, KnockOut
 from polyad.train.experts.probing import deciding, routed_layers
 from polyad.train.tasks.samples import Passages, embedded, losses, through
 from tests.helpers.everyday import everyday
+from tests.train.experts import test_interventions as interventions
 
 WINDOWS, LENGTH, VOCABULARY, BATCH = 7, 12, 61, 3
 SPARSE = {"kind": "smoe", "num_experts": 6, "expert_hidden_size": 8, "top_k": 2}
@@ -47,17 +47,8 @@ CLASSES = {
 
 
 def make_model(kind, **changes):
-    sizes = {"num_layers": 3, "hidden_size": 16, "num_heads": 4, "sequence_length": LENGTH}
-    sizes |= {"vocab_size": VOCABULARY, "feed_forward": KINDS[kind] | changes}
-    config = BertConfig if kind == "bert" else GPT2Config
-    model = build_model(config.model_validate(sizes))
-    materialize(model, seed=0, dtype=torch.float64)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-            parameter.add_(0.3 * noise)
-    return model.eval()
+    kind_of_model = "bert" if kind == "bert" else "gpt2"
+    return interventions.make_model(KINDS[kind] | changes, num_layers=3, kind=kind_of_model)
 
 
 def passages_of(model):
@@ -74,33 +65,19 @@ def passages_of(model):
         yield Passages(number_B, ids_BT, places_BT, target_BT, scored_BT)
 
 
-def columns(passages):
-    remainder = 1 + passages.target_BP % 3
-    columns = [torch.zeros_like(remainder), remainder, 4 + passages.places_BP]
-    return torch.stack(columns).where(passages.scored_BP, -1)
-
-
+@torch.inference_mode()
 def knocked_out(model, layer, experts, action=CONTRIBUTION):
-    result = KnockOut(
-        model,
-        layer,
-        [(each,) for each in experts],
-        CLASSES,
-        windows=WINDOWS,
-        action=action,
-    )
+    alone = [(each,) for each in experts]
+    result = KnockOut(model, layer, alone, CLASSES, windows=WINDOWS, action=action)
     for passages in passages_of(model):
+        remainder = 1 + passages.target_BP % 3
+        columns = [torch.zeros_like(remainder), remainder, 4 + passages.places_BP]
+        label_JBP = torch.stack(columns).where(passages.scored_BP, -1)
         kept = {layer.block: None}
-        with torch.inference_mode():
-            with deciding(model, [layer]) as decisions:
-                x = through(model, embedded(model, passages), kept=kept)
-            result.add(
-                kept[layer.block],
-                passages,
-                columns(passages),
-                losses(model, x, passages),
-                decisions[layer.name],
-            )
+        with deciding(model, [layer]) as decisions:
+            x = through(model, embedded(model, passages), kept=kept)
+        loss = losses(model, x, passages)
+        result.add(kept[layer.block], passages, label_JBP, loss, decisions[layer.name])
     return result.result()
 
 
@@ -114,13 +91,10 @@ def zeroed(model, layer, expert):
         elif hasattr(module, "router"):
             module.experts.down[expert] = module.output_bias[expert] = 0
         else:
-            level = 0
-            while expert >= layer.levels[level]:
-                expert -= layer.levels[level]
-                level += 1
+            level, number = layer.place(expert)
             for part in (module.up, module.down):
                 factor = part.get_parameter(f"expert_factor_{level}")
-                factor.select(factor.shape.index(layer.levels[level]), expert).zero_()
+                factor.select(factor.shape.index(layer.levels[level]), number).zero_()
     return copied
 
 
@@ -187,10 +161,8 @@ def check_layer(model, layer, experts):
 @everyday("kind", [*KINDS][:-1], keep=["attention graph", "tr levels"])
 def test_each_class_loses_what_a_copy_with_zeros_loses(kind):
     model = make_model(kind)
-    layers = routed_layers(model)
-    assert len(layers) == 3
-    last = layers[2]
-    for layer, experts in ((layers[0], [0, 2, 5]), (last, list(range(last.num_experts)))):
+    first, _, last = routed_layers(model)
+    for layer, experts in ((first, [0, 2, 5]), (last, list(range(last.num_experts)))):
         again = check_layer(model, layer, experts)
         assert 0 < again <= WINDOWS * len(experts)
 
@@ -198,17 +170,13 @@ def test_each_class_loses_what_a_copy_with_zeros_loses(kind):
 def test_only_windows_with_a_token_of_the_expert_are_run_from_its_block_on():
     model = make_model("top-1")
     layer, experts = routed_layers(model)[1], list(range(9))
-    rows = {0: 0, 1: 0, 2: 0}
-    for number, block in enumerate(model.blocks):
-        block.register_forward_hook(
-            lambda module, given, output, number=number: rows.__setitem__(
-                number, rows[number] + len(given[0])
-            )
-        )
+    rows = Counter()
+    for block in model.blocks:
+        block.register_forward_hook(lambda module, given, _: rows.update({module: len(given[0])}))
     result = knocked_out(model, layer, experts)
     assert result.windows_again < WINDOWS * len(experts)  # some windows do without some experts
-    assert rows[0] == WINDOWS
-    assert rows[1] == rows[2] == WINDOWS + result.windows_again
+    again = WINDOWS + result.windows_again
+    assert [rows[block] for block in model.blocks] == [WINDOWS, again, again]
 
 
 ROUTERS = {
@@ -225,28 +193,22 @@ ROUTERS = {
     "shared": {"shared_hidden_size": 8},
     "cosine": {"score": "cosine"},
 }
-HOWS_OF_ATLAS = ("contribution", "route-around", "mean", "prune")
+MANY = {
+    **{name: ("linear top-2", {"num_experts": 16} | keys) for name, keys in ROUTERS.items()},
+    **{kind: (kind, {}) for kind in ("cp", "tr levels", "split", "mxd")},
+}
 
 
-@everyday("router", ROUTERS, keep=["attention graph"])
-def test_each_action_changes_what_the_same_intervention_changes(router):
+@everyday("name", MANY, keep=["attention graph", "cp", "tr levels", "split", "mxd"])
+def test_each_action_changes_what_the_same_intervention_changes(name):
     """In windows of which most do without most experts, so that it matters which are read again."""
-    model = make_model("linear top-2", num_experts=16, **ROUTERS[router])
-    check_actions(model, routed_layers(model)[1], HOWS_OF_ATLAS)
-
-
-@pytest.mark.parametrize("kind", ["cp", "tr levels", "split", "mxd"])
-def test_each_action_on_other_kinds_changes_what_the_same_intervention_changes(kind):
-    model = make_model(kind)
+    kind, changes = MANY[name]
+    model = make_model(kind, **changes)
     layer = routed_layers(model)[1]
-    check_actions(model, layer, HOWS_OF_ATLAS[: 2 if layer.shares else 4])
-
-
-def check_actions(model, layer, hows):
     scored = torch.cat([passages.scored_BP for passages in passages_of(model)])
     whole = torch.stack([loss for loss, _ in token_by_token(model, layer)])
     mean_SD = torch.randn(layer.num_experts, 16, generator=GENERATOR, dtype=torch.float64)
-    for how in hows:
+    for how in ("contribution", "route-around", *(() if layer.shares else ("mean", "prune"))):
         action = Action(how=how, mean_SD=mean_SD if how == "mean" else None)
         result = knocked_out(model, layer, range(layer.num_experts), action)
         for expert in range(layer.num_experts):

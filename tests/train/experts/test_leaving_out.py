@@ -7,12 +7,9 @@ import torch
 
 from polyad.model.build import build_model, materialize, read_model_config
 from polyad.train.experts.actions import intervening
-from polyad.train.experts.leaving_out import (
-    LeaveOneOut,
-    polysemanticity,
-    without_capacity,
-)
+from polyad.train.experts.leaving_out import LeaveOneOut, polysemanticity, without_capacity
 from polyad.train.experts.probing import routed_layers
+from tests.helpers.everyday import everyday
 
 IMAGES = {
     "image_size": 8, "patch_size": 4, "num_classes": 4, "num_layers": 2, "hidden_size": 16,
@@ -21,6 +18,7 @@ CP = {
     "kind": "mumoe", "factorization": "cp", "num_experts": [6], "rank": 8, "hidden_size": 20,
     "gate_input": "normalized",
 }  # fmt: skip
+SPARSE = {"kind": "smoe", "num_experts": 5, "expert_hidden_size": 12}
 MODELS = {
     "mixer cp": {
         "kind": "mixer",
@@ -28,30 +26,17 @@ MODELS = {
         "channel_feed_forward": CP | {"num_experts": [4, 2], "level_std": 0.5},
     },
     "vit tr": {"kind": "vit", "num_heads": 4, "feed_forward": CP | {"factorization": "tr"}},
-    "vit sparse": {
-        "kind": "vit", "num_heads": 4, "pool": "mean",
-        "feed_forward": {"kind": "smoe", "num_experts": 5, "expert_hidden_size": 12},
-    },
+    "vit sparse": {"kind": "vit", "num_heads": 4, "pool": "mean", "feed_forward": SPARSE},
     "vit capacity": {
         "kind": "vit", "num_heads": 4, "pool": "mean",
-        "feed_forward": {
-            "kind": "smoe", "num_experts": 5, "expert_hidden_size": 12, "capacity_factor": 0.7,
-        },
+        "feed_forward": SPARSE | {"capacity_factor": 0.7},
     },
 }  # fmt: skip
 
 
-@pytest.fixture(
-    params=[
-        pytest.param("mixer cp", marks=pytest.mark.slow),
-        "vit tr",
-        "vit sparse",
-        "vit capacity",
-    ]
-)
-def model(request):
+def make_model(kind):
     """With weights drawn anew: a gate of zeros, and a head of zeros, would say nothing."""
-    made = build_model(read_model_config(IMAGES | MODELS[request.param]))
+    made = build_model(read_model_config(IMAGES | MODELS[kind]))
     materialize(made, 0)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -64,84 +49,30 @@ IMAGES_BCHW = torch.randn(12, 3, 8, 8, generator=torch.Generator().manual_seed(3
 LABELS_B = torch.arange(12) % 4
 
 
-def one_hot(layer, expert):
-    return torch.arange(layer.num_experts).eq(expert).unsqueeze(0)
-
-
+@everyday("kind", MODELS, keep=["vit tr", "vit sparse", "vit capacity"])
 @torch.inference_mode()
-def test_counts_are_those_of_a_loop_over_experts_and_images(model):
+def test_counts_are_those_of_a_loop_over_experts_and_images(kind):
     """The loop has no capacity, with which the other images of a batch would matter."""
+    model = make_model(kind)
     counts = []
     for layer in routed_layers(model):
         counts.append(LeaveOneOut(model, layer, classes=list("abcd"), rows=7))
         counts[-1].add(IMAGES_BCHW[:8], LABELS_B[:8])
         counts[-1].add(IMAGES_BCHW[8:], LABELS_B[8:])
     with without_capacity(model):
-        assert_counts(model, counts)
-
-
-def assert_counts(model, counts):
-    whole = model(IMAGES_BCHW).logits.argmax(-1) == LABELS_B
+        whole = model(IMAGES_BCHW).logits.argmax(-1) == LABELS_B
     for layer, count in zip(routed_layers(model), counts, strict=True):
         lost = torch.zeros(layer.num_experts, 4, dtype=torch.float64)
         for expert in range(layer.num_experts):
             for image in range(12):
-                with intervening(model, layer) as intervene:
-                    intervene(one_hot(layer, expert), None)
+                with without_capacity(model), intervening(model, layer) as intervene:
+                    intervene(torch.arange(layer.num_experts).eq(expert).unsqueeze(0), None)
                     logits = model(IMAGES_BCHW[image : image + 1]).logits
                 still = bool(logits.argmax(-1) == LABELS_B[image])
                 lost[expert, LABELS_B[image]] += float(whole[image]) - still
         assert torch.equal(count.lost_SK, lost)
         assert count.images_K.tolist() == [3, 3, 3, 3]
         assert count.right_K.tolist() == [float(whole[c == LABELS_B].sum()) for c in range(4)]
-
-
-@torch.inference_mode()
-def test_leaving_an_expert_out_is_weights_of_zero(model):
-    """An expert of CP whose row of the expert factor is zero in both layers, a ring's whose slice
-    is, and a sparse one whose weights and output bias are."""
-    changed = 0.0
-    for layer in routed_layers(model):
-        module = model.get_submodule(layer.name)
-        for expert in range(layer.num_experts):
-            with intervening(model, layer) as intervene:
-                intervene(one_hot(layer, expert), None)
-                ours = model(IMAGES_BCHW).logits
-            kept = [(p, p.clone()) for p in module.parameters()]
-            _zero(module, layer, expert)
-            theirs = model(IMAGES_BCHW).logits
-            for parameter, value in kept:
-                parameter.copy_(value)
-            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
-            changed = max(changed, float((ours - model(IMAGES_BCHW).logits).abs().max()))
-    assert changed > 0.1
-
-
-def _zero(module, layer, expert):
-    if hasattr(module, "router"):
-        module.experts.up[expert] = module.experts.down[expert] = 0
-        module.experts.up_bias[expert] = module.output_bias[expert] = 0
-        return
-    level = 0
-    while expert >= layer.levels[level]:
-        expert -= layer.levels[level]
-        level += 1
-    for part in (module.up, module.down):
-        factor = part.get_parameter(f"expert_factor_{level}")
-        axis = factor.shape.index(layer.levels[level])
-        factor.select(axis, expert).zero_()
-
-
-def test_the_model_is_as_before_afterwards(model):
-    layer = routed_layers(model)[0]
-    with torch.inference_mode():
-        before = model(IMAGES_BCHW).logits
-        with intervening(model, layer) as intervene:
-            intervene(None, None)
-            assert torch.equal(model(IMAGES_BCHW).logits, before)
-            intervene(one_hot(layer, 0), None)
-            assert not torch.equal(model(IMAGES_BCHW).logits, before)
-        assert torch.equal(model(IMAGES_BCHW).logits, before)
 
 
 def test_polysemanticity_by_hand():

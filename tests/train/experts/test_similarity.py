@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from torch.nn.functional import cosine_similarity, gelu
+from torch.nn.functional import cosine_similarity
 
 from polyad.model.build import build_model, materialize
 from polyad.model.decoder_config import GPT2Config
@@ -14,16 +14,14 @@ from polyad.train.experts.probing import Decision, RoutedLayer, deciding, routed
 from polyad.train.experts.similarity import ExpertSimilarity, _cka, _cosine
 
 SMALL = {
-    "hidden_size": 16,
-    "num_layers": 1,
-    "num_heads": 2,
-    "vocab_size": 50,
-    "sequence_length": 8,
+    "hidden_size": 16, "num_layers": 1, "num_heads": 2, "vocab_size": 50, "sequence_length": 8,
     "dropout": 0.0,
-}
+}  # fmt: skip
 SECTIONS = {
-    "smoe": {"kind": "smoe", "num_experts": 3, "top_k": 1, "expert_hidden_size": 12},
+    "smoe": {"kind": "smoe", "num_experts": 3, "top_k": 2, "expert_hidden_size": 12},
     "emoe": {"kind": "emoe", "num_experts": 4, "top_k": 2},
+    "mxd": {"kind": "mxd", "num_experts": 9, "top_k": 4, "hidden_size": 12},
+    "transcoder": {"kind": "transcoder", "num_experts": 9, "top_k": 4},
     "mumoe": {"kind": "mumoe", "num_experts": [3], "rank": 8},
     "levels": {"kind": "mumoe", "num_experts": [3, 2], "rank": 8, "level_std": 0.5},
     "gated": {"kind": "mumoe", "num_experts": [3], "rank": 8, "activation": "swiglu"},
@@ -41,43 +39,39 @@ def model_of(kind):
     return model
 
 
-def decided(model):
-    """The layer, what it read, and what it decided of two windows."""
+def decided(kind):
+    """The layer, the arguments and the output of its forward pass, and what it decided."""
+    model = model_of(kind)
     (layer,) = routed_layers(model)
-    feed_forward = model.get_submodule(layer.name)
-    read = []
-    handle = feed_forward.register_forward_pre_hook(lambda _, given: read.append(given))
-    with torch.inference_mode(), deciding(model, [layer]) as decisions:
+    feed_forward, calls = model.get_submodule(layer.name), []
+    handle = feed_forward.register_forward_hook(lambda _, given, out: calls.append((given, out)))
+    with deciding(model, [layer]) as decisions:
         model(torch.randint(0, 50, (2, 8), generator=torch.Generator().manual_seed(0)))
     handle.remove()
-    return feed_forward, read[0][0].flatten(0, 1), read[0], decisions[layer.name]
+    given, (output_BTD, *_) = calls[0]
+    return feed_forward, given, output_BTD.flatten(0, 1), decisions[layer.name]
 
 
 @torch.inference_mode()
-def test_an_expert_of_a_sparse_layer_is_computed_from_its_own_weights():
-    layer, u, _, decision = decided(model_of("smoe"))
-    rows = torch.tensor([0, 5, 11])
-    weights = layer.experts.stacked()
-    for expert in range(3):
-        inner = gelu(u[rows] @ weights.up[expert] + weights.up_bias[expert], approximate="tanh")
-        expected = inner @ weights.down[expert] + layer.output_bias[expert]
-        torch.testing.assert_close(decision.output(0, expert, rows), expected)
-
-
-@torch.inference_mode()
-def test_groups_of_units_add_up_to_the_dense_layer():
-    layer, u, _, decision = decided(model_of("emoe"))
-    rows = torch.arange(len(u))
-    parts = [decision.output(0, expert, rows) for expert in range(4)]
-    keys, values = layer.experts.keys.flatten(0, 1), layer.experts.values.flatten(0, 1)
-    dense = gelu(u @ keys.T + layer.experts.bias.flatten(), approximate="tanh") @ values
-    torch.testing.assert_close(sum(parts), dense)
+@pytest.mark.parametrize("kind", ["smoe", "emoe", "mxd", "transcoder"])
+def test_outputs_of_single_experts_add_up_to_that_of_the_layer(kind):
+    layer, _, output_MD, decision = decided(kind)
+    weights_MS = decision.coefficients().double()
+    assert ((weights_MS > 0).sum(1) <= layer.config.top_k).all()
+    every_M = torch.arange(len(output_MD))
+    total_MD = sum(
+        weights_MS[:, expert, None] * decision.output(0, expert, every_M)
+        for expert in range(weights_MS.shape[1])
+    )
+    if kind != "smoe":  # whose experts have biases of their own
+        total_MD = total_MD + layer.output_bias
+    torch.testing.assert_close(total_MD, output_MD, rtol=1e-6, atol=1e-6)
 
 
 @torch.inference_mode()
 @pytest.mark.parametrize("kind", ["mumoe", "levels", "gated"])
 def test_an_expert_of_a_mumoe_has_the_whole_coefficient_of_its_level(kind):
-    layer, _, given, decision = decided(model_of(kind))
+    layer, given, _, decision = decided(kind)
     rows = torch.arange(len(decision.levels[0]))
 
     def alone(level, expert):

@@ -26,12 +26,8 @@ KINDS = {
     for score in SCORES
 }  # fmt: skip
 every_kind = pytest.mark.parametrize("section", KINDS.values(), ids=KINDS)
-each_kind_once = everyday(
-    "section",
-    KINDS.values(),
-    keep=["cp, residual", "tr, normalized", "sparse, cosine"],
-    ids=KINDS,
-)
+SOME = ["cp, residual", "tr, normalized", "sparse, cosine"]
+some_everyday = everyday("section", KINDS.values(), keep=SOME, ids=KINDS)
 IDS = torch.arange(32).view(2, 16) % 61
 
 
@@ -79,11 +75,12 @@ def test_routing_moves_to_the_expert_the_more_the_stronger(section, expert):
 
 def test_every_level_of_a_hierarchy_has_its_own_columns():
     model = make_model(kind="mumoe", num_experts=LEVELS)
-    gate, seen = model.blocks[1].feed_forward.gate, []
-    gate.register_forward_hook(lambda module, args, gated: seen.append(gated.coefficients[1]))
+    gate, means = model.blocks[1].feed_forward.gate, []
+    gate.register_forward_hook(
+        lambda module, args, gated: means.append(gated.coefficients[1].mean(0)[2].item())
+    )
     for strength in (0.0, 2.0, 8.0):
         load_of(model, 1, 0, steering(1, LEVELS[0] + 2, strength))
-    means = [coefficients.mean(0)[2].item() for coefficients in seen]
     assert means == sorted(means)
     assert means[-1] > means[0] + 0.2
 
@@ -120,33 +117,27 @@ def test_only_the_steered_block_and_those_after_it_change(section):
     assert not any(block._forward_pre_hooks for block in model.blocks)
 
 
-@each_kind_once
-@everyday("dtype", [torch.float32, torch.bfloat16], keep=[torch.bfloat16])
+@some_everyday
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_strength_0_changes_not_a_bit(section, dtype):
     model = make_model(dtype=dtype, **section)
-    nothing = [steering(layer, 3, 0.0) for layer in range(3)]
     with torch.no_grad():
         expected = model(IDS).logits
-        with intervened(model, nothing):
+        with intervened(model, [steering(layer, 3, 0.0) for layer in range(3)]):
             assert torch.equal(model(IDS).logits, expected)
-    tokens = list(generate_ids(model, [3, 4], max_tokens=30, sampling=DRAWN))
-    with intervened(model, nothing):
-        again = list(generate_ids(model, [3, 4], max_tokens=30, sampling=DRAWN))
-    assert again == tokens
 
 
-@each_kind_once
+@some_everyday
 def test_a_cache_changes_no_token_of_steered_text(section):
     # 40 tokens of a window of 16: it slides, and the steered prompt is read again.
     model = make_model(dtype=torch.float32, **section)
+
+    def text(**options):
+        return list(generate_ids(model, [5, 6, 7], max_tokens=40, sampling=DRAWN, **options))
+
+    free = text()
     with intervened(model, [steering(1, 4, 3.0)]):
-        cached, plain = (
-            list(generate_ids(model, [5, 6, 7], max_tokens=40, sampling=DRAWN, use_cache=use_cache))
-            for use_cache in (True, False)
-        )
-    assert cached == plain
-    free = list(generate_ids(model, [5, 6, 7], max_tokens=40, sampling=DRAWN))
-    assert free != cached
+        assert text() == text(use_cache=False) != free
 
 
 def test_steerings_of_one_block_are_summed_and_others_stand_beside():

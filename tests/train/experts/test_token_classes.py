@@ -27,25 +27,15 @@ def characters_of(tokenizer):
     return classes_of_vocabulary(tokenizer, stream)["characters"][1]
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        (" the", "letters"),
-        ("é1", "letters"),
-        ("7th", "digits"),
-        (" (", "punctuation"),
-        ("+=", "punctuation"),
-        ("$", "punctuation"),
-        ("\n\n", "space or newline"),
-        (" ", "space or newline"),
-        ("\ufffd", "other"),
-        ("🙂", "other"),
-        ("\x00", "other"),
-        ("", "other"),
-    ],
-)
-def test_characters(text, expected):
-    assert CHARACTERS[character_class(text)] == expected
+TEXTS = {
+    " the": "letters", "é1": "letters", "7th": "digits", " (": "punctuation", "+=": "punctuation",
+    "$": "punctuation", "\n\n": "space or newline", " ": "space or newline", "\ufffd": "other",
+    "🙂": "other", "\x00": "other", "": "other",
+}  # fmt: skip
+
+
+def test_characters():
+    assert {text: CHARACTERS[character_class(text)] for text in TEXTS} == TEXTS
 
 
 def test_frequencies_by_hand():
@@ -90,12 +80,9 @@ def test_moved_labels_are_those_of_the_same_window():
 
 def test_a_part_of_a_word_is_of_its_letters_and_a_special_token_of_nothing():
     words = {
-        "##ty": "letters",
-        "##7": "digits",
-        ".": "punctuation",
-        "word": "letters",
+        "##ty": "letters", "##7": "digits", ".": "punctuation", "word": "letters",
         "#": "punctuation",
-    }
+    }  # fmt: skip
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     vocabulary = {token: i for i, token in enumerate([*special, "a", *words])}
     tokenizer = Tokenizer(BertWordPieceTokenizer(vocabulary, lowercase=False).to_str(), "[SEP]")

@@ -5,21 +5,15 @@ import pytest
 import torch
 from scipy.stats import spearmanr
 
-from polyad.launch.cli import run as polyad
 from polyad.train.experts.interventions import Intervention, intervened
 from polyad.train.experts.moments import STATISTICS
 from polyad.train.experts.probing import deciding, routed_layers
-from polyad.train.measures.atlas import Atlas
-from tests.helpers.runs import both_forms, evaluation, frame_of, run, write_config
+from tests.helpers.runs import atlas, frame_of, run, write_config
 from tests.train.measures.test_knockout import LAYER, WINDOWS, losses_of, token_by_token
 
 pytestmark = pytest.mark.distributed
 TOKENS = 32 * WINDOWS
 SMALL = ("evaluation.batch_size=3",)
-
-
-def atlas(path, **options):
-    return both_forms(path, Atlas, **options)
 
 
 @pytest.fixture(scope="module")
@@ -63,20 +57,30 @@ def mean_loss(model, windows):
 
 
 @pytest.mark.slow
-def test_changes_are_those_of_one_intervention_after_the_other(found, by_hand):
-    model, layer, windows, _, _ = by_hand
-    values = frame_of(found[0][0], "experts")["change"]
+@pytest.mark.parametrize("how", ["route-around", "contribution", "mean", "prune"])
+def test_changes_are_those_of_one_intervention_after_the_other(
+    workers, finished, found, by_hand, how
+):
+    model, layer, windows, weight_ME, output_MED = by_hand
+    result = found[0]
+    if how != "route-around":
+        options = {"tokens": TOKENS, "overrides": SMALL, "experts": ["1", "5"]}
+        result = workers(1).run(atlas, finished, how=how, **options)[0]
+        assert "together" not in result
+    used_ME = (weight_ME != 0).double()
+    times_E1 = used_ME.sum(0).unsqueeze(1).clamp_min(1)
+    mean_ED = torch.einsum("me,med->ed", used_ME, output_MED) / times_E1
     before = mean_loss(model, windows)
-    for expert in range(layer.num_experts):
-        removed = Intervention(layer=1, experts=(expert,), how="route-around")
-        with intervened(model, [removed]):
+    for row in frame_of(result, "experts").to_dict("records"):
+        removed = Intervention(layer=1, experts=(row["expert"],), how=how)
+        with intervened(model, [removed], lambda: {layer.name: mean_ED}):
             change = mean_loss(model, windows) - before
-        assert values[expert] == pytest.approx(change, abs=1e-5)
+        assert row["change"] == pytest.approx(change, abs=1e-5)
 
 
 def test_statistics_are_those_of_each_token(found, by_hand):
     _, layer, _, weight_ME, output_MED = by_hand
-    ours = frame_of(found[0][0], "experts", module=LAYER)
+    ours = frame_of(found[0], "experts", module=LAYER)
     norm_ME = output_MED.norm(dim=-1)
     for expert in range(layer.num_experts):
         used_M = weight_ME[:, expert] != 0
@@ -98,33 +102,30 @@ def test_statistics_are_those_of_each_token(found, by_hand):
 
 def test_a_process_without_a_window_adds_nothing(workers, finished):
     options = {"tokens": 32, "how": "mean"}
-    one, two = (workers(size).run(atlas, finished, **options)[0][0] for size in (1, 2))
+    one, two = (workers(size).run(atlas, finished, **options)[0] for size in (1, 2))
     assert two["experts"] == one["experts"]
 
 
 def test_correlations_are_scipys(found):
-    experts = frame_of(found[0][0], "experts", module=LAYER)
-    correlations = frame_of(found[0][0], "correlations", module=LAYER)
+    experts = frame_of(found[0], "experts", module=LAYER)
+    correlations = frame_of(found[0], "correlations", module=LAYER)
     assert len(correlations) == 2 * len(STATISTICS)
     for ours in correlations.to_dict("records"):
         known = experts.dropna(subset=[ours["target"]])
         rho, p = spearmanr(known[ours["statistic"]], known[ours["target"]])
         assert (ours["rho"], ours["p"]) == pytest.approx((rho, p))
         assert ours["significant"] == (p < 0.05 / len(STATISTICS))
-    (told,) = frame_of(found[0][0], "predictive", statistic="reap", target="change").to_dict(
-        "records"
-    )
-    (reap,) = frame_of(found[0][0], "correlations", statistic="reap", target="change").to_dict(
-        "records"
-    )
+    place = {"statistic": "reap", "target": "change"}
+    (reap,) = frame_of(found[0], "correlations", **place).to_dict("records")
+    (told,) = frame_of(found[0], "predictive", **place).to_dict("records")
     assert (told["significant_in"], told["layers"]) == (int(reap["significant"]), 1)
     assert told["mean_rho"] == pytest.approx(reap["rho"])
 
 
 def test_sets_are_taken_away_together(found, by_hand):
     model, layer, windows, _, _ = by_hand
-    together, sets = (frame_of(found[0][0], name) for name in ("together", "sets"))
-    of_experts, experts = frame_of(found[0][0], "experts"), layer.num_experts
+    together, sets = (frame_of(found[0], name) for name in ("together", "sets"))
+    of_experts, experts = frame_of(found[0], "experts"), layer.num_experts
     assert list(together["size"]) == [size for size in (experts // 4, experts // 2) if size > 1]
     before = mean_loss(model, windows)
     for size, of_size in sets.groupby("size"):
@@ -145,37 +146,7 @@ def test_sets_are_taken_away_together(found, by_hand):
 
 
 def test_two_processes_give_what_one_gives(found):
-    one, two = (each[0] for each in found)
+    one, two = found
     assert one["loss"] == pytest.approx(two["loss"], abs=1e-6)
-    ours, theirs = (frame_of(each, "experts") for each in (one, two))
-    statistics = list(STATISTICS)
-    pd.testing.assert_frame_equal(ours[statistics], theirs[statistics], rtol=1e-5)
-    assert found[0][1].count("\n") == found[1][1].count("\n")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["contribution", "mean", "prune"])
-def test_every_way_to_take_away_is_that_of_the_model_itself(how, workers, finished):
-    """Beside the loss that `evaluate` finds of all tokens under the same intervention."""
-    result = workers(1).run(atlas, finished, overrides=SMALL, how=how, experts=["5"])[0][0]
-    changes = [Intervention(layer=1, experts=(5,), how=how)]
-    before, after = (
-        workers(1).run(evaluation, finished, overrides=SMALL, interventions=each)[0]
-        for each in ([], changes)
-    )
-    (change,) = frame_of(result, "experts", module=LAYER)["change"]
-    assert after["interventions"] == [{"layer": 1, "experts": [5], "how": how}]
-    assert "together" not in result
-    # The atlas reads the end of text before the first token, and each window by itself.
-    assert change == pytest.approx(after["loss"] - before["loss"], abs=2e-2)
-    assert change != 0
-
-
-def test_what_is_not_allowed_is_said(capfd, finished):
-    for words, message in (
-        (["--layers", "0"], "--layers: 0 is not allowed: blocks with experts are 1"),
-        (["--how", "kill"], "--how"),
-    ):
-        status = polyad(["experts", "atlas", str(finished), *words])
-        assert status == 2
-        assert message in capfd.readouterr().err
+    ours, theirs = (frame_of(each, "experts")[list(STATISTICS)] for each in (one, two))
+    pd.testing.assert_frame_equal(ours, theirs, rtol=1e-5)

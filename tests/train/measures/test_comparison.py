@@ -1,23 +1,18 @@
 """`polyad compare` and `--attack` on whole runs."""
 
-import importlib
-import importlib.util
 import json
 import math
 import shutil
-import tempfile
 
 import pandas as pd
 import pytest
 import torch
 
 from polyad.data.text.attack import WordSwap
-from polyad.data.text.dataset import PreparedData
-from polyad.data.text.prepare import prepare
-from polyad.launch.cli import run as polyad
 from polyad.parallel.weights import load_model
 from polyad.train.errors import ConfigError
 from tests.helpers.everyday import everyday
+from tests.helpers.prepared import windows_of
 from tests.helpers.runs import (
     compare,
     evaluated,
@@ -31,22 +26,30 @@ from tests.helpers.runs import (
 
 pytestmark = pytest.mark.distributed
 
-SECTIONS = {
-    "smoe": {"kind": "smoe", "num_experts": 4, "expert_hidden_size": 32, "graph": "similarity"},
-    "mumoe": {"kind": "mumoe", "factorization": "cp", "num_experts": [6, 2]},
-    "dense": {"kind": "dense"},
-}
 LOG = {"fluctuation": True, "fluctuation_tokens": 320}
+RUNS = {
+    "smoe": (1, {
+        "log": LOG,
+        "model__feed_forward": {
+            "kind": "smoe", "num_experts": 4, "expert_hidden_size": 32, "graph": "similarity",
+        },
+    }),
+    # Its weights are cut while it trains, and whole where they are compared.
+    "mumoe": (2, {
+        "log": LOG, "parallel__zero_stage": 3,
+        "model__feed_forward": {"kind": "mumoe", "factorization": "cp", "num_experts": [6, 2]},
+    }),
+    "dense": (1, {}),
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def runs(workers, tmp_path_factory, prepared_path):
-    """A finished run of each kind, by one process, with checkpoints of steps 3 and 6."""
+    """A finished run of each kind, with checkpoints of steps 3 and 6."""
     folders = {}
-    for kind, section in SECTIONS.items():
+    for kind, (processes, changes) in RUNS.items():
         folder = tmp_path_factory.mktemp(kind)
-        changes = {"model__feed_forward": section, "log": LOG if kind != "dense" else {}}
-        workers(1).run(run, write_config(folder / "config.yaml", prepared_path, **changes))
+        workers(processes).run(run, write_config(folder / "config.yaml", prepared_path, **changes))
         folders[kind] = folder / "run"
     return folders
 
@@ -83,40 +86,28 @@ def test_two_checkpoints_differ_as_the_loop_says(workers, runs, kind):
 
 
 def test_shares_are_those_of_the_routers_by_hand(workers, runs, prepared_path):
-    # The experts of every token of 20 windows, straight from the routers.
-    data = PreparedData.open(prepared_path)
-    split, results = data.split("validation"), []
-    stream = [data.manifest.tokenizer.end_of_text_id, *split.read(0, split.num_tokens).tolist()]
-    total = math.ceil(split.num_tokens / 32)
-    assert total > 40
+    # The experts of every token, straight from the routers; the last window is not full.
+    windows, results = windows_of(prepared_path), []
+    assert len(windows[-1][0]) < 32
     for step in (3, 6):
         model, seen = load_model(checkpoint(runs["smoe"], step)), []
         model.blocks[0].feed_forward.router.register_forward_hook(
             lambda module, given, output, seen=seen: seen.append(output.selected.expert_ids_NK)
         )
-        for window in range(20):
-            begin = 32 * (window * total // 20)
+        for read, _ in windows:
             with torch.no_grad():
-                model(torch.tensor([stream[begin : begin + 32]]))
+                model(torch.tensor([read]))
         results.append(torch.cat(seen))
     before, now = results
-    options = {"tokens": 20 * 32, "overrides": ("evaluation.batch_size=16",)}
+    options = {"tokens": 10**6, "overrides": ("evaluation.batch_size=16",)}
     result = workers(1).run(compare, runs["smoe"], checkpoint(runs["smoe"], 3), **options)[0]
     layer = result["layers"][0]
-    assert result["probe_tokens"] == len(now) == 20 * 32
+    assert result["probe_tokens"] == len(now)
     first = (before[:, 0] != now[:, 0]).double().mean().item()
     other = (before.sort(-1).values != now.sort(-1).values).any(-1).double().mean().item()
     assert 0 < first <= other < 1
     assert layer["top1"] == pytest.approx(first, abs=2 / len(now))
     assert layer["set"] == pytest.approx(other, abs=2 / len(now))
-
-
-def test_padding_is_no_token(workers, runs, prepared_path):
-    tokens = PreparedData.open(prepared_path).split("validation").num_tokens
-    assert tokens % 32  # the last window is not full
-    options = {"tokens": tokens, "overrides": ("evaluation.batch_size=16",)}
-    result = workers(1).run(compare, runs["smoe"], checkpoint(runs["smoe"], 3), **options)[0]
-    assert result["probe_tokens"] == tokens
 
 
 def test_two_processes_compare_as_one(workers, runs):
@@ -130,22 +121,6 @@ def test_two_processes_compare_as_one(workers, runs):
     assert results[0]["probe_tokens"] == results[1]["probe_tokens"] == 32 * 13
     one, two = (frame_of(result, "layers") for result in results)
     pd.testing.assert_frame_equal(one, two, rtol=0, atol=1e-9)
-
-
-@pytest.mark.slow
-def test_the_command_writes_json_and_leaves_nothing(runs, capfd, tmp_path, monkeypatch):
-    if importlib.util.find_spec("wandb"):  # DeepSpeed imports it, and that makes folders
-        importlib.import_module("wandb")
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    first, second = (str(checkpoint(runs["smoe"], step)) for step in (6, 3))
-    assert polyad(["compare", first, "--with", second, "--tokens", "64", "--json", "-"]) == 0
-    result = json.loads(capfd.readouterr().out)
-    assert result["probe_tokens"] == 64
-    assert polyad(["evaluate", first, "--attack", "word-swap", "--rate", "0.5", "--json", "-"]) == 0
-    result = json.loads(capfd.readouterr().out)
-    assert result["attack"]["kind"] == "word-swap"
-    assert result["attack"]["seed"] == 0
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
@@ -163,54 +138,26 @@ def test_the_command_writes_json_and_leaves_nothing(runs, capfd, tmp_path, monke
         (("compare",), "--with"),
     ],
 )
-def test_bad_options_are_one_line(runs, capfd, words, key):
+def test_bad_options_are_one_line(runs, refused, words, key):
     name, *options = words
-    assert key in said_of([name, str(runs["smoe"]), *options], capfd)
+    assert key in refused(name, runs["smoe"], *options)
 
 
-def said_of(words, capfd):
-    assert polyad(words) == 2
-    captured = capfd.readouterr()
-    assert captured.out == ""
-    (line,) = captured.err.strip().splitlines()
-    return line
-
-
-def refused(*arguments, **options):
-    with pytest.raises(ConfigError, match=r"^(compare|data\.path): ") as caught:
-        compare(*arguments, **options)
-    assert caught.value.exit_status == 2
-    return str(caught.value)
-
-
-def test_other_models_are_refused(runs):
-    text = refused(runs["smoe"], runs["mumoe"])
-    assert f"compare: {checkpoint(runs['mumoe'], 6)}: is a different model" in text
-    assert "feed_forward." in text
-    text = refused(runs["dense"], checkpoint(runs["dense"], 3))
-    assert "model.feed_forward.kind: dense" in text
-
-
-@pytest.mark.slow
-def test_another_tokenizer_is_refused(runs, tmp_path, texts):
-    prepare(str(texts), "train:500", tmp_path / "other")
-    first, second = (checkpoint(runs["smoe"], step) for step in (6, 3))
-    text = refused(first, second, data=str(tmp_path / "other"))
-    assert "their token ids mean different things" in text
-    # Of the compared checkpoint alone.
-    copy = tmp_path / "checkpoints" / second.name
-    shutil.copytree(second, copy)
-    change_state(copy, tokenizer_fingerprint="0" * 64)
-    text = refused(first, copy)
-    assert f"the checkpoint of --with {copy} with 000000000000" in text
-    assert "their token ids mean different things" in text
-
-
-def change_state(folder, **values):
-    """Writes other values into a checkpoint's state, with its manifest."""
-    path = folder / "state.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | values))
-    reseal(folder)
+def test_models_that_cannot_be_compared_are_refused(runs, tmp_path):
+    smoe, mumoe, dense = (checkpoint(runs[kind], 6) for kind in RUNS)
+    # One whose token ids mean different things.
+    other = tmp_path / "checkpoints" / smoe.name
+    shutil.copytree(smoe, other)
+    state = json.loads((other / "state.json").read_text()) | {"tokenizer_fingerprint": "0" * 64}
+    (other / "state.json").write_text(json.dumps(state))
+    reseal(other)
+    for first, second, part in (
+        (smoe, mumoe, rf"compare: {mumoe}: is a different model.*feed_forward\."),
+        (dense, dense, "model.feed_forward.kind: dense"),
+        (smoe, other, f"the checkpoint of --with {other} with 000000000000"),
+    ):
+        with pytest.raises(ConfigError, match=part):
+            compare(first, second)
 
 
 @pytest.mark.slow

@@ -7,9 +7,9 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import polyad
-from polyad.data.text.dataset import PreparedData
 from polyad.train.errors import ConfigError
 from polyad.train.measures.trace import Trace
+from tests.helpers.prepared import windows_of
 from tests.helpers.runs import both_forms
 
 pytestmark = pytest.mark.distributed
@@ -31,27 +31,13 @@ def trace(text):
     return text.trace("score", "norm", "loss")
 
 
-def window_of(prepared_path, number):
-    """The tokens that a window reads, and those that it predicts."""
-    data = PreparedData.open(prepared_path)
-    stream = data.split("validation")
-    ids = [data.tokenizer().end_of_text_id, *stream.read(0, stream.num_tokens).tolist()]
-    at = 32 * number
-    return ids[at : at + 32], ids[at + 1 : at + 33]
-
-
 def test_a_trace_is_that_of_the_command(trained, trace, tmp_path):
     path = tmp_path / "t.parquet"
     extra = ["score", "norm", "loss"]
     both_forms(trained("smoe"), Trace, output=path, extra=extra, tokens=TOKENS)
     order = ["window", "position", "layer", "slot"]
-    ours, theirs = (each.sort_values(order) for each in (trace, pd.read_parquet(path)))
-    pd.testing.assert_frame_equal(
-        ours.reset_index(drop=True),
-        theirs.reset_index(drop=True),
-        check_categorical=False,
-        rtol=1e-4,
-    )
+    both = (each.sort_values(order, ignore_index=True) for each in (trace, pd.read_parquet(path)))
+    pd.testing.assert_frame_equal(*both, check_categorical=False, rtol=1e-4)
 
 
 @pytest.mark.slow
@@ -90,8 +76,9 @@ def test_an_expert_is_removed_at_its_token_alone(run, text, trace, prepared_path
     rows = trace[trace["loss"].notna()].iloc[[0, 7, 101, 102, 900, 901]]
     result = text.without(rows)
     selection = run.model.blocks[1].feed_forward.router.selection
+    windows = windows_of(prepared_path)
     for row, ours in zip(rows.itertuples(), result, strict=True):
-        read, after = window_of(prepared_path, row.window)
+        read, after = windows[row.window]
 
         def without(module, arguments, output, row=row):
             weights_NK = output.weights_NK.clone()
@@ -111,12 +98,12 @@ def test_hidden_units_are_those_of_the_tokens(run, text, trace, prepared_path):
     rows = trace.iloc[[3, 500, 20, 21]]  # in any order
     result = text.hidden(rows)
     module = run.model.blocks[1].feed_forward
-    up_EDF = module.experts.stacked().up
+    up_EDF, windows = module.experts.stacked().up, windows_of(prepared_path)
     for row, ours in zip(rows.itertuples(), result, strict=True):
         seen = []
         handle = module.register_forward_pre_hook(lambda _, u, seen=seen: seen.append(u[0]))
         with torch.no_grad():
-            run.model(torch.tensor([window_of(prepared_path, row.window)[0]]))
+            run.model(torch.tensor([windows[row.window][0]]))
         handle.remove()
         inner = seen[0][0, row.position] @ up_EDF[row.expert] + module.experts.up_bias[row.expert]
         expected = torch.nn.functional.gelu(inner, approximate="tanh").detach().numpy()
@@ -135,13 +122,11 @@ def test_classes_are_of_the_tokens_that_are_read(run, text):
 
 
 def test_what_does_not_fit_is_one_line(run, text, trained):
-    with pytest.raises(ConfigError, match="trace: size"):
-        text.trace("size")
-    with (
-        pytest.raises(ConfigError, match="layer: 7 is not allowed"),
-        run.intervened("layer=7,expert=0"),
-    ):
-        pass
     factorized = polyad.load(trained("cp")).read(tokens=TOKENS)
-    with pytest.raises(ConfigError, match="hidden: block 0 is not allowed: its experts have no"):
-        factorized.hidden(factorized.trace())
+    for call, part in (
+        (lambda: text.trace("size"), "trace: size"),
+        (lambda: run.intervened("layer=7,expert=0").__enter__(), "layer: 7"),
+        (lambda: factorized.hidden(factorized.trace()), "hidden: block 0 is not allowed"),
+    ):
+        with pytest.raises(ConfigError, match=part):
+            call()

@@ -14,7 +14,8 @@ import torch
 from polyad.launch.cli import run as polyad
 from polyad.parallel.weights import load_model
 from tests.helpers.fine_tuned import table, trainer
-from tests.helpers.runs import frame_of, measured, newest, run, write_config
+from tests.helpers.prepared import windows_of
+from tests.helpers.runs import frame_of, measured, newest
 
 pytestmark = pytest.mark.distributed
 
@@ -31,31 +32,25 @@ def even_measured(path, **options):
 
 
 @torch.inference_mode()
-def by_hand(folder, ids):
+def by_hand(folder, windows):
     """The share of the routing weights of even experts, from the router itself."""
     model, result = load_model(newest(folder)), []
     router = model.blocks[1].feed_forward.router
     router.register_forward_hook(lambda _, given, output: result.append(output.selected))
-    for window in ids.split(32):
-        model(window[None])
+    for read, _ in windows:
+        model(torch.tensor([read]))
     even = sum(float(s.weights_NK[s.expert_ids_NK % 2 == 0].sum()) for s in result)
     return even / sum(float(s.weights_NK.sum()) for s in result)
 
 
 @pytest.mark.slow
 def test_one_process_and_two_say_what_the_router_says(workers, trained, prepared_path):
-    from polyad.data.text.dataset import PreparedData
-
-    data = PreparedData.open(prepared_path)
-    stream = data.split("validation")
-    ids = torch.tensor([data.tokenizer().end_of_text_id, *stream.read(0, stream.num_tokens)[:-1]])
-    expected = by_hand(trained("smoe"), ids)
+    windows, options = windows_of(prepared_path), {"overrides": ("evaluation.batch_size=3",)}
+    expected = by_hand(trained("smoe"), windows)
     for size in (1, 2):
-        result, text = workers(size).run(
-            even_measured, trained("smoe"), overrides=("evaluation.batch_size=3",)
-        )[0]
+        result, text = workers(size).run(even_measured, trained("smoe"), **options)[0]
         assert result["layers"] == [{"module": LAYER, "even": pytest.approx(expected, rel=1e-6)}]
-        assert result["rows_read"] == -(-len(ids) // 32)
+        assert result["rows_read"] == len(windows)
         assert f"{LAYER}  {expected:.4f}" in text
     assert 0 < expected < 1
 
@@ -86,9 +81,3 @@ def test_the_page_shows_this_measure():
     page = (ROOT / "docs" / "recipes" / "README.md").read_text()
     source = (ROOT / "tests" / "helpers" / "even.py").read_text()
     assert textwrap.indent(source[source.index("import pandas") :], "    ") in page
-
-
-def test_a_model_without_experts_is_refused(workers, tmp_path, prepared_path):
-    workers(1).run(run, write_config(tmp_path / "config.yaml", prepared_path))
-    with pytest.raises(Exception, match=r"run.*: its model has no experts, in blocks or as"):
-        workers(1).run(even_measured, tmp_path / "run")

@@ -5,6 +5,7 @@ import pytest
 import torch
 import yaml
 from PIL import Image
+from sklearn.metrics import average_precision_score
 
 from polyad.data.images.imagenet import ALEXNET_ERRORS, imagenet_classes
 from polyad.parallel.checkpoint.load import find_checkpoint
@@ -13,7 +14,6 @@ from polyad.train.errors import ConfigError
 from polyad.train.measures.robustness import check_order
 from tests.helpers.images import encoded, picture
 from tests.helpers.runs import run, scored_set
-from tests.helpers.workers import WorkerError
 
 pytestmark = pytest.mark.distributed
 IDS = imagenet_classes()
@@ -54,10 +54,9 @@ def trained(workers, tmp_path_factory):
     return root / "run"
 
 
-def logits_of(trained, files, resize):
+def logits_of(trained, files):
     """By Pillow's pixels and the model alone; the images have the model's size."""
     model = load_model(find_checkpoint(trained))
-    assert resize == 1.0
     rows = [np.asarray(Image.open(file).convert("RGB")) for file in files]
     pixels = torch.from_numpy(np.stack(rows)).permute(0, 3, 1, 2).float()
     with torch.no_grad():
@@ -67,6 +66,14 @@ def logits_of(trained, files, resize):
 EXACT = ("data.evaluation_resize=1.0",)
 
 
+def images_of(folder, labels, numbers, further=0):
+    """Files of images of classes, which show classes so much further on."""
+    files = [folder / IDS[label] / f"{number}.png" for label in labels for number in numbers]
+    for file in files:
+        write(file, IDS.index(file.parent.name) + further, int(file.stem))
+    return files
+
+
 @pytest.mark.slow
 def test_c_is_the_mean_of_errors_over_alexnets(workers, trained, tmp_path):
     expected = {}
@@ -74,15 +81,12 @@ def test_c_is_the_mean_of_errors_over_alexnets(workers, trained, tmp_path):
         wrong = []
         for severity in range(1, 6):
             folder = tmp_path / "c" / name / str(severity)
-            for label in (3, 700):
-                write(folder / IDS[label] / "a.png", label, place + severity)
-            files = [folder / IDS[label] / "a.png" for label in (3, 700)]
-            hits = logits_of(trained, files, 1.0).argmax(-1) == torch.tensor([3, 700])
+            files = images_of(folder, (3, 700), [place + severity])
+            hits = logits_of(trained, files).argmax(-1) == torch.tensor([3, 700])
             wrong.append(1 - float(hits.float().mean()))
         expected[name] = sum(wrong) / 5
-    one, *_ = workers(1).run(scored_set, trained, "c", tmp_path / "c")
-    two, *_ = workers(2).run(scored_set, trained, "c", tmp_path / "c")
-    for result in (one, two):
+    for size in (1, 2):
+        result, *_ = workers(size).run(scored_set, trained, "c", tmp_path / "c")
         errors = {row["corruption"]: row["error"] for row in result["corruptions"]}
         assert errors == pytest.approx(expected)
         mce = sum(error / ALEXNET_ERRORS[name] for name, error in expected.items()) / 15
@@ -92,11 +96,7 @@ def test_c_is_the_mean_of_errors_over_alexnets(workers, trained, tmp_path):
 
 def test_a_and_r_choose_among_their_own_classes(workers, trained, tmp_path):
     labels = [5, 17, 900]
-    for label in labels:
-        for number in range(4):
-            write(tmp_path / "a" / IDS[label] / f"{number}.png", label, number)
-    files = [tmp_path / "a" / IDS[x] / f"{n}.png" for x in labels for n in range(4)]
-    logits = logits_of(trained, files, 1.0)[:, labels]
+    logits = logits_of(trained, images_of(tmp_path / "a", labels, range(4)))[:, labels]
     truth = torch.arange(3).repeat_interleave(4)
     expected = float((logits.argmax(-1) == truth).float().mean())
     for name in ("a", "r"):
@@ -106,19 +106,12 @@ def test_a_and_r_choose_among_their_own_classes(workers, trained, tmp_path):
 
 @pytest.mark.slow
 def test_o_ranks_its_images_among_those_that_belong(workers, trained, tmp_path):
-    metrics = pytest.importorskip("sklearn.metrics")
     labels = [4, 60, 333]
-    for label in labels:
-        for number in range(5):
-            write(tmp_path / "o" / IDS[label] / f"{number}.png", label + 1, number)
-    files = [tmp_path / "o" / IDS[x] / f"{n}.png" for x in labels for n in range(5)]
-    inside = [trained.parent / "all" / "val" / IDS[x] for x in labels]
-    inside = [next(folder.iterdir()) for folder in inside]
-    scores = [
-        -logits_of(trained, each, 1.0)[:, labels].softmax(-1).amax(-1) for each in (files, inside)
-    ]
-    truth = [1] * 15 + [0] * 3
-    expected = metrics.average_precision_score(truth, torch.cat(scores).numpy())
+    files = images_of(tmp_path / "o", labels, range(5), further=1)
+    folders = [trained.parent / "all" / "val" / IDS[label] for label in labels]
+    files += [next(folder.iterdir()) for folder in folders]
+    scores = -logits_of(trained, files)[:, labels].softmax(-1).amax(-1)
+    expected = average_precision_score([1] * 15 + [0] * 3, scores.numpy())
     result = workers(1).run(scored_set, trained, "o", tmp_path / "o", overrides=EXACT)[0]
     assert result["aupr"] == pytest.approx(expected)
     assert (result["images_scored"], result["images_inside"]) == (15, 3)
@@ -134,20 +127,13 @@ def test_classes_in_another_order_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("name", "make", "message"),
+    ("name", "folder", "part"),
     [
-        ("c", lambda p: p, "gaussian_noise/1: there is no such folder"),
-        (
-            "a",
-            lambda p: (p / "dog").mkdir() or p,
-            "dog is not the folder of a class",
-        ),
-        ("o", lambda p: p / "nothing", "nothing: there is no such folder"),
+        ("c", "", "gaussian_noise/1: there is no such folder"),
+        ("a", "", "dog is not the folder of a class"),
+        ("o", "nothing", "nothing: there is no such folder"),
     ],
 )
-def test_what_is_no_such_set_is_one_line(workers, trained, tmp_path, name, make, message):
-    with pytest.raises(WorkerError) as caught:
-        workers(1).run(scored_set, trained, name, make(tmp_path))
-    last = str(caught.value).strip().splitlines()[-1]
-    assert message in last
-    assert "Error: " in last
+def test_what_is_no_such_set_is_one_line(trained, tmp_path, refused, name, folder, part):
+    (tmp_path / "dog").mkdir()
+    assert part in refused("robustness", trained, "--set", name, "--images", tmp_path / folder)

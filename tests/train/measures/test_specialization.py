@@ -1,6 +1,7 @@
 """`polyad evaluate --specialization` of text and sequences: as counted token by token."""
 
 import json
+import math
 import unicodedata
 from collections import Counter
 
@@ -10,18 +11,16 @@ from scipy.stats import entropy
 from sklearn.metrics import mutual_info_score, normalized_mutual_info_score
 
 from polyad.data.text.dataset import PreparedData
-from polyad.launch.cli import run as polyad
 from polyad.parallel.weights import load_model
-from polyad.train.report.command import report
 from tests.helpers.fine_tuned import one_by_one, table, trainer
-from tests.helpers.runs import frame_of, measured, run, specialization, write_config
+from tests.helpers.prepared import windows_of
+from tests.helpers.runs import frame_of, measured, newest, run, specialization, write_config
 
 pytestmark = pytest.mark.distributed
 
 SECTIONS = {
     "smoe": {"kind": "smoe", "num_experts": 4, "top_k": 1, "expert_hidden_size": 32},
     "mumoe": {"kind": "mumoe", "num_experts": [6, 2], "rank": 8, "level_std": 0.5},
-    "dense": {"kind": "dense"},
 }
 LAYER = "blocks.1.feed_forward"
 
@@ -31,41 +30,27 @@ def runs(workers, tmp_path_factory, prepared_path):
     folders = {}
     for kind, section in SECTIONS.items():
         folder = tmp_path_factory.mktemp(kind)
-        path = write_config(
-            folder / "config.yaml",
-            prepared_path,
-            model__feed_forward=section,
-            optimizer__learning_rate=0.0005,  # with more, one expert has all tokens
-        )
-        workers(1).run(run, path)
+        changes = {"model__feed_forward": section}
+        changes["optimizer__learning_rate"] = 0.0005  # with more, one expert has all tokens
+        workers(1).run(run, write_config(folder / "config.yaml", prepared_path, **changes))
         folders[kind] = folder / "run"
     return folders
 
 
-def token_by_token(folder, prepared_path):
-    """Each token of the split, window by window: id, position in its window, what the gates of the
-    last block make of it."""
-    model = load_model(folder / "checkpoints" / "step-00000006")
-    data = PreparedData.open(prepared_path)
-    stream, end = data.split("validation"), data.tokenizer().end_of_text_id
-    ids = [end, *stream.read(0, stream.num_tokens).tolist()][:-1]
-    decided = []
+@torch.inference_mode()
+def token_by_token(folder, windows):
+    """Each token of the windows: its id, its position in its window, and what the gates of the
+    last block make of it, by level."""
+    model, decided, tokens = load_model(newest(folder)), [], []
     feed_forward = model.blocks[1].feed_forward
     gate = getattr(feed_forward, "gate", None) or feed_forward.router.selection
     gate.register_forward_hook(
         lambda _, given, output: decided.append(getattr(output, "coefficients", [given[0]]))
     )
-    tokens = []
-    with torch.inference_mode():
-        for first in range(0, len(ids), 32):
-            window = ids[first : first + 32]
-            model(torch.tensor([window + [end] * (32 - len(window))]))
-            levels = [level[: len(window)] for level in decided.pop()]
-            tokens += [
-                (token, place, [level[place] for level in levels])
-                for place, token in enumerate(window)
-            ]
-    return tokens, data.tokenizer(), Counter(stream.read(0, stream.num_tokens).tolist())
+    for read, _ in windows:
+        model(torch.tensor([read]))
+        tokens += [(token, place) for place, token in enumerate(read)]
+    return tokens, [torch.cat(level).double() for level in zip(*decided, strict=True)]
 
 
 def kind_of(text):
@@ -82,25 +67,35 @@ def kind_of(text):
 
 
 @pytest.mark.slow
-def test_text_is_as_counted_token_by_token(workers, runs, prepared_path):
-    result = workers(1).run(specialization, runs["smoe"])[0]
-    tokens, tokenizer, _ = token_by_token(runs["smoe"], prepared_path)
+@pytest.mark.parametrize("kind", SECTIONS)
+def test_text_is_as_counted_token_by_token(workers, runs, prepared_path, kind):
+    result, windows = workers(1).run(specialization, runs[kind])[0], windows_of(prepared_path)
+    tokens, scores = token_by_token(runs[kind], windows)
     assert result["tokens_scored"] == len(tokens)
-    assert result["windows_scored"] == -(-len(tokens) // 32)
-    assert [row["module"] for row in result["levels"]] == ["blocks.0.feed_forward", LAYER]
-    level = result["levels"][1]
-    scores = torch.stack([levels[0] for *_, levels in tokens]).double()
-    experts = scores.argmax(-1).tolist()
-    each = entropy(scores.numpy(), base=2, axis=1)
-    assert level["entropy_bits"] == pytest.approx(each.mean(), rel=1e-5)
-    used = entropy(scores.mean(0).numpy(), base=2)
-    assert level["usage_entropy_bits"] == pytest.approx(used, rel=1e-5)
+    assert result["windows_scored"] == len(windows)
+    assert list(dict.fromkeys(row["module"] for row in result["levels"])) == [
+        "blocks.0.feed_forward", LAYER,
+    ]  # fmt: skip
+    levels = frame_of(result, "levels", module=LAYER).to_dict("records")
+    for number, (level, score_ME) in enumerate(zip(levels, scores, strict=True)):
+        assert level["experts"] == score_ME.shape[1]
+        each = entropy(score_ME.numpy(), base=2, axis=1)
+        assert level["entropy_bits"] == pytest.approx(each.mean(), rel=1e-5)
+        used = entropy(score_ME.mean(0).numpy(), base=2)
+        assert level["usage_entropy_bits"] == pytest.approx(used, rel=1e-5)
+        if kind == "mumoe":  # where shares are counted
+            counted = frame_of(result, "counts", module=LAYER, level=number, by="position")
+            given = torch.tensor(counted.groupby("expert")["tokens"].sum().to_numpy())
+            torch.testing.assert_close(given, score_ME.sum(0).to(given), rtol=1e-4, atol=1e-3)
+    if kind == "mumoe":
+        return
+    experts, tokenizer = scores[0].argmax(-1).tolist(), PreparedData.open(prepared_path).tokenizer()
     end = tokenizer.end_of_text_id
     labels = {
         "characters": [
-            "other" if token == end else kind_of(tokenizer.decode([token])) for token, *_ in tokens
+            "other" if token == end else kind_of(tokenizer.decode([token])) for token, _ in tokens
         ],
-        "position": [f"{4 * (place // 4)} to {4 * (place // 4) + 3}" for _, place, _ in tokens],
+        "position": [f"{4 * (place // 4)} to {4 * (place // 4) + 3}" for _, place in tokens],
     }
     for name, label in labels.items():
         (measures,) = frame_of(result, "labels", module=LAYER, by=name).to_dict("records")
@@ -108,7 +103,7 @@ def test_text_is_as_counted_token_by_token(workers, runs, prepared_path):
         given = zip(counted["expert"], counted["class"], counted["tokens"], strict=True)
         counts = Counter(zip(experts, label, strict=True))
         assert {(expert, group): tokens for expert, group, tokens in given} == counts
-        bits = mutual_info_score(experts, label) / torch.log(torch.tensor(2.0)).item()
+        bits = mutual_info_score(experts, label) / math.log(2)
         assert measures["information_bits"] == pytest.approx(bits, rel=1e-6, abs=1e-9)
         ratio = normalized_mutual_info_score(experts, label)
         assert measures["normalized_information"] == pytest.approx(ratio, rel=1e-6)
@@ -121,35 +116,22 @@ def test_text_is_as_counted_token_by_token(workers, runs, prepared_path):
 
 
 @pytest.mark.slow
-def test_levels_of_a_mumoe_are_apart(workers, runs, prepared_path):
-    result = workers(1).run(specialization, runs["mumoe"])[0]
-    tokens, *_ = token_by_token(runs["mumoe"], prepared_path)
-    levels = frame_of(result, "levels", module=LAYER).to_dict("records")
-    assert [level["experts"] for level in levels] == [6, 2]
-    for number, level in enumerate(levels):
-        scores = torch.stack([levels[number] for *_, levels in tokens]).double()
-        each = entropy(scores.numpy(), base=2, axis=1)
-        assert level["entropy_bits"] == pytest.approx(each.mean(), rel=1e-5)
-        counted = frame_of(result, "counts", module=LAYER, level=number, by="position")
-        given = torch.tensor(counted.groupby("expert")["tokens"].sum().to_numpy())
-        torch.testing.assert_close(given, scores.sum(0).to(given), rtol=1e-4, atol=1e-3)
-
-
-def without(result, *names):
-    return {key: value for key, value in result.items() if key not in names}
-
-
-@pytest.mark.slow
 def test_two_processes_measure_as_one(workers, runs):
     options = {"overrides": ("evaluation.batch_size=3",)}
     one, two = (workers(size).run(specialization, runs["smoe"], **options)[0] for size in (1, 2))
     assert (one["processes"], two["processes"]) == (1, 2)
-    kept = [json.loads(json.dumps(each), parse_float=lambda x: round(float(x), 4)) for each in
-            (without(result, "processes", "seconds") for result in (one, two))]  # fmt: skip
+    kept = [
+        json.loads(json.dumps(each | {"processes": 0, "seconds": 0}), parse_float=rounded)
+        for each in (one, two)
+    ]
     assert kept[0] == kept[1]
 
 
-def test_sequences_are_by_class(workers, tmp_path_factory, capfd):
+def rounded(text):
+    return round(float(text), 4)
+
+
+def test_sequences_are_by_class(workers, tmp_path_factory, refused):
     held_out = table(10, 2)
     folder = trainer(workers, tmp_path_factory)("smoe", table(24, 1), held_out)
     result, text = workers(2).run(measured, folder, "specialize")[0]
@@ -170,27 +152,5 @@ def test_sequences_are_by_class(workers, tmp_path_factory, capfd):
     # Of a split whose labels nobody has there is nothing to tell.
     hidden = [json.dumps(row | {"label": -1}) + "\n" for row in held_out]
     (folder.parent / "table" / "test.jsonl").write_text("".join(hidden))
-    capfd.readouterr()
-    assert polyad(["experts", "specialize", str(folder), "--split", "test"]) == 2
-    (line,) = capfd.readouterr().err.splitlines()
-    assert line.endswith("table (test): its labels are hidden, so nothing can be scored")
-
-
-@pytest.mark.slow
-def test_the_report_says_the_same(workers, runs, tmp_path):
-    """Its contexts leave out the one token before the text, which both count."""
-    told = report(runs["smoe"], output=tmp_path / "page.html", tokens=10**9)
-    result = workers(1).run(specialization, runs["smoe"])[0]
-    assert told["units_read"] == result["tokens_scored"] - 1
-    both = told["specialization"], result
-    for label in ("characters", "position", "frequency"):
-        ours, theirs = (
-            frame_of(each, "counts", module=LAYER, by=label).set_index(["expert", "class"])[
-                "tokens"
-            ]
-            for each in both
-        )
-        difference = theirs.sub(ours, fill_value=0)
-        assert difference.abs().sum() == 0
-    ours, theirs = (frame_of(each, "levels", module=LAYER)["entropy_bits"][0] for each in both)
-    assert ours == pytest.approx(theirs, rel=1e-3)
+    line = refused("experts", "specialize", folder, "--split", "test")
+    assert "table (test): its labels are hidden" in line
