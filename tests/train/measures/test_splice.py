@@ -1,11 +1,12 @@
 """`polyad experts splice`: the same feed-forwards in models of transformers, copies, processes."""
 
+from contextlib import contextmanager
+
 import pandas as pd
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from polyad.data.text.dataset import PreparedData
 from polyad.launch.cli import run as polyad
 from polyad.parallel.families import FamilyWeights
 from polyad.parallel.weights import load_model
@@ -14,8 +15,8 @@ from polyad.train.errors import ConfigError
 from polyad.train.measures.splice import Splicing
 from polyad.train.reading import open_evaluated
 from tests.helpers.decoders import hub_folder, prepared_for, tokens, write_tokenizer
-from tests.helpers.everyday import everyday
 from tests.helpers.huggingface import save_reference
+from tests.helpers.prepared import windows_of
 from tests.helpers.runs import both_forms, frame_of, records, run, write_config
 
 pytestmark = pytest.mark.distributed
@@ -47,65 +48,74 @@ def gpt2(workers, tmp_path_factory):
     return theirs, data, root
 
 
-def windows(data):
-    """Windows of 24 tokens over the validation split, and the token after each."""
-    opened = PreparedData.open(data)
-    stream, end = opened.split("validation"), opened.tokenizer().end_of_text_id
-    ids = torch.tensor([end, *stream.read(0, stream.num_tokens).tolist()])
-    return [(ids[at : at + 24], ids[at + 1 : at + 25]) for at in range(0, len(ids) - 1, 24)]
-
-
 @torch.inference_mode()
 def loss_of(theirs, data):
     result = [
-        cross_entropy(theirs(read[None, : len(after)]).logits[0], after, reduction="none")
-        for read, after in windows(data)
+        cross_entropy(theirs(torch.tensor([read])).logits[0], torch.tensor(after), reduction="none")
+        for read, after in windows_of(data, 24)
     ]
     return torch.cat(result).double().mean().item()
 
 
-def in_place_of(layers, blocks, output):
-    """Hooks on feed-forwards of transformers; `output` makes of a block and its input [B, T, D]."""
-    return [
-        layers[block].mlp.register_forward_hook(
-            lambda _, given, found, block=block: (
-                (output(block, given[0]), *found[1:])
-                if isinstance(found, tuple)
-                else output(block, given[0])
-            )
-        )
-        for block in blocks
-    ]
+@contextmanager
+def in_place_of(feed_forwards, output):
+    """Replaces feed-forwards of transformers, by block: `output` makes of a block, what enters it
+    and what it gives [B, T, D] what is given instead; None: the same."""
+
+    def replacing(block):
+        def hook(_, given, out):
+            y_BTD, *rest = out if isinstance(out, tuple) else (out,)
+            y_BTD = output(block, given[0], y_BTD)
+            return None if y_BTD is None else (y_BTD, *rest) if rest else y_BTD
+
+        return hook
+
+    handles = [each.register_forward_hook(replacing(n)) for n, each in feed_forwards.items()]
+    yield
+    for handle in handles:
+        handle.remove()
 
 
-def test_losses_are_those_of_transformers_with_the_same_feed_forwards(workers, gpt2):
+def test_losses_and_errors_are_those_of_transformers_with_the_same_feed_forwards(workers, gpt2):
     theirs, data, root = gpt2
     result, text = workers(1).run(both_forms, root / "run", Splicing)[0]
-    ours = load_model(root / "run")
+    ours, parts = load_model(root / "run"), {n: theirs.transformer.h[n].mlp for n in (0, 2)}
 
-    def spliced(block, x_BTD):
+    def spliced(block, x_BTD, _):
         return ours.blocks[block].feed_forward(x_BTD, x_BTD)[0]
 
-    assert result["loss"] == pytest.approx(loss_of(theirs, data), rel=1e-5)
-    assert result["tokens"] == sum(len(after) for _, after in windows(data))
+    def zeroed(block, x_BTD, _):
+        return torch.zeros_like(x_BTD)
+
+    sums = {block: [0.0, 0.0] for block in parts}
+
+    def measured(block, x_BTD, y_BTD):
+        error_BTD = spliced(block, x_BTD, None) - y_BTD
+        sums[block][0] += error_BTD.double().square().sum().item()
+        sums[block][1] += y_BTD.double().square().sum().item()
+
+    with in_place_of(parts, measured):
+        assert result["loss"] == pytest.approx(loss_of(theirs, data), rel=1e-5)
+    windows = windows_of(data, 24)
+    assert result["tokens"] == sum(len(after) for _, after in windows)
     cases = {"blocks.0.feed_forward": [0], "blocks.2.feed_forward": [2], "together": [0, 2]}
     for name, blocks in cases.items():
         (results,) = frame_of(result, "blocks", module=name).to_dict("records")
-        for way, output in (("zeroed", lambda _, x: torch.zeros_like(x)), ("spliced", spliced)):
-            hooks = in_place_of(theirs.transformer.h, blocks, output)
-            assert results[way] == pytest.approx(loss_of(theirs, data), rel=1e-5), (name, way)
-            for hook in hooks:
-                hook.remove()
-        zeroed, kept = results["zeroed"], results["spliced"]
-        assert results["recovered"] == pytest.approx((zeroed - kept) / (zeroed - result["loss"]))
-        assert f"{results['spliced']:.4f}" in text
-    hooks = in_place_of(theirs.transformer.h, [0, 2], spliced)
-    with torch.inference_mode():
-        for read, after in windows(data)[:2]:
-            wanted, logits = (each(read[None, : len(after)]).logits for each in (theirs, ours))
+        for output in (zeroed, spliced):
+            with in_place_of({block: parts[block] for block in blocks}, output):
+                expected = loss_of(theirs, data)
+            assert results[output.__name__] == pytest.approx(expected, rel=1e-5), name
+        without, kept = results["zeroed"], results["spliced"]
+        assert results["recovered"] == pytest.approx((without - kept) / (without - result["loss"]))
+        assert f"{kept:.4f}" in text
+        if len(blocks) == 1:
+            error, square = sums[blocks[0]]
+            assert results["nmse"] == pytest.approx(error / square, rel=1e-4)
+            assert 0 < results["nmse"] < 1.5
+    with in_place_of(parts, spliced), torch.inference_mode():
+        for read, _ in windows[:2]:
+            wanted, logits = (each(torch.tensor([read])).logits for each in (theirs, ours))
             torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-4)
-    for hook in hooks:
-        hook.remove()
 
 
 def test_active_experts_are_counted_at_tokens_of_the_text(workers, gpt2, tmp_path):
@@ -115,38 +125,16 @@ def test_active_experts_are_counted_at_tokens_of_the_text(workers, gpt2, tmp_pat
     workers(1).run(run, distilled(tmp_path, data, model, root / "hub", mxd, [1]))
     result = workers(1).run(both_forms, tmp_path / "run", Splicing)[0][0]
     gate, active = load_model(tmp_path / "run").blocks[1].feed_forward.gate, []
-    hook = theirs.transformer.h[1].mlp.register_forward_hook(
-        lambda _, given, y_BTD: active.append((gate(given[0][0]).weights_NK > 0).sum(-1))
-    )
-    loss_of(theirs, data)
-    hook.remove()
+
+    def counted(_, x_BTD, y_BTD):
+        active.append((gate(x_BTD[0]).weights_NK > 0).sum(-1))
+
+    with in_place_of({1: theirs.transformer.h[1].mlp}, counted):
+        loss_of(theirs, data)
     wanted = torch.cat(active).double().mean().item()
     assert result["blocks"][0]["active"] == pytest.approx(wanted, rel=1e-3)
     assert 0 < wanted < 40
-    assert len(windows(data)[-1][1]) < 24
-
-
-def test_errors_are_those_on_what_enters_the_original_blocks(workers, gpt2):
-    theirs, data, root = gpt2
-    result, _ = workers(1).run(both_forms, root / "run", Splicing)[0]
-    ours, sums = load_model(root / "run"), {block: [0.0, 0.0] for block in (0, 2)}
-
-    def keep(block):
-        def hook(_, given, y_BTD):
-            results = ours.blocks[block].feed_forward(given[0], given[0])[0]
-            sums[block][0] += (results - y_BTD).double().square().sum().item()
-            sums[block][1] += y_BTD.double().square().sum().item()
-
-        return theirs.transformer.h[block].mlp.register_forward_hook(hook)
-
-    hooks = [keep(block) for block in (0, 2)]
-    loss_of(theirs, data)
-    for hook in hooks:
-        hook.remove()
-    for block, (error, square) in sums.items():
-        (nmse,) = frame_of(result, "blocks", module=f"blocks.{block}.feed_forward")["nmse"]
-        assert nmse == pytest.approx(error / square, rel=1e-4)
-        assert 0 < nmse < 1.5
+    assert len(windows_of(data, 24)[-1][1]) < 24
 
 
 @pytest.mark.slow
@@ -160,23 +148,23 @@ def test_two_processes_find_what_one_finds(workers, gpt2):
     pd.testing.assert_frame_equal(*(frame_of(each, "blocks") for each in (one, two)), rtol=1e-6)
 
 
-def test_the_command_shows_what_was_found_and_says_what_it_needs(gpt2, tmp_path, capfd):
+def test_the_command_shows_what_was_found_and_says_what_it_needs(gpt2, tmp_path, capfd, refused):
     _, data, root = gpt2
-    assert polyad(["experts", "splice", str(root / "run"), "--tokens", "100"]) == 0
+    run, splice = root / "run", ("experts", "splice")
+    assert polyad([*splice, str(run), "--tokens", "100"]) == 0
     shown = capfd.readouterr().out
     assert "recovered" in shown
     assert "together" in shown
-    words = ["experts", "splice", str(root / "hub"), "--data", str(data)]
-    assert polyad(words) == 2
-    assert "has no model.replaced" in capfd.readouterr().err
-    assert polyad(["experts", "splice", str(root / "run"), "--teacher", str(root / "run")]) == 2
-    assert "--teacher: " in capfd.readouterr().err
-    assert polyad(["convert", str(root / "run"), str(tmp_path / "x"), "--to", "huggingface"]) == 2
-    assert "model.replaced: Hugging Face" in capfd.readouterr().err
+    for words, part in (
+        ((*splice, root / "hub", "--data", data), "has no model.replaced"),
+        ((*splice, run, "--teacher", run), "--teacher: "),
+        (("convert", run, tmp_path / "x", "--to", "huggingface"), "model.replaced: Hugging Face"),
+    ):
+        assert part in refused(*words)
 
 
 @pytest.mark.slow
-@everyday("feed_forward", [DENSE, SMOE], keep=[DENSE])
+@pytest.mark.parametrize("feed_forward", [DENSE, SMOE])
 def test_a_block_of_an_opened_mixture_becomes_another(workers, tmp_path, feed_forward):
     theirs = hub_folder(tmp_path / "hub", "olmoe")
     data = prepared_for(tmp_path / "hub", tmp_path)
@@ -185,16 +173,16 @@ def test_a_block_of_an_opened_mixture_becomes_another(workers, tmp_path, feed_fo
     assert workers(1).run(run, config) == [30]
     losses = [each["loss"] for each in records(tmp_path / "run")]
     assert losses[-1] < 0.8 * losses[0]
-    ours = load_model(tmp_path / "run")
-    hooks = in_place_of(
-        theirs.model.layers, [1], lambda block, x: ours.blocks[block].feed_forward(x, x)[0]
-    )
-    ids = tokens(20)
-    with torch.inference_mode():
+    ours, ids = load_model(tmp_path / "run"), tokens(20)
+    with (
+        in_place_of(
+            {1: theirs.model.layers[1].mlp},
+            lambda block, x, _: ours.blocks[block].feed_forward(x, x)[0],
+        ),
+        torch.inference_mode(),
+    ):
         wanted = theirs(ids, use_cache=False).logits
         torch.testing.assert_close(ours(ids).logits, wanted, rtol=1e-4, atol=1e-4)
-    for hook in hooks:
-        hook.remove()
     result, _ = workers(1).run(both_forms, tmp_path / "run", Splicing)[0]
     assert [row["module"] for row in result["blocks"]] == ["blocks.1.feed_forward"]
 

@@ -19,7 +19,6 @@ from polyad.data.images.config import ImageDataConfig
 from polyad.data.images.dataset import ImageData
 from polyad.data.text.dataset import PreparedData
 from polyad.data.text.tokenizers.files import load_tokenizer
-from polyad.launch.cli import run as command
 from polyad.parallel.weights import load_model, open_weights
 from polyad.train.config.run import load_config
 from polyad.train.errors import ConfigError
@@ -31,11 +30,10 @@ from polyad.train.tasks.samples import ImageSamples
 from tests.helpers import images as made
 from tests.helpers.bert import prepare_pieces
 from tests.helpers.decoders import Chosen, hub_folder, prepared_for
-from tests.helpers.everyday import everyday
 from tests.helpers.fine_tuned import SETTINGS, others, trainer
 from tests.helpers.little_memory import little_memory
+from tests.helpers.prepared import windows_of
 from tests.helpers.runs import both_forms, counts_of, evaluation, measured, run, write_config
-from tests.launch.test_cli import error_line
 from tests.train.report.test_top_images import MODELS
 
 pytest.importorskip("transformers")
@@ -81,18 +79,13 @@ def same_rows(first, second):
 @torch.no_grad()
 def by_transformers(model, data, chosen):
     """The rows of the windows that are chosen of the validation split, one after the other."""
-    prepared = PreparedData.open(data)
-    stream, end = prepared.split("validation"), prepared.manifest.tokenizer.end_of_text_id
+    prepared, windows, place = PreparedData.open(data), windows_of(data, LENGTH), [(-1, -1)]
     begin = prepared.manifest.tokenizer.begin_of_text_id
-    ids = [end, *stream.read(0, stream.num_tokens).tolist()]
-    place = [(-1, -1)]
-    for document, length in enumerate(stream.document_lengths.tolist()):
+    for document, length in enumerate(prepared.split("validation").document_lengths.tolist()):
         place += [(document, offset) for offset in range(length)]
     seen, result = Chosen(model), []
     for window in chosen:
-        first = window * LENGTH
-        read, after = ids[first : first + LENGTH], ids[first + 1 : first + LENGTH + 1]
-        read = read[: len(after)]
+        first, (read, after) = window * LENGTH, windows[window]
         seen.inputs, seen.weights, seen.ids = [], [], []
         logits = model(torch.tensor([read]), use_cache=False).logits[0].double()
         losses = cross_entropy(logits, torch.tensor(after), reduction="none").tolist()
@@ -159,19 +152,14 @@ def test_summed_up_it_is_what_measures_and_evaluate_find(hub, tmp_path):
         counts = counts_of(result, name, "characters").sum(1)
         own = results[results["module"] == name]
         assert np.bincount(own["expert"], minlength=8).tolist() == counts.tolist()
-    score = evaluation(
-        folder, **options | {"overrides": (*OVERRIDES, f"evaluation.stride={LENGTH}")}
-    )
+    overrides = (*OVERRIDES, f"evaluation.stride={LENGTH}")
+    score = evaluation(folder, data=str(data), overrides=overrides)
     tokens = results[(results["layer"] == 0) & (results["slot"] == 0) & results["loss"].notna()]
     assert len(tokens) == score["tokens_scored"]
-    assert math.exp(tokens["loss"].astype(float).mean()) == pytest.approx(
-        score["perplexity"], rel=1e-6
-    )
+    assert tokens["loss"].astype(float).mean() == pytest.approx(score["loss"], rel=1e-6)
     # The model's own statistics, of one window.
-    stream = PreparedData.open(data).split("validation")
-    ids = torch.from_numpy(stream.read(LENGTH - 1, 2 * LENGTH - 1))
     with torch.inference_mode():
-        routing = load_model(folder)(ids.unsqueeze(0)).routing
+        routing = load_model(folder)(torch.tensor([windows_of(data, LENGTH)[1][0]])).routing
     for stats in routing:
         own = results[(results["module"] == stats.name) & (results["window"] == 1)]
         load = np.bincount(own["expert"], minlength=8) / len(own)
@@ -212,20 +200,17 @@ def test_what_is_not_whole_leaves_nothing(hub, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_what_is_not_allowed_is_one_line(hub, tmp_path, capfd):
+def test_what_is_not_allowed_is_one_line(hub, tmp_path, refused):
     folder, data, _ = hub
     (tmp_path / "there").write_text("")
     new = ["--output", tmp_path / "t.parquet"]
     for words, key in (
-        ([], "--output"),
         (["--output", tmp_path / "there"], "--output: .*there"),
         (["--output", tmp_path / "no" / "t"], "--output: .*no"),
         ([*new, "--with", "norm,size"], "--with: size"),
         ([*new, "--layers", "7"], "--layers: 7"),
     ):
-        words = ["experts", "trace", folder, "--data", data, *words]
-        assert command([str(word) for word in words]) == 2
-        line = error_line(capfd.readouterr().err.splitlines()[-1])
+        line = refused("experts", "trace", folder, "--data", data, *words)
         assert re.search(key, line), line
     assert [path.name for path in tmp_path.iterdir()] == ["there"]
 
@@ -248,8 +233,9 @@ def test_a_text_has_the_same_rows(hub):
         np.testing.assert_allclose(own["weight"], selected.weights_NK.flatten(), rtol=1e-4)
 
 
-@everyday("kind", ["tr", "bert"], keep=[])
-def test_shares_of_levels_and_masked_text(kind, workers, trained, tmp_path, texts, capfd):
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["tr", "bert"])
+def test_shares_of_levels_and_masked_text(kind, workers, trained, tmp_path, texts, refused):
     """Experts of a level are numbered from 0, and the best come first; marks of a BERT are left
     out."""
     if kind == "tr":
@@ -270,16 +256,15 @@ def test_shares_of_levels_and_masked_text(kind, workers, trained, tmp_path, text
     options = {"top": 3, "extra": ["entropy", "norm", "score"], "tokens": 300}
     result, about = traced(folder, output, **options)
     model = load_model(about["checkpoint"])
-    data = PreparedData.open(model_data(folder))
+    data = PreparedData.open(load_config(folder / "config.yaml").data.path)
     stream, span = data.split("validation"), 32 - 2 * first
     windows = sorted(set(result["window"]))
     assert len(windows) == -(-300 // span)
-    ends = data.tokenizer()
     for window in windows[:3] if first else windows[1:3]:
         begin = window * span - 1 + first
         ids = stream.read(begin, begin + span).tolist()
         if first:
-            vocabulary = ends.vocabulary()
+            vocabulary = data.tokenizer().vocabulary()
             ids = [vocabulary["[CLS]"], *ids, vocabulary["[SEP]"]]
         with deciding(model, routed_layers(model)) as decisions, torch.inference_mode():
             model(torch.tensor([ids]))
@@ -304,14 +289,8 @@ def test_shares_of_levels_and_masked_text(kind, workers, trained, tmp_path, text
     for row in inside.itertuples():
         assert stream.read_document(row.document)[row.offset] == row.token_id
     if first:
-        words = ["experts", "trace", folder, "--output", tmp_path / "x", "--with", "loss"]
-        assert command([*map(str, words)]) == 2
-        line = error_line(capfd.readouterr().err.splitlines()[-1])
-        assert "--with loss: is not allowed with data.kind: masked_text; allowed with: text" in line
-
-
-def model_data(folder):
-    return load_config(folder / "config.yaml").data.path
+        words = ("experts", "trace", folder, "--output", tmp_path / "x", "--with", "loss")
+        assert "--with loss: is not allowed with data.kind: masked_text" in refused(*words)
 
 
 IMAGE_MODELS = MODELS | {
@@ -322,7 +301,8 @@ IMAGE_MODELS = MODELS | {
 }  # fmt: skip
 
 
-@everyday("kind", ["vit", "mixer", "mixture"], keep=[])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["vit", "mixer", "mixture"])
 def test_images_are_named_with_their_patches(kind, workers, tmp_path):
     source = str(made.class_folders(tmp_path / "all", 20))
     config = tmp_path / "run.yaml"
@@ -350,22 +330,16 @@ def test_images_are_named_with_their_patches(kind, workers, tmp_path):
     with deciding(model, layers) as decisions, torch.inference_mode():
         samples.forward(model, batch, {})
     assert set(result["module"]) == set(decisions)
-    positions = {name: list(range(4)) for name in decisions}
-    if kind == "vit":
-        positions = {name: list(range(-1, 4)) for name in decisions}
-    elif kind == "mixer":
-        positions["blocks.0.token_feed_forward"] = list(range(16))
-    else:
-        positions = {"mixture": [-1]}
     for name, decision in decisions.items():
+        positions = {"vit": range(-1, 4), "mixer": range(4), "mixture": [-1]}[kind]
+        positions = list(range(16) if "token" in name else positions)
         own = result[result["module"] == name]
-        assert sorted(set(own["position"])) == positions[name]
+        assert sorted(set(own["position"])) == positions
         assert set(own["layer"]) == ({-1} if kind == "mixture" else {int(name.split(".")[1])})
         coefficients = decision.coefficients()
-        at = [chosen.index(image) for image in own["image"]]
         rows = [
-            n * len(positions[name]) + positions[name].index(position)
-            for n, position in zip(at, own["position"], strict=True)
+            chosen.index(image) * len(positions) + positions.index(position)
+            for image, position in zip(own["image"], own["position"], strict=True)
         ]
         wanted = coefficients[rows, own["expert"].tolist()]
         np.testing.assert_allclose(own["weight"], wanted, rtol=1e-4)
@@ -373,7 +347,8 @@ def test_images_are_named_with_their_patches(kind, workers, tmp_path):
     assert (result["norm"] > 0).all()
 
 
-@everyday("name", ["pairs", "choices"], keep=[])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["pairs", "choices"])
 def test_labelled_sequences_have_a_row_for_each_token(name, workers, tmp_path_factory, tmp_path):
     rows = others()[name]
     train = trainer(workers, tmp_path_factory)
