@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.gpu.check import ROOT, outcomes_of, parts, trace_of
+from tests.gpu.check import ROOT, parts, trace_of
 
 
 def test_kernels_beside_each_other_count_once_and_gaps_do_not():
@@ -27,19 +27,6 @@ def test_kernels_beside_each_other_count_once_and_gaps_do_not():
     assert found["busy_seconds"] == pytest.approx(100e-6)
     assert found["most"]["mm"] == [pytest.approx(0.07), 2]
     assert trace_of([]) == {"kernels": 0}
-
-
-def test_tests_that_failed_are_named(tmp_path):
-    report = tmp_path / "tests.xml"
-    report.write_text(
-        "<testsuites><testsuite>"
-        '<testcase classname="a" name="x"/>'
-        '<testcase classname="a" name="y"><failure/></testcase>'
-        '<testcase classname="b" name="z"><error/></testcase>'
-        '<testcase classname="b" name="w"><skipped/></testcase>'
-        "</testsuite></testsuites>"
-    )
-    assert outcomes_of(report) == {"passed": 1, "failed": ["a::y", "b::z"], "skipped": 1}
 
 
 def test_parts_have_names_of_their_own_and_files_that_are_there(tmp_path):
@@ -65,7 +52,6 @@ def test_a_run_is_stopped_goes_on_and_is_read_where_there_is_no_gpu(tmp_path):
     assert result["tests-device"]["tests"]["failed"] == []
     first, both = result["train"]["run"], result["resume"]["run"]
     assert both["steps"][1] > first["steps"][1] > 0
-    assert len(both["starts"]) == 2
     assert result["trace-gpt2"]["run"]["trace"] == {"kernels": 0}
     assert result["graph"]["bench"]["precisions"]
     assert (out / "logs.tar.gz").stat().st_size > 0

@@ -10,16 +10,8 @@ from polyad.model.build import read_model_config
 from polyad.model.smoe.config import SparseMoEConfig
 from polyad.train.guard.failures import SMALLER
 from polyad.train.loop.losses import LossConfig
-from tests.benchmarks.comparison import run as run_script
-from tests.benchmarks.step import step
 from tests.helpers.disk import read_tree
-from tests.helpers.gpu import (
-    NEEDS_CUDA,
-    optimizer_of,
-    run_expecting_memory_error,
-    wait_nowhere,
-    world,
-)
+from tests.helpers.gpu import NEEDS_CUDA, run_expecting_memory_error, wait_nowhere, world
 from tests.helpers.runs import records, run, write_config
 from tests.helpers.small_decoders import small_decoder
 from tests.helpers.snapshots import save_both_ways
@@ -40,13 +32,6 @@ pytestmark = [*NEEDS_CUDA, pytest.mark.distributed]
 def test_a_world_of_one_talks_over_nccl(on_gpu) -> None:
     sums = {"sum": [1.0, 1.0, 1.0], "everyone": ["here"]}
     assert on_gpu(world) == {"backend": "nccl", "device": "cuda:0"} | sums
-
-
-def test_the_engines_adamw_is_fused(on_gpu) -> None:
-    assert on_gpu(optimizer_of, Case(stage=1, precision="bf16")) == {
-        "fused": True,
-        "devices": {"cuda"},
-    }
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -94,12 +79,12 @@ def test_every_feed_forward_trains_as_on_a_cpu(
     assert ours["applied"] == [True] * 4
 
 
-@pytest.mark.parametrize("name", list(MODELS)[1:])
+@pytest.mark.parametrize(("name", "stage"), [*((name, 1) for name in MODELS), ("dense", 3)])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_checkpoint_of_any_feed_forward_loads_on_a_cpu(
-    on_gpu, workers, tmp_path, name, precision
+def test_a_checkpoint_of_any_feed_forward_loads_on_a_cpu_bit_for_bit(
+    on_gpu, workers, tmp_path, name, stage, precision
 ) -> None:
-    case = Case(stage=1, precision=precision, model=MODELS[name])
+    case = Case(stage=stage, precision=precision, model=MODELS[name])
     on_gpu(train, case.but(save_to=str(tmp_path / "gpu")))
     (saved,) = (tmp_path / "gpu").glob("step-*")
     again = case.but(resume=str(saved), save_to=str(tmp_path / "cpu"), first_step=4)
@@ -145,22 +130,6 @@ def test_a_step_that_is_not_finite_changes_nothing(on_gpu, stage) -> None:
     assert poisoned["applied"] == [True, True, False, True]
     skipped = on_gpu(train, case.but(skip_data=True))
     assert poisoned["losses"][3] == pytest.approx(skipped["losses"][2], rel=1e-3)  # and no NaN
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_checkpoint_of_the_gpu_loads_on_a_cpu_bit_for_bit(
-    on_gpu, workers, tmp_path, stage, precision
-) -> None:
-    case = Case(stage=stage, precision=precision)
-    on_gpu(train, case.but(save_to=str(tmp_path / "gpu")))
-    (saved,) = (tmp_path / "gpu").glob("step-*")
-    again = case.but(resume=str(saved), save_to=str(tmp_path / "cpu"), first_step=4)
-    workers(2).run(resave, again)
-    (resaved,) = (tmp_path / "cpu").glob("step-*")
-    before, after = tensors(saved), tensors(resaved)
-    assert before.keys() == after.keys()
-    assert all(torch.equal(before[key], after[key]) for key in before)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -209,19 +178,3 @@ def test_a_run_that_does_not_fit_says_which_keys_to_lower(on_gpu, config) -> Non
     assert (kind, status) == ("RunError", 1)
     assert text.startswith("out of memory in step 1, on rank 0 of 1: ")
     assert text.endswith(SMALLER)
-
-
-@pytest.mark.parametrize("options", [[], ["--compile"]], ids=["eager", "compiled"])
-def test_bench_step_reports_rates_and_memory(options, tmp_path, capfd) -> None:
-    file = tmp_path / "step.json"
-    shape = ["--batch-size", "4", "--repeats", "3", "--precision", "bf16"]
-    assert run_script(step, ["--device", "cuda", *shape, *options, "--json", str(file)]) == 0
-    assert "median ratio, polyad / transformers: " in capfd.readouterr().out
-    result = json.loads(file.read_text())
-    assert result["device_name"] == torch.cuda.get_device_name()
-    assert (result["batch_size"], result["sequence_length"]) == (4, 1024)
-    for name in ("polyad", "transformers"):
-        row = result["precisions"]["bf16"][name]
-        assert row["tokens_per_second"] == pytest.approx(4 * 1024 / row["seconds"])
-        assert row["mfu"] is None or 0 < row["mfu"] < 1
-        assert 1e9 < row["peak_memory_bytes"] <= row["peak_memory_reserved_bytes"]

@@ -33,14 +33,6 @@ def world() -> dict[str, Any]:
     }
 
 
-def optimizer_of(case: Case) -> dict[str, Any]:
-    """Whether the engine's optimizer is fused, and where its tensors are."""
-    engine, _ = build_engine(case)
-    optimizer = engine.optimizer
-    devices = {p.device.type for group in optimizer.param_groups for p in group["params"]}
-    return {"fused": optimizer.defaults["fused"], "devices": devices}
-
-
 def run_expecting_memory_error(config: Path, *overrides: str) -> tuple[str, str, int]:
     """As `run_expecting_error`, and leaves the GPU's memory as free as it was."""
     from tests.helpers.runs import run_expecting_error

@@ -2,22 +2,18 @@
 
     python -m tests.gpu.fake.step configs/gpt2/124m.yaml ...     # started by `library.run`
 
-Forward, losses, backward, statistics, routers, optimizer, evaluation, and experts left out. Prints
-a line of JSON for each: what failed, by part; of the block with most of them, the operations of a
-forward and of a backward pass that a GPU has to launch, where a record of what routers do is due
-and where none is.
+Forward, losses, backward, statistics, routers, evaluation, and experts left out. Prints a line of
+JSON for each: what failed, by part.
 """
 
 import json
 import sys
 import traceback
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from polyad.model.build import place
 from polyad.model.output import ask_for_statistics
@@ -33,32 +29,6 @@ from polyad.train.tasks.distillation import cross_entropy
 from polyad.train.tasks.random_input import losses_for, random_batch
 from polyad.train.tasks.task import OneDevice
 from tests.gpu.fake.library import fake_gpu
-
-FREE = {
-    "alias", "as_strided", "chunk", "detach", "device", "empty", "empty_like", "empty_strided",
-    "expand", "lift_fresh", "narrow", "new_empty", "new_empty_strided", "permute", "reshape",
-    "select", "slice", "split", "split_with_sizes", "squeeze", "t", "transpose", "unbind", "unfold",
-    "unsqueeze", "view", "view_as", "_reshape_alias", "_unsafe_view",
-}  # fmt: skip
-"""Operations that launch nothing."""
-
-
-class Launches(TorchDispatchMode):
-    """Counts operations that a GPU has to launch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.by_name = Counter[str]()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        name = function.overloadpacket.__name__
-        if name not in FREE:
-            self.by_name[name] += 1
-        return function(*args, **(kwargs or {}))
-
-    def total(self) -> int:
-        """All of them."""
-        return self.by_name.total()
 
 
 def to_gpu(model: torch.nn.Module, dtype: torch.dtype) -> None:
@@ -80,16 +50,9 @@ def parameters(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
 
 
 def check(config: RunConfig) -> dict[str, Any]:
-    """Takes a step of a configuration.
-
-    Returns:
-        `failed`, by part, and `launches` and `launches_between_records` of the block with most:
-        those of its forward pass, and of the whole backward pass over the number of blocks.
-    """
+    """Takes a step of a configuration; returns what `failed`, by part."""
     failed: dict[str, str] = {}
     on_cpu, model = random_batch(config.model, range(2), config.data), model_of(config)
-    launches = Launches()
-    found: dict[str, Any] = {"failed": failed}
 
     def attempt(part: str, call: Callable[[], None]) -> None:
         try:
@@ -106,32 +69,19 @@ def check(config: RunConfig) -> dict[str, Any]:
             *(None if t is None else mode.from_tensor(t).to("cuda") for t in on_cpu)
         )
         predictor, task_losses = OneDevice(model, cross_entropy), losses_for(config.model)
-        blocks = list(model.get_submodule("blocks").children()) if hasattr(model, "blocks") else []
-        marks: list[list[int]] = [[] for _ in blocks]
-        for block, mark in zip(blocks, marks, strict=True):
-            block.register_forward_pre_hook(lambda *_, m=mark: m.append(launches.total()))
-            block.register_forward_hook(lambda *_, m=mark: m.append(launches.total()))
 
-        def step(name: str, *, record_is_due: bool) -> None:
+        def step(*, record_is_due: bool) -> None:
             model.zero_grad()
-            for mark in marks:
-                mark.clear()
             ask_for_statistics(
                 model, losses=config.loss.asked(), samples=False, record_is_due=record_is_due
             )
-            with launches:
-                losses, routing = task_losses(predictor, batch)
-                loss = losses.mean()
-                StepStatistics(loss.device).add(loss, routing)
-                auxiliary = routing_loss(routing, config.loss)
-                before = launches.total()
-                (loss if auxiliary is None else loss + auxiliary).backward()
-            after = launches.total() - before
+            losses, routing = task_losses(predictor, batch)
+            loss = losses.mean()
+            StepStatistics(loss.device).add(loss, routing)
+            auxiliary = routing_loss(routing, config.loss)
+            (loss if auxiliary is None else loss + auxiliary).backward()
             off = [n for n, p in parameters(model) if p.grad is None or not p.grad.is_cuda]
             assert not [n for n in off if dict(parameters(model))[n].requires_grad], off[:3]
-            if blocks:
-                forward = max(mark[1] - mark[0] for mark in marks)
-                found[name] = {"forward": forward, "backward": after // len(blocks)}
 
         def evaluate() -> None:
             model.eval()
@@ -145,30 +95,19 @@ def check(config: RunConfig) -> dict[str, Any]:
                 intervene(chosen_2S, None)
                 evaluate()
 
-        attempt("step", lambda: step("launches", record_is_due=True))
-        between = "launches_between_records"
-        attempt("step between records", lambda: step(between, record_is_due=False))
+        attempt("step", lambda: step(record_is_due=True))
+        attempt("step between records", lambda: step(record_is_due=False))
         attempt("evaluation", evaluate)
         if routed_layers(model):
             attempt("leaving out", leave_out)
-    return found
+    return {"failed": failed}
 
 
 def loaded(path: Path) -> RunConfig:
     """A configuration, with what the data would decide."""
-    import yaml
-
-    model = yaml.safe_load(path.read_text())["model"]
-    head = (model.get("head") or {}).get("kind")
-    given = []
-    if model["kind"] not in ("gpt2", "bert", "decoder"):
-        given = ["model.num_classes=1000"]
-    elif model.get("vocab_size") is None:
-        given = ["model.vocab_size=5000"]
-    if (model.get("feed_forward") or {}).get("pool", "none") != "none":
-        given.append("model.end_of_text_id=0")
-    if head == "classification":
-        given.append("model.head.num_classes=3")
+    given: list[str] = []
+    while (key := load_config(path, given).model.left_to_data()) is not None:
+        given.append(f"{key}={0 if key.endswith('_id') else 5000}")
     return load_config(path, given)
 
 
