@@ -45,63 +45,13 @@ STALL_GOAL, BANDWIDTH_GOAL = 1 / 20, 0.8
 """Shares of the synchronous save's time, and of the plain write's bandwidth."""
 LEARNING_RATE = 1e-4
 REST = 1.0
-"""Seconds; see `bench_checkpoint`."""
+"""Seconds that the disk has to itself before a write, once all is flushed."""
 Times = dict[str, list[float]]
 RATES = (
     "plain_write", "synchronous_save", "asynchronous_commit", "verify_from_disk",
     "verify_from_memory", "load",
 )  # fmt: skip
 """What moves the whole checkpoint."""
-
-
-def bench_checkpoint(
-    folder: Path,
-    *,
-    repeats: int = 5,
-    steps: int = 3,
-    batch_size: int = 1,
-    sequence_length: int = 128,
-    model: GPT2Config | None = None,
-    rest: float = REST,
-) -> dict[str, Any]:
-    """Times saves and loads of one process.
-
-    Args:
-        folder: on the disk that is measured; what is written there is removed.
-        repeats: of everything; another one goes before.
-        steps: of training, in each repeat, while nothing is written.
-        batch_size: samples of a step.
-        sequence_length: tokens of each.
-        model: another size than 124M.
-        rest: seconds that the disk has to itself before a write, once all is flushed.
-
-    Returns:
-        JSON values: medians, from which value to which they are, and both goals.
-
-    Raises:
-        ConfigError: there is no such folder, or no room in it.
-    """
-    config = model or GPT2Config(sequence_length=1024, vocab_size=50257)
-    if not folder.is_dir():
-        raise ConfigError(f"--folder: {folder}: there is no such folder")
-    engine = _engine(config, batch_size)
-    trainer = _Trainer(engine, batch_size, sequence_length)
-    trainer.step()  # creates the optimizer's moments
-    with _room_in(folder, engine) as place:
-        times, nbytes = _measure(trainer, place, repeats, steps, rest)
-    medians = {name: statistics.median(taken) for name, taken in times.items()}
-    stall = medians["asynchronous_stall"] / medians["synchronous_save"]
-    bandwidth = medians["plain_write"] / medians["synchronous_save"]
-    return {
-        "model": config.model_dump(mode="json"), "bytes": nbytes, "repeats": repeats,
-        "batch_size": batch_size, "sequence_length": sequence_length,
-        "threads": torch.get_num_threads(), "torch": torch.__version__,
-        "seconds": medians, "all_seconds": times,
-        "spread": {name: [min(taken), max(taken)] for name, taken in times.items()},
-        "stall_ratio": stall, "stall_goal": STALL_GOAL, "stall_reached": stall <= STALL_GOAL,
-        "bandwidth_ratio": bandwidth, "bandwidth_goal": BANDWIDTH_GOAL,
-        "bandwidth_reached": bandwidth >= BANDWIDTH_GOAL,
-    }  # fmt: skip
 
 
 class _Trainer:
@@ -150,9 +100,7 @@ def _room_in(folder: Path, engine: Engine) -> Iterator[Path]:
         yield place
 
 
-def _measure(
-    trainer: _Trainer, place: Path, repeats: int, steps: int, rest: float
-) -> tuple[Times, int]:
+def _measure(trainer: _Trainer, place: Path, repeats: int, steps: int) -> tuple[Times, int]:
     """All seconds by name, and the bytes of a checkpoint."""
     times: Times = {}
     progress = Progress("checkpoint", repeats + 1, "repeats")
@@ -163,7 +111,7 @@ def _measure(
             kinds = [writes.synchronous, writes.plain, writes.asynchronous]
             first = repeat % len(kinds)
             for write in kinds[first:] + kinds[:first]:
-                _settle(writes.nbytes, rest)
+                _settle(writes.nbytes)
                 taken |= write(repeat)
             for name, seconds in taken.items() if repeat else ():
                 times.setdefault(name, []).extend(seconds)
@@ -173,14 +121,14 @@ def _measure(
     return times, writes.nbytes
 
 
-def _settle(nbytes: int, rest: float) -> None:
+def _settle(nbytes: int) -> None:
     """Gives every write the same conditions: an idle disk, and free memory to cache it in."""
     os.sync()  # or earlier writes and removals would be timed as well
     if nbytes:  # a virtual machine's host may have to provide the memory first
         with mmap.mmap(-1, nbytes) as memory:
             for page in range(0, nbytes, mmap.PAGESIZE):
                 memory[page] = 1
-    time.sleep(rest)
+    time.sleep(REST)
 
 
 class _Writes:
@@ -309,14 +257,28 @@ def checkpoint(
     json: Json = None,
 ) -> None:
     """Times saving and loading GPT-2 124M with its moments beside a plain write."""
+    config = GPT2Config(sequence_length=1024, vocab_size=50257)
+    if not folder.is_dir():
+        raise ConfigError(f"--folder: {folder}: there is no such folder")
     with results(json) as show:
-        result = bench_checkpoint(
-            folder,
-            repeats=repeats,
-            steps=steps,
-            batch_size=batch_size,
-            sequence_length=sequence_length,
-        )
+        engine = _engine(config, batch_size)
+        trainer = _Trainer(engine, batch_size, sequence_length)
+        trainer.step()  # creates the optimizer's moments
+        with _room_in(folder, engine) as place:
+            times, nbytes = _measure(trainer, place, repeats, steps)
+        medians = {name: statistics.median(taken) for name, taken in times.items()}
+        stall = medians["asynchronous_stall"] / medians["synchronous_save"]
+        bandwidth = medians["plain_write"] / medians["synchronous_save"]
+        result = {
+            "model": config.model_dump(mode="json"), "bytes": nbytes, "repeats": repeats,
+            "batch_size": batch_size, "sequence_length": sequence_length,
+            "threads": torch.get_num_threads(), "torch": torch.__version__,
+            "seconds": medians, "all_seconds": times,
+            "spread": {name: [min(taken), max(taken)] for name, taken in times.items()},
+            "stall_ratio": stall, "stall_goal": STALL_GOAL, "stall_reached": stall <= STALL_GOAL,
+            "bandwidth_ratio": bandwidth, "bandwidth_goal": BANDWIDTH_GOAL,
+            "bandwidth_reached": bandwidth >= BANDWIDTH_GOAL,
+        }  # fmt: skip
         show(result, checkpoint_bench_table(result))
 
 

@@ -31,6 +31,7 @@ from polyad.model.feedforward import FeedForward, FeedForwardContext
 from polyad.parallel import comm
 from polyad.parallel.host_memory import keep_freed_memory
 from polyad.train.errors import ConfigError, RunError
+from tests.helpers.allocated import saved_bytes
 
 Repeats = Annotated[int, Argument("timed runs of each; default %(default)s", "N", positive)]
 Threads = Annotated[
@@ -357,28 +358,11 @@ def compare(
         runs = {name: passes(layer, inputs, gradient) for name, layer in layers.items()}
         rows = summary(take_turns(runs, repeats, before=3 if compiled else 1, base=base), base)
         for name, layer in layers.items():
-            rows[name]["saved_bytes"] = saved_bytes(layer, inputs)
+            kept = saved_bytes(lambda layer=layer: layer(inputs), layer.parameters())
+            rows[name]["saved_bytes"] = kept
     for row in rows.values():
         row["saved_bytes_ratio"] = row["saved_bytes"] / rows[base]["saved_bytes"]
     return rows
-
-
-def saved_bytes(layer: nn.Module, inputs: Tensor) -> int:
-    """Bytes that a layer saves for backward; each storage counts once, parameters not at all."""
-    parameters = {parameter.untyped_storage().data_ptr() for parameter in layer.parameters()}
-    sizes: dict[int, int] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in parameters:
-            sizes[storage.data_ptr()] = storage.nbytes()
-        return tensor  # stays alive, so that no address is used twice
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        output = layer(inputs)
-    total = sum(sizes.values())
-    del output
-    return total
 
 
 def span(ends: tuple[float, float] | None, digits: int = 2) -> str:

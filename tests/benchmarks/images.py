@@ -30,39 +30,13 @@ from tests.benchmarks.comparison import Repeats, benchmark, clocked, start, summ
 
 SIZE, BATCH = 224, 16
 GOAL = 1.3
+READ = 128
+"""Images that each loader reads in a turn."""
 MADE, MADE_SIZE = 128, (500, 375)
 
 
-def bench_images(
-    path: Path | None = None, *, images: int = 128, repeats: int = 5, randaugment: bool = False
-) -> dict[str, Any]:
-    """Times loaders in turn, each in this process and on one thread.
-
-    Args:
-        path: a folder of classes; None makes images like photographs.
-        images: how many each reads in a turn.
-        repeats: turns that count.
-        randaugment: whether RandAugment is applied, too; needs torchvision.
-
-    Returns:
-        JSON values: images a second, how many times as fast as each peer, and the goal.
-
-    Raises:
-        DataError: the folder has no images with classes, or torchvision is needed and missing.
-    """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with tempfile.TemporaryDirectory() as place:
-            folder = path or _made(Path(place) / "made")
-            return _compared(folder, Path(place), images, repeats, randaugment)
-    finally:
-        torch.set_num_threads(threads)
-
-
-def _compared(
-    folder: Path, place: Path, images: int, repeats: int, randaugment: bool
-) -> dict[str, Any]:
+def _compared(folder: Path, place: Path, repeats: int, randaugment: bool) -> dict[str, Any]:
+    """JSON values: images a second, how many times as fast as each peer, and the goal."""
     chosen = RandAugmentConfig(operations=2, magnitude=15) if randaugment else None
     settings = ImageDataConfig(
         path=str(folder),
@@ -70,14 +44,13 @@ def _compared(
     )
     split = ImageData.open(settings).split("train")
     files = [Path(split.name_of(number)) for number in range(len(split))]
-    count = max(BATCH, images // BATCH * BATCH)
     samples = ImageSamples(split, settings, SIZE, seed=0)
 
     def ours() -> None:
         batches = micro_batches(
             samples,
             start_step=0,
-            num_steps=count // BATCH,
+            num_steps=READ // BATCH,
             global_batch_size=BATCH,
             micro_batch_size=BATCH,
         )
@@ -86,14 +59,14 @@ def _compared(
 
     runs = {"ours": clocked(ours)}
     if not randaugment:
-        runs["pillow"] = clocked(_read(PillowFiles(files, settings), count))
+        runs["pillow"] = clocked(_read(PillowFiles(files, settings)))
     if available():
-        runs["torchvision"] = clocked(_read(_image_folder(folder, settings), count))
+        runs["torchvision"] = clocked(_read(_image_folder(folder, settings)))
     times = take_turns(runs, repeats)
     rows = summary(times, "ours")
     peers = {
         name: {
-            "images_per_second": count / row["seconds"],
+            "images_per_second": READ / row["seconds"],
             "times_as_fast": row["seconds_ratio"],
             "times_as_fast_interval": row["seconds_ratio_interval"],
         }
@@ -103,11 +76,11 @@ def _compared(
     least = min((peer["times_as_fast"] for peer in peers.values()), default=0.0)
     return {
         "source": "made" if str(folder).startswith(str(place)) else str(folder),
-        "images": count,
+        "images": READ,
         "mean_bytes": int(np.mean([file.stat().st_size for file in files])),
         "size": SIZE,
         "randaugment": randaugment,
-        "ours": {"images_per_second": count / rows["ours"]["seconds"]},
+        "ours": {"images_per_second": READ / rows["ours"]["seconds"]},
         "peers": peers,
         "goal": GOAL,
         "reached": least >= GOAL,
@@ -172,9 +145,9 @@ def _image_folder(folder: Path, settings: ImageDataConfig) -> Dataset[Any]:
     return read
 
 
-def _read(images: Dataset[Any], count: int) -> Callable[[], None]:
+def _read(images: Dataset[Any]) -> Callable[[], None]:
     def run() -> None:
-        numbers = torch.arange(count) % len(images)  # type: ignore[arg-type]
+        numbers = torch.arange(READ) % len(images)  # type: ignore[arg-type]
         for _ in DataLoader(images, batch_size=BATCH, sampler=numbers.tolist()):
             pass
 
@@ -217,8 +190,7 @@ def images_table(result: dict[str, Any]) -> str:
 @benchmark("images", "--json images.json", "--randaugment")
 def images(
     folder: Annotated[
-        str | None,
-        Argument("a folder of classes; default: images that are made", "DIR", nargs="?"),
+        str | None, Argument("a folder of classes; default: images that are made", "DIR", nargs="?")
     ] = None,
     *,
     randaugment: Annotated[bool, Argument("with torchvision's RandAugment")] = False,
@@ -227,8 +199,10 @@ def images(
 ) -> None:
     """Times our loader of training images beside plain ones, on one core."""
     with results(json) as show:
-        path = user_path(folder) if folder else None
-        result = bench_images(path, repeats=repeats, randaugment=randaugment)
+        torch.set_num_threads(1)
+        with tempfile.TemporaryDirectory() as place:
+            path = user_path(folder) if folder else _made(Path(place) / "made")
+            result = _compared(path, Path(place), repeats, randaugment)
         show(result, images_table(result))
 
 

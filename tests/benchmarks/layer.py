@@ -265,11 +265,7 @@ def factorized(name: FactorizationName, num_experts: int, shape: dict[str, Any])
         ) from None
 
 
-@benchmark(
-    "layer",
-    "--precision bf16 --json layer.json",
-    "--kind mumoe --experts 256 --threads 1",
-)
+@benchmark("layer", "--precision bf16 --json layer.json", "--kind mumoe --experts 256 --threads 1")
 def layer(
     *,
     kind: Annotated[Literal["smoe", "mumoe"], Argument("default smoe")] = "smoe",

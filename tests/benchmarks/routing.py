@@ -248,9 +248,7 @@ def _with_loss(model: Decoder, labels_BT: Tensor) -> TimedLayer:
 
 
 @benchmark(
-    "routing",
-    "--tokens 512 2048 --precision bf16 --json routing.json",
-    "--tokens 8192 --layers 0",
+    "routing", "--tokens 512 2048 --precision bf16 --json routing.json", "--tokens 8192 --layers 0"
 )
 def routing(
     *,

@@ -1,9 +1,10 @@
 """Counts bytes allocated by operations, even on the meta device, where nothing is allocated."""
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -17,8 +18,6 @@ class Allocated(TorchDispatchMode):
         self._now = 0
         self.peak = 0
         """Peak of allocated bytes."""
-        self.total = 0
-        """Total of allocated bytes."""
         self._known: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def __torch_dispatch__(
@@ -39,10 +38,30 @@ class Allocated(TorchDispatchMode):
         if storage in self._known:
             return
         self._known.add(storage)
-        self.total += storage.nbytes()
         self._now += storage.nbytes()
         self.peak = max(self.peak, self._now)
         weakref.finalize(storage, self._free, storage.nbytes())
 
     def _free(self, size: int) -> None:
         self._now -= size
+
+
+def saved_bytes(call: Callable[[], object], known: Iterable[Tensor] = ()) -> int:
+    """Bytes that a forward pass keeps for the backward pass, each storage once.
+
+    Args:
+        call: The forward pass.
+        known: Tensors that do not count, as parameters.
+    """
+    own = {tensor.untyped_storage().data_ptr() for tensor in known}
+    kept: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        if (place := tensor.untyped_storage().data_ptr()) not in own:
+            kept[place] = tensor  # stays alive, so that no address comes twice
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        output = call()
+    del output
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
