@@ -126,7 +126,5 @@ def prepared(prepared_path: Path) -> PreparedData:
 @pytest.fixture
 def no_process_group() -> None:
     """Ends the process group that an earlier test of this process may have left."""
-    import torch.distributed as dist
-
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()

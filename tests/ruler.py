@@ -298,11 +298,7 @@ def training(folder: Path) -> Callable[[], object]:
     def call() -> None:
         said = io.StringIO()
         quiet = contextlib.redirect_stdout(said), contextlib.redirect_stderr(said)
-        with (
-            quiet[0],
-            quiet[1],
-            mock.patch.object(comm, "shutdown"),
-        ):
+        with quiet[0], quiet[1], mock.patch.object(comm, "shutdown"):
             status = run(["train", str(config), f"run.folder={folder}/run-{next(number)}"])
         if status:
             raise RuntimeError(said.getvalue())

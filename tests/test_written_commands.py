@@ -18,7 +18,6 @@ from tests.helpers.written import (
     World,
     Written,
     commands_of_config,
-    commands_of_markdown,
     documents,
     from_data,
     help_commands,
@@ -45,11 +44,9 @@ def test_every_path_of_a_command_was_made_by_one_before_it(name: str) -> None:
             pytest.fail(f"{command}\n{error}")
 
 
-def test_commands_are_found_wherever_they_stand(tmp_path: Path) -> None:
-    counts = {name: len(commands) for name, commands in SEQUENCES.items()}
-    assert counts["documents"] > 30
-    assert counts["polyad COMMAND --help"] > 30
-    assert counts["polyad --help"] == 2
+def test_commands_are_found_wherever_they_stand() -> None:
+    assert len(SEQUENCES["documents"]) > 30
+    assert len(SEQUENCES["polyad COMMAND --help"]) > 30
     places = list(dict.fromkeys(command.place for command in SEQUENCES["documents"]))
     pages = [page for page in PAGES if page in places]
     assert len(pages) > 10
@@ -57,48 +54,18 @@ def test_commands_are_found_wherever_they_stand(tmp_path: Path) -> None:
     assert "BENCHMARKS.md" in places
 
 
-def test_a_command_of_every_form_is_taken_from_a_file(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr("tests.helpers.written.ROOT", tmp_path)
-    path = tmp_path / "README.md"
-    path.write_text(
-        "Text `polyad train` text.\n\n    # why\n    polyad train x.yaml \\\n      seed=1  # what\n"
-        "\n    make test\n\n    loss 5.2\n    perplexity 3\n\n"
-        "```bash\ntorchrun -m polyad.launch train x\n```\n    polyad after fence\n"
-    )
-    # The table of the same block: blank lines do not end one.
-    with pytest.raises(AssertionError, match=r"'loss 5\.2' is no command"):
-        commands_of_markdown(path)
-    path.write_text(path.read_text().replace("    loss 5.2\n    perplexity 3\n", "Text.\n"))
-    found = [command.words for command in commands_of_markdown(path)]
-    assert found == [
-        ["polyad", "train", "x.yaml", "seed=1"],
-        ["make", "test"],
-        ["torchrun", "-m", "polyad.launch", "train", "x"],
-        ["polyad", "after", "fence"],
-    ]
-
-
 @pytest.mark.parametrize(
     ("commands", "words"),
     [
-        (["polyad evaluate runs/experts"], "runs/experts: no command before"),
         (["polyad convert gpt2 x --to polyad"], "gpt2: no command before"),
         (["polyad train configs/quickstart/gpt2.yaml"], "runs/quickstart/data: no command before"),
-        (["polyad train configs/none.yaml"], "configs/none.yaml: no command before"),
         (["make quickstart", "polyad evaluate runs/quickstart/dense"], "runs/quickstart/dense"),
         (
             ["make quickstart", "polyad report runs/quickstart/run/checkpoints/step-00000150"],
             "step-00000150: no command before",
         ),
         (["tensorboard --logdir runs/two/tensorboard"], "runs/two/tensorboard: no command before"),
-        (
-            ["python -m polyad.train.evaluation.lm_eval --model_args checkpoint=runs/two,x=1"],
-            "runs/two: no command",
-        ),
         (["polyad generate x"], "--prompt"),
-        (["polyad trian x"], "there is no command 'trian'"),
         (["make quickstart", "make quickstart"], "runs/quickstart/data is there"),
     ],
 )
