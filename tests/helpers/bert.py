@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from polyad.data.text.prepare import prepare
 from polyad.data.text.sources import open_source
 from polyad.model.bert import Bert, BertConfig
 from polyad.model.build import build_model, materialize
+from tests.helpers.routing import scatter
 from tests.helpers.training import Case, build_engine
 
 SMALL = {
@@ -55,15 +55,6 @@ def small_bert(dtype: torch.dtype = torch.float32, seed: int = 0, **keys: Any) -
     return model.eval()
 
 
-def scatter(model: nn.Module, std: float = 0.2) -> None:
-    """Adds noise to every parameter: biases and scales, too, are then away from 0 and 1."""
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-            parameter.add_(std * noise.to(parameter.dtype))
-
-
 def padded_input(segments: int = 2) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Token ids, mask and segments, each [3, 16]; two rows have padding."""
     generator = torch.Generator().manual_seed(7)
@@ -79,8 +70,7 @@ def their_bert(kind: str, **keys: Any) -> Any:
     torch.manual_seed(5)
     given = THEIRS | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0} | keys
     model = getattr(transformers, kind)(transformers.BertConfig(**given)).eval()
-    scatter(model)
-    return model
+    return scatter(model, 0.2)
 
 
 def scores_of_padded(case: Case, targets: list[list[int]]) -> dict[str, Any]:

@@ -7,9 +7,7 @@ from torch import _dynamo, nn
 
 from polyad.model.build import compile_model
 from polyad.parallel import parallelize
-from polyad.train.loop.profiling import Prefetch
-from polyad.train.loop.step import train_step
-from tests.helpers.training import Case, batches_of, build_engine, losses_of
+from tests.helpers.training import Case, build_engine, take_step
 
 
 def places_of_weights(case: Case) -> tuple[bool, bool]:
@@ -43,9 +41,6 @@ def breaks_of_a_step(case: Case) -> list[str]:
     model = case.model.model_copy(update={"compile": True})
     with mock.patch.object(parallelize, "compile_model", traced):
         engine, world = build_engine(case.but(model=model))
-    batches = batches_of(0, world, case)
-    losses = losses_of(case)
-    ahead = Prefetch(iter(batches), world.device)
-    assert train_step(engine, losses, ahead, len(batches), case.learning_rate).result.applied
+    assert take_step(engine, world, case, 0).result.applied
     assert _dynamo.utils.counters["stats"]["unique_graphs"] >= 3
     return list(_dynamo.utils.counters["graph_break"])

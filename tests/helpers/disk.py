@@ -20,7 +20,6 @@ from polyad.parallel.checkpoint import manage
 
 Operation = tuple[int, str, str, Any]
 """Nanoseconds, kind, path, and the content of a write or the target of a rename."""
-CHANGES = ("create", "write", "sync", "sync_folder", "rename", "unlink", "mkdir", "rmdir")
 
 
 class RecordingOs:

@@ -8,15 +8,13 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from polyad.model.build import build_model, place
+from polyad.model.build import build_model
 from polyad.model.decoder import Decoder
 from polyad.model.decoder_config import GPT2Config
 from polyad.model.smoe.layer import Dispatcher, SparseMoE
 from polyad.model.smoe.router import Selected
 from polyad.parallel import comm, expert
-from polyad.parallel.checkpoint.format import MASTER, Box
-from polyad.parallel.shard import placement_of
-from polyad.parallel.source import InitialWeights
+from tests.helpers.factors import place_shards
 from tests.helpers.training import Case, build_engine
 
 
@@ -25,7 +23,6 @@ def expert_parallel_model(
 ) -> tuple[Decoder, comm.World]:
     """A model with distributed experts, in any precision and without an engine."""
     world = comm.initialize(expert_parallel_size=expert_parallel_size)
-    source = InitialWeights(build_model(config), 7)
     model = build_model(config)
     assert isinstance(model, Decoder)
     layers = [layer for layer in model.modules() if isinstance(layer, SparseMoE)]
@@ -34,15 +31,7 @@ def expert_parallel_model(
     if expert_parallel_size > 1:
         expert.connect_without_engine(layers)
 
-    def values() -> Iterator[tuple[str, torch.Tensor]]:
-        for name, parameter in model.named_parameters():
-            where = placement_of(parameter)
-            ((_, (offset, size)),) = where.boxes(0, parameter.numel())
-            yield name, source.read(Box(name, MASTER, where.global_shape, offset, size))
-        for name, _ in model.named_buffers():
-            yield name, source.buffer(name)
-
-    place(model, values(), "cpu", dtype)
+    place_shards(model, config, dtype)
     return model, world
 
 

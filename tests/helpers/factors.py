@@ -18,10 +18,7 @@ from polyad.parallel.parallelize import synchronize_norms
 from polyad.parallel.shard import Placement, placement_of
 from polyad.parallel.source import InitialWeights
 from polyad.parallel.tensor import parallelize_tensors
-from polyad.train.loop.profiling import Prefetch
-from polyad.train.loop.step import train_step
-from polyad.train.tasks.language import text_losses
-from tests.helpers.training import Case, batches_of, build_engine, train
+from tests.helpers.training import Case, build_engine, take_step, train
 
 
 def cut_model(
@@ -36,7 +33,6 @@ def cut_model(
         synchronized: BatchNorm over all data-parallel processes.
     """
     world = comm.initialize(tensor_parallel_size=parts)
-    source = InitialWeights(build_model(config), 7)
     model = build_model(config)
     assert isinstance(model, Decoder)
     if parts > 1:
@@ -46,20 +42,28 @@ def cut_model(
     if synchronized:
         synchronize_norms(model, world)
 
+    place_shards(model, config, torch.float64, randomized=randomized)
+    return model
+
+
+def place_shards(
+    model: Decoder, config: GPT2Config, dtype: torch.dtype, *, randomized: bool = False
+) -> None:
+    """Fills a model whose parameters are cut with its part of initial or of random weights."""
+    source = InitialWeights(build_model(config), 7)
+
     def values() -> Any:
         for name, parameter in model.named_parameters():
             where = placement_of(parameter)
-            generator = torch.Generator().manual_seed(len(name))
             shape = where.global_shape
-            whole = torch.randn(shape, generator=generator)
+            whole = torch.randn(shape, generator=torch.Generator().manual_seed(len(name)))
             if not randomized:
                 whole = source.read(Box(name, MASTER, shape, (0,) * len(shape), shape))
             yield name, shard_of(where, whole)
         for name, _ in model.named_buffers():
             yield name, source.buffer(name)
 
-    place(model, values(), "cpu", torch.float64)
-    return model
+    place(model, values(), "cpu", dtype)
 
 
 class Traffic(TorchDispatchMode):
@@ -191,9 +195,7 @@ def padding_after_training(case: Case) -> dict[str, tuple[tuple[int, ...], float
     some steps."""
     engine, world = build_engine(case)
     for step in range(3):
-        batches = batches_of(step, world, case)
-        ahead = Prefetch(iter(batches), world.device)
-        assert train_step(engine, text_losses, ahead, len(batches), 0.01).result.applied
+        assert take_step(engine, world, case, step).result.applied
     found = {}
     for name, parameter in engine.module.named_parameters():
         where = placement_of(parameter)

@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from polyad.parallel import comm
 from polyad.parallel.checkpoint.save import save
+from polyad.parallel.dims import Dims
 from polyad.parallel.plan import Observer, Traffic, tensors_in
 from polyad.parallel.source import InitialWeights
 from polyad.parallel.zero import Engine
@@ -34,6 +35,21 @@ class Observed(TorchDispatchMode):
 
 def second_step(config: RunConfig) -> tuple[dict[str, int], dict[str, int]]:
     """Bytes that this process sends in the second step of a run, and what it holds after it."""
+    engine, dims = _built(config)
+    for step in range(2):
+        traffic = Traffic(dims, engine.world.rank)
+        batches = list(random_micro_batches(config, engine.world, step))
+        with Observed(traffic):
+            _take_step(engine, config, batches, losses_for(config.model))
+    sent: dict[str, int] = {}
+    for axis, size in traffic.sent.items():
+        group = axis if axis in {"tensor", "expert"} else "data"
+        sent[group] = sent.get(group, 0) + size
+    return sent, bytes_held(engine)
+
+
+def _built(config: RunConfig) -> tuple[Engine, Dims]:
+    """The engine of a run at its start."""
     degrees = config.parallel
     world = comm.initialize(
         tensor_parallel_size=degrees.tensor_parallel_size,
@@ -41,25 +57,12 @@ def second_step(config: RunConfig) -> tuple[dict[str, int], dict[str, int]]:
     )
     dims = validate(config, world.size)
     start = InitialWeights(model_of(config), config.seed)
-    engine = engine_of(config, validate(config, world.size), world, start)
-    for step in range(2):
-        traffic = Traffic(dims, world.rank)
-        batches = list(random_micro_batches(config, world, step))
-        with Observed(traffic):
-            issue_step(
-                engine,
-                losses_for(config.model),
-                iter(batches),
-                len(batches),
-                1e-3,
-                losses=config.loss,
-                progress=0.5,
-            )
-    sent: dict[str, int] = {}
-    for axis, size in traffic.sent.items():
-        group = axis if axis in {"tensor", "expert"} else "data"
-        sent[group] = sent.get(group, 0) + size
-    return sent, bytes_held(engine)
+    return engine_of(config, dims, world, start), dims
+
+
+def _take_step(engine: Engine, config: RunConfig, batches: list[Any], losses: Any) -> None:
+    given = iter(batches), len(batches), 1e-3
+    issue_step(engine, losses, *given, losses=config.loss, progress=0.5)
 
 
 def bytes_held(engine: Engine) -> dict[str, int]:
@@ -97,36 +100,20 @@ def _tensors(engine: Engine) -> dict[str, list[torch.Tensor]]:
 
 def save_start(config: RunConfig, folder: Path) -> None:
     """Writes a checkpoint of a model that has not been trained."""
-    world = comm.initialize()
-    start = InitialWeights(model_of(config), config.seed)
-    engine = engine_of(config, validate(config, world.size), world, start)
-    save(engine, folder, 1, state={}, config_yaml=config.to_yaml())
+    save(_built(config)[0], folder, 1, state={}, config_yaml=config.to_yaml())
 
 
 def measured_rise(config: RunConfig) -> int:
     """Bytes that a step at its peak takes beside the states, and a micro-batch, as measured."""
-    world = comm.initialize()
-    start = InitialWeights(model_of(config), config.seed)
-    engine = engine_of(config, validate(config, world.size), world, start)
+    engine, _ = _built(config)
     place = config.distill.teacher
-    teacher = None if place is None else load_teacher(Path(place), config, world.device)
+    teacher = None if place is None else load_teacher(Path(place), config, engine.world.device)
     losses_of = losses_for(config.model, teacher)
-    batches = list(random_micro_batches(config, world, 0))
+    batches = list(random_micro_batches(config, engine.world, 0))
 
-    def step() -> None:
-        issue_step(
-            engine,
-            losses_of,
-            iter(batches),
-            len(batches),
-            1e-3,
-            losses=config.loss,
-            progress=0.5,
-        )
-
-    step()
+    _take_step(engine, config, batches, losses_of)
     with torch.profiler.profile(profile_memory=True) as profile:
-        step()
+        _take_step(engine, config, batches, losses_of)
     events = profile.profiler.kineto_results.events()
     changes = [(e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"]
     held = peak = 0

@@ -12,10 +12,7 @@ from polyad.parallel.checkpoint.format import MASTER
 from polyad.parallel.config import ParallelConfig
 from polyad.parallel.parallelize import _allocate
 from polyad.parallel.zero import DTYPES, Engine, deepspeed_config, fragments
-from polyad.train.loop.profiling import Prefetch
-from polyad.train.loop.step import train_step
-from polyad.train.tasks.language import TextBatch, text_losses
-from tests.helpers.training import Case, build_engine, local_batches
+from tests.helpers.training import Case, build_engine, take_step
 
 SIZE = 61
 
@@ -99,17 +96,8 @@ def calls_in_backward(case: Case) -> dict[str, int]:
 
 def _exchanges(case: Case) -> Exchanges:
     engine, world = build_engine(case)
-    batches = local_batches(0, world, case.model)
     with Exchanges() as mode:
-        train_step(
-            engine,
-            text_losses,
-            Prefetch(map(TextBatch.of, batches), world.device),
-            len(batches),
-            case.learning_rate,
-            losses=case.losses,
-            progress=0.0,
-        )
+        take_step(engine, world, case, 0, losses=case.losses, progress=0.0)
     return mode
 
 

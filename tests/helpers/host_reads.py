@@ -6,7 +6,8 @@ list from a tensor, copying to NumPy, and operations whose output size depends o
 
 import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -61,9 +62,14 @@ class _SizedByValues(TorchDispatchMode):
         super().__init__()
         self._places, self._silent = places, 0
 
-    def silent(self) -> "_Silent":
+    @contextmanager
+    def silent(self) -> Iterator[None]:
         """A context that counts nothing: the read was counted above."""
-        return _Silent(self)
+        self._silent += 1
+        try:
+            yield
+        finally:
+            self._silent -= 1
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name.removeprefix("aten::")
@@ -77,17 +83,6 @@ class _SizedByValues(TorchDispatchMode):
         if not self._silent and (name in SIZED_BY_VALUES or by_mask or unsized):
             self._places[f"{name} at {_place()}"] += 1
         return func(*args, **(kwargs or {}))
-
-
-class _Silent:
-    def __init__(self, mode: _SizedByValues) -> None:
-        self._mode = mode
-
-    def __enter__(self) -> None:
-        self._mode._silent += 1
-
-    def __exit__(self, *error: Any) -> None:
-        self._mode._silent -= 1
 
 
 def _of_an_optimizer() -> bool:

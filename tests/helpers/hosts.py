@@ -31,34 +31,18 @@ class Host:
         """Words before a command that run it on this host; its process id stays the same."""
         return ["ip", "netns", "exec", self.name]
 
-    def link(self, state: str) -> None:
-        """Puts its only link `up` or `down`."""
-        _ip("-n", self.name, "link", "set", self.interface, state)
-
     def limit(self, megabits: int) -> None:
         """Limits its outgoing rate to this many million bits per second."""
-        self._queue(
-            "replace", f"tbf rate {megabits}mbit burst 64kbit latency 2s"
-        ).check_returncode()
-
-    def free(self) -> None:
-        """Removes limits and losses."""
-        self._queue("del")
-
-    def _queue(self, what: str, queue: str = "") -> "subprocess.CompletedProcess[bytes]":
-        words = ["tc", "qdisc", what, "dev", self.interface, "root", *queue.split()]
-        return subprocess.run([*self.inside, *words], check=False, capture_output=True)
-
-    def processes(self) -> list[int]:
-        """Ids of all processes on it."""
-        found = subprocess.run(["ip", "netns", "pids", self.name], capture_output=True, text=True)
-        return [int(word) for word in found.stdout.split()]
+        words = ["tc", "qdisc", "replace", "dev", self.interface, "root", "tbf"]
+        rate = ["rate", f"{megabits}mbit", "burst", "64kbit", "latency", "2s"]
+        subprocess.run([*self.inside, *words, *rate], check=True, capture_output=True)
 
     def kill(self) -> None:
         """Kills everything on it at once, like a power failure."""
-        for process in self.processes():
+        found = subprocess.run(["ip", "netns", "pids", self.name], capture_output=True, text=True)
+        for process in found.stdout.split():
             with suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
+                os.kill(int(process), signal.SIGKILL)
 
 
 @contextmanager
@@ -110,7 +94,7 @@ def _join(host: Host, bridge: str, here: str) -> None:
     _ip("link", "set", here, "up")
     _ip("-n", host.name, "addr", "add", f"{host.address}/24", "dev", host.interface)
     _ip("-n", host.name, "link", "set", "lo", "up")
-    host.link("up")
+    _ip("-n", host.name, "link", "set", host.interface, "up")
 
 
 def _write_names(host: Host, hosts: Sequence[Host]) -> None:

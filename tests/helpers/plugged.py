@@ -49,10 +49,7 @@ class Scaled(FeedForward):
         return {"scale": ONES}
 
     def forward(
-        self,
-        normalized_BTD: Tensor,
-        residual_BTD: Tensor,
-        given: BlockInput = NOTHING_ELSE,
+        self, normalized_BTD: Tensor, residual_BTD: Tensor, given: BlockInput = NOTHING_ELSE
     ) -> tuple[Tensor, RoutingStats | None]:
         return self.factor * self.scale * normalized_BTD, None
 

@@ -127,16 +127,14 @@ def entropy_of(weights):
 
 
 class Watch(TorchDispatchMode):
-    """Sees every operation, those of the backward pass too: names and sizes of the results."""
+    """Sees the sizes of what every operation gives, those of the backward pass too."""
 
     def __init__(self):
         super().__init__()
-        self.operations = set()
         self.largest = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
-        self.operations.add(function.overloadpacket.__name__)
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
                 self.largest = max(self.largest, leaf.numel())

@@ -20,11 +20,8 @@ from polyad.parallel.checkpoint.snapshot import Task
 from polyad.parallel.fragments import fill, persistent_buffers
 from polyad.parallel.source import InitialWeights
 from polyad.parallel.zero import Engine, fragments
-from polyad.train.loop.profiling import Prefetch
-from polyad.train.loop.step import train_step
-from polyad.train.tasks.language import TextBatch, text_losses
 from tests.helpers.saving import change, saving
-from tests.helpers.training import Case, build_engine, local_batches, model_yaml
+from tests.helpers.training import Case, build_engine, model_yaml, take_step
 
 
 def save_both_ways(case: Case, folder: str, then: str = "step", waits: bool = True) -> bool:
@@ -43,7 +40,7 @@ def save_both_ways(case: Case, folder: str, then: str = "step", waits: bool = Tr
         Whether the run had to wait before it could change weights.
     """
     engine, world = build_engine(case)
-    take_step(engine, world, case, 0)
+    assert take_step(engine, world, case, 0).result.applied
     root = Path(folder)
     with saving(engine, root / "synchronous", None, way="synchronous") as save:
         save(1)
@@ -55,7 +52,7 @@ def save_both_ways(case: Case, folder: str, then: str = "step", waits: bool = Tr
             buffer.add_(1)  # as a forward pass may: nobody is asked before that
         saver.poll()
         if then == "step":
-            take_step(engine, world, case, 1)
+            assert take_step(engine, world, case, 1).result.applied
         elif then == "fill":
             fill(engine, InitialWeights(build_model(case.model), 8))
         waited = saver.seconds_waited > 0
@@ -80,7 +77,7 @@ def changes_told(case: Case) -> list[bool]:
     for _ in range(2):
         engine.before_change(note)
     for step in range(2):
-        take_step(engine, world, case, step)
+        assert take_step(engine, world, case, step).result.applied
     after = _content(engine)
     assert not any(torch.equal(value, after[key]) for key, value in before.items())
     return told
@@ -92,14 +89,6 @@ def _content(engine: Engine) -> dict[tuple[str, str], torch.Tensor]:
         for name, fragment in fragments(engine).items()
         for field, values in fragment.values.items()
     }
-
-
-def take_step(engine: Engine, world: comm.World, case: Case, step: int) -> None:
-    """Takes a real step, which must be applied."""
-    batches = local_batches(step, world, case.model)
-    ahead = Prefetch(map(TextBatch.of, batches), world.device)
-    outcome = train_step(engine, text_losses, ahead, len(batches), case.learning_rate)
-    assert outcome.result.applied
 
 
 @contextmanager

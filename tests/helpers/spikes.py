@@ -1,7 +1,5 @@
 """Runs with a bad batch: its loss or its gradient is many times that of others, wherever read."""
 
-import contextlib
-import io
 from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
@@ -12,6 +10,7 @@ from polyad.model.kernels import linear_cross_entropy as kernel
 from polyad.train.start import plan_run
 from polyad.train.tasks.distillation import cross_entropy
 from polyad.train.train import main
+from tests.helpers.runs import run_and_listen, run_expecting_error
 
 
 def run_with_bad_batches(config: Path, what: str, bad: tuple[int, ...], *overrides: str) -> int:
@@ -27,20 +26,20 @@ def run_with_bad_batches(config: Path, what: str, bad: tuple[int, ...], *overrid
         return main(config, overrides).step
 
 
-def console_with_bad_batches(*args: object) -> tuple[int, str]:
+def console_with_bad_batches(
+    config: Path, what: str, bad: tuple[int, ...], *overrides: str
+) -> tuple[int, str]:
     """As `run_with_bad_batches`; what it says beside it. Workers outlive a test's capture."""
-    with contextlib.redirect_stderr(io.StringIO()) as said:
-        outcome = run_with_bad_batches(*args)  # type: ignore[arg-type]
-    return outcome, said.getvalue()
+    with mock.patch.object(kernel, "linear_cross_entropy", spoiling(config, what, bad)):
+        return run_and_listen(config, *overrides)
 
 
-def error_with_bad_batches(*args: object) -> tuple[str, str, int]:
+def error_with_bad_batches(
+    config: Path, what: str, bad: tuple[int, ...], *overrides: str
+) -> tuple[str, str, int]:
     """As `run_with_bad_batches`; the error that it ends with: class, text, exit status."""
-    try:
-        run_with_bad_batches(*args)  # type: ignore[arg-type]
-    except Exception as error:
-        return type(error).__name__, str(error), getattr(error, "exit_status", -1)
-    return "none", "", 0
+    with mock.patch.object(kernel, "linear_cross_entropy", spoiling(config, what, bad)):
+        return run_expecting_error(config, *overrides)
 
 
 def spoiling(config: Path, what: str, bad: tuple[int, ...]) -> Callable[..., torch.Tensor]:
@@ -52,11 +51,7 @@ def spoiling(config: Path, what: str, bad: tuple[int, ...]) -> Callable[..., tor
     usual = kernel.linear_cross_entropy
 
     def loss(
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        flat: torch.Tensor,
-        part: object,
-        bias: None = None,
+        x: torch.Tensor, weight: torch.Tensor, flat: torch.Tensor, part: object, bias: None = None
     ) -> torch.Tensor:
         targets = flat.view(-1, rows.shape[1])
         hit = (targets[:, None] == rows[None].to(targets.device)).all(-1).any(-1)[:, None]

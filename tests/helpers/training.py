@@ -249,6 +249,14 @@ def assert_equal_routing(ours: list[dict[str, Any]], wanted: list[dict[str, Any]
             assert mine[name] == pytest.approx(other[name], rel=1e-6), name
 
 
+def take_step(engine: Engine, world: comm.World, case: Case, step: int, **options: Any) -> Any:
+    """A step of a case, with options of `train_step`; returns its outcome."""
+    batches = batches_of(step, world, case)
+    ahead = Prefetch(iter(batches), world.device)
+    rate = case.learning_rate
+    return train_step(engine, losses_of(case), ahead, len(batches), rate, **options)
+
+
 class OneExpert(InitialWeights):
     """Initial weights with which every token chooses the first expert."""
 
@@ -280,21 +288,14 @@ def train(case: Case, source: Source | None = None) -> dict[str, Any]:
         checkpoint.restore_random_states(world)
     losses, norms, applied, routing = [], [], [], []
     for step in range(case.first_step, case.last_step):
-        batches = batches_of(step, world, case)
         if step == case.poison_step and case.skip_data:
             continue
-        spoil = poisoned(engine, case, world) if step == case.poison_step else nullcontext()
-        with spoil:
-            outcome = train_step(
-                engine,
-                losses_of(case),
-                Prefetch(iter(batches), world.device),
-                len(batches),
-                case.learning_rate,
-                losses=case.losses,
-                progress=(step + 1) / case.total_steps,
-                record_is_due=has_record(case, step),
-            )
+        options = {
+            "losses": case.losses, "progress": (step + 1) / case.total_steps,
+            "record_is_due": has_record(case, step),
+        }  # fmt: skip
+        with poisoned(engine, case, world) if step == case.poison_step else nullcontext():
+            outcome = take_step(engine, world, case, step, **options)
         losses.append(outcome.loss)
         norms.append(outcome.result.grad_norm)
         applied.append(outcome.result.applied)
@@ -317,9 +318,7 @@ def moved_though_frozen(case: Case) -> list[str]:
     named = list(engine.module.named_parameters())
     before = {name: parameter.detach().clone() for name, parameter in named}
     for step in range(case.last_step):
-        batches = batches_of(step, world, case)
-        given = Prefetch(iter(batches), world.device)
-        train_step(engine, losses_of(case), given, len(batches), case.learning_rate)
+        take_step(engine, world, case, step)
     return [n for n, p in named if torch.equal(p, before[n]) == p.requires_grad]
 
 
