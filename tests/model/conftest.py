@@ -1,6 +1,6 @@
 """Small models for the tests of this room."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -53,12 +53,3 @@ def random_ids() -> Callable[..., torch.Tensor]:
         return torch.randint(vocab_size, (batch, length), generator=generator)
 
     return make
-
-
-@pytest.fixture(params=[1, 2, 3])
-def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    """PyTorch computes with so many."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)

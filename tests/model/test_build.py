@@ -1,37 +1,15 @@
 import math
-import subprocess
-import sys
 import weakref
 
 import pytest
 import torch
+from pydantic import TypeAdapter
 from torch import nn
 
-from polyad.model.build import (
-    build_model,
-    count_parameters,
-    initial_value,
-    initial_values,
-    materialize,
-    num_parameters,
-)
+from polyad.model.block import FEED_FORWARDS, FeedForwardConfig
+from polyad.model.build import build_model, initial_value, initial_values, materialize
 from polyad.model.decoder_config import GPT2Config
 from polyad.model.initialization import ZEROS, Initializer, normal
-
-
-def test_unknown_kind_is_refused_with_the_known_ones():
-    config = GPT2Config.model_construct(kind="gtp2")
-    with pytest.raises(ValueError, match=r"model\.kind: 'gtp2' is unknown; known: gpt2"):
-        build_model(config)
-
-
-def test_built_model_holds_no_memory():
-    # 1.5 billion parameters: 6 GB, if they had any.
-    config = GPT2Config(num_layers=48, hidden_size=1600, num_heads=25, vocab_size=50257)
-    model = build_model(config)
-    tensors = [*model.parameters(), *model.buffers()]
-    assert all(tensor.is_meta for tensor in tensors)
-    assert count_parameters(model) == num_parameters(config)
 
 
 def test_initial_values_do_not_depend_on_order_subset_or_global_state(small_config):
@@ -43,48 +21,24 @@ def test_initial_values_do_not_depend_on_order_subset_or_global_state(small_conf
     for name in reversed(values):
         assert torch.equal(initial_value(model, name, seed=3), values[name])
     assert torch.equal(torch.get_rng_state(), state)
+    # Whatever salt Python has for hashes of strings in this process.
+    drawn = normal(0.02).draw(torch.Size([2]), 5, "a.weight")
+    torch.testing.assert_close(drawn, torch.tensor([-0.0158363, -0.0072869]))
     # A deeper model shares the shallow one's weights, but for those scaled by depth.
     deeper = build_model(small_config(num_layers=5))
     name = "blocks.1.attention.qkv.weight"
     assert torch.equal(initial_value(deeper, name, seed=3), values[name])
 
 
-def test_initial_values_depend_on_seed_and_name(small_config):
-    model = build_model(small_config())
-    name, other = "blocks.0.attention.qkv.weight", "blocks.1.attention.qkv.weight"
-    value = initial_value(model, name, seed=0)
-    assert not torch.equal(value, initial_value(model, name, seed=1))
-    assert not torch.equal(value, initial_value(model, other, seed=0))
+EXPERTS = {"kind": "smoe", "num_experts": 16, "expert_hidden_size": 64}
 
 
-@pytest.mark.slow
-def test_initial_values_are_the_same_in_another_process(small_config):
-    # Python salts the hashes of strings in every process; sha256 it does not.
-    code = (
-        "from polyad.model.initialization import normal; import torch;"
-        "print(normal(0.02).draw(torch.Size([3, 4]), 5, 'a.weight').tolist())"
-    )
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    )
-    value = normal(0.02).draw(torch.Size([3, 4]), 5, "a.weight")
-    assert result.stdout.strip() == str(value.tolist())
-
-
-def test_unknown_parameter_is_refused(small_config):
-    with pytest.raises(ValueError, match=r"no parameter 'head\.weight'"):
-        initial_value(build_model(small_config()), "head.weight", seed=0)
-
-
-def test_parameter_that_no_module_speaks_for_is_an_error():
-    with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(2, 2))
-    with pytest.raises(AssertionError, match=r"0\.weight"):
-        initial_value(model, "0.weight", seed=0)
-
-
-def test_initial_statistics_are_those_of_gpt2():
-    config = GPT2Config(num_layers=8, hidden_size=256, num_heads=4, vocab_size=2000)
+@pytest.mark.parametrize(
+    "section", [{"kind": "dense"}, EXPERTS, EXPERTS | {"scale_residual_init": False}], ids=str
+)
+def test_initial_statistics_are_those_of_gpt2(section):
+    sizes = {"num_layers": 8, "hidden_size": 256, "num_heads": 4, "vocab_size": 2000}
+    config = GPT2Config.model_validate(sizes | {"feed_forward": section})
     residual_std = 0.02 / math.sqrt(2 * 8)
     for name, value in initial_values(build_model(config), seed=0):
         if name.endswith("bias"):
@@ -92,7 +46,8 @@ def test_initial_statistics_are_those_of_gpt2():
         elif "norm" in name:
             assert (value == 1).all(), name
         else:
-            last = "projection" in name or "down" in name
+            is_scaled = "experts" not in name or section.get("scale_residual_init", True)
+            last = "projection" in name or ("down" in name and is_scaled)
             std = residual_std if last else 0.02
             # Standard errors of the mean and of the standard deviation; five of them never happen.
             error = std / math.sqrt(value.numel())
@@ -109,6 +64,15 @@ def test_materialized_model_equals_initial_values_in_any_precision(small_config)
         assert list(expected) == [name for name, _ in model.named_parameters()]
         for name, parameter in model.named_parameters():
             assert torch.equal(parameter, expected[name].to(dtype)), name
+
+
+def test_what_is_not_known_is_refused(small_config):
+    with pytest.raises(ValueError, match="gtp2"):
+        build_model(GPT2Config.model_construct(kind="gtp2"))
+    with pytest.raises(ValueError, match=r"head\.weight"):
+        initial_value(build_model(small_config()), "head.weight", seed=0)
+    with pytest.raises(AssertionError, match=r"0\.weight"):  # of which no module says how it starts
+        initial_value(nn.Sequential(nn.Linear(2, 2)), "0.weight", seed=0)
 
 
 class Shared(nn.Module):
@@ -173,3 +137,25 @@ def test_materialize_holds_one_fp32_value_at_a_time(small_config, monkeypatch):
     materialize(build_model(small_config()), seed=0, dtype=torch.bfloat16)
     assert most == 0  # none of the values before was left when the next was drawn
     assert len(alive) == 0
+
+
+every_kind = pytest.mark.parametrize("kind", FEED_FORWARDS)
+
+
+@every_kind
+def test_every_kind_is_a_member_of_the_config_union(kind):
+    config = TypeAdapter(FeedForwardConfig).validate_python({"kind": kind})
+    assert config.kind == kind
+    assert all(field.description for field in type(config).model_fields.values())
+
+
+def test_the_scale_of_a_dense_start_is_that_of_its_two_weights_alone(small_config):
+    plain, scaled = (
+        dict(initial_values(build_model(small_config(feed_forward=each)), seed=3))
+        for each in ({"kind": "dense"}, {"kind": "dense", "weight_scale": 4.0})
+    )
+    assert plain.keys() == scaled.keys()
+    for name, value in plain.items():
+        factor = 4.0 if name.endswith(("up.weight", "down.weight")) else 1.0
+        assert torch.equal(scaled[name], factor * value), name
+    assert scaled["blocks.0.feed_forward.up.weight"].std() > 0.07

@@ -37,10 +37,6 @@ def test_what_is_read(text, value):
     assert type(found) is type(value)
 
 
-def test_not_a_number_is_one():
-    assert math.isnan(load(".nan"))
-
-
 def test_aliases_are_copies():
     tree = load("a: &x {k: [1]}\nb: *x")
     tree["a"]["k"].append(2)
@@ -52,29 +48,19 @@ REFUSED = {
     "a: 1\nb: !x 1": "line 2: is not YAML: could not determine a constructor",
     "a: 1\n---\nb: 2": "another document",
     "a: 1\na: 2": "line 2: key 'a' appears twice",
-    "a: 1\n'a': 2": "line 2: key 'a' appears twice",
     "? [a]\n: b": "a key must be a string",
-    "? {a: b}\n: b": "a key must be a string",
     ": x": "not YAML",
-    '"": x': "a key must be a string",
-    "?\n: x": "a key must be a string",
     "a: {<<: {b: 1}}": "a key must be a string",
     "a: &x [*x]": "recursive node",
-    "*x": "undefined alias",
     "\ta: 1": "cannot start any token",
-    "a: 1\nb:\t\t- 1\n\t- 2": "not YAML",
     "a: \0": "#x0000",
-    "a: \x1b[31m": "#x001b",
     "a: 1\nb: \ud800": "#xd800",
     'a: "b\\0"': "control character '\\x00'",
-    'a: "\\e[31m"': "control character '\\x1b'",
     "a: |\n  b\n": "control character '\\n'",
     '"\\ud800"': "unexpected end of data",
-    '"\\UFFFFFFFF"': "not YAML",
     "%YAML 3.0\n--- a": "not YAML",
     "9" * 5000: "digits",
     "a: [": "not YAML",
-    "a: 'b": "not YAML",
     "[" * 100_000: "nested too deeply",
 }
 

@@ -6,13 +6,7 @@ from torch import nn
 
 from polyad.model.bert import BertConfig
 from polyad.model.build import build_model, materialize, matrix_dimensions
-from polyad.model.lora import (
-    LoRAConfig,
-    LoRALinear,
-    adapters,
-    add_lora,
-    of_base,
-)
+from polyad.model.lora import LoRAConfig, LoRALinear, adapters, add_lora, of_base
 from polyad.model.patterns import PatternError
 from polyad.model.smoe.router import LinearScore
 from polyad.model.vit import ViTConfig
@@ -81,101 +75,37 @@ def test_what_is_added_is_alpha_over_rank_times_b_a_x():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_at_first_a_model_computes_what_it_did(kind):
+def test_adapters_alone_learn_and_merged_weights_compute_the_same(kind):
     plain, model = adapted_model(kind)
     x = some_input(kind)
-    with torch.no_grad():
-        torch.testing.assert_close(model(x).logits, plain(x).logits, rtol=1e-6, atol=1e-6)
-    assert all(not adapter.B.any() for *_, adapter in adapters(model))
-    bounds = {path: adapter.A.abs().max() for _, path, adapter in adapters(model)}
-    assert all(bound > 0 for bound in bounds.values())
-    if kind == "dense":  # peft's Kaiming uniform with a = sqrt(5): at most 1 / sqrt(inputs)
-        assert all(
-            0.9 / 36**0.5 < bound <= 1 / 36**0.5 for p, bound in bounds.items() if "down" not in p
-        )
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_merged_weights_compute_the_same_and_something_else_than_before(kind):
-    plain, model = adapted_model(kind)
-    x = some_input(kind)
-    generator = torch.Generator().manual_seed(1)
+    before, logits = plain(x).logits.detach(), model(x).logits
+    torch.testing.assert_close(logits, before, rtol=1e-6, atol=1e-6)
+    logits.square().sum().backward()
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert {name for name, p in model.named_parameters() if p.grad is not None} <= trained
+    own = {f"{path}.{matrix}" for _, path, _ in adapters(model) for matrix in "AB"}
+    assert trained - own == {name for name in trained if name.startswith("head.")}
+    assert bool(trained - own) == (kind in ("vit", "bert"))
     weights = dict(plain.named_parameters())
+    assert of_base(model) == weights.keys() - trained
+    if kind == "latent":  # every matrix of a decoder can be adapted
+        left = {name for name in weights.keys() - trained if weights[name].dim() > 1}
+        adapted = {weight for weight, *_ in adapters(model)}
+        assert left - adapted == {"token_embedding.weight", "head.weight"}
+    generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        before = plain(x).logits
-        for weight, _, adapter in adapters(model):
+        for weight, path, adapter in adapters(model):
+            if kind == "dense":  # peft's Kaiming uniform with a = sqrt(5): at most 1 / sqrt(inputs)
+                inputs = adapter.A.shape[-1]
+                assert 0.9 / inputs**0.5 < adapter.A.abs().max() <= 1 / inputs**0.5, path
+            # B is zero, so that the gradient of A is, too, and that of B is not.
+            assert adapter.A.grad is None or not adapter.A.grad.any()
+            assert adapter.B.grad.any()
             adapter.B.normal_(0, 0.3, generator=generator)
             weights[weight] += adapter.delta(adapter.A, adapter.B)
         expected, logits = plain(x).logits, model(x).logits
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
     assert (logits - before).abs().max() > 1e-3
-
-
-@pytest.mark.parametrize("kind", ["dense", "smoe", "cp"])
-def test_a_later_token_changes_nothing_before_it(kind):
-    _, model = adapted_model(kind)
-    x = some_input(kind)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for *_, adapter in adapters(model):
-            adapter.B.normal_(0, 0.3, generator=generator)
-        changed = x.clone()
-        changed[:, 9] = (x[:, 9] + 1) % 61
-        first, second = model(x).logits, model(changed).logits
-    # The token may go to other experts, and products of other numbers of rows round otherwise.
-    torch.testing.assert_close(first[:, :9], second[:, :9], rtol=0, atol=1e-6)
-    assert (first[:, 9:] - second[:, 9:]).abs().max() > 1e-3
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_adapters_alone_get_gradients(kind):
-    _, model = adapted_model(kind)
-    model(some_input(kind)).logits.square().sum().backward()
-    trained = {name for name, p in model.named_parameters() if p.requires_grad}
-    assert {name for name, p in model.named_parameters() if p.grad is not None} <= trained
-    own = {f"{path}.{matrix}" for _, path, _ in adapters(model) for matrix in "AB"}
-    whole = {name for name in trained if name.startswith("head.")}
-    assert trained - own == whole
-    assert bool(whole) == (kind in ("vit", "bert"))
-    # B is zero, so that the gradient of A is, too, and that of B is not.
-    assert all(adapter.B.grad.any() for *_, adapter in adapters(model))
-    assert all(
-        adapter.A.grad is None or not adapter.A.grad.any() for *_, adapter in adapters(model)
-    )
-    plain = {name for name, _ in build_model(KINDS[kind][0]).named_parameters()}
-    assert of_base(model) == plain - trained
-
-
-def test_every_matrix_of_a_decoder_can_be_adapted():
-    _, model = adapted_model("latent")
-    beside = {weight.removeprefix("blocks.1.") for weight, *_ in adapters(model)}
-    names = {
-        "attention": "query_down query_up key_value_down key_value_up projection",
-        "feed_forward.shared": "gate up down",
-        "feed_forward.router": "score",
-    }
-    assert {name for name in beside if not name.startswith("blocks.0.")} == {
-        *(f"{owner}.{name}.weight" for owner, some in names.items() for name in some.split()),
-        *(f"feed_forward.experts.{name}" for name in ("gate", "up", "down")),
-    }
-    rest = {name for name, p in model.named_parameters() if not p.requires_grad and p.dim() > 1}
-    assert rest == {w for w, *_ in adapters(model)} | {"token_embedding.weight", "head.weight"}
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("grouped", "query key value projection"),
-        ("latent", "query_down query_up key_value_down key_value_up projection"),
-        ("latent without rank", "query key_value_down key_value_up projection"),
-    ],
-)
-def test_the_default_is_attention_of_every_decoder(name, expected):
-    model = build_model(small_decoder(name))
-    add_lora(model, LoRAConfig(rank=3))
-    assert {weight for weight, *_ in adapters(model)} == {
-        f"blocks.{block}.attention.{layer}.weight" for block in (0, 1) for layer in expected.split()
-    }
 
 
 @pytest.mark.parametrize("precision", ["fp32", "model"])
@@ -196,40 +126,30 @@ def test_a_router_in_bf16_adds_in_its_own_precision(precision):
     assert (logits - plain - exact).abs().max() < rounding * exact.abs().max()
 
 
-def test_numbers_of_parameters_are_those_by_hand():
-    _, model = adapted_model("dense")
-    # qkv 36 -> 108, projection 36 -> 36, up 36 -> 144, down 144 -> 36, in each of two blocks.
-    by_hand = 2 * 3 * ((36 + 108) + (36 + 36) + (36 + 144) + (144 + 36))
-    assert sum(p.numel() for p in model.parameters() if p.requires_grad) == by_hand
-    _, model = adapted_model("smoe")
-    # Up 36 -> 24 and down 24 -> 36 of 4 experts, rank 4; attention as above.
-    by_hand = 2 * 4 * ((36 + 108) + (36 + 36)) + 2 * 4 * 4 * 2 * (36 + 24)
-    assert sum(p.numel() for p in model.parameters() if p.requires_grad) == by_hand
-
-
 def test_matrices_of_experts_decay_as_matrices():
     _, model = adapted_model("smoe")
     dimensions = matrix_dimensions(model)
     assert {dimensions[f"{path}.{m}"] for _, path, _ in adapters(model) for m in "AB"} == {2}
 
 
+# What is refused, and what is named: the key with its value, and what would fit.
 @pytest.mark.parametrize(
-    ("config", "change", "message"),
+    ("config", "change", "named"),
     [
-        (MODEL, {"targets": ["attn.qkv"]}, "'attn.qkv' matches nothing; the nearest are attention"),
-        (MODEL, {"targets": ["experts.up"]}, "adapt.lora.targets: 'experts.up' matches nothing"),
-        (MODEL, {"targets": []}, "neither targets nor experts name a layer"),
-        (MODEL, {"experts": True}, "adapt.lora.experts: true is not allowed with a model that has"),
-        (MODEL, {"trained": ["haed.*"]}, "adapt.lora.trained: 'haed.*' matches nothing"),
-        (MODEL, {"rank": 36}, "adapt.lora.rank: 36 is not less than the smaller side of blocks.0"),
-        (mumoe_model(), {"targets": ["up.input_factor"], "rank": 7}, "side of blocks.0.feed_f"),
-        (mumoe_model(), {"targets": ["feed_forward.up"]}, "nearest are feed_forward.up.input_fac"),
+        (MODEL, {"targets": ["attn.qkv"]}, ("'attn.qkv'", "attention")),
+        (MODEL, {"targets": ["experts.up"]}, ("adapt.lora.targets: 'experts.up'",)),
+        (MODEL, {"targets": []}, ("targets", "experts")),
+        (MODEL, {"experts": True}, ("adapt.lora.experts: true",)),
+        (MODEL, {"trained": ["haed.*"]}, ("adapt.lora.trained: 'haed.*'",)),
+        (MODEL, {"rank": 36}, ("adapt.lora.rank: 36", "blocks.0")),
+        (mumoe_model(), {"targets": ["up.input_factor"], "rank": 7}, ("blocks.0.feed_f",)),
+        (mumoe_model(), {"targets": ["feed_forward.up"]}, ("feed_forward.up.input_fac",)),
     ],
     ids=str,
-)  # fmt: skip
-def test_what_does_nothing_is_an_error(config, change, message):
+)
+def test_what_does_nothing_is_an_error(config, change, named):
     with pytest.raises(PatternError) as raised:
         add_lora(build_model(config), LoRAConfig.model_validate(change))
-    assert message in str(raised.value)
-    assert "\n" not in str(raised.value)
+    (line,) = str(raised.value).splitlines()
+    assert all(word in line for word in named), line
     assert raised.value.exit_status == 2

@@ -2,170 +2,159 @@
 
 import pytest
 import torch
-from torch.nn.functional import cross_entropy
+import transformers
 
-from polyad.model.build import build_model, materialize
-from polyad.model.decoder_config import GPT2Config
+from polyad.model.block import FEED_FORWARDS
+from polyad.model.build import build_model, materialize, read_model_config
+from polyad.model.families.gpt2 import GPT2
 from polyad.model.feedforward import BlockInput
+from polyad.model.mumoe.gating import NORMS
 from polyad.model.padding import RealTokens
 from polyad.model.smoe.graph import GRAPHS, head_entropies
-from tests.helpers.routing import make, make_config, make_context, make_trace
+from tests.helpers.routing import make, make_config, make_context, make_trace, scatter
 
-SPARSE = {"kind": "smoe", "num_experts": 4, "top_k": 2, "expert_hidden_size": 16}
-FEED_FORWARDS = {
+SIZES = {
+    "num_layers": 2, "hidden_size": 32, "num_heads": 4, "sequence_length": 64, "vocab_size": 61,
+}  # fmt: skip
+SCORED = SIZES | {"kind": "gpt2", "head": {"kind": "classification", "num_classes": 3}}
+SPARSE = {
+    "kind": "smoe", "num_experts": 4, "expert_hidden_size": 16, "sigma": 8.0, "tau": 3.0,
+}  # fmt: skip
+UNITS = {"kind": "emoe", "num_experts": 4, "top_k": 2}
+ANY = {
     "dense": {"kind": "dense"},
     "mumoe": {"kind": "mumoe", "num_experts": [5], "rank": 7, "hidden_size": 24},
     "two levels": {"kind": "mumoe", "num_experts": [3, 2], "rank": 4, "hidden_size": 24},
+    **{f"smoe, {graph}": SPARSE | {"graph": graph} for graph in GRAPHS},
+    "emoe": UNITS,
     "mxd": {"kind": "mxd", "num_experts": 12, "top_k": 3},
     "transcoder": {"kind": "transcoder", "num_experts": 15, "top_k": 3},
-    "smoe": SPARSE,
-    "similarity": SPARSE | {"graph": "similarity"},
-    "attention": SPARSE | {"graph": "attention"},
 }
+BOTH_WAYS = {
+    **{f"{norm} norm": ANY["two levels"] | {"gate_norm": norm} for norm in NORMS},
+    "smoe, capacity": SPARSE | {"capacity_factor": 0.5},
+    "emoe, capacity": UNITS | {"capacity_factor": 0.5},
+}
+CASES = {f"gpt2 {name}": SCORED | {"feed_forward": section} for name, section in ANY.items()}
+CASES |= {
+    f"bert {name}": SIZES | {"kind": "bert", "feed_forward": section}
+    for name, section in (ANY | BOTH_WAYS).items()
+}
+every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 LENGTHS = torch.tensor([5, 40, 12, 1])
 
 
-def model_of(name, **changes):
-    config = GPT2Config.model_validate(
-        {
-            "num_layers": 2, "hidden_size": 32, "num_heads": 4, "sequence_length": 64,
-            "vocab_size": 61, "feed_forward": FEED_FORWARDS[name],
-            "head": {"kind": "classification", "num_classes": 3},
-        } | changes
-    )  # fmt: skip
-    model = build_model(config)
+def model_of(case):
+    model = build_model(read_model_config(case))
     materialize(model, seed=0)
-    # Gates of a muMoE start at zero, where every token has the same coefficients.
-    generator = torch.Generator().manual_seed(1)
-    for weight in (p for n, p in model.named_parameters() if "gate" in n or "router" in n):
-        weight.data.normal_(generator=generator)
-    return model.double()
+    return scatter(model).double()
 
 
 def padded(length, filling):
     """The same real tokens, padded to a length with any others."""
     generator = torch.Generator().manual_seed(2)
-    real = torch.randint(0, 61, (len(LENGTHS), 40), generator=generator)
-    ids = torch.full((len(LENGTHS), length), filling)
-    mask = torch.arange(length) < LENGTHS[:, None]
-    for row, size in enumerate(LENGTHS):
-        ids[row, :size] = real[row, :size]
-    return ids, mask
+    real_BT = torch.randint(0, 61, (len(LENGTHS), 40), generator=generator)
+    mask_BT = torch.arange(length) < LENGTHS[:, None]
+    ids_BT = torch.full((len(LENGTHS), length), filling)
+    ids_BT[mask_BT] = real_BT[mask_BT[:, :40]]
+    return ids_BT, mask_BT
 
 
-def outcome(model, ids, mask):
-    """Logits, gradients of all losses, and every number of the statistics."""
+def outcome(model, ids_BT, mask_BT):
+    """Logits of real tokens or of sequences, gradients, and every number of the statistics."""
     model.zero_grad()
-    logits, routing = model(ids, mask_BT=mask)
-    loss = cross_entropy(logits, torch.tensor([0, 2, 1, 1]))
-    for stats in routing:
-        for name in ("balance_loss", "z_loss", "importance_loss"):
-            if name in stats.losses:
-                loss = loss + stats.losses[name]
-    loss.backward()
+    logits, routing = model(ids_BT, mask_BT=mask_BT)
+    if logits.dim() == 3:
+        logits = logits[mask_BT]
+    losses = [value for stats in routing for value in stats.losses.values()]
+    (logits.square().sum() + sum(losses)).backward()
     numbers = {
         f"{stats.name}/{name}": value
         for stats in routing
         for name, value in stats.tensors().items()
     }
-    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+    gradients = {name: p.grad for name, p in model.named_parameters()}
     return {"logits": logits} | numbers | gradients
 
 
-@pytest.mark.parametrize("name", FEED_FORWARDS)
-def test_two_paddings_of_the_same_sequences_are_one(name):
-    model = model_of(name)
+def test_every_feed_forward_is_tried():
+    assert {section["kind"] for section in ANY.values()} == FEED_FORWARDS.keys()
+
+
+@every_case
+def test_two_paddings_of_the_same_sequences_are_one(case):
+    model = model_of(case)
     one, other = outcome(model, *padded(40, 3)), outcome(model, *padded(64, 60))
     assert one.keys() == other.keys()
-    # Position embeddings of padding alone get a gradient of zero, not none.
-    for key, value in one.items():
-        torch.testing.assert_close(other[key], value, rtol=1e-9, atol=1e-12, msg=key)
+    # A bias of each word is added to what padding alone has; no token is it.
+    for key in one.keys() - {"token_embedding.weight", "head.decoder.bias"}:
+        torch.testing.assert_close(other[key], one[key], rtol=1e-9, atol=1e-11, msg=key)
 
 
-@pytest.mark.parametrize("name", ["mumoe", "smoe", "attention"])
-def test_a_mask_of_real_tokens_alone_is_none(name):
-    model, (ids, _) = model_of(name), padded(40, 3)
-    one, other = (outcome(model, ids, mask) for mask in (None, torch.ones_like(ids).bool()))
-    for key, value in one.items():
-        torch.testing.assert_close(other[key], value, rtol=1e-9, atol=1e-12, msg=key)
-
-
-def test_statistics_of_a_padded_batch_are_those_of_its_sequences_by_themselves():
-    model, (ids, mask) = model_of("smoe"), padded(48, 7)
-    whole = model(ids, mask_BT=mask).routing
-    alone = [model(ids[row : row + 1, :size]).routing for row, size in enumerate(LENGTHS)]
-    for layer, stats in enumerate(whole):
+@pytest.mark.parametrize("name", [name for name in CASES if "capacity" not in name])
+def test_padded_sequences_are_computed_as_alone(name):
+    model = model_of(CASES[name]).eval()
+    ids_BT, mask_BT = padded(48, 7)
+    together = model(ids_BT, mask_BT=mask_BT)
+    each = [model(ids_BT[row : row + 1, :size]) for row, size in enumerate(LENGTHS)]
+    for row, (size, alone) in enumerate(zip(LENGTHS, each, strict=True)):
+        ours = together.logits[row]
+        torch.testing.assert_close(ours if ours.dim() == 1 else ours[:size], alone.logits[0])
+    for layer, stats in enumerate(together.routing):
         assert stats.tokens == LENGTHS.sum()
-        for name in ("load_E", "entropy", "z_loss"):
-            values = [routing[layer].tensors()[name] for routing in alone]
-            each = [value * size for value, size in zip(values, LENGTHS, strict=True)]
-            expected = torch.stack(each).sum(0) / LENGTHS.sum()
-            torch.testing.assert_close(stats.tensors()[name], expected, msg=name)
+        for key in ("load_E", "entropy", "effective_neighbours"):
+            if key in stats.tensors():
+                values = [output.routing[layer].tensors()[key] for output in each]
+                weighted = [v * size for v, size in zip(values, LENGTHS, strict=True)]
+                mean = torch.stack(weighted).sum(0) / LENGTHS.sum()
+                torch.testing.assert_close(stats.tensors()[key], mean, msg=key)
+
+
+@every_case
+def test_a_mask_of_real_tokens_alone_is_none(case):
+    model, ids_BT = model_of(case), padded(40, 3)[0]
+    whole_BT = torch.ones_like(ids_BT, dtype=torch.bool)
+    logits, others = (model(ids_BT, mask_BT=mask_BT).logits for mask_BT in (None, whole_BT))
+    torch.testing.assert_close(others, logits, rtol=1e-9, atol=1e-12)
 
 
 def test_experts_get_the_rows_of_real_tokens_alone():
-    model, (ids, mask) = model_of("smoe"), padded(64, 7)
+    model, (ids_BT, mask_BT) = model_of(CASES["gpt2 smoe, none"]), padded(64, 7)
     seen = []
     for block in model.blocks:
         block.feed_forward.experts.register_forward_hook(
             lambda _, given, __: seen.append((given[0].shape[0], int(given[1].sum())))
         )
-    model(ids, mask_BT=mask)
+    model(ids_BT, mask_BT=mask_BT)
     rows = int(LENGTHS.sum()) * 2
     assert seen == [(rows, rows)] * 2
 
 
-def test_recomputation_knows_the_padding():
-    plain, again = model_of("attention"), model_of("attention", recompute="block")
-    one, other = (outcome(model, *padded(48, 3)) for model in (plain, again))
-    for key, value in one.items():
-        torch.testing.assert_close(other[key], value, msg=key)
-
-
-@pytest.mark.parametrize("kind", ["similarity", "attention"])
-def test_a_graph_without_a_mask_sees_no_padding(kind):
-    """As in a model that reads both ways: mixtures and measures are those without padding."""
-    config = make_config(graph=kind)
-    graph = make(GRAPHS[kind], config, make_context(causal=False))
+def test_a_head_s_entropies_are_those_without_padding():
+    """As in a model that reads both ways."""
+    graph = make(GRAPHS["attention"], make_config(graph="attention"), make_context(causal=False))
     generator = torch.Generator().manual_seed(0)
     random = {"generator": generator, "dtype": torch.float64}
     scores, u = torch.randn(2, 48, 6, **random).softmax(-1), torch.randn(2, 48, 12, **random)
     trace, lengths = make_trace(2, 48, heads=3, size=4, width=12), torch.tensor([7, 40])
     real = RealTokens.of(torch.arange(48) < lengths[:, None])
     mixed = graph(scores, u, BlockInput(real=real, attention=trace))
-    neighbours, entropies = torch.zeros(()), torch.zeros(3)
+    entropies = torch.zeros(3)
     for row, size in enumerate(lengths.tolist()):
-        own = trace._replace(
-            **{
-                name: getattr(trace, name)[row : row + 1, :size]
-                for name in ("qkv_BT3AH", "of_head_BT3H", "output_BTD")
-            }
-        )
-        rows = slice(row, row + 1), slice(size)
-        alone = graph(scores[rows], u[rows], BlockInput(attention=own))
-        torch.testing.assert_close(mixed.scores_BTE[row, :size], alone.scores_BTE[0])
-        neighbours = neighbours + alone.measures["effective_neighbours"] * size / 47
-        entropies = entropies + head_entropies(own, causal=False) * size / 47
-    torch.testing.assert_close(mixed.measures["effective_neighbours"], neighbours)
-    if kind == "attention":
-        torch.testing.assert_close(mixed.measures["head_entropy_A"], entropies)
+        names = ("qkv_BT3AH", "of_head_BT3H", "output_BTD")
+        parts = {name: getattr(trace, name)[row : row + 1, :size] for name in names}
+        entropies = entropies + head_entropies(trace._replace(**parts), causal=False) * size / 47
+    torch.testing.assert_close(mixed.measures["head_entropy_A"], entropies)
 
 
 def test_scores_are_those_of_transformers():
-    import transformers
-
     torch.manual_seed(0)
     config = transformers.GPT2Config(
         vocab_size=61, n_positions=64, n_embd=32, n_layer=2, n_head=4, num_labels=3,
         pad_token_id=60, attn_implementation="eager",
     )  # fmt: skip
-    theirs = transformers.GPT2ForSequenceClassification(config).double().eval()
-    with torch.no_grad():
-        for parameter in theirs.parameters():
-            parameter.normal_(std=0.3)
-    from polyad.model.families.gpt2 import GPT2
-
-    ours, weights = model_of("dense").eval(), theirs.state_dict()
+    theirs = scatter(transformers.GPT2ForSequenceClassification(config).double().eval())
+    ours, weights = model_of(CASES["gpt2 dense"]).eval(), theirs.state_dict()
     for name, parameter in ours.named_parameters():
         if name == "head.weight":
             parameter.data.copy_(weights["score.weight"])
@@ -173,7 +162,7 @@ def test_scores_are_those_of_transformers():
         (piece,) = GPT2.pieces(name, tuple(parameter.shape))
         value = weights[f"transformer.{piece.name}"]
         parameter.data.copy_(piece.in_our_form(value, piece.size))
-    ids, mask = padded(48, 60)
+    ids_BT, mask_BT = padded(48, 60)
     with torch.no_grad():
-        expected = theirs(ids, attention_mask=mask.long()).logits
-        torch.testing.assert_close(ours(ids, mask_BT=mask).logits, expected)
+        expected = theirs(ids_BT, attention_mask=mask_BT.long()).logits
+        torch.testing.assert_close(ours(ids_BT, mask_BT=mask_BT).logits, expected)

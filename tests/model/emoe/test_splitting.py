@@ -51,12 +51,6 @@ def test_keys_without_bundles_have_groups_of_equal_size(keys):
     assert np.bincount(balanced_kmeans(keys, 4, 0)).tolist() == [3] * 4
 
 
-@pytest.mark.parametrize("groups", [1, 12])
-def test_one_group_and_as_many_as_keys(groups):
-    group_F = balanced_kmeans(some_keys(12, 3, 2), groups, 0)
-    assert np.bincount(group_F).tolist() == [12 // groups] * groups
-
-
 def test_a_seed_decides():
     keys = some_keys(64, 8, 3)
     one, same, other = (balanced_kmeans(keys, 8, seed) for seed in (1, 1, 2))

@@ -48,51 +48,44 @@ def boxes(shape):
 
 
 MATRIX, VECTOR = OURS[0], OURS[1, 2]
+GATE, UP = OURS, OURS + 1000
 CASES = {
-    "renamed": (Rule(("a",)), MATRIX, {"a": MATRIX}),
-    "transposed": (transposed("a"), MATRIX, {"a": MATRIX.T}),
-    "a vector is not": (transposed("a"), VECTOR, {"a": VECTOR}),
-    "rows": (rows("q", "k", "v"), MATRIX, {"q": MATRIX[:2], "k": MATRIX[2:4], "v": MATRIX[4:]}),
-    "more axes": (parameter("a", 2), MATRIX, {"a": MATRIX[None, None]}),
-    "fewer axes": (parameter("a", -1), MATRIX[:1], {"a": MATRIX[0]}),
+    "renamed": ([(Rule(("a",)), MATRIX)], {"a": MATRIX}),
+    "transposed": ([(transposed("a"), MATRIX)], {"a": MATRIX.T}),
+    "a vector is not": ([(transposed("a"), VECTOR)], {"a": VECTOR}),
+    "rows": (
+        [(rows("q", "k", "v"), MATRIX)], {"q": MATRIX[:2], "k": MATRIX[2:4], "v": MATRIX[4:]},
+    ),
+    "more axes": ([(parameter("a", 2), MATRIX)], {"a": MATRIX[None, None]}),
+    "fewer axes": ([(parameter("a", -1), MATRIX[:1])], {"a": MATRIX[0]}),
     "experts": (
-        per_expert("e.{expert}.w"), OURS, {f"e.{number}.w": OURS[number].T for number in range(4)},
+        [(per_expert("e.{expert}.w"), OURS)],
+        {f"e.{number}.w": OURS[number].T for number in range(4)},
+    ),
+    # Granite: [E, 2 out, in], the gate's outputs first.
+    "halves": (
+        [(half("w", index, is_transposed=True), each) for index, each in enumerate((GATE, UP))],
+        {"w": torch.cat([GATE.mT, UP.mT], dim=1)},
+    ),
+    # gpt-oss: [E, in, 2 out], columns of gate, up, gate, ...
+    "turns": (
+        [(every_other("w", index), each) for index, each in enumerate((GATE, UP))],
+        {"w": torch.stack([GATE, UP], -1).flatten(-2)},
+    ),
+    # A shared expert: [2 out, in].
+    "of a matrix": (
+        [(half("w", index), each[0]) for index, each in enumerate((GATE, UP))],
+        {"w": torch.cat([GATE[0], UP[0]])},
     ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_rule_writes_what_it_reads_box_by_box(case):
-    rule, ours, expected = CASES[case]
-    stored = file_of((rule, ours))
+def test_rules_write_what_they_read_box_by_box(case):
+    weights, expected = CASES[case]
+    stored = file_of(*weights)
     assert stored.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert torch.equal(stored[name], tensor)
-    for box in boxes(ours.shape):
-        assert torch.equal(read(rule, stored, tuple(ours.shape), box), ours[box])
-
-
-GATE, UP = OURS, OURS + 1000
-FUSED = {
-    # Granite: [E, 2 out, in], the gate's outputs first.
-    "halves": (
-        lambda index: half("w", index, is_transposed=True),
-        torch.cat([GATE.mT, UP.mT], dim=1),
-    ),
-    # gpt-oss: [E, in, 2 out], columns of gate, up, gate, ...
-    "turns": (lambda index: every_other("w", index), torch.stack([GATE, UP], -1).flatten(-2)),
-    # A shared expert: [2 out, in].
-    "of a matrix": (lambda index: half("w", index), torch.cat([GATE[0], UP[0]])),
-}
-
-
-@pytest.mark.parametrize("case", FUSED)
-def test_two_weights_share_a_fused_tensor(case):
-    rule, fused = FUSED[case]
-    gate, up = (GATE[0], UP[0]) if case == "of a matrix" else (GATE, UP)
-    stored = file_of((rule(0), gate), (rule(1), up))
-    assert stored.keys() == {"w"}
-    assert torch.equal(stored["w"], fused)
-    for index, ours in enumerate((gate, up)):
+    assert all(torch.equal(stored[name], tensor) for name, tensor in expected.items())
+    for rule, ours in weights:
         for box in boxes(ours.shape):
-            assert torch.equal(read(rule(index), stored, tuple(ours.shape), box), ours[box])
+            assert torch.equal(read(rule, stored, tuple(ours.shape), box), ours[box])

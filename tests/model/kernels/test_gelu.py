@@ -52,7 +52,7 @@ def numbers(rows, columns, dtype, seed=0):
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 2**-8)], ids=str
 )
-def test_it_is_the_formula(dtype, tolerance, with_bias, shape, threads):
+def test_it_is_the_formula(dtype, tolerance, with_bias, shape):
     inner, bias, change = numbers(*shape, dtype)
     bias = bias if with_bias else None
     actual = both_ways(inner, bias, change)
@@ -96,11 +96,3 @@ def test_ends_and_what_is_not_finite(dtype):
     assert active[0, 3:].tolist() == [inner[0, 3].item(), 0, 0, 10.5, 0]
     assert change[0, 0].isnan()
     assert change[0, 3:].tolist() == [1, 0, 0.5, 1, 0]
-
-
-def test_nan_stays_nan_whatever_its_bits():
-    bits = torch.tensor([[0x7F81, 0x7FFF, 0xFF81, 0xFFFF]], dtype=torch.int32)
-    inner = bits.to(torch.uint16).view(torch.bfloat16)
-    active, change, for_bias = torch.zeros_like(inner), torch.ones_like(inner), inner[0] * 0
-    gelu_backward(inner, None, active, change, for_bias)
-    assert all(result.isnan().all() for result in (inner, active, change, for_bias))

@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 
-from polyad.model.build import build_model, materialize, read_model_config
 from polyad.model.kernels import linear_cross_entropy as kernel
 from polyad.model.kernels.linear_cross_entropy import (
     VocabularyPart,
@@ -101,71 +100,18 @@ def test_what_is_not_finite_stays_so(bad):
     assert not of_weight.isfinite().all()
 
 
-def test_parts_of_the_vocabulary_are_the_whole(monkeypatch):
-    """Two parts of unequal size with padding, whose exchanges are made by hand: of one pass the
-    numbers of the other part are known from a pass before."""
-    monkeypatch.setattr(kernel, "CHUNK", 60 * 10)
-    x, weight, targets = drawn()
-    whole = gradients(by_definition, x, weight, targets)
-    size, sums = 60, []
-    padded = torch.full((2 * size, D), 7.0)
-    padded[:V] = weight.detach()
-    logits = x.detach() @ weight.detach().t()
-    highest, total = logits.amax(1, keepdim=True), (logits - logits.amax(1, keepdim=True)).exp()
-    target = logits.gather(1, targets.unsqueeze(1)) - highest
-    truth = torch.cat([total.sum(1, keepdim=True), target], dim=1)
-    of_x, of_weight = torch.zeros_like(x), []
-    for rank in range(2):
-        place = {"highest": 0, "total": 0}
-
-        def take(name, values, whole_N, place=place):
-            first = place[name]
-            place[name] += len(values)
-            sums.append(values) if name == "total" else None
-            return whole_N[first : first + len(values)].clone()
-
-        part = VocabularyPart(
-            rank * size,
-            min(size, V - rank * size),
-            lambda values: take("highest", values, highest),
-            lambda values: take("total", values, truth),
-        )
-        here = padded[rank * size : (rank + 1) * size].clone().requires_grad_()
-        loss, grad_x, grad_weight = gradients(
-            lambda x, w, t, part=part: linear_cross_entropy(x, w, t, part), x, here, targets
-        )
-        torch.testing.assert_close(loss, whole[0])
-        of_x = of_x + grad_x
-        of_weight.append(grad_weight[: part.real])
-        assert not grad_weight[part.real :].any()
-    torch.testing.assert_close(of_x, whole[1], rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(torch.cat(of_weight), whole[2], rtol=1e-5, atol=1e-6)
-    half = len(sums) // 2  # what the parts put in adds up
-    for one, other, first in zip(sums[:half], sums[half:], range(0, N, 10), strict=True):
-        torch.testing.assert_close(one + other, truth[first : first + 10], rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_model_given_targets_returns_its_loss(tied):
-    config = read_model_config(
-        {
-            **{"kind": "gpt2", "num_layers": 1, "hidden_size": 16, "num_heads": 2},
-            **{"sequence_length": 9, "vocab_size": V, "tied_embeddings": tied},
-        }
-    )
-    model = build_model(config)
-    materialize(model, 0)
-    ids = torch.randint(0, V, (3, 10), generator=torch.Generator().manual_seed(1))
-    loss = model(ids[:, :-1], target_ids_BT=ids[:, 1:]).logits
-    logits = model(ids[:, :-1]).logits
-    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+def test_a_model_given_targets_returns_its_loss(small_model, random_ids, tied):
+    model, ids = small_model(tied_embeddings=tied), random_ids(3, 17)
+    given, targets = ids[:, :-1], ids[:, 1:]
+    loss = model(given, target_ids_BT=targets).logits
+    expected = torch.nn.functional.cross_entropy(model(given).logits.mT, targets)
     torch.testing.assert_close(loss, expected)
     with torch.no_grad():
-        each = model(ids[:, :-1], target_ids_BT=ids[:, 1:]).logits
-    assert each.shape == (3, 9)
+        each = model(given, target_ids_BT=targets).logits
+    assert each.shape == (3, 16)
     torch.testing.assert_close(each.mean(), expected.detach())
-    ours = torch.autograd.grad(loss, list(model.parameters()))
-    theirs = torch.autograd.grad(expected, list(model.parameters()))
+    ours, theirs = (torch.autograd.grad(x, list(model.parameters())) for x in (loss, expected))
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 

@@ -1,16 +1,21 @@
-"""Every factorization against the tensor that it stands for, over the registry."""
+"""Every factorization against the tensor that it stands for, over the registry; and the ranks that
+match a dense feed-forward."""
 
 import math
-import string
+from functools import partial
 
 import pytest
 import torch
 
 from polyad.model.build import initial_value
-from polyad.model.mumoe.config import FACTORIZATIONS
+from polyad.model.decoder_config import GPT2Config
+from polyad.model.mumoe.config import FACTORIZATIONS, MuMoEConfig
+from polyad.model.mumoe.factorizations import contract as contract_tokens
 from polyad.parallel.plan import forward_flops
-from tests.helpers.everyday import everyday
+from polyad.train.config.run import parse_config
+from polyad.train.tasks.language import with_vocabulary
 from tests.helpers.factorized import coefficients, contract, full_tensor, make_layer, make_sizes
+from tests.helpers.sections import section_of
 
 every_factorization = pytest.mark.parametrize("name", FACTORIZATIONS)
 every_depth = pytest.mark.parametrize("num_experts", [(5,), (5, 3), (4, 3, 2), (1,), (1, 3)])
@@ -35,44 +40,6 @@ def test_output_and_gradients_are_those_of_the_whole_tensor(name, num_experts, b
         torch.testing.assert_close(our, their, atol=1e-11, rtol=1e-11)
 
 
-def test_cp_is_the_sum_worked_out_by_hand():
-    # Two experts, one input, one output, R = 1: W_n = U1_n U2 U3, its bias U1_n b U3.
-    layer = make_layer("cp", num_experts=(2,), inputs=1, outputs=1, rank=1)
-    with torch.no_grad():
-        layer.expert_factor_0.copy_(torch.tensor([[2.0], [-1.0]]))
-        layer.input_factor.copy_(torch.tensor([[3.0], [0.5]]))
-        layer.output_factor.fill_(10.0)
-    a_MN = torch.tensor([[0.25, 0.75]], dtype=torch.float64)
-    # (0.25 x 2 - 0.75) x (3 x 4 + 0.5) x 10 = -0.25 x 12.5 x 10
-    y_MO = layer(torch.tensor([[4.0]], dtype=torch.float64), [a_MN])
-    assert y_MO.item() == pytest.approx(-31.25, abs=1e-12)
-
-
-@every_factorization
-@with_and_without_bias
-def test_one_expert_is_one_affine_map(name, bias):
-    layer = make_layer(name, num_experts=(1,), bias=bias)
-    weight_IO = full_tensor(name, layer)[0]
-    z_MI, one_M1 = torch.randn(4, 6).double(), torch.ones(4, 1).double()
-    expected_MO = z_MI @ weight_IO[:6] + (weight_IO[6] if bias else 0)
-    torch.testing.assert_close(layer(z_MI, [one_M1]), expected_MO, atol=1e-12, rtol=1e-12)
-
-
-@every_factorization
-@every_depth
-def test_leaving_an_expert_out_of_the_factor_is_leaving_it_out_of_the_tensor(name, num_experts):
-    layer = make_layer(name, num_experts=num_experts)
-    z_MI, levels = torch.randn(9, 6).double(), coefficients(layer.sizes, 9)
-    before_MO = layer(z_MI, levels)
-    weight = full_tensor(name, layer)
-    weight[num_experts[0] - 1] = 0  # of the first level, so with all that is below it
-    with torch.no_grad():
-        layer.expert_factor_0[num_experts[0] - 1] = 0
-    expected_MO = contract(weight, z_MI, levels, bias=True)
-    torch.testing.assert_close(layer(z_MI, levels), expected_MO, atol=1e-12, rtol=1e-12)
-    assert not torch.allclose(before_MO, expected_MO)
-
-
 @every_factorization
 @pytest.mark.parametrize(
     ("rank", "expected"),
@@ -90,14 +57,6 @@ def test_an_experts_matrix_has_the_rank_that_is_said(name, rank, expected, num_e
     weight = full_tensor(name, layer)
     ranks = torch.linalg.matrix_rank(weight.flatten(0, -3)).unique().tolist()
     assert ranks == [expected[name]]  # random factors reach the bound
-
-
-@every_factorization
-@every_depth
-@with_and_without_bias
-def test_the_counts_are_those_of_the_module(name, num_experts, bias):
-    layer = make_layer(name, num_experts=num_experts, bias=bias)
-    assert sum(p.numel() for p in layer.parameters()) == layer.num_parameters(layer.sizes)
 
 
 # 768 -> 1000, 128 experts, R 512, and the gate's 768 for each expert (METHODS, section 1).
@@ -169,18 +128,6 @@ def test_input_and_output_factors_start_uniform_by_their_fan(name):
     assert_uniform(initial_value(smaller, "input_factor", seed=3), 96**-0.5)
 
 
-def test_expert_factors_start_around_one_and_further_levels_at_one():
-    layer = initialized("cp", **LARGE)
-    first = layer.expert_factor_0
-    assert (first.mean().item(), first.std().item()) == pytest.approx((1, 1), abs=0.02)
-    assert layer.expert_factor_1.eq(1).all()
-    tucker = initialized("tucker", **LARGE)
-    first = tucker.expert_factor_0
-    assert (first.mean().item(), first.std().item()) == pytest.approx((1, 1), abs=0.05)
-    assert tucker.expert_factor_1.eq(1).all()
-    assert_uniform(tucker.core, (48 * 4 * 4) ** -0.5)
-
-
 def test_slices_of_a_ring_start_diagonal_and_further_levels_at_the_identity():
     layer = initialized("tr", **LARGE)
     first_NPQ = layer.expert_factor_0
@@ -189,37 +136,6 @@ def test_slices_of_a_ring_start_diagonal_and_further_levels_at_the_identity():
     assert (first_NPQ - torch.diag_embed(diagonal)).abs().max() == 0
     assert diagonal.unique().numel() == 512 * 4  # independent
     assert torch.equal(layer.expert_factor_1, torch.eye(4).expand(6, 4, 4))
-
-
-@pytest.mark.parametrize("name", ["cp", "tucker"])
-def test_further_levels_can_start_apart(name):
-    factor = initialized(
-        name, **(LARGE | {"num_experts": (6, 4096)}), level_std=0.1
-    ).expert_factor_1
-    assert (factor.mean().item(), factor.std().item()) == pytest.approx((1, 0.1), abs=0.01)
-
-
-@pytest.mark.parametrize("name", ["tr", "tt"])
-def test_further_slices_can_start_apart(name):
-    layer = initialized(name, **(LARGE | {"num_experts": (6, 512)}), level_std=0.1)
-    diagonal = layer.expert_factor_1.diagonal(dim1=1, dim2=2)
-    assert (diagonal.mean().item(), diagonal.std().item()) == pytest.approx((1, 0.1), abs=0.02)
-    assert (layer.expert_factor_1 - torch.diag_embed(diagonal)).abs().max() == 0
-
-
-@pytest.mark.parametrize("name", ["cp", "tucker"])
-def test_experts_can_start_nearer_to_one_another(name):
-    factor = initialized(name, **LARGE, expert_std=0.1).expert_factor_0
-    assert (factor.mean().item(), factor.std().item()) == pytest.approx((1, 0.1), abs=0.01)
-
-
-def test_slices_can_start_nearer_to_one_another():
-    diagonal = initialized("tr", **LARGE, expert_std=0.1).expert_factor_0.diagonal(dim1=1, dim2=2)
-    assert (diagonal.mean().item(), diagonal.std().item()) == pytest.approx((1, 0.1), abs=0.01)
-    entries_NPQ = initialized("tt", **LARGE, expert_std=0.1).expert_factor_0 * 4**0.5
-    assert (entries_NPQ.mean().item(), entries_NPQ.std().item()) == pytest.approx(
-        (1, 0.1), abs=0.01
-    )
 
 
 @every_factorization
@@ -242,28 +158,9 @@ def test_orthogonal_factors_are_of_the_size_of_uniform_ones(name):
 
 @every_factorization
 @pytest.mark.parametrize("start", ["uniform", "orthogonal"])
-def test_a_scale_multiplies_input_and_output_factors_and_no_others(name, start):
-    plain, scaled = (
-        dict(initialized(name, **LARGE, factor_start=start, factor_scale=each).named_parameters())
-        for each in (1.0, 0.3)
-    )
-    for factor, values in plain.items():
-        scale = 0.3 if factor in ("input_factor", "output_factor") else 1.0
-        torch.testing.assert_close(scaled[factor], scale * values)
-
-
-@every_factorization
-@pytest.mark.parametrize("start", ["uniform", "orthogonal"])
-@everyday(
+@pytest.mark.parametrize(
     "changes",
-    [
-        {},
-        {"rank": 24},
-        {"factor_scale": 1.5},
-        {"factor_scale": 0.5, "expert_std": 2.0},
-        {"num_experts": (64, 32), "level_std": 0.5},
-    ],
-    keep=[{"factor_scale": 0.5, "expert_std": 2.0}],
+    [{"factor_scale": 0.5, "expert_std": 2.0}, {"num_experts": (64, 32), "level_std": 0.5}],
     ids=str,
 )
 def test_the_whole_tensor_starts_with_the_variance_that_is_said(name, start, changes):
@@ -282,27 +179,8 @@ def test_the_whole_tensor_starts_with_the_variance_that_is_said(name, start, cha
     assert weight.mean().item() == pytest.approx(0, abs=0.1 * expected**0.5)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("inputs", "outputs", "scale"), [(768, 3072, 1.08), (3072, 768, 1.53)])
-@pytest.mark.parametrize("start", ["uniform", "orthogonal"])
-def test_cp_starts_with_the_size_of_gpt2s_weights_at_the_scale_that_is_said(
-    inputs, outputs, scale, start
-):
-    sizes = {"num_experts": (64,), "inputs": inputs, "outputs": outputs, "rank": 599}
-    layer = initialized("cp", **sizes, factor_scale=scale, factor_start=start)
-    mean_squares = [  # of some experts: each is U2 diag(U1_n) U3
-        ((layer.input_factor[:-1] * u_R) @ layer.output_factor).square().mean()
-        for u_R in layer.expert_factor_0[:16]
-    ]
-    assert torch.stack(mean_squares).mean().sqrt().item() == pytest.approx(0.02, rel=0.03)
-
-
 def test_every_path_of_a_train_carries_signal():
     layer = initialized("tt", **LARGE)
-    assert torch.equal(layer.expert_factor_1, torch.eye(4).expand(6, 4, 4))
-    first_NPQ = layer.expert_factor_0
-    assert first_NPQ.mean((0, 1)).tolist() == pytest.approx([0.5] * 4, abs=0.1)  # 1 / sqrt(4)
-    assert first_NPQ.std((0, 1)).tolist() == pytest.approx([0.5] * 4, abs=0.1)
     z_MI = torch.randn(32, 96)
     levels = [torch.full((32, number), 1 / number) for number in (512, 6)]
     shares = []
@@ -313,32 +191,6 @@ def test_every_path_of_a_train_carries_signal():
         shares.append(alone(z_MI, levels).square().mean().item())
     total = layer(z_MI, levels).square().mean().item()
     assert min(shares) > 0.1 * total
-
-
-@every_factorization
-@pytest.mark.parametrize("num_experts", [(256,), (128, 4)])
-def test_outputs_start_with_a_like_variance(name, num_experts):
-    # Experts alike: each is a sum over paths with E[U2^2] E[U3^2] = 1 / (9 I fan), so 1/9 of the
-    # input's variance whatever the ranks; Tucker's core is one more uniform factor, 1/27.
-    # Over seeds of the ring's factors the sum varies, hence the wide margin.
-    sizes = {"num_experts": num_experts, "inputs": 256, "outputs": 256, "rank": 64}
-    layer = initialized(name, **sizes, expert_rank=4, bias=False)
-    z_MI = torch.randn(64, 256)
-    levels = [torch.full((64, number), 1 / number) for number in num_experts]
-    expected = 1 / 27 if name == "tucker" else 1 / 9
-    assert layer(z_MI, levels).var().item() == pytest.approx(expected, rel=0.4)
-
-
-@every_factorization
-@pytest.mark.parametrize("num_experts", [(5, 3), (1,)])
-def test_bf16_is_finite_and_close_to_fp32(name, num_experts):
-    layer = initialized(name, **(LARGE | {"num_experts": num_experts}))
-    z_MI = torch.randn(64, 96)
-    levels = [a / a.sum(1, keepdim=True) for a in coefficients(layer.sizes, 64, torch.float32)]
-    exact_MO = layer(z_MI, levels)
-    rounded_MO = layer.to(torch.bfloat16)(z_MI.bfloat16(), [a.bfloat16() for a in levels])
-    assert rounded_MO.isfinite().all()
-    assert (rounded_MO - exact_MO).norm() < 0.02 * exact_MO.norm()
 
 
 @every_factorization
@@ -356,5 +208,98 @@ def test_the_forward_pass_never_holds_the_whole_tensor(name):
     assert 0 < largest < 32 * 32 * 64  # one level of W; all of it is 16 times that
 
 
-def test_letters_of_the_oracle_do_not_meet():
-    assert not set(string.ascii_lowercase[:4]) & set("iomyz")
+def test_memory_of_a_parameter_that_is_freed_between_the_passes_is_free():
+    """As ZeRO 3 does: a view would keep it, and would not see what is gathered."""
+    x_MC = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
+    factor = torch.randn(5, 2, 3, dtype=torch.float64, requires_grad=True)
+    expected = torch.autograd.grad(
+        contract_tokens(x_MC, factor, bias=True, activated=True).sum(), (x_MC, factor)
+    )
+    y_MK = contract_tokens(x_MC, factor, bias=True, activated=True)
+    whole = factor.data
+    factor.data = torch.full_like(whole, torch.nan)  # what stands there now is what is read
+    assert torch.autograd.grad(y_MK.sum(), x_MC, retain_graph=True)[0].isnan().all()
+    factor.data = whole.clone()
+    found = torch.autograd.grad(y_MK.sum(), (x_MC, factor))
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("activated", [False, True])
+def test_in_bf16_gradients_are_those_of_float64_rounded(activated):
+    shapes = ((512, 300), (301, 40, 4), (40, 4, 330))
+    leaves = [torch.randn(shape).bfloat16() for shape in shapes]
+    direction = torch.randn(512, 330).bfloat16()
+    results = []
+    for dtype in (torch.bfloat16, torch.float64):
+        x_MC, factor, output_factor = (leaf.to(dtype).requires_grad_() for leaf in leaves)
+        mixed_MK = contract_tokens(x_MC, factor, bias=True, activated=activated)
+        y_MO = contract_tokens(mixed_MK, output_factor, modes=2)
+        gradients = torch.autograd.grad(y_MO, (x_MC, factor, output_factor), direction.to(dtype))
+        results.append((y_MO, *gradients))
+    for ours, exact in zip(*results, strict=True):
+        assert (ours.double() - exact).norm() < 0.006 * exact.norm()
+
+
+parse = partial(section_of, "mumoe")
+
+
+def gpt2_block(bias=True, **changes):
+    config = GPT2Config(bias=bias, feed_forward={"kind": "mumoe", **changes})
+    return config.known_feed_forward()
+
+
+# The paper's rank with its number of parameters, and the rank that is nearest to a dense block of
+# 4,722,432 parameters, or without biases 4,718,592.
+@pytest.mark.parametrize(
+    ("factorization", "num_experts", "rank", "expected", "nearest"),
+    [
+        ("cp", 256, 556, 4_752_472, 552),
+        ("tr", 256, 149, 4_783_272, 147),
+        ("cp", 64, 599, 4_727_342, 598),
+        ("tr", 64, 153, 4_752_584, 152),
+    ],
+)
+def test_a_block_has_the_papers_parameters_or_matches_a_dense_one(
+    factorization, num_experts, rank, expected, nearest
+):
+    options = {"factorization": factorization, "num_experts": [num_experts]}
+    assert gpt2_block(rank=rank, **options).parameters(768) == expected
+    assert [gpt2_block(bias, **options).rank for bias in (True, False)] == [nearest] * 2
+
+
+@pytest.mark.parametrize("factorization", FACTORIZATIONS)
+@pytest.mark.parametrize("num_experts", [[16], [8, 2], [1]])
+@pytest.mark.parametrize("hidden_size", [None, 100, 5])
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+def test_no_other_rank_is_nearer(factorization, num_experts, hidden_size, activation):
+    config = MuMoEConfig(
+        activation=activation,
+        factorization=factorization,
+        num_experts=num_experts,
+        expert_rank=2,
+        hidden_size=hidden_size,
+    )
+    inner = 256 if hidden_size is None else hidden_size
+    firsts = 2 if activation == "swiglu" else 1
+    dense = (firsts + 1) * 64 * inner + 64 + firsts * inner
+    if config.model_copy(update={"rank": 1}).parameters(64) > dense:
+        with pytest.raises(ValueError, match="at rank 1"):
+            config.of_model(width=64, bias=True)
+        return
+    chosen = config.of_model(width=64, bias=True).rank
+    away = {
+        rank: abs(config.model_copy(update={"rank": rank}).parameters(64) - dense)
+        for rank in range(1, 200)
+    }
+    assert away[chosen] == min(away.values())
+
+
+def test_a_run_is_resolved_to_a_number():
+    config = parse("num_experts=[8]")
+    assert config.model.feed_forward.rank == "match-dense"
+    # Dense 8,352, gate 8 x 32, and 2 x 8 + 33 + 128 + 129 + 32 for each rank: 23.95.
+    assert {block.rank for block in config.model.block_feed_forwards()} == {24}
+    model = with_vocabulary(config.model, 61, "data.path: x")
+    resolved = config.model_copy(update={"model": model})
+    assert resolved.model.feed_forward.rank == 24
+    assert parse_config(resolved.to_yaml(), origin="again") == resolved

@@ -8,10 +8,10 @@ from polyad.model.block import build_feedforward
 from polyad.model.build import build_model, initial_values, materialize
 from polyad.model.decoder_config import GPT2Config
 from polyad.model.feedforward import FeedForwardContext
-from polyad.model.mumoe.factorizations import CP, Sizes
 from polyad.model.mxd import (
     MULTIPLIED_WHOLE,
     MixtureOfDecodersConfig,
+    SparseGate,
     TranscoderConfig,
     sum_of_rows,
 )
@@ -26,15 +26,15 @@ def context(bias=True):
     )
 
 
-def layer_of(config, bias=True, *, moved=True):
+def layer_of(config, bias=True):
     with torch.device("meta"):
         layer = build_feedforward(config, context(bias))
     materialize(layer, seed=0)
     layer = layer.double()
-    if moved:  # the last layer of the dense part starts at zero
-        with torch.no_grad():
-            for parameter in layer.parameters():
-                parameter.normal_(generator=torch.Generator().manual_seed(len(parameter)))
+    # The last layer of the dense part starts at zero.
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.normal_(generator=torch.Generator().manual_seed(len(parameter)))
     return layer
 
 
@@ -69,44 +69,6 @@ def test_an_mxd_is_a_mixture_of_whole_last_layers(activation):
     torch.testing.assert_close(stats.load_E, (a_MN > 0).double().mean(0) / 3)
 
 
-def test_an_mxd_is_our_cp_with_an_identity_as_output_factor():
-    config = MixtureOfDecodersConfig(num_experts=10, top_k=3, hidden_size=12)
-    layer, x_BTD = layer_of(config), tokens()
-    x_MD = x_BTD.flatten(0, 1)
-    factors = CP(
-        Sizes(num_experts=(10,), inputs=12, outputs=WIDTH, rank=WIDTH, expert_rank=1, bias=False),
-    ).double()
-    with torch.no_grad():
-        factors.expert_factor_0.copy_(normalize(layer.table, dim=1))
-        factors.input_factor.copy_(layer.dense.down.weight.T)
-        factors.output_factor.copy_(torch.eye(WIDTH))
-        z_MH = gelu(layer.dense.up(x_MD), approximate="tanh")
-        y_MO = factors(z_MH, [spread(layer.gate(x_MD), 10)]) + layer.output_bias
-        torch.testing.assert_close(layer(x_BTD, x_BTD)[0].flatten(0, 1), y_MO)
-
-
-def test_the_hand_computed_numbers():
-    # C = [[1, 2], [3, 0]], D = [[1, 1], [2, -1]], a = (1, .5), z = (1, 1): the sum of the rows is
-    # (2.5, 2), D^T z = (3, 0), and y = (7.5, 0). Rows are stored at any length: here a carries it.
-    table = torch.tensor([[1.0, 2.0], [3.0, 0.0]])
-    lengths = table.norm(dim=1)
-    a = torch.tensor([[1.0, 0.5]])
-    decoded = torch.tensor([[1.0, 1.0]]) @ torch.tensor([[1.0, 1.0], [2.0, -1.0]])
-    layer = build_feedforward(
-        TranscoderConfig(num_experts=2, top_k=2),
-        FeedForwardContext(
-            hidden_size=2, bias=True, dropout=0.0, initializer_std=0.02, residual_std=0.01
-        ),
-    )
-    with torch.no_grad():
-        layer.table.copy_(7 * table)
-        layer.gate.weight.zero_()
-        layer.gate.bias.copy_((a * lengths).squeeze(0))
-        mixed = layer.mix(layer.gate(torch.zeros(1, 2)))
-        torch.testing.assert_close(mixed, torch.tensor([[2.5, 2.0]]))
-        torch.testing.assert_close(mixed * decoded, torch.tensor([[7.5, 0.0]]))
-
-
 def test_a_transcoder_is_a_sum_of_rows():
     layer, x_BTD = layer_of(TranscoderConfig(num_experts=10, top_k=3)), tokens()
     x_MD = x_BTD.flatten(0, 1)
@@ -129,16 +91,6 @@ def test_a_table_multiplied_whole_gives_the_same_sums_and_gradients(experts):
     torch.testing.assert_close(found[0][0], expected_MD)
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs)
-
-
-def test_at_the_start_the_last_layer_alone_and_the_bias_get_a_gradient():
-    config = MixtureOfDecodersConfig(num_experts=10, top_k=3, hidden_size=12)
-    layer, x_BTD = layer_of(config, moved=False), tokens()
-    y_BTD, _ = layer(x_BTD, x_BTD)
-    assert torch.equal(y_BTD, torch.zeros_like(y_BTD))
-    (y_BTD - x_BTD).square().sum().backward()
-    moving = {name for name, p in layer.named_parameters() if p.grad.abs().max() > 0}
-    assert moving == {"dense.down.weight", "output_bias"}
 
 
 def test_rows_have_unit_length_whatever_their_stored_length():
@@ -189,3 +141,31 @@ def test_match_dense_has_as_many_parameters_as_the_dense_block(activation, dense
     )
     filled = config.of_model(width=256, bias=True)
     assert abs(filled.parameters(256, True) - dense) <= 400
+
+
+def test_weights_of_the_gate_are_relu_of_the_scores_and_have_their_gradient():
+    gate = layer_of(TranscoderConfig(num_experts=12, top_k=5)).gate
+    u_MD = tokens().flatten(0, 1)
+    selected = gate(u_MD)
+    weights_MK, ids_MK = (u_MD @ gate.weight.T + gate.bias).topk(5, dim=1)
+    assert torch.equal(selected.expert_ids_NK, ids_MK)
+    torch.testing.assert_close(selected.weights_NK, weights_MK.relu())
+    used_MK = weights_MK > 0
+    assert not used_MK.all()  # fewer than K are active for some tokens
+    assert torch.equal(selected.counts_E, ids_MK[used_MK].bincount(minlength=12))
+    found = torch.autograd.grad(selected.weights_NK.square().sum(), list(gate.parameters()))
+    expected = torch.autograd.grad(weights_MK.relu().square().sum(), list(gate.parameters()))
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_relu_before_top_k_leaves_fewer_than_k():
+    # METHODS-2: scores N(0, 1), 16 experts, K 8: 42% of tokens have fewer than 8 active. In theory
+    # the chance that fewer than 8 of 16 are positive, sum_(i < 8) C(16, i) / 2^16 = 0.4018.
+    gate = SparseGate(16, 16, 8)
+    with torch.no_grad():
+        gate.weight.copy_(torch.eye(16))
+        gate.bias.zero_()
+    u_MD = torch.randn(20_000, 16, generator=torch.Generator().manual_seed(0))
+    active_M = (gate(u_MD).weights_NK > 0).sum(1)
+    assert (active_M < 8).double().mean().item() == pytest.approx(0.402, abs=0.012)

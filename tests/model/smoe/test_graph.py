@@ -6,15 +6,9 @@ Shapes: B batch, T tokens in a sequence, D width, E experts, A heads, H width of
 import pytest
 import torch
 
-from polyad.model.attention import AttentionTrace, SelfAttention
+from polyad.model.attention import SelfAttention
 from polyad.model.feedforward import BlockInput
-from polyad.model.smoe.graph import (
-    GRAPHS,
-    AttentionGraph,
-    Features,
-    SimilarityGraph,
-    head_entropies,
-)
+from polyad.model.smoe.graph import GRAPHS, AttentionGraph, Features, head_entropies
 from tests.helpers.routing import (
     Watch,
     asked_for,
@@ -36,74 +30,47 @@ both_masks = pytest.mark.parametrize("causal", [True, False])
 every_mixing_graph = pytest.mark.parametrize("name", [name for name in GRAPHS if name != "none"])
 
 
-def test_no_graph_leaves_scores_as_they_are():
-    r_BTE, u_BTD = leaves(2, 5)
-    mixed = make(GRAPHS["none"])(r_BTE, u_BTD)
-    assert mixed.scores_BTE is r_BTE
-    assert mixed.measures.get("effective_neighbours") is None
-    assert mixed.measures.get("head_entropy_A") is None
-
-
-def test_similarity_equals_numbers_worked_out_by_hand():
-    # u = (0, ln 3), tau = 1, no mask. Row 0: exponents 0, 0: half of each. Row 1: 0 and
-    # (ln 3)^2 = 1.2069490, whose exp is 3.3432698: 1 / 4.3432698 = 0.2302413 of token 0.
-    graph = make(SimilarityGraph, make_config(num_experts=2), make_context(causal=False))
-    u_BTD = torch.tensor([[[0.0], [3.0]]], dtype=torch.float64)
-    u_BTD[0, 1] = u_BTD[0, 1].log()
-    r_BTE = torch.tensor([[[1.0, 0.0], [0.0, 1.0]]], dtype=torch.float64)
-    mixed = graph(r_BTE, u_BTD)
-    expected = torch.tensor([[[0.5, 0.5], [0.2302413, 0.7697587]]], dtype=torch.float64)
-    torch.testing.assert_close(mixed.scores_BTE, expected, atol=1e-7, rtol=0)
-    # Entropies: ln 2, and 0.2302413 x 1.4686275 + 0.7697587 x 0.2616783 = 0.5395681;
-    # (2 + exp(0.5395681)) / 2 = (2 + 1.7152658) / 2.
-    torch.testing.assert_close(
-        mixed.measures["effective_neighbours"].item(), 1.8576329, atol=1e-5, rtol=0
-    )
-    graph = make(SimilarityGraph, make_config(num_experts=2), make_context(causal=True))
-    expected[0, 0] = torch.tensor([1.0, 0.0])
-    torch.testing.assert_close(graph(r_BTE, u_BTD).scores_BTE, expected, atol=1e-7, rtol=0)
+OPTIONS = [
+    {"graph": "similarity"},
+    {"graph": "similarity", "tau": 2.5},
+    {"graph": "similarity", "similarity": "cosine", "tau": 0.3},
+    *(
+        {"graph": "attention"} | options
+        for options in (
+            *({}, {"sigma": 2.5}, {"head_mean": False}, {"head_mean": False, "sigma": 0.4}),
+            {"attention_head": 1},
+        )
+    ),
+]
 
 
 @both_masks
 @pytest.mark.parametrize("length", [1, 20, 300])
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"tau": 2.5}, {"similarity": "cosine", "tau": 0.3}],
-    ids=str,
-)
-def test_similarity_equals_its_definition(causal, length, options):
-    config = make_config(graph="similarity", **options)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_a_graph_is_its_definition(causal, length, options):
+    config = make_config(**options)
+    graph = make(GRAPHS[config.graph], config, make_context(causal=causal))
     r_BTE, u_BTD = leaves(2, length)
-    mixed = make(SimilarityGraph, config, make_context(causal=causal))(r_BTE, u_BTD)
-    s_BTT = similarity_matrix(u_BTD, config, causal)
-    assert_same_with_gradients(
-        mixed.scores_BTE, s_BTT @ r_BTE, (r_BTE, u_BTD) if length > 1 else (r_BTE,)
-    )
-
-
-@both_masks
-@pytest.mark.parametrize("length", [1, 20, 300])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"sigma": 2.5},
-        {"head_mean": False},
-        {"head_mean": False, "sigma": 0.4},
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("head", [0, 2])
-def test_posterior_equals_its_definition(causal, length, options, head):
-    config = make_config(graph="attention", **options)
-    graph = make(AttentionGraph, config, make_context(causal=causal))
-    graph.head_entropy[head] = -1.0
-    r_BTE, u_BTD = leaves(2, length)
-    trace = make_trace(2, length, heads=3, size=4, width=12)
-    mixed = graph(r_BTE, u_BTD, BlockInput(attention=asked_for(trace, head)))
-    s_BTT = posterior_matrix(trace, head, config, causal)
-    inputs = (r_BTE, *leaves_of(trace)) if length > 1 else (r_BTE,)
+    if config.graph == "similarity":
+        trace, s_BTT, inputs = None, similarity_matrix(u_BTD, config, causal), (u_BTD,)
+    else:
+        head = options.get("attention_head", 2)
+        if "attention_head" in options:  # there is no running mean
+            assert graph.state_dict() == {}
+        else:
+            graph.head_entropy[head] = -1.0
+        assert graph.attention_head().tolist() == [head]
+        trace = asked_for(make_trace(2, length, heads=3, size=4, width=12), head)
+        s_BTT, inputs = posterior_matrix(trace, head, config, causal), leaves_of(trace)
+    mixed = graph(r_BTE, u_BTD, BlockInput(attention=trace))
+    inputs = (r_BTE, *inputs) if length > 1 else (r_BTE,)
     assert_same_with_gradients(mixed.scores_BTE, s_BTT @ r_BTE, inputs)
+    rows = [length * part // min(length, 32) - 1 for part in range(1, min(length, 32) + 1)]
+    neighbours = mixed.measures["effective_neighbours"]
+    torch.testing.assert_close(neighbours, entropy_of(s_BTT)[:, rows].exp().mean().detach())
+    assert not neighbours.requires_grad
+    if trace is not None:
+        assert mixed.measures["attention_head"].item() == head
 
 
 def attend(bias=True):
@@ -158,53 +125,6 @@ def test_head_entropies_are_the_mean_over_measured_rows(causal, length):
     assert not entropies.requires_grad
 
 
-@both_masks
-@every_mixing_graph
-@pytest.mark.parametrize("length", [20, 300])
-def test_effective_neighbours_equal_those_of_the_matrix(causal, name, length):
-    config = make_config(graph=name, tau=3.0, sigma=2.0)
-    graph = make(GRAPHS[name], config, make_context(causal=causal))
-    r_BTE, u_BTD = leaves(2, length)
-    trace = make_trace(2, length, heads=3, size=4, width=12)
-    mixed = graph(r_BTE, u_BTD, BlockInput(attention=trace))
-    if name == "similarity":
-        s_BTT = similarity_matrix(u_BTD, config, causal)
-    else:
-        s_BTT = posterior_matrix(trace, 0, config, causal)
-    rows = [length * part // min(length, 32) - 1 for part in range(1, min(length, 32) + 1)]
-    neighbours = entropy_of(s_BTT)[:, rows].exp()
-    torch.testing.assert_close(mixed.measures["effective_neighbours"], neighbours.mean().detach())
-    assert not mixed.measures["effective_neighbours"].requires_grad
-
-
-# The mixture by fused attention
-
-
-@both_masks
-@pytest.mark.parametrize("experts", [5, 40])  # fewer and more than features
-@pytest.mark.parametrize("new", [1, 13, 50])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_the_mixture_of_the_last_tokens_is_the_definition(causal, experts, new, dtype):
-    generator = torch.Generator().manual_seed(0)
-    shapes = ((2, new, 6), (2, 50, 6), (2, 50, experts))
-    query, key, value = (torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes)
-    inputs = [query.requires_grad_(), key.requires_grad_(), value.softmax(-1).requires_grad_()]
-    seen_BS = None if causal else torch.arange(50) < torch.tensor([[50], [31]])
-    options = {"scale": 0.7, "causal": causal, "seen_BS": seen_BS}
-    exact = Features(query, key, **options).matrix() @ inputs[2]
-    ours = Features(*(x.to(dtype) for x in inputs[:2]), **options).mix(inputs[2].to(dtype))
-    assert ours.dtype == dtype
-    weights = torch.randn(exact.shape, generator=generator, dtype=torch.float64)
-    tolerance = {"atol": 1e-12 if dtype == torch.float64 else 1e-5, "rtol": 0}
-    torch.testing.assert_close(ours.double(), exact, **tolerance)
-    for mine, theirs in zip(
-        torch.autograd.grad((ours * weights).sum(), inputs),
-        torch.autograd.grad((exact * weights).sum(), inputs),
-        strict=True,
-    ):
-        torch.testing.assert_close(mine, theirs, **tolerance)
-
-
 def test_sharp_rows_are_finite_and_nan_reaches_no_earlier_token():
     query_BTF, key_BTF = 1e3 * torch.randn(2, 2, 20, 6).requires_grad_()
     value_BTE = torch.randn(2, 20, 5).softmax(-1).requires_grad_()
@@ -218,38 +138,10 @@ def test_sharp_rows_are_finite_and_nan_reaches_no_earlier_token():
     assert mixed_BTE[:, 10:].isnan().all()
 
 
-# Precision, kernels and memory
-
-
-@every_mixing_graph
-def test_bf16_tokens_are_mixed_in_fp32(name):
-    config = make_config(graph=name)
-    graph = make(GRAPHS[name], config)
-    r_BTE, u_BTD = leaves(2, 40, dtype=torch.bfloat16)
-    trace = make_trace(2, 40, heads=3, size=4, width=12, dtype=torch.bfloat16)
-    mixed = graph(r_BTE.float(), u_BTD, BlockInput(attention=trace))
-    assert mixed.scores_BTE.dtype == torch.float32
-    exact = graph(
-        r_BTE.double(),
-        u_BTD.double(),
-        BlockInput(attention=AttentionTrace(*(x.double() for x in trace))),
-    )
-    assert exact.scores_BTE.dtype == torch.float64
-    # The same bf16 numbers; exponents of up to 100 or so, and fp32 keeps 1e-7 of them.
-    torch.testing.assert_close(mixed.scores_BTE.double(), exact.scores_BTE, atol=1e-4, rtol=0)
-
-
-def long_model(small_model, length, **options):
-    return small_model(
-        num_layers=1,
-        sequence_length=length,
-        feed_forward={"kind": "smoe", "num_experts": 8, "expert_hidden_size": 8} | options,
-    )
-
-
 @every_mixing_graph
 def test_no_matrix_of_tokens_by_tokens_in_forward_and_backward(small_model, random_ids, name):
-    model = long_model(small_model, 512, graph=name)
+    section = {"kind": "smoe", "num_experts": 8, "expert_hidden_size": 8, "graph": name}
+    model = small_model(num_layers=1, sequence_length=512, feed_forward=section)
     with Watch() as watch:
         output = model(random_ids(2, 512))
         (output.logits.square().sum() + output.routing[0].losses["balance_loss"]).backward()
@@ -260,26 +152,33 @@ def test_no_matrix_of_tokens_by_tokens_in_forward_and_backward(small_model, rand
     assert watch.largest == 2 * 512 * 512
 
 
-def saved_bytes(model, ids):
-    """Bytes that the forward pass keeps for the backward pass, every storage once."""
-    storages = {}
+def test_the_head_is_the_one_of_least_running_entropy_and_changes_with_it():
+    config = make_config(graph="attention")
+    graph = make(AttentionGraph, config)
+    r_BTE, u_BTD = leaves(2, 20)
+    trace = make_trace(2, 20, heads=3, size=4, width=12)
+    per_head = [posterior_matrix(trace, head, config, True) @ r_BTE for head in range(3)]
+    assert (per_head[1] - per_head[0]).abs().max() > 0.1
 
-    def keep(tensor):
-        storage = tensor.untyped_storage()
-        storages[storage.data_ptr()] = (storage.nbytes(), tensor)  # held: no address comes twice
-        return tensor
+    def assert_head(head):
+        before = graph.head_entropy.clone()
+        assert graph.attention_head().tolist() == [head]
+        mixed = graph(r_BTE, u_BTD, BlockInput(attention=asked_for(trace, head)))
+        torch.testing.assert_close(mixed.scores_BTE, per_head[head])
+        assert torch.equal(graph.head_entropy, before)  # forward only reads
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        output = model(ids)
-    del output
-    return sum(size for size, _ in storages.values())
-
-
-@every_mixing_graph
-def test_memory_for_the_backward_pass_grows_linearly(small_model, random_ids, name):
-    sizes = []
-    for length in (256, 1024):
-        model = long_model(small_model, length, graph=name)
-        sizes.append(saved_bytes(model, random_ids(1, length)))
-    assert sizes[0] > 256 * 32 * 4  # more than one activation was seen
-    assert sizes[1] < 4.1 * sizes[0]
+    assert_head(0)
+    # A hundredth of each: 0.02, 0.01, 0.03. Then 0.99 x 0.02 + 0.01 x 0.5 = 0.0248 and
+    # 0.99 x 0.01 + 0.01 x 1.0 = 0.0199, and so on.
+    graph.update({"head_entropy_A": torch.tensor([2.0, 1.0, 3.0])})
+    torch.testing.assert_close(graph.head_entropy, torch.tensor([0.02, 0.01, 0.03]))
+    assert_head(1)
+    graph.update({"head_entropy_A": torch.tensor([0.5, 1.0, 3.0])})
+    torch.testing.assert_close(graph.head_entropy, torch.tensor([0.0248, 0.0199, 0.0597]))
+    assert_head(1)  # one step's entropies alone decide nothing
+    for _ in range(2):
+        graph.update({"head_entropy_A": torch.tensor([0.5, 2.0, 3.0])})
+    # 0.0248 -> 0.029552 -> 0.0342565; 0.0199 -> 0.039701 -> 0.0593040.
+    assert_head(0)
+    graph.update({})  # a step that measured nothing
+    torch.testing.assert_close(graph.head_entropy[0].item(), 0.0342565, atol=1e-6, rtol=0)

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from polyad.model.output import AUXILIARY_LOSSES, ask_for_statistics
+from polyad.model.output import AUXILIARY_LOSSES, ask_for_statistics, entropy
 from polyad.model.smoe.losses import (
     importance_loss,
     load_balance_loss,
@@ -23,12 +23,6 @@ def load(ids_NK, num_experts, dtype=torch.float32):
     return Selected.of(torch.ones(ids_NK.shape), ids_NK, num_experts).load(dtype)
 
 
-def test_load_equals_numbers_worked_out_by_hand():
-    # Four assignments: two of expert 0, one of 1, one of 2.
-    load_E = load(torch.tensor([[0, 1], [0, 2]]), 4)
-    assert load_E.tolist() == [0.5, 0.25, 0.25, 0.0]
-
-
 def test_load_counts_more_than_the_low_precisions_can():
     # 300 of one expert and 100 of another: bf16 counts to 256.
     ids = torch.cat([torch.zeros(300, 1), torch.ones(100, 1)]).long()
@@ -41,15 +35,6 @@ def test_balance_loss_equals_numbers_worked_out_by_hand():
     for load_E, expected in (([1.0, 0, 0, 0], 2.2), ([0.5, 0.25, 0.25, 0], 1.45)):
         loss = load_balance_loss(SCORES.mean(0), torch.tensor(load_E, dtype=torch.float64))
         torch.testing.assert_close(loss.item(), expected)
-
-
-@pytest.mark.parametrize("top_k", [1, 2, 3])
-def test_balance_loss_is_one_at_uniform_load_for_any_k(top_k):
-    # Token n uses the experts n, n + 1, ... modulo 6.
-    ids_NK = (torch.arange(12)[:, None] + torch.arange(top_k)) % 6
-    scores_NE = torch.randn(12, 6, dtype=torch.float64).softmax(-1)
-    loss = load_balance_loss(scores_NE.mean(0), load(ids_NK, 6, torch.float64))
-    torch.testing.assert_close(loss.item(), 1.0)
 
 
 def test_the_balance_of_sequences_equals_numbers_worked_out_by_hand():
@@ -96,15 +81,6 @@ def test_the_balance_of_sequences_is_of_scores_without_bias_groups_noise_and_gra
     assert router(u_BTD).stats.losses.get("sequence_loss") is None
 
 
-def test_balance_loss_pushes_down_the_scores_of_busy_experts():
-    scores_NE = SCORES.clone().requires_grad_()
-    load_E = torch.tensor([0.75, 0.25, 0.0, 0.0], dtype=torch.float64, requires_grad=True)
-    load_balance_loss(scores_NE.mean(0), load_E).backward()
-    # E f_e / N = 4 f_e / 2.
-    assert scores_NE.grad.tolist() == [[1.5, 0.5, 0.0, 0.0]] * 2
-    assert load_E.grad is None
-
-
 def test_z_loss_equals_numbers_worked_out_by_hand():
     # logsumexp: ln 2 and ln(3 + 1); (0.4804530 + 1.9218121) / 2.
     logits_NE = torch.tensor([[0.0, 0.0], [math.log(3), 0.0]], requires_grad=True)
@@ -114,32 +90,6 @@ def test_z_loss_equals_numbers_worked_out_by_hand():
     # (2 / N) logsumexp softmax: ln 2 x (1/2, 1/2) and ln 4 x (3/4, 1/4).
     expected = [[0.3465736, 0.3465736], [1.0397208, 0.3465736]]
     torch.testing.assert_close(logits_NE.grad, torch.tensor(expected))
-
-
-@pytest.mark.parametrize("top_k", [1, 2])
-def test_the_router_reports_the_losses_of_its_own_choice(top_k):
-    router = make(make_router, make_config(top_k=top_k, graph="similarity"))
-    u_BTD = torch.randn(2, 9, 12, dtype=torch.float64)
-    selected, stats = router(u_BTD)
-    expert_ids_NK = selected.expert_ids_NK
-    logits_NE = router.score(u_BTD.flatten(0, 1))
-    r_BTE = logits_NE.softmax(-1).unflatten(0, (2, 9))
-    p_NE = router.graph(r_BTE, u_BTD).scores_BTE.flatten(0, 1)  # the scores that top-K sees
-    share_E = expert_ids_NK.flatten().bincount(minlength=6).double() / expert_ids_NK.numel()
-    torch.testing.assert_close(stats.load_E, share_E)
-    torch.testing.assert_close(stats.losses["balance_loss"], 6 * (share_E * p_NE.mean(0)).sum())
-    torch.testing.assert_close(stats.losses["z_loss"], logits_NE.logsumexp(-1).square().mean())
-    torch.testing.assert_close(stats.measures["entropy"], -(p_NE * p_NE.log()).sum(-1).mean())
-    own_E = r_BTE.flatten(0, 1).sum(0)  # before the graph
-    variation = own_E.std(correction=0) / own_E.mean()
-    torch.testing.assert_close(stats.losses["importance_loss"], variation**2)
-    assert stats.losses.get("load_loss") is None  # there is no noise
-    assert stats.measures["dropped"].item() == 0
-    assert not stats.measures["entropy"].requires_grad
-    (
-        stats.losses["balance_loss"] + stats.losses["z_loss"] + stats.losses["importance_loss"]
-    ).backward()
-    assert router.score.weight.grad.abs().max() > 1e-4
 
 
 def test_importance_loss_equals_numbers_worked_out_by_hand():
@@ -173,24 +123,9 @@ def test_load_loss_equals_numbers_worked_out_by_hand():
 
 
 def test_load_loss_has_the_gradient_of_differences():
-    torch.manual_seed(3)
     noise_NE = 0.3 * torch.randn(9, 5, dtype=torch.float64)
     logits_NE = torch.randn(9, 5, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(
-        lambda logits: load_loss(logits, logits + noise_NE, 0.3, 2), logits_NE
-    )
-
-
-def test_load_loss_expects_what_noise_drawn_many_times_gives():
-    # K 1 and 40,000 draws for one expert, the threshold held: what Shazeer's appendix calls P.
-    torch.manual_seed(4)
-    logits_NE, std = torch.randn(6, 4, dtype=torch.float64), 0.7
-    noisy_NE = logits_NE + std * torch.randn(6, 4, dtype=torch.float64)
-    last_N1 = noisy_NE.amax(-1, keepdim=True)
-    again = logits_NE + std * torch.randn(40_000, 6, 4, dtype=torch.float64)
-    drawn_E = (again > last_N1).double().mean((0, 1))
-    expected = drawn_E.var(correction=0) / drawn_E.mean() ** 2
-    torch.testing.assert_close(load_loss(logits_NE, noisy_NE, std, 1), expected, rtol=0.03, atol=0)
+    assert torch.autograd.gradcheck(lambda x: load_loss(x, x + noise_NE, 0.3, 2), logits_NE)
 
 
 @pytest.mark.parametrize("graph", ["none", "similarity"])
@@ -229,3 +164,10 @@ def test_losses_that_are_not_asked_for_have_a_value_and_no_gradient(asked):
         assert torch.equal(some[name], every[name]), name
         assert some[name].requires_grad == (name in asked), name
         assert every[name].requires_grad, name
+
+
+def test_entropy_is_that_of_a_distribution_and_nan_stays():
+    scores = 4 * torch.randn(3, 7, 50, dtype=torch.float64)
+    expected = torch.distributions.Categorical(logits=scores).entropy()
+    torch.testing.assert_close(entropy(scores.softmax(-1)), expected)
+    assert entropy(torch.tensor([float("nan"), 0.5])).isnan()

@@ -1,14 +1,21 @@
-"""The router: any score with any graph, and what it must not do."""
+"""The router: any score with any graph; scores against numbers worked out by hand; what may be
+configured; and copies of a dense feed-forward."""
+
+from functools import partial
 
 import pytest
 import torch
 
-from polyad.model.build import build_model
+from polyad.model.build import build_model, materialize
+from polyad.model.decoder_config import GPT2Config
 from polyad.model.feedforward import BlockInput
+from polyad.model.smoe.config import SparseMoEConfig
+from polyad.model.smoe.experts import copies
 from polyad.model.smoe.graph import GRAPHS
-from polyad.model.smoe.router import SCORES, make_router
-from tests.helpers.definitions import by_definition
+from polyad.model.smoe.layer import SparseMoE
+from polyad.model.smoe.router import SCORES, CosineScore, RandomScore, make_router
 from tests.helpers.routing import make, make_config, make_context, make_trace
+from tests.helpers.sections import section_of
 
 every_score = pytest.mark.parametrize("score", SCORES)
 every_graph = pytest.mark.parametrize("graph", GRAPHS)
@@ -31,25 +38,20 @@ def test_any_score_goes_with_any_graph(score, graph, top_k):
     assert torch.equal(expert_ids_NK, highest.indices)
     total = highest.values.sum(-1, keepdim=True) if top_k > 1 else 1.0
     torch.testing.assert_close(weights_NK, highest.values / total)
-    assert stats.name == ""
+    share_E = expert_ids_NK.flatten().bincount(minlength=6).double() / expert_ids_NK.numel()
+    r_NE = r_BTE.flatten(0, 1)  # before the graph
+    variation = r_NE.sum(0).std(correction=0) / r_NE.sum(0).mean()
+    z_loss = router.score(u_BTD.flatten(0, 1)).logsumexp(-1).square().mean()
+    torch.testing.assert_close(stats.load_E, share_E)
+    torch.testing.assert_close(stats.losses["balance_loss"], 6 * (share_E * p_NE.mean(0)).sum())
+    torch.testing.assert_close(stats.losses["z_loss"], z_loss)
+    torch.testing.assert_close(stats.losses["importance_loss"], variation**2)
+    assert stats.losses.get("load_loss") is None  # there is no noise
+    torch.testing.assert_close(stats.measures["entropy"], -(p_NE * p_NE.log()).sum(-1).mean())
+    assert not stats.measures["entropy"].requires_grad
     assert (stats.measures.get("effective_neighbours") is None) == (graph == "none")
     assert (stats.measures.get("head_entropy_A") is None) == (graph != "attention")
     assert (stats.measures.get("attention_head") is None) == (graph != "attention")
-
-
-@every_score
-@every_graph
-@pytest.mark.parametrize("top_k", [1, 2])
-def test_the_output_teaches_the_router_for_any_k(small_model, random_ids, score, graph, top_k):
-    options = {"kind": "smoe", "score": score, "graph": graph, "top_k": top_k}
-    model = small_model(dtype=torch.float64, feed_forward=options)
-    ids = random_ids(2, 16)
-    model(ids).logits.logsumexp(-1).sum().backward()
-    # A frozen score passes its gradient on to the tokens only, as everything here does.
-    learned = dict(model.blocks[0].feed_forward.router.named_parameters())
-    assert (learned == {}) == (score == "random")
-    for name, parameter in learned.items():
-        assert parameter.grad.abs().max() > 1e-9, name
 
 
 @every_graph
@@ -67,40 +69,115 @@ def test_routing_is_fp32_in_a_bf16_model_and_float64_in_a_float64_one(graph, dty
 @every_graph
 def test_update_reaches_the_balancing_bias_k_and_the_head(graph):
     config = make_config(graph=graph, balancing_rate=0.1, top_k=1, final_top_k=4)
-    router = make(make_router, config, dtype=torch.float32)
+    layer = make(SparseMoE, config, dtype=torch.float32)
     trace = make_trace(2, 9, heads=3, size=4, width=12, dtype=torch.float32)
-    u_BTD = torch.randn(2, 9, 12)
+    u_BTD, router = torch.randn(2, 9, 12), layer.router
     before = {name: buffer.clone() for name, buffer in router.named_buffers()}
-    _, stats = router(u_BTD, BlockInput(attention=trace))
+    _, stats = layer(u_BTD, u_BTD, BlockInput(attention=trace))
     for name, buffer in router.named_buffers():
         assert torch.equal(buffer, before[name]), name
-    router.update(stats, progress=0.5)
+    layer.update(stats, progress=0.5)
     for name, buffer in router.named_buffers():
         assert not torch.equal(buffer, before[name]), name
     selected, _ = router(u_BTD, BlockInput(attention=trace))
     assert selected.expert_ids_NK.shape == (18, 3)
 
 
-@every_graph
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_step_reads_no_number_from_the_device(small_config, graph, dtype):
-    # Tensors on the meta device have no numbers: whatever would wait for one fails.
-    options = {"graph": graph, "kind": "smoe", "balancing_rate": 0.1, "final_top_k": 4}
-    model = build_model(small_config(feed_forward=options)).to(dtype)
-    output = model(torch.zeros(2, 16, dtype=torch.int64, device="meta"))
-    losses = sum(stats.losses["balance_loss"] + stats.losses["z_loss"] for stats in output.routing)
-    (output.logits.sum() + losses).backward()
-    assert all(parameter.grad is not None for parameter in model.parameters())
-    for stats in output.routing:
-        assert stats.load_E.is_meta
+def fill(parameter, values):
+    with torch.no_grad():
+        parameter.copy_(torch.tensor(values, dtype=parameter.dtype))
 
 
-def test_the_loop_does_read_numbers(small_config):
-    model = build_model(small_config(feed_forward={"kind": "smoe"}))
-    with by_definition(), pytest.raises((RuntimeError, NotImplementedError), match="meta"):
-        model(torch.zeros(2, 16, dtype=torch.int64, device="meta"))
+def test_cosine_equals_numbers_worked_out_by_hand():
+    config = make_config(num_experts=3, score="cosine", score_width=2)
+    score = make(CosineScore, config, make_context(hidden_size=2))
+    fill(score.projection, [[2.0, 0.0], [0.0, 2.0]])
+    fill(score.embedding, [[3.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
+    u_ND = torch.tensor([[3.0, 4.0]], dtype=torch.float64)
+    # The direction of u is (0.6, 0.8), which neither the projection's 2 nor the length 5 changes;
+    # the third expert's is (1, 1) / sqrt(2): 1.4 / 1.4142136 = 0.9899495.
+    cosines = torch.tensor([[0.6, 0.8, 0.9899495]], dtype=torch.float64)
+    for temperature, divisor in ((0.5, 0.5), (2.0, 2.0), (-1.0, 0.01)):  # kept from zero
+        fill(score.temperature, temperature)
+        torch.testing.assert_close(score(u_ND), cosines / divisor, atol=1e-5, rtol=0)
+    torch.testing.assert_close(score(7 * u_ND), score(u_ND))
 
 
-def test_a_context_without_heads_serves_every_other_graph():
-    for graph in ("none", "similarity"):
-        make(make_router, make_config(graph=graph), make_context(num_heads=None))
+def test_cosine_starts_at_the_temperature_of_its_paper(small_model):
+    model = small_model(feed_forward={"kind": "smoe", "score": "cosine"})
+    temperature = model.blocks[0].feed_forward.router.score.temperature
+    torch.testing.assert_close(temperature.item(), 0.07, atol=1e-6, rtol=0)
+
+
+def test_random_is_frozen_and_equals_its_weight_times_the_token():
+    score = make(RandomScore, make_config(num_experts=3), make_context(hidden_size=4))
+    assert list(score.parameters()) == []
+    # Uniform as PyTorch starts a linear layer of 4 inputs: within 1 / sqrt(4).
+    assert score.weight.abs().max() <= 0.5
+    assert score.weight.abs().max() > 0.25
+    u_ND = torch.tensor([[1.0, 0.0, 0.0, 2.0]], dtype=torch.float64)
+    expected = score.weight[:, 0] + 2 * score.weight[:, 3]
+    torch.testing.assert_close(score(u_ND)[0], expected.double())
+
+
+def test_random_weight_depends_on_seed_and_place_and_is_fp32_in_any_model(small_config):
+    def weights(seed, dtype):
+        model = build_model(small_config(feed_forward={"kind": "smoe", "score": "random"}))
+        materialize(model, seed=seed, dtype=dtype)
+        return [block.feed_forward.router.score.weight for block in model.blocks]
+
+    ours, again, other = weights(0, torch.float32), weights(0, torch.bfloat16), weights(1, None)
+    assert torch.equal(ours[0], again[0])
+    assert again[0].dtype == torch.float32
+    assert not torch.equal(ours[0], ours[1])
+    assert not torch.equal(ours[0], other[0])
+
+
+@every_score
+def test_scores_are_computed_in_fp32_at_least(score):
+    config, u_ND = make_config(score=score), torch.randn(5, 12)
+    exact = make(SCORES[score], config, dtype=torch.float64)(u_ND.bfloat16().double())
+    assert exact.dtype == torch.float64
+    layer = make(SparseMoE, config, dtype=torch.bfloat16)
+    logits = layer.router.score(u_ND.bfloat16())
+    assert logits.dtype == torch.float32
+    # The bf16 layer's own weights, in float64: equal but for fp32 rounding, not for bf16's.
+    layer = layer.double()
+    exact = layer.router.score(u_ND.bfloat16().double())
+    torch.testing.assert_close(logits.double(), exact, atol=1e-5, rtol=1e-5)
+
+
+parse = partial(section_of, "smoe")
+
+
+def test_pools_are_of_the_prefix_in_a_language_model_and_of_documents_elsewhere():
+    assert parse("pool=prefix").model.feed_forward.pool_bounds() == (2, 16)
+    assert parse("pool=prefix", "pool_least=4").model.feed_forward.pool_bounds() == (4, 16)
+    SparseMoEConfig(pool="document").check_model(num_layers=4, num_heads=4, causal=False)
+    with pytest.raises(ValueError, match=r"pool: prefix is not allowed in a model whose tokens se"):
+        SparseMoEConfig(pool="prefix").check_model(num_layers=4, num_heads=4, causal=False)
+
+
+def test_a_model_with_pools_has_to_know_where_documents_end():
+    pooled = GPT2Config(vocab_size=100, feed_forward={"kind": "smoe", "pool": "prefix"})
+    assert pooled.left_to_data() == "model.end_of_text_id"
+    with pytest.raises(ValueError, match=r"^model\.end_of_text_id is not set: give a number, or"):
+        build_model(pooled)
+    assert pooled.model_copy(update={"end_of_text_id": 3}).left_to_data() is None
+    # A sequence that is scored as a whole is one document.
+    head = {"kind": "classification", "num_classes": 3}
+    fields = {"vocab_size": 100, "head": head, "feed_forward": {"kind": "smoe", "pool": "prefix"}}
+    assert GPT2Config.model_validate(fields).left_to_data() is None
+
+
+def test_noise_is_a_share_of_the_deviation_and_of_each_expert_its_own():
+    # Values 3 +- 2: their standard deviation is 2, whatever their mean.
+    value = torch.tensor([1.0, 5.0]).repeat(100, 100)
+    added = copies(value, 3, 0.05, 7, "up") - value
+    for noise in added:
+        assert noise.std().item() == pytest.approx(0.1, rel=0.02)  # of 20,000 draws: 0.5%
+        assert noise.mean().item() == pytest.approx(0, abs=0.004)
+    assert all(
+        abs(torch.corrcoef(torch.stack([a.flatten(), b.flatten()]))[0, 1]) < 0.04
+        for a, b in [(added[0], added[1]), (added[0], added[2]), (added[1], added[2])]
+    )

@@ -18,27 +18,21 @@ def selection(**overrides):
 
 
 @pytest.mark.parametrize(
-    ("top_k", "ids", "weights"),
+    ("top_k", "combine", "weights"),
     [
-        (1, [1], [0.5]),  # the score itself
-        (2, [1, 3], [2 / 3, 1 / 3]),  # 0.5 and 0.25, divided by 0.75
-        (3, [1, 3, 2], [5 / 9, 5 / 18, 1 / 6]),  # divided by 0.9
-        (4, [1, 3, 2, 0], [0.5, 0.25, 0.15, 0.1]),
+        (1, "renormalized", [0.5]),  # the score itself
+        (2, "renormalized", [2 / 3, 1 / 3]),  # 0.5 and 0.25, divided by 0.75
+        (3, "renormalized", [5 / 9, 5 / 18, 1 / 6]),  # divided by 0.9
+        (4, "renormalized", [0.5, 0.25, 0.15, 0.1]),
+        (1, "softmax", [0.5]),  # V-MoE's, of all experts
+        (3, "softmax", [0.5, 0.25, 0.15]),
+        (1, "normalized", [1.0]),
     ],
 )
-def test_weights_equal_numbers_worked_out_by_hand(top_k, ids, weights):
-    selected = selection(top_k=top_k)(SCORES)
-    assert selected.expert_ids_NK.tolist() == [ids]
-    assert selected.expert_ids_NK.dtype == torch.int64
-    expected = torch.tensor([weights], dtype=torch.float64)
-    torch.testing.assert_close(selected.weights_NK, expected)
-
-
-@pytest.mark.parametrize("top_k", [1, 2, 3, 4])
-def test_weights_of_vmoe_are_the_softmax_of_all_experts(top_k):
-    selected = selection(top_k=top_k, combine="softmax")(SCORES)
+def test_weights_equal_numbers_worked_out_by_hand(top_k, combine, weights):
+    selected = selection(top_k=top_k, combine=combine)(SCORES)
     assert selected.expert_ids_NK.tolist() == [[1, 3, 2, 0][:top_k]]
-    expected = torch.tensor([[0.5, 0.25, 0.15, 0.1][:top_k]], dtype=torch.float64)
+    expected = torch.tensor([weights], dtype=torch.float64)
     torch.testing.assert_close(selected.weights_NK, expected)
 
 
@@ -47,22 +41,6 @@ def test_experts_whose_scores_are_0_keep_that_weight():
     module.balancing_bias.copy_(torch.tensor([1.0, 0.0, 1.0, 0.0]))
     scores_NE = torch.tensor([[0.0, 0.6, 0.0, 0.4]], dtype=torch.float64)
     assert module(scores_NE).weights_NK.tolist() == [[0.0, 0.0]]
-
-
-def test_renormalized_softmax_is_the_softmax_of_the_highest_logits():
-    logits_NE = torch.randn(50, 4, dtype=torch.float64)
-    selected = selection(top_k=3)(logits_NE.softmax(-1))
-    expected = logits_NE.gather(1, selected.expert_ids_NK).softmax(-1)
-    torch.testing.assert_close(selected.weights_NK, expected)
-    torch.testing.assert_close(expected, logits_NE.topk(3).values.softmax(-1))
-
-
-@pytest.mark.parametrize("top_k", [1, 2])
-def test_scores_get_a_gradient_for_any_k(top_k):
-    logits_NE = torch.randn(50, 4, dtype=torch.float64, requires_grad=True)
-    weights_NK = selection(top_k=top_k)(logits_NE.softmax(-1)).weights_NK
-    weights_NK[:, 0].sum().backward()
-    assert (logits_NE.grad.abs().amax(-1) > 1e-4).all()
 
 
 def test_balancing_bias_chooses_and_weighs_nothing():
@@ -102,29 +80,10 @@ def test_balancing_bias_moves_by_the_rate_towards_even_load():
         torch.testing.assert_close(module.balancing_bias, expected)
 
 
-def test_balancing_evens_out_a_constant_preference():
-    generator = torch.Generator().manual_seed(0)
-    scores_NE = torch.randn(400, 4, generator=generator).add(torch.tensor([1.0, 0, 0, -1]))
-    scores_NE = scores_NE.softmax(-1)
-    module = selection(top_k=1, balancing_rate=0.01)
-
-    def load_E():
-        return module(scores_NE).expert_ids_NK.flatten().bincount(minlength=4) / 400
-
-    assert load_E().max() > 0.5
-    for _ in range(100):
-        module.update(load_E(), progress=0.0)
-    assert load_E().max() < 0.3
-
-
-def test_without_options_there_is_no_buffer():
-    assert list(selection().named_buffers()) == []
-
-
 @pytest.mark.parametrize(
     ("progress", "top_k"),
     # From 1 to 4: four values, a quarter of the run each.
-    [(0.0, 1), (0.24, 1), (0.25, 2), (0.49, 2), (0.5, 3), (0.75, 4), (0.99, 4), (1.0, 4)],
+    [(0.0, 1), (0.24, 1), (0.25, 2), (0.5, 3), (0.99, 4), (1.0, 4)],
 )
 def test_k_grows_linearly(progress, top_k):
     module = selection(top_k=1, final_top_k=4)
@@ -133,25 +92,14 @@ def test_k_grows_linearly(progress, top_k):
     assert module.num_selected.item() == top_k
 
 
-def test_k_grows_at_the_step_that_it_should_in_spite_of_rounding():
+def test_k_grows_in_spite_of_rounding_and_does_not_shrink_where_a_run_is_made_longer():
     # 22 values in 22 steps: one each. In floating point 15 / 22 x 22 is less than 15.
     module = selection(num_experts=22, top_k=1, final_top_k=22)
     for step in range(1, 23):
         module.update(torch.full((22,), 1 / 22), step / 22)
         assert module.top_k == min(1 + step, 22)
-
-
-def test_k_does_not_shrink_where_a_run_is_made_longer():
-    module = selection(top_k=1, final_top_k=4)
-    for progress in (1.0, 0.5):
-        module.update(torch.full((4,), 0.25), progress)
-        assert module.top_k == 4
-
-
-def test_k_stays_without_a_final_one():
-    module = selection(top_k=2)
-    module.update(torch.full((4,), 0.25), 1.0)
-    assert module.top_k == 2
+    module.update(torch.full((22,), 1 / 22), 0.5)
+    assert module.top_k == 22
 
 
 def test_k_is_read_from_the_buffer_when_it_was_loaded(small_model, random_ids):
@@ -177,3 +125,26 @@ def test_experts_that_are_forced_and_have_no_score_weigh_the_same():
     selected = module(torch.tensor([[0.75, 0.25, 0.0, 0.0], [0.5, 0.0, 0.125, 0.375]]))
     assert selected.expert_ids_NK.tolist() == [[2, 3], [2, 3]]
     assert selected.weights_NK.tolist() == [[0.5, 0.5], [0.25, 0.75]]
+
+
+def weights_of(scores, bias=(0.0,) * 6, **options):
+    module = selection(num_experts=6, selection_bias=True, **options)
+    module.balancing_bias.copy_(torch.tensor(bias))
+    chosen = module(torch.tensor([scores]))
+    ids, weights = chosen.expert_ids_NK[0].tolist(), chosen.weights_NK[0].tolist()
+    return dict(zip(ids, weights, strict=True))
+
+
+def test_groups_of_deepseek_by_hand():
+    """V3: groups score 1.0, 1.4 (with the bias of 0.3) and 0.95: the third is left out, whose 0.85
+    is the second highest of all without groups. In V2 the best of a group is its score."""
+    scores, bias = [0.9, 0.1, 0.6, 0.5, 0.85, 0.1], [0.0, 0.0, 0.0, 0.3, 0.0, 0.0]
+    options = {"score_function": "sigmoid", "combine": "normalized", "routed_scaling_factor": 2.5}
+    groups = {"num_groups": 3, "top_groups": 2, "group_score": "best_two"}
+    found = weights_of(scores, bias, **options, **groups)
+    assert found == pytest.approx({0: 2.5 * 0.9 / 1.4, 3: 2.5 * 0.5 / 1.4})
+    found = weights_of(scores, bias, **options)
+    assert found == pytest.approx({0: 2.5 * 0.9 / 1.75, 4: 2.5 * 0.85 / 1.75})
+    options = {"num_groups": 3, "top_groups": 1, "combine": "softmax", "routed_scaling_factor": 4.0}
+    found = weights_of([0.05, 0.3, 0.2, 0.25, 0.15, 0.05], **options)
+    assert found == pytest.approx({0: 0.2, 1: 1.2})
