@@ -59,23 +59,20 @@ def test_a_table_counts_images(polyad):
 
 
 @pytest.mark.slow
-def test_forced_loads_are_said(polyad, tmp_path):
+def test_forced_loads_of_two_processes_with_and_without_the_compiler(polyad, tmp_path):
     sparse = ("model.feed_forward.num_experts=4", "model.feed_forward.expert_hidden_size=16")
     sparse += ("parallel.expert_parallel_size=2",)
-    asked = ("--steps", 1, "--forced-balance", "--processes", 2, "--json", tmp_path / "bench.json")
+    asked = ("--steps", 1, "--forced-balance", "--processes", 2, "--compile")
+    asked += ("--json", tmp_path / "bench.json")
     done = polyad("bench", "configs/gpt2/124m-smoe-16.yaml", *SMALL, WORDS, *sparse, *asked)
     assert done.returncode == 0, done.stderr
     result = json.loads((tmp_path / "bench.json").read_text())
-    assert (result["forced_balance"], result["processes"]) == (True, 2)
-    said = "expert loads are forced to be equal, so this does not measure the router's own balance"
-    assert done.stdout.splitlines()[2] == said
-
-
-def test_loads_of_no_experts_cannot_be_forced(capfd):
-    assert run(["bench", GPT2, *SMALL, WORDS, "--forced-balance"]) == 2
-    line = error_line(capfd.readouterr().err)
-    assert "--forced-balance: " in line
-    assert line.endswith("the model has no experts")
+    assert result["forced_balance"]
+    assert (result["processes"], result["data_parallel_size"]) == (2, 2)
+    assert list(result["times"]) == ["eager", "compiled"]
+    eager, compiled = (row["seconds"] for row in result["times"].values())
+    assert "expert loads are forced to be equal" in done.stdout
+    assert done.stdout.endswith(f"takes {compiled / eager:.2f} times as long as the eager one\n")
 
 
 def test_memory_that_runs_out_says_what_to_lower(monkeypatch, capfd):
@@ -85,16 +82,3 @@ def test_memory_that_runs_out_says_what_to_lower(monkeypatch, capfd):
     monkeypatch.setattr(measured, "random_steps", fail)
     assert run(["bench", GPT2, *SMALL, WORDS]) == 1
     assert "lower train.micro_batch_size" in error_line(capfd.readouterr().err)
-
-
-@pytest.mark.slow
-def test_two_processes_with_and_without_the_compiler(polyad, tmp_path):
-    path = tmp_path / "bench.json"
-    asked = ("--processes", 2, "--steps", 1, "--compile", "--json", path)
-    done = polyad("bench", GPT2, *SMALL, WORDS, *asked)
-    assert done.returncode == 0, done.stderr
-    result = json.loads(path.read_text())
-    assert (result["processes"], result["data_parallel_size"]) == (2, 2)
-    assert list(result["times"]) == ["eager", "compiled"]
-    eager, compiled = (row["seconds"] for row in result["times"].values())
-    assert done.stdout.endswith(f"takes {compiled / eager:.2f} times as long as the eager one\n")

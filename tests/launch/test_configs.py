@@ -24,9 +24,3 @@ def test_one_is_printed_as_it_is_and_can_be_trained(name, tmp_path, capfd):
     assert printed == (SHIPPED / "quickstart/gpt2.yaml").read_text()
     (tmp_path / "mine.yaml").write_text(printed)
     assert load_config(tmp_path / "mine.yaml", []).train.steps == 200
-
-
-def test_a_name_that_is_not_known_is_one_line(capfd):
-    assert run(["configs", "gpt2/124"]) == 2
-    line = "polyad: error: gpt2/124: no such configuration; the nearest is gpt2/124m\n"
-    assert capfd.readouterr().err == line

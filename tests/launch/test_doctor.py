@@ -14,7 +14,6 @@ from polyad.launch.doctor import findings
 from polyad.parallel.probe import Link, rounds
 from tests.helpers.hosts import several_hosts
 from tests.helpers.started import start
-from tests.launch.test_cli import error_line
 
 Polyad = Callable[..., subprocess.CompletedProcess[str]]
 TWO = ("--processes-per-node", 2)
@@ -50,23 +49,6 @@ def test_data_that_is_not_there_ends_it_with_status_1(config, polyad):
     assert "nowhere" in last
     assert "Traceback" not in done.stderr
     assert any(line.startswith("error: ") for line in done.stdout.splitlines())
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--via", "slurm"], ["CONFIG: is missing", "--via slurm"]),
-        (["none.yaml"], ["none.yaml: there is no such file"]),
-        (
-            ["--via", "torchrun", "--nodes", "2", "--min-nodes", "5", "--rdzv-endpoint", "a:1"],
-            ["--min-nodes: 5 is not allowed", "the number of hosts, 2"],
-        ),
-    ],
-)
-def test_what_it_cannot_look_at_is_one_line(arguments, words, capfd):
-    assert run(["doctor", *arguments]) == 2
-    line = error_line(capfd.readouterr().err)
-    assert all(word in line for word in words), line
 
 
 def test_a_batch_job_of_it_does_not_overwrite_that_of_the_run(config, capfd):

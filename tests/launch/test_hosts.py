@@ -69,11 +69,6 @@ def test_another_endpoint_is_refused(text):
     assert len(str(caught.value).splitlines()) == 1
 
 
-def test_an_address_without_brackets_is_named_whole():
-    with pytest.raises(LaunchError, match=r"--rdzv-endpoint: '::1' .*brackets.*\[::1\]:29400"):
-        Rendezvous(endpoint="::1")
-
-
 @pytest.mark.parametrize("name", [*SHELL, "-x", "a" * 65, "a/b", "a,b", "a=b", "a#b", "a%j"])
 def test_a_name_that_stands_unquoted_has_no_special_characters(name):
     with pytest.raises(LaunchError, match=r"^--rdzv-id: "):

@@ -48,17 +48,6 @@ def test_evaluate_in_two_processes_prints_once_and_equals_one(finished_run, poly
 
 
 @pytest.mark.slow
-def test_evaluate_writes_json_beside_the_table(finished_run, polyad, tmp_path):
-    folder, _ = finished_run
-    newest = folder / "checkpoints" / "step-00000004"
-    done = polyad("evaluate", newest, "--json", tmp_path / "out.json", "evaluation.stride=16")
-    assert done.returncode == 0, done.stderr
-    result = json.loads((tmp_path / "out.json").read_text())
-    assert result["stride"] == 16
-    assert f"{result['perplexity']:.3f}" in done.stdout
-
-
-@pytest.mark.slow
 def test_a_run_that_fails_is_one_line_without_torchruns_report(config, polyad):
     # A learning rate that makes the second step infinite: known only once it runs.
     done = polyad(

@@ -5,7 +5,6 @@ import json
 import pytest
 
 from polyad.launch.cli import run
-from tests.launch.test_cli import error_line
 
 GPT2, SMOE = "configs/gpt2/124m.yaml", "configs/gpt2/124m-smoe-16.yaml"
 SMALL = ("model.vocab_size=1000", "model.num_layers=2", "model.hidden_size=128")
@@ -72,8 +71,3 @@ def test_a_folder_of_weights_is_planned_as_a_run_that_goes_on_from_it(tmp_path, 
     whole = result["layouts"][0]
     # A word's row more for each of 2 x 128.
     assert parameters <= whole["parameters"] < parameters + 2 * 128 * 32
-
-
-def test_a_batch_that_no_layout_divides_is_named(capfd):
-    assert run(["plan", GPT2, *SMALL, "--nodes", "5"]) == 2
-    assert "train.global_batch_size: 256" in error_line(capfd.readouterr().err)

@@ -1,18 +1,11 @@
 """`polyad prepare --part` and `--join`."""
 
 import json
-import os
 from pathlib import Path
 
 import pytest
 
 from polyad.launch.cli import run
-from tests.launch.test_cli import error_line
-
-
-def last_line(capfd: pytest.CaptureFixture[str]) -> str:
-    """The error, behind lines of progress."""
-    return error_line(capfd.readouterr().err.splitlines()[-1])
 
 
 def words(text: Path, output: Path, tokenizer: Path) -> list[str]:
@@ -30,15 +23,3 @@ def test_parts_are_joined(text, tmp_path, data, capfd):
     assert f"in {tmp_path / 'out'}\n" in capfd.readouterr().out
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
     assert manifest["request"]["part"] is None
-
-
-@pytest.mark.parametrize(
-    ("options", "line"),
-    [
-        (["--source", "python-stdlib", "--tokenizer", "words", "--part", "3"], "--part: '3'"),
-    ],
-)
-def test_options_that_do_not_go_together_are_one_line(options, line, tmp_path, capfd):
-    assert run(["prepare", *options, "--output", str(tmp_path / "out")]) == 2
-    assert line in last_line(capfd)
-    assert os.listdir(tmp_path) == []

@@ -2,8 +2,6 @@
 
 import json
 
-import pytest
-
 from polyad.launch.cli import run
 
 
@@ -31,10 +29,3 @@ def test_without_data_the_vocabulary_has_to_be_given(config, capfd):
     assert "model.vocab_size" in capfd.readouterr().err
     assert run([*arguments, "model.vocab_size=400"]) == 0
     assert "not checked" in capfd.readouterr().out
-
-
-@pytest.mark.parametrize("command", ["validate", "train"])
-def test_a_vocabulary_smaller_than_the_tokenizers_is_refused(command, config, capfd):
-    assert run([command, str(config), "model.vocab_size=10"]) == 2
-    line = capfd.readouterr().err
-    assert line.startswith("polyad: error: model.vocab_size: 10 is less than the ")
