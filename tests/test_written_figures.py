@@ -7,7 +7,7 @@ from polyad.train.config.adaptation import model_of, trained_line
 from polyad.train.config.rules import validate
 from polyad.train.config.run import load_config
 from polyad.train.describe import describe
-from tests.configs.test_shipped import EXPECTED_STUDIES
+from tests.configs.test_shipped import MUMOE_SIZES
 
 ROOT = Path(__file__).resolve().parents[1]
 QUICKSTART = ROOT / "configs" / "quickstart"
@@ -31,7 +31,6 @@ def test_the_line_about_adapters_is_that_of_its_command() -> None:
 
 def test_the_sizes_of_a_study_in_its_page_are_those_that_are_asserted() -> None:
     text = (ROOT / "docs" / "findings" / "mumoe.md").read_text()
-    sizes = EXPECTED_STUDIES["mumoe.yaml"][1]
     rows = re.findall(r"^\| (dense|CP|ring)(?:, 64 experts)? \| ([\d,]+) \|", text, re.M)
     variants = {"dense": "dense", "CP": "mumoe-cp", "ring": "mumoe-tr"}
-    assert dict(rows) == {row: f"{sizes[name]:,}" for row, name in variants.items()}
+    assert dict(rows) == {row: f"{MUMOE_SIZES[name]:,}" for row, name in variants.items()}

@@ -42,8 +42,3 @@ OTHER = ["a: 1  # one", "b:  # block", "  kind: x", "  c: 2", "  d:", "    e: 3"
 )
 def test_a_delta_changes_inserts_and_leaves_out_lines(delta, expected):
     assert changed(OTHER, delta) == expected
-
-
-def test_a_line_without_a_key_is_an_error():
-    with pytest.raises(ValueError, match="no key in the line '  - 5'"):
-        parse(["a:", "  - 5"])

@@ -286,11 +286,7 @@ def test_images_that_cannot_be_learned_from_are_named(tmp_path, tree, name, keys
 @pytest.mark.parametrize("attack", [WordSwap, GaussianNoise])
 @pytest.mark.parametrize(
     ("rate", "seed", "words"),
-    [
-        (1.01, 0, "rate: 1.01"),
-        (math.nan, 0, "rate: nan"),
-        (0.5, -1, "seed: -1"),
-    ],
+    [(1.01, 0, "rate: 1.01"), (math.nan, 0, "rate: nan"), (0.5, -1, "seed: -1")],
 )
 def test_the_strength_of_an_attack_is_a_share(attack, rate, seed, words):
     assert words in line_of(attack, rate, seed)

@@ -19,14 +19,8 @@ SHOW = (
 
 def environment(**changes: object) -> dict[str, str]:
     """This process's, without what says where caches are."""
-    names = {
-        "XDG_CACHE_HOME",
-        "TORCHINDUCTOR_CACHE_DIR",
-        "TRITON_CACHE_DIR",
-        "RANK",
-        "WORLD_SIZE",
-        "LOCAL_WORLD_SIZE",
-    }
+    names = {"XDG_CACHE_HOME", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"}
+    names |= {"RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"}
     kept = {name: value for name, value in os.environ.items() if name not in names}
     return kept | {name: str(value) for name, value in changes.items()}
 
@@ -47,6 +41,8 @@ def test_compiled_code_is_kept_among_the_users_caches(tmp_path):
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700  # nobody else puts code there
     other = tmp_path / "caches"
     assert compiled_code(HOME=tmp_path, XDG_CACHE_HOME=other) == f"{other}/polyad/compiled"
+    assert compiled_code(HOME=tmp_path, TORCHINDUCTOR_CACHE_DIR="/mine") == "/mine"
+    assert compiled_code(HOME="/dev/null") == "None"  # left to torch
 
 
 def test_computers_that_share_a_home_keep_their_own(tmp_path):
@@ -99,14 +95,6 @@ def test_a_process_with_a_gpu_keeps_to_its_cores_unless_it_was_bound():
     assert allowed("gpu", "bound", **ranks[1]) == everything[:1]
     assert allowed(**ranks[0]) == everything
     assert allowed("gpu", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1") == everything
-
-
-def test_a_folder_named_by_the_user_stays(tmp_path):
-    assert compiled_code(HOME=tmp_path, TORCHINDUCTOR_CACHE_DIR="/mine") == "/mine"
-
-
-def test_a_folder_that_cannot_be_made_is_left_to_torch():
-    assert compiled_code(HOME="/dev/null") == "None"
 
 
 @pytest.mark.slow

@@ -59,17 +59,6 @@ def test_a_job_runs_to_its_end(cluster, data, tmp_path):
     assert environment["world_size"] == 2
 
 
-def test_nodes_are_looked_at_by_a_job(cluster, data, tmp_path):
-    config = write_run(tmp_path / "two", data, 6)
-    found = tmp_path / "found.json"
-    job = submitted(cluster, "doctor", config, "--json", str(found))
-    state = cluster.wait(job, ("COMPLETED", "FAILED"), 120)["JobState"]
-    assert state == "COMPLETED", output(config, job)
-    result = json.loads(found.read_text())
-    assert result["errors"] == []
-    assert len(result["measured"]["between"]) == 1
-
-
 def test_a_job_goes_back_into_the_queue_before_its_limit_and_continues(cluster, data, tmp_path):
     config = write_run(tmp_path / "two", data, 1_000_000)
     job = submitted(cluster, "launch", config, "--sbatch", "time=1:35", *EARLY)

@@ -3,16 +3,12 @@
 import os
 import shlex
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 import polyad.launch.torchrun
-from polyad.launch.agent import Rendezvous, torchrun
+from polyad.launch.agent import Rendezvous
 from polyad.launch.cli import run
-from polyad.launch.hosts import LaunchError
-from polyad.launch.launch import Launch, LaunchOptions
 from tests.launch.test_cli import error_line
 
 TORCHRUN = ("--via", "torchrun", "--rdzv-endpoint", "node-1")
@@ -67,17 +63,6 @@ def test_a_wrong_launch_is_one_line_before_anything_starts(arguments, words, con
     assert not (config.parent / "run").exists()
 
 
-def test_a_program_is_refused_what_the_command_line_is(config):
-    def start(config: Path, **asked: Any) -> None:
-        how = LaunchOptions(processes_per_node=1, **asked)
-        Launch(config=config, overrides=[], how=how).start()
-
-    with pytest.raises(LaunchError, match="--via: 'mpi'"):
-        start(config, via="mpi")
-    with pytest.raises(LaunchError, match="--nodes: 0"):
-        start(config, nodes=0)
-
-
 def test_a_dry_run_prints_this_hosts_command(config, monkeypatch, capfd):
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     folder = config.parent / "a b;run"
@@ -99,18 +84,17 @@ def test_a_dry_run_prints_this_hosts_command(config, monkeypatch, capfd):
     assert not folder.exists()
 
 
-def test_a_least_number_of_hosts_is_torchruns_own(config, capfd):
-    shape = ["--nodes", "2", "--min-nodes", "1", "--processes-per-node", "2", *TORCHRUN]
-    assert run(["launch", str(config), *shape, "--dry-run", "train.micro_batch_size=1"]) == 0
-    words = shlex.split(capfd.readouterr().out)
-    assert words[words.index("--nnodes") + 1] == "1:2"
-
-
-def test_a_dry_run_of_this_machine_is_standalone_and_starts_once(config, capfd):
-    assert run(["launch", str(config), "--processes-per-node", "2", "--dry-run"]) == 0
-    words = shlex.split(capfd.readouterr().out)
-    assert "--standalone" in words
-    assert words[words.index("--max-restarts") + 1] == "0"
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--nodes", "2", "--min-nodes", "1", *TORCHRUN], "--nnodes 1:2"),
+        ([], "--standalone --nproc-per-node 2 --max-restarts 0"),
+    ],
+)
+def test_a_dry_run_says_how_torchrun_starts(words, expected, config, capfd):
+    shape = [*words, "--processes-per-node", "2", "--dry-run", "train.micro_batch_size=1"]
+    assert run(["launch", str(config), *shape]) == 0
+    assert expected in capfd.readouterr().out
 
 
 def test_torchrun_waits_as_long_as_a_run_may_take_to_save_and_no_longer(config, capfd):
@@ -126,11 +110,6 @@ def test_hosts_make_the_same_id_from_the_same_folder():
     same = Rendezvous(endpoint="a").words("runs/x")
     assert same == Rendezvous(endpoint="a").words("runs/x")
     assert same != Rendezvous(endpoint="a").words("runs/y")
-
-
-def test_a_config_that_looks_like_an_option_is_none():
-    words = torchrun(Path("-x.yaml"), [], 1, 0)
-    assert words[words.index("train") + 1] == "./-x.yaml"
 
 
 def test_hosts_that_do_not_meet_are_one_line(monkeypatch, capfd):

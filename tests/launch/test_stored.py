@@ -28,12 +28,6 @@ def folder(tmp_path):
     return tmp_path / "run" / "checkpoints"
 
 
-def damage(path, position=-1):
-    data = bytearray(path.read_bytes())
-    data[position] ^= 64
-    path.write_bytes(data)
-
-
 def result(capfd, *arguments, status=0):
     assert polyad(["checkpoint", *map(str, arguments), "--json", "-"]) == status
     return json.loads(capfd.readouterr().out)
@@ -46,16 +40,12 @@ def refused(capfd, *arguments):
 
 
 def test_a_list_is_aligned_and_cheap(folder, capfd):
-    damage(folder / NAMES[1] / "rank-00000.safetensors")  # which only reading tells
-    damage(folder / NAMES[0] / "state.json")
+    flip(folder / NAMES[1] / "rank-00000.safetensors", -1)  # which only reading tells
+    flip(folder / NAMES[0] / "state.json", -1)
     (folder / ".step-00000008.0badcafe.partial").mkdir()
     listed = result(capfd, "list", folder.parent)["checkpoints"]
-    assert [about["status"] for about in listed] == [
-        "damaged",
-        "complete",
-        "complete",
-        "unfinished",
-    ]
+    statuses = ["damaged", "complete", "complete", "unfinished"]
+    assert [about["status"] for about in listed] == statuses
     assert listed[1]["bytes"] == sum(
         path.stat().st_size for path in (folder / NAMES[1]).iterdir() if path.stem != "manifest"
     )
@@ -70,13 +60,10 @@ def test_verify_finds_one_bit_and_says_so_in_its_status(folder, capfd):
     whole = result(capfd, "verify", folder.parent)
     assert [about["status"] for about in whole["checkpoints"]] == ["verified"] * 3
     assert whole["good"]
-    damage(folder / NAMES[1] / "rank-00000.safetensors")
+    flip(folder / NAMES[1] / "rank-00000.safetensors", -1)
     found = result(capfd, "verify", folder, status=2)
-    assert [about["status"] for about in found["checkpoints"]] == [
-        "verified",
-        "damaged",
-        "verified",
-    ]
+    statuses = ["verified", "damaged", "verified"]
+    assert [about["status"] for about in found["checkpoints"]] == statuses
     assert "step-00000004/rank-00000.safetensors: damaged" in found["checkpoints"][1]["reason"]
     assert result(capfd, "verify", folder / NAMES[2])["good"]
 
@@ -114,13 +101,8 @@ def test_a_damaged_file_is_named_and_the_status_is_2(copy, prepared_path, capfd)
     result = json.loads(captured.out)
     assert not result["good"]
     assert [about["good"] for about in result["folders"]] == [True, False]
-    damaged = [
-        file["name"]
-        for about in result["folders"]
-        for file in about["files"]
-        if file["status"] == "damaged"
-    ]
-    assert damaged == ["train.bin"]
+    files = [file for about in result["folders"] for file in about["files"]]
+    assert [file["name"] for file in files if file["status"] == "damaged"] == ["train.bin"]
     (copy / "test.idx").unlink()
     assert polyad(["data", "verify", str(copy)]) == 2
     captured = capfd.readouterr()

@@ -4,7 +4,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -38,68 +39,68 @@ def start_on(host: Host, endpoint: Host, config: Path, *more: str) -> subprocess
     )
 
 
-def stop(agent: subprocess.Popen[str]) -> None:
-    """Ends an agent that still runs, and its workers, which it would leave behind."""
-    if agent.poll() is None:
-        for worker in psutil.Process(agent.pid).children(recursive=True):
-            worker.kill()
-        agent.kill()
-        agent.wait()
+@contextmanager
+def agents_on(
+    hosts: Sequence[Host], config: Path, *more: str, last: Sequence[str] = ()
+) -> Iterator[list[subprocess.Popen[str]]]:
+    """Starts the command on all hosts, the last one with more words; ends what still runs."""
+    words = [more] * (len(hosts) - 1) + [(*more, *last)]
+    agents = [start_on(host, hosts[0], config, *w) for host, w in zip(hosts, words, strict=True)]
+    try:
+        yield agents
+    finally:
+        for agent in agents:
+            if agent.poll() is None:
+                for worker in psutil.Process(agent.pid).children(recursive=True):
+                    worker.kill()  # which it would leave behind
+                agent.kill()
+                agent.wait()
+
+
+@pytest.fixture
+def configs(tmp_path, data):
+    """Those of a run that is disturbed, and of one on one host that is not."""
+    return [write_run(tmp_path / name, data, STEPS, EVERY) for name in ("two", "one")]
+
+
+def losses_of_one_host(polyad: Polyad, config: Path) -> dict[int, float]:
+    done = polyad("launch", config, "--processes-per-node", 2)
+    assert done.returncode == 0, done.stderr
+    return losses(config.parent / "run")
 
 
 @pytest.mark.slow
-def test_a_run_over_two_hosts_survives_the_death_of_one_worker(hosts, data, polyad, tmp_path):
-    config, whole = (
-        write_run(tmp_path / "two", data, STEPS, EVERY),
-        write_run(tmp_path / "one", data, STEPS, EVERY),
-    )
-    run = tmp_path / "two" / "run"
+def test_a_run_over_two_hosts_survives_the_death_of_one_worker(hosts, configs, polyad):
+    run = configs[0].parent / "run"
     manifest = run / "checkpoints" / f"step-{EVERY:08d}" / "manifest.json"
-    agents = [start_on(host, hosts[0], config) for host in hosts]
-    try:
+    with agents_on(hosts, configs[0]) as agents:
         wait_for(manifest.exists, *agents)
         saved = manifest.stat().st_mtime_ns
         (worker,) = psutil.Process(agents[1].pid).children()
         worker.send_signal(signal.SIGKILL)
         assert (run / "metrics.jsonl").read_text().count("\n") < STEPS
         ends = [agent.communicate(timeout=240) for agent in agents]
-    finally:
-        for agent in agents:
-            stop(agent)
     assert [agent.returncode for agent in agents] == [0, 0], ends
     assert f"{STEPS} steps done" in "".join(out for out, _ in ends)
     for host, (_, said) in zip(hosts, ends, strict=True):
         assert f"GLOO_SOCKET_IFNAME={host.interface} " in said.splitlines()[0]
     assert manifest.stat().st_mtime_ns == saved  # it went on from there, not from the start
-
-    done = polyad("launch", whole, "--processes-per-node", 2)
-    assert done.returncode == 0, done.stderr
-    uninterrupted = losses(tmp_path / "one" / "run")
+    uninterrupted = losses_of_one_host(polyad, configs[1])
     assert sorted(uninterrupted) == list(range(1, STEPS + 1))
     assert losses(run) == uninterrupted  # bitwise, every step
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_with_the_hosts_that_are_left(hosts, data, polyad, tmp_path):
-    config, whole = (
-        write_run(tmp_path / "two", data, STEPS, EVERY),
-        write_run(tmp_path / "one", data, STEPS, EVERY),
-    )
-    run = tmp_path / "two" / "run"
+def test_a_run_goes_on_with_the_hosts_that_are_left(hosts, configs, polyad):
+    run = configs[0].parent / "run"
     manifest = run / "checkpoints" / f"step-{EVERY:08d}" / "manifest.json"
-    agents = [start_on(host, hosts[0], config, "--min-nodes", "1") for host in hosts]
-    try:
+    with agents_on(hosts, configs[0], "--min-nodes", "1") as agents:
         wait_for(manifest.exists, *agents)
         hosts[1].kill()
         out, said = agents[0].communicate(timeout=240)
-    finally:
-        for agent in agents:
-            stop(agent)
     assert agents[0].returncode == 0, said
     assert f"{STEPS} steps done" in out
-    done = polyad("launch", whole, "--processes-per-node", 2)
-    assert done.returncode == 0, done.stderr
-    there, expected = losses(run), losses(tmp_path / "one" / "run")
+    there, expected = losses(run), losses_of_one_host(polyad, configs[1])
     assert sorted(there) == list(range(1, STEPS + 1))
     assert there[EVERY] == expected[EVERY]
     # The same batches; dropout depends on the number of processes.
@@ -107,16 +108,11 @@ def test_a_run_goes_on_with_the_hosts_that_are_left(hosts, data, polyad, tmp_pat
 
 
 @pytest.mark.slow
-def test_a_host_that_would_do_something_else_ends_all_at_once(hosts, data, tmp_path):
+def test_a_host_that_would_do_something_else_ends_all_at_once(hosts, configs):
     """The second host's key is another: one line on each, and no start again."""
-    config, override = write_run(tmp_path / "two", data, STEPS, EVERY), "train.steps=9"
     begun = time.monotonic()
-    agents = [start_on(hosts[0], hosts[0], config), start_on(hosts[1], hosts[0], config, override)]
-    try:
+    with agents_on(hosts, configs[0], last=["train.steps=9"]) as agents:
         ends = [agent.communicate(timeout=240)[1] for agent in agents]
-    finally:
-        for agent in agents:
-            stop(agent)
     assert [agent.returncode for agent in agents] == [2, 2], ends
     assert time.monotonic() - begun < 90  # torchrun itself waits for 600 seconds
     for said, rank in zip(ends, ("", "rank 1: "), strict=True):
@@ -125,20 +121,14 @@ def test_a_host_that_would_do_something_else_ends_all_at_once(hosts, data, tmp_p
 
 
 @pytest.mark.slow
-def test_two_hosts_connect_on_the_interface_that_was_named(hosts, data, tmp_path):
-    config = write_run(tmp_path / "two", data, STEPS, EVERY)
-    agents = [start_on(host, hosts[0], config, "train.steps=100000") for host in hosts]
-    try:
-        wait_for((tmp_path / "two" / "run" / "metrics.jsonl").exists, *agents)
+def test_two_hosts_connect_on_the_interface_that_was_named(hosts, configs):
+    code = (
+        "import psutil\nfor each in psutil.net_connections('inet'):\n"
+        "    if each.status == 'LISTEN': print(each.laddr.ip)"
+    )
+    with agents_on(hosts, configs[0], "train.steps=100000") as agents:
+        wait_for((configs[0].parent / "run" / "metrics.jsonl").exists, *agents)
         for host in hosts:
-            code = (
-                "import psutil\nfor each in psutil.net_connections('inet'):\n"
-                "    if each.status == 'LISTEN': print(each.laddr.ip)"
-            )
             command = [*host.inside, sys.executable, "-c", code]
             found = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-            stores = {"0.0.0.0", "::"}
-            assert set(found.split()) - stores == {host.address}
-    finally:
-        for agent in agents:
-            stop(agent)
+            assert set(found.split()) - {"0.0.0.0", "::"} == {host.address}

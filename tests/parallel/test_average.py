@@ -82,12 +82,7 @@ CASES = {
 }  # fmt: skip
 
 
-@everyday(
-    ("processes", "case"),
-    CASES.values(),
-    keep=["stage 3, a skipped step"],
-    ids=CASES,
-)
+@everyday(("processes", "case"), CASES.values(), keep=["stage 3, a skipped step"], ids=CASES)
 def test_the_average_is_that_of_the_masters_after_each_applied_step(workers, processes, case):
     for result in workers(processes).run(averaged, case):
         assert result["started"]  # as the weights

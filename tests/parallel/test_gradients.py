@@ -4,7 +4,7 @@ import pytest
 
 from tests.helpers.everyday import everyday
 from tests.helpers.gradients import calls_in_backward, exchanges_of_a_step, mean_gradient
-from tests.helpers.training import Case, moe_model
+from tests.helpers.training import Case
 
 pytestmark = pytest.mark.distributed
 
@@ -22,24 +22,6 @@ def test_bf16_gradients_are_summed_in_fp32(workers, stage, processes):
         for values, times in workers(processes).run(mean_gradient, stage, gradients):
             assert values == [pytest.approx(exact, rel=1e-6)]
             assert not times  # DeepSpeed's timer would wait for the device in every micro-batch
-
-
-@pytest.mark.slow
-def test_exchanged_in_fp32_are_gradients_and_in_bf16_weights_and_tokens(workers):
-    # What parallel/README.md says. One process of two has at least half of the gradients to send.
-    case = Case(precision="bf16", last_step=1)
-    numbers = 34_920  # parameters of the tiny model
-    for stage in (1, 2, 3):
-        sent = workers(2).run(exchanges_of_a_step, case.but(stage=stage))[0]
-        gradients = {
-            kind: n for kind, n in sent.items() if "reduce" in kind[0] and n > numbers // 4
-        }
-        assert {precision for _, precision in gradients} == {"float32"}, (stage, sent)
-        weights = {kind for kind in sent if "gather" in kind[0]}
-        assert {precision for _, precision in weights} <= {"bfloat16"}, (stage, sent)
-        assert weights
-    sent = workers(2).run(exchanges_of_a_step, case.but(stage=1, model=moe_model(), expert=2))[0]
-    assert {kind[1] for kind in sent if "all_to_all" in kind[0]} == {"bfloat16"}
 
 
 PADDED = 37_332

@@ -5,7 +5,6 @@ import torch
 
 from polyad.model.build import num_parameters
 from polyad.model.decoder_config import GPT2Config
-from polyad.parallel.shard import Axis, Placement
 from tests.helpers.everyday import everyday
 from tests.helpers.factors import (
     block_against_the_whole,
@@ -14,17 +13,8 @@ from tests.helpers.factors import (
     traffic_of_a_block,
     train_as_it_is,
 )
-from tests.helpers.parity import (
-    assert_same_course,
-)
-from tests.helpers.training import (
-    MODEL,
-    Case,
-    inspect_shards,
-    mumoe_model,
-    train,
-)
-from tests.parallel.test_tensor import gathered
+from tests.helpers.parity import assert_same_course
+from tests.helpers.training import MODEL, Case, inspect_shards, mumoe_model, train
 
 pytestmark = pytest.mark.distributed
 
@@ -64,11 +54,12 @@ def test_a_cut_block_has_the_output_and_the_gradients_of_the_whole(workers, mode
 
 @everyday("experts", [[16], [16, 4]], keep=[[16]])
 @everyday("size", [2, 4], keep=[4])
-@everyday("factorization", ["cp", "tr", "tucker"], keep=["tr"])
+@everyday("factorization", ["none", "cp", "tr", "tucker"], keep=["none", "tr"])
 def test_each_process_holds_its_share_and_5_percent(workers, factorization, size, experts):
     wide = MODEL.model_dump() | {"hidden_size": 128, "vocab_size": 1001}
-    section = {"kind": "mumoe", "factorization": factorization, "num_experts": experts}
-    model = GPT2Config.model_validate(wide | {"feed_forward": section | {"rank": 96}})
+    section = {"kind": "mumoe", "factorization": factorization, "num_experts": experts, "rank": 96}
+    wide |= {} if factorization == "none" else {"feed_forward": section}
+    model = GPT2Config.model_validate(wide)
     total = num_parameters(model)
     for result in workers(size).run(inspect_shards, Case(tensor=size, model=model)):
         assert result["elements"] <= total * (1 / size + 0.05)
@@ -98,18 +89,6 @@ def test_cut_factors_give_the_logits_of_whole_ones_which_see_no_future(workers, 
     whole = workers(1).run(logits, model, 1, ids_BT)[0]
     parts = torch.cat(workers(2).run(logits, model, 2, ids_BT), dim=-1)
     torch.testing.assert_close(parts[..., : model.vocab_size], whole, atol=1e-10, rtol=0)
-
-
-@pytest.mark.parametrize("parts", [1, 2, 4])
-def test_rows_below_those_that_are_cut_go_to_the_last_part(parts):
-    whole = torch.arange(18).view(9, 2)  # 8 rows and a bias
-    axes = [Axis.part_and_rest(9, 8, rank, parts) for rank in range(parts)]
-    places = [Placement.cut((9, 2), {0: axis}) for axis in axes]
-    assert [place.shape for place in places] == [(8 // parts + 1, 2)] * parts
-    padding = torch.full((1, 2), -7)
-    shards = [torch.cat([rows, padding]) for rows in whole[:8].split(8 // parts)]
-    shards[-1][-1] = whole[8]
-    assert torch.equal(gathered(places, shards), whole)
 
 
 @everyday("model", ODD.values(), keep=["tr"], ids=ODD)

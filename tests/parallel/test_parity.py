@@ -18,12 +18,7 @@ from polyad.train.loop.losses import LossConfig
 from tests.helpers.breaks import breaks_of_a_step
 from tests.helpers.emergent import emoe_model
 from tests.helpers.pairwise import pairwise
-from tests.helpers.parity import (
-    assert_near_state,
-    assert_same_course,
-    assert_same_routing,
-    near,
-)
+from tests.helpers.parity import assert_near_state, assert_same_course, assert_same_routing, near
 from tests.helpers.small_decoders import DECODERS, small_decoder
 from tests.helpers.training import (
     GLOBAL_BATCH,
@@ -109,7 +104,7 @@ DENSE = {
             *(f"{each} {clip}" for each in over("2, 4 TP2") for clip in ("clip0", "clip100")),
             *(f"{each} adamw" for each in ("1 Z3", *over("2, 2 TP2"), "4 TP2 Z3")),
             *over("2 adamw bf16"),
-            "2 TP2 recompute", "2 TP2 compile", "2 TP2 Z2 recompute", "2 TP2 Z2 compile",
+            "2 TP2 recompute", "4 TP2 compile", "2 TP2 Z2 recompute", "4 TP2 Z2 compile",
         ],
     ),
     "own head": Kind(
@@ -121,7 +116,7 @@ DENSE = {
 }  # fmt: skip
 MUMOE_LAYOUTS = [*over("2 TP2, 4 TP2"), "4 TP4 Z1"]
 MUMOE_OTHERS = [
-    *("2 TP2 adamw", "4 TP2 Z2 adamw", "2 TP2 adamw bf16", "2 TP2 recompute", "2 TP2 compile"),
+    *("2 TP2 adamw", "4 TP2 Z2 adamw", "2 TP2 adamw bf16", "2 TP2 recompute", "2 TP2 compile")
 ]
 TR = {"factorization": "tr", "num_experts": [4, 3]}
 MUMOE_MEASURES = frozenset(

@@ -9,14 +9,12 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from polyad.model.bert import BertConfig
-from polyad.model.build import num_parameters
 from polyad.parallel import comm
 from polyad.parallel.dims import Dims
 from polyad.parallel.megatron import data_parallel_group, forget_groups, tensor_parallel_group
 from polyad.parallel.plan import axes_of, pretended_world
-from polyad.parallel.shard import Axis, Placement
 from tests.helpers.bert import scores_of_padded
-from tests.helpers.training import MODEL, Case, inspect_shards, local_losses, train
+from tests.helpers.training import MODEL, Case, inspect_shards, local_losses
 
 
 def groups_of_tensor_parallelism(size: int) -> dict[str, Any]:
@@ -48,69 +46,6 @@ def groups_of_many_processes(dims: Dims) -> int:
 pytestmark = pytest.mark.distributed
 
 # Large enough that what is replicated is small, and a vocabulary that 2 does not divide.
-WIDE = MODEL.model_copy(update={"hidden_size": 128, "vocab_size": 1001})
-
-
-def gathered(places, shards):
-    """The global tensor, put together from all shards; -1 where nothing lies."""
-    whole = torch.full(places[0].global_shape, -1)
-    for place, shard in zip(places, shards, strict=True):
-        flat = shard.reshape(-1)
-        for first, (offset, size) in place.boxes(0, flat.numel()):
-            box = tuple(slice(a, a + n) for a, n in zip(offset, size, strict=True))
-            assert whole[box].eq(-1).all()
-            whole[box] = flat[first : first + whole[box].numel()].view(size)
-    return whole
-
-
-def test_fused_rows_are_split_by_matrix():
-    whole = torch.arange(24).view(12, 2)  # three matrices of 4 rows
-    parts = [Placement.cut((12, 2), {0: Axis.part_of_each(12, 3, rank, 2)}) for rank in (0, 1)]
-    # By hand: the first process has rows 0, 1 of each matrix.
-    shards = [whole[[0, 1, 4, 5, 8, 9]], whole[[2, 3, 6, 7, 10, 11]]]
-    assert torch.equal(gathered(parts, shards), whole)
-
-
-def test_columns_are_split_evenly():
-    whole = torch.arange(24).view(4, 6)
-    parts = [Placement.cut((4, 6), {1: Axis.part(6, rank, 3)}) for rank in range(3)]
-    assert torch.equal(gathered(parts, whole.split(2, dim=1)), whole)
-
-
-@pytest.mark.parametrize(("rows", "parts"), [(5, 2), (6, 2), (5, 4), (2, 4)])
-def test_padding_is_in_no_box(rows, parts):
-    whole = torch.arange(rows * 3).view(rows, 3)
-    axes = [Axis.part_of_vocabulary(rows, rank, parts) for rank in range(parts)]
-    places = [Placement.cut((rows, 3), {0: axis}) for axis in axes]
-    size = places[0].shape[0]
-    padded = torch.cat([whole, torch.full((size * parts - rows, 3), -7)])
-    assert torch.equal(gathered(places, padded.split(size)), whole)
-
-
-def test_any_range_of_a_shard_is_covered_in_order():
-    place = Placement.cut((12, 2), {0: Axis.part_of_each(12, 3, 1, 2)})
-    flat = torch.arange(24).view(12, 2)[[2, 3, 6, 7, 10, 11]].reshape(-1)
-    whole = torch.arange(24).view(12, 2)
-    for start in range(13):
-        for stop in range(start, 13):
-            found = [
-                whole[tuple(slice(a, a + n) for a, n in zip(o, s, strict=True))].reshape(-1)
-                for _, (o, s) in place.boxes(start, stop)
-            ]
-            expected = flat[start:stop].tolist()
-            assert (torch.cat(found).tolist() if found else []) == expected
-
-
-def test_scalars_and_vectors_have_a_shard():
-    assert list(Placement.whole(()).boxes(0, 1)) == [(0, ((), ()))]
-    assert list(Placement.whole((5,)).boxes(1, 4)) == [(1, ((1,), (3,)))]
-
-
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_each_process_holds_its_share_and_5_percent(workers, size):
-    total = num_parameters(WIDE)
-    for result in workers(size).run(inspect_shards, Case(tensor=size, model=WIDE)):
-        assert result["elements"] <= total * (1 / size + 0.05)
 
 
 def test_dropout_is_equal_where_replicated_and_differs_where_cut(workers):
@@ -122,22 +57,17 @@ def test_dropout_is_equal_where_replicated_and_differs_where_cut(workers):
     assert 0.0 in first["cut"]
 
 
-@pytest.mark.parametrize("vocab_size", [61, 62, 3])
-def test_losses_are_those_of_whole_logits(workers, vocab_size):
+@pytest.mark.parametrize(
+    ("vocab_size", "length", "shared"),
+    [(61, 17, {}), (62, 17, {}), (3, 17, {})]
+    + [(61, length, {"sequence": True}) for length in (16, 15)],
+)
+def test_losses_are_those_of_whole_logits(workers, vocab_size, length, shared):
     # 61 and, over 4 processes, 62 and 3 need padding; with 3 the last process has nothing else.
-    model = MODEL.model_copy(update={"vocab_size": vocab_size})
+    model = MODEL.model_copy(update={"vocab_size": vocab_size, "sequence_length": length})
     expected = torch.tensor(workers(1).run(local_losses, Case(model=model), 0)[0])
-    for losses in workers(4).run(local_losses, Case(model=model, tensor=4), 0):
+    for losses in workers(4).run(local_losses, Case(model=model, tensor=4, **shared), 0):
         torch.testing.assert_close(torch.tensor(losses), expected, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.slow
-def test_recomputation_drops_the_same_units(workers):
-    case = Case(optimizer="sgd", learning_rate=0.1, clip=0, tensor=2, dropout=0.3)
-    expected = workers(2).run(train, case)[0]
-    model = MODEL.model_copy(update={"recompute": "block"})
-    actual = workers(2).run(train, case.but(model=model))[0]
-    assert actual["losses"] == pytest.approx(expected["losses"], rel=1e-6)
 
 
 @pytest.mark.parametrize(("processes", "tensor"), [(2, 2), (4, 2), (4, 4)])

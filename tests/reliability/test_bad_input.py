@@ -49,11 +49,7 @@ DOWN = "blocks.1.feed_forward.down.weight"
     ("saved", "model", "words"),
     [
         ({"without": [DOWN]}, {}, rf"{DOWN} missing there, \[36"),
-        (
-            {"other_shape": ["final_norm.weight"]},
-            {},
-            r"final_norm\.weight \[37\] there",
-        ),
+        ({"other_shape": ["final_norm.weight"]}, {}, r"final_norm\.weight \[37\] there"),
         # Of 12 in a block, and the positions.
         ({}, {"num_layers": 3, "sequence_length": 9}, r"blocks\.2\.attention.* and 10 more"),
     ],

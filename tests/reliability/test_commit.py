@@ -249,18 +249,6 @@ def test_any_error_of_the_disk_is_one_line_and_leaves_what_was_there(workers, tm
     assert_refused_and_kept(workers, tmp_path, faults, way)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO, errno.EACCES], ids=os.strerror)
-def test_every_operation_may_fail(workers, tmp_path, error, way):
-    faults = [
-        (rank, number, error)
-        for rank, operations in enumerate(operations_of(workers, tmp_path, way))
-        for number in range(len(operations))
-    ]
-    assert len(faults) > 60
-    assert_refused_and_kept(workers, tmp_path, faults, way)
-
-
 def test_a_file_that_the_kernel_finds_too_large_is_one_line(workers, tmp_path, way):
     folder = tmp_path / "checkpoints"
     (text, tree), (other, _) = workers(2).run(save_in_little_room, CASE, str(folder), 10_000, way)

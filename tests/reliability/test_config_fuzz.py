@@ -137,13 +137,6 @@ text_inputs = given(
 )  # fmt: skip
 
 
-@pytest.mark.slow
-@fuzz(60)
-@given(st.sampled_from(sorted(FEED_FORWARDS)), changes, overrides)
-def test_changed_configurations(kind, edits, words):
-    check(yaml.safe_dump(changed(kind, edits)), words)
-
-
 @fuzz(100)
 @text_inputs
 def test_any_text(text):

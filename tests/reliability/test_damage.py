@@ -7,11 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from polyad.parallel.checkpoint.format import (
-    CheckpointError,
-    DamagedCheckpoint,
-    verify_contents,
-)
+from polyad.parallel.checkpoint.format import CheckpointError, DamagedCheckpoint, verify_contents
 from polyad.parallel.checkpoint.load import Checkpoint
 from tests.helpers.everyday import everyday
 

@@ -42,10 +42,7 @@ def assert_same(folder, files):
 @everyday(
     ("kind", "processes", "tensor", "expert", "stage", "precision"),
     [(*layout, precision) for layout in LAYOUTS for precision in ("fp32", "bf16")],
-    keep=[
-        ("dense", 2, 1, 1, 3, "bf16"),
-        ("smoe", 2, 1, 2, 1, "fp32"),
-    ],
+    keep=[("dense", 2, 1, 1, 3, "bf16"), ("smoe", 2, 1, 2, 1, "fp32")],
 )
 def test_a_snapshot_is_the_checkpoint_of_its_moment_to_the_last_byte(
     workers, tmp_path, kind, processes, tensor, expert, stage, precision

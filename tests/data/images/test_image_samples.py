@@ -24,7 +24,6 @@ from polyad.data.images.decoding import decode
 from polyad.data.images.samples import ImageSamples
 from polyad.data.sampler import micro_batches
 from tests.helpers import images as made
-from tests.helpers.everyday import everyday
 
 MODES = ("L", "LA", "P", "RGBA", "CMYK", "1", "RGB", "YCbCr")
 
@@ -76,18 +75,12 @@ JPEG = made.encoded(made.picture(0, 0, (64, 48)))
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"", "a: is empty"),
-        (JPEG[: len(JPEG) // 2], "a: cannot be decoded"),
-        (b"hello, world", "a: cannot be decoded: no image format"),
-        (bomb(), "a: cannot be decoded: Image size"),
-        (b"\xff\xd8\xff" + bytes(30), "a: cannot be decoded"),
-    ],
+    "content",
+    [b"", JPEG[: len(JPEG) // 2], b"hello, world", bomb(), b"\xff\xd8\xff" + bytes(30)],
     ids=["empty", "truncated", "text", "bomb", "zeros"],
 )
-def test_what_is_no_image_is_one_line(content, message):
-    with pytest.raises(DataError, match=message) as caught:
+def test_what_is_no_image_is_one_line(content):
+    with pytest.raises(DataError, match=r"^a: (is empty|cannot be decoded)") as caught:
         decode(content, "a")
     assert "\n" not in str(caught.value)
 
@@ -164,48 +157,15 @@ def test_a_sample_is_the_same_whenever_it_is_read_and_other_in_the_next_epoch(da
     assert sum(changed) > count * 0.8
 
 
-@everyday("workers", [0, 2], keep=[0])
-def test_global_batches_depend_on_neither_processes_nor_workers(data, workers):
-    whole = list(
-        micro_batches(
-            samples(data), start_step=0, num_steps=3, global_batch_size=8, micro_batch_size=8
-        )
-    )
-    for ranks in (1, 2):
-        parts = [
-            list(
-                micro_batches(
-                    samples(data), start_step=1, num_steps=2, global_batch_size=8,
-                    micro_batch_size=2, data_parallel_rank=rank, data_parallel_size=ranks,
-                    num_workers=workers,
-                )
-            )
-            for rank in range(ranks)
-        ]  # fmt: skip
-        for step in (1, 2):
-            each = 4 // ranks
-            begin = (step - 1) * each
-            rows = [parts[j % ranks][begin + j // ranks] for j in range(4)]
-            joined = [torch.cat(field) for field in zip(*rows, strict=True)]
-            assert same(joined, whole[step])
-
-
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_damaged_image_ends_training_with_its_name(tmp_path, workers):
     root = made.class_folders(tmp_path / "all")
     path = root / "ant" / "000.jpg"
     path.write_bytes(path.read_bytes()[:100])
     read = samples(ImageData.open(ImageDataConfig(path=str(root), held_out=0.05)))
+    options = {"global_batch_size": 8, "micro_batch_size": 8, "num_workers": workers}
     with pytest.raises(DataError, match=r"^\S*/ant/000\.jpg: cannot be decoded: .*$") as caught:
-        for _ in micro_batches(
-            read,
-            start_step=0,
-            num_steps=9,
-            global_batch_size=8,
-            micro_batch_size=8,
-            num_workers=workers,
-        ):
-            pass
+        list(micro_batches(read, start_step=0, num_steps=9, **options))
     assert "\n" not in str(caught.value)
 
 

@@ -157,16 +157,6 @@ def test_what_is_cut_off_is_counted(tmp_path, tokenizer):
     assert data.encoded("train").lengths_R.tolist() == [5, 20, 20, 20]
 
 
-def test_workers_read_the_same_samples(folder, tokenizer):
-    import pickle
-
-    samples = opened(folder, tokenizer).training(5)
-    again = pickle.loads(pickle.dumps(samples))
-    both = (each.__getitems__([3, 70]) for each in (samples, again))
-    for ours, theirs in zip(*both, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
-
-
 def test_a_split_whose_labels_are_hidden_cannot_be_scored(tmp_path, tokenizer):
     write(tmp_path / "train.csv", rows(9, 0))
     (tmp_path / "test.jsonl").write_text('{"text": "a", "label": -1}\n')

@@ -159,26 +159,10 @@ def test_classes_are_told_by_their_names_whatever_their_numbers(tmp_path, split)
     folder, words = tmp_path / "parquet", ["dog", "dog", "cat"]
     train = named_table(folder / "train-0.parquet", CAT_DOG, ["cat", "dog", "cat"])
     other = named_table(folder / f"{split}-1.parquet", DOG_CAT, words)
-    configs = [
-        {
-            "config_name": "c",
-            "data_files": [
-                {"split": name, "path": f"{name}-{number}.parquet"}
-                for number, name in enumerate(("train", split))
-            ],
-        }
-    ]
-    streams = tmp_path / "streams"
-    streams.mkdir()
-    for name, table in (("train", train), (split, other)):
-        with pa.ipc.new_stream(str(streams / f"{name}.arrow"), table.data.schema) as writer:
-            writer.write_table(table.data.table)
     saved = tmp_path / "saved"
     datasets.DatasetDict({"train": train, split: other}).save_to_disk(str(saved))
-    for place in (folder, f"hub:{folder}", streams, saved, f"hub:{saved}"):
+    for place in (folder, f"hub:{folder}", saved, f"hub:{saved}"):
         assert labels_of(place, split) == words
-    (folder / "README.md").write_text(f"---\nconfigs: {json.dumps(configs)}\n---\n")
-    assert labels_of(f"hub:{folder}:c", split) == words
 
 
 def test_files_of_a_split_with_other_names_of_classes_are_refused(tmp_path):

@@ -6,11 +6,9 @@ import pickle
 import numpy as np
 import pytest
 
-from polyad.data.errors import DataError
 from polyad.data.text.attack import WordSwap, attacked_split
 from polyad.data.text.dataset import PreparedData
 from polyad.data.text.prepare import prepare
-from polyad.data.text.tokenizers.training import train_words
 
 TEXT = "  One, two;\n\n\tthree -- four\u00a0five\x1c6 "
 WORDS = TEXT.split()
@@ -113,25 +111,3 @@ def test_of_a_vocabulary_of_words_the_replacement_is_unknown(texts, tmp_path):
     tokens = result.stream.read(0, split.num_tokens)
     assert set(tokens.tolist()) == {unknown, tokenizer.end_of_text_id}
     assert result.words == result.replaced == split.num_tokens - split.num_documents
-
-
-def test_a_vocabulary_of_words_without_an_unknown_one_is_refused():
-    import json
-
-    from polyad.data.text.tokenizers.tokenizer import Tokenizer
-
-    content = json.loads(train_words(iter(["one two a"]), None, "<eos>").file_bytes())
-    content["model"]["unk_token"] = "none of these"
-    tokenizer = Tokenizer(json.dumps(content), "<eos>")
-    with pytest.raises(DataError, match="cannot be attacked: document 0: a text cannot be encoded"):
-        attacked_split(OneDocument(), tokenizer, WordSwap(1.0))
-
-
-class OneDocument:
-    """The stream of a split of one document, `two one`, by its ids there."""
-
-    prefix, num_tokens, num_documents = "split", 3, 1
-    document_lengths = np.array([3], dtype=np.int32)
-
-    def read_document(self, document):
-        return np.array([3, 2, 1])

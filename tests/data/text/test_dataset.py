@@ -1,4 +1,3 @@
-import pickle
 import shutil
 
 import numpy as np
@@ -33,13 +32,6 @@ def test_reads_outside_are_index_errors(prepared):
     for start, stop in ((-1, 2), (3, 2), (0, stream.num_tokens + 1)):
         with pytest.raises(IndexError):
             stream.read(start, stop)
-
-
-def test_stream_travels_to_another_process(prepared):
-    stream = prepared.split("train")
-    expected = stream.read(0, 50)
-    travelled = pickle.loads(pickle.dumps(stream))  # what multiprocessing does
-    np.testing.assert_array_equal(travelled.read(0, 50), expected)
 
 
 def test_empty_split_is_empty(tmp_path):

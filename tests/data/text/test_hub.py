@@ -1,7 +1,5 @@
 """Hugging Face data sets, from files laid out as on the hub. Nothing here uses a network."""
 
-import json
-
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -133,33 +131,6 @@ def test_splits_with_other_names_are_listed(tmp_path):
     datasets.DatasetDict(splits).save_to_disk(tmp_path / "saved")
     assert "it has 'test_sft', 'train_sft'" in error_of(open_splits, f"{tmp_path}/saved")
     assert texts(open_source(f"{tmp_path}/saved/train_sft")) == ["a", "b"]
-    (tmp_path / "copy").mkdir()
-    for name in splits:
-        rows.to_parquet(tmp_path / "copy" / f"{name}.parquet")
-    about = [{"split": name, "path": f"{name}.parquet"} for name in splits]
-    page = json.dumps({"configs": [{"config_name": "default", "data_files": about}]})
-    (tmp_path / "copy" / "README.md").write_text(f"---\n{page}\n---\n")
-    assert "it has 'test_sft', 'train_sft'" in error_of(open_splits, f"hub:{tmp_path}/copy")
-
-
-def openwebtext(folder, texts):
-    write = pyarrow.parquet.write_table
-    (folder / "plain_text").mkdir(parents=True)
-    half = len(texts) // 2
-    for number, part in enumerate((texts[:half], texts[half:])):
-        path = folder / "plain_text" / f"train-{number:05}-of-00002.parquet"
-        write(pyarrow.table({"text": part}), path)
-    (folder / "README.md").write_text(page({"plain_text": ["train"]}))
-
-
-def test_openwebtext_is_split_by_document(tmp_path, prepared_path):
-    pages = [f"Page {i}\n\nabout nothing." for i in range(40)] + [""]
-    openwebtext(tmp_path / "owt", pages)
-    given = {"test_fraction": 0.1, "validation_fraction": 0.05}
-    spec, tokenizer = f"hub:{tmp_path}/owt", str(prepared_path)
-    manifest = prepare(spec, tokenizer, tmp_path / "a", **given)
-    assert [manifest.splits[name].documents for name in SPLITS] == [34, 2, 4]
-    assert manifest.left_out == {"documents without text": 1}
 
 
 def test_real_splits_are_prepared_as_splits(wikitext, tmp_path):
@@ -170,12 +141,7 @@ def test_real_splits_are_prepared_as_splits(wikitext, tmp_path):
     decoded = data.tokenizer().decode(data.split("validation").read_document(0).tolist())
     assert decoded == "".join(ARTICLES["validation"][0] + [" \n"]) + "<|endoftext|>"
     # A split that is given goes before the data set's own, and takes that split of a data set.
-    other = prepare(
-        spec,
-        "train:300",
-        tmp_path / "b",
-        test_source=f"hub:{wikitext}:{UNK}",
-    )
+    other = prepare(spec, "train:300", tmp_path / "b", test_source=f"hub:{wikitext}:{UNK}")
     assert other.splits["validation"] == manifest.splits["validation"]
     assert other.splits["test"].bytes == manifest.splits["test"].bytes + 2  # told -> <unk>, twice
 

@@ -84,27 +84,6 @@ def test_a_sample_depends_on_its_number_alone(samples):
     assert not torch.equal(first[5].positions_BP, samples(8)[5].positions_BP)
 
 
-@pytest.mark.slow
-def test_every_token_is_read_once_in_an_epoch(prepared, samples):
-    made = samples()
-    read = []
-    for number in range(made.text.samples_per_epoch):
-        sample = made[number]
-        tokens = sample.input_ids_BT.scatter(0, sample.positions_BP, sample.target_ids_BP)
-        assert tokens[0] == SPECIAL.begin
-        assert tokens[-1] == SPECIAL.end
-        read.append(tokens[1:-1])
-    stream = prepared.split("train")
-    all_read, there = (
-        np.bincount(each, minlength=400)
-        for each in (torch.cat(read).numpy(), stream.read(0, stream.num_tokens))
-    )
-    # The last few tokens, too few for a sample, are left out.
-    missing = there - all_read
-    assert missing.min() >= 0
-    assert missing.sum() < LENGTH
-
-
 def test_windows_read_every_token_once_and_hide_the_same_for_every_run(prepared):
     stream = prepared.split("validation")
     windows = MaskedWindows(stream, LENGTH, COUNT, SPECIAL)

@@ -39,24 +39,9 @@ def compressed_files(folder, documents):
     return str(folder)
 
 
-def text_files(folder, documents):
-    for number, text in enumerate(documents):
-        (folder / f"{number:02}.txt").write_text(text)
-    return str(folder)
-
-
 def saved(folder, documents):
     datasets = pytest.importorskip("datasets")
     datasets.Dataset.from_dict({"text": documents}).save_to_disk(str(folder))
-    return str(folder)
-
-
-def wikitext(folder, documents):
-    from datasets import Dataset, DatasetInfo
-
-    rows = [line for n, text in enumerate(documents) for line in ("", f" = {n} = ", "", text)]
-    info = DatasetInfo(config_name="wikitext-103-raw-v1")
-    Dataset.from_dict({"text": rows}, info=info).save_to_disk(str(folder))
     return str(folder)
 
 
@@ -70,11 +55,7 @@ def tokens(folder):
     )
 
 
-@everyday(
-    "kind",
-    [one_file, compressed_files, text_files, saved, wikitext],
-    keep=[one_file, saved],
-)
+@everyday("kind", [one_file, compressed_files, saved], keep=[one_file, saved])
 def test_joined_parts_hold_the_documents_of_the_whole(tmp_path, documents, prepared_path, kind):
     (tmp_path / "text").mkdir()
     arguments = (kind(tmp_path / "text", documents), str(prepared_path))

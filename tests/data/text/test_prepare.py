@@ -13,7 +13,6 @@ from polyad.data.text.manifest import MANIFEST_FILE, Manifest
 from polyad.data.text.prepare import prepare
 from polyad.data.text.sources import open_source
 from polyad.data.text.splits import split_by_bytes
-from polyad.data.text.tokenizers.tokenizer import END_OF_TEXT
 from polyad.data.text.tokenizers.training import train_tokenizer
 from tests.helpers.everyday import everyday
 from tests.helpers.prepared import jsonl
@@ -71,28 +70,6 @@ def test_megatron_reads_the_files(prepared):
     np.testing.assert_array_equal(dataset[3], stream.read_document(3))
 
 
-def test_text_with_the_mark_is_one_document(tmp_path):
-    source = jsonl(tmp_path / "a.jsonl", [f"one {END_OF_TEXT} two"])
-    prepare(source, "train:300", tmp_path / "out", validation_fraction=0.0, test_fraction=0.0)
-    data = PreparedData.open(tmp_path / "out")
-    tokens = data.split("train").read(0, data.split("train").num_tokens)
-    assert (tokens == data.manifest.tokenizer.end_of_text_id).sum() == 1
-    assert data.tokenizer().decode(tokens.tolist()) == f"one {END_OF_TEXT} two{END_OF_TEXT}"
-
-
-@pytest.mark.slow
-def test_long_document_is_encoded_as_if_whole(tmp_path, library_text):
-    long = library_text * 3
-    source = jsonl(tmp_path / "a.jsonl", [long])
-    none = {"validation_fraction": 0.0, "test_fraction": 0.0}
-    manifest = prepare(source, "train:500", tmp_path / "out", **none)
-    data = PreparedData.open(tmp_path / "out")
-    whole = data.tokenizer().encode(long)
-    assert data.split("train").read_document(0).tolist() == [*whole, 0]
-    assert manifest.splits["train"].words == len(long.split())
-    assert manifest.splits["validation"].documents == 0
-
-
 @pytest.mark.slow
 def test_large_vocabulary_takes_wider_tokens(tmp_path, texts):
     words = {f"w{i}": i for i in range(70_000)} | {"</s>": 70_000, "<unk>": 70_001}
@@ -106,16 +83,6 @@ def test_large_vocabulary_takes_wider_tokens(tmp_path, texts):
     assert manifest.dtype == "int32"
     data = PreparedData.open(tmp_path / "out")
     assert data.split("test").read(0, 3).tolist() == [69_999, 1, 70_000]
-
-
-def test_given_splits_are_taken_whole(tmp_path):
-    source = jsonl(tmp_path / "a.jsonl", ["a b"] * 10)
-    other = jsonl(tmp_path / "b.jsonl", ["c d e"] * 4)
-    manifest = prepare(
-        source, "train:300", tmp_path / "out", validation_source=other, test_fraction=0.1
-    )
-    assert [manifest.splits[name].documents for name in SPLITS] == [9, 4, 1]
-    assert manifest.splits["validation"].words == 12
 
 
 def test_the_name_of_a_file_may_be_any_bytes(tmp_path):
@@ -165,18 +132,14 @@ def test_foreign_content_is_never_replaced(tmp_path):
     assert (out / "notes.txt").read_text() == "mine"
 
 
-@pytest.mark.parametrize("content", ["", '{"text": ""}\n'])
-def test_empty_corpus_leaves_nothing(tmp_path, content):
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [("", "no text"), ('{"text": ""}\n', "no text"), ('{"text": "a"}\n' * 50 + "{\n", "line 51")],
+)
+def test_nothing_to_read_or_a_bad_line_leaves_nothing(tmp_path, prepared_path, content, words):
     (tmp_path / "a.jsonl").write_text(content)
-    with pytest.raises(DataError, match="no text"):
-        prepare(str(tmp_path / "a.jsonl"), "train:300", tmp_path / "out")
-    assert os.listdir(tmp_path) == ["a.jsonl"]
-
-
-def test_bad_line_met_in_training_or_encoding_leaves_nothing(tmp_path, prepared_path):
-    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n' * 50 + "{\n")
     for tokenizer in ("train:300", str(prepared_path)):
-        with pytest.raises(DataError, match="line 51"):
+        with pytest.raises(DataError, match=words):
             prepare(str(tmp_path / "a.jsonl"), tokenizer, tmp_path / "out")
     assert os.listdir(tmp_path) == ["a.jsonl"]
 

@@ -6,7 +6,6 @@ from polyad.data.names import SPLITS
 from polyad.data.text.dataset import PreparedData
 from polyad.data.text.manifest import Manifest
 from polyad.data.text.prepare import prepare
-from tests.helpers.prepared import jsonl
 
 
 def documents(folder, split):
@@ -44,17 +43,6 @@ def test_a_text_file_is_one_document_in_each_split_by_position(tmp_path, play, p
     assert Manifest.read(tmp_path / "out") == manifest
 
 
-def test_lines_are_documents_where_that_is_asked_for(tmp_path, prepared_path):
-    path = tmp_path / "a.txt"
-    path.write_text("".join(f"line {number}\n\n" for number in range(100)))
-    out = tmp_path / "out"
-    manifest = prepare(str(path), str(prepared_path), out, documents="lines")
-    assert (manifest.split_by, manifest.request.documents) == ("documents", "lines")
-    assert [manifest.splits[name].documents for name in SPLITS] == [90, 5, 5]
-    decode = PreparedData.open(out).tokenizer().decode
-    assert decode(documents(out, "train")[0][:-1]) == "line 0"
-
-
 def test_many_text_files_are_dealt_out_and_few_are_not(tmp_path, prepared_path):
     folder = tmp_path / "texts"
     folder.mkdir()
@@ -77,10 +65,3 @@ def test_many_text_files_are_dealt_out_and_few_are_not(tmp_path, prepared_path):
     )  # fmt: skip
     assert manifest.split_by == "documents"
     assert [manifest.splits[name].documents for name in SPLITS] == [19, 1, 0]
-
-
-def test_few_documents_of_any_source_are_split_by_position(tmp_path, prepared_path):
-    source = jsonl(tmp_path / "a.jsonl", ["one\n" * 100])
-    manifest = prepare(source, str(prepared_path), tmp_path / "out")
-    assert [manifest.splits[name].words for name in SPLITS] == [90, 5, 5]
-    assert manifest.split_by == "position"

@@ -36,15 +36,6 @@ def test_windows_equal_a_naive_computation(prepared, length, stride):
         assert positions == list(range(first, len(targets)))
 
 
-@pytest.mark.parametrize("length", [1, 10, 1_000_000])
-def test_every_token_is_scored_once(prepared, length):
-    stream = prepared.split("validation")
-    stream = TokenStream(stream.prefix, 300, stream.num_documents, stream.vocab_size)
-    windows = EvaluationWindows(stream, length, max(1, length // 2), 0)
-    scored = torch.cat([windows[i].target_BT[windows[i].scored_BT] for i in range(len(windows))])
-    assert scored.tolist() == stream.read(0, 300).tolist()
-
-
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_ranks_share_the_windows_in_equal_batches(prepared, world_size):
     stream = prepared.split("test")

@@ -139,13 +139,6 @@ def test_a_class_is_learned_from_a_folder_without_one(saved):
         weights.check_config(weights.config.model_copy(update={"num_layers": 3}))
 
 
-def test_a_pickle_is_not_read(saved):
-    _, folder = saved("BertModel")
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    with pytest.raises(WeightsError, match="a pickle, which can run code"):
-        FamilyWeights(folder)
-
-
 def test_experts_have_no_place_in_transformers(tmp_path):
     config = BertConfig.model_validate({"vocab_size": 61, "feed_forward": {"kind": "smoe"}})
     with pytest.raises(WeightsError, match=r"'smoe'.*`--to safetensors`"):

@@ -170,20 +170,6 @@ def test_keys_that_a_file_does_not_have_have_the_librarys_defaults(kind):
     assert found == expected
 
 
-@pytest.mark.parametrize("said", [{"first_k_dense_replace": 3}, {}], ids=str)
-def test_a_mixture_whose_blocks_are_all_dense_is_refused_by_its_own_key(said):
-    tree = {
-        "model_type": "deepseek_v3", "vocab_size": 9, "hidden_size": 8, "num_hidden_layers": 3,
-        "num_attention_heads": 2, "num_key_value_heads": 2, "moe_intermediate_size": 4, **said,
-    }  # fmt: skip
-    family = next(each for each in DECODERS if each.is_of(tree))
-    value = said.get("first_k_dense_replace", 3)
-    with pytest.raises(
-        WeightsError, match=rf"first_k_dense_replace: {value}: leaves none of 3 blocks"
-    ):
-        family.read_config(tree, lambda name: None, "config.json")
-
-
 @pytest.mark.parametrize(
     ("case", "said", "other"),
     [
@@ -261,16 +247,6 @@ def test_generation_with_a_cache_is_the_same(case, tmp_path):
         parts = [model(ids[:, part], cache).logits for part in (slice(0, 9), slice(9, 14))]
         parts += [model(ids[:, t : t + 1], cache).logits for t in range(14, ids.shape[1])]
     assert torch.allclose(torch.cat(parts, 1), whole, atol=2e-5)
-
-
-def test_a_graph_of_tokens_is_in_no_library(tmp_path):
-    theirs("mixtral").save_pretrained(tmp_path)
-    config = FamilyWeights(tmp_path).config
-    experts = config.feed_forward.model_copy(update={"graph": "similarity"})
-    changed = config.model_copy(update={"feed_forward": experts})
-    said = r"transformers' Mixtral has model\.feed_forward\.graph: 'none' in place of 'similarity'"
-    with pytest.raises(WeightsError, match=said):
-        family_of_model(changed)
 
 
 def test_four_bits_of_gpt_oss_are_those_of_transformers(tmp_path):

@@ -11,7 +11,6 @@ from safetensors.torch import load_file, save_file
 
 from polyad.model.families.keys import WeightsError
 from polyad.parallel.families import FamilyWeights
-from polyad.parallel.tensor_folder import dequantize
 from tests.helpers.bert import their_bert
 from tests.helpers.decoders import CASES, in_four_bits, theirs
 from tests.helpers.everyday import everyday
@@ -65,7 +64,7 @@ def accepted(folder: Path, tensors: dict[str, torch.Tensor]) -> bool:
     return True
 
 
-@everyday("case", [*CASES, *OTHERS], [FUSED])
+@everyday("case", [*CASES, *OTHERS], [FUSED, FOUR_BITS])
 def test_a_tensor_of_another_shape_or_dtype_is_refused(case, tmp_path):
     written(case, tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
@@ -150,6 +149,7 @@ def test_a_size_that_is_none_is_refused(case, tmp_path):
         ("olmoe", {"head_dim": 4}, "head_dim: 4"),
         ("deepseek_v2", {"num_key_value_heads": 2}, "num_key_value_heads: 2"),
         ("mixtral", {"depth_gate": 0.5}, "depth_gate: 0.5"),
+        ("deepseek_v3", {"first_k_dense_replace": 9}, "first_k_dense_replace: 9"),
         ("bert", {"position_embedding_type": "relative_key"}, "position_embedding_type: "),
         ("bert", {"is_decoder": True}, "is_decoder: True"),
         ("bert", {"hidden_act": ["gelu"]}, "hidden_act"),
@@ -183,19 +183,3 @@ def test_a_copy_of_other_values_is_refused(case, name, shape, message, tmp_path)
     save_file(tensors | {name: torch.ones(shape)}, tmp_path / "model.safetensors")
     with pytest.raises(WeightsError, match=message):
         FamilyWeights(tmp_path)
-
-
-def test_four_bit_scales_of_another_size_are_named(tmp_path):
-    written(FOUR_BITS, tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    name = "layers.0.mlp.experts.down_proj"
-    blocks, scales = (tensors[f"model.{name}_{end}"] for end in ("blocks", "scales"))
-    assert dequantize(blocks, scales).shape == (6, 64, 32)
-    tensors[f"model.{name}_scales"] = torch.zeros(8, 64, 1, dtype=torch.uint8)
-    save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(WeightsError) as error:
-        FamilyWeights(tmp_path)
-    assert str(error.value) == (
-        f"{tmp_path}: {name}: _scales is U8 [8, 64, 1], but _blocks [6, 64, 1, 16] needs U8 "
-        "[6, 64, 1]"
-    )

@@ -9,18 +9,12 @@ from safetensors.torch import load_file, save_file
 
 from polyad.data.images.augmentation import available, evaluation_image
 from polyad.data.images.config import ImageDataConfig
-from polyad.model.build import read_model_config
 from polyad.model.families.keys import WeightsError
 from polyad.parallel.families import FamilyWeights
 from polyad.parallel.weights import load_model, open_weights
 from polyad.train.config.run import load_config
 from polyad.train.exchange.convert import convert
-from polyad.train.tasks.pixels import (
-    normalization_of,
-    normalize,
-    read_pixels,
-    transformers_file,
-)
+from polyad.train.tasks.pixels import normalization_of, normalize, read_pixels, transformers_file
 
 SIZES = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
          "intermediate_size": 40, "image_size": 16, "patch_size": 4}  # fmt: skip
@@ -231,13 +225,3 @@ def test_tensors_that_are_not_a_vits_are_named(transformers, tmp_path, change, n
     save_file(kept, folder / "model.safetensors")
     with pytest.raises(WeightsError, match=re.escape(name)):
         open_weights(folder)
-
-
-def test_another_model_is_refused_by_its_key(transformers, tmp_path):
-    config = transformers.ViTConfig(**SIZES, num_labels=5)
-    weights = open_weights(saved(transformers.ViTForImageClassification(config), tmp_path / "vit"))
-    other = read_model_config(weights.config.model_dump() | {"hidden_size": 28})
-    with pytest.raises(WeightsError, match=r"model\.hidden_size 24 there, 28 here"):
-        weights.check_config(other)
-    with pytest.raises(WeightsError, match=r"model\.kind 'vit' there, 'mixer' here"):
-        weights.check_config(read_model_config({"kind": "mixer"}))

@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -10,11 +9,8 @@ import tokenizers
 from tokenizers import models, pre_tokenizers
 
 from polyad.data.errors import DataError
-from polyad.data.names import SPLITS
 from polyad.data.text.dataset import PreparedData
 from polyad.data.text.prepare import prepare
-from polyad.data.text.sources import Document, open_source
-from polyad.data.text.splits import split_by_bytes
 from polyad.data.text.tokenizers.files import load_tokenizer
 from polyad.data.text.tokenizers.tokenizer import END_OF_TEXT
 from polyad.data.text.tokenizers.training import train_words, trainer_of
@@ -60,44 +56,6 @@ def test_end_of_a_document_cannot_be_forged():
         trained.encode(f"a {END_OF_TEXT} b")
 
 
-def test_saved_file_is_read_as_words(tmp_path):
-    trained = train_words(iter(["one two two"]), None, END_OF_TEXT)
-    trained.save(tmp_path / "tokenizer.json")
-    loaded = load_tokenizer(tmp_path)
-    assert loaded.fingerprint == trained.fingerprint
-    assert loaded.encode("two one three") == [2, 3, 0]
-
-
-@pytest.mark.parametrize("size", [None, 200])
-def test_prepared_words_of_the_train_split(tmp_path, texts, size):
-    manifest = prepare(str(texts), f"words:{size}" if size else "words", tmp_path / "out")
-    data = PreparedData.open(tmp_path / "out")
-    documents = [d.text for d in open_source(str(texts)).documents()]
-    held_out = _held_out(documents)
-    train = [t for i, t in enumerate(documents) if i not in held_out]
-    counts = Counter(word for text in train for word in text.split())
-    assert manifest.tokenizer.vocab_size == (size or len(counts) + 2)
-    tokenizer = data.tokenizer()
-    stream = data.split("train")
-    kept = {word for word, _ in sorted(counts.items(), key=lambda p: (-p[1], p[0]))}
-    for number, text in enumerate(train):
-        ids = stream.read_document(number).tolist()
-        assert len(ids) == len(text.split()) + 1
-        if size is None:
-            assert 0 not in ids
-            assert set(text.split()) <= kept
-            assert tokenizer.decode(ids[:-1]) == " ".join(text.split())
-    for name in SPLITS:  # a word is a token, and an end is none
-        split = manifest.splits[name]
-        assert split.tokens == split.words + split.documents
-
-
-def _held_out(documents):
-    named = (Document(str(number), text) for number, text in enumerate(documents))
-    dealt = split_by_bytes(named, {"validation": 0.05, "test": 0.05})
-    return {int(document.name) for split, document in dealt if split != "train"}
-
-
 @pytest.mark.parametrize("splitter", [pre_tokenizers.WhitespaceSplit, pre_tokenizers.Whitespace])
 def test_unknown_word_without_unk_names_word_and_document(tmp_path, splitter):
     vocabulary = {"a": 0, "b": 1, "</s>": 2}
@@ -130,21 +88,23 @@ def test_text_without_a_word_has_no_vocabulary():
 
 
 WORDS = [
-    "the",
-    "cat",
-    "##s",
-    "un",
-    "##able",
-    "house",
-    "!",
-    ",",
-    "[",
-    "]",
-    "a",
-    "##b",
-    "中",
-    "se",
-    "##p",
+    *(
+        "the",
+        "cat",
+        "##s",
+        "un",
+        "##able",
+        "house",
+        "!",
+        ",",
+        "[",
+        "]",
+        "a",
+        "##b",
+        "中",
+        "se",
+        "##p",
+    )
 ]
 TEXT = "The cats, unable! HOUSE the 中文 [SEP] ab zebra  Café [MASK]"
 
