@@ -1,5 +1,6 @@
 """Commands that read a checkpoint while its run deletes it: the newest is read again."""
 
+import json
 import shutil
 
 import pytest
@@ -95,18 +96,17 @@ def test_an_error_of_a_checkpoint_that_is_there_is_not_tried_again(run):
     assert seen == [run / "checkpoints" / "step-00000006"]
 
 
-def test_it_is_said_that_another_checkpoint_than_the_newest_is_the_best(run, capfd):
-    (run / "checkpoints" / "best").write_text("step-00000003")
-    best = run / "checkpoints" / "step-00000003"
+def test_the_best_checkpoint_is_taken_where_it_is_asked_for_and_else_named(run, capfd, refused):
     words = ["generate", str(run), "--prompt", "def", "--max-tokens", "2"]
-    for more, is_said in ([], True), (["--best"], False):
-        assert polyad([*words, *more]) == 0
-        message = capfd.readouterr().err
-        line = (
-            f"polyad: reading the newest checkpoint of {run}, step-00000006; its best validation "
-            f"was that of {best}, which --best, or this path, reads"
-        )
-        assert (line in message.splitlines()) is is_said
-    (run / "checkpoints" / "best").write_text("step-00000006")
-    assert polyad(words) == 0
-    assert "best validation" not in capfd.readouterr().err
+    assert "no checkpoint is marked as the best" in refused(*words, "--best")
+    line = "step-00000006; its best validation was that of"
+    for best, options, read, is_said in (
+        (3, [], 6, True),
+        (3, ["--best"], 3, False),
+        (6, [], 6, False),
+    ):
+        (run / "checkpoints" / "best").write_text(f"step-{best:08}")
+        assert polyad([*words, *options, "--json", "-"]) == 0
+        captured = capfd.readouterr()
+        assert json.loads(captured.out)["checkpoint"].endswith(f"step-{read:08}")
+        assert (line in captured.err) == is_said

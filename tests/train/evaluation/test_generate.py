@@ -17,11 +17,10 @@ from polyad.train.evaluation.generate import (
     generate,
     generate_ids,
     probabilities,
-)
+)  # fmt: skip
 from tests.helpers.everyday import everyday
 from tests.helpers.huggingface import save_reference
 from tests.helpers.reference import reference_of
-from tests.helpers.runs import run, write_config
 
 GREEDY = Sampling(temperature=0)
 
@@ -49,17 +48,13 @@ KINDS = [
 ]
 
 
+SAMPLINGS = [GREEDY, Sampling(seed=3), Sampling(temperature=1.5, top_p=0.9, seed=4)]
+PROMPTS = [[3], [5, 6, 7, 8], list(range(15)), list(range(16)), [9] * 40]
+
+
 @pytest.mark.parametrize(("dtype", "section"), KINDS)
-@everyday(
-    "prompt",
-    [[3], [5, 6, 7, 8], list(range(15)), list(range(16)), [9] * 40],
-    keep=[[5, 6, 7, 8], [9] * 40],
-)
-@everyday(
-    "sampling",
-    [GREEDY, Sampling(seed=3), Sampling(temperature=1.5, top_p=0.9, seed=4)],
-    keep=[Sampling(seed=3)],
-)
+@everyday("prompt", PROMPTS, keep=[[5, 6, 7, 8], [9] * 40])
+@everyday("sampling", SAMPLINGS, keep=[Sampling(seed=3)])
 def test_a_cache_changes_no_token(dtype, section, prompt, sampling):
     # 60 tokens of a window of 16: it slides several times.
     model = small_model(dtype, feed_forward=section)
@@ -107,8 +102,7 @@ def test_it_ends_before_a_token_that_stops_it_and_never_chooses_beyond_the_vocab
     assert max(ids_of(model, [3], sampling=Sampling(temperature=9.0), vocab_size=7)) < 7
 
 
-def test_choice_follows_probability_and_top_p_by_hand():
-    # Probabilities 0.5, 0.3, 0.15, 0.05. The first two make 0.8 >= 0.7; at 0.5 the first is enough.
+def test_choice_follows_probability():
     logits = torch.tensor([0.3, 0.05, 0.5, 0.15]).log()
 
     def shares(sampling):
@@ -117,15 +111,10 @@ def test_choice_follows_probability_and_top_p_by_hand():
         return [drawn.count(token) / 4000 for token in range(4)]
 
     assert shares(Sampling()) == pytest.approx([0.3, 0.05, 0.5, 0.15], abs=0.03)
-    # 0.5 and 0.3 of 0.8.
+    # The first two make 0.8 >= 0.7.
     assert shares(Sampling(top_p=0.7)) == pytest.approx([0.375, 0, 0.625, 0], abs=0.03)
-    assert shares(Sampling(top_p=0.5)) == [0, 0, 1, 0]
-    assert shares(Sampling(top_p=1e-9)) == [0, 0, 1, 0]
-    assert shares(Sampling(temperature=0)) == [0, 0, 1, 0]
+    assert shares(GREEDY) == [0, 0, 1, 0]
     assert shares(Sampling(temperature=1e-310)) == [0, 0, 1, 0]  # below what 1 / x has room for
-    # Squares 0.09, 0.0025, 0.25, 0.0225 of 0.365.
-    expected = [0.2466, 0.0068, 0.6849, 0.0616]
-    assert shares(Sampling(temperature=0.5)) == pytest.approx(expected, abs=0.03)
 
 
 @pytest.mark.parametrize(
@@ -134,8 +123,8 @@ def test_choice_follows_probability_and_top_p_by_hand():
         ({"top_k": 1}, [0, 0, 1, 0]),
         ({"top_k": 2}, [3 / 8, 0, 5 / 8, 0]),  # 0.3 and 0.5 of 0.8
         ({"top_k": 3}, [6 / 19, 0, 10 / 19, 3 / 19]),  # of 0.95
-        ({"top_k": 4}, [0.3, 0.05, 0.5, 0.15]),
         ({"top_k": 10**30}, [0.3, 0.05, 0.5, 0.15]),
+        ({"top_p": 1e-9}, [0, 0, 1, 0]),
         # Temperature first: the squares 0.09, 0.25 and 0.0225 of 0.3625, the fourth is left out.
         ({"top_k": 3, "temperature": 0.5}, [0.09 / 0.3625, 0, 0.25 / 0.3625, 0.0225 / 0.3625]),
         # Then top-k, then top-p of what it leaves. The first has 0.5 of all and 10/19 = 0.526 of
@@ -168,20 +157,18 @@ def test_a_seed_gives_the_same_tokens_whatever_was_drawn_before():
 
 
 @pytest.mark.parametrize(
-    ("options", "word"),
+    ("name", "values"),
     [
-        ({"temperature": -1.0}, "--temperature: -1.0"),
-        ({"temperature": float("nan")}, "--temperature: nan"),
-        ({"top_k": 0}, "--top-k: 0 is not allowed: 1 or more"),
-        ({"top_k": -3}, "--top-k: -3"),
-        ({"top_p": 0.0}, "--top-p: 0.0"),
-        ({"top_p": 1.1}, "--top-p: 1.1"),
-        ({"seed": -1}, "--seed: -1"),
+        ("temperature", (-1.0, float("nan"))),
+        ("top_k", (0, -3)),
+        ("top_p", (0.0, 1.1)),
+        ("seed", (-1,)),
     ],
 )
-def test_bad_numbers_are_refused(options, word):
-    with pytest.raises(ConfigError, match=word):
-        Sampling(**options)
+def test_bad_numbers_are_refused(name, values):
+    for value in values:
+        with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')}: {value}"):
+            Sampling(**{name: value})
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling()])
@@ -212,13 +199,6 @@ def test_text_comes_in_whole_characters(prepared):
     assert "\ufffd" in stream.end()
 
 
-@pytest.fixture(scope="module")
-def finished(workers, tmp_path_factory, prepared_path):
-    folder = tmp_path_factory.mktemp("finished")
-    workers(1).run(run, write_config(folder / "config.yaml", prepared_path, train__steps=20))
-    return folder / "run"
-
-
 @pytest.mark.distributed
 def test_the_command_streams_text_that_equals_its_json(finished, capfd, tmp_path):
     command = ["generate", str(finished), "--prompt", "def f(", "--max-tokens", "60"]
@@ -240,49 +220,27 @@ def test_the_command_streams_text_that_equals_its_json(finished, capfd, tmp_path
 
 
 @pytest.mark.distributed
-def test_the_best_checkpoint_is_taken_where_it_is_asked_for(finished, tmp_path, capfd):
-    command = ["generate", str(tmp_path / "run"), "--prompt", "x", "--max-tokens", "2"]
-    shutil.copytree(finished, tmp_path / "run")
-    assert polyad([*command, "--best"]) == 2
-    assert "no checkpoint is marked as the best" in capfd.readouterr().err
-    first, *_, last = sorted(path.name for path in (tmp_path / "run/checkpoints").glob("step-*"))
-    (tmp_path / "run/checkpoints/best").write_text(first)
-    for options, name in (((), last), (("--best",), first)):
-        assert polyad([*command, *options, "--json", "-"]) == 0
-        assert json.loads(capfd.readouterr().out)["checkpoint"].endswith(name)
-
-
-@pytest.mark.distributed
 def test_an_empty_prompt_begins_a_document(finished, prepared):
     result, _ = generate(finished, "", max_tokens=3, sampling=GREEDY)
     assert result.prompt_ids == [prepared.tokenizer().end_of_text_id]
 
 
 @pytest.mark.distributed
-def test_bad_input_is_one_line(finished, tmp_path, prepared_path, capfd):
-    def refused(path, *options):
-        assert polyad(["generate", str(path), "--prompt", "x", *map(str, options)]) == 2
-        captured = capfd.readouterr()
-        assert captured.out == ""
-        lines = captured.err.splitlines()
-        assert len(lines) == 1
-        return lines[0]
-
-    assert "no such folder" in refused(tmp_path / "none")
-    assert "--top-p: 2.0" in refused(finished, "--top-p", 2)
-    assert "at least 1" in refused(finished, "--max-tokens", 0)
-    assert "--top-k: '0' is not a whole number of at least 1" in refused(finished, "--top-k", 0)
-    assert "no such tokenizer" in refused(finished, "--tokenizer", tmp_path / "none")
-    save_reference(tmp_path / "theirs", vocab_size=300)
-    capfd.readouterr()
-    assert "name one with --tokenizer" in refused(tmp_path / "theirs")
-    tokenizer = prepared_path / "tokenizer.json"
-    line = refused(tmp_path / "theirs", "--tokenizer", tokenizer)
-    assert "the tokenizer has 400 tokens, the model 300" in line
-    shutil.copy(tokenizer, tmp_path / "theirs")
-    (tmp_path / "theirs" / "tokenizer_config.json").write_text('{"eos_token": "<no>"}')
-    assert "'<no>'" in refused(tmp_path / "theirs")
-    (tmp_path / "theirs" / "tokenizer_config.json").write_text('{"eos_token": 5}')
-    assert "to end a document, 5" in refused(tmp_path / "theirs")
+def test_bad_input_is_one_line(finished, tmp_path, prepared_path, refused):
+    theirs, tokenizer = tmp_path / "theirs", prepared_path / "tokenizer.json"
+    save_reference(theirs, vocab_size=300)
+    for folder, words, part in (
+        (tmp_path / "none", (), "no such folder"),
+        (finished, ("--top-p", 2), "--top-p: 2.0"),
+        (finished, ("--max-tokens", 0), "at least 1"),
+        (finished, ("--tokenizer", tmp_path / "none"), "no such tokenizer"),
+        (theirs, (), "name one with --tokenizer"),
+        (theirs, ("--tokenizer", tokenizer), "the tokenizer has 400 tokens, the model 300"),
+    ):
+        assert part in refused("generate", folder, "--prompt", "x", *words)
+    shutil.copy(tokenizer, theirs)
+    for end, part in (('"<no>"', "'<no>'"), ("5", "to end a document, 5")):
+        (theirs / "tokenizer_config.json").write_text(f'{{"eos_token": {end}}}')
+        assert part in refused("generate", theirs, "--prompt", "x")
     with pytest.raises(ConfigError, match="UTF-8"):
         generate(finished, "\udcff")
