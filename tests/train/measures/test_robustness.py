@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import torch
-import yaml
 from PIL import Image
 from sklearn.metrics import average_precision_score
 
@@ -13,7 +12,7 @@ from polyad.parallel.weights import load_model
 from polyad.train.errors import ConfigError
 from polyad.train.measures.robustness import check_order
 from tests.helpers.images import encoded, picture
-from tests.helpers.runs import run, scored_set
+from tests.helpers.runs import run, scored_set, write_config
 
 pytestmark = pytest.mark.distributed
 IDS = imagenet_classes()
@@ -36,20 +35,15 @@ def trained(workers, tmp_path_factory):
             for number in range(each):
                 file = f"ILSVRC2012_val_{label + 1:08}.PNG" if split == "val" else f"{number}.PNG"
                 write(root / "all" / split / name / file, label, number + 10 * (split == "val"))
-    config = root / "run.yaml"
-    config.write_text(yaml.safe_dump({
-        "seed": 1, "run": {"folder": str(root / "run")},
-        "model": {
-            "kind": "vit", "image_size": SIZE, "patch_size": 4, "num_layers": 1,
-            "hidden_size": 16, "num_heads": 2,
-        },
-        "data": {"kind": "images", "path": str(root / "all"), "normalization": "half"},
-        "train": {
-            "steps": 20, "global_batch_size": 64, "micro_batch_size": 64, "precision": "fp32",
-        },
-        "optimizer": {"learning_rate": 0.02}, "schedule": {"kind": "constant"},
-        "evaluation": {"max_windows": 64}, "log": {"trackers": []},
-    }))  # fmt: skip
+    model = {
+        "kind": "vit", "image_size": SIZE, "patch_size": 4, "num_layers": 1, "hidden_size": 16,
+        "num_heads": 2,
+    }  # fmt: skip
+    config = write_config(
+        root / "config.yaml", root / "all", seed=1, model=model, data__kind="images",
+        data__normalization="half", train__steps=20, train__global_batch_size=64,
+        train__micro_batch_size=64, optimizer__learning_rate=0.02, evaluation__max_windows=64,
+    )  # fmt: skip
     workers(1).run(run, config)
     return root / "run"
 

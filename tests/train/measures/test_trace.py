@@ -10,7 +10,6 @@ import pandas as pd
 import pyarrow.parquet as pq
 import pytest
 import torch
-import yaml
 from scipy.stats import entropy
 from torch.nn.functional import cross_entropy, silu
 
@@ -27,14 +26,13 @@ from polyad.train.experts.trace import EXTRA
 from polyad.train.measures.trace import Trace
 from polyad.train.reading import open_data_for
 from polyad.train.tasks.samples import ImageSamples
-from tests.helpers import images as made
 from tests.helpers.bert import prepare_pieces
 from tests.helpers.decoders import Chosen, hub_folder, prepared_for
 from tests.helpers.fine_tuned import SETTINGS, others, trainer
 from tests.helpers.little_memory import little_memory
 from tests.helpers.prepared import windows_of
 from tests.helpers.runs import both_forms, counts_of, evaluation, measured, run, write_config
-from tests.train.report.test_top_images import MODELS
+from tests.train.report.test_top_images import MODELS, train
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.distributed
@@ -304,20 +302,11 @@ IMAGE_MODELS = MODELS | {
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["vit", "mixer", "mixture"])
 def test_images_are_named_with_their_patches(kind, workers, tmp_path):
-    source = str(made.class_folders(tmp_path / "all", 20))
-    config = tmp_path / "run.yaml"
-    data = {"kind": "images", "path": source, "held_out": 0.4, "normalization": "half"}
-    config.write_text(yaml.safe_dump({
-        "run": {"folder": str(tmp_path / "run")}, "model": IMAGE_MODELS[kind],
-        "data": data | {"evaluation_resize": 1.0},
-        "train": {
-            "steps": 2, "global_batch_size": 8, "micro_batch_size": 8, "precision": "fp32",
-        },
-        "log": {"trackers": []},
-    }))  # fmt: skip
-    workers(1).run(run, config)
+    train(workers, tmp_path, IMAGE_MODELS[kind], train__steps=2)
     result, about = traced(tmp_path / "run", tmp_path / "t.parquet", extra=["norm"], tokens=9)
-    split = ImageData.open(ImageDataConfig(path=source, held_out=0.4)).split("validation")
+    split = ImageData.open(ImageDataConfig(path=str(tmp_path / "all"), held_out=0.4)).split(
+        "validation"
+    )
     chosen = [number * len(split) // 9 for number in range(9)]
     assert sorted(set(result["image"])) == chosen
     for image, file in zip(result["image"], result["file"], strict=True):
@@ -351,8 +340,8 @@ def test_images_are_named_with_their_patches(kind, workers, tmp_path):
 @pytest.mark.parametrize("name", ["pairs", "choices"])
 def test_labelled_sequences_have_a_row_for_each_token(name, workers, tmp_path_factory, tmp_path):
     rows = others()[name]
-    train = trainer(workers, tmp_path_factory)
-    folder = train(name, rows[:16], rows[16:27], steps=2, data=SETTINGS[name])
+    train_sequences = trainer(workers, tmp_path_factory)
+    folder = train_sequences(name, rows[:16], rows[16:27], steps=2, data=SETTINGS[name])
     both_forms(folder, Trace, output=tmp_path / "t.parquet")
     result = rows_of(tmp_path / "t.parquet")
     choices = 2 if name == "choices" else 1

@@ -1,7 +1,6 @@
 """The rows of a page: one for each expert, whose numbers are those of the measures."""
 
 import json
-import re
 from html.parser import HTMLParser
 
 import numpy as np
@@ -107,12 +106,27 @@ def test_rows_have_the_numbers_of_the_knockout_and_the_largest_come_first(
 
 
 @pytest.mark.distributed
-def test_without_a_knockout_rows_have_the_numbers_of_the_specialization(trained, tmp_path):
+def test_without_a_knockout_rows_have_the_numbers_of_the_specialization(
+    trained, prepared_path, tmp_path
+):
     result = report(trained, output=tmp_path / "page.html", tokens=TOKENS)
     assert result["knockout"] is None
     page, rows = cells(tmp_path), result["experts"]
     assert list(page) == [row["anchor"] for row in rows]
     assert sorted(page) == [f"blocks.{b}.feed_forward.{e}" for b in range(2) for e in range(4)]
+    text = (tmp_path / "page.html").read_text()
+    whole = Page(text)
+    assert len(set(whole.ids)) == len(whole.ids)
+    assert set(whole.links) <= {f"#{one}" for one in whole.ids}
+    # Top tokens stand in the document that is named.
+    tops = [top for row in rows for top in row["top"]]
+    assert len({top["document"] for top in tops}) > 1
+    lines = (prepared_path.parent / "validation.jsonl").read_text().splitlines()
+    for top in tops:
+        assert f"document {top['document']}, token {top['offset']:,}" in text
+        document = json.loads(lines[top["document"]])["text"]
+        if top["token"] != "<end of text>":
+            assert top["before"] + top["token"] + top["after"].partition("<|end")[0] in document
     for row in rows:
         expert, results = int(row["expert"]), result["specialization"]
         counts_SY = counts_of(results, row["layer"], "characters")
@@ -134,33 +148,6 @@ def test_without_a_knockout_rows_have_the_numbers_of_the_specialization(trained,
         assert row["elsewhere"] == pytest.approx(others_S[expert] / others_S.sum() / share)
         assert shown(row["value"], row["low"], row["high"], ".2f") in told["Times its share"]
         assert told["Elsewhere"] == f"{row['elsewhere']:.2f}"
-
-
-@pytest.mark.distributed
-def test_anchors_are_unique_and_sections_stand_in_order(trained, tmp_path):
-    report(trained, output=tmp_path / "page.html", tokens=TOKENS, layers=["1"])
-    text = (tmp_path / "page.html").read_text()
-    page = Page(text)
-    assert len(set(page.ids)) == len(page.ids)
-    assert set(page.links) <= {f"#{one}" for one in page.ids}
-    assert {f"blocks.1.feed_forward.{expert}" for expert in range(4)} <= set(page.ids)
-    assert "blocks.0.feed_forward.0" not in page.ids  # its block was not read
-    sections = re.findall(r'<section id="([\w-]+)"', text)
-    assert sections == ["experts", "training", "facts"]
-
-
-@pytest.mark.distributed
-def test_top_tokens_stand_in_the_document_that_is_named(trained, prepared_path, tmp_path):
-    result = report(trained, output=tmp_path / "page.html", tokens=TOKENS)
-    text = (tmp_path / "page.html").read_text()
-    tops = [top for row in result["experts"] for top in row["top"]]
-    assert len({top["document"] for top in tops}) > 1
-    lines = (prepared_path.parent / "validation.jsonl").read_text().splitlines()
-    for top in tops:
-        assert f"document {top['document']}, token {top['offset']:,}" in text
-        document = json.loads(lines[top["document"]])["text"]
-        if top["token"] != "<end of text>":
-            assert top["before"] + top["token"] + top["after"].partition("<|end")[0] in document
 
 
 def test_the_class_that_is_named_loses_more_than_all_others():

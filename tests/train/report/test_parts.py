@@ -86,12 +86,6 @@ def test_experts_are_chosen_by_a_spread_of_their_shares():
     assert choose_experts([torch.zeros(4)], 2) == []
 
 
-def test_experts_of_several_levels_have_two_numbers():
-    layer = RoutedLayer(name="blocks.3.feed_forward", levels=(4, 2))
-    assert [layer.expert_name(column) for column in (0, 3, 4, 5)] == ["0.0", "0.3", "1.0", "1.1"]
-    assert (layer.block, layer.num_experts) == (3, 6)
-
-
 def test_contexts_are_split_between_whole_characters(prepared):
     tokenizer = prepared.tokenizer()
     text = "x = '漢字 🙂🙂' <b>\nünï"
