@@ -30,6 +30,18 @@ def trained(workers, tmp_path_factory, prepared_path) -> Callable[[str], Path]:
     return make
 
 
+@pytest.fixture(scope="module")
+def run_of(workers, tmp_path_factory, prepared_path) -> Callable[..., Path]:
+    """Trains with changes of a small run's configuration, and gives the run's folder."""
+
+    def train(processes: int = 1, **changes) -> Path:
+        folder = tmp_path_factory.mktemp("run")
+        workers(processes).run(run, write_config(folder / "config.yaml", prepared_path, **changes))
+        return folder / "run"
+
+    return train
+
+
 @pytest.fixture(scope="session")
 def finished(trained):
     """A finished run of two processes, whose checkpoint therefore lies in two shards."""

@@ -15,17 +15,9 @@ from polyad.train.exchange.convert import convert
 from polyad.train.tasks.text import perplexities
 from tests.helpers.everyday import everyday
 from tests.helpers.reference import reference_of
-from tests.helpers.runs import evaluated, evaluation, evaluation_error, run, write_config
+from tests.helpers.runs import evaluated, evaluation, evaluation_error
 
 pytestmark = pytest.mark.distributed
-
-
-@pytest.fixture(scope="module")
-def finished(workers, tmp_path_factory, prepared_path):
-    folder = tmp_path_factory.mktemp("evaluated")
-    config = write_config(folder / "config.yaml", prepared_path, train__steps=20)
-    workers(2).run(run, config)
-    return folder / "run"
 
 
 def reference_loss(run_folder, data, split, stride):
@@ -66,9 +58,9 @@ def reference_loss(run_folder, data, split, stride):
     keep=[("dense", "validation", 23)],
 )
 def test_perplexity_equals_an_independent_computation(
-    workers, finished, trained, prepared_path, kind, split, stride
+    workers, trained, prepared_path, kind, split, stride
 ):
-    finished = finished if kind == "dense" else trained(kind)
+    finished = trained(kind)
     overrides = (f"evaluation.stride={stride}",)
     result = workers(1).run(evaluation, finished, split=split, overrides=overrides)[0]
     nats, tokens = reference_loss(finished, prepared_path, split, stride)
@@ -85,12 +77,11 @@ def test_perplexity_equals_an_independent_computation(
     [("dense", 1), ("dense", 3), ("dense", 64), ("smoe", 3), ("cp", 3), ("tr", 64)],
     keep=[("dense", 3)],
 )
-def test_two_processes_score_what_one_scores(workers, finished, trained, kind, batch_size):
-    finished = finished if kind == "dense" else trained(kind)
+def test_two_processes_score_what_one_scores(workers, trained, kind, batch_size):
     # Windows that neither the batch size nor the processes divide, and more room than windows.
     overrides = (f"evaluation.batch_size={batch_size}", "evaluation.stride=23")
-    one = workers(1).run(evaluation, finished, overrides=overrides)[0]
-    two = workers(2).run(evaluation, finished, overrides=overrides)
+    one = workers(1).run(evaluation, trained(kind), overrides=overrides)[0]
+    two = workers(2).run(evaluation, trained(kind), overrides=overrides)
     assert two[0]["loss"] == two[1]["loss"] == pytest.approx(one["loss"], rel=1e-6)
     assert two[0]["tokens_scored"] == one["tokens_scored"]
 
@@ -103,7 +94,7 @@ UP = "blocks.1.feed_forward.up.weight"
     [
         (UP, math.nan, f": {UP} is not finite: it holds nan"),
         (UP, -math.inf, f": {UP} is not finite: it holds -inf"),
-        ("final_norm.weight", 1e38, ", although all weights are finite: numbers overflow in fp32"),
+        ("final_norm.weight", 3e38, ", although all weights are finite: numbers overflow in fp32"),
     ],
 )
 def test_a_loss_that_is_not_finite_is_an_error_on_every_process(

@@ -7,8 +7,6 @@ import pytest
 import torch
 
 from polyad.launch.cli import run as polyad
-from polyad.model.build import build_model, materialize
-from polyad.model.decoder_config import GPT2Config
 from polyad.train.errors import ConfigError
 from polyad.train.evaluation.generate import (
     Sampling,
@@ -20,20 +18,15 @@ from polyad.train.evaluation.generate import (
 )  # fmt: skip
 from tests.helpers.everyday import everyday
 from tests.helpers.huggingface import save_reference
+from tests.helpers.random_model import random_model
 from tests.helpers.reference import reference_of
 
 GREEDY = Sampling(temperature=0)
+DENSE = {"kind": "dense"}
 
 
-def small_model(dtype=torch.float32, **overrides):
-    config = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "sequence_length": 16}
-    model = build_model(GPT2Config.model_validate(config | {"vocab_size": 61} | overrides))
-    materialize(model, seed=0)
-    torch.manual_seed(1)
-    with torch.no_grad():  # far from the initial values, so that the choices are not all the same
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.3)
-    return model.to(dtype).eval()
+def small_model(dtype=torch.float32, feed_forward=DENSE, **sizes):
+    return random_model(feed_forward, dtype, hidden_size=32, **{"sequence_length": 16} | sizes)
 
 
 def ids_of(model, prompt, count=40, sampling=GREEDY, **options):
@@ -41,8 +34,8 @@ def ids_of(model, prompt, count=40, sampling=GREEDY, **options):
 
 
 KINDS = [
-    (torch.float32, {"kind": "dense"}),
-    (torch.float64, {"kind": "dense"}),
+    (torch.float32, DENSE),
+    (torch.float64, DENSE),
     (torch.float64, {"kind": "mumoe", "factorization": "cp", "num_experts": [8]}),
     (torch.float32, {"kind": "mumoe", "factorization": "tr", "num_experts": [4, 3]}),
 ]

@@ -10,6 +10,7 @@ import transformers
 import polyad
 from polyad.launch.cli import run as command
 from polyad.train.errors import ConfigError
+from tests.helpers.bert import their_bert
 from tests.helpers.fine_tuned import EVIL, NAMES, SETTINGS, one_by_one, others, table, trainer
 from tests.helpers.images import CLASSES, class_folders
 from tests.helpers.runs import evaluation, run, write_config
@@ -140,13 +141,8 @@ def test_a_folder_of_transformers_bert_gives_its_probabilities(tmp_path, capfd):
     (tmp_path / "vocab.txt").write_text("\n".join(words))
     tokenizer = transformers.BertTokenizerFast(str(tmp_path / "vocab.txt"))
     tokenizer.save_pretrained(tmp_path)
-    torch.manual_seed(0)
-    config = transformers.BertConfig(
-        vocab_size=len(words), hidden_size=32, num_hidden_layers=2, num_attention_heads=2,
-        intermediate_size=64, max_position_embeddings=64, initializer_range=0.5,
-        id2label=dict(enumerate(CLASS_NAMES)),
-    )  # fmt: skip
-    theirs = transformers.BertForSequenceClassification(config).eval()
+    labels = dict(enumerate(CLASS_NAMES))
+    theirs = their_bert("BertForSequenceClassification", id2label=labels)
     theirs.save_pretrained(tmp_path)
     texts = ["hello there", "bad"]
     with torch.no_grad():

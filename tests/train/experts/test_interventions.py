@@ -5,11 +5,12 @@ import copy
 import pytest
 import torch
 
-from polyad.model.build import build_model, materialize, read_model_config
+from polyad.model.build import build_model, materialize
 from polyad.train.errors import ConfigError
 from polyad.train.experts.actions import CONTRIBUTION, HOWS, KEYS, Action, intervening
 from polyad.train.experts.interventions import Intervention, intervened, parse_intervention
 from polyad.train.experts.probing import deciding, routed_layers
+from tests.helpers.random_model import random_model
 
 SPARSE = {"kind": "smoe", "num_experts": 6, "expert_hidden_size": 8, "top_k": 2}
 KINDS = {
@@ -27,22 +28,6 @@ TABLES = {
 }
 CP = {"kind": "mumoe", "factorization": "cp", "num_experts": [4, 3], "rank": 8}
 IDS_BT = torch.randint(61, (3, 12), generator=torch.Generator().manual_seed(5))
-
-
-def make_model(feed_forward, **changes):
-    """A model with weights far from their initial values."""
-    sizes = {"num_layers": 2, "hidden_size": 16, "num_heads": 4, "sequence_length": 12}
-    sizes |= {"kind": "gpt2", "vocab_size": 61, "feed_forward": feed_forward}
-    model = build_model(read_model_config(sizes | changes))
-    materialize(model, seed=0, dtype=torch.float64)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("score.bias"):  # which would choose the same experts everywhere
-                continue
-            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-            parameter.add_(0.3 * noise)
-    return model.eval()
 
 
 def action_of(how, mean_SD=None, **values):
@@ -83,7 +68,7 @@ def layer_of_constants(p, outputs, top_k, **changes):
     """A model of width 2 whose first layer scores every token with p; an expert's output is its
     bias."""
     feed_forward = SPARSE | {"num_experts": len(p), "top_k": top_k} | changes
-    model = make_model(feed_forward, num_layers=1, hidden_size=2, num_heads=1)
+    model = random_model(feed_forward, num_layers=1, hidden_size=2, num_heads=1)
     layer = model.blocks[0].feed_forward
     with torch.no_grad():
         layer.experts.down.zero_()
@@ -169,7 +154,7 @@ def pruned_copy(model, expert):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_pruning_is_a_model_without_the_expert(kind):
-    model = make_model(KINDS[kind])
+    model = random_model(KINDS[kind])
     expert = by_use(model)[0]
     with torch.no_grad():
         theirs = pruned_copy(model, expert)(IDS_BT).logits
@@ -191,7 +176,7 @@ CHANGES = [
 @torch.no_grad()
 def test_an_action_is_a_change_of_weights(kind, how):
     """An expert of zeros, one that always gives its mean, one with twice its output, another."""
-    model = make_model((KINDS | TABLES)[kind])
+    model = random_model((KINDS | TABLES)[kind])
     expert, to, *_ = by_use(model)
     changed = copy.deepcopy(model)
     part = changed.blocks[0].feed_forward
@@ -214,7 +199,7 @@ def test_an_action_is_a_change_of_weights(kind, how):
 @pytest.mark.parametrize("how", ["contribution", "route-around", "swap", "scale", "clamp"])
 def test_shares_of_a_level_by_hand(how):
     """The coefficients of a muMoE themselves."""
-    model = make_model(CP)
+    model = random_model(CP)
     layer, chosen_1S = one(model, 1)
     with torch.no_grad(), deciding(model, [layer]) as decisions:
         model(IDS_BT)
@@ -243,7 +228,7 @@ def test_shares_of_a_level_by_hand(how):
 @torch.no_grad()
 def test_rows_and_places_are_changed_one_by_one(how):
     """Rows with experts of their own, at one token: as each row alone, nothing before the token."""
-    model = make_model(SPARSE)
+    model = random_model(SPARSE)
     layer, (first, second, third, *_, last) = routed_layers(model)[0], by_use(model)
     mean_SD = torch.ones(6, 16, dtype=torch.float64)
     action = action_of(how, to=last, value=0.3, mean_SD=mean_SD)
@@ -298,21 +283,6 @@ def test_experts_forced_and_avoided_by_hand(order):
     assert y_BTD.flatten().tolist() == pytest.approx([6, 0.4])  # .3 and .2: the next two
 
 
-@torch.no_grad()
-def test_several_act_at_once_and_measures_see_it():
-    model = make_model(SPARSE)
-    layers = routed_layers(model)
-    changes = [parse_intervention("layer=0,expert=1+2,how=prune"),
-             parse_intervention("layer=1,expert=0,how=route-around")]  # fmt: skip
-    with intervened(model, changes), deciding(model, layers) as decisions:
-        model(IDS_BT)
-    first, second = (decisions[layer.name].coefficients() for layer in layers)
-    assert not first[:, 1:3].any()
-    assert not second[:, 0].any()
-    torch.testing.assert_close(first.sum(-1), torch.ones(36))
-    assert set(second.sum(-1).round(decimals=5).tolist()) == {1.0}
-
-
 @pytest.mark.parametrize(
     ("section", "text", "key"),
     [
@@ -339,7 +309,7 @@ def test_several_act_at_once_and_measures_see_it():
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_one_line(section, text, key):
-    model = make_model(section)
+    model = random_model(section)
     with pytest.raises(ConfigError) as caught:
         intervened(model, [parse_intervention(text)]).__enter__()
     assert key in str(caught.value)

@@ -19,7 +19,7 @@ from polyad.train.experts.knockout import ChangeSums, KnockOut
 from polyad.train.experts.probing import deciding, routed_layers
 from polyad.train.tasks.samples import Passages, embedded, losses, through
 from tests.helpers.everyday import everyday
-from tests.train.experts import test_interventions as interventions
+from tests.helpers.random_model import random_model
 
 WINDOWS, LENGTH, VOCABULARY, BATCH = 7, 12, 61, 3
 SPARSE = {"kind": "smoe", "num_experts": 6, "expert_hidden_size": 8, "top_k": 2}
@@ -48,7 +48,7 @@ CLASSES = {
 
 def make_model(kind, **changes):
     kind_of_model = "bert" if kind == "bert" else "gpt2"
-    return interventions.make_model(KINDS[kind] | changes, num_layers=3, kind=kind_of_model)
+    return random_model(KINDS[kind] | changes, num_layers=3, kind=kind_of_model)
 
 
 def passages_of(model):

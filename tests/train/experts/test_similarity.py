@@ -8,15 +8,10 @@ import pytest
 import torch
 from torch.nn.functional import cosine_similarity
 
-from polyad.model.build import build_model, materialize
-from polyad.model.decoder_config import GPT2Config
 from polyad.train.experts.probing import Decision, RoutedLayer, deciding, routed_layers
 from polyad.train.experts.similarity import ExpertSimilarity, _cka, _cosine
+from tests.helpers.random_model import random_model
 
-SMALL = {
-    "hidden_size": 16, "num_layers": 1, "num_heads": 2, "vocab_size": 50, "sequence_length": 8,
-    "dropout": 0.0,
-}  # fmt: skip
 SECTIONS = {
     "smoe": {"kind": "smoe", "num_experts": 3, "top_k": 2, "expert_hidden_size": 12},
     "emoe": {"kind": "emoe", "num_experts": 4, "top_k": 2},
@@ -28,20 +23,9 @@ SECTIONS = {
 }
 
 
-def model_of(kind):
-    config = GPT2Config.model_validate(SMALL | {"feed_forward": SECTIONS[kind]})
-    model = build_model(config).eval()
-    materialize(model, seed=1, dtype=torch.float64)
-    torch.manual_seed(2)
-    with torch.no_grad():
-        for parameter in model.parameters():  # also biases and gates, which start at 0
-            parameter.add_(torch.randn_like(parameter), alpha=0.1)
-    return model
-
-
 def decided(kind):
     """The layer, the arguments and the output of its forward pass, and what it decided."""
-    model = model_of(kind)
+    model = random_model(SECTIONS[kind], num_layers=1, num_heads=2)
     (layer,) = routed_layers(model)
     feed_forward, calls = model.get_submodule(layer.name), []
     handle = feed_forward.register_forward_hook(lambda _, given, out: calls.append((given, out)))

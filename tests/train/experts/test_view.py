@@ -9,8 +9,8 @@ from polyad.train.errors import ConfigError
 from polyad.train.experts.interventions import intervened, parse_intervention
 from tests.helpers.everyday import everyday
 from tests.helpers.pages import Page
+from tests.helpers.random_model import random_model
 from tests.helpers.runs import FEED_FORWARDS
-from tests.train.experts.test_interventions import make_model
 
 pytestmark = pytest.mark.distributed
 TEXT = "def f(x):\n    return x < 3 and x"
@@ -23,7 +23,7 @@ def smoe(trained):
     run = polyad.load(trained("smoe"))
     sparse = {"kind": "smoe", "num_experts": 4, "expert_hidden_size": 32, "placement": [1]}
     sizes = {"hidden_size": 32, "sequence_length": 32, "vocab_size": run.tokenizer.vocab_size}
-    run.model = make_model(sparse, **sizes).float()
+    run.model = random_model(sparse, torch.float32, **sizes)
     return run
 
 

@@ -4,7 +4,6 @@ import json
 import math
 import shutil
 
-import pandas as pd
 import pytest
 import torch
 
@@ -20,8 +19,6 @@ from tests.helpers.runs import (
     frame_of,
     records,
     reseal,
-    run,
-    write_config,
 )
 
 pytestmark = pytest.mark.distributed
@@ -44,14 +41,9 @@ RUNS = {
 
 
 @pytest.fixture(scope="module")
-def runs(workers, tmp_path_factory, prepared_path):
+def runs(run_of):
     """A finished run of each kind, with checkpoints of steps 3 and 6."""
-    folders = {}
-    for kind, (processes, changes) in RUNS.items():
-        folder = tmp_path_factory.mktemp(kind)
-        workers(processes).run(run, write_config(folder / "config.yaml", prepared_path, **changes))
-        folders[kind] = folder / "run"
-    return folders
+    return {kind: run_of(processes, **changes) for kind, (processes, changes) in RUNS.items()}
 
 
 def checkpoint(run_folder, step):
@@ -108,19 +100,6 @@ def test_shares_are_those_of_the_routers_by_hand(workers, runs, prepared_path):
     assert 0 < first <= other < 1
     assert layer["top1"] == pytest.approx(first, abs=2 / len(now))
     assert layer["set"] == pytest.approx(other, abs=2 / len(now))
-
-
-def test_two_processes_compare_as_one(workers, runs):
-    # Windows that neither the batch size nor the processes divide.
-    options = {"tokens": 32 * 13, "overrides": ("evaluation.batch_size=3",)}
-    results = [
-        workers(size).run(compare, runs["smoe"], checkpoint(runs["smoe"], 3), **options)[0]
-        for size in (1, 2)
-    ]
-    assert [result["processes"] for result in results] == [1, 2]
-    assert results[0]["probe_tokens"] == results[1]["probe_tokens"] == 32 * 13
-    one, two = (frame_of(result, "layers") for result in results)
-    pd.testing.assert_frame_equal(one, two, rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize(

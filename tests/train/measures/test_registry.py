@@ -13,9 +13,14 @@ import torch
 
 from polyad.launch.cli import run as polyad
 from polyad.parallel.weights import load_model
+from polyad.train.experts.interventions import parse_intervention
+from polyad.train.measures.atlas import Atlas
+from polyad.train.measures.comparison import Comparison
+from polyad.train.measures.registry import MEASURES
+from polyad.train.measures.steer import Steer
 from tests.helpers.fine_tuned import table, trainer
 from tests.helpers.prepared import windows_of
-from tests.helpers.runs import frame_of, measured, newest
+from tests.helpers.runs import both_forms, frame_of, measured, newest
 
 pytestmark = pytest.mark.distributed
 
@@ -29,6 +34,34 @@ def even_measured(path, **options):
     import tests.helpers.even  # noqa: F401
 
     return measured(path, "even", **options)
+
+
+STEERED = parse_intervention("layer=1,expert=2,how=steer,value=40")
+ANALYSES = {
+    "atlas": (Atlas, {"tokens": 32 * 13, "how": "route-around"}),
+    "compare": (Comparison, {"tokens": 32 * 13}),
+    "steer": (Steer, {"tokens": 32 * 13, "changes": [STEERED]}),
+    "specialize": (MEASURES["specialize"], {}),
+}
+
+
+@pytest.mark.parametrize("name", ANALYSES)
+def test_two_processes_find_what_one_finds(workers, trained, name):
+    """Of windows that neither the batch size nor the processes divide."""
+    (kind, options), folder = ANALYSES[name], trained("smoe")
+    if name == "compare":
+        options = options | {"other": folder / "checkpoints" / "step-00000003"}
+    options = options | {"overrides": ("evaluation.batch_size=3",)}
+    results = [workers(size).run(both_forms, folder, kind, **options)[0][0] for size in (1, 2)]
+    assert [result["processes"] for result in results] == [1, 2]
+    # Correlations jump where two experts change the loss alike.
+    left_out = {"processes", "seconds", "correlations", "predictive"}
+    kept = [
+        json.dumps({key: result[key] for key in sorted(result.keys() - left_out)})
+        for result in results
+    ]
+    near = json.loads(kept[0], parse_float=lambda x: pytest.approx(float(x), abs=2e-6, rel=1e-4))
+    assert json.loads(kept[1]) == near
 
 
 @torch.inference_mode()

@@ -16,7 +16,7 @@ from polyad.train.reading import Subject, open_evaluated
 from polyad.train.tasks.samples import TextSamples
 from tests.helpers.decoders import hub_folder, prepared_for
 from tests.helpers.everyday import everyday
-from tests.helpers.runs import both_forms, frame_of, newest, run, write_config
+from tests.helpers.runs import both_forms, frame_of, newest
 
 FAMILIES = ["olmoe", "mixtral", "qwen3_moe", "qwen2_moe", "granitemoe", "deepseek_v2", "gpt_oss"]
 EVERYDAY = ["olmoe", "mixtral", "qwen3_moe"]
@@ -80,17 +80,13 @@ def test_the_types_of_a_folder_stay(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def finished(workers, prepared_path, tmp_path_factory):
+def finished(run_of):
     """A run of ours whose tokens are routed apart."""
-    folder = tmp_path_factory.mktemp("removal")
     experts = {
         "kind": "smoe", "num_experts": 8, "expert_hidden_size": 16, "balancing_rate": 0.01,
         "graph": "similarity", "score": "cosine",
     }  # fmt: skip
-    changes = {"model__feed_forward": experts, "model__initializer_range": 0.3}
-    config = write_config(folder / "config.yaml", prepared_path, **changes)
-    workers(2).run(run, config)
-    return folder / "run"
+    return run_of(2, model__feed_forward=experts, model__initializer_range=0.3)
 
 
 @pytest.mark.distributed

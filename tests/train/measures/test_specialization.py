@@ -1,6 +1,5 @@
 """`polyad evaluate --specialization` of text and sequences: as counted token by token."""
 
-import json
 import math
 import unicodedata
 from collections import Counter
@@ -12,9 +11,8 @@ from sklearn.metrics import mutual_info_score, normalized_mutual_info_score
 
 from polyad.data.text.dataset import PreparedData
 from polyad.parallel.weights import load_model
-from tests.helpers.fine_tuned import one_by_one, table, trainer
 from tests.helpers.prepared import windows_of
-from tests.helpers.runs import frame_of, measured, newest, run, specialization, write_config
+from tests.helpers.runs import frame_of, newest, specialization
 
 pytestmark = pytest.mark.distributed
 
@@ -23,18 +21,6 @@ SECTIONS = {
     "mumoe": {"kind": "mumoe", "num_experts": [6, 2], "rank": 8, "level_std": 0.5},
 }
 LAYER = "blocks.1.feed_forward"
-
-
-@pytest.fixture(scope="module")
-def runs(workers, tmp_path_factory, prepared_path):
-    folders = {}
-    for kind, section in SECTIONS.items():
-        folder = tmp_path_factory.mktemp(kind)
-        changes = {"model__feed_forward": section}
-        changes["optimizer__learning_rate"] = 0.0005  # with more, one expert has all tokens
-        workers(1).run(run, write_config(folder / "config.yaml", prepared_path, **changes))
-        folders[kind] = folder / "run"
-    return folders
 
 
 @torch.inference_mode()
@@ -68,9 +54,11 @@ def kind_of(text):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", SECTIONS)
-def test_text_is_as_counted_token_by_token(workers, runs, prepared_path, kind):
-    result, windows = workers(1).run(specialization, runs[kind])[0], windows_of(prepared_path)
-    tokens, scores = token_by_token(runs[kind], windows)
+def test_text_is_as_counted_token_by_token(workers, run_of, prepared_path, kind):
+    # At a higher rate one expert has all tokens.
+    folder = run_of(model__feed_forward=SECTIONS[kind], optimizer__learning_rate=0.0005)
+    result, windows = workers(1).run(specialization, folder)[0], windows_of(prepared_path)
+    tokens, scores = token_by_token(folder, windows)
     assert result["tokens_scored"] == len(tokens)
     assert result["windows_scored"] == len(windows)
     assert list(dict.fromkeys(row["module"] for row in result["levels"])) == [
@@ -113,44 +101,3 @@ def test_text_is_as_counted_token_by_token(workers, runs, prepared_path, kind):
     # An expert follows the token more than any place in a window: chance is what shifting leaves.
     (characters,) = frame_of(result, "labels", module=LAYER, by="characters").to_dict("records")
     assert characters["information_bits"] > 2 * characters["information_bits_by_chance"]
-
-
-@pytest.mark.slow
-def test_two_processes_measure_as_one(workers, runs):
-    options = {"overrides": ("evaluation.batch_size=3",)}
-    one, two = (workers(size).run(specialization, runs["smoe"], **options)[0] for size in (1, 2))
-    assert (one["processes"], two["processes"]) == (1, 2)
-    kept = [
-        json.loads(json.dumps(each | {"processes": 0, "seconds": 0}), parse_float=rounded)
-        for each in (one, two)
-    ]
-    assert kept[0] == kept[1]
-
-
-def rounded(text):
-    return round(float(text), 4)
-
-
-def test_sequences_are_by_class(workers, tmp_path_factory, refused):
-    held_out = table(10, 2)
-    folder = trainer(workers, tmp_path_factory)("smoe", table(24, 1), held_out)
-    result, text = workers(2).run(measured, folder, "specialize")[0]
-    _, tokens = one_by_one(folder, [row["text"] for row in held_out])
-    assert result["sequences_scored"] == len(held_out)
-    for measures in frame_of(result, "labels", by="class").to_dict("records"):
-        name = measures["module"]
-        expected = Counter[tuple[int, str]]()
-        for row, given in zip(held_out, tokens, strict=True):
-            for expert, count in enumerate(torch.tensor(given[name]).sum(0).tolist()):
-                expected[expert, row["label"]] += count
-        counted = frame_of(result, "counts", module=name)
-        ours = zip(counted["expert"], counted["class"], counted["tokens"], strict=True)
-        assert {(expert, group): n for expert, group, n in ours} == +expected
-        most = counted.groupby("expert")["tokens"].max().sum()
-        assert measures["purity"] == pytest.approx(most / counted["tokens"].sum())
-    assert "polysemanticity" not in text
-    # Of a split whose labels nobody has there is nothing to tell.
-    hidden = [json.dumps(row | {"label": -1}) + "\n" for row in held_out]
-    (folder.parent / "table" / "test.jsonl").write_text("".join(hidden))
-    line = refused("experts", "specialize", folder, "--split", "test")
-    assert "table (test): its labels are hidden" in line

@@ -13,7 +13,6 @@ import torch
 from scipy.stats import entropy
 from torch.nn.functional import cross_entropy, silu
 
-import polyad
 from polyad.data.images.config import ImageDataConfig
 from polyad.data.images.dataset import ImageData
 from polyad.data.text.dataset import PreparedData
@@ -31,7 +30,7 @@ from tests.helpers.decoders import Chosen, hub_folder, prepared_for
 from tests.helpers.fine_tuned import SETTINGS, others, trainer
 from tests.helpers.little_memory import little_memory
 from tests.helpers.prepared import windows_of
-from tests.helpers.runs import both_forms, counts_of, evaluation, measured, run, write_config
+from tests.helpers.runs import both_forms, run, write_config
 from tests.train.report.test_top_images import MODELS, train
 
 pytest.importorskip("transformers")
@@ -141,29 +140,6 @@ def test_every_column_is_that_of_transformers(hub, tmp_path):
     assert about["data_fingerprint"] == PreparedData.open(data).manifest.fingerprint
 
 
-def test_summed_up_it_is_what_measures_and_evaluate_find(hub, tmp_path):
-    folder, data, _ = hub
-    options = {"data": str(data), "overrides": OVERRIDES}
-    results, _ = traced(folder, tmp_path / "t.parquet", tokens=10**6, extra=["loss"], **options)
-    result = measured(folder, "specialize", **options)[0]
-    for name in [row["module"] for row in result["levels"]]:
-        counts = counts_of(result, name, "characters").sum(1)
-        own = results[results["module"] == name]
-        assert np.bincount(own["expert"], minlength=8).tolist() == counts.tolist()
-    overrides = (*OVERRIDES, f"evaluation.stride={LENGTH}")
-    score = evaluation(folder, data=str(data), overrides=overrides)
-    tokens = results[(results["layer"] == 0) & (results["slot"] == 0) & results["loss"].notna()]
-    assert len(tokens) == score["tokens_scored"]
-    assert tokens["loss"].astype(float).mean() == pytest.approx(score["loss"], rel=1e-6)
-    # The model's own statistics, of one window.
-    with torch.inference_mode():
-        routing = load_model(folder)(torch.tensor([windows_of(data, LENGTH)[1][0]])).routing
-    for stats in routing:
-        own = results[(results["module"] == stats.name) & (results["window"] == 1)]
-        load = np.bincount(own["expert"], minlength=8) / len(own)
-        np.testing.assert_allclose(load, stats.load_E.numpy(), rtol=1e-6)
-
-
 def test_processes_and_blocks_write_the_same_rows(hub, workers, tmp_path):
     folder, data, _ = hub
     extra = ["score", "entropy", "norm"]
@@ -211,24 +187,6 @@ def test_what_is_not_allowed_is_one_line(hub, tmp_path, refused):
         line = refused("experts", "trace", folder, "--data", data, *words)
         assert re.search(key, line), line
     assert [path.name for path in tmp_path.iterdir()] == ["there"]
-
-
-def test_a_text_has_the_same_rows(hub):
-    folder, _, _ = hub
-    run = polyad.load(folder)
-    result = run.experts("def number_1(x)").table()
-    ids = run.experts("def number_1(x)").token_ids.tolist()
-    tokens = result[(result["layer"] == 1) & (result["slot"] == 0)].sort_values("offset")
-    assert tokens["token_id"].tolist() == ids
-    assert tokens["position"].tolist() == tokens["offset"].tolist() == list(range(len(ids)))
-    model = load_model(folder)
-    with deciding(model, routed_layers(model)) as decisions, torch.inference_mode():
-        model(torch.tensor([ids]))
-    for name in ("blocks.0.feed_forward", "blocks.2.feed_forward"):
-        own = result[result["module"] == name].sort_values(["position", "slot"])
-        selected = decisions[name].selected
-        assert own["expert"].tolist() == selected.expert_ids_NK.flatten().tolist()
-        np.testing.assert_allclose(own["weight"], selected.weights_NK.flatten(), rtol=1e-4)
 
 
 @pytest.mark.slow

@@ -13,18 +13,15 @@ from polyad.train.report.command import report
 from polyad.train.report.experts import harms
 from polyad.train.results import Tables
 from tests.helpers.pages import Page
-from tests.helpers.runs import atlas, counts_of, frame_of, run, write_config
+from tests.helpers.runs import atlas, counts_of, frame_of
 
 SMOE = {"kind": "smoe", "num_experts": 4, "expert_hidden_size": 32}
 TOKENS = 2000
 
 
 @pytest.fixture(scope="module")
-def trained(workers, tmp_path_factory, prepared_path):
-    folder = tmp_path_factory.mktemp("run")
-    section = {"model__feed_forward": SMOE, "train__steps": 12}
-    workers(1).run(run, write_config(folder / "config.yaml", prepared_path, **section))
-    return folder / "run"
+def trained(run_of):
+    return run_of(model__feed_forward=SMOE, train__steps=12)
 
 
 class Rows(HTMLParser):

@@ -23,7 +23,6 @@ from polyad.train.tasks.samples import TextSamples
 from tests.helpers.everyday import everyday
 from tests.helpers.pages import Page
 from tests.helpers.prepared import windows_of
-from tests.helpers.runs import run, write_config
 
 pytestmark = pytest.mark.distributed
 
@@ -32,15 +31,10 @@ SMOE = {"kind": "smoe", "num_experts": 4, "expert_hidden_size": 32, "placement":
 
 
 @pytest.fixture(scope="module")
-def runs(workers, tmp_path_factory, prepared_path):
+def runs(run_of):
     """A finished run of each kind, by one process."""
-    folders = {}
-    for kind, section in (("mumoe", MUMOE), ("smoe", SMOE), ("dense", {"kind": "dense"})):
-        folder = tmp_path_factory.mktemp(kind)
-        changes = {"model__feed_forward": section, "log": {"every": 2}}
-        workers(1).run(run, write_config(folder / "config.yaml", prepared_path, **changes))
-        folders[kind] = folder / "run"
-    return folders
+    sections = {"mumoe": MUMOE, "smoe": SMOE, "dense": {"kind": "dense"}}
+    return {kind: run_of(model__feed_forward=each, log__every=2) for kind, each in sections.items()}
 
 
 @everyday("kind", ["mumoe", "smoe", "dense"], keep=["smoe"])

@@ -1,0 +1,38 @@
+"""Small models with weights far from their initial values."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from polyad.model.build import build_model, materialize, read_model_config
+
+
+def random_model(
+    feed_forward: dict[str, Any],
+    dtype: torch.dtype = torch.float64,
+    noise: float = 0.3,
+    **sizes: Any,
+) -> nn.Module:
+    """A model in evaluation mode, by default a GPT-2 of two blocks.
+
+    Args:
+        feed_forward: The section of its feed-forwards.
+        dtype: Its precision.
+        noise: Standard deviation of what is added to initial values.
+        sizes: Other keys of the model.
+    """
+    section = {
+        "kind": "gpt2", "num_layers": 2, "hidden_size": 16, "num_heads": 4, "sequence_length": 12,
+        "vocab_size": 61, "feed_forward": feed_forward,
+    }  # fmt: skip
+    model = build_model(read_model_config(section | sizes))
+    materialize(model, seed=0, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("score.bias"):  # which would choose the same experts everywhere
+                continue
+            random = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter.add_(noise * random)
+    return model.to(dtype).eval()
