@@ -11,6 +11,7 @@ F inner width of an expert, P ranks that share the experts, X experts of each.
 
 import functools
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -19,26 +20,37 @@ from torch.nn.functional import pad
 
 from polyad.model.feedforward import NOTHING_ELSE, BlockInput
 from polyad.model.kernels.rows import take
-from polyad.model.smoe.experts import StackedExperts
+from polyad.model.smoe.experts import Experts, StackedExperts
 from polyad.model.smoe.graph import AttentionGraph, Mixed, head_entropies
 from polyad.model.smoe.layer import Dispatcher, DispatchRegions, Plan, SelectingMoE, make_plan
 from polyad.parallel import comm
 from polyad.parallel.regions import Group, OwnDropout, copy, sum_parts, tensor_group
-from polyad.parallel.shard import Placement, cut
+from polyad.parallel.shard import Axis, Placement, cut, placement_of
 from polyad.parallel.zero import connect, expert_group, moe_class
 
 
-def parallelize_experts(layer: SelectingMoE, world: comm.World) -> None:
+def parallelize_experts(
+    layer: SelectingMoE, world: comm.World, *, stack_gates: bool = False
+) -> None:
     """Distributes the experts of one layer over the ranks, in place.
 
     Args:
         layer: the layer on the meta device.
         world: this rank, with its expert-parallel and tensor-parallel ranks.
+        stack_gates: whether trained gates are stacked with the other first layer; see `Experts`.
     """
     experts = layer.experts
+    both: list[nn.Parameter] = []
+    if stack_gates and type(experts) is Experts and experts.gate is not None:
+        both = [each for each in (experts.gate, experts.up) if each.requires_grad]
     for name, inner in experts.inner_axes.items():
         if (whole := getattr(experts, name)) is not None:
             cut(experts, name, Placement.of_experts(tuple(whole.shape), world, inner))
+    if len(both) == 2:
+        of_up = placement_of(experts.get_parameter("up"))
+        axes = (*of_up.axes[:2], Axis.uncut(2), of_up.axes[2])
+        cut(experts, "up", replace(of_up, axes=axes, stacked=("gate", "up")))
+        experts.register_parameter("gate", None)
     if world.expert_parallel_size > 1:
         layer.dispatcher = _expert_parallel_dispatcher()(experts.config.num_experts, world)
     if world.tensor_parallel_size > 1:

@@ -86,8 +86,8 @@ def _read_range(
     flat: torch.Tensor, name: str, field: str, placement: Placement, start: int, source: Source
 ) -> None:
     """Sets elements of a shard, from `start` on, to the values of a source."""
-    for (offset, size), view in placement.views(flat, start):
-        view.copy_(source.read(Box(name, field, placement.global_shape, offset, size)))
+    for each, shape, (offset, size), view in placement.views(name, flat, start):
+        view.copy_(source.read(Box(each, field, shape, offset, size)))
 
 
 def _owned_frozen(engine: Engine, named: Sequence[tuple[str, nn.Parameter]]) -> set[str]:

@@ -64,6 +64,7 @@ def parallelize(
     compiled: bool = False,
     cuda_graph: bool = False,
     average_decay: float | None = None,
+    stack_gates: bool = False,
 ) -> Engine:
     """Distributes a model over the ranks of `dims`.
 
@@ -84,6 +85,7 @@ def parallelize(
         compiled: whether blocks run through torch.compile.
         cuda_graph: whether a GPU replays blocks as CUDA graphs.
         average_decay: decay of the moving average of the weights; None for no average.
+        stack_gates: see `split_layers`.
 
     Returns:
         The engine, ready for its first step.
@@ -102,7 +104,7 @@ def parallelize(
     # a bf16 engine rounds them.
     mpu = None
     dimensions = matrix_dimensions(model)
-    tokens = split_layers(model, parallel, world)
+    tokens = split_layers(model, parallel, world, stack_gates=stack_gates)
     if dims.tensor_parallel_size > 1:
         mpu, cross_entropy = deepspeed_mpu(), token_losses
     _allocate(model, world, DTYPES[precision], config, mpu)
@@ -139,8 +141,17 @@ def parallelize(
     return engine
 
 
-def split_layers(model: nn.Module, parallel: ParallelConfig, world: comm.World) -> Tokens | None:
+def split_layers(
+    model: nn.Module, parallel: ParallelConfig, world: comm.World, *, stack_gates: bool = False
+) -> Tokens | None:
     """Gives each layer of a model on the meta device this rank's part, in place.
+
+    Args:
+        model: the model.
+        parallel: whether tokens are split.
+        world: this rank.
+        stack_gates: whether the gate and the first layer of sparse experts become one parameter,
+            which the optimizer must treat alike; checkpoints have both.
 
     Returns:
         How tokens are split; None without sequence parallelism.
@@ -162,7 +173,7 @@ def split_layers(model: nn.Module, parallel: ParallelConfig, world: comm.World) 
     if routed:
         forget_expert_groups(world.tensor_parallel_size)
     for layer in routed:
-        expert.parallelize_experts(layer, world)
+        expert.parallelize_experts(layer, world, stack_gates=stack_gates)
     cut_adapters(model, world)
     if tokens is not None:
         assert isinstance(model, Decoder)

@@ -106,6 +106,8 @@ class Placement:
     """Whether all tensor-parallel ranks hold the same shard."""
     expert_parallel_size: int = 1
     """Number of groups of data-parallel ranks that hold different experts of it."""
+    stacked: tuple[str, ...] = ()
+    """For a stack of parameters along axis 2: the name of each, the last one being its own."""
 
     @classmethod
     def whole(cls, shape: tuple[int, ...]) -> "Placement":
@@ -204,18 +206,29 @@ class Placement:
                     yield low, (where, real)
                 low += math.prod(size)
 
-    def views(self, flat: Tensor, start: int) -> Iterator[tuple[Box, Tensor]]:
-        """Yields boxes of the global tensor, and a view of the values of each.
+    def views(
+        self, name: str, flat: Tensor, start: int
+    ) -> Iterator[tuple[str, tuple[int, ...], Box, Tensor]]:
+        """Yields boxes of the global tensor, or of those that are stacked in it.
 
         Args:
+            name: The parameter's name.
             flat: A range of the shard's elements, contiguous.
             start: The position of its first element in the shard.
+
+        Yields:
+            The name and shape of a global tensor, a box of it, and a view of the box's values.
         """
-        shape = self.shape
-        strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
-        for first, box in self.boxes(start, start + flat.numel()):
-            place = flat.storage_offset() + first - start
-            yield box, flat.as_strided(box[1], strides, place)
+        shape, strides = self.global_shape, torch.empty(self.shape, device="meta").stride()
+        for first, (offset, size) in self.boxes(start, start + flat.numel()):
+            view = flat.as_strided(size, strides, flat.storage_offset() + first - start)
+            if not self.stacked:
+                yield name, shape, (offset, size), view
+                continue
+            of_one, *box = (x[:2] + x[3:] for x in (shape, offset, size))
+            for number, part in enumerate(view.unbind(2), offset[2]):
+                stem = name.removesuffix(self.stacked[-1])
+                yield stem + self.stacked[number], of_one, (box[0], box[1]), part
 
 
 def boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:

@@ -45,7 +45,7 @@ from polyad.train.config.distillation import open_teacher
 from polyad.train.config.rules import validate
 from polyad.train.config.run import RunConfig
 from polyad.train.errors import ConfigError
-from polyad.train.loop.optimizer import build_optimizer
+from polyad.train.loop.optimizer import build_optimizer, stacks_gates
 from polyad.train.loop.step import issue_step
 from polyad.train.tasks.distillation import BlockTeacher, Teacher, cross_entropy
 from polyad.train.tasks.random_input import flops_of_unit, losses_for, random_batch
@@ -134,7 +134,8 @@ def footprints(
         model = model_of(config)
         num_parameters = count_parameters(model)
         dimensions = matrix_dimensions(model)
-        split_layers(model, config.parallel, world)
+        stacked = on_gpu and stacks_gates(config.optimizer)
+        split_layers(model, config.parallel, world, stack_gates=stacked)
         optimizer = build_optimizer(
             config.optimizer, [(n, p, dimensions[n]) for n, p in model.named_parameters()]
         )

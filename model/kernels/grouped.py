@@ -27,13 +27,13 @@ class ExpertWeights(NamedTuple):
     """The stacked weights of the experts of a layer."""
 
     up: Tensor
-    """[E, D, F]."""
+    """[E, D, F]; or [E, D, 2 F], which has the gate's columns before its own."""
     up_bias: Tensor | None
-    """[E, F]."""
+    """[E, F], or [E, 2 F]."""
     down: Tensor
     """[E, F, D]."""
     gate: Tensor | None = None
-    """[E, D, F]; None if the activation has no gate."""
+    """[E, D, F]; None if the activation has no gate, or `up` has its columns."""
     gate_bias: Tensor | None = None
     """[E, F]."""
     low_rank: tuple[Tensor, ...] = ()
@@ -90,10 +90,13 @@ def inner_units(
     """Computes the inner units of each row's expert after the activation, [M, F]; see `grouped`."""
     low_rank = weights.low_rank
     inner_MF = _adapted_linear(rows_MD, weights.up, counts_E, weights.up_bias, low_rank[:2])
-    if weights.gate is None:
+    if weights.gate is not None:
+        gate_MF = _adapted_linear(rows_MD, weights.gate, counts_E, weights.gate_bias, low_rank[4:])
+    elif inner_MF.shape[1] > weights.down.shape[1]:
+        gate_MF, inner_MF = inner_MF.chunk(2, 1)
+    else:
         return activation(inner_MF) if activation else gelu(inner_MF, approximate="tanh")
     assert activation is not None
-    gate_MF = _adapted_linear(rows_MD, weights.gate, counts_E, weights.gate_bias, low_rank[4:])
     return activation(gate_MF, inner_MF)
 
 

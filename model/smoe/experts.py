@@ -104,7 +104,8 @@ class StackedExperts(nn.Module, ABC):
 
 class Experts(StackedExperts):
     """E experts: up, an activation (tanh-approximated GELU by default), dropout, down; a gated
-    activation adds a gate layer.
+    activation adds a gate layer. An engine may hold both as one parameter, so that one product
+    reads the rows: `up` is then [E, D, 2, F], of the gate and of up, and `gate` is None.
 
     Args:
         config: The layer's configuration.
@@ -152,6 +153,10 @@ class Experts(StackedExperts):
 
     def stacked(self) -> ExpertWeights:
         """See `StackedExperts.stacked`."""
+        if self.up.dim() == 4:
+            biases = tuple(x for x in (self.gate_bias, self.up_bias) if x is not None)
+            bias_EH = torch.cat(biases, 1) if biases else None
+            return ExpertWeights(self.up.flatten(2), bias_EH, self.down)
         return ExpertWeights(
             self.up, self.up_bias, self.down, gate=self.gate, gate_bias=self.gate_bias
         )

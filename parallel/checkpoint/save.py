@@ -246,11 +246,9 @@ def commit(
 def held_boxes(engine: Engine) -> Iterator[HeldBox]:
     """Yields the boxes that this rank writes; each element is written by exactly one rank."""
     for part in written(engine):
-        shape = part.placement.global_shape
         for field, flat in part.values.items():
-            for (offset, size), view in part.placement.views(flat, part.start):
-                box = Box(part.name, field, shape, offset, size)
-                yield held(box, view, part.steps, by_optimizer=True)
+            for name, shape, box, view in part.placement.views(part.name, flat, part.start):
+                yield held(Box(name, field, shape, *box), view, part.steps, by_optimizer=True)
     if comm.rank() == 0:
         for name, buffer in persistent_buffers(engine.module):
             yield _held_buffer(name, buffer)

@@ -215,6 +215,6 @@ def train_as_it_is(case: Case) -> dict[str, Any]:
 def shard_of(placement: Placement, whole: torch.Tensor) -> torch.Tensor:
     """Cuts a shard out of a global tensor; padding is 0."""
     part = whole.new_zeros(placement.shape)
-    for (offset, size), view in placement.views(part.view(-1), 0):
+    for *_, (offset, size), view in placement.views("", part.view(-1), 0):
         view.copy_(whole[tuple(slice(a, a + n) for a, n in zip(offset, size, strict=True))])
     return part

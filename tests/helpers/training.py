@@ -98,6 +98,7 @@ class Case:
     micro_batch: int = MICRO_BATCH
     cuda_graph: bool = False
     """Whether a GPU replays blocks as CUDA graphs."""
+    stack_gates: bool = False
     average: float | None = None
     """Decay of the moving average of the weights."""
     timeout_minutes: float = 30.0
@@ -216,6 +217,7 @@ def build_engine(case: Case, source: Any = None) -> tuple[Engine, comm.World]:
         compiled=case.model.compile,
         cuda_graph=case.cuda_graph,
         average_decay=case.average,
+        stack_gates=case.stack_gates,
     )
     engine.train()
     return engine, world

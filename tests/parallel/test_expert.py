@@ -3,6 +3,12 @@
 import pytest
 import torch
 
+from polyad.model.build import build_model
+from polyad.model.lora import LoRAConfig, add_lora
+from polyad.parallel.config import ParallelConfig
+from polyad.parallel.dims import Dims
+from polyad.parallel.parallelize import split_layers
+from polyad.parallel.plan import pretended_world
 from tests.helpers.everyday import everyday
 from tests.helpers.experts import (
     PATTERNS,
@@ -12,6 +18,7 @@ from tests.helpers.experts import (
     logits_and_ids,
 )
 from tests.helpers.parity import assert_near_state, assert_same_course, near
+from tests.helpers.small_decoders import small_decoder
 from tests.helpers.training import Case, moe_model, train, train_one_expert
 
 pytestmark = pytest.mark.distributed
@@ -45,6 +52,31 @@ def test_any_load_gives_what_one_process_gives(workers, parts, processes, patter
         config = moe_model().model_copy(update={"bias": bias})
         results = workers(processes).run(dispatch_against_one_process, config, parts, pattern)
         assert all(max(result.values()) < 1e-5 for result in results)
+
+
+@pytest.mark.parametrize(
+    ("frozen", "lora", "shape"),
+    [
+        ((), None, (2, 36, 2, 12)),
+        (("gate",), None, (2, 36, 12)),
+        (("gate", "up"), None, (2, 36, 12)),
+        ((), LoRAConfig(rank=2, experts=True, trained=("experts.*",)), (2, 36, 12)),
+    ],
+)
+def test_trained_gates_without_adapters_are_stacked(frozen, lora, shape):
+    dims = Dims(world_size=4, tensor_parallel_size=2, expert_parallel_size=2)
+    model = build_model(small_decoder("norm over heads"))
+    experts = model.blocks[1].feed_forward.experts
+    for name in frozen:
+        experts.get_parameter(name).requires_grad_(False)
+    if lora is not None:
+        add_lora(model, lora)
+    with pretended_world(dims) as world:
+        split_layers(model, ParallelConfig(), world, stack_gates=True)
+    experts = model.blocks[1].feed_forward.experts
+    assert experts.up.shape == shape
+    assert (experts.gate is None) == (len(shape) == 4)
+    assert experts.up.requires_grad == ("up" not in frozen)
 
 
 @everyday("stage", [1, 3], keep=[3])

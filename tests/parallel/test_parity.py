@@ -84,6 +84,7 @@ def read(layout: str) -> tuple[int, dict[str, Any], dict[str, Any], dict[str, An
         else:
             place, changes = {
                 "SP": (ours, {"sequence": True}),
+                "stacked": (ours, {"stack_gates": True}),
                 "bf16": (ours, {"precision": "bf16"}),
                 "recompute": (model, {"recompute": "block"}),
                 "compile": (model, {"compile": True}),
@@ -289,7 +290,9 @@ ROUTED = {
 }
 DENSE_LAYOUTS = ["2 TP2", "4 TP4", "4 TP2 SP", "2 Z3"]
 ROUTED_LAYOUTS = ["2 TP2", "2 EP2", "4 TP2 EP2 Z2", "4 TP2 EP2 SP", "4 EP2 Z3", "2 TP2 Z3 SP"]
-DECODERS_EVERYDAY = {"latent": "4 TP2 EP2 SP"}
+DECODERS_EVERYDAY = {"latent": "4 TP2 EP2 SP", "sinks": "4 TP2 EP2 stacked"}
+WITH_GATES = ("norm over heads", "latent", "sinks")  # of experts
+STACKED = ["1 stacked", "2 Z2 stacked", "4 EP2 Z3 stacked", "2 TP2 compile stacked"]
 
 
 def losses_of_decoder(name: str) -> LossConfig:
@@ -307,7 +310,10 @@ DECODED = {
     f"decoder {name}": Kind(
         small_decoder(name),
         everyday=[DECODERS_EVERYDAY[name]] if name in DECODERS_EVERYDAY else [],
-        slow=ROUTED_LAYOUTS if name in ROUTED else DENSE_LAYOUTS,
+        slow=[
+            *(ROUTED_LAYOUTS if name in ROUTED else DENSE_LAYOUTS),
+            *(STACKED if name in WITH_GATES else ()),
+        ],
         losses=losses_of_decoder(name), case={"clip": 0.1},
     )
     for name in DECODERS

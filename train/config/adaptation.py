@@ -21,7 +21,7 @@ from polyad.parallel.source import InitialWeights, Joined, Source, WeightsOnly, 
 from polyad.parallel.weights import Weights
 from polyad.parallel.zero import Engine
 from polyad.train.config.run import RunConfig
-from polyad.train.loop.optimizer import OptimizerConfig, build_optimizer, freeze
+from polyad.train.loop.optimizer import OptimizerConfig, build_optimizer, freeze, stacks_gates
 from polyad.train.tasks.distillation import cross_entropy
 from polyad.train.tasks.random_input import RandomBatch, random_batch
 from polyad.train.tasks.task import Task
@@ -182,6 +182,7 @@ def engine_of(
         compiled=compiled,
         cuda_graph=train.cuda_graph,
         average_decay=train.ema,
+        stack_gates=world.device.type == "cuda" and stacks_gates(chosen),
     )
     engine.train()
     return engine

@@ -211,6 +211,16 @@ def build_optimizer(
     )
 
 
+def stacks_gates(config: OptimizerConfig) -> bool:
+    """Returns whether the optimizer treats the gate of an expert like its other first layer, which
+    can then be one parameter: Muon takes each as a matrix, and a group may name one of them.
+
+    Args:
+        config: kind and groups.
+    """
+    return config.kind != "muon" and not config.groups
+
+
 def warm_up(optimizer: torch.optim.Optimizer, step: int) -> None:
     """Sets the factors of groups that have their own warm-up; call it before each step.
 

@@ -104,6 +104,27 @@ def test_experts_equal_the_loop(counts, bias, dtype, tolerance, kind, monkeypatc
             assert busy.tolist() == [count > 0 for count in counts], name
 
 
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
+@pytest.mark.parametrize("activation", ["swiglu", "clamped_swiglu"])
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_gate_stacked_with_its_layer_gives_what_both_give(counts, activation, bias):
+    config = make_config(num_experts=4, expert_hidden_size=24, activation=activation)
+    experts = make(Experts, config, make_context(hidden_size=16, bias=bias))
+    rows_MD = torch.randn(sum(counts), 16, dtype=torch.float64, requires_grad=True)
+    named = dict(experts.named_parameters())
+    values = [rows_MD, *named.values()]
+
+    def outputs_and_gradients():
+        output_MD = experts(rows_MD, torch.tensor(counts))
+        return output_MD, *torch.autograd.grad(output_MD.square().sum(), values)
+
+    apart = outputs_and_gradients()
+    stacked_ED2F = torch.stack((named["gate"], named["up"]), 2)
+    del experts.gate, experts.up
+    experts.gate, experts.up = None, stacked_ED2F
+    torch.testing.assert_close(outputs_and_gradients(), apart, atol=1e-13, rtol=1e-13)
+
+
 def test_on_a_processor_a_row_and_its_inner_units_are_kept_for_backward():
     experts = make(Experts, make_config(num_experts=4), make_context(), torch.float32)
     rows_MD, counts_E = torch.randn(9, 12), torch.tensor([4, 0, 2, 3])

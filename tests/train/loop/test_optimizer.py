@@ -19,6 +19,7 @@ from polyad.train.loop.optimizer import (
     build_optimizer,
     freeze,
     learning_rate,
+    stacks_gates,
     warm_up,
 )
 from tests.helpers.training import moe_model
@@ -179,6 +180,13 @@ def test_the_first_group_that_matches_counts():
         f"blocks.{block}.feed_forward.up.{kind}" for block in (0, 1) for kind in ("weight", "bias")
     }
     assert not frozen & found.keys()
+
+
+def test_a_gate_is_a_parameter_of_its_own_where_it_may_be_treated_differently():
+    group = GroupConfig(match="experts.gate", learning_rate=0.5)
+    assert stacks_gates(OptimizerConfig())
+    assert not stacks_gates(OptimizerConfig(kind="muon"))
+    assert not stacks_gates(OptimizerConfig(groups=(group,)))
 
 
 def test_the_factor_of_a_group_with_a_warmup_rises_to_its_own():
