@@ -60,14 +60,6 @@ def test_the_next_start_removes_what_a_killed_one_left_and_nothing_else(tmp_path
     )
 
 
-def test_a_folder_that_was_renamed_stays(tmp_path):
-    with temporary_folder(".out.", tmp_path / "new", ".partial") as folder:
-        (folder / "whole").write_text("whole")
-        folder.rename(tmp_path / "out")
-    assert (tmp_path / "out" / "whole").read_text() == "whole"
-    assert list((tmp_path / "new").iterdir()) == []
-
-
 FULL_DISK = """
 import resource, signal, sys
 from pathlib import Path

@@ -182,9 +182,7 @@ TABLES = [
         ({name: content}, {}, name)
         for name, content in (
             ("a.csv", b"text,text,label\na,b,c\n"),
-            ("a.csv", b"text;label\na;b\n"),
             ("a.csv", b"text,label\na,b,c\n"),
-            ("a.csv", b"text,label\na\n"),
             ("a.csv", b"text,label\na,b\nc,\xff\n"),
             ("a.csv", b""),
             ("a.tsv", b"text\tlabel\na\t1\nb\tc\t0\n"),
@@ -252,15 +250,6 @@ IMAGES = [
         ".",
         {},
         "the label 5000000, which is not the number of",
-    ),
-    (
-        {
-            "train-0.parquet": named([0], ["ant", "bee"]),
-            "train-1.parquet": named([0], ["bee", "ant"]),
-        },
-        ".",
-        {},
-        "ClassLabel",
     ),
     (TREE, ".", {"leave_out": ["grey"]}, "data.leave_out: 'grey' is not allowed"),
     *(

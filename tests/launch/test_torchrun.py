@@ -12,7 +12,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-import yaml
 
 from polyad.launch.launch import torchrun
 from polyad.launch.torchrun import _stopped, forget_stop
@@ -191,15 +190,6 @@ def stopped_after(seconds: float, number: signal.Signals, words: list[str]) -> N
 
 
 def words_of(command: str, config: Path) -> list[str]:
-    if command == "study":
-        study = {
-            "base": str(config), "folder": str(config.parent / "all"),
-            "seeds": [1], "baseline": "a", "variants": {"a": {}, "b": {"model.hidden_size": 64}},
-            "common": {"train.steps": 100000},
-        }  # fmt: skip
-        file = config.parent / "study.yaml"
-        file.write_text(yaml.safe_dump(study))
-        return ["study", str(file)]
     processes = ["--processes-per-node", "2"] if command == "launch" else []
     return [command, str(config), *processes, "train.steps=100000"]
 
@@ -218,7 +208,7 @@ def test_a_signal_while_a_launcher_starts_ends_it_at_once(config, seconds, numbe
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", ["launch", "train", "study"])
+@pytest.mark.parametrize("command", ["launch", "train"])
 def test_a_signal_at_any_moment_of_a_start_ends_it(config, command):
     for moment in range(20):
         number = (signal.SIGTERM, signal.SIGINT)[moment % 2]

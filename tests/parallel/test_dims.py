@@ -5,12 +5,9 @@ import pytest
 from polyad.parallel.dims import Dims, LayoutError
 
 
-def test_accumulation_fills_the_global_batch():
+def test_degrees_by_hand():
     # 4 processes x micro-batches of 3 = 12 at once; 36 needs 3 of them.
     assert Dims(world_size=4).accumulation_steps(36, 3) == 3
-
-
-def test_tensor_parallel_processes_share_their_data():
     assert Dims(world_size=8, tensor_parallel_size=2).data_parallel_size == 4
 
 

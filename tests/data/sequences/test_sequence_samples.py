@@ -12,6 +12,7 @@ from polyad.data.sequences.config import SequenceDataConfig
 from polyad.data.sequences.dataset import SequenceData
 from polyad.data.sequences.samples import grouped_order, shortened
 from polyad.data.text.tokenizers.files import load_tokenizer
+from tests.data.sequences.test_tables import named_table
 from tests.helpers.sequences import byte_tokenizer, folder_of, rows, write
 
 
@@ -168,15 +169,8 @@ def test_a_split_whose_labels_are_hidden_cannot_be_scored(tmp_path, tokenizer):
 
 
 def test_classes_of_a_checkpoint_number_the_labels(tmp_path, tokenizer):
-    import datasets
-
     for split, names in (("train", ["meow", "bark"]), ("test", ["bark", "meow"])):
-        features = datasets.Features(
-            {"text": datasets.Value("string"), "label": datasets.ClassLabel(names=names)}
-        )
-        words = ["meow", "bark", "meow"]
-        table = datasets.Dataset.from_dict({"text": words, "label": words}, features=features)
-        table.to_parquet(tmp_path / f"{split}.parquet")
+        named_table(tmp_path / f"{split}.parquet", names, ["meow", "bark", "meow"])
     named = opened(tmp_path, tokenizer)
     assert named.class_names == ["meow", "bark"]
     assert named.encoded("test").labels_N.tolist() == [0, 1, 0]
@@ -188,19 +182,8 @@ def test_classes_of_a_checkpoint_number_the_labels(tmp_path, tokenizer):
 
 
 def test_numbers_of_choices_have_one_meaning_in_all_splits(tmp_path, tokenizer):
-    import datasets
-
     for split, names in (("train", ["first", "second"]), ("test", ["second", "first"])):
-        features = datasets.Features(
-            {
-                "text": datasets.Value("string"),
-                "a": datasets.Value("string"),
-                "b": datasets.Value("string"),
-                "label": datasets.ClassLabel(names=names),
-            }
-        )
-        row = {"text": ["x"], "a": ["y"], "b": ["z"], "label": ["first"]}
-        datasets.Dataset.from_dict(row, features=features).to_parquet(tmp_path / f"{split}.parquet")
+        named_table(tmp_path / f"{split}.parquet", names, ["first"], a=["y"], b=["z"])
     keys = {"task": "multiple_choice", "columns": {"choices": ["a", "b"]}}
     with pytest.raises(DataError, match="have to mean the same"):
         opened(tmp_path, tokenizer, **keys)

@@ -49,43 +49,12 @@ def assert_same(stream, other):
     assert np.array_equal(stream.read(0, stream.num_tokens), other.read(0, other.num_tokens))
 
 
-def test_nothing_replaced_gives_the_same_tokens(prepared):
-    split = prepared.split("train")
-    result = attacked_split(split, prepared.tokenizer(), WordSwap(0.0))
-    assert_same(result.stream, split)
-    assert result.info == prepared.manifest.splits["train"]
-    assert (result.words, result.replaced) == (result.info.words, 0)
-
-
 def test_a_loader_process_reads_the_attacked_tokens(prepared):
     attacked = attacked_split(prepared.split("train"), prepared.tokenizer(), WordSwap(0.5)).stream
     assert_same(pickle.loads(pickle.dumps(attacked)), attacked)
     mapped = prepared.split("train")
     mapped.read(0, mapped.num_tokens)
     assert len(pickle.dumps(mapped)) < 1000  # a file's tokens are not sent
-
-
-def test_long_documents_and_small_batches_give_the_same_tokens(prepared, monkeypatch):
-    # Both sizes far below the documents', so that each comes in pieces and a batch of its own.
-    monkeypatch.setattr("polyad.data.text.writer.BATCH_CHARACTERS", 1)
-    pieces = cut_small(monkeypatch)
-    split = prepared.split("train")
-    assert_same(attacked_split(split, prepared.tokenizer(), WordSwap(0.0)).stream, split)
-    assert max(pieces) > 10
-
-
-def cut_small(monkeypatch):
-    from polyad.data.text.writer import cut_between_words
-
-    counts = []
-
-    def cut(text, size=200):
-        parts = list(cut_between_words(text, size))
-        counts.append(len(parts))
-        return iter(parts)
-
-    monkeypatch.setattr("polyad.data.text.writer.cut_between_words", cut)
-    return counts
 
 
 def test_documents_are_attacked_one_by_one(prepared):
