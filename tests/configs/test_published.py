@@ -10,7 +10,7 @@ from polyad.model.decoder_config import DecoderConfig
 from polyad.model.families.family import comparable
 from polyad.model.families.registry import family_of_files
 from polyad.train.config.run import load_config
-from tests.configs.test_shipped import EXPECTED
+from tests.configs.test_shipped import expected
 
 transformers = pytest.importorskip("transformers")
 
@@ -140,6 +140,6 @@ def test_a_published_shape_is_what_its_config_says(name, newer):
 def test_a_published_shape_has_the_parameters_of_transformers(name):
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(written_by_transformers(name))
-    parameters = EXPECTED[f"decoder/{name}.yaml"][2]
+    parameters = expected(f"decoder/{name}.yaml")[2]
     assert sum(each.numel() for each in model.parameters()) == parameters
     assert parameters / 1e9 == pytest.approx(REPORTED[name], abs=0.05)

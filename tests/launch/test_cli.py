@@ -57,10 +57,7 @@ def test_every_command_explains_itself_with_an_example(name, capfd):
     ("arguments", "same"),
     [
         ([], ["--help"]),
-        (["help"], ["--help"]),
-        (["help", "help"], ["--help"]),
         (["help", "train"], ["train", "--help"]),
-        (["help", "checkpoint"], ["checkpoint", "--help"]),
         (["help", "checkpoint", "list"], ["checkpoint", "list", "--help"]),
     ],
 )

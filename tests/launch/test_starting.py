@@ -24,17 +24,14 @@ def unchanged_environment(monkeypatch):
     ("arguments", "words"),
     [
         (["--nodes", "0"], ["--nodes", "'0'", "at least 1"]),
-        (["--nodes", "-2"], ["--nodes", "-2"]),
         (["--nodes", "2"], ["--nodes: 2", "--via local", "torchrun or slurm"]),
         (["--via", "mpi"], ["'mpi'", "'local', 'torchrun', 'slurm'"]),
         (["--via", "slurm", "--min-nodes", "2"], ["--min-nodes: 2", "--via torchrun"]),
-        (["--via", "slurm", "--sbatch=--time=1"], ["--sbatch: '--time=1'", "without dashes"]),
         (["--nodes", "2", *TORCHRUN, "--min-nodes", "3"], ["--min-nodes: 3", "hosts, 2"]),
         (
             ["--nodes", "4", *TORCHRUN, "--min-nodes", "2", "train.micro_batch_size=1"],
             ["--min-nodes: 2", "with 3 hosts of 1 processes"],
         ),
-        (["--max-restarts", "-1"], ["--max-restarts", "'-1'"]),
         (["--nodes", "2", "--via", "torchrun"], ["--rdzv-endpoint", "missing", "2 nodes"]),
         (["--nodes", "3", *TORCHRUN], ["--nodes 3", "--processes-per-node 1", "= 3", "4 is not"]),
         (
@@ -42,7 +39,6 @@ def unchanged_environment(monkeypatch):
             ["--nodes 3", "= 3 processes", "parallel.tensor_parallel_size: 2", "does not divide"],
         ),
         ([*TORCHRUN[:3], "a;id"], ["--rdzv-endpoint", "'a;id'"]),
-        ([*TORCHRUN[:3], "$(id):1"], ["--rdzv-endpoint", "'$(id)'"]),
         ([*TORCHRUN, "--rdzv-id", "a b"], ["--rdzv-id", "'a b'"]),
         ([*TORCHRUN, "--local-addr", "`id`"], ["--local-addr", "'`id`'"]),
         ([*TORCHRUN, "--rdzv-is-host", "maybe"], ["--rdzv-is-host", "'true', 'false'"]),
@@ -51,7 +47,6 @@ def unchanged_environment(monkeypatch):
         (["--rdzv-id", "x"], ["--rdzv-id", "'x'", "--via local", "--via torchrun"]),
         ([*TORCHRUN, "--sbatch", "time=1"], ["--sbatch", "--via slurm"]),
         (["$(touch x)=1"], ["'$(touch x)=1'", "key=value"]),
-        (["train.steps;id=1"], ["'train.steps;id=1'", "key=value"]),
     ],
 )
 def test_a_wrong_launch_is_one_line_before_anything_starts(arguments, words, config, capfd):

@@ -9,7 +9,6 @@ from polyad.parallel.checkpoint.format import Box
 from polyad.parallel.source import InitialWeights
 from polyad.train.loop.optimizer import GroupConfig
 from tests.helpers.everyday import everyday
-from tests.helpers.parity import assert_equal_state
 from tests.helpers.small_decoders import small_decoder
 from tests.helpers.training import (
     MODEL,
@@ -17,7 +16,6 @@ from tests.helpers.training import (
     go_back,
     moved_though_frozen,
     optimizer_of,
-    resave,
     tensors,
     train,
 )
@@ -78,10 +76,6 @@ def test_frozen_groups_stay_to_the_last_bit_and_have_no_moments(
         is_frozen = name.startswith("blocks.0.")
         assert torch.equal(weight, start) == is_frozen, name
         assert ((name, "exp_avg") in found) != is_frozen
-    # And through tensor parallelism, where every process has a part of them.
-    again = case.but(resume=str(saved), first_step=4, tensor=2, save_to=str(tmp_path / "b"))
-    workers(4).run(resave, again)
-    assert_equal_state(tmp_path / "b" / "step-00000004", saved)
 
 
 @everyday(

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from polyad.data.images.augmentation import available
 from polyad.model.families.keys import WeightsError
 from polyad.parallel.families import FamilyWeights
 from tests.helpers.bert import their_bert
@@ -16,9 +17,9 @@ from tests.helpers.decoders import CASES, in_four_bits, theirs
 from tests.helpers.everyday import everyday
 from tests.helpers.huggingface import save_reference
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 FUSED, FOUR_BITS = "olmoe, fused", "gpt_oss, 4 bits"
-OTHERS = ["gpt2", "bert", FUSED, FOUR_BITS]
+OTHERS = ["gpt2", "bert", "vit", FUSED, FOUR_BITS]
 KEPT = ["deepseek_v3", "bert", FUSED, FOUR_BITS]
 DTYPES = (torch.int64, torch.float8_e4m3fn, torch.float64, torch.float32)
 
@@ -29,6 +30,11 @@ def written(case: str, folder: Path) -> None:
         save_reference(folder)
     elif case == "bert":
         their_bert("BertForMaskedLM").save_pretrained(folder)
+    elif case == "vit":
+        available()  # where torchvision is installed, transformers needs its door
+        config = transformers.ViTConfig(hidden_size=24, num_hidden_layers=2, num_attention_heads=4,
+            intermediate_size=40, image_size=16, patch_size=4, num_labels=5)  # fmt: skip
+        transformers.ViTForImageClassification(config).save_pretrained(folder)
     elif case == FUSED:
         theirs("olmoe").save_pretrained(folder, save_original_format=False)
     elif case == FOUR_BITS:

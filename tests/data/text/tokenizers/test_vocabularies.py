@@ -88,23 +88,8 @@ def test_text_without_a_word_has_no_vocabulary():
 
 
 WORDS = [
-    *(
-        "the",
-        "cat",
-        "##s",
-        "un",
-        "##able",
-        "house",
-        "!",
-        ",",
-        "[",
-        "]",
-        "a",
-        "##b",
-        "中",
-        "se",
-        "##p",
-    )
+    *("the", "cat", "##s", "un", "##able", "house", "!", ","),
+    *("[", "]", "a", "##b", "中", "se", "##p"),
 ]
 TEXT = "The cats, unable! HOUSE the 中文 [SEP] ab zebra  Café [MASK]"
 
