@@ -132,14 +132,6 @@ def test_any_step_of_a_large_folder_is_read_at_once(tmp_path):
 
 
 @pytest.mark.slow
-def test_workers_read_the_same(samples):
-    state = torch.get_rng_state()
-    read = global_batch(samples, 3, start=2, steps=3, workers=2)
-    assert torch.equal(read, global_batch(samples, 3))
-    assert torch.equal(torch.get_rng_state(), state)
-
-
-@pytest.mark.slow
 def test_workers_outlive_signals(samples):
     options = {"global_batch_size": B, "micro_batch_size": B}
     batches = micro_batches(samples, start_step=0, num_steps=30, num_workers=1, **options)

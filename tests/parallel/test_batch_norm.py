@@ -5,8 +5,8 @@ import pytest
 from polyad.model.decoder_config import GPT2Config
 from polyad.model.mumoe.config import MuMoEConfig
 from tests.helpers.everyday import everyday
-from tests.helpers.factors import batch_norm_against_the_whole, norm_is_synchronized
-from tests.helpers.training import MODEL, Case
+from tests.helpers.factors import batch_norm_against_the_whole
+from tests.helpers.training import MODEL
 
 pytestmark = pytest.mark.distributed
 
@@ -27,10 +27,3 @@ def test_output_gradients_and_statistics_are_those_of_all_tokens(workers, model,
 def test_processes_with_more_tokens_than_others_count_for_more(workers):
     for result in workers(2).run(batch_norm_against_the_whole, with_batch_norm(), 1, 3, 9):
         assert max(result.values()) < 1e-10, result
-
-
-def test_an_engine_synchronizes_where_there_is_somebody_to_talk_to(workers):
-    case = Case(model=with_batch_norm())
-    assert workers(1).run(norm_is_synchronized, case) == [False]
-    assert workers(2).run(norm_is_synchronized, case.but(tensor=2)) == [False] * 2
-    assert workers(2).run(norm_is_synchronized, case) == [True] * 2

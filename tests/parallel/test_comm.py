@@ -23,22 +23,16 @@ def test_a_collective_of_the_engines_groups_waits_as_long_as_the_key_says(forks)
 @pytest.mark.parametrize(
     ("environment", "words"),
     [
-        ({"SLURM_STEP_NUM_TASKS": "2"}, ["SLURM_STEP_NUM_TASKS: srun has started 2 tasks", "of 1"]),
-        ({"OMPI_COMM_WORLD_SIZE": "8"}, ["OMPI_COMM_WORLD_SIZE: mpirun has started 8 tasks"]),
-        (
-            {"SLURM_STEP_NUM_TASKS": "2", "WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "1"},
-            ["world of 4 on 1 host", "--nnodes 2"],
-        ),
+        ({"SLURM_STEP_NUM_TASKS": "2"}, "SLURM_STEP_NUM_TASKS: srun has started 2 tasks"),
+        ({"OMPI_COMM_WORLD_SIZE": "8"}, "OMPI_COMM_WORLD_SIZE: mpirun has started 8 tasks"),
+        ({"SLURM_STEP_NUM_TASKS": "2", "WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "1"}, "--nnodes 2"),
     ],
 )
 def test_worlds_that_do_not_know_of_one_another_are_refused(environment, words, monkeypatch):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(LayoutError) as caught:
+    with pytest.raises(LayoutError, match=f"^.*{words}.*$"):
         comm.environment_world_size()
-    message = str(caught.value)
-    assert len(message.splitlines()) == 1
-    assert all(word in message for word in words), message
 
 
 def test_a_world_size_without_a_rank_is_refused_where_training_would_begin(monkeypatch):

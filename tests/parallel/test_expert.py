@@ -14,7 +14,6 @@ from tests.helpers.experts import (
     PATTERNS,
     dispatch_against_one_process,
     drops_of_experts,
-    exchange_of_one_layer,
     logits_and_ids,
 )
 from tests.helpers.parity import assert_near_state, assert_same_course, near
@@ -31,18 +30,6 @@ def model(score, graph, **others):
     # With state of every kind: a balancing bias, head entropies, a frozen score.
     section = {"score": score, "graph": graph, "similarity": "cosine", "balancing_rate": 0.01}
     return moe_model(**section | others)
-
-
-@everyday(("parts", "processes"), [(2, 2), (2, 4), (4, 4)], keep=[(2, 4)])
-def test_the_exchange_sends_each_row_once_each_way(workers, parts, processes):
-    # Even routing: a process keeps 1/EP of its K T rows, and nothing but all-to-all is called.
-    tokens, config = 32, moe_model()
-    away = 2 * tokens * (parts - 1) // parts
-    for forward, backward in workers(processes).run(exchange_of_one_layer, config, parts, tokens):
-        for way in (forward, backward):
-            assert way["sent"] == [away, away]
-            assert way["numbers"] == 2 * away * config.hidden_size
-            assert way["others"] == []
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)

@@ -2,7 +2,7 @@
 
 import signal
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -23,13 +23,7 @@ def start(forks, tmp_path):
     """Starts a process that joins the others; it writes a file of its own."""
     started = []
 
-    def call(
-        environment: Mapping[str, str],
-        rank: int,
-        seed: int = 1,
-        size: int = 2,
-        minutes: float = 1.0,
-    ) -> ForkedRun:
+    def call(environment, rank, seed=1, size=2, minutes=1.0):
         log = tmp_path / f"log-{rank}"
         names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size}
         variables = {name: str(value) for name, value in names.items()} | dict(environment)

@@ -3,18 +3,15 @@
 import pytest
 import torch
 
-from polyad.model.build import num_parameters
-from polyad.model.decoder_config import GPT2Config
 from tests.helpers.everyday import everyday
 from tests.helpers.factors import (
     block_against_the_whole,
     logits,
     padding_after_training,
-    traffic_of_a_block,
     train_as_it_is,
 )
 from tests.helpers.parity import assert_same_course
-from tests.helpers.training import MODEL, Case, inspect_shards, mumoe_model, train
+from tests.helpers.training import Case, mumoe_model, train
 
 pytestmark = pytest.mark.distributed
 
@@ -50,37 +47,6 @@ ODD = {
 def test_a_cut_block_has_the_output_and_the_gradients_of_the_whole(workers, model, parts):
     results = workers(parts).run(block_against_the_whole, model, parts, 9)
     assert all(max(result.values()) < 1e-10 for result in results)
-
-
-@everyday("experts", [[16], [16, 4]], keep=[[16]])
-@everyday("size", [2, 4], keep=[4])
-@everyday("factorization", ["none", "cp", "tr", "tucker"], keep=["none", "tr"])
-def test_each_process_holds_its_share_and_5_percent(workers, factorization, size, experts):
-    wide = MODEL.model_dump() | {"hidden_size": 128, "vocab_size": 1001}
-    section = {"kind": "mumoe", "factorization": factorization, "num_experts": experts, "rank": 96}
-    wide |= {} if factorization == "none" else {"feed_forward": section}
-    model = GPT2Config.model_validate(wide)
-    total = num_parameters(model)
-    for result in workers(size).run(inspect_shards, Case(tensor=size, model=model)):
-        assert result["elements"] <= total * (1 / size + 0.05)
-
-
-@everyday("parts", [2, 4], keep=[2])
-@pytest.mark.parametrize("name", ["cp", "tr"])
-def test_a_block_exchanges_its_rank_and_its_width(workers, name, parts):
-    tokens, width = 10, 36
-    away = parts - 1  # a process sends this share of `parts` of what goes round once
-    ring, rank, experts = {"cp": (1, 8, 5), "tr": (4, 7, 4 + 3)}[name]
-    gate = ("all_gather_into_tensor", experts * width * away // parts)
-    narrow = tokens * ring * rank * away // parts
-    cut = [("all_gather_into_tensor", narrow), ("reduce_scatter_tensor", narrow)]
-    wide = ("allreduce", 2 * tokens * width * away // parts)
-    # Backward: coefficients of experts, or the matrices of a ring's two levels.
-    numbers = {"cp": [experts], "tr": [ring * ring] * 2}[name]
-    small = [("allreduce", 2 * tokens * number * away // parts) for number in numbers]
-    for forward, backward in workers(parts).run(traffic_of_a_block, CUT[name], parts, tokens):
-        assert forward == [gate, *cut, wide]
-        assert sorted(backward) == sorted([*cut, *small, wide])
 
 
 @pytest.mark.parametrize("model", [CP, TR], ids=["cp", "tr"])

@@ -1,40 +1,16 @@
 """Tensor parallelism: shares, padding of the vocabulary, dropout, recomputation."""
 
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from polyad.model.bert import BertConfig
-from polyad.parallel import comm
 from polyad.parallel.dims import Dims
-from polyad.parallel.megatron import data_parallel_group, forget_groups, tensor_parallel_group
-from polyad.parallel.plan import axes_of, pretended_world
+from polyad.parallel.plan import pretended_world
 from tests.helpers.bert import scores_of_padded
 from tests.helpers.training import MODEL, Case, inspect_shards, local_losses
-
-
-def groups_of_tensor_parallelism(size: int) -> dict[str, Any]:
-    """What joining makes, and what it is asked for afterwards."""
-    comm.initialize()
-    forget_groups()
-    before = len(distributed_c10d._world.pg_map)
-    with mock.patch.object(dist, "new_group", wraps=dist.new_group) as made:
-        world = comm.initialize(tensor_parallel_size=size)
-        comm.initialize(tensor_parallel_size=size)  # joins nothing again
-    axes = axes_of(Dims(world_size=world.size, tensor_parallel_size=size), world.rank)
-    tensor, data = tensor_parallel_group(), data_parallel_group()
-    assert set(dist.get_process_group_ranks(tensor)) == axes["tensor"]
-    assert set(dist.get_process_group_ranks(data)) == axes["data"]
-    assert (tensor.rank(), data.rank()) == (world.tensor_parallel_rank, world.data_parallel_rank)
-    return {
-        "asked": made.call_count,
-        "held": len(distributed_c10d._world.pg_map) - before,
-        "names": [tensor.group_desc, data.group_desc],
-    }
 
 
 def groups_of_many_processes(dims: Dims) -> int:
@@ -68,12 +44,6 @@ def test_losses_are_those_of_whole_logits(workers, vocab_size, length, shared):
     expected = torch.tensor(workers(1).run(local_losses, Case(model=model), 0)[0])
     for losses in workers(4).run(local_losses, Case(model=model, tensor=4, **shared), 0):
         torch.testing.assert_close(torch.tensor(losses), expected, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize(("processes", "tensor"), [(2, 2), (4, 2), (4, 4)])
-def test_a_process_makes_the_two_groups_that_it_is_in(workers, processes, tensor):
-    for found in workers(processes).run(groups_of_tensor_parallelism, tensor):
-        assert found == {"asked": 2, "held": 2, "names": ["tensor parallel", "data parallel"]}
 
 
 @pytest.mark.usefixtures("no_process_group")

@@ -102,17 +102,13 @@ def test_names_of_the_first_release_are_read(saved):
     theirs, folder = saved("BertForPreTraining")
     expected = theirs.state_dict()
 
+    def old_name(name):
+        name = re.sub("LayerNorm.weight$", "LayerNorm.gamma", name)
+        return re.sub("LayerNorm.bias$", "LayerNorm.beta", name)
+
     def older(tensors):
-        names = {
-            name: re.sub(
-                "LayerNorm.bias$",
-                "LayerNorm.beta",
-                re.sub("LayerNorm.weight$", "LayerNorm.gamma", name),
-            )
-            for name in tensors
-        }
         extra = {"bert.embeddings.position_ids": torch.arange(16)}
-        return {names[name]: value for name, value in tensors.items()} | extra
+        return {old_name(name): value for name, value in tensors.items()} | extra
 
     weights = open_weights(rewritten(folder, older))
     assert isinstance(weights, FamilyWeights)

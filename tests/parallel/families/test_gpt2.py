@@ -30,6 +30,12 @@ def rewrite(folder, target, change):
     return target
 
 
+BUFFERS = {
+    "transformer.h.0.attn.bias": torch.ones(1, 1, 32, 32),
+    "transformer.h.1.attn.masked_bias": torch.tensor(-1e4),
+}
+
+
 def without_prefix(tensors):
     return {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
 
@@ -48,13 +54,7 @@ def test_logits_equal_transformers_in_every_form_of_file(folder, tmp_path, form)
         change = {
             "no prefix": without_prefix,
             "head": lambda t: t | {"lm_head.weight": t["transformer.wte.weight"].clone()},
-            "buffers": lambda t: (
-                t
-                | {
-                    "transformer.h.0.attn.bias": torch.ones(1, 1, 32, 32),
-                    "transformer.h.1.attn.masked_bias": torch.tensor(-1e4),
-                }
-            ),
+            "buffers": lambda t: t | BUFFERS,
         }[form]
         reference, path = save_reference(tmp_path / "x"), rewrite(folder, tmp_path, change)
     ids = torch.arange(40).view(2, 20)
@@ -70,12 +70,12 @@ def test_any_box_is_the_box_of_the_whole(folder):
     name, shape = "blocks.1.attention.qkv.weight", (96, 32)
     whole = tensors["transformer.h.1.attn.c_attn.weight"].T
     assert torch.equal(weights.whole(name), whole)
-    for offset, size in [
+    for offset, size in (
         ((0, 0), (96, 32)),
         ((5, 3), (1, 7)),
         ((90, 0), (6, 32)),
         ((0, 31), (9, 1)),
-    ]:
+    ):
         box = weights.read(Box(name, MASTER, shape, offset, size))
         (a, b), (n, m) = offset, size
         assert torch.equal(box, whole[a : a + n, b : b + m])
