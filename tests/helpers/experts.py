@@ -2,11 +2,9 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from polyad.model.build import build_model
 from polyad.model.decoder import Decoder
@@ -60,47 +58,6 @@ def logits_and_ids(
     with torch.no_grad(), recorded_ids(model) as ids:
         logits_BTV = model(input_ids_BT).logits
     return logits_BTV, ids
-
-
-class Exchanged(TorchDispatchMode):
-    """Counts the elements that collectives send."""
-
-    def __init__(self, rank_in_group: int) -> None:
-        super().__init__()
-        self.rank, self.numbers, self.others = rank_in_group, 0, set()
-        self.tokens_sent: list[int] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if "c10d" in func.namespace:
-            name = func._schema.name
-            if name.endswith("all_to_all_single") and args[0].is_floating_point():
-                rows, width = args[2], args[0].shape[1]
-                away = sum(rows) - rows[self.rank]
-                self.tokens_sent.append(away)
-                self.numbers += away * width
-            elif not name.endswith(("all_to_all_single", "wait_tensor", "wrap_tensor_autograd")):
-                self.others.add(name)
-        return func(*args, **(kwargs or {}))
-
-
-def exchange_of_one_layer(config: GPT2Config, expert_parallel_size: int, tokens: int) -> Any:
-    """Elements sent by one forward and by one backward pass under even routing."""
-    model, world = expert_parallel_model(config, expert_parallel_size, torch.float32)
-    layer = model.blocks[0].feed_forward
-    experts, top_k = config.feed_forward.num_experts, config.feed_forward.top_k
-    ids_NK = torch.arange(tokens * top_k).view(tokens, top_k) % experts
-    weights_NK = torch.full((tokens, top_k), 1 / top_k, requires_grad=True)
-    tokens_ND = torch.randn(tokens, config.hidden_size, requires_grad=True)
-    with Exchanged(world.expert_parallel_rank) as forward:
-        selected = Selected.of(weights_NK, ids_NK, experts)
-        y_ND, *_ = layer.dispatcher(tokens_ND, selected, layer.experts)
-    gradient = torch.ones_like(y_ND)
-    with Exchanged(world.expert_parallel_rank) as backward:
-        y_ND.backward(gradient)
-    return [
-        {"sent": mode.tokens_sent, "numbers": mode.numbers, "others": sorted(mode.others)}
-        for mode in (forward, backward)
-    ]
 
 
 def drops_of_experts(case: Case) -> dict[str, list[float]]:

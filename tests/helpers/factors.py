@@ -5,12 +5,10 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from polyad.model.build import build_model, place
 from polyad.model.decoder import Decoder
 from polyad.model.decoder_config import GPT2Config
-from polyad.model.layers import same
 from polyad.parallel import comm, factors
 from polyad.parallel.checkpoint.format import MASTER, Box
 from polyad.parallel.factors import parallelize_factors
@@ -64,37 +62,6 @@ def place_shards(
             yield name, source.buffer(name)
 
     place(model, values(), "cpu", dtype)
-
-
-class Traffic(TorchDispatchMode):
-    """Elements that a process sends in each collective, as in a ring of `parts`."""
-
-    def __init__(self, parts: int) -> None:
-        super().__init__()
-        self.parts = parts
-        self.sent: list[tuple[str, int]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func._schema.name.rpartition("::")[2].rstrip("_")
-        if "c10d" in func.namespace and not name.endswith(("wait_tensor", "wrap_tensor_autograd")):
-            first = args[0][0] if isinstance(args[0], list) else args[0]
-            times = {"allreduce": 2, "reduce_scatter_tensor": 1}  # and no others
-            times["all_gather_into_tensor"] = self.parts
-            numbers = times[name] * first.numel()
-            self.sent.append((name, numbers * (self.parts - 1) // self.parts))
-        return func(*args, **(kwargs or {}))
-
-
-def traffic_of_a_block(config: GPT2Config, parts: int, tokens: int) -> Any:
-    """Elements sent by the feed-forward of one block, forward and backward."""
-    layer = cut_model(config, parts).blocks[0].feed_forward
-    inputs = [torch.randn(1, tokens, config.hidden_size).double().requires_grad_() for _ in "zu"]
-    with Traffic(parts) as forward:
-        y_BTD, _ = layer(*inputs)
-    gradient = torch.ones_like(y_BTD)
-    with Traffic(parts) as backward:
-        y_BTD.backward(gradient)
-    return forward.sent, backward.sent
 
 
 def block_against_the_whole(config: GPT2Config, parts: int, tokens: int) -> dict[str, float]:
@@ -168,12 +135,6 @@ def batch_norm_against_the_whole(
         name: ((ours[name] - theirs[name]).abs().max() / theirs[name].abs().max()).item()
         for name in theirs
     }
-
-
-def norm_is_synchronized(case: Case) -> bool:
-    """Whether the first gate of an engine normalizes over processes."""
-    engine, _ = build_engine(case)
-    return engine.module.blocks[0].feed_forward.gate.norm.mean is not same
 
 
 def _mean(value: torch.Tensor, world: comm.World) -> torch.Tensor:

@@ -84,11 +84,6 @@ class Exchanges(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def exchanges_of_a_step(case: Case) -> dict[tuple[str, str], int]:
-    """Numbers in each kind of collective of one training step."""
-    return _exchanges(case).numbers
-
-
 def calls_in_backward(case: Case) -> dict[str, int]:
     """Collectives of one training step that begin before its backward passes end, by name."""
     return _exchanges(case).in_backward

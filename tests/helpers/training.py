@@ -5,7 +5,7 @@ import itertools
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -391,12 +391,6 @@ def tensors(folder: str | Path) -> dict[tuple[str, str], torch.Tensor]:
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:
     """The largest difference, as a share of the largest number."""
     return ((a - b).abs().max() / b.abs().max().clamp_min(1e-12)).item()
-
-
-def describe(case: Case) -> str:
-    """A case as a test's id: what is not the default."""
-    default = asdict(Case())
-    return ",".join(f"{k}={v}" for k, v in asdict(case).items() if v != default[k])
 
 
 def inspect_shards(case: Case) -> dict[str, Any]:

@@ -24,7 +24,6 @@ from tests.helpers.training import (
     GLOBAL_BATCH,
     MODEL,
     Case,
-    describe,
     moe_model,
     mumoe_model,
     relative,
@@ -622,7 +621,3 @@ def test_a_compiler_traces_a_step_whole(workers, name, layout):
     processes, ours, _, _ = read(layout)
     case = case_of(name, processes, **ours)
     assert workers(processes).run(breaks_of_a_step, case) == [[], []]
-
-
-def test_ids_name_what_differs():
-    assert describe(Case(stage=2, clip=0.5)) == "stage=2,clip=0.5"
