@@ -236,15 +236,3 @@ def test_a_shipped_config_explains_every_key_and_how_it_is_run(path):
 def test_sizes_are_those_that_the_paper_reports(name, millions):
     # Nguyen et al. 2025, table 5: with the vocabulary, twice.
     assert expected(f"wikitext103/{name}.yaml")[2] / 1e6 == pytest.approx(millions, abs=0.6)
-
-
-@pytest.mark.parametrize("size", ["smoe-medium", "smoe-large", "glam-medium"])
-@pytest.mark.parametrize("graph", ["similarity", "attention"])
-def test_a_graph_is_all_that_differs(size, graph):
-    folder = ROOT / "configs" / "wikitext103"
-    plain, mixed = (
-        flatten(yaml.safe_load((folder / f"{name}.yaml").read_text()))
-        for name in (size, f"{size}-{graph}")
-    )
-    differing = {key for key in plain if plain[key] != mixed[key]}
-    assert differing == {"run.folder", "model.feed_forward.graph"}

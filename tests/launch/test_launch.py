@@ -35,19 +35,6 @@ def test_launch_trains_in_processes_and_says_little(finished_run):
 
 
 @pytest.mark.slow
-def test_evaluate_in_two_processes_prints_once_and_equals_one(finished_run, polyad):
-    folder, _ = finished_run
-    one = polyad("evaluate", folder, "--json", "-")
-    options = ["--standalone", "--nproc-per-node", 2, "-m", "polyad.launch", "evaluate", folder]
-    two = polyad(*options, "--json", "-", module="torch.distributed.run")
-    assert (one.returncode, two.returncode) == (0, 0), one.stderr + two.stderr
-    alone, shared = json.loads(one.stdout), json.loads(two.stdout)
-    assert shared["processes"] == 2
-    assert shared["tokens_scored"] == alone["tokens_scored"]
-    assert shared["loss"] == pytest.approx(alone["loss"], rel=1e-6)
-
-
-@pytest.mark.slow
 def test_a_run_that_fails_is_one_line_without_torchruns_report(config, polyad):
     # A learning rate that makes the second step infinite: known only once it runs.
     done = polyad(

@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from polyad.parallel.checkpoint.format import EMA, MASTER, Box, CheckpointError
+from polyad.parallel.checkpoint.format import EMA, MASTER, Box
 from polyad.parallel.checkpoint.load import Checkpoint
 from polyad.parallel.checkpoint.save import save
 from polyad.parallel.source import WeightsOnly
-from polyad.parallel.weights import load_model, open_weights
 from polyad.parallel.zero import fragments
 from polyad.train.loop.step import train_step
 from polyad.train.tasks.language import text_losses
@@ -22,8 +21,6 @@ from tests.helpers.training import (
     model_yaml,
     moe_model,
     poisoned,
-    resave,
-    tensors,
     text_batches,
     train,
 )
@@ -91,51 +88,11 @@ def test_the_average_is_that_of_the_masters_after_each_applied_step(workers, pro
         assert result["applied"] == [step != case.poison_step for step in range(5)]
 
 
-@pytest.fixture(scope="module")
-def saved(workers, tmp_path_factory):
-    """Three steps on two processes, with an average or without."""
-    made = {}
-
-    def save(average):
-        if average not in made:
-            folder = tmp_path_factory.mktemp("saved")
-            case = Case(stage=1, average=average, last_step=3, save_to=str(folder))
-            workers(2).run(train, case)
-            made[average] = folder / "step-00000003"
-        return made[average]
-
-    return save
-
-
-def test_an_average_begins_with_the_weights_of_a_checkpoint_without_one(workers, saved, tmp_path):
-    case = Case(average=0.9, resume=str(saved(None)), first_step=3, save_to=str(tmp_path))
-    workers(1).run(resave, case)
-    before, after = tensors(saved(None)), tensors(tmp_path / "step-00000003")
-    assert not any(field == "ema" for _, field in before)
-    for name, field in after:
-        source = "master" if field == "ema" else field
-        assert torch.equal(after[name, field], before[name, source])
-    assert any(field == "ema" for _, field in after)
-    # A run without averages continues from a checkpoint with them, and drops them.
-    case = Case(resume=str(saved(0.7)), first_step=3, save_to=str(tmp_path / "without"))
-    workers(1).run(resave, case)
-    assert tensors(tmp_path / "without" / "step-00000003").keys() == before.keys()
-
-
-def test_a_new_run_begins_its_average_with_the_weights_that_it_takes(saved):
-    checkpoint = Checkpoint(saved(0.7))
+def test_a_new_run_begins_its_average_with_the_weights_that_it_takes(workers, tmp_path):
+    workers(2).run(train, ONE.but(save_to=str(tmp_path)))
+    checkpoint = Checkpoint(tmp_path / "step-00000005")
     source, name = WeightsOnly(checkpoint), "token_embedding.weight"
     shape = checkpoint.shapes()[name]
     box = source.read(Box.whole(name, "ema", shape))
     assert torch.equal(box, checkpoint.whole(name, "master"))
     assert not torch.equal(box, checkpoint.whole(name, "ema"))
-
-
-def test_the_average_is_loaded_by_choice(saved):
-    stored = tensors(saved(0.7))
-    for choice, field in (("trained", "master"), ("ema", "ema")):
-        for name, parameter in load_model(saved(0.7), choice=choice).named_parameters():
-            assert torch.equal(parameter, stored[name, field])
-    with pytest.raises(CheckpointError, match=r"has no moving average of its weights") as caught:
-        open_weights(saved(None), "ema")
-    assert "\n" not in str(caught.value)

@@ -58,19 +58,6 @@ def class_losses(model: Any, batch: SequenceBatch) -> tuple[Tensor, tuple[Routin
     return cross_entropy(logits_BK, batch.labels_B), routing
 
 
-def z_losses_of_sequences(case: Case) -> list[float]:
-    """The z-loss of the first layer for each sequence of the first step, without padding."""
-    engine, _ = build_engine(case)
-    found = []
-    for row in range(GLOBAL_BATCH):
-        batch = padded_batch(0, slice(row, row + 1))
-        assert bool(batch.mask_BCT.all())
-        _, routing = class_losses(engine, batch)
-        assert routing[0].losses.get("z_loss") is not None
-        found.append(routing[0].losses["z_loss"].item())
-    return found
-
-
 def train_on_padded(case: Case) -> dict[str, Any]:
     """Trains a case on them; its losses, gradient norms and records of routing."""
     engine, world = build_engine(case)
@@ -217,16 +204,6 @@ def test_counts_of_all_processes_weigh_these_by_their_tokens(
     alone = workers(processes).run(train_on_padded, many.but(losses=losses))[0]
     with pytest.raises(AssertionError):
         assert_same_course(alone, expected)
-
-
-def test_the_z_loss_of_a_step_is_the_mean_over_its_tokens(workers, whole):
-    case, expected, _ = whole("gpt2", "smoe")
-    each = workers(1).run(z_losses_of_sequences, case)[0]
-    mean = sum(z * length for z, length in zip(each, LENGTHS, strict=True)) / sum(LENGTHS)
-    assert mean != pytest.approx(sum(each) / len(each), rel=1e-4)
-    recorded = expected["routing"][0]["routing/blocks.0.feed_forward/z_loss"]
-    assert recorded == pytest.approx(mean, rel=1e-6)
-    assert padded_batch(0, slice(0, 8)).real_tokens == sum(LENGTHS)
 
 
 @pytest.mark.parametrize("name", ["load_balance", "importance", "load"])

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 
-from polyad.data.errors import DataError
 from polyad.data.text.masking import (
     MaskedSamples,
     MaskedWindows,
@@ -101,9 +100,3 @@ def test_windows_read_every_token_once_and_hide_the_same_for_every_run(prepared)
     assert torch.cat(text).tolist() == stream.read(0, stream.num_tokens).tolist()
     assert windows.num_full in (len(windows), len(windows) - 1)
     assert len(MaskedWindows(stream, LENGTH, COUNT, SPECIAL, max_windows=2)) == 2
-
-
-def test_a_tokenizer_without_a_mask_is_refused(prepared):
-    with pytest.raises(DataError, match=r"has no token \[CLS\].*the folder of a BERT") as raised:
-        SpecialTokens.of(prepared.tokenizer(), "data.path: x")
-    assert "\n" not in str(raised.value)
