@@ -1,8 +1,6 @@
 """Micro-batches of any number of ranks and workers are the same, and so where some are left out."""
 
 import itertools
-import os
-import signal
 import subprocess
 import sys
 import time
@@ -129,18 +127,6 @@ def test_any_step_of_a_large_folder_is_read_at_once(tmp_path):
         assert tokens.tolist() == [0] * 1025
     assert min(seconds) < 0.01
     assert [path.name for path in tmp_path.iterdir()] == ["train.bin"]
-
-
-@pytest.mark.slow
-def test_workers_outlive_signals(samples):
-    options = {"global_batch_size": B, "micro_batch_size": B}
-    batches = micro_batches(samples, start_step=0, num_steps=30, num_workers=1, **options)
-    next(batches)
-    for worker in batches._workers:
-        os.kill(worker.pid, signal.SIGTERM)
-        os.kill(worker.pid, signal.SIGINT)
-        os.kill(worker.pid, signal.SIGUSR1)
-    assert len(list(batches)) == 29
 
 
 @everyday("end", ["del cycle; gc.collect()", "pass"], keep=[])

@@ -1,6 +1,5 @@
 """Saves of a tiny model with its disk recorded or failing, called in worker processes."""
 
-import io
 import resource
 import shutil
 import time
@@ -15,7 +14,6 @@ from polyad.parallel.checkpoint.format import CheckpointError, Contents, verify_
 from polyad.parallel.checkpoint.load import newest_that_opens, newest_verified
 from polyad.parallel.checkpoint.manage import Retention
 from polyad.parallel.checkpoint.save import SaveError, Saver
-from polyad.parallel.fragments import fill
 from polyad.parallel.zero import Engine, fragments
 from tests.helpers.disk import audited, read_tree, recorded
 from tests.helpers.training import Case, build_engine, model_yaml
@@ -165,27 +163,3 @@ def verify_shares(folder: str) -> tuple[str, list[str]]:
         except CheckpointError as error:
             return f"{error.exit_status}: {error}", seen[0]
     return chosen.folder.name if chosen else "none", seen[0]
-
-
-def files_opened(folder: str, case: Any) -> dict[str, Any]:
-    """What this process opens and verifies when it takes up the newest checkpoint."""
-    engine, world = build_engine(case)
-    opened, verified = [], []
-    original, verify = io.open, Contents.verify
-
-    def note(path: Any, *others: Any, **named: Any) -> Any:
-        if isinstance(path, Path | str) and str(path).startswith(folder):
-            opened.append(Path(path).name)
-        return original(path, *others, **named)
-
-    def note_verify(self: Contents, names: Any = None, *others: Any) -> None:
-        verified.append(names)
-        verify(self, names, *others)
-
-    with mock.patch.object(io, "open", note), mock.patch.object(Contents, "verify", note_verify):
-        newest = newest_that_opens(Path(folder)) if world.is_main else None
-        chosen = newest_verified(newest, Path(folder))
-        assert chosen is not None
-        done = len(verified)
-        fill(engine, chosen)
-    return {"opened": opened, "again": verified[done:]}

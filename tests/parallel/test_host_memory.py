@@ -51,20 +51,6 @@ def test_freed_memory_is_used_again_without_asking_the_system_for_pages():
     assert sorted(pages[12:])[6] < 100
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "variable",
-    [
-        {"MALLOC_TRIM_THRESHOLD_": "131072"},
-        {"GLIBC_TUNABLES": "glibc.malloc.trim_threshold=131072"},
-    ],
-)
-def test_who_sets_malloc_himself_is_left_alone(variable):
-    kept, pages = faults("keep", **variable)
-    assert kept is False
-    assert min(pages) > 1000
-
-
 def test_a_control_group_leaves_less_than_the_machine(tmp_path):
     top = tmp_path / "sys/fs/cgroup"
     (tmp_path / "proc/self").mkdir(parents=True)

@@ -58,9 +58,3 @@ def test_tensor_parallel_processes_skip_together(workers, world_size, stage, pre
     )
     results = workers(world_size).run(train, case)
     assert [result["applied"] for result in results] == [[True, False, True]] * world_size
-
-
-@everyday("stage", [1, 2, 3], keep=[2])
-def test_one_process_skips_too(workers, stage):
-    case = Case(stage=stage, poison="loss", poison_step=1)
-    assert workers(1).run(train, case)[0]["applied"] == [True, False, True, True]

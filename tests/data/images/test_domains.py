@@ -76,8 +76,3 @@ def test_the_fingerprint_knows_what_is_left_out(tree):
     found = [opened(tree, each).fingerprint for each in choices]
     assert len(set(found)) == 4
     assert opened(tree, ["inverted", "grey"]).fingerprint == found[3]
-
-
-def test_data_without_domains_leaves_none_out(tmp_path):
-    path = str(made.class_folders(tmp_path / "all"))
-    assert ImageData.open(ImageDataConfig(path=path)).split("train").domains is None

@@ -1,6 +1,5 @@
 import shutil
 
-import numpy as np
 import pytest
 
 from polyad.data.errors import DataError
@@ -12,19 +11,6 @@ from tests.helpers.prepared import flip
 @pytest.fixture
 def copy(prepared_path, tmp_path):
     return shutil.copytree(prepared_path, tmp_path / "corpus")
-
-
-def test_reads_agree_with_the_bytes(prepared):
-    stream = prepared.split("train")
-    raw = np.fromfile(prepared.path / "train.bin", dtype=np.uint16)
-    assert stream.num_tokens == len(raw)
-    tokens = stream.read(100, 700)
-    assert tokens.dtype == np.int64
-    np.testing.assert_array_equal(tokens, raw[100:700])
-    begin = int(stream.document_lengths[:4].sum())
-    whole = raw[begin : begin + stream.document_lengths[4]]
-    np.testing.assert_array_equal(stream.read_document(4), whole)
-    assert len(stream.read(7, 7)) == 0
 
 
 def test_reads_outside_are_index_errors(prepared):

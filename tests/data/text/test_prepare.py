@@ -70,21 +70,6 @@ def test_megatron_reads_the_files(prepared):
     np.testing.assert_array_equal(dataset[3], stream.read_document(3))
 
 
-@pytest.mark.slow
-def test_large_vocabulary_takes_wider_tokens(tmp_path, texts):
-    words = {f"w{i}": i for i in range(70_000)} | {"</s>": 70_000, "<unk>": 70_001}
-    import tokenizers
-
-    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
-    backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    backend.save(str(tmp_path / "tokenizer.json"))
-    source = jsonl(tmp_path / "a.jsonl", ["w69999 w1"] * 20)
-    manifest = prepare(source, str(tmp_path), tmp_path / "out")
-    assert manifest.dtype == "int32"
-    data = PreparedData.open(tmp_path / "out")
-    assert data.split("test").read(0, 3).tolist() == [69_999, 1, 70_000]
-
-
 def test_the_name_of_a_file_may_be_any_bytes(tmp_path):
     jsonl(tmp_path / "\udcff.jsonl", ["a b"] * 20)
     assert prepare(str(tmp_path), "train:300", tmp_path / "out").splits["train"].documents == 18

@@ -68,20 +68,6 @@ def test_every_number_is_written_once_and_by_all(saved, name, layout):
         assert sum(map(len, sizes.values())) <= most
 
 
-def test_all_state_of_experts_is_there(saved):
-    checkpoint = Checkpoint(saved("4 TP2 EP2", "smoe, all state"))
-    prefix = "blocks.0.feed_forward."
-    buffers = {name for name, fields in checkpoint.tensors.items() if "buffer" in fields}
-    assert buffers >= {
-        f"{prefix}router.{name}"
-        for name in (
-            *("score.weight", "graph.head_entropy"),
-            *("selection.balancing_bias", "selection.num_selected"),
-        )
-    }
-    assert checkpoint.shapes()[prefix + "experts.up"] == (4, 36, 24)
-
-
 def test_a_loaded_model_selects_as_many_as_training_did(saved):
     # K grows from 2 to 4 over 12 steps: 2, 3, 4 for a third of them each.
     for steps, selected in ((3, 2), (9, 4)):

@@ -5,7 +5,7 @@ import shutil
 import pytest
 
 from polyad.parallel.checkpoint.format import CheckpointError, read_contents
-from tests.helpers.saving import files_opened, verify_shares
+from tests.helpers.saving import verify_shares
 from tests.helpers.training import Case, train
 
 pytestmark = pytest.mark.distributed
@@ -44,12 +44,3 @@ def test_what_one_process_finds_all_go_by(workers, checkpoints, tmp_path, name):
     (line,) = answers
     assert line.startswith(f"{CheckpointError.exit_status}: {folder / 'step-00000002' / name}")
     assert f"{folder / 'step-00000001' / name}: damaged: " in line
-
-
-def test_rank_0_alone_reads_small_files_and_nothing_is_verified_twice(workers, checkpoints):
-    main, other = workers(2).run(files_opened, str(checkpoints), Case(stage=1))
-    assert {"manifest.json", "index.json", "state.json", "config.yaml"} <= set(main["opened"])
-    assert "manifest.json" not in other["opened"]
-    # A small file may be of the other's share, but it reads none to know what is there.
-    assert sum(not name.endswith(".safetensors") for name in other["opened"]) <= 2
-    assert main["again"] == other["again"] == []

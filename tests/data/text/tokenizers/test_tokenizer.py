@@ -90,13 +90,6 @@ def test_added_tokens_count_in_the_vocabulary(trained, tmp_path):
     assert tokenizer.encode("added") == [1000]
 
 
-def test_cutting_between_words_keeps_the_tokens(trained, library_text):
-    pieces = list(cut_between_words(library_text, 1000))
-    assert len(pieces) > 100
-    assert "".join(pieces) == library_text
-    assert [i for ids in trained.encode_batch(pieces) for i in ids] == trained.encode(library_text)
-
-
 @pytest.mark.slow
 def test_gpt2_files_agree_with_transformers(shared):
     transformers = pytest.importorskip("transformers")
