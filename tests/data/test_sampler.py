@@ -118,14 +118,11 @@ def test_any_step_of_a_large_folder_is_read_at_once(tmp_path):
     total = 9_000_000_001
     with (tmp_path / "train.bin").open("wb") as file:
         file.truncate(2 * total)  # of zeros, without room on the disk
-    seconds = []
+    begun = time.perf_counter()
     for sample in range(10**12, 10**12 + 5):
         samples = TrainingSamples(TokenStream(tmp_path / "train", total, 1, 300), 1024, SEED)
-        begun = time.perf_counter()
-        tokens = samples[sample]
-        seconds.append(time.perf_counter() - begun)
-        assert tokens.tolist() == [0] * 1025
-    assert min(seconds) < 0.01
+        assert samples[sample].tolist() == [0] * 1025
+    assert time.perf_counter() - begun < 1  # reading it all takes much longer
     assert [path.name for path in tmp_path.iterdir()] == ["train.bin"]
 
 

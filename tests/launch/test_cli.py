@@ -14,6 +14,7 @@ import polyad.train.train
 from polyad.launch.cli import run
 from polyad.launch.commands import COMMANDS
 from polyad.launch.ending import OTHERS_SPEAK_FIRST
+from polyad.train.config.run import SHIPPED, load_config, shipped_configs
 from polyad.train.errors import RunError, stopped
 from tests.helpers.everyday import everyday
 
@@ -54,8 +55,7 @@ def test_every_command_explains_itself_with_an_example(name, capfd):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "same"),
-    [([], ["--help"]), (["help", "train"], ["train", "--help"])],
+    ("arguments", "same"), [([], ["--help"]), (["help", "train"], ["train", "--help"])]
 )
 def test_help_is_a_command_too(arguments, same, capfd):
     printed = []
@@ -227,11 +227,7 @@ def test_a_config_may_stand_between_options_and_overrides(config, capfd):
     ("error", "status", "words"),
     [
         (RunError("step 3: too many\nsteps"), 1, "error: step 3: too many steps"),
-        (
-            OSError(28, "No space left on device", "run/x"),
-            1,
-            "error: run/x: No space left on device",
-        ),
+        (OSError(28, "Disk is full", "run/x"), 1, "error: run/x: Disk is full"),
         (KeyboardInterrupt(), 130, "interrupted"),
         (stopped(signal.SIGUSR1, "kept"), 138, "stopped by SIGUSR1; kept"),
     ],
@@ -324,3 +320,62 @@ def test_a_closed_stream_changes_no_exit_status(closed):
             text=True,
         )
         assert (done.returncode, "Traceback" in done.stderr) == (status, False)
+
+
+@pytest.mark.slow
+def test_parts_are_joined(text, tmp_path, data, capfd):
+    command = ["prepare", "--source", str(text), "--tokenizer", str(data), "--documents", "lines"]
+    command += ["--output", str(tmp_path / "out")]
+    for number in (1, 2):
+        assert run([*command, "--part", f"{number}/2"]) == 0
+        assert f"in {tmp_path / 'out'}.part-{number}-of-2\n" in capfd.readouterr().out
+    assert run(["prepare", "--join", "--output", str(tmp_path / "out")]) == 0
+    assert f"in {tmp_path / 'out'}\n" in capfd.readouterr().out
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    assert manifest["request"]["part"] is None
+
+
+def test_validate_describes_the_run_to_a_person_and_writes_json(config, tmp_path, capfd):
+    assert run(["validate", str(config), "--processes", "2", "--json", str(tmp_path / "d")]) == 0
+    captured = capfd.readouterr()
+    description = json.loads((tmp_path / "d").read_text())
+    assert captured.err == ""
+    assert "(a new run)" in captured.out
+    assert f"{description['model']['parameters']:,}" in captured.out
+    assert "processes 2, data parallel size 2, " in captured.out
+    assert description["training"]["epochs"] > 0
+    assert not (tmp_path / "run").exists()
+
+
+def test_validate_takes_the_number_of_processes_from_torchrun(config, monkeypatch, capfd):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert run(["validate", str(config), "--json", "-"]) == 0
+    assert json.loads(capfd.readouterr().out)["layout"]["processes"] == 2
+
+
+def test_without_data_the_vocabulary_has_to_be_given(config, capfd):
+    arguments = ["validate", str(config), "--without-data", "data.path=/no/such/data"]
+    assert run(arguments) == 2
+    assert "model.vocab_size" in capfd.readouterr().err
+    assert run([*arguments, "model.vocab_size=400"]) == 0
+    assert "not checked" in capfd.readouterr().out
+
+
+def test_all_are_listed_with_what_they_are_for(capfd):
+    assert run(["configs"]) == 0
+    rows = [line.split(maxsplit=1) for line in capfd.readouterr().out.splitlines()]
+    names = [file.relative_to(SHIPPED).with_suffix("").as_posix() for file in shipped_configs()]
+    assert [name for name, _ in rows] == sorted(names)
+    assert "launch/kubernetes" not in names
+    about = dict(rows)
+    assert about["gpt2/124m-smoe-16"].startswith("GPT-2 124M with 16 experts in every block")
+    assert all(len(text) <= 72 and "$schema" not in text for text in about.values())
+
+
+@pytest.mark.parametrize("name", ["quickstart/gpt2", "configs/quickstart/gpt2.yaml"])
+def test_one_is_printed_as_it_is_and_can_be_trained(name, tmp_path, capfd):
+    assert run(["configs", name]) == 0
+    printed = capfd.readouterr().out
+    assert printed == (SHIPPED / "quickstart/gpt2.yaml").read_text()
+    (tmp_path / "mine.yaml").write_text(printed)
+    assert load_config(tmp_path / "mine.yaml", []).train.steps == 200

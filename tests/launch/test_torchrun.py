@@ -194,14 +194,7 @@ def words_of(command: str, config: Path) -> list[str]:
     return [command, str(config), *processes, "train.steps=100000"]
 
 
-@pytest.mark.parametrize(
-    ("seconds", "number"),
-    [
-        (0.1, signal.SIGTERM),
-        (2.5, signal.SIGINT),
-        pytest.param(3.5, signal.SIGTERM, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("seconds", "number"), [(0.1, signal.SIGTERM), (2.5, signal.SIGINT)])
 def test_a_signal_while_a_launcher_starts_ends_it_at_once(config, seconds, number):
     """Also within an import, which an exception would break, or which would swallow it."""
     stopped_after(seconds, number, words_of("launch", config))

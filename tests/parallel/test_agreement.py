@@ -44,16 +44,6 @@ def train_with_near_ties(case: Case) -> dict[str, Any]:
         return training.train(case)
 
 
-def selected_by_other_scores(case: Case) -> list[Any]:
-    """What each process takes where all of them have scores of their own."""
-    engine, world = build_engine(case)
-    generator = torch.Generator().manual_seed(world.tensor_parallel_rank)
-    layer = engine.module.blocks[1].feed_forward  # type: ignore[union-attr, index]
-    scores_NE = torch.rand(40, layer.config.num_experts, generator=generator).softmax(-1)
-    selected = layer.router.selection(scores_NE)
-    return selected.expert_ids_NK.tolist()
-
-
 pytestmark = pytest.mark.distributed
 
 MODELS = {
@@ -80,11 +70,3 @@ def test_experts_are_those_of_one_process_where_another_rounds_differently(worke
     for measure in ("losses", "norms"):
         ours, theirs = (torch.tensor(each[measure]) for each in (results[0], expected))
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=0)
-
-
-@pytest.mark.parametrize("model", [moe_model(), emoe_model()], ids=["s", "e"])
-def test_choices_are_those_of_the_first_process(workers, model):
-    first, second = workers(2).run(selected_by_other_scores, Case(tensor=2, model=model))
-    assert first == second
-    alone = workers(1).run(selected_by_other_scores, Case(model=model))[0]
-    assert first == alone

@@ -21,10 +21,7 @@ def test_a_global_batch_that_does_not_divide_names_both_keys():
     [
         ({"tensor_parallel_size": 3}, "tensor_parallel_size: 3 .* the 4 processes.* 1, 2, 4;"),
         ({"tensor_parallel_size": 8}, "tensor_parallel_size: 8 .* the 4 processes"),
-        (
-            {"tensor_parallel_size": 2, "expert_parallel_size": 4},
-            "expert_parallel_size: 4 ",
-        ),
+        ({"tensor_parallel_size": 2, "expert_parallel_size": 4}, "expert_parallel_size: 4 "),
     ],
 )
 def test_degrees_that_do_not_fit_the_processes_are_refused(degrees, line):

@@ -218,12 +218,3 @@ def test_other_losses_of_tokens_weigh_micro_batches_by_their_tokens(name):
     assert routing_loss((stats,), config, torch.tensor(20.0)) == pytest.approx(3.0)
     assert routing_loss((both,), config, torch.tensor(20.0)) == pytest.approx(10.0)
     assert routing_loss((both._replace(tokens=None),), config) == pytest.approx(9.0)
-
-
-def test_losses_of_sequences_and_of_the_model_weigh_what_they_are_means_of():
-    even_E, losses = torch.tensor([0.5, 0.5]), {"sequence_loss": torch.tensor(4.0)}
-    stats = RoutingStats("", even_E, usage_E=even_E, tokens=torch.tensor(30.0), losses=losses)
-    of_sequences = LossConfig(sequence_balance=0.5)
-    assert routing_loss((stats, stats), of_sequences, torch.tensor(20.0)) == pytest.approx(4.0)
-    of_model = LossConfig(load_balance=0.5, load_balance_over="model")
-    assert routing_loss((stats, stats), of_model, torch.tensor(20.0)) == pytest.approx(0.75)

@@ -1,6 +1,5 @@
 """Checkpoints that are whole but of no use here, and disks without room: one line, status 2."""
 
-import io
 import json
 import pickle
 import shutil
@@ -72,16 +71,9 @@ def test_what_is_no_checkpoint_is_said_to_be_none(tmp_path, capfd):
     assert "holds no complete checkpoint" in line
 
 
-@pytest.mark.parametrize("kind", ["pickle", "torch", "nothing"])
-def test_a_shard_that_is_too_short_is_refused_though_its_digest_is_right(tmp_path, kind):
+@pytest.mark.parametrize("content", [b"", pickle.dumps([*range(500)])], ids=["none", "pickle"])
+def test_a_shard_that_is_too_short_is_refused_though_its_digest_is_right(tmp_path, content):
     path = write(tmp_path)
-    saved = io.BytesIO()
-    torch.save({"weight": torch.ones(500)}, saved)
-    content = {
-        "pickle": pickle.dumps({"weight": list(range(500))}),
-        "torch": saved.getvalue(),
-        "nothing": b"",
-    }[kind]
     (path / "rank-00000.safetensors").write_bytes(content)
     names = [file.name for file in path.iterdir() if file.name != "manifest.json"]
     files = {name: record_of((path / name).read_bytes()) for name in names}
