@@ -286,10 +286,7 @@ def test_a_json_file_that_cannot_be_written_is_found_before_the_work(
     assert capfd.readouterr().err.startswith("polyad: error: --json: ")
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("WORLD_SIZE", "abc"), pytest.param("RANK", "x", marks=pytest.mark.slow), ("RANK", "0")],
-)
+@pytest.mark.parametrize(("name", "value"), [("WORLD_SIZE", "abc"), ("RANK", "0")])
 def test_half_an_environment_of_torchrun_is_one_line(config, monkeypatch, capfd, name, value):
     monkeypatch.setenv(name, value)
     assert run(["train", str(config)]) == 2
