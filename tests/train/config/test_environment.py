@@ -3,29 +3,18 @@
 import json
 import os
 import shutil
-import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from polyad.data.text.prepare import prepare
-from polyad.parallel.comm import STORE, comparison
+from polyad.parallel.comm import comparison
 from polyad.train.config.environment import agreed_facts, folder_digest
 from polyad.train.config.run import load_config
 from polyad.train.tasks.registry import open_task
 from tests.helpers.everyday import everyday
 from tests.helpers.runs import write_config
-
-KEYS = [
-    ("optimizer.learning_rate=0.02", "0.01 on", "0.02 on"),
-    ("train.steps=9", "6 on", "9 on"),
-    ("optimizer.clip_grad_norm=0.5", "1.0 on", "0.5 on"),
-    ("optimizer.weight_decay=0.3", "on", "0.3 on"),
-    ("seed=4", "3 on", "4 on"),
-    ("train.micro_batch_size=4", "2 on", "4 on"),
-    ("model.dropout=0.1", "0.0 on", "0.1 on"),
-]
 
 
 def go_to_own_host(rank: int) -> None:
@@ -33,61 +22,53 @@ def go_to_own_host(rank: int) -> None:
     os.chdir(os.environ["HOSTS"].split(":")[rank])
 
 
-def end_at_once(rank: int) -> None:
-    """A process that was killed before it came."""
-    if rank == 1:
-        os._exit(9)
+def refused(run: Any) -> str:
+    """The line with which two processes refused to start."""
+    assert run.wait() == [2, 2], run.text()
+    (line,) = [line for line in run.logs[0].read_text().splitlines() if "error" in line]
+    return line.removeprefix("polyad: error: ")
 
 
-def errors(text: str) -> list[str]:
-    return [line for line in text.splitlines() if "error" in line]
-
-
-@pytest.mark.parametrize(("override", "ours", "theirs"), KEYS)
-def test_a_key_that_differs_is_named_with_both_values(
-    override: str, ours: str, theirs: str, tmp_path: Path, prepared_path: Path
+def test_what_differs_is_named_with_both_values(
+    tmp_path: Path, prepared_path: Path, texts: Path
 ) -> None:
     path = write_config(tmp_path / "config.yaml", prepared_path)
-    told = []
-    for name, words in (("a", []), ("b", [override])):
-        config = load_config(path, words)
-        task = open_task(config.for_task())
-        config = config.model_copy(update={"model": task.model})
-        told.append((name, agreed_facts(config, task)))
-    (line,) = comparison(told)
-    assert line.startswith(f"{override.partition('=')[0]}: ")
-    assert f"{ours} a, {theirs} b" in line
 
+    def differences(*words: str) -> list[str]:
+        told = []
+        for name, more in (("here", ()), ("there", words)):
+            config = load_config(path, more)
+            task = open_task(config.for_task())
+            config = config.model_copy(update={"model": task.model})
+            told.append((name, agreed_facts(config, task)))
+        return comparison(told)
 
-@pytest.mark.distributed
-@pytest.mark.parametrize(("override", "ours", "theirs"), KEYS[:2])
-def test_processes_with_other_keys_train_no_step(
-    override: str, ours: str, theirs: str, forks: Any, tmp_path: Path, prepared_path: Path
-) -> None:
-    path = write_config(tmp_path / "config.yaml", prepared_path, log__trackers=[])
-    run = forks.start(tmp_path, ["train", str(path)], last=[override])
-    assert run.wait() == [2, 2], run.text()
-    (line,) = errors(run.logs[0].read_text())
-    assert line.startswith(f"polyad: error: {override.partition('=')[0]}: ")
-    assert all(word in line for word in (ours, theirs, "(rank 0)", "(rank 1)"))
-    assert not (tmp_path / "run" / "metrics.jsonl").exists()
-
-
-@pytest.mark.distributed
-def test_processes_with_other_text_behind_one_key_train_no_step(
-    forks: Any, tmp_path: Path, prepared_path: Path, texts: Path
-) -> None:
-    other = tmp_path / "texts.jsonl"
+    for key, ours, theirs in (
+        ("optimizer.learning_rate", 0.01, 0.02), ("train.steps", 6, 9), ("seed", 3, 4),
+        ("train.micro_batch_size", 2, 4), ("model.dropout", 0.0, 0.1),
+    ):  # fmt: skip
+        (line,) = differences(f"{key}={theirs}")
+        assert line.startswith(f"{key}: ")
+        assert f"{ours} on here, {theirs} on there" in line
+    copied = shutil.copytree(prepared_path, tmp_path / "copy")
+    assert differences(f"data.path={copied}", f"run.folder={tmp_path / 'elsewhere'}") == []
     lines = [json.loads(line) for line in texts.read_text().splitlines()]
+    other = tmp_path / "texts.jsonl"
     other.write_text("".join(json.dumps({"text": each["text"].upper()}) + "\n" for each in lines))
-    data = tmp_path / "data"
-    prepare(str(other), str(prepared_path / "tokenizer.json"), data)
+    prepare(str(other), str(prepared_path / "tokenizer.json"), tmp_path / "data")
+    named = [line.partition(" contents ")[0] for line in differences(f"data.path={tmp_path}/data")]
+    assert named == ["data.path (train):", "data.path (validation):"]
+
+
+@pytest.mark.distributed
+def test_processes_with_other_keys_train_no_step(
+    forks: Any, tmp_path: Path, prepared_path: Path
+) -> None:
     path = write_config(tmp_path / "config.yaml", prepared_path, log__trackers=[])
-    run = forks.start(tmp_path, ["train", str(path)], last=[f"data.path={data}"])
-    assert run.wait() == [2, 2], run.text()
-    (line,) = errors(run.logs[0].read_text())
-    assert line.startswith("polyad: error: data.path (train): contents ")
-    assert "data.path (validation)" in line
+    line = refused(forks.start(tmp_path, ["train", str(path)], last=["train.steps=9"]))
+    assert line.startswith("train.steps: ")
+    assert all(word in line for word in ("6 on", "9 on", "(rank 0)", "(rank 1)"))
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 @pytest.mark.distributed
@@ -105,17 +86,10 @@ def test_processes_with_another_checkpoint_at_one_place_train_no_step(
         run = forks.start(folder.parent, ["train", str(path)], processes=1)
         assert run.wait() == [0], run.text()
     path = write_config(tmp_path / "config.yaml", prepared_path, log__trackers=[])
-    run = forks.start(
-        tmp_path,
-        ["train", str(path), f"{key}=start"],
-        before=go_to_own_host,
-        LOCAL_RANK="0",  # each is the first of its host
-        HOSTS=f"{tmp_path / 'host-3'}:{tmp_path / 'host-4'}",
-    )
-    assert run.wait() == [2, 2], run.text()
-    (line,) = errors(run.logs[0].read_text())
-    assert line.startswith(f"polyad: error: {key}: start/checkpoints/step-00000001: contents ")
-    assert "all processes need the same" in line
+    hosts = f"{tmp_path / 'host-3'}:{tmp_path / 'host-4'}"
+    command = ["train", str(path), f"{key}=start"]  # each process is the first of its host
+    run = forks.start(tmp_path, command, before=go_to_own_host, LOCAL_RANK="0", HOSTS=hosts)
+    assert refused(run).startswith(f"{key}: start/checkpoints/step-00000001: contents ")
 
 
 @pytest.mark.distributed
@@ -127,33 +101,7 @@ def test_processes_that_would_evaluate_otherwise_score_nothing(
     run = forks.start(tmp_path, ["train", str(path)], processes=1)
     assert run.wait() == [0], run.text()
     run = forks.start(tmp_path, ["evaluate", str(tmp_path / "run")], last=[last])
-    assert run.wait() == [2, 2], run.text()
-    (line,) = errors(run.logs[0].read_text())
-    assert line.startswith("polyad: error: the command's ")
-    assert "all processes need the same" in line
-
-
-@pytest.mark.distributed
-def test_a_process_that_waits_for_one_that_was_killed_stops_at_once(
-    forks: Any, tmp_path: Path, prepared_path: Path
-) -> None:
-    path = write_config(tmp_path / "config.yaml", prepared_path, log__trackers=[])
-    store = tmp_path / "store"
-    run = forks.start(tmp_path, ["train", str(path)], before=end_at_once, **{STORE: str(store)})
-    run.until(store.exists)
-    run.signal(signal.SIGTERM, 0)
-    assert run.wait(timeout=20) == [143, 9], run.text()
-    assert not errors(run.text())
-
-
-def test_a_copy_of_the_data_elsewhere_is_the_same_data(tmp_path: Path, prepared_path: Path) -> None:
-    copied = shutil.copytree(prepared_path, tmp_path / "copy")
-    path = write_config(tmp_path / "config.yaml", prepared_path)
-    told = []
-    for words in ([], [f"data.path={copied}", f"run.folder={tmp_path / 'elsewhere'}"]):
-        config = load_config(path, words)
-        told.append(("here", agreed_facts(config, open_task(config.for_task()))))
-    assert comparison(told) == []
+    assert refused(run).startswith("the command's ")
 
 
 def test_weights_that_differ_in_one_tensor_have_another_digest(tmp_path: Path) -> None:
