@@ -57,24 +57,25 @@ def test_a_second_run_on_the_folder_is_refused_and_the_first_goes_on(
 ):
     config = write_config(tmp_path / "config.yaml", prepared_path, log__trackers=[])
     options = ["train.steps=100000", "checkpoint.every=0", "evaluation.every=0"]
-    first = forks.start(tmp_path, ["train", str(config), *options])
     records = tmp_path / "run" / "metrics.jsonl"
-    first.until(lambda: records.exists() and records.read_text().count("\n") >= 2)
-    second = forks.start(tmp_path, ["train", str(config), *options])
+
+    def started():
+        return forks.start(tmp_path, ["train", str(config), *options])
+
+    def stopped(run, number):
+        done = records.read_text().count("\n") if records.exists() else 0
+        run.until(lambda: records.exists() and records.read_text().count("\n") > done + 1)
+        run.signal(number)
+        return run.wait()
+
+    first = started()
+    first.until(records.exists)
+    second = started()
     assert second.wait() == [2, 2]
     assert "is in use by another start of this run" in second.text()
-    done = records.read_text().count("\n")
-    first.until(lambda: records.read_text().count("\n") > done)
-    first.signal(signal.SIGTERM)
-    assert first.wait() == [143, 143]
-    third = forks.start(tmp_path, ["train", str(config), *options])
-    third.until(lambda: "step" in third.text())
-    third.signal(signal.SIGKILL)  # the kernel lets go of the lock
-    assert third.wait() == [137, 137]
-    fourth = forks.start(tmp_path, ["train", str(config), *options])
-    fourth.until(lambda: "step" in fourth.text())
-    fourth.signal(signal.SIGTERM)
-    assert fourth.wait() == [143, 143]
+    assert stopped(first, signal.SIGTERM) == [143, 143]
+    assert stopped(started(), signal.SIGKILL) == [137, 137]  # the kernel lets go of the lock
+    assert stopped(started(), signal.SIGTERM) == [143, 143]
 
 
 @pytest.mark.slow

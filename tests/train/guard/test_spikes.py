@@ -1,20 +1,16 @@
 """Spikes: what counts as one, by hand; runs that warn and skip."""
 
 import itertools
-import json
 import math
 
-import numpy as np
 import pytest
 import torch
 
 from polyad.train.guard.spikes import (
     NO_LIMITS,
-    Limits,
     MonitorConfig,
     limits_of,
     remember,
-    spike_line,
 )
 from polyad.train.state import TrainState
 from tests.helpers.everyday import everyday
@@ -49,51 +45,15 @@ def test_limits_by_hand():
     assert limits_of(silent, state) == NO_LIMITS
 
 
-def test_equal_values_have_room_around_them():
-    config, state = state_of([2.0] * 8, [3.0] * 8)
+def test_equal_values_have_room_around_them_and_old_ones_leave_the_window():
+    config, state = state_of([9.0] * 20 + [2.0] * 6 + [500.0] * 2, [3.0] * 28)
+    assert state.recent_losses == [2.0] * 6 + [500.0] * 2  # which do not move the median
     limits = limits_of(config, state)
     assert limits.loss == pytest.approx(2.0 + 10 * 0.01 * 2.0)
     assert limits.grad_norm == pytest.approx(3.0 * math.e)
-    assert limits.exceeded(2.21, 1.0)
-    assert limits.exceeded(2.0, 8.2)
-    assert not limits.exceeded(0.1, 0.0)  # lower is no spike
-    assert not limits.exceeded(math.nan, 1e9)  # skipped for another reason
-    assert not limits.exceeded(2.0, math.inf)
-
-
-def test_the_window_moves_and_wild_values_do_not_move_the_median():
-    config, state = state_of([9.0] * 20 + [2.0] * 6 + [500.0] * 2, [1.0] * 28)
-    assert state.recent_losses == [2.0] * 6 + [500.0] * 2
-    assert limits_of(config, state).loss == pytest.approx(2.2)
-
-
-def test_normal_numbers_are_hardly_ever_spikes_and_outliers_are():
-    # Ten standard deviations: the estimate over 128 numbers is good to some 10%.
-    generator = np.random.default_rng(0)
-    config, state = MonitorConfig(), TrainState()
-    seen = 0
-    for _ in range(3000):
-        loss, norm = (
-            3.0 + 0.05 * generator.standard_normal(),
-            math.exp(0.3 * generator.standard_normal()),
-        )
-        limits = limits_of(config, state)
-        seen += limits.exceeded(loss, norm)
-        if limits != NO_LIMITS:
-            assert limits.exceeded(3.0 + 0.05 * 16, norm)
-            assert limits.exceeded(loss, math.exp(0.3 * 18))
-        remember(config, state, loss, norm)
-    assert seen == 0
-
-
-def test_a_line_names_the_limits():
-    event = {
-        "step": 7, "action": "skip", "loss": 9.5, "loss_limit": 3.25,
-        "grad_norm": 1.0, "grad_norm_limit": math.inf,
-    }  # fmt: skip
-    assert spike_line(event) == (
-        "step 7: spike: loss 9.5000 (limit 3.2500), norm 1.00 (limit inf); the step was skipped"
-    )
+    found = [(2.21, 1.0), (2.0, 8.2), (0.1, 0.0), (math.nan, 1e9), (2.0, math.inf)]
+    # Lower is no spike; what is not finite is skipped for another reason.
+    assert [limits.exceeded(*each) for each in found] == [True, True, False, False, False]
 
 
 def spikes(folder):
@@ -118,20 +78,16 @@ def config(tmp_path, prepared_path):
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_a_warning_changes_nothing_and_names_documents(workers, config, tmp_path):
-    results = workers(2).run(console_with_bad_batches, config, "loss", (BAD,))
-    assert [outcome for outcome, _ in results] == [STEPS] * 2
+    (steps, said), _ = workers(2).run(console_with_bad_batches, config, "loss", (BAD,))
+    assert steps == STEPS
     (event,) = spikes(tmp_path / "run")
     assert (event["step"], event["batch"], event["action"]) == (BAD + 1, BAD, "warn")
     assert event["loss"] > event["loss_limit"]
-    (documents,) = event["documents"].values()
-    assert documents
+    assert list(event["documents"].values()) != [[]]
     assert not records(tmp_path / "run")[BAD]["skipped"]
-    (line,) = [line for _, said in results for line in said.splitlines() if "spike" in line]
-    assert line.startswith(f"step {BAD + 1}: spike: loss ")
-    silent = f"run.folder={tmp_path / 'silent'}"
-    workers(2).run(
-        run_with_bad_batches, config, "loss", (BAD,), silent, "monitor.spike_action=none"
-    )
+    assert f"step {BAD + 1}: spike: loss " in said
+    words = (f"run.folder={tmp_path / 'silent'}", "monitor.spike_action=none")
+    workers(2).run(run_with_bad_batches, config, "loss", (BAD,), *words)
     assert not spikes(tmp_path / "silent")
     last = f"checkpoints/step-{STEPS:08d}"
     assert same(tmp_path / "run" / last, tmp_path / "silent" / last)
@@ -147,17 +103,15 @@ def test_a_skipped_spike_leaves_the_weights_as_they_were(
     workers, config, tmp_path, stage, precision, what
 ):
     options = ("monitor.spike_action=skip", f"parallel.zero_stage={stage}", "checkpoint.every=1")
-    options += (f"train.precision={precision}",)
     for steps in (BAD + 1, BAD + 2):  # a skipped step is saved where it is the last
-        words = (*options, f"train.steps={steps}")
+        words = (*options, f"train.precision={precision}", f"train.steps={steps}")
         workers(2).run(run_with_bad_batches, config, what, (BAD,), *words)
     folder = tmp_path / "run"
     event = next(event for event in spikes(folder) if event["batch"] == BAD)
-    exceeded = Limits(event["loss_limit"], event["grad_norm_limit"])
-    assert (event["action"], event["batch"]) == ("skip", BAD)
-    assert (event["loss"] > exceeded.loss) == (what == "loss")
+    assert event["action"] == "skip"
+    assert (event["loss"] > event["loss_limit"]) == (what == "loss")
     # A loss 6 times as high has a gradient 6 times as long, which may be too long as well.
-    assert event["grad_norm"] > exceeded.grad_norm or what == "loss"
+    assert event["grad_norm"] > event["grad_norm_limit"] or what == "loss"
     lines = records(folder)
     assert lines[BAD]["skipped"]
     assert sum(line["skipped"] for line in lines) == len(spikes(folder)) < 3
@@ -186,11 +140,4 @@ def test_the_estimate_goes_on_where_it_was(workers, config, tmp_path):
     workers(2).run(run_with_bad_batches, config, "loss", (BAD,), whole)
     workers(2).run(run, config, halves, f"train.steps={BAD}")
     workers(2).run(run_with_bad_batches, config, "loss", (BAD,), halves)
-    assert spikes(tmp_path / "whole") == spikes(tmp_path / "halves")
-    states = [
-        json.loads((tmp_path / n / f"checkpoints/step-{STEPS:08d}/state.json").read_text())
-        for n in ("whole", "halves")
-    ]
-    for key in ("recent_losses", "recent_grad_norms", "spikes"):
-        assert states[0][key] == states[1][key]
-    assert len(states[0]["recent_losses"]) == STEPS
+    assert spikes(tmp_path / "whole") == spikes(tmp_path / "halves") != []

@@ -20,6 +20,7 @@ pytestmark = pytest.mark.distributed
 
 LONG = ("train.steps=100000", "checkpoint.every=0", "evaluation.every=0")
 GRACE = 25
+AGAIN = "run the same command again to continue from"
 
 
 @pytest.fixture
@@ -30,6 +31,12 @@ def config(tmp_path, prepared_path):
 def lines(folder):
     path = folder / "run" / "metrics.jsonl"
     return path.read_text().count("\n") if path.exists() else 0
+
+
+def newest_of(folder):
+    """The one checkpoint."""
+    (path,) = complete_checkpoints(folder / "run" / "checkpoints")
+    return path
 
 
 def stop(run, number, *ranks):
@@ -56,12 +63,12 @@ def test_in_a_step_all_ranks_save_the_same_one(forks, config, tmp_path, number, 
     run = forks.start(tmp_path, ["train", str(config), *LONG, f"data.num_workers={workers}"])
     run.until(lambda: lines(tmp_path) >= 3)
     assert stop(run, number, *ranks) == [128 + number] * 2
-    (newest,) = complete_checkpoints(tmp_path / "run" / "checkpoints")
     done = lines(tmp_path)
+    newest = newest_of(tmp_path)
     assert newest.name == f"step-{done:08d}"  # the step that it was in, and nothing after it
     name = "interrupted" if number == signal.SIGINT else f"stopped by {number.name}"
     said = [line for line in run.text().splitlines() if name in line or "error" in line]
-    assert said == [f"polyad: {name}; run the same command again to continue from {newest}"]
+    assert said == [f"polyad: {name}; {AGAIN} {newest}"]
     names = {path.name for path in (tmp_path / "run").iterdir()}
     assert names == {".lock", "checkpoints", "config.yaml", "environment.json", "metrics.jsonl"}
     again = forks.start(tmp_path, ["train", str(config), *LONG[1:], f"train.steps={done + 2}"])
@@ -83,48 +90,31 @@ def test_while_it_starts_there_is_nothing_to_save(forks, config, tmp_path):
 def test_in_a_validation_the_next_start_does_it(forks, config, tmp_path, last):
     """And everything is as if nothing had happened, the records too."""
     steps = 4 if last else 6
-    options = [
-        f"train.steps={steps}", "evaluation.every=4", "evaluation.max_windows=null",
-        "evaluation.batch_size=1", "evaluation.stride=1", "model.dropout=0.1", "checkpoint.every=0",
-    ]  # fmt: skip
-    run = forks.start(tmp_path, ["train", str(config), *options])
+    options = [f"train.steps={steps}", "evaluation.every=4", "evaluation.max_windows=null",
+               "model.dropout=0.1", "checkpoint.every=0"]  # fmt: skip
+    long, quick = ([f"evaluation.batch_size={size}", f"evaluation.stride={stride}"]
+                   for size, stride in ((1, 1), (64, 8)))  # fmt: skip
+    run = forks.start(tmp_path, ["train", str(config), *options, *long])
     run.until(lambda: lines(tmp_path) == 3)
     state = tmp_path / "run" / "checkpoints" / "step-00000004" / "state.json"
     time.sleep(0.3)  # step 4 takes some 30 ms, its validation seconds
     assert stop(run, signal.SIGTERM) == [143, 143]
     assert lines(tmp_path) == 3
     assert json.loads(state.read_text())["unfinished"]["step"] == 4
-    options[3:5] = ["evaluation.batch_size=64", "evaluation.stride=8"]  # quicker, and may change
+    options += quick  # which may change
     assert forks.start(tmp_path, ["train", str(config), *options]).wait() == [0, 0]
     assert not json.loads(state.read_text()).get("unfinished")  # no third start does it again
-    ours = records(tmp_path / "run")
     whole = [*options, f"run.folder={tmp_path / 'whole'}"]
     assert forks.start(tmp_path, ["train", str(config), *whole]).wait() == [0, 0]
-    theirs = records(tmp_path / "whole")
     keys = ("step", "loss", "grad_norm", "validation_loss", "tokens", "skipped")
-    assert [{k: r.get(k) for k in keys} for r in ours] == [
-        {k: r.get(k) for k in keys} for r in theirs
-    ]
+    ours, theirs = (
+        [[each.get(key) for key in keys] for each in records(tmp_path / name)]
+        for name in ("run", "whole")
+    )
+    assert ours == theirs
     name = f"checkpoints/step-{steps:08d}"
     one, other = tensors(tmp_path / "run" / name), tensors(tmp_path / "whole" / name)
     assert all(torch.equal(one[key], other[key]) for key in other)
-
-
-@pytest.mark.slow
-def test_in_a_save_it_is_finished(forks, config, tmp_path):
-    run = forks.start(tmp_path, ["train", str(config), *LONG, "checkpoint.every=1"])
-    checkpoints = tmp_path / "run" / "checkpoints"
-    run.until(lambda: lines(tmp_path) > 1 and any(checkpoints.glob(".step-*.partial")))
-    assert stop(run, signal.SIGTERM) == [143, 143]
-    newest = complete_checkpoints(checkpoints)[-1]
-    assert newest.name == f"step-{lines(tmp_path):08d}"
-    assert not any(checkpoints.glob(".step-*.partial"))
-
-
-def test_one_process_stops_at_once_before_its_first_step(forks, config, tmp_path):
-    run = forks.start(tmp_path, ["train", str(config), *LONG], processes=1)
-    time.sleep(0.05)
-    assert stop(run, signal.SIGTERM) == [143]
 
 
 @everyday(
@@ -144,9 +134,8 @@ def test_a_second_signal_in_a_save_does_not_disturb_it(forks, config, tmp_path, 
         time.sleep(0.1)
         run.signal(again)
     assert run.wait(GRACE) == [128 + number] * processes
-    (newest,) = complete_checkpoints(tmp_path / "run" / "checkpoints")
-    assert newest.name == f"step-{lines(tmp_path):08d}"
-    assert f"; run the same command again to continue from {newest}" in run.text()
+    assert newest_of(tmp_path).name == f"step-{lines(tmp_path):08d}"
+    assert f"; {AGAIN} {newest_of(tmp_path)}" in run.text()
 
 
 @everyday("launched", [True, False], keep=[False])
@@ -181,7 +170,4 @@ def test_a_run_whose_shell_has_ended_is_saved_too(forks, config, tmp_path):
     while os.path.exists(f"/proc/{process}") and time.monotonic() < until:
         time.sleep(0.01)
     assert not os.path.exists(f"/proc/{process}")
-    (newest,) = complete_checkpoints(tmp_path / "run" / "checkpoints")
-    assert (
-        f"stopped by SIGTERM; run the same command again to continue from {newest}" in shell.text()
-    )
+    assert f"stopped by SIGTERM; {AGAIN} {newest_of(tmp_path)}" in shell.text()
