@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from polyad.train.loop import profiling
-from polyad.train.loop.profiling import Prefetch, allow_tf32
-from tests.helpers.runs import highest_memory, records, run, write_config
+from polyad.train.loop.profiling import Prefetch
+from tests.helpers.runs import highest_memory
 
 CPU = torch.device("cpu")
 
@@ -21,28 +21,21 @@ def numbers(value: int, *shape: int) -> Numbers:
     return Numbers(torch.full(shape, value), torch.full(shape, 2 * value))
 
 
-def test_prefetch_hands_out_all_batches_in_order() -> None:
-    batches = [numbers(number, 2, 3) for number in range(5)]
-    handed_out = list(Prefetch(iter(batches), CPU))
-    assert [batch.values.unique().item() for batch in handed_out] == [0, 1, 2, 3, 4]
-    assert [batch.twice.unique().item() for batch in handed_out] == [0, 2, 4, 6, 8]
-    assert list(Prefetch(iter([]), CPU)) == []
-
-
-def test_prefetch_reads_one_ahead_and_nothing_before_the_first_is_wanted() -> None:
+def test_prefetch_hands_out_all_batches_in_order_and_reads_one_ahead() -> None:
     read = []
 
     def batches():
         for number in range(4):
             read.append(number)
-            yield numbers(number)
+            yield numbers(number, 2, 3)
 
     ahead = Prefetch(batches(), CPU)
-    assert read == []
-    assert next(ahead).values == 0
-    assert read == [0, 1]
-    assert next(ahead).values == 1
-    assert read == [0, 1, 2]
+    assert read == []  # before the first is wanted
+    for number, batch in enumerate(ahead):
+        assert read == list(range(min(number + 2, 4)))
+        assert batch.values.unique().item() == number
+        assert batch.twice.unique().item() == 2 * number
+    assert list(Prefetch(iter([]), CPU)) == []
 
 
 def test_the_wait_for_batches_is_that_of_a_step(monkeypatch) -> None:
@@ -63,13 +56,6 @@ def test_the_wait_for_batches_is_that_of_a_step(monkeypatch) -> None:
     assert ahead.seconds() == 4.0
 
 
-def test_tf32_changes_nothing_on_a_cpu() -> None:
-    before = torch.backends.mkldnn.matmul.fp32_precision, torch.get_float32_matmul_precision()
-    allow_tf32(True, CPU)
-    after = torch.backends.mkldnn.matmul.fp32_precision, torch.get_float32_matmul_precision()
-    assert after == before
-
-
 @pytest.mark.distributed
 def test_every_process_learns_the_highest_memory(workers) -> None:
     mib = 2**20
@@ -77,10 +63,3 @@ def test_every_process_learns_the_highest_memory(workers) -> None:
     assert first == second
     assert first == pytest.approx(peak_1, abs=32 * mib)
     assert peak_1 > peak_0 + 300 * mib
-
-
-@pytest.mark.distributed
-def test_a_record_has_the_memory_of_its_step(workers, tmp_path, prepared_path) -> None:
-    config = write_config(tmp_path / "config.yaml", prepared_path)
-    workers(1).run(run, config, "train.steps=2", "train.tf32=true")
-    assert all(line["memory_bytes"] > 50e6 for line in records(tmp_path / "run"))

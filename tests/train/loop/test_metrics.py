@@ -1,17 +1,11 @@
 """What a run reports: rates, lines, and records that survive a crash."""
 
-import json
 import math
-import os
-import subprocess
-import sys
 
-import pytest
 import torch
 
-from polyad.train.console import Clock, bar, duration
-from polyad.train.loop.metrics import LogConfig, console_line, drop_records_after, peak_flops
-from polyad.train.loop.profiling import peak_memory_bytes
+from polyad.train.console import Clock
+from polyad.train.loop.metrics import LogConfig, console_line, peak_flops
 from polyad.train.tasks.task import Unit
 
 TOKEN = Unit("token", "tok")
@@ -27,19 +21,10 @@ def test_a_line_has_progress_rate_and_time_left():
     for part in ("1,234 tok/s", "mfu 12.5%", "1.00 GiB", "1:15 left"):
         assert part in line
     skipped = RECORD | {"skipped": True, "skipped_steps": 2, "mfu": None, "loss": math.nan}
-    line = console_line(skipped, 20, 75, TOKEN, "validation_loss")
+    line = console_line(skipped, 20, math.nan, TOKEN, "validation_loss")
+    assert "-:-- left" in line
     assert "SKIPPED (2 not finite so far)" in line
     assert "mfu" not in line
-
-
-def test_durations_and_bars():
-    assert [duration(s) for s in (0, 59.6, 3661, float("nan"))] == [
-        "0:00",
-        "1:00",
-        "1:01:01",
-        "-:--",
-    ]
-    assert [bar(share, 4) for share in (0, 0.5, 1, 2)] == ["[----]", "[##--]", "[####]", "[####]"]
 
 
 def test_time_left_counts_this_processs_steps_alone(monkeypatch):
@@ -55,24 +40,3 @@ def test_mfu_refers_to_the_named_device_or_number():
     assert peak_flops(LogConfig(peak_tflops=2.5), "fp32") == 2.5e12
     if not torch.cuda.is_available():
         assert peak_flops(LogConfig(), "bf16") is None
-
-
-def test_records_behind_a_step_and_half_lines_are_dropped(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    lines = [json.dumps({"step": step}) for step in (1, 2, 3, 4)]
-    path.write_text("\n".join(lines) + '\n{"step": 5, "lo')
-    drop_records_after(path, 3)
-    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="needs Linux's /proc")
-def test_peak_memory_is_this_processs_own():
-    ballast = torch.ones(150_000_000)  # 600 MB here, and none of it there
-    code = (
-        "import torch; from polyad.train.loop.profiling import peak_memory_bytes\n"
-        "print(peak_memory_bytes(torch.device('cpu')))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert ballast.sum() > 0
-    assert peak_memory_bytes(torch.device("cpu")) - int(done.stdout) > 400e6

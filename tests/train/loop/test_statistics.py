@@ -43,11 +43,14 @@ def test_an_expert_is_unused_if_no_token_of_the_step_used_it_on_any_process(work
     assert [measures(stats)["unused"] for stats in (*accumulated, *spread)] == [0.25] * 3
 
 
-def test_a_step_of_micro_batches_is_one_batch(workers):
+@pytest.mark.parametrize("counted", [False, True])
+def test_a_step_of_micro_batches_is_one_batch(workers, counted):
     first, second = [[0.6, 0.4, 0, 0], [1, 0, 0, 0]], [[0, 0, 0.5, 0.5], [0.25] * 4]
     whole = measures(statistics(first + second))
-    for stats in (*workers(1).run(averaged, [first, second]),
-                  *workers(2).run(averaged, [first], [second])):  # fmt: skip
+    if counted:  # padded: they weigh by their tokens
+        first, second = [*first, second.pop()], second
+    for stats in (*workers(1).run(averaged, [first, second], counted=counted),
+                  *workers(2).run(averaged, [first], [second], counted=counted)):  # fmt: skip
         ours = measures(stats)
         assert ours.keys() == whole.keys()
         for name, value in whole.items():
@@ -56,17 +59,6 @@ def test_a_step_of_micro_batches_is_one_batch(workers):
     assert whole["effective_experts"] == pytest.approx((math.exp(entropy) + 1 + 2 + 4) / 4)
     assert whole["dominant"] == [0.5, 0, 0.25, 0.25]
     assert whole["dominated"] == 0.75
-
-
-def test_micro_batches_that_are_padded_weigh_by_their_tokens(workers):
-    first, second = [[0.6, 0.4, 0, 0], [1, 0, 0, 0], [0.25] * 4], [[0, 0, 0.5, 0.5]]
-    whole = measures(statistics(first + second))
-    for stats in (*workers(1).run(averaged, [first, second], counted=True),
-                  *workers(2).run(averaged, [first], [second], counted=True)):  # fmt: skip
-        ours = measures(stats)
-        assert ours.keys() == whole.keys()
-        for name, value in whole.items():
-            assert ours[name] == pytest.approx(value, rel=1e-6), name
 
 
 def test_numbers_of_single_experts_are_short_and_zero_stays_zero():
@@ -89,14 +81,15 @@ def test_loads_of_processes_are_recorded():
 
 def test_the_head_of_a_graph_is_a_number_of_each_layer_and_has_no_mean():
     load = torch.tensor([0.5, 0.5])
+    heads = (3, 6.9999995, 0.0)  # averaged over micro-batches
     routing = tuple(
         RoutingStats(f"blocks.{block}", load, measures={"attention_head": torch.tensor(head)})
-        for block, head in ((0, 3), (1, 6.9999995), (2, 0.0))  # averaged over micro-batches
+        for block, head in enumerate(heads)
     )
     record = routing_record((*routing, RoutingStats("blocks.3", load)))
-    heads = {k: v for k, v in record.items() if k.endswith("attention_head")}
-    assert heads == {f"routing/blocks.{n}/attention_head": head for n, head in enumerate((3, 7, 0))}
-    assert all(type(head) is int for head in heads.values())
+    found = {k: v for k, v in record.items() if k.endswith("attention_head")}
+    assert found == {f"routing/blocks.{n}/attention_head": head for n, head in enumerate((3, 7, 0))}
+    assert all(type(head) is int for head in found.values())
 
 
 def test_the_entropy_of_usage_is_that_of_the_mean_scores_and_not_of_the_load():

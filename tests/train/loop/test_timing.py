@@ -1,9 +1,5 @@
 """The start of a process, the duration of a step and its wait for data, by the clock."""
 
-import json
-import subprocess
-import sys
-
 import pytest
 
 from polyad.train.loop import profiling
@@ -31,20 +27,3 @@ def test_the_throughput_of_a_step_pays_for_the_record_before(workers, tmp_path, 
     for line in records(tmp_path / "run")[2:]:  # the record of a step is written during the next
         assert line["step_seconds"] > 0.5
         assert line["tokens_per_second"] < 2 * 8 * 32  # tokens of a step in half a second
-
-
-@pytest.mark.slow
-def test_libraries_come_without_torch_s_compiler():
-    code = (
-        "import json, sys, torch\n"
-        "from polyad.parallel.zero import import_engine\n"
-        "compiler = torch.compile\n"
-        "import_engine()\n"
-        "assert torch.compile is compiler\n"
-        "names = ['deepspeed.runtime.zero.muon.original_muon', 'torch._dynamo',\n"
-        "         'torch._inductor.compile_fx']\n"
-        "print(json.dumps([name in sys.modules for name in names]))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=90)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.splitlines()[-1]) == [True, True, False]
