@@ -20,10 +20,7 @@ def test_flops_of_gpt2_equal_a_count_by_hand():
     # Block: 4 x 32^2 = 4,096 attention, 2 x 32 x 128 = 8,192 feed-forward: 12,288; three: 36,864.
     # Head: 32 x 61 = 1,952. 6 x 38,816 = 232,896. Attention: 12 x 3 x 32 x 16 = 18,432.
     assert flops(3) == 251_328
-
-
-def test_flops_follow_the_width_of_the_feedforward():
-    # As above with 2 x 32 x 10 = 640: 6 x (3 x 4,736 + 1,952) + 18,432 = 96,960 + 18,432.
+    # With 2 x 32 x 10 = 640: 6 x (3 x 4,736 + 1,952) + 18,432 = 96,960 + 18,432.
     assert flops(3, hidden_size=10) == 115_392
 
 
