@@ -2,11 +2,13 @@
 
 import json
 import math
+import re
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import polyad
 from polyad.data.text.dataset import PreparedData
@@ -35,7 +37,6 @@ from tests.helpers.decoders import (
 from tests.helpers.everyday import everyday
 from tests.helpers.runs import compare, evaluation, records, run, write_config
 
-pytest.importorskip("transformers")
 pytestmark = pytest.mark.distributed
 
 FAMILIES = ["olmoe", "deepseek_v3", "gpt_oss", "qwen3_moe", "granitemoeshared"]
@@ -90,36 +91,54 @@ def test_commands_take_a_folder_as_it_is(case, tmp_path, capfd):
     assert len(found.layers) == len(found.table()) / len(found.tokens) / 2
 
 
+def trained_further(case, tmp_path, **changes):
+    """A configuration that trains a folder of the hub for two steps; and its data."""
+    hub_folder(tmp_path / "hub", case)
+    data = prepared_for(tmp_path / "hub", tmp_path)
+    model = FamilyWeights(tmp_path / "hub").config.model_dump(mode="json")
+    start = {"checkpoint__init_from": str(tmp_path / "hub"), "train__steps": 2, "model": model}
+    return write_config(tmp_path / "config.yaml", data, **start | changes), data
+
+
 @everyday("case", [*FAMILIES, "llama yarn"], keep=["olmoe"])
 def test_a_trained_model_goes_back_to_its_family(case, workers, tmp_path):
-    from transformers import AutoModelForCausalLM
-
-    folder, config = tmp_path / "hub", tmp_path / "config.yaml"
-    hub_folder(folder, case)
-    data = prepared_for(folder, tmp_path)
-    model = FamilyWeights(folder).config.model_dump(mode="json") | {"sequence_length": 24}
-    changes = {"model": model, "checkpoint__init_from": str(folder), "train__steps": 2}
-    workers(1).run(run, write_config(config, data, **changes))
+    folder, back = tmp_path / "hub", tmp_path / "back"
+    config, data = trained_further(case, tmp_path, model__sequence_length=24)
+    workers(1).run(run, config)
     workers(1).run(run, config, "train.steps=3")  # continues from its own checkpoint
-    convert(tmp_path / "run", tmp_path / "back", to="huggingface")
-    before, after = (load_file(each / "model.safetensors") for each in (folder, tmp_path / "back"))
+    convert(tmp_path / "run", back, to="huggingface")
+    before, after = (load_file(each / "model.safetensors") for each in (folder, back))
     assert before.keys() == after.keys()
     assert any((before[name] != after[name]).any() for name in before)
     for name in ("config.json", "tokenizer_config.json"):
-        assert json.loads((folder / name).read_text()) == json.loads(
-            (tmp_path / "back" / name).read_text()
-        )
+        theirs, ours = (json.loads((each / name).read_text()) for each in (folder, back))
+        assert ours == theirs
     ids = tokens(20)
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "back").eval()
+    again = AutoModelForCausalLM.from_pretrained(back).eval()
     with torch.no_grad():
         wanted = polyad.load(tmp_path / "run").model(ids).logits
         found = again(ids, use_cache=False).logits
     assert (wanted - found).abs().max() < 1e-5
     assert wanted.abs().max() > 0.5
-    if case not in ROUTED:
-        return
-    changed = compare(tmp_path / "run", folder, data=str(data), tokens=200)
-    assert (changed["step"], changed["compared_step"]) == (3, 0)
+    if case in ROUTED:
+        changed = compare(tmp_path / "run", folder, data=str(data), tokens=200)
+        assert (changed["step"], changed["compared_step"]) == (3, 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"feed_forward": {"graph": "similarity"}}, "model.feed_forward.graph: 'none' in place of"),
+        ({"head": {"kind": "classification", "num_classes": 2}}, "model.head.kind: 'class"),
+    ],
+)
+def test_another_model_is_not_written_as_its_family(change, why, tmp_path):
+    theirs("mixtral").save_pretrained(tmp_path)
+    section = FamilyWeights(tmp_path).config.model_dump(mode="json")
+    for key, value in change.items():
+        section[key] = (section[key] or {}) | value
+    with pytest.raises(WeightsError, match=re.escape(why)):
+        family_of_model(read_model_config(section))
 
 
 EVERYTHING = {
@@ -132,106 +151,65 @@ EVERYTHING = {
 }  # fmt: skip
 
 
-@everyday("case", ["olmoe", "qwen3_moe", "deepseek_v3"], keep=[])
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["olmoe", "qwen3_moe", "deepseek_v3"])
 @pytest.mark.parametrize("name", EVERYTHING)
 def test_what_there_is_for_experts_trains_a_published_mixture(name, case, workers, tmp_path):
     """Puts it onto a trained mixture, trains on, and reads the run with commands."""
-    hub_folder(tmp_path / "hub", case)
-    data = prepared_for(tmp_path / "hub", tmp_path)
-    model = FamilyWeights(tmp_path / "hub").config.model_dump(mode="json")
-    changes = {"model": model | {"sequence_length": 24}, "train__steps": 2,
-               "checkpoint__init_from": str(tmp_path / "hub")}  # fmt: skip
-    for key, value in EVERYTHING[name].items():
-        section, _, last = key.rpartition("__")
-        if section.startswith("model"):
-            place = changes["model"]["feed_forward"] if "feed_forward" in key else changes["model"]
-            place[last] = value
-        else:
-            changes[key] = str(tmp_path / "hub") if value == "hub" else value
-    if name == "classes":
-        data = sequences.folder_of(tmp_path / "rows")
+    changes = {"model__sequence_length": 24} | EVERYTHING[name]
+    if name == "a teacher":
+        changes["distill__teacher"] = str(tmp_path / "hub")
+    elif name == "classes":
+        changes["data__path"] = str(sequences.folder_of(tmp_path / "rows"))
+    config, _ = trained_further(case, tmp_path, **changes)
     if case == "deepseek_v3" and name == "a graph of attention":
         with pytest.raises(ConfigError, match="reads plain attention; allowed: none, similarity"):
-            load_config(write_config(tmp_path / "config.yaml", data, **changes), ())
+            load_config(config, ())
         return
-    workers(1).run(run, write_config(tmp_path / "config.yaml", data, **changes))
+    workers(1).run(run, config)
     lines = records(tmp_path / "run")
     assert [each["step"] for each in lines if "loss" in each][-1] == 2
     assert math.isfinite(evaluation(tmp_path / "run")["loss"])
     assert command(["report", str(tmp_path / "run"), "--tokens", "64"]) == 0
     if name != "classes":
-        atlas = ["experts", "atlas", str(tmp_path / "run"), "--tokens", "64"]
-        assert command([*atlas, "--json", str(tmp_path / "told.json")]) == 0
-        assert json.loads((tmp_path / "told.json").read_text())
-
-
-@everyday("case", ["olmoe", "qwen3_moe", "deepseek_v3"], keep=[])
-def test_words_are_swapped(case, tmp_path):
-    hub_folder(tmp_path / "hub", case)
-    data = prepared_for(tmp_path / "hub", tmp_path)
-    attack = ["--attack", "word-swap", "--rate", "0.5", "--json", str(tmp_path / "told.json")]
-    assert command(["evaluate", str(tmp_path / "hub"), "--data", str(data), *attack]) == 0
-    plain = evaluation(tmp_path / "hub", data=str(data))["loss"]
-    assert json.loads((tmp_path / "told.json").read_text())["loss"] != plain
-
-
-def test_what_was_trained_as_another_model_is_not_written_as_its_family(workers, tmp_path):
-    folder, config = tmp_path / "hub", tmp_path / "config.yaml"
-    hub_folder(folder, "mixtral")
-    data = prepared_for(folder, tmp_path)
-    model = FamilyWeights(folder).config.model_dump(mode="json")
-    model["feed_forward"]["graph"] = "similarity"
-    changes = {"model": model, "checkpoint__init_from": str(folder), "train__steps": 1}
-    workers(1).run(run, write_config(config, data, **changes))
-    with pytest.raises(WeightsError, match=r"model\.feed_forward\.graph: 'none' in place of"):
-        convert(tmp_path / "run", tmp_path / "back", to="huggingface")
+        assert command(["experts", "atlas", str(tmp_path / "run"), "--tokens", "64"]) == 0
 
 
 @pytest.mark.slow
 def test_pools_are_a_matter_of_training_alone(workers, tmp_path):
     """Weights of another library are trained in pools, and written back as what they are."""
-    from transformers import AutoModelForCausalLM
-
-    folder = tmp_path / "hub"
-    hub_folder(folder, "olmoe")
-    data = prepared_for(folder, tmp_path)
-    model = FamilyWeights(folder).config.model_dump(mode="json")
-    model["feed_forward"] |= {"pool": "prefix", "pool_most": 4}
-    changes = {"model": model, "checkpoint__init_from": str(folder), "train__steps": 2}
-    workers(1).run(run, write_config(tmp_path / "config.yaml", data, **changes))
+    pools = {"model__feed_forward__pool": "prefix", "model__feed_forward__pool_most": 4}
+    config, data = trained_further("olmoe", tmp_path, **pools)
+    workers(1).run(run, config)
     convert(tmp_path / "run", tmp_path / "back", to="huggingface")
     ours = load_model(tmp_path / "run")
     assert ours.config.end_of_text_id is not None
     assert ours.config.feed_forward.pool == "prefix"
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "back", attn_implementation="eager")
-    ids_BT = torch.randint(100, (2, 9), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        torch.testing.assert_close(ours(ids_BT).logits, theirs.eval()(ids_BT).logits)
-    again = open_weights(tmp_path / "back").model_config()
-    assert again.feed_forward.pool == "none"
+        torch.testing.assert_close(ours(tokens()).logits, theirs.eval()(tokens()).logits)
+    assert open_weights(tmp_path / "back").model_config().feed_forward.pool == "none"
     # Routing with and without pools can be compared: in evaluation both are without.
-    compared = ["compare", str(tmp_path / "run"), "--with", str(folder), "--data", str(data)]
-    assert command(compared) == 0
+    compared = ["compare", tmp_path / "run", "--with", tmp_path / "hub", "--data", data]
+    assert command([*map(str, compared)]) == 0
 
 
 def test_a_token_that_begins_documents_is_read_and_not_scored(tmp_path):
-    from transformers import PreTrainedTokenizerFast
-
     folder = tmp_path / "hub"
     model = hub_folder(folder, "deepseek_v3", add_bos_token=True)
     data = prepared_for(folder, tmp_path)
-    info = PreparedData.open(data).manifest
+    split = PreparedData.open(data).manifest.splits["validation"]
     loss, scored = loss_by_transformers(model, data, 64, 64, not_scored=0)
-    found = polyad.load(folder).evaluate(data)
-    split = info.splits["validation"]
+    ours = polyad.load(folder)
+    found = ours.evaluate(data)
     assert found["tokens_scored"] == scored == split.tokens - split.documents
     assert found["loss"] == pytest.approx(loss, rel=1e-6)
     theirs = PreTrainedTokenizerFast.from_pretrained(folder, add_bos_token=True)
     ids = theirs("def one(x)").input_ids
     assert ids[0] == 0
-    assert polyad.load(folder).experts("def one(x)").token_ids.tolist() == ids
-    assert generate(folder, "def one(x)", max_tokens=2)[0].prompt_ids == ids
-    assert generate(folder, "", max_tokens=2)[0].prompt_ids == [0]
+    assert ours.experts("def one(x)").token_ids.tolist() == ids
+    for prompt, expected in (("def one(x)", ids), ("", [0])):
+        assert generate(folder, prompt, max_tokens=2)[0].prompt_ids == expected
 
 
 def test_more_rows_than_ids_are_never_chosen_and_fewer_are_refused(tmp_path):
@@ -239,22 +217,13 @@ def test_more_rows_than_ids_are_never_chosen_and_fewer_are_refused(tmp_path):
     hub_folder(folder, "llama")
     data = prepared_for(folder, tmp_path)
     found, _ = generate(folder, "x", max_tokens=100, sampling=Sampling(temperature=50.0))
-    config = json.loads((folder / "config.json").read_text())
-    assert max(found.token_ids) < IDS < config["vocab_size"]
+    rows = json.loads((folder / "config.json").read_text())["vocab_size"]
+    assert max(found.token_ids) < IDS < rows
     theirs("llama").save_pretrained(folder)  # as many rows as `WORDS`
-    said = f"model.vocab_size: {WORDS} is less than the {IDS} tokens of the tokenizer of data"
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=f"vocab_size: {WORDS} is less than the {IDS} tokens"):
         polyad.load(folder).evaluate(data)
     with pytest.raises(ConfigError, match=f"the tokenizer has {IDS} tokens, the model {WORDS}"):
         generate(folder, "x", max_tokens=1)
-
-
-def test_a_head_of_classes_is_named_where_it_cannot_be_written(tmp_path):
-    head = {"kind": "classification", "num_classes": 2}
-    theirs("olmoe").save_pretrained(tmp_path)
-    section = FamilyWeights(tmp_path).config.model_dump(mode="json") | {"head": head}
-    with pytest.raises(WeightsError, match=r"model\.head"):
-        family_of_model(read_model_config(section))
 
 
 @everyday(
@@ -271,44 +240,38 @@ def test_a_head_of_classes_is_named_where_it_cannot_be_written(tmp_path):
     keep=[([6, 3], None, 3), (3, {"eos_token_id": 6}, 6)],
 )
 def test_a_text_ends_where_transformers_ends_it(in_config, in_generation, ends_after, tmp_path):
-    from transformers import AutoModelForCausalLM
-
-    folder = tmp_path / "hub"
+    """Numbers are positions in the text that nothing ends, in place of ids."""
+    folder, prompt = tmp_path / "hub", "def number_1(x)"
     model = hub_folder(folder, "llama", eos_token="<|endoftext|>")
-    greedy = Sampling(temperature=0)
-    prompt = generate(folder, "def number_1(x)", max_tokens=1)[0].prompt_ids
-    length = len(prompt)
+    ids = torch.tensor([generate(folder, prompt, max_tokens=1)[0].prompt_ids])
 
     def by_transformers(model):
-        ids = torch.tensor([prompt])
         given = {"suppress_tokens": list(range(IDS, IDS + 20)), "do_sample": False}
-        return model.generate(ids, max_new_tokens=9, **given)[0, length:].tolist()
+        return model.generate(ids, max_new_tokens=9, **given)[0, ids.shape[1] :].tolist()
 
     model.generation_config.eos_token_id = None
     free = by_transformers(model)
     assert len({*free[:7]}) == 7
 
-    def ids(value):  # from positions in the text to ids
-        if isinstance(value, dict):
-            return {key: ids(each) for key, each in value.items()}
+    def token(value):
         return [free[n] for n in value] if isinstance(value, list) else value and free[value]
 
-    config = json.loads((folder / "config.json").read_text())
-    config.pop("eos_token_id", None)
-    (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": ids(in_config)}))
+    config = json.loads((folder / "config.json").read_text()) | {"eos_token_id": token(in_config)}
+    (folder / "config.json").write_text(json.dumps(config))
     generation = folder / "generation_config.json"
     generation.unlink()
     if in_generation is not None:
-        generation.write_text(json.dumps(ids(in_generation)))
-    theirs = by_transformers(AutoModelForCausalLM.from_pretrained(folder).eval())
-    wanted = theirs if ends_after is None else theirs[:-1]
-    assert wanted == (free if ends_after is None else free[:ends_after])
+        tree = {key: token(value) for key, value in in_generation.items()}
+        generation.write_text(json.dumps(tree))
+    wanted = free[:ends_after]
+    end = [] if ends_after is None else [free[ends_after]]
+    assert by_transformers(AutoModelForCausalLM.from_pretrained(folder).eval()) == wanted + end
     convert(folder, tmp_path / "ours", "polyad")
     convert(tmp_path / "ours", tmp_path / "back", "huggingface")
     for place in (folder, tmp_path / "ours", tmp_path / "back"):
-        ours, _ = generate(place, "def number_1(x)", max_tokens=9, sampling=greedy)
+        ours, _ = generate(place, prompt, max_tokens=9, sampling=Sampling(temperature=0))
         assert ours.token_ids == wanted, place
-        text = polyad.load(place).generate("def number_1(x)", max_tokens=9, temperature=0)
+        text = polyad.load(place).generate(prompt, max_tokens=9, temperature=0)
         assert text == ours.text
 
 

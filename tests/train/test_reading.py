@@ -4,7 +4,6 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-import yaml
 
 from polyad.data.text.dataset import PreparedData
 from polyad.data.text.prepare import prepare
@@ -15,7 +14,6 @@ from polyad.train.measures.trace import Trace
 from tests.helpers import images as made
 from tests.helpers.bert import prepare_pieces
 from tests.helpers.decoders import TEXTS, Chosen, hub_folder, prepared_for
-from tests.helpers.everyday import everyday
 from tests.helpers.fine_tuned import SETTINGS, others, trainer
 from tests.helpers.little_memory import little_memory
 from tests.helpers.prepared import jsonl
@@ -166,47 +164,34 @@ def test_experts_are_kept_that_the_tokens_of_a_trace_use(folder, tmp_path):
 
 
 SPARSE = {"kind": "smoe", "num_experts": 4, "top_k": 2, "expert_hidden_size": 8}
+SIZES = {"num_layers": 2, "hidden_size": 16, "num_heads": 2, "feed_forward": SPARSE}
 
 
-def sequences_run(name, workers, tmp_path_factory):
-    rows = others()[name]
-    train = trainer(workers, tmp_path_factory)
-    return train(name, rows[:16], rows[16:27], steps=2, data=SETTINGS[name])
+def run_of(kind, workers, tmp_path, texts):
+    """A run of two steps of masked text or of images."""
+    if kind == "images":
+        data = made.class_folders(tmp_path / "all", 20)
+        keys = {"held_out": 0.4, "normalization": "half"}
+        model = SIZES | {"kind": "vit", "image_size": 8, "patch_size": 4}
+    else:
+        data, keys, model = tmp_path / "pieces", {}, SIZES | {"kind": "bert", "sequence_length": 37}
+        prepare_pieces(texts, data)
+    keys = {f"data__{key}": value for key, value in (keys | {"kind": kind}).items()}
+    config = write_config(tmp_path / "c.yaml", data, model=model, train__steps=2, **keys)
+    workers(1).run(run, config)
+    return tmp_path / "run"
 
 
-def masked_text_run(workers, root, texts):
-    prepare_pieces(texts, root / "pieces")
-    model = {"kind": "bert", "num_layers": 2, "hidden_size": 16, "num_heads": 2}
-    model |= {"sequence_length": 37, "feed_forward": SPARSE}
-    kind = {"data__kind": "masked_text", "train__steps": 2}
-    workers(1).run(run, write_config(root / "c.yaml", root / "pieces", model=model, **kind))
-    return root / "run"
-
-
-def images_run(workers, root):
-    folders = str(made.class_folders(root / "all", 20))
-    model = {"kind": "vit", "image_size": 8, "patch_size": 4, "num_layers": 2, "hidden_size": 16}
-    train = {"global_batch_size": 8, "micro_batch_size": 8, "precision": "fp32", "steps": 2}
-    tree = {
-        "run": {"folder": str(root / "run")}, "train": train, "log": {"trackers": []},
-        "model": model | {"num_heads": 2, "feed_forward": SPARSE},
-        "data": {"kind": "images", "path": folders, "held_out": 0.4, "normalization": "half"},
-    }  # fmt: skip
-    (root / "run.yaml").write_text(yaml.safe_dump(tree))
-    workers(1).run(run, root / "run.yaml")
-    return root / "run"
-
-
-@everyday("kind", ["pairs", "choices", "masked text", "images"], keep=[])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["pairs", "choices", "masked_text", "images"])
 def test_readers_of_other_tasks_count_the_tokens_of_a_trace(
     kind, workers, tmp_path_factory, tmp_path, texts
 ):
-    if kind == "images":
-        folder = images_run(workers, tmp_path)
-    elif kind == "masked text":
-        folder = masked_text_run(workers, tmp_path, texts)
+    if kind in SETTINGS:
+        rows, train = others()[kind], trainer(workers, tmp_path_factory)
+        folder = train(kind, rows[:16], rows[16:27], steps=2, data=SETTINGS[kind])
     else:
-        folder = sequences_run(kind, workers, tmp_path_factory)
+        folder = run_of(kind, workers, tmp_path, texts)
     both_forms(folder, Trace, output=tmp_path / "t.parquet")
     rows = pd.read_parquet(tmp_path / "t.parquet")
     result = measured(folder, "specialize")[0]
