@@ -10,20 +10,13 @@ from polyad.train.describe import describe, description_table
 def small(**sections: dict[str, Any]) -> RunConfig:
     """2 layers of width 8, sequences of 3 tokens of a vocabulary of 5."""
     tree: dict[str, Any] = {
-        "run": {"folder": "nowhere"},
-        "data": {},
-        "model": {
-            "num_layers": 2,
-            "hidden_size": 8,
-            "num_heads": 2,
-            "sequence_length": 3,
-            "vocab_size": 5,
-            "bias": False,
-        },
+        "run": {"folder": "nowhere"}, "data": {},
+        "model": {"num_layers": 2, "hidden_size": 8, "num_heads": 2, "sequence_length": 3,
+                  "vocab_size": 5, "bias": False},
         "train": {"steps": 10, "global_batch_size": 12, "micro_batch_size": 2},
-    }
+    }  # fmt: skip
     for name, changes in sections.items():
-        tree[name] = tree.get(name, {}) | changes
+        tree[name] |= changes
     return RunConfig.model_validate(tree)
 
 
@@ -56,6 +49,7 @@ def test_active_parameters_are_per_token_in_every_task() -> None:
     table = description_table(description | run)
     assert description["unit"] == "sequence"
     active = description["model"]["active_parameters"]
+    assert description["model"]["parameters"] - active == 3 * 2 * 8 * 8  # of three experts
     assert f"{active:,} parameters per token" in table
     assert "4 in each of 1 layer, 1 active per token" in table
     assert "processes 1, data parallel size 1" in table

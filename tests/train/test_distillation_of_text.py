@@ -53,7 +53,7 @@ def student(tmp_path, prepared_path):
     return small_run(tmp_path / "student", prepared_path, **STUDENT)
 
 
-def loss_by_hand(run_folder, teacher, weight, temperature):
+def loss_by_hand(run_folder, teacher, weight, t):
     """The loss of the first step, from whole logits; the run stood still."""
     config = load_config(run_folder / "config.yaml")
     samples = TrainingData.open(config.data).samples(32, config.seed)
@@ -62,10 +62,9 @@ def loss_by_hand(run_folder, teacher, weight, temperature):
     with torch.inference_mode():
         ours, theirs = (load_model(each)(ids_BT).logits for each in (run_folder, teacher))
     task = cross_entropy(ours.flatten(0, 1), targets_BT.flatten())
-    kl_BTV = kl_div(
-        (ours / temperature).log_softmax(-1), (theirs / temperature).softmax(-1), reduction="none"
-    )
-    return (1 - weight) * task + weight * temperature**2 * kl_BTV.sum(-1).mean()
+    log_q, p = (ours / t).log_softmax(-1), (theirs / t).softmax(-1)
+    kl_BTV = kl_div(log_q, p, reduction="none")
+    return (1 - weight) * task + weight * t**2 * kl_BTV.sum(-1).mean()
 
 
 @everyday(("weight", "temperature"), [(0.75, 2.0), (1.0, 1.0)], keep=[(0.75, 2.0)])

@@ -30,19 +30,14 @@ from tests.helpers.training import tensors
 
 pytestmark = pytest.mark.distributed
 
-LORA = {
-    "rank": 4,
-    "alpha": 8.0,
-    "targets": ["attention.qkv", "attention.projection", "feed_forward.*"],
-}
+LORA = {"rank": 4, "alpha": 8.0,
+        "targets": ["attention.qkv", "attention.projection", "feed_forward.*"]}  # fmt: skip
 
 
 def lora_config(folder, data, base, **changes):
     """A run of 6 steps that adapts what another run has trained."""
-    defaults = {
-        "adapt__lora": LORA, "checkpoint__init_from": str(base), "optimizer__learning_rate": 0.02,
-        "optimizer__weight_decay": 0.0, "model__dropout": 0.1,
-    }  # fmt: skip
+    defaults = {"adapt__lora": LORA, "checkpoint__init_from": str(base), "model__dropout": 0.1}
+    defaults |= {"optimizer__learning_rate": 0.02, "optimizer__weight_decay": 0.0}
     return write_config(folder / "config.yaml", data, **defaults | changes)
 
 
@@ -89,13 +84,11 @@ def test_a_start_says_what_is_trained_and_a_checkpoint_has_that_alone(adapted, f
 def test_resuming_is_bitwise_at_any_base_of_equal_weights(
     workers, adapted, finished, exported, prepared_path, tmp_path
 ):
-    folder, *_ = adapted
-    half = lora_config(tmp_path, prepared_path, finished, train__steps=3)
-    assert workers(2).run(run, half) == [3, 3]
+    config = lora_config(tmp_path, prepared_path, finished)
+    assert workers(2).run(run, config, "train.steps=3") == [3, 3]
     # The base may have moved, and be in another format: its digest is what counts.
-    overrides = ("train.steps=6", f"checkpoint.init_from={exported}")
-    assert workers(2).run(run, half, *overrides) == [6, 6]
-    straight, resumed = tensors(newest(folder)), tensors(newest(tmp_path / "run"))
+    assert workers(2).run(run, config, f"checkpoint.init_from={exported}") == [6, 6]
+    straight, resumed = (tensors(newest(each)) for each in (adapted[0], tmp_path / "run"))
     assert straight.keys() == resumed.keys()
     assert all(torch.equal(straight[key], resumed[key]) for key in straight)
 

@@ -107,8 +107,7 @@ def test_a_notebook_is_short_has_no_outputs_and_a_page_on_the_site(path: Path):
     code = [cell for cell in cells if cell["cell_type"] == "code"]
     assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in code)
     page = notebook_page(path)
-    for cell in cells:
-        assert "".join(cell["source"]) in page
+    assert all("".join(cell["source"]) in page for cell in cells)
     assert page.count("```python\n") == len(code)
     for target in links(page):
         assert os.path.exists(path.parent / target.partition("#")[0]), target

@@ -113,20 +113,6 @@ def test_a_finished_run_has_nothing_left_to_do(workers, finished):
     assert records(finished / "run") == before
 
 
-def test_init_from_takes_weights_alone(workers, finished, config, tmp_path):
-    source = finished / "run"
-    workers(1).run(
-        run, config, f"checkpoint.init_from={source}", "train.steps=1", "optimizer.kind=sgd",
-        "optimizer.learning_rate=1e-12", "optimizer.clip_grad_norm=0",
-    )  # fmt: skip
-    before = tensors(source / "checkpoints" / "step-00000006")
-    after = tensors(tmp_path / "run" / "checkpoints" / "step-00000001")
-    assert {field for _, field in after} == {"master"}
-    for name, field in after:
-        torch.testing.assert_close(after[name, field], before[name, field], rtol=0, atol=1e-9)
-    assert records(tmp_path / "run")[0]["step"] == 1
-
-
 @pytest.mark.slow
 def test_a_group_rises_over_its_own_steps_also_after_a_stop(workers, tmp_path, prepared_path):
     def train(group, *stops):
@@ -301,27 +287,3 @@ def test_a_run_without_a_good_checkpoint_is_refused(workers, finished, config, t
     text = refusal(workers(2), config)
     assert all(f"{path}: damaged: " in text for path in paths)
     assert "no good checkpoint is left" in text
-
-
-def test_as_many_checkpoints_stay_as_are_asked_for(workers, config, tmp_path):
-    keys = ("checkpoint.every=1", "checkpoint.keep_last=2", "checkpoint.keep_every=3")
-    assert workers(1).run(run, config, *keys, "train.steps=7") == [7]
-    names = [path.name for path in complete_checkpoints(tmp_path / "run" / "checkpoints")]
-    assert names == [f"step-0000000{step}" for step in (3, 6, 7)]
-
-
-@pytest.mark.slow
-def test_a_run_that_saves_while_it_trains_leaves_the_same_checkpoints(
-    workers, finished, config, tmp_path
-):
-    keys = ("checkpoint.asynchronous=true", "checkpoint.every=1", "checkpoint.keep_last=4")
-    assert workers(2).run(run, config, *keys) == [6, 6]
-    folder = tmp_path / "run" / "checkpoints"
-    names = sorted(path.name for path in folder.iterdir())
-    assert names == ["latest", *(f"step-0000000{step}" for step in (3, 4, 5, 6))]
-    for step in (3, 6):
-        name = f"checkpoints/step-0000000{step}"
-        ours, theirs = (tensors(each / "run" / name) for each in (tmp_path, finished))
-        assert ours.keys() == theirs.keys()
-        assert all(torch.equal(ours[key], theirs[key]) for key in ours)
-    assert workers(2).run(run, config, *keys, "train.steps=8") == [8, 8]  # and goes on

@@ -6,17 +6,14 @@ import pytest
 import torch
 
 from polyad.data.text.dataset import PreparedData
-from polyad.data.text.prepare import prepare
 from polyad.train.experts.moments import STATISTICS
 from polyad.train.measures.atlas import Atlas
 from polyad.train.measures.removal import Removal
 from polyad.train.measures.trace import Trace
 from tests.helpers import images as made
 from tests.helpers.bert import prepare_pieces
-from tests.helpers.decoders import TEXTS, Chosen, hub_folder, prepared_for
+from tests.helpers.decoders import Chosen, hub_folder, prepared_for
 from tests.helpers.fine_tuned import SETTINGS, others, trainer
-from tests.helpers.little_memory import little_memory
-from tests.helpers.prepared import jsonl
 from tests.helpers.runs import (
     both_forms,
     compare,
@@ -38,25 +35,16 @@ def remainder(tokens):
     return min((length for length in range(24, 61) if tokens % length), key=tokens.__mod__)
 
 
-@pytest.fixture(
-    scope="module",
-    params=["begin", *(pytest.param(each, marks=pytest.mark.slow) for each in ("", "three"))],
-)
+@pytest.fixture(scope="module", params=["begin", pytest.param("", marks=pytest.mark.slow)])
 def folder(request, tmp_path_factory):
-    """Weights, and text whose last window is mostly padding; with "three", it has three tokens."""
+    """Weights, and text whose last window is mostly padding."""
     root = tmp_path_factory.mktemp("padded")
     model = hub_folder(root / "hub", "olmoe", add_bos_token=request.param == "begin").eval()
-    if request.param == "three":
-        held_out = jsonl(root / "held_out.jsonl", [TEXTS[0][: len(TEXTS[0]) // 2]])
-        texts = jsonl(root / "texts.jsonl", TEXTS[1:])
-        prepare(texts, str(root / "hub"), root / "data", validation_source=held_out)
-        return root / "hub", root / "data", model
     return root / "hub", prepared_for(root / "hub", root), model
 
 
 def asked(data, split):
-    tokens = PreparedData.open(data).split(split).num_tokens
-    length = tokens - 3 if tokens < 50 else remainder(tokens)
+    length = remainder(PreparedData.open(data).split(split).num_tokens)
     overrides = (f"model.sequence_length={length}", "evaluation.batch_size=3")
     return {"data": str(data), "overrides": overrides}
 
@@ -111,22 +99,6 @@ def test_an_atlas_counts_the_tokens_of_a_trace_and_of_transformers(folder, rows)
         for statistic, values in wanted.items():
             np.testing.assert_allclose(ours[statistic], values, rtol=1e-4, err_msg=statistic)
     assert {*wanted, "mone"} == {*STATISTICS}
-
-
-@pytest.mark.slow
-def test_block_by_block_counts_the_tokens_of_a_trace(folder, rows):
-    where, data, _ = folder
-    options = asked(data, "validation")
-    with little_memory():
-        result, _ = both_forms(where, Atlas, **options)
-        results, _ = measured(where, "specialize", **options)
-    for name in LAYERS:
-        tokens, wanted = of_trace(rows, name)
-        for statistic, values in wanted.items():
-            ours = frame_of(result, "experts", module=name)[statistic]
-            np.testing.assert_allclose(ours, values, rtol=1e-4, err_msg=statistic)
-        counts = counts_of(results, name, "characters")
-        np.testing.assert_allclose(counts.sum(1) / tokens, wanted["frequency"])
 
 
 def test_other_readers_count_the_tokens_of_a_trace(folder, rows, even):

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import pytest
 import torch
 
 from polyad.train.results import aligned, json_value
@@ -38,15 +37,8 @@ def test_a_value_is_what_json_can_write_however_deep_it_is():
     json.dumps(result, allow_nan=False)
 
 
-@pytest.mark.parametrize(
-    ("sides", "lines"),
-    [
-        ("<>", ["name   n   more", "a      1       ", "bb    22  three"]),
-        ("<", ["name  n   more", "a     1", "bb    22  three"]),
-        (">><", ["name   n  more", "   a   1", "  bb  22  three"]),
-    ],
-)
-def test_columns_have_one_width_and_a_side_each(sides, lines):
+def test_columns_have_one_width_and_a_side_each():
     rows = [("name", "n", "more"), ("a", "1", ""), ("bb", "22", "three")]
-    assert aligned(rows, sides) == [line.rstrip() for line in lines]
+    assert aligned(rows, ">><") == ["name   n  more", "   a   1", "  bb  22  three"]
+    assert aligned(rows, "<>") == ["name   n   more", "a      1", "bb    22  three"]
     assert aligned([]) == []

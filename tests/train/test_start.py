@@ -1,7 +1,5 @@
 """What a start says first: where a run stands, and how its learning rate goes."""
 
-from pathlib import Path
-
 import pytest
 
 from polyad.train.guard.run_folder import LOCK_FILE
@@ -19,42 +17,24 @@ def config(tmp_path, prepared_path):
     )  # fmt: skip
 
 
-@pytest.fixture
-def with_weights_of_another(workers, config, tmp_path):
-    """The first line of a run that begins with the weights of one with another feed-forward."""
-
-    def first(section, folder, *overrides):
-        options = [f"model.feed_forward={section}", f"run.folder={tmp_path / folder}", *overrides]
-        ((steps, said),) = workers(1).run(run_and_listen, config, *options)
-        assert steps == 2
-        return said.splitlines()[0]
-
-    def both(before, after):
-        first(before, "a")
-        return first(after, "b", f"checkpoint.init_from={tmp_path / 'a'}")
-
-    return both
-
-
-def times_of(folder: Path) -> dict[Path, int]:
-    """When files were written last, but for that of the lock, which every start writes to."""
-    files = (path for path in folder.rglob("*") if path.name != LOCK_FILE)
-    return {path: path.stat().st_mtime_ns for path in files}
-
-
 def test_a_start_says_first_where_the_run_stands(workers, config, tmp_path):
     def lines(*overrides):
         (_, main), (_, other) = workers(2).run(run_and_listen, config, *overrides)
         assert not any(word in other for word in ("anew", "continues", "nothing left"))
         return main.splitlines()
 
+    def times():
+        """When files were written last, but for that of the lock, which every start writes to."""
+        files = (path for path in folder.rglob("*") if path.name != LOCK_FILE)
+        return {path: path.stat().st_mtime_ns for path in files}
+
     folder = tmp_path / "run"
     second = folder / "checkpoints" / "step-00000002"
     assert lines()[0] == f"new run: 2 steps, in {folder}"
-    written = times_of(folder)
+    written = times()
     finished = f"nothing left to do: all 2 steps are done; the last checkpoint is {second}"
     assert lines() == [finished]
-    assert times_of(folder) == written
+    assert times() == written
     assert lines("train.steps=5")[0] == f"continues from step 2 of 5 (3 left), from {second}"
 
 
@@ -77,18 +57,13 @@ def test_a_start_says_first_how_the_learning_rate_jumps(workers, config, tmp_pat
 
 @pytest.mark.slow
 def test_a_start_says_whose_weights_it_takes(workers, finished, exported, config, tmp_path):
-    def first(source, folder, *overrides):
-        options = [f"checkpoint.init_from={source}", f"run.folder={tmp_path / folder}", *overrides]
-        ((_, said),) = workers(1).run(run_and_listen, config, *options)
-        return said.splitlines()[0]
+    def first(source, folder):
+        options = [f"checkpoint.init_from={source}", f"run.folder={tmp_path / folder}"]
+        return workers(1).run(run_and_listen, config, *options)[0][1].splitlines()[0]
 
-    source = finished / "checkpoints" / "step-00000006"
-    new = f"new run: 2 steps, in {tmp_path}"
+    source, new = finished / "checkpoints" / "step-00000006", f"new run: 2 steps, in {tmp_path}"
     assert first(finished, "a") == f"{new}/a, from the weights of step 6, {source}"
     assert first(exported, "b") == f"{new}/b, from the weights of {exported}"
-    place = tmp_path / "a" / "checkpoints" / "step-00000002"
-    line = f"continues from step 2 of 3 (1 left), from {place}"
-    assert first(finished, "a", "train.steps=3") == line
 
 
 @everyday(
@@ -97,10 +72,14 @@ def test_a_start_says_whose_weights_it_takes(workers, finished, exported, config
     keep=[("none", "attention")],
 )
 def test_a_graph_of_tokens_may_come_or_go_with_the_weights_of_another_run(
-    with_weights_of_another, before, after
+    workers, config, tmp_path, before, after
 ):
-    section = "{{kind: smoe, num_experts: 4, expert_hidden_size: 16, graph: {}}}"
-    said = with_weights_of_another(section.format(before), section.format(after))
+    said, start = "", []
+    for graph in (before, after):
+        section = f"{{kind: smoe, num_experts: 4, expert_hidden_size: 16, graph: {graph}}}"
+        words = [f"model.feed_forward={section}", f"run.folder={tmp_path / graph}", *start]
+        ((_, said),) = workers(1).run(run_and_listen, config, *words)
+        start = [f"checkpoint.init_from={tmp_path / graph}"]
     new = [f"blocks.{block}.feed_forward.router.graph.head_entropy*" for block in range(2)]
     expected = f"; initialized from the seed: {', '.join(new)}" if after == "attention" else ""
-    assert said.partition("step-00000002")[2] == expected
+    assert said.splitlines()[0].partition("step-00000002")[2] == expected

@@ -12,14 +12,13 @@ from polyad.train.state import TrainState
 
 def test_a_state_is_what_the_loop_writes():
     """Names, and values of every kind, come through; what is not known is left to newer ones."""
+    unfinished = {
+        "step": 7, "loss": math.nan, "grad_norm": math.inf, "mfu": None, "skipped": False,
+        "routing/load_max": 1.5, "routing/blocks.0/load": [0.5, 0.5], "spike": {"step": 7},
+    }  # fmt: skip
     state = TrainState(
         step=7, recent_losses=[2.5], recent_grad_norms=[0.5], first_loss=math.nan,
-        versions={"torch": "2"}, end_of_text="<eos>", unfinished={
-            "step": 7, "loss": math.nan, "grad_norm": math.inf, "learning_rate": 1e-3,
-            "step_seconds": 0.1, "mfu": None, "skipped": False, "skipped_steps": 0,
-            "tokens_per_second": 5.0, "tokens": 9, "routing/load_max": 1.5,
-            "routing/blocks.0/load": [0.5, 0.5], "spike": {"step": 7},
-        },
+        versions={"torch": "2"}, end_of_text="<eos>", unfinished=unfinished,
     )  # fmt: skip
     assert State.model_fields.keys() - {"saved_at"} <= TrainState.__dataclass_fields__.keys()
     content = json.dumps(state.to_json() | {"of_a_newer_version": 1}).encode()
@@ -33,8 +32,8 @@ def test_a_state_is_what_the_loop_writes():
     [
         ([0.5, 0.7, 0.6, 0.7], True, (0.7, 2), 2),
         ([3.0, 2.0, 2.5], False, (2.0, 2), 1),
-        ([float("nan"), 2.0, float("inf"), float("nan")], True, (2.0, 2), 2),
-        ([float("nan"), float("nan")], False, (None, 0), 2),
+        ([math.nan, 2.0, math.inf, math.nan], True, (2.0, 2), 2),
+        ([math.nan, math.nan], False, (None, 0), 2),
     ],
 )
 def test_the_best_of_all_so_far(scores, higher, best, since):
@@ -43,21 +42,16 @@ def test_the_best_of_all_so_far(scores, higher, best, since):
         state.judge(score, higher_is_better=higher)
     assert (state.best_score, state.best_step) == best
     assert state.validations_since_best == since
-    assert [state.is_over(patience) for patience in (None, since, since + 1)] == [
-        False, True, False,
-    ]  # fmt: skip
-    assert f"after step {len(scores)}" in state.why_it_is_over(since)
+    over = [state.is_over(patience) for patience in (None, since, since + 1)]
+    assert over == [False, True, False]
 
 
 def test_a_mark_that_leads_nowhere_is_one_line(tmp_path):
     with pytest.raises(CheckpointError, match="no checkpoint is marked as the best; a run with"):
         best_checkpoint(tmp_path)
     (tmp_path / "checkpoints").mkdir()
-    for name in ("step-00000003", "../../elsewhere", "\udcff"):
-        content = f"{name}\n".encode(errors="surrogateescape")
-        (tmp_path / "checkpoints" / "best").write_bytes(content)
-        with pytest.raises(
-            CheckpointError, match="but there is no such checkpoint in the same folder"
-        ) as caught:
+    for name in (b"step-00000003\n", b"../../elsewhere\n", b"\xff\n"):
+        (tmp_path / "checkpoints" / "best").write_bytes(name)
+        with pytest.raises(CheckpointError, match="there is no such checkpoint in the same") as got:
             best_checkpoint(tmp_path)
-        assert "\n" not in str(caught.value)
+        assert "\n" not in str(got.value)

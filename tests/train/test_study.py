@@ -150,19 +150,19 @@ def test_variants_are_compared_in_pairs_of_one_seed(study: Any) -> None:
 
 def test_pairs_are_of_the_seeds_that_both_have_finished(study: Any) -> None:
     known = study()
-    frame = finished(known, LOSSES)
-    for run in known.runs:
-        if (run.variant, run.seed) in (("dense", 1), ("cp", 3)):
-            run.file.unlink()
-    frame = results_of(known)
-    cp = row(known, frame, "cp")
-    assert (cp.runs, cp.pairs, cp.difference) == (2, 1, pytest.approx(0.2))
-    assert cp["mean"] == pytest.approx(5.4)
-    assert progress(known, frame) == (6, 4)
-    for run in known.runs:
-        if run.variant == "dense" and run.file.exists():
-            run.file.unlink()
-    assert row(known, results_of(known), "cp").pairs == 0
+    finished(known, LOSSES)
+    files = {(run.variant, run.seed): run.file for run in known.runs}
+
+    def left(*gone: tuple[str, int]) -> Any:
+        for each in gone:
+            files[each].unlink()
+        return row(known, results_of(known), "cp")
+
+    cp = left(("dense", 1), ("cp", 3))
+    assert (cp.runs, cp.pairs) == (2, 1)
+    assert (cp.difference, cp["mean"]) == pytest.approx((0.2, 5.4))
+    assert progress(known, results_of(known)) == (6, 4)
+    assert left(("dense", 2), ("dense", 3)).pairs == 0
 
 
 @pytest.mark.slow
@@ -201,9 +201,8 @@ def test_the_point_that_is_best_on_validation_is_scored_on_test(study: Any) -> N
     assert points.compared.to_dict() == {(v, p): p == A for v in ("dense", "cp") for p in (A, B)}
     assert points.validation["cp", A] == pytest.approx(((4.3 - 1.0) + (4.5 - 1.0)) / 2)
     cp = row(known, frame, "cp")
-    assert (cp["mean"], cp.difference) == (pytest.approx(4.4), pytest.approx(-0.1))
-    scored = [words for words in play.commands if words[0] == "evaluate"]
-    assert all(words[3] == "test" for words in scored)
+    assert (cp["mean"], cp.difference) == pytest.approx((4.4, -0.1))
+    assert {words[3] for words in play.commands if words[0] == "evaluate"} == {"test"}
 
 
 @pytest.mark.parametrize(("validations", "best"), [
@@ -230,51 +229,36 @@ def test_a_grid_s_best_point_alone_is_trained_with_later_seeds(
     assert ("diverged: dense at learning_rate=0.01, seed 1" in text) == (None in validations[A])
 
 
-def test_of_a_grid_that_is_not_finished_nothing_is_compared(study: Any) -> None:
-    known = study(seeds=[1], variants={"dense": None}, grid=GRID)
-    losses: Scores = {("dense", A, 1): 4.0, ("dense", B, 1): 5.0}
-    finished(known, losses)
+def test_of_a_grid_that_is_not_finished_nothing_is_compared(study: Any, monkeypatch: Any) -> None:
+    one = {"seeds": [1], "variants": {"dense": None}, "grid": GRID}
+    known, losses = study(**one), {("dense", A, 1): 4.0, ("dense", B, 1): 5.0}
+    monkeypatch.setattr(known.task, "higher_is_better", True)  # then the highest point is best
+    assert finished(known, losses).compared.tolist() == [False, True]
     known.runs[0].file.unlink()
     frame = results_of(known)
     assert not frame.compared.any()
     assert compare(known, frame).empty
     assert result_text(known, frame) == "no variant can be compared yet"
+    other = study(folder=f"{known.config.folder}-2", **one)
     with pytest.raises(RunError, match="dense: no point has a finite validation score"):
-        finished(study(seeds=[1], variants={"dense": None}, grid=GRID,
-                       folder=f"{known.config.folder}-2"), dict.fromkeys(losses))  # fmt: skip
-
-
-def test_where_more_is_better_the_highest_point_is_best(study: Any, monkeypatch: Any) -> None:
-    known = study(seeds=[1], variants={"dense": None}, grid=GRID)
-    monkeypatch.setattr(known.task, "higher_is_better", True)
-    frame = finished(known, {("dense", A, 1): 4.0, ("dense", B, 1): 5.0})
-    assert frame.compared.tolist() == [False, True]
+        finished(other, dict.fromkeys(losses))
 
 
 def test_a_finished_run_is_not_started_again(study: Any) -> None:
-    known = study()
-    finished(known, LOSSES)
-    again = Played(LOSSES)
-    finish_runs(known, again, lambda line: None)
-    assert again.commands == []
+    finished(study(), LOSSES)
     more = study(seeds=[1, 2, 3, 4])
-    more_losses = LOSSES | {("dense", 4): 5.0, ("cp", 4): 5.1}
-    finish_runs(more, again := Played(more_losses), lambda line: None)
-    assert again.trained == ["dense/seed-4", "cp/seed-4"]
-    results = json.loads(Path(known.config.folder, "results.json").read_text())
+    play = Played(LOSSES | {("dense", 4): 5.0, ("cp", 4): 5.1})
+    finish_runs(more, play, lambda line: None)
+    assert play.trained == ["dense/seed-4", "cp/seed-4"]
+    results = json.loads(Path(more.config.folder, "results.json").read_text())
     assert results == json.loads(json.dumps(to_json(more, results_of(more))))
     assert len(results["runs"]) == 8
 
 
 def test_a_run_s_seed_stands_in_its_values_and_the_best_checkpoint_is_scored(study: Any) -> None:
-    variants = {
-        "dense": {"checkpoint.keep_best": True},
-        "cp": {"checkpoint.init_from": "runs/x/runs/dense/seed-{seed}"},
-    }
-    known = study(variants=variants, seeds=[7])
-    play = Played({("dense", 7): 5.0, ("cp", 7): 4.0})
-    finish_runs(known, play, lambda line: None)
-    assert play.trained == ["dense/seed-7", "cp/seed-7"]
+    start = {"checkpoint.init_from": "runs/x/runs/dense/seed-{seed}"}
+    known = study(variants={"dense": {"checkpoint.keep_best": True}, "cp": start}, seeds=[7])
+    finish_runs(known, play := Played({("dense", 7): 5.0, ("cp", 7): 4.0}), lambda line: None)
     dense, of_dense, cp, of_cp = play.commands
     assert ("--best" in of_dense, "--best" in of_cp) == (True, False)
     assert "seed=7" in dense
@@ -314,14 +298,17 @@ def test_what_changes_results_may_not_change(study: Any, tmp_path: Path) -> None
     ):
         with pytest.raises(ConfigError, match=line):
             results_of(study(**change))
-    known = study()
-    tree = json.loads(known.runs[0].file.read_text())
-    known.runs[0].file.write_text(json.dumps(tree | {"data": "another"}))
-    with pytest.raises(ConfigError, match="dense, seed 2: has other data than finished runs in"):
-        finished(known, LOSSES)
-    known.runs[0].file.write_text("[]")
-    with pytest.raises(ConfigError, match=r"seed-1\.json: was not written by a study"):
-        results_of(known)
+    file = study().runs[0].file
+    for content, line in (
+        (
+            json.dumps(json.loads(file.read_text()) | {"data": "another"}),
+            "dense, seed 2: has other",
+        ),
+        ("[]", r"seed-1\.json: was not written by a study"),
+    ):
+        file.write_text(content)
+        with pytest.raises(ConfigError, match=line):
+            finished(study(), LOSSES)
 
 
 GOOD = {"loss": 1.0, "grad_norm": 1.0, "skipped": False}

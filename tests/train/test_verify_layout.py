@@ -59,8 +59,7 @@ def test_pools_of_a_small_model_have_one_size() -> None:
     # Each process would draw others, and with counts of all another loss than one process has.
     given = ["model.vocab_size=50257", "model.end_of_text_id=50256"]
     config = small(SPARSE.parent / "124m-emo.yaml", 8, *given)
-    section = config.model.known_feed_forward()
-    assert isinstance(section, SparseMoEConfig)
+    section: Any = config.model.known_feed_forward()
     least, most = section.pool_bounds()
     assert section.top_k <= least == most < section.num_experts
     assert config.loss.load_balance_counts == "process"
@@ -109,19 +108,6 @@ def test_a_small_decoder_shares_its_keys_as_the_large_one_does(
     given = a_decoder(f"model.num_heads={heads}", f"model.num_key_value_heads={groups}", degrees)
     model: Any = small_config(given, 8).model
     assert (model.num_heads, model.num_key_value_heads) == expected
-
-
-def test_a_small_decoder_has_groups_of_experts_and_a_block_without_a_window() -> None:
-    experts = ["num_groups=8", "top_groups=4", "group_score=best_two", "num_experts=64", "top_k=8"]
-    experts += ["shared_hidden_size=64", "placement=[1, 2, 3, 4, 5]"]
-    keys = [f"model.feed_forward.{each}" for each in experts]
-    keys += ["model.sliding_window=128", "model.sliding_window_blocks=3", "model.num_layers=6"]
-    model: Any = small_config(a_decoder(*keys, "parallel.expert_parallel_size=4"), 8).model
-    section = model.feed_forward
-    sizes = section.num_groups, section.top_groups, section.num_experts, section.top_k
-    assert sizes == (2, 2, 8, 4)
-    blocks = [(model.slides(block), section.routes(block)) for block in range(model.num_layers)]
-    assert blocks == [(False, False), (False, False), (True, True)]
 
 
 def test_patterns_that_name_a_block_suit_fewer_blocks(tmp_path: Path) -> None:
@@ -215,15 +201,12 @@ def test_weights_that_an_optimizer_does_not_move_are_named(workers, tmp_path, pa
 
 
 def test_a_folder_is_tried_as_a_run_that_goes_on_from_it(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
     theirs("qwen2_moe").save_pretrained(tmp_path)
-    given = config_at(tmp_path, ["parallel.tensor_parallel_size=2"], 2)
+    given: Any = config_at(tmp_path, ["parallel.tensor_parallel_size=2"], 2)
     assert (given.checkpoint.init_from, given.train.precision) == (str(tmp_path), "bf16")
-    config = small_config(given, 2)
-    assert isinstance(given.model, DecoderConfig)
-    assert isinstance(config.model, DecoderConfig)
-    assert features_of(config.model) == features_of(given.model)
-    assert config.model.vocab_size != given.model.vocab_size
+    model: Any = small_config(given, 2).model
+    assert features_of(model) == features_of(given.model)
+    assert model.vocab_size != given.model.vocab_size
 
 
 @pytest.mark.slow

@@ -63,20 +63,16 @@ def test_it_is_the_formula_in_value_and_gradient(distance, rows):
     inputs = torch.randn(7, 2, 3, dtype=torch.float64)
     inputs[4] = inputs[2]  # a distance of 0, where a root has no gradient
     logits = torch.randn(7, 4, dtype=torch.float64, requires_grad=True)
-    settings = config(distance=distance)
-    scores = logits.softmax(-1)
-    ours = sample_similarity_loss(
-        scores, weigh_by_distance(inputs, scores, settings, rows), settings
-    )
+    settings, scores = config(distance=distance), logits.softmax(-1)
+    weights = weigh_by_distance(inputs, scores, settings, rows)
+    ours = sample_similarity_loss(scores, weights, settings)
     (our_gradient,) = torch.autograd.grad(ours, logits)
     theirs = by_the_formula(logits.softmax(-1), inputs.flatten(1), settings)
     (their_gradient,) = torch.autograd.grad(theirs, logits)
     # A distance is the root of a difference of squares, which rounding leaves near 1e-16, not at 0.
-    close = (
-        {"rtol": 1e-12, "atol": 1e-14} if distance == "squared" else {"rtol": 1e-7, "atol": 1e-9}
-    )
-    torch.testing.assert_close(ours, theirs, **close)
-    torch.testing.assert_close(our_gradient, their_gradient, **close)
+    rtol, atol = (1e-12, 1e-14) if distance == "squared" else (1e-7, 1e-9)
+    torch.testing.assert_close(ours, theirs, rtol=rtol, atol=atol)
+    torch.testing.assert_close(our_gradient, their_gradient, rtol=rtol, atol=atol)
     assert their_gradient.abs().max() > 1e-3
 
 
@@ -175,12 +171,10 @@ def test_every_layer_of_a_model_gets_it_from_its_own_router(name, of):
 
 def test_probabilities_of_a_padded_sample_are_of_its_real_tokens():
     mask = torch.tensor([[1, 1, 0], [1, 0, 0], [1, 1, 1]], dtype=torch.bool)
-    real = RealTokens.of(mask)
     layer = StatisticsModule()
     layer.gives_samples = True
-    u = torch.randn(3, 3, 4)
-    scores = torch.rand(6, 2)
-    found = layer.with_samples(RoutingStats("", scores), [scores], u, real)
+    u, scores = torch.randn(3, 3, 4), torch.rand(6, 2)
+    found = layer.with_samples(RoutingStats("", scores), [scores], u, RealTokens.of(mask))
     for sample, rows in enumerate(([0, 1], [2], [3, 4, 5])):
         inputs = u[sample][mask[sample]].mean(0)
         torch.testing.assert_close(found.sample_scores_BS[sample], scores[rows].mean(0))

@@ -203,24 +203,21 @@ def test_padded_ranks_change_no_scale():
 
 
 def test_groups_have_rates_and_decays_of_their_own():
-    names = [ATTENTION + "projection.weight", DENSE + "up.weight", "token_embedding.weight"]
     groups = (
         GroupConfig(match="blocks.*.attention.*", learning_rate=0.1),
         GroupConfig(match="token_embedding.weight", weight_decay=0.3),
     )
-    named = {name: nn.Parameter(torch.zeros(4, 4)) for name in names}
+    matrix, other = ("exp_avg",), ("exp_avg", "exp_avg_sq")
+    expected = {
+        ATTENTION + "projection.weight": (0.2, 0.1, 0.2, matrix),
+        DENSE + "up.weight": (2.0, 1.0, 0.2, matrix),
+        "token_embedding.weight": (2.0, 1.0, 0.3, other),
+    }
+    named = {name: nn.Parameter(torch.zeros(4, 4)) for name in expected}
     optimizer = of(named, groups=groups, learning_rate=2.0, weight_decay=0.2)
-    found = {
-        name: (group["lr"], group[RATE_FACTOR], group["weight_decay"], group[STATE_TENSORS])
-        for name, parameter in named.items()
-        for group in optimizer.param_groups
-        if any(parameter is p for p in group["params"])
-    }
-    assert found == {
-        names[0]: (0.2, 0.1, 0.2, ("exp_avg",)),
-        names[1]: (2.0, 1.0, 0.2, ("exp_avg",)),
-        names[2]: (2.0, 1.0, 0.3, ("exp_avg", "exp_avg_sq")),
-    }
+    keys = ("lr", RATE_FACTOR, "weight_decay", STATE_TENSORS)
+    found = {id(p): [g[key] for key in keys] for g in optimizer.param_groups for p in g["params"]}
+    assert {name: tuple(found[id(p)]) for name, p in named.items()} == expected
 
 
 MODELS = {

@@ -79,19 +79,6 @@ def test_loads_of_processes_are_recorded():
     assert console_summary(record) == ["load 2.40x"]
 
 
-def test_the_head_of_a_graph_is_a_number_of_each_layer_and_has_no_mean():
-    load = torch.tensor([0.5, 0.5])
-    heads = (3, 6.9999995, 0.0)  # averaged over micro-batches
-    routing = tuple(
-        RoutingStats(f"blocks.{block}", load, measures={"attention_head": torch.tensor(head)})
-        for block, head in enumerate(heads)
-    )
-    record = routing_record((*routing, RoutingStats("blocks.3", load)))
-    found = {k: v for k, v in record.items() if k.endswith("attention_head")}
-    assert found == {f"routing/blocks.{n}/attention_head": head for n, head in enumerate((3, 7, 0))}
-    assert all(type(head) is int for head in found.values())
-
-
 def test_the_entropy_of_usage_is_that_of_the_mean_scores_and_not_of_the_load():
     load, usage = torch.tensor([1.0, 0.0]), torch.tensor([0.75, 0.25])
     stats = RoutingStats("", load, usage, measures={"entropy": torch.tensor(0.1)})

@@ -36,14 +36,14 @@ FULL, LAST = 1, 4
 def log_records(content: bytes) -> Iterator[bytes]:
     """Records of LevelDB's log format: blocks of pieces, each with its length and kind."""
     whole, place = b"", 0
-    while place + 7 <= len(content):
+    while place + HEADER <= len(content):
         left = BLOCK - (place + HEADER) % BLOCK
-        if left < 7:
+        if left < HEADER:
             place += left
             continue
-        _, size, kind = struct.unpack("<IHB", content[place : place + 7])
-        whole += content[place + 7 : place + 7 + size]
-        place += 7 + size
+        _, size, kind = struct.unpack("<IHB", content[place : place + HEADER])
+        place += HEADER + size
+        whole += content[place - size : place]
         if kind in (FULL, LAST):
             yield whole
             whole = b""

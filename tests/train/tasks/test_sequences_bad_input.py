@@ -10,17 +10,10 @@ from tests.helpers.runs import write_config
 ROWS = made.rows(12, 0)
 LABELLED = {"train.csv": ROWS}
 HEAD = "text,label\n"
-ONE_CLASS = {"train.csv": [row | {"label": "good"} for row in ROWS]}
 CASES = {
     "a row without a label": ({"train.csv": f"{HEAD}a,x\nb,\nc,y\n"}, (), "row 2: "),
-    "a held-out one": (LABELLED | {"dev.csv": f"{HEAD}a,\n"}, (), "(validation), row 1: "),
     "another label": (LABELLED | {"dev.csv": f"{HEAD}a,god\n"}, (), "(did you mean 'good'?)"),
-    "one class": (ONE_CLASS, (), "with one class there is nothing to learn"),
-    "no held-out rows": (LABELLED | {"dev.csv": HEAD}, (), "table (validation): has no rows"),
     "no training rows": ({"test.csv": ROWS}, (), "has no split 'train'"),
-    "no tables": ({"rows.txt": "a"}, (), "table: holds no table"),
-    "words as numbers": (LABELLED, ("data.task=regression",), "'good' is not a finite number"),
-    "no choices": (LABELLED, ("data.task=multiple_choice",), "data.columns.choices: null"),
     "longer than the model": (LABELLED, ("data.max_length=65",), "data.max_length: 65"),
     "no path": (LABELLED, ("data.path=nowhere.csv",), "nowhere.csv: "),
     "no tokenizer": (LABELLED, ("data.tokenizer=null",), "data.tokenizer: "),
