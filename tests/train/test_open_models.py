@@ -128,8 +128,8 @@ def test_a_trained_model_goes_back_to_its_family(case, workers, tmp_path):
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"feed_forward": {"graph": "similarity"}}, "model.feed_forward.graph: 'none' in place of"),
-        ({"head": {"kind": "classification", "num_classes": 2}}, "model.head.kind: 'class"),
+        ({"feed_forward": {"graph": "similarity"}}, "model.feed_forward"),
+        ({"head": {"kind": "classification", "num_classes": 2}}, "model.head"),
     ],
 )
 def test_another_model_is_not_written_as_its_family(change, why, tmp_path):
