@@ -121,10 +121,6 @@ class Launch:
     def _check(self) -> None:
         how = self.how
         nodes = how.nodes or 1
-        if how.via not in MAX_RESTARTS:
-            raise LaunchError(f"--via: {how.via!r} is not allowed; {', '.join(MAX_RESTARTS)}")
-        if how.nodes is not None and how.nodes < 1:
-            raise LaunchError(f"--nodes: {how.nodes} is not allowed, at least 1")
         if how.processes_per_node is None:
             raise LaunchError("--processes-per-node: is missing")
         if self.config is None and how.via not in ("local", "torchrun"):
