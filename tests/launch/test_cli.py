@@ -356,7 +356,7 @@ def test_without_data_the_vocabulary_has_to_be_given(config, capfd):
     assert "not checked" in capfd.readouterr().out
 
 
-def test_all_are_listed_with_what_they_are_for(capfd):
+def test_configurations_are_listed_with_what_they_are_for(capfd):
     assert run(["configs"]) == 0
     rows = [line.split(maxsplit=1) for line in capfd.readouterr().out.splitlines()]
     names = [file.relative_to(SHIPPED).with_suffix("").as_posix() for file in shipped_configs()]
@@ -368,7 +368,7 @@ def test_all_are_listed_with_what_they_are_for(capfd):
 
 
 @pytest.mark.parametrize("name", ["quickstart/gpt2", "configs/quickstart/gpt2.yaml"])
-def test_one_is_printed_as_it_is_and_can_be_trained(name, tmp_path, capfd):
+def test_a_configuration_is_printed_as_it_is_and_can_be_trained(name, tmp_path, capfd):
     assert run(["configs", name]) == 0
     printed = capfd.readouterr().out
     assert printed == (SHIPPED / "quickstart/gpt2.yaml").read_text()

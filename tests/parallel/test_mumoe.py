@@ -1,4 +1,4 @@
-"""Factorized experts over processes: blocks, what they exchange, shares, ranks rounded up."""
+"""Factorized experts over processes: blocks, ranks rounded up, BatchNorm of gates."""
 
 import pytest
 import torch
