@@ -80,6 +80,7 @@ def test_each_document_begins_with_it(tmp_path, documents):
     source = tmp_path / "texts.jsonl"
     manifest = prepare(jsonl(source, texts), str(folder), tmp_path / "data")
     assert (manifest.tokenizer.begin_of_text, manifest.tokenizer.begin_of_text_id) == (BEGIN, 0)
+    assert f"begins with {BEGIN} (0)" in manifest.tokenizer.in_words()
     data, tokenizer = PreparedData.open(tmp_path / "data"), load_tokenizer(folder)
     first = data.split("train").read_document(0).tolist()
     assert first == [0, *tokenizer.encode(texts[0]), 2]

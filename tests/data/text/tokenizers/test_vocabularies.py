@@ -9,6 +9,7 @@ import tokenizers
 from tokenizers import models, pre_tokenizers
 
 from polyad.data.errors import DataError
+from polyad.data.text.attack import WordSwap, attacked_split
 from polyad.data.text.dataset import PreparedData
 from polyad.data.text.prepare import prepare
 from polyad.data.text.tokenizers.files import load_tokenizer
@@ -66,7 +67,10 @@ def test_unknown_word_without_unk_names_word_and_document(tmp_path, splitter):
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "out").exists()
     prepare(jsonl(tmp_path / "known.jsonl", ["a b"] * 3), file, tmp_path / "out")
-    assert PreparedData.open(tmp_path / "out").split("train").read(0, 3).tolist() == [0, 1, 2]
+    data = PreparedData.open(tmp_path / "out")
+    assert data.split("train").read(0, 3).tolist() == [0, 1, 2]
+    with pytest.raises(DataError, match="cannot be attacked"):
+        attacked_split(data.split("train"), data.tokenizer(), WordSwap(1.0))
     forged = jsonl(tmp_path / "forged.jsonl", ["a </s> b"])
     with pytest.raises(DataError):
         prepare(forged, file, tmp_path / "other")
