@@ -248,22 +248,22 @@ def gpt2_block(bias=True, **changes):
     return config.known_feed_forward()
 
 
-# The paper's rank with its number of parameters, and the rank that is nearest to a dense block of
-# 4,722,432 parameters, or without biases 4,718,592.
+# The paper's rank with the parameters of GPT-2's twelve blocks, and the rank that is nearest to a
+# dense block of 4,722,432 parameters, or without biases 4,718,592.
 @pytest.mark.parametrize(
     ("factorization", "num_experts", "rank", "expected", "nearest"),
     [
-        ("cp", 256, 556, 4_752_472, 552),
-        ("tr", 256, 149, 4_783_272, 147),
-        ("cp", 64, 599, 4_727_342, 598),
-        ("tr", 64, 153, 4_752_584, 152),
+        ("cp", 256, 556, 57_029_664, 552),
+        ("tr", 256, 149, 57_399_264, 147),
+        ("cp", 64, 599, 56_728_104, 598),
+        ("tr", 64, 153, 57_031_008, 152),
     ],
 )
 def test_a_block_has_the_papers_parameters_or_matches_a_dense_one(
     factorization, num_experts, rank, expected, nearest
 ):
     options = {"factorization": factorization, "num_experts": [num_experts]}
-    assert gpt2_block(rank=rank, **options).parameters(768) == expected
+    assert 12 * gpt2_block(rank=rank, **options).parameters(768) == expected
     assert [gpt2_block(bias, **options).rank for bias in (True, False)] == [nearest] * 2
 
 
