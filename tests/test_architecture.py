@@ -142,12 +142,6 @@ def test_no_module_has_the_name_of_one_that_python_has() -> None:
     assert [p for room in ROOMS for p in (ROOT / room).rglob("*.py") if p.name in names] == []
 
 
-def test_every_top_level_folder_says_what_belongs_there() -> None:
-    for folder in (*ROOMS, "tests", "configs"):
-        text = (ROOT / folder / "README.md").read_text(encoding="utf-8")
-        assert len(text) > 200, f"{folder}/README.md says too little"
-
-
 def test_no_file_names_a_place_of_one_machine() -> None:
     # Paths of a home folder or a container, in the files that are shipped.
     place = re.compile(r"(?<![\w.])/(?:work|root|home|Users)/\w")

@@ -4,6 +4,7 @@ import io
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image, ImageFilter, ImageOps
@@ -48,10 +49,7 @@ def parquet(path: Path, each: int = 8, *, group: int = 5, compression: str = "no
     import pyarrow.parquet as pq
 
     rows = list(listed(each))
-    image = pa.StructArray.from_arrays(
-        [pa.array([c for _, _, c in rows], pa.binary()), pa.array([n for n, _, _ in rows])],
-        ["bytes", "path"],
-    )
+    image = _column([c for _, _, c in rows], [n for n, _, _ in rows])
     label = {"names": list(CLASSES), "_type": "ClassLabel"}
     names = {"info": {"features": {"image": {"_type": "Image"}, "label": label}}}
     table = pa.table({"image": image, "label": pa.array([x for _, x, _ in rows], pa.int64())})
@@ -65,6 +63,15 @@ def parquet(path: Path, each: int = 8, *, group: int = 5, compression: str = "no
         data_page_size=2000,
     )
     return path
+
+
+def _column(contents: list[bytes], names: list[str]) -> Any:
+    """Images as `datasets` has them in a table."""
+    import pyarrow as pa
+
+    return pa.StructArray.from_arrays(
+        [pa.array(contents, pa.binary()), pa.array(names)], ["bytes", "path"]
+    )
 
 
 def arrow(root: Path, each: int = 8) -> Path:
@@ -147,13 +154,8 @@ def parquet_of_attributes(path: Path, numbers: Iterable[int] = range(60)) -> Pat
     import pyarrow.parquet as pq
 
     numbers = list(numbers)
-    image = pa.StructArray.from_arrays(
-        [
-            pa.array([encoded(with_attributes(number)) for number in numbers], pa.binary()),
-            pa.array([f"{number}.jpg" for number in numbers]),
-        ],
-        ["bytes", "path"],
-    )
+    contents = [encoded(with_attributes(number)) for number in numbers]
+    image = _column(contents, [f"{number}.jpg" for number in numbers])
     columns = zip(*(attributes_of(number) for number in numbers), strict=True)
     bits = {n: pa.array(list(map(bool, c))) for n, c in zip(ATTRIBUTES, columns, strict=True)}
     pq.write_table(pa.table({"image": image, "number": pa.array(numbers), **bits}), path)

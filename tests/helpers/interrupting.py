@@ -10,26 +10,23 @@ from polyad.train.loop import loop
 
 def slow_saves(folder: Path, rank: int) -> None:
     """Makes every save take a second longer; a file `saving` marks its start."""
-    save = Saver.save
-
-    def slow(self, *arguments, **named):
-        (folder / "saving").touch()
-        time.sleep(1.0)
-        save(self, *arguments, **named)
-
-    Saver.save = slow  # type: ignore[method-assign]
+    _slow_down(Saver, "save", folder / "saving")
 
 
 def slow_steps(folder: Path, rank: int) -> None:
     """Makes every step take a second longer; a file `step` marks its start."""
-    step = loop.issue_step
+    _slow_down(loop, "issue_step", folder / "step")
+
+
+def _slow_down(owner: object, name: str, mark: Path) -> None:
+    call = getattr(owner, name)
 
     def slow(*arguments, **named):
-        (folder / "step").touch()
+        mark.touch()
         time.sleep(1.0)
-        return step(*arguments, **named)
+        return call(*arguments, **named)
 
-    loop.issue_step = slow
+    setattr(owner, name, slow)
 
 
 def leave_the_shell(folder: Path, rank: int) -> None:

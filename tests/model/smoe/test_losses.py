@@ -11,7 +11,6 @@ from polyad.model.smoe.losses import (
     load_balance_loss,
     load_loss,
     router_z_loss,
-    sequence_balance_loss,
 )
 from polyad.model.smoe.router import Selected, make_router
 from tests.helpers.routing import make, make_config
@@ -35,17 +34,6 @@ def test_balance_loss_equals_numbers_worked_out_by_hand():
     for load_E, expected in (([1.0, 0, 0, 0], 2.2), ([0.5, 0.25, 0.25, 0], 1.45)):
         loss = load_balance_loss(SCORES.mean(0), torch.tensor(load_E, dtype=torch.float64))
         torch.testing.assert_close(loss.item(), expected)
-
-
-def test_the_balance_of_sequences_equals_numbers_worked_out_by_hand():
-    # Scores (0.9, 0.1) and (0.6, 0.4), K = 1: f = (2, 0), P = (0.75, 0.25). Of a sequence whose
-    # tokens have an expert each, with these scores in either order, f = (1, 1) and P sums to 1.
-    chosen_BE = torch.tensor([[1.0, 0.0], [0.5, 0.5]])
-    scores_BE = torch.tensor([[0.75, 0.25], [0.65, 0.35]], requires_grad=True)
-    loss = sequence_balance_loss(chosen_BE, scores_BE, 1)
-    torch.testing.assert_close(loss, torch.tensor((1.5 + 1.0) / 2))
-    loss.backward()
-    torch.testing.assert_close(scores_BE.grad, torch.tensor([[1.0, 0.0], [0.5, 0.5]]))
 
 
 def test_the_balance_of_sequences_is_of_scores_without_bias_groups_noise_and_graph():

@@ -11,34 +11,11 @@ from polyad.model.smoe.layer import SparseMoE
 from polyad.model.smoe.router import Pool, document_starts, make_router, within
 from tests.helpers.routing import logits_and_experts, make, make_config, make_context, scatter
 
-P_TE = torch.tensor(
-    [[0.5, 0.3, 0.1, 0.1], [0.1, 0.3, 0.5, 0.1], [0.1, 0.5, 0.3, 0.1]], dtype=torch.float64
-)
 END = 7
 
 
 def pool_config(pool="document", **options):
     return make_config(**{"num_experts": 4, "top_k": 2, "pool": pool} | options)
-
-
-def test_hand_worked_pools():
-    # Means (.233, .367, .3, .1): experts 1 and 2. Token 0: (0, .3, .1, 0) / .4.
-    pool_TE = Pool(pool_config(pool_most=2))(P_TE[None])[0]
-    assert pool_TE.tolist() == [[False, True, True, False]] * 3
-    expected = torch.tensor([0, 0.75, 0.25, 0], dtype=torch.float64)
-    torch.testing.assert_close(within(P_TE, pool_TE)[0], expected)
-    # From row 1 alone experts 0 and 1; rows 1 and 2: (.3, .3, .3, .1), a tie that goes to none of
-    # them for certain; all three as above.
-    prefix_TE = Pool(pool_config("prefix", pool_most=2))(P_TE[None])[0]
-    assert prefix_TE[0].tolist() == [True, True, False, False]
-    assert prefix_TE[2].tolist() == [False, True, True, False]
-    assert prefix_TE.sum(1).tolist() == [2, 2, 2]
-
-
-def test_documents_end_with_their_token():
-    ids_BT = torch.tensor([[1, END, 2, 3, END, 4], [END, END, 1, 2, 3, END]])
-    starts_BT = document_starts(ids_BT, END)
-    assert starts_BT.tolist() == [[0, 0, 2, 2, 2, 5], [0, 1, 2, 2, 2, 2]]
 
 
 def documents_of(ids_T):
