@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from polyad.launch.cli import run as polyad
 from tests.helpers.lost_disk import (
     error_of_a_full_tensorboard,
     run_that_loses_its_folder,
@@ -57,14 +56,13 @@ def test_all_processes_end_when_their_folder_is_gone(forks, config, tmp_path):
     assert "Traceback" not in process.logs[0].read_text()
 
 
-def test_a_page_that_does_not_fit_says_so(finished, monkeypatch, capfd):
+def test_a_page_that_does_not_fit_says_so(finished, monkeypatch, refused):
     usual = Path.write_bytes
 
     def full(self, *given):
         return usual(Path("/dev/full") if self.parent.name.endswith(".partial") else self, *given)
 
     monkeypatch.setattr(Path, "write_bytes", full)
-    assert polyad(["report", str(finished), "--tokens", "0"]) == 2
-    (line,) = capfd.readouterr().err.splitlines()
+    line = refused("report", finished, "--tokens", "0")
     assert f"{finished}/report.html: " in line
     assert line.endswith("No space left on device")

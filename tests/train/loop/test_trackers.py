@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from polyad.launch.cli import run as polyad
 from polyad.train.loop import trackers
 from polyad.train.loop.trackers import Trackers
 from tests.helpers.runs import FEED_FORWARDS, records, run, write_config
@@ -111,9 +110,8 @@ def test_a_tracker_that_fails_is_left_out_and_the_others_go_on(tmp_path, monkeyp
 
 
 def test_a_package_that_is_not_there_is_one_line_before_a_run(
-    tmp_path, prepared_path, monkeypatch, capfd
+    tmp_path, prepared_path, monkeypatch, refused
 ):
     monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: None)
     config = write_config(tmp_path / "config.yaml", prepared_path, log__trackers=["wandb"])
-    assert polyad(["train", str(config)]) == 2
-    assert "log.trackers: wandb is not installed: pip install wandb" in capfd.readouterr().err
+    assert "log.trackers: wandb is not installed: pip install wandb" in refused("train", config)

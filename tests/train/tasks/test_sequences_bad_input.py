@@ -2,7 +2,6 @@
 
 import pytest
 
-from polyad.launch.cli import run as polyad
 from tests.helpers import sequences as made
 from tests.helpers.runs import run as train
 from tests.helpers.runs import write_config
@@ -47,28 +46,18 @@ def written(folder, files):
             made.write(folder / name, content)
 
 
-def line_of(capfd, *words):
-    """The one line that a command is refused with."""
-    capfd.readouterr()
-    assert polyad([str(word) for word in words]) == 2
-    captured = capfd.readouterr()
-    assert captured.out == ""
-    (line,) = captured.err.splitlines()
-    return line
-
-
 @pytest.mark.parametrize("command", ["validate", "train"])
 @pytest.mark.parametrize("name", CASES)
-def test_a_start_ends_with_one_line_and_leaves_no_run(config, tmp_path, capfd, name, command):
+def test_a_start_ends_with_one_line_and_leaves_no_run(config, tmp_path, refused, name, command):
     files, keys, said = CASES[name]
     written(tmp_path / "table", files)
-    assert said in line_of(capfd, command, config, *keys)
+    assert said in refused(command, config, *keys)
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.distributed
 @pytest.mark.slow
-def test_data_that_a_checkpoint_cannot_be_scored_on_is_one_line(workers, config, tmp_path, capfd):
+def test_data_that_a_checkpoint_cannot_be_scored_on_is_one_line(workers, config, tmp_path, refused):
     written(tmp_path / "table", LABELLED)
     workers(1).run(train, config)
     for name, files, said in (
@@ -79,6 +68,6 @@ def test_data_that_a_checkpoint_cannot_be_scored_on_is_one_line(workers, config,
     ):
         written(tmp_path / name, files)
         for command in ("evaluate", "report"):
-            line = line_of(capfd, command, tmp_path / "run", "--data", tmp_path / name)
+            line = refused(command, tmp_path / "run", "--data", tmp_path / name)
             assert said in line, (command, line)
     assert not (tmp_path / "run" / "report.html").exists()
