@@ -16,6 +16,7 @@ from polyad.parallel.checkpoint.format import CheckpointError
 from polyad.parallel.checkpoint.load import Checkpoint
 from polyad.parallel.weights import load_model, open_weights
 from polyad.train.exchange.convert import convert
+from tests.helpers.decoders import tokens
 from tests.helpers.runs import (
     FEED_FORWARDS,
     evaluation,
@@ -49,11 +50,6 @@ def adapted(workers, finished, tmp_path_factory, prepared_path):
     results = workers(2).run(run_and_listen, config)
     assert [steps for steps, _ in results] == [6, 6]
     return folder / "run", config, results[0][1]
-
-
-@pytest.fixture
-def some_ids():
-    return torch.randint(400, (3, 32), generator=torch.Generator().manual_seed(1))
 
 
 def unmerged(folder, base):
@@ -94,7 +90,7 @@ def test_resuming_is_bitwise_at_any_base_of_equal_weights(
 
 
 def test_merged_and_unmerged_weights_and_peft_give_equal_logits(
-    adapted, finished, exported, tmp_path, some_ids
+    adapted, finished, exported, tmp_path
 ):
     folder, *_ = adapted
     convert(folder, tmp_path / "peft", "peft")
@@ -114,11 +110,11 @@ def test_merged_and_unmerged_weights_and_peft_give_equal_logits(
     others["peft, read"] = load_model(open_weights(tmp_path / "peft", base=exported))
     others |= {name: load_model(tmp_path / name) for name in ("safetensors", "polyad")}
     with torch.no_grad():
-        expected = unmerged(folder, finished)(some_ids).logits
+        expected = unmerged(folder, finished)(tokens()).logits
         for name, model in others.items():
-            logits = model(some_ids).logits
+            logits = model(tokens()).logits
             torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5, msg=name)
-        assert (expected - load_model(finished)(some_ids).logits).abs().max() > 0.01
+        assert (expected - load_model(finished)(tokens()).logits).abs().max() > 0.01
 
 
 @pytest.mark.slow
