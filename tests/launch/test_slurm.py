@@ -60,17 +60,35 @@ def stand_ins():
     return folder
 
 
-def environment(folder: Path, **more: str) -> dict[str, str]:
+def environment(folder: Path, **more: object) -> dict[str, str]:
     return os.environ | {
         **{"PATH": f"{folder}:{os.environ['PATH']}", "LOG": str(folder / "log"), "WAIT": ""},
         **{"SLURM_JOB_ID": "40007", "SLURM_JOB_NODELIST": "node-[1-2]"},
-        **more,
+        **{name: str(value) for name, value in more.items()},
     }
 
 
-def text_of(agent: tuple[str, ...] = AGENT, folder: str = "/runs/a", **asked: object) -> str:
+@pytest.fixture(scope="module")
+def execute(stand_ins):
+    """Runs a script as the batch step of a job, with some variables."""
+
+    def run_script(text: str, **variables: object) -> subprocess.CompletedProcess[str]:
+        words, variables = ["bash", "-c", text], environment(stand_ins, **variables)
+        return subprocess.run(words, env=variables, capture_output=True, text=True)
+
+    return run_script
+
+
+def text_of(
+    agent: tuple[str, ...] = AGENT, folder: str = "/runs/a", least: float = 0, **asked: object
+) -> str:
     job = SlurmJob(**asked)  # type: ignore[arg-type]
-    return script_text(Path(folder) / "launch", job, agent, 2, 1, {}, least_seconds=0)
+    return script_text(Path(folder) / "launch", job, agent, 2, 1, {}, least_seconds=least)
+
+
+def log_of(path: Path) -> list[str]:
+    """What was done, without the options of srun."""
+    return [line for line in path.read_text().splitlines() if not line.startswith("--")]
 
 
 @pytest.mark.parametrize(
@@ -101,10 +119,8 @@ def test_the_script_asks_for_what_was_asked():
     asked = ["time=1-12", "gpus-per-node=8", "cpus-per-task=64", "signal=B:USR1@600", "hold"]
     text = text_of(sbatch=asked)
     directives = [line for line in text.splitlines() if line.startswith("#SBATCH")]
-    assert {f"#SBATCH --{each}" for each in asked} < {*directives}
-    assert {f"#SBATCH --{each}" for each in ("nodes=2", "ntasks-per-node=1", "requeue")} < {
-        *directives
-    }
+    wanted = [*asked, "nodes=2", "ntasks-per-node=1", "requeue"]
+    assert {f"#SBATCH --{each}" for each in wanted} < {*directives}
     assert "#SBATCH --output=/runs/a/launch/slurm-%j.out" in directives
     lines = text.splitlines()
     commands = [i for i, line in enumerate(lines) if line and not line.startswith("#")]
@@ -113,23 +129,18 @@ def test_the_script_asks_for_what_was_asked():
     assert "\n#SBATCH --exclusive\n" in text_of()  # whole nodes, unless cores are asked for
 
 
-def test_the_script_starts_an_agent_on_every_node(stand_ins):
-    done = subprocess.run(
-        ["bash", "-c", text_of()], env=environment(stand_ins), capture_output=True, check=True
-    )
-    words = done.stdout.decode().split("\0")
+def test_the_script_starts_an_agent_on_every_node(execute):
+    words = execute(text_of()).stdout.split("\0")
     end = len(words) // 2
     for node, arguments in enumerate((words[:end], words[end:-1])):
-        assert (
-            arguments
-            == [
-                *("-m", "polyad.launch.torchrun", "--rdzv-backend", "c10d"),
-                *("--rdzv-endpoint", "node-1:10007", "--rdzv-id", "40007"),  # 10000 + 40007 % 20000
-                *("--rdzv-conf", f"is_host={'false' if node else 'true'}"),
-                *("--local-addr", f"node-{node + 1}", "--log-dir", "/runs/a/launch/logs"),
-                *("--redirects", "3", "--tee", "3", *AGENT[3:]),
-            ]
-        )
+        expected = [
+            *("-m", "polyad.launch.torchrun", "--rdzv-backend", "c10d"),
+            *("--rdzv-endpoint", "node-1:10007", "--rdzv-id", "40007"),  # 10000 + 40007 % 20000
+            *("--rdzv-conf", f"is_host={'false' if node else 'true'}"),
+            *("--local-addr", f"node-{node + 1}", "--log-dir", "/runs/a/launch/logs"),
+            *("--redirects", "3", "--tee", "3", *AGENT[3:]),
+        ]
+        assert arguments == expected
 
 
 @given(overrides=st.lists(ARGUMENTS, max_size=3), place=ARGUMENTS.map(lambda t: t[:40]))
@@ -154,14 +165,9 @@ EXECUTED = ("$(touch {m})", "`touch {m}`", "; touch {m};", "x[$(touch {m})]", "a
 @pytest.mark.parametrize(
     "name", ["SLURM_JOB_ID", "SLURM_CPUS_ON_NODE", "SLURM_JOB_NODELIST", "OMP_NUM_THREADS"]
 )
-def test_nothing_in_the_environment_of_the_job_is_executed(stand_ins, tmp_path, name, value):
+def test_nothing_in_the_environment_of_the_job_is_executed(execute, tmp_path, name, value):
     marker = tmp_path / "marker"
-    done = subprocess.run(
-        ["bash", "-c", text_of()],
-        env=environment(stand_ins, **{name: value.format(m=marker)}),
-        capture_output=True,
-        text=True,
-    )
+    done = execute(text_of(), **{name: value.format(m=marker)})
     assert not marker.exists()
     if name in ("SLURM_JOB_ID", "SLURM_CPUS_ON_NODE"):
         assert done.returncode == 2
@@ -170,7 +176,7 @@ def test_nothing_in_the_environment_of_the_job_is_executed(stand_ins, tmp_path, 
 
 @pytest.mark.parametrize("value", [*EXECUTED, "a b", "a'b", '"', "-n"])
 def test_the_folder_that_a_job_is_launched_in_may_have_any_name(
-    stand_ins, tmp_path, monkeypatch, value
+    execute, tmp_path, monkeypatch, value
 ):
     marker = tmp_path / "marker"
     folder = tmp_path / value.format(m="marker")
@@ -178,10 +184,8 @@ def test_the_folder_that_a_job_is_launched_in_may_have_any_name(
     monkeypatch.chdir(folder)
     text = text_of()
     monkeypatch.chdir(tmp_path)
-    done = subprocess.run(
-        ["bash", "-c", text + "\nexit"], env=environment(stand_ins), capture_output=True
-    )
-    assert (done.returncode, done.stderr) == (0, b"")
+    done = execute(text + "\nexit")
+    assert (done.returncode, done.stderr) == (0, "")
     assert not marker.exists()
     assert not (folder / "marker").exists()
 
@@ -203,7 +207,7 @@ def test_a_signal_stops_the_processes_before_the_job_ends_or_requeues_itself(
     log, begun = tmp_path / "log", tmp_path / "begun"
     job = subprocess.Popen(
         ["bash", "-c", text_of()],
-        env=environment(stand_ins, LOG=str(log), WAIT=str(begun), STATE=state),
+        env=environment(stand_ins, LOG=log, WAIT=begun, STATE=state),
         **{"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL},
     )
     until = time.monotonic() + 30
@@ -211,8 +215,7 @@ def test_a_signal_stops_the_processes_before_the_job_ends_or_requeues_itself(
         time.sleep(0.01)
     job.send_signal(number)
     assert job.wait(30) == status  # of the agents
-    steps = [line for line in log.read_text().splitlines() if not line.startswith("--")]
-    assert steps == ["passed on", "saved", *then]
+    assert log_of(log) == ["passed on", "saved", *then]
 
 
 @pytest.mark.parametrize(
@@ -226,27 +229,19 @@ def test_a_signal_stops_the_processes_before_the_job_ends_or_requeues_itself(
         (137, 60, []),  # that died at once
     ],
 )
-def test_what_may_pass_goes_back_into_the_queue(stand_ins, tmp_path, status, least, then):
+def test_what_may_pass_goes_back_into_the_queue(execute, tmp_path, status, least, then):
     log = tmp_path / "log"
-    text = script_text(Path("/runs/a/launch"), SlurmJob(), AGENT, 2, 1, {}, least_seconds=least)
-    done = subprocess.run(
-        ["bash", "-c", text],
-        env=environment(stand_ins, LOG=str(log), STATUS=str(status)),
-        capture_output=True,
-    )
-    assert done.returncode == status
-    assert [line for line in log.read_text().splitlines() if not line.startswith("--")] == then
+    assert execute(text_of(least=least), LOG=log, STATUS=status).returncode == status
+    assert log_of(log) == then
 
 
-def test_a_setup_is_read_before_processes_start(stand_ins, tmp_path):
+def test_a_setup_is_read_before_processes_start(execute, tmp_path):
     setup = tmp_path / "a b.sh"
     for lines, status in (("export OMP_NUM_THREADS=7\necho loaded\n", 0), ("false\n", 1)):
         setup.write_text(lines)
-        done = subprocess.run(
-            ["bash", "-c", text_of(setup=setup)], env=environment(stand_ins), capture_output=True
-        )
+        done = execute(text_of(setup=setup))
         assert done.returncode == status
-        assert done.stdout.startswith(b"loaded\n") == (status == 0)
+        assert done.stdout.startswith("loaded\n") == (status == 0)
 
 
 def test_without_sbatch_it_is_one_line(config, monkeypatch, capfd):

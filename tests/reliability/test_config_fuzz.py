@@ -55,20 +55,21 @@ dotted = st.one_of(
     st.sampled_from(["model.feed_forward.graph", "data.mixture.0.path", "data.mixture.x", "a.b.c"]),
 )
 DEFAULTS = flatten(RunConfig.model_validate(BASE).model_dump(mode="json"))
+
+
+def alike(default: Any) -> st.SearchStrategy[Any]:
+    """What may be meant in the place of a default."""
+    if isinstance(default, bool):
+        return st.booleans()
+    if isinstance(default, int):
+        return st.integers(1, 8)
+    if isinstance(default, float):
+        return st.floats(0, 2)
+    return st.sampled_from([None, "none", "warn", "auto", "adamw", "cosine", "bf16", 4])
+
+
 plausible = st.sampled_from(sorted(DEFAULTS)).flatmap(
-    lambda key: st.tuples(
-        st.just(key),
-        st.just(DEFAULTS[key])
-        | (
-            st.integers(1, 8)
-            if type(DEFAULTS[key]) is int
-            else st.floats(0, 2)
-            if isinstance(DEFAULTS[key], float)
-            else st.booleans()
-            if isinstance(DEFAULTS[key], bool)
-            else st.sampled_from([None, "none", "warn", "auto", "adamw", "cosine", "bf16", 4])
-        ),
-    )
+    lambda key: st.tuples(st.just(key), st.just(DEFAULTS[key]) | alike(DEFAULTS[key]))
 )
 as_yaml = values.map(lambda value: yaml.safe_dump(value, default_flow_style=True).strip())
 overrides = st.lists(
