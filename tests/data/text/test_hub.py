@@ -1,5 +1,7 @@
 """Hugging Face data sets, from files laid out as on the hub. Nothing here uses a network."""
 
+import json
+
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -44,16 +46,6 @@ def write_rows(folder, split, lines):
         pyarrow.parquet.write_table(table, folder / name)
 
 
-def page(configs):
-    """The YAML at the top of a data set's README."""
-    lines = ["---", "configs:"]
-    for config, splits in configs.items():
-        lines += [f"- config_name: {config}", "  data_files:"]
-        for split in splits:
-            lines += [f"  - split: {split}", f"    path: {config}/{split}-*"]
-    return "\n".join([*lines, "---", "# A data set"])
-
-
 ARTICLES = {
     "train": [article(f"Article {i} = B", words=i + 2) for i in range(7)],
     "validation": [article("Held out", words=3), article("Second", words=4)],
@@ -68,7 +60,12 @@ def wikitext(tmp_path):
     for split, lines in LINES.items():
         write_rows(folder / RAW, split, lines)
         write_rows(folder / UNK, split, [line.replace("told", "<unk>") for line in lines])
-    (folder / "README.md").write_text(page({RAW: SPLITS, UNK: SPLITS}))
+    files = {
+        config: [{"split": split, "path": f"{config}/{split}-*"} for split in SPLITS]
+        for config in (RAW, UNK)
+    }
+    about = [{"config_name": config, "data_files": each} for config, each in files.items()]
+    (folder / "README.md").write_text(f"---\n{json.dumps({'configs': about})}\n---\n")
     return folder
 
 
