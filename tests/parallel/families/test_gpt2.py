@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from polyad.model.build import read_model_config
 from polyad.model.decoder_config import GPT2Config
 from polyad.model.families.keys import WeightsError
 from polyad.parallel.checkpoint.format import MASTER, Box
@@ -122,6 +123,8 @@ def test_files_that_cannot_be_read_are_refused_by_name(folder, tmp_path):
     refused(tmp_path, "config.json: is not JSON")
     (tmp_path / "config.json").write_text("[]")
     refused(tmp_path, "config.json: is not a JSON object")
+    twice = rewrite(folder, tmp_path / "x", lambda t: t | {"wte.weight": torch.ones(400, 32)})
+    refused(twice, "wte.weight", "appears twice")
 
 
 def test_a_head_with_the_nan_of_its_embedding_is_tied(folder, tmp_path):
@@ -155,6 +158,8 @@ def test_a_configuration_of_another_model_is_refused_by_key(folder):
     ]:
         with pytest.raises(WeightsError, match=word):
             weights.check_config(GPT2Config.model_validate(gpt2 | update))
+    with pytest.raises(WeightsError, match=r"model\.kind 'gpt2' there, 'mixer' here"):
+        weights.check_config(read_model_config({"kind": "mixer"}))
 
 
 def test_only_such_a_folder_is_one(folder, tmp_path):
