@@ -164,10 +164,6 @@ def test_a_prepared_folder_that_is_incomplete_or_changed_is_named(
     assert words in line
 
 
-def test_what_is_no_prepared_folder_is_named(tmp_path):
-    assert str(tmp_path) in line_of(PreparedData.open, tmp_path)
-
-
 SENTENCES = [{"sentence": "a", "label": "x"}, {"sentence": "b", "label": "y"}]
 AS_LINES = "".join(json.dumps(row) + "\n" for row in SENTENCES)
 FORMS = {

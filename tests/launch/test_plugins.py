@@ -48,10 +48,3 @@ def test_without_the_plugin_the_names_are_refused(section, named, tmp_path, prep
     config = write_config(tmp_path / "config.yaml", prepared_path, model__feed_forward=section)
     assert run(["validate", str(config)]) == 2
     assert f"model.feed_forward.{named} is not allowed: " in capfd.readouterr().err
-
-
-@pytest.mark.slow
-def test_with_the_plugin_the_schema_has_the_names():
-    schema = json.loads(polyad("schema").stdout)["$defs"]
-    assert "halved" in schema["SparseMoEConfig"]["properties"]["score"]["enum"]
-    assert schema["ScaledConfig"]["properties"]["factor"]["default"] == 2.0

@@ -95,16 +95,10 @@ def test_a_second_save_waits_for_the_first(workers, tmp_path):
         assert names == ["|", "step-00000001", "|", "step-00000001", "step-00000002"]
 
 
-@pytest.mark.parametrize(
-    ("what", "reason"),
-    [
-        ("copy_tensor", "RuntimeError: the device is lost"),
-        ("write_shard", "RuntimeError: the device is lost"),
-    ],
-)
-def test_a_failure_beside_the_run_ends_it_with_the_reason(workers, tmp_path, what, reason):
+@pytest.mark.parametrize("what", ["copy_tensor", "write_shard"])
+def test_a_failure_beside_the_run_ends_it_with_the_reason(workers, tmp_path, what):
     ours, theirs = workers(2).run(save_that_fails, Case(), str(tmp_path), what)
     assert ours == theirs
     for line in ours:
-        assert line == f"step 1 could not be saved: rank 1: {reason}"
+        assert line == "step 1 could not be saved: rank 1: RuntimeError: the device is lost"
     assert [path.name for path in tmp_path.iterdir()] == []

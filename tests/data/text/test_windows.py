@@ -58,6 +58,3 @@ def test_bad_arguments_are_refused(prepared):
             EvaluationWindows(stream, 8, stride, 0)
     with pytest.raises(DataError, match="no tokens to evaluate on"):
         EvaluationWindows(TokenStream(stream.prefix, 0, 0, 256), 8, 8, 0)
-    windows = EvaluationWindows(stream, 8, 8, 0)
-    with pytest.raises(IndexError):
-        windows[len(windows)]

@@ -11,7 +11,7 @@ from polyad.model.build import read_model_config
 from polyad.model.decoder_config import GPT2Config
 from polyad.model.families.keys import WeightsError
 from polyad.parallel.checkpoint.format import MASTER, Box
-from polyad.parallel.families import FamilyWeights, is_huggingface_folder
+from polyad.parallel.families import FamilyWeights
 from polyad.parallel.weights import load_model
 from tests.helpers.huggingface import save_reference
 
@@ -160,8 +160,3 @@ def test_a_configuration_of_another_model_is_refused_by_key(folder):
             weights.check_config(GPT2Config.model_validate(gpt2 | update))
     with pytest.raises(WeightsError, match=r"model\.kind 'gpt2' there, 'mixer' here"):
         weights.check_config(read_model_config({"kind": "mixer"}))
-
-
-def test_only_such_a_folder_is_one(folder, tmp_path):
-    assert is_huggingface_folder(folder)
-    assert not is_huggingface_folder(tmp_path)
