@@ -66,6 +66,11 @@ def test_a_padding_token_gets_no_gradient_and_starts_at_zero():
     assert embedding.grad[5].any()
 
 
+def test_no_bias_anywhere_when_switched_off(small_model):
+    names = [name for name, _ in small_model(bias=False).named_parameters()]
+    assert not any(name.endswith("bias") for name in names)
+
+
 def test_dropout_acts_in_training_only(small_model, random_ids):
     model = small_model(dropout=0.3)
     ids = random_ids(2, 16)

@@ -108,6 +108,22 @@ def test_adapters_alone_learn_and_merged_weights_compute_the_same(kind):
     assert (logits - before).abs().max() > 1e-3
 
 
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("grouped", "query key value projection"),
+        ("latent", "query_down query_up key_value_down key_value_up projection"),
+        ("latent without rank", "query key_value_down key_value_up projection"),
+    ],
+)
+def test_the_default_is_attention_of_every_decoder(name, expected):
+    model = build_model(small_decoder(name))
+    add_lora(model, LoRAConfig(rank=3))
+    assert {weight for weight, *_ in adapters(model)} == {
+        f"blocks.{block}.attention.{layer}.weight" for block in (0, 1) for layer in expected.split()
+    }
+
+
 @pytest.mark.parametrize("precision", ["fp32", "model"])
 def test_a_router_in_bf16_adds_in_its_own_precision(precision):
     config = small_decoder("norm over heads")

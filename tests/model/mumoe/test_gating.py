@@ -155,3 +155,13 @@ def test_minus_infinity_is_no_expert():
     assert p_MN.tolist() == [[pytest.approx(0.5), 0, pytest.approx(0.5)]]
     (gradient_MN,) = torch.autograd.grad(p_MN[0, 0], x_MN)
     assert gradient_MN.tolist() == [[pytest.approx(0.3535534), 0, pytest.approx(-0.3535534)]]
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
+def test_what_is_not_finite_travels_on(name, poison):
+    x_MN = torch.zeros(2, 4)
+    x_MN[0, 2] = poison
+    a_MN = ACTIVATIONS[name](x_MN)
+    assert a_MN[0].isnan().any()  # and not an error on one of many processes
+    assert a_MN[1].tolist() == [0.25] * 4
