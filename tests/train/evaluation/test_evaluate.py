@@ -11,7 +11,9 @@ from safetensors.torch import load_file, save_file
 from polyad.data.text.dataset import PreparedData
 from polyad.data.text.prepare import prepare
 from polyad.parallel.weights import load_model
+from polyad.train.evaluation.summary import unigram_perplexity
 from polyad.train.exchange.convert import convert
+from polyad.train.experts import token_classes
 from polyad.train.tasks.text import perplexities
 from tests.helpers.everyday import everyday
 from tests.helpers.reference import reference_of
@@ -151,3 +153,24 @@ def test_bad_options_are_refused(finished, overrides, expected):
     with pytest.raises(ValueError, match=expected) as caught:
         evaluation(finished, overrides=overrides)
     assert caught.value.exit_status == 2
+
+
+class Stream:
+    """Tokens in memory, with what counting uses of a split."""
+
+    def __init__(self, tokens):
+        self._tokens = np.array(tokens, dtype=np.int64)
+        self.num_tokens = len(tokens)
+
+    def read(self, start, stop):
+        assert stop - start <= 2, "no more than a part at a time"
+        return self._tokens[start:stop]
+
+
+def test_unigram_perplexity_is_that_worked_out_by_hand(monkeypatch):
+    monkeypatch.setattr(token_classes, "AT_ONCE", 2)
+    train, held_out = Stream([0, 0, 0, 1, 1]), Stream([0, 1, 2])
+    assert token_classes.frequencies(train, 3).tolist() == [3, 2, 0]
+    # (4, 3, 1) / 8 after adding one; their geometric mean is (12 / 512) ** (1 / 3).
+    perplexity = unigram_perplexity(train, held_out, 3)
+    assert perplexity == pytest.approx((512 / 12) ** (1 / 3), rel=1e-12)

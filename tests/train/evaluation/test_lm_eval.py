@@ -20,6 +20,7 @@ from polyad.parallel.weights import load_model
 from polyad.train.errors import ConfigError
 from polyad.train.evaluation.lm_eval import PolyadLM
 from tests.helpers.bert import their_bert
+from tests.helpers.prepared import jsonl
 
 pytestmark = pytest.mark.distributed
 ROOT = Path(__file__).resolve().parents[3]
@@ -163,46 +164,21 @@ def test_bad_arguments_are_refused(finished, tmp_path):
             scored(model, "generate_until", ("x", options))
 
 
-@pytest.fixture(scope="module")
-def tasks(tmp_path_factory):
-    """A folder of three tasks over local files, one of each kind of request."""
-    folder = tmp_path_factory.mktemp("tasks")
-    rows = [
-        {"question": "import", "choices": [" os", " zebra"], "answer": 0, "text": "import os\n"},
-        {"question": "def", "choices": [" f(x):", " )("], "answer": 0, "text": "x = 1\n" * 30},
-    ]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    data = {
-        "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {"test": str(folder / "rows.jsonl")}},
-        "test_split": "test",
-    }
-    specific = {
-        "polyad_choice": {
-            "output_type": "multiple_choice", "doc_to_text": "{{question}}",
-            "doc_to_choice": "{{choices}}", "doc_to_target": "{{answer}}", "target_delimiter": "",
-            "metric_list": [{"metric": "acc"}],
-        },
-        "polyad_rolling": {
-            "output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{text}}",
-            "metric_list": [{"metric": "bits_per_byte"}],
-        },
-        "polyad_generate": {
-            "output_type": "generate_until", "doc_to_text": "{{question}}",
-            "doc_to_target": " os", "generation_kwargs": {"until": ["\n"], "max_gen_toks": 4},
-            "metric_list": [{"metric": "exact_match"}],
-        },
+def test_the_harness_runs_a_task_offline(finished, tmp_path, reference):
+    (model, tokenizer), texts = reference, ["import os\n", "x = 1\n" * 30]
+    jsonl(tmp_path / "rows.jsonl", texts)
+    task = {
+        "task": "polyad_rolling", "output_type": "loglikelihood_rolling",
+        "dataset_path": "json", "test_split": "test",
+        "dataset_kwargs": {"data_files": {"test": str(tmp_path / "rows.jsonl")}},
+        "doc_to_text": "", "doc_to_target": "{{text}}",
+        "metric_list": [{"metric": "bits_per_byte"}],
     }  # fmt: skip
-    for name, task in specific.items():
-        (folder / f"{name}.yaml").write_text(yaml.safe_dump({"task": name} | data | task))
-    return folder
-
-
-def test_the_harness_runs_tasks_offline(finished, tasks, tmp_path, reference):
+    (tmp_path / "rolling.yaml").write_text(yaml.safe_dump(task))
     command = [
         sys.executable, "-m", "polyad.train.evaluation.lm_eval", "--model", "polyad",
-        "--model_args", f"checkpoint={finished}", "--include_path", str(tasks),
-        "--tasks", "polyad_choice,polyad_rolling,polyad_generate", "--batch_size", "2",
+        "--model_args", f"checkpoint={finished}", "--include_path", str(tmp_path),
+        "--tasks", "polyad_rolling", "--batch_size", "2",
         "--output_path", str(tmp_path / "results"),
     ]  # fmt: skip
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf")}
@@ -212,12 +188,9 @@ def test_the_harness_runs_tasks_offline(finished, tasks, tmp_path, reference):
     assert done.returncode == 0, done.stderr[-3000:]
     (path,) = (tmp_path / "results").rglob("results_*.json")
     results = json.loads(path.read_text())["results"]
-    assert results["polyad_choice"]["acc,none"] in (0.0, 0.5, 1.0)
-    assert "exact_match,none" in results["polyad_generate"]
-    (model, tokenizer), nats, bytes_ = reference, 0.0, 0
-    for text in ("import os\n", "x = 1\n" * 30):
-        ids = tokenizer(text)["input_ids"]
-        nats -= log_likelihood(model, [tokenizer.eos_token_id], ids)[0]
+    nats = bytes_ = 0.0
+    for text in texts:
+        nats -= log_likelihood(model, [tokenizer.eos_token_id], tokenizer(text)["input_ids"])[0]
         bytes_ += len(text.encode())
     bits = results["polyad_rolling"]["bits_per_byte,none"]
     assert bits == pytest.approx(nats / math.log(2) / bytes_, rel=1e-5)

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import yaml
 from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
@@ -15,28 +14,17 @@ from polyad.parallel.weights import load_model
 from polyad.train.exchange.convert import convert
 from tests.helpers import sequences as made
 from tests.helpers.bert import SPECIAL, padded_input, their_bert
-from tests.helpers.runs import evaluation, records, run_and_listen
+from tests.helpers.runs import evaluation, records, run_and_listen, write_config
 
 STEPS = 60
 CUES = [word for words in made.WORDS.values() for word in words.split()]
 LORA = {
     "rank": 4, "alpha": 8.0, "targets": ["attention.*", "feed_forward.*"], "trained": ["head.*"],
 }  # fmt: skip
-TREE = {
-    "seed": 3,
-    "model": {
-        "kind": "bert", "num_layers": 2, "hidden_size": 32, "num_heads": 4, "sequence_length": 16,
-        "num_segments": 3, "layer_norm_epsilon": 1e-12, "vocab_size": 61,
-        "feed_forward": {"kind": "dense", "hidden_size": 96}, "head": {"kind": "classification"},
-    },
-    "train": {
-        "steps": STEPS, "global_batch_size": 16, "micro_batch_size": 8, "precision": "fp32",
-    },
-    "optimizer": {"learning_rate": 0.01, "weight_decay": 0.0},
-    "schedule": {"kind": "constant"},
-    "evaluation": {"every": 0},
-    "adapt": {"lora": LORA},
-    "log": {"trackers": []},
+MODEL = {
+    "kind": "bert", "num_layers": 2, "hidden_size": 32, "num_heads": 4, "sequence_length": 16,
+    "num_segments": 3, "layer_norm_epsilon": 1e-12, "vocab_size": 61,
+    "feed_forward": {"kind": "dense", "hidden_size": 96}, "head": {"kind": "classification"},
 }  # fmt: skip
 
 
@@ -77,13 +65,13 @@ def test_adapters_and_a_new_head_are_trained_scored_merged_and_read_by_peft(work
     padding = [f"[unused{number}]" for number in range(61 - len(vocabulary))]
     (theirs / VOCABULARY_FILE).write_text("\n".join([*vocabulary, *padding]) + "\n")
     convert(theirs, base, "polyad")
-    tree = TREE | {
-        "run": {"folder": str(folder)},
-        "data": {"kind": "sequences", "path": str(made.folder_of(tmp_path / "table"))},
-        "checkpoint": {"init_from": str(base)},
-    }
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(tree))
-    ((steps, message),) = workers(1).run(run_and_listen, tmp_path / "config.yaml")
+    config = write_config(
+        tmp_path / "config.yaml", made.folder_of(tmp_path / "table"), model=MODEL,
+        data__kind="sequences", adapt__lora=LORA, checkpoint__init_from=str(base),
+        train__steps=STEPS, train__global_batch_size=16, optimizer__weight_decay=0.0,
+        evaluation__every=0,
+    )  # fmt: skip
+    ((steps, message),) = workers(1).run(run_and_listen, config)
     assert steps == STEPS
     assert "; initialized from the seed: head.*" in message
     # By hand: width 32, inner width 96, two blocks; pooler and classifier are trained whole.

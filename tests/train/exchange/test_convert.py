@@ -92,13 +92,7 @@ STARTS = [
 ]  # fmt: skip
 
 
-@everyday(
-    ("kind", "form", "processes", "stage"),
-    STARTS,
-    keep=[
-        ("dense", "huggingface", 2, 3),
-    ],
-)
+@everyday(("kind", "form", "processes", "stage"), STARTS, keep=[("dense", "huggingface", 2, 3)])
 def test_a_run_starts_from_any_form(
     workers, trained, exported, tmp_path, prepared_path, kind, form, processes, stage
 ):

@@ -185,26 +185,25 @@ def test_an_upcycled_decoder_is_a_mixture_of_transformers(tmp_path, family):
     torch.testing.assert_close(logits, expected, atol=2e-4, rtol=0)
 
 
-def test_a_router_starts_as_in_a_new_run_of_the_seed(sources, tmp_path):
-    text = "num_experts=4,score=random,graph=attention,final_top_k=3,seed=6"
-    convert(sources / "gpt2", tmp_path / "new", "polyad", Upcycling(text))
-    upcycled = Checkpoint(tmp_path / "new")
-    fresh = build_model(upcycled.model_config())
-    buffers = {name for name, fields in upcycled.tensors.items() if "buffer" in fields}
-    assert {name.partition("router.")[2] for name in buffers} == {
-        "score.weight", "graph.head_entropy", "selection.num_selected",
-    }  # fmt: skip
-    for name in buffers:
-        assert torch.equal(upcycled.buffer(name), initial_value(fresh, name, 6)), name
-    text = "num_experts=4,score=cosine,seed=6"
-    convert(sources / "gpt2", tmp_path / "cosine", "polyad", Upcycling(text))
-    upcycled, name = (
-        Checkpoint(tmp_path / "cosine"),
-        "blocks.1.feed_forward.router.score.projection",
-    )
-    fresh = build_model(upcycled.model_config())
-    assert torch.equal(upcycled.whole(name), initial_value(fresh, name, 6))
-    assert not torch.equal(upcycled.whole(name), initial_value(fresh, name, 7))
+@pytest.mark.parametrize(
+    ("keys", "names"),
+    [
+        ("score=random,graph=attention,final_top_k=3",
+         {"score.weight", "graph.head_entropy", "selection.num_selected"}),
+        ("score=cosine",
+         {"score.bias", "score.projection", "score.experts", "score.log_temperature"}),
+    ],
+)  # fmt: skip
+def test_a_router_starts_as_in_a_new_run_of_the_seed(sources, tmp_path, keys, names):
+    change = Upcycling(f"num_experts=4,{keys},seed=6")
+    convert(sources / "gpt2", tmp_path / "new", "polyad", change)
+    model = load_model(tmp_path / "new")
+    state = {name: value for name, value in model.state_dict().items() if ".router." in name}
+    assert {name.partition("router.")[2] for name in state} == names
+    fresh = build_model(model.config)
+    for name, value in state.items():
+        assert torch.equal(value, initial_value(fresh, name, 6)), name
+    assert any(not torch.equal(each, initial_value(fresh, n, 7)) for n, each in state.items())
 
 
 def test_noise_is_added_to_the_experts_weights_and_is_seeded(sources, tmp_path):

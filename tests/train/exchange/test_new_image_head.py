@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-import yaml
 
 from polyad.parallel.checkpoint.load import Checkpoint
 from polyad.parallel.weights import load_model
@@ -14,22 +13,15 @@ from polyad.train.exchange.convert import convert
 from polyad.train.exchange.experts import Splitting, Upcycling
 from tests.helpers import images as made
 from tests.helpers.everyday import everyday
-from tests.helpers.runs import evaluation, refusal, run, run_and_listen
+from tests.helpers.runs import evaluation, refusal, run, run_and_listen, write_config
 
 pytestmark = pytest.mark.distributed
 
-TREE = {
-    "seed": 3,
-    "model": {
-        "kind": "vit", "image_size": 8, "patch_size": 4, "num_layers": 2, "hidden_size": 16,
-        "num_heads": 2, "feed_forward": {"kind": "dense"},
-    },
-    "data": {"kind": "images", "held_out": 0.3, "normalization": "half"},
-    "train": {"steps": 2, "global_batch_size": 8, "micro_batch_size": 4, "precision": "fp32"},
-    "optimizer": {"kind": "sgd", "learning_rate": 0.01, "clip_grad_norm": 1.0},
-    "schedule": {"kind": "constant"},
-    "log": {"trackers": []},
+VIT = {
+    "kind": "vit", "image_size": 8, "patch_size": 4, "num_layers": 2, "hidden_size": 16,
+    "num_heads": 2, "feed_forward": {"kind": "dense"},
 }  # fmt: skip
+SGD = {"kind": "sgd", "learning_rate": 0.01, "clip_grad_norm": 1.0}
 CHANGES = {
     "split": Splitting("num_experts=8,top_k=8,blocks=[1]"),
     "copies": Upcycling("num_experts=4,top_k=2,score=cosine,placement=[1]"),
@@ -54,10 +46,12 @@ def folders(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def finished(workers, folders, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("vit")
-    (folder / "config.yaml").write_text(yaml.safe_dump(TREE | {"run": {"folder": f"{folder}/run"}}))
-    assert workers(1).run(run, folder / "config.yaml", f"data.path={folders['three']}") == [2]
-    return folder / "run"
+    config = write_config(
+        tmp_path_factory.mktemp("vit") / "config.yaml", folders["three"], model=VIT, optimizer=SGD,
+        data__kind="images", data__held_out=0.3, data__normalization="half", train__steps=2,
+    )  # fmt: skip
+    assert workers(1).run(run, config) == [2]
+    return config.parent / "run"
 
 
 def test_a_converted_run_is_scored_as_the_run_itself(workers, finished, folders, tmp_path):

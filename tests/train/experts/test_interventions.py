@@ -112,16 +112,6 @@ def test_an_expert_removed_in_each_way_by_hand(action, expected):
     assert output_of(model, action, 1) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(
-    ("combine", "weights"), [("renormalized", (2 / 3, 1 / 3)), ("softmax", (0.4 / 0.7, 0.2 / 0.7))]
-)
-def test_the_next_expert_enters_where_one_is_pruned(combine, weights):
-    """p = (.4, .3, .2, .1), K = 2; outputs are powers of 10, so that each weight can be read."""
-    outputs = [[1, 0], [10, 0], [0, 1], [0, 10]]
-    model = layer_of_constants([0.4, 0.3, 0.2, 0.1], outputs, 2, combine=combine)
-    assert output_of(model, Action(how="prune"), 1) == pytest.approx(weights)
-
-
 def test_nothing_is_left_to_route_around_the_only_expert():
     model = layer_of_constants([0.6, 0.4], [[1, 2], [3, 4]], 1)
     assert output_of(model, Action(how="route-around"), 0) == [0, 0]

@@ -152,13 +152,6 @@ def test_an_expert_that_says_the_same_of_all_tokens_has_no_alignment():
     assert np.isnan(compared(outputs[:, :1]).columns()["cka"])
 
 
-def test_few_batches_tokens_and_experts_are_read():
-    outputs = torch.randn(40, 70, 200, 2, generator=torch.Generator().manual_seed(1))
-    level = compared(outputs)
-    assert level.tokens == 16 * 128
-    assert (len(level.experts), level.experts[0], level.experts[-1]) == (64, "0", "69")
-
-
 @pytest.mark.parametrize("last", [20, 3])
 def test_a_smaller_last_batch_leaves_the_interval_narrow(last):
     """Nearly equal experts: a draw is divided by its own tokens, and too few are left out."""

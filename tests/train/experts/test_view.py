@@ -126,21 +126,6 @@ def test_trace_writes_the_view_of_a_text_as_a_page(trained, tmp_path, capfd):
     assert Page(view.page()).links == []
 
 
-@pytest.mark.parametrize(
-    ("words", "named"),
-    [
-        ([], "--output"),
-        (["--text", "x"], "--html"),
-        (["--html", "x.html"], "--text"),
-        (["--text", "x", "--html", "x.html", "--tokens", "9"], "--html"),
-        (["--output", "x.parquet", "--tokenizer", "x"], "--tokenizer"),
-        (["--text", "x", "--html", "x.txt"], "--html"),
-    ],
-)
-def test_what_trace_writes_is_one_of_two(words, named, refused):
-    assert named in refused("experts", "trace", "x", *words)
-
-
 def test_what_cannot_be_shown_is_one_line(smoe, finished):
     for text in ("", "x " * 300):
         with pytest.raises(ConfigError, match=r"text: \d+ tokens are not allowed"):

@@ -10,16 +10,8 @@ import torch
 from polyad.data.text.attack import WordSwap
 from polyad.parallel.weights import load_model
 from polyad.train.errors import ConfigError
-from tests.helpers.everyday import everyday
 from tests.helpers.prepared import windows_of
-from tests.helpers.runs import (
-    compare,
-    evaluated,
-    evaluation,
-    frame_of,
-    records,
-    reseal,
-)
+from tests.helpers.runs import compare, evaluated, evaluation, records, reseal
 
 pytestmark = pytest.mark.distributed
 
@@ -48,16 +40,6 @@ def runs(run_of):
 
 def checkpoint(run_folder, step):
     return run_folder / "checkpoints" / f"step-{step:08}"
-
-
-@everyday("kind", ["smoe", "mumoe"], keep=["mumoe"])
-def test_a_checkpoint_does_not_differ_from_itself(workers, runs, kind):
-    result = workers(1).run(compare, runs[kind], checkpoint(runs[kind], 6), tokens=3200)[0]
-    layers = frame_of(result, "layers")
-    assert list(layers["module"]) == ["blocks.0.feed_forward", "blocks.1.feed_forward"]
-    for name, value in (("top1", 0.0), ("set", 0.0), ("entropy_ratio", 1.0)):
-        assert (layers[name] == value).all()
-        assert result[f"mean_{name}"] == value
 
 
 @pytest.mark.parametrize("kind", ["smoe", "mumoe"])

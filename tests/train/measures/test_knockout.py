@@ -10,11 +10,8 @@ from polyad.data.text.dataset import PreparedData
 from polyad.launch.cli import run as polyad
 from polyad.parallel.weights import load_model
 from polyad.train.experts.interventions import intervened, parse_intervention
-from polyad.train.experts.probing import deciding, routed_layers
 from polyad.train.experts.token_classes import CHARACTERS, character_class
 from polyad.train.measures.steer import Steer
-from polyad.train.reading import open_evaluated
-from polyad.train.tasks.samples import TextSamples
 from tests.helpers.bert import prepare_pieces
 from tests.helpers.prepared import windows_of
 from tests.helpers.runs import atlas, both_forms, evaluation, frame_of, newest, run, write_config
@@ -172,7 +169,7 @@ SPARSE = {"kind": "smoe", "num_experts": 4, "expert_hidden_size": 32}
 
 
 @pytest.mark.slow
-def test_of_masked_text_hidden_tokens_are_counted(workers, tmp_path, texts):
+def test_of_masked_text_hidden_tokens_are_counted(workers, tmp_path, texts, refused):
     prepare_pieces(texts, tmp_path / "pieces")
     model = {
         "kind": "bert", "num_layers": 2, "hidden_size": 32, "num_heads": 4, "sequence_length": 32,
@@ -191,18 +188,7 @@ def test_of_masked_text_hidden_tokens_are_counted(workers, tmp_path, texts):
     tokens = classes[classes["by"] == "position"].groupby(["module", "expert"])["tokens"].sum()
     assert (tokens == 55).all()
     assert (frame_of(result, "experts").groupby("module")["own_tokens"].sum() == 2 * 55).all()
-    # Frequencies count the text between the marks, which is hidden in part.
-    task = open_evaluated(newest(folder), None, ()).task
-    text = TextSamples(task, "validation", 320, hidden=True)
-    model = load_model(newest(folder))
-    for layer in routed_layers(model):
-        uses = torch.zeros(4)
-        with deciding(model, [layer]) as decisions, torch.inference_mode():
-            for _, passages in text.batches(1, 0, 1, torch.device("cpu")):
-                text.forward(model, passages, {})
-                uses += (decisions[layer.name].coefficients()[1:-1] != 0).sum(0)
-        assert uses.sum() == 2 * 11 * 30
-        frequency = frame_of(result, "experts", module=layer.name)["frequency"]
-        assert list(frequency) == pytest.approx((uses / (11 * 30)).tolist())
     with pytest.raises(Exception, match="steer: is not allowed with data"):
         workers(1).run(steer, folder, changes=[parse_intervention(STEER)])
+    words = ("experts", "trace", folder, "--output", tmp_path / "x", "--with", "loss")
+    assert "--with loss: is not allowed with data.kind: masked_text" in refused(*words)

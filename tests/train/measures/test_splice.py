@@ -10,10 +10,8 @@ from torch.nn.functional import cross_entropy
 from polyad.launch.cli import run as polyad
 from polyad.parallel.families import FamilyWeights
 from polyad.parallel.weights import load_model
-from polyad.train.config.run import load_config
 from polyad.train.errors import ConfigError
 from polyad.train.measures.splice import Splicing
-from polyad.train.reading import open_evaluated
 from tests.helpers.decoders import hub_folder, prepared_for, tokens, write_tokenizer
 from tests.helpers.huggingface import save_reference
 from tests.helpers.prepared import windows_of
@@ -185,34 +183,6 @@ def test_a_block_of_an_opened_mixture_becomes_another(workers, tmp_path, feed_fo
         torch.testing.assert_close(ours(ids).logits, wanted, rtol=1e-4, atol=1e-4)
     result, _ = workers(1).run(both_forms, tmp_path / "run", Splicing)[0]
     assert [row["module"] for row in result["blocks"]] == ["blocks.1.feed_forward"]
-
-
-@pytest.mark.slow
-def test_a_copy_of_the_original_recovers_everything(workers, tmp_path, prepared_path):
-    """A replaced dense block as wide as the teacher's, with its weights."""
-    config = write_config(tmp_path / "teacher.yaml", prepared_path, train__steps=2)
-    assert workers(1).run(run, config, f"run.folder={tmp_path / 'teacher'}") == [2]
-    model = load_config(config).model.model_dump(mode="json")
-    model = model | {"replaced": {"blocks": [1], "feed_forward": {"kind": "dense"}}}
-    copy = write_config(
-        tmp_path / "copy.yaml", prepared_path, model=model,
-        distill__teacher=str(tmp_path / "teacher"), distill__blocks="squared",
-        optimizer__kind="sgd", optimizer__learning_rate=1.0e-12, train__steps=1,
-        run__folder=str(tmp_path / "copy"),
-    )  # fmt: skip
-    assert workers(1).run(run, copy) == [1]
-    opened = open_evaluated(tmp_path / "copy", None, ())
-    spliced = load_model(opened.weights)
-    theirs = load_model(tmp_path / "teacher").get_submodule("blocks.1.feed_forward")
-    spliced.get_submodule("blocks.1.feed_forward").load_state_dict(theirs.state_dict())
-    measure = Splicing()
-    measure.check(opened, "validation")
-    measure.begin(measure.subject_of(opened, "validation", spliced))
-    measure.read()
-    result = measure.result()
-    (block,), loss = result.frames["blocks"].to_dict("records"), result.facts["loss"]
-    assert (block["spliced"], block["recovered"], block["nmse"]) == (loss, 1, 0)
-    assert block["zeroed"] != loss
 
 
 def test_without_a_teacher_the_original_is_named(workers, tmp_path, prepared_path):

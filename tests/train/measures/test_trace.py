@@ -18,19 +18,17 @@ from polyad.data.images.dataset import ImageData
 from polyad.data.text.dataset import PreparedData
 from polyad.data.text.tokenizers.files import load_tokenizer
 from polyad.parallel.weights import load_model, open_weights
-from polyad.train.config.run import load_config
 from polyad.train.errors import ConfigError
 from polyad.train.experts.probing import deciding, routed_head, routed_layers
 from polyad.train.experts.trace import EXTRA
 from polyad.train.measures.trace import Trace
 from polyad.train.reading import open_data_for
 from polyad.train.tasks.samples import ImageSamples
-from tests.helpers.bert import prepare_pieces
 from tests.helpers.decoders import Chosen, hub_folder, prepared_for
 from tests.helpers.fine_tuned import SETTINGS, others, trainer
 from tests.helpers.little_memory import little_memory
 from tests.helpers.prepared import windows_of
-from tests.helpers.runs import both_forms, run, write_config
+from tests.helpers.runs import both_forms
 from tests.train.report.test_top_images import MODELS, train
 
 pytest.importorskip("transformers")
@@ -178,7 +176,14 @@ def test_what_is_not_allowed_is_one_line(hub, tmp_path, refused):
     folder, data, _ = hub
     (tmp_path / "there").write_text("")
     new = ["--output", tmp_path / "t.parquet"]
+    shown = ["--text", "x", "--html", "x.html"]  # what is written is one of two
     for words, key in (
+        ([], "--output"),
+        (shown[:2], "--html"),
+        (shown[2:], "--text"),
+        ([*shown, "--tokens", "9"], "--html"),
+        ([*shown[:3], "x.txt"], "--html"),
+        ([*new, "--tokenizer", "x"], "--tokenizer"),
         (["--output", tmp_path / "there"], "--output: .*there"),
         (["--output", tmp_path / "no" / "t"], "--output: .*no"),
         ([*new, "--with", "norm,size"], "--with: size"),
@@ -190,50 +195,25 @@ def test_what_is_not_allowed_is_one_line(hub, tmp_path, refused):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["tr", "bert"])
-def test_shares_of_levels_and_masked_text(kind, workers, trained, tmp_path, texts, refused):
-    """Experts of a level are numbered from 0, and the best come first; marks of a BERT are left
-    out."""
-    if kind == "tr":
-        folder, first = trained("tr"), 0
-    else:
-        data, folder, first = tmp_path / "pieces", tmp_path / "run", 1
-        prepare_pieces(texts, data)
-        bert = {
-            "kind": "bert", "num_layers": 2, "hidden_size": 32, "num_heads": 4,
-            "sequence_length": 32,
-            "feed_forward": {"kind": "mumoe", "num_experts": [6, 3], "rank": 4, "level_std": 0.5},
-        }  # fmt: skip
-        config = write_config(
-            tmp_path / "c.yaml", data, model=bert, data__kind="masked_text", train__steps=2
-        )
-        workers(1).run(run, config)
-    output = tmp_path / "t.parquet"
+def test_shares_of_levels(trained, prepared_path, tmp_path):
+    """Experts of a level are numbered from 0, and the best come first."""
     options = {"top": 3, "extra": ["entropy", "norm", "score"], "tokens": 300}
-    result, about = traced(folder, output, **options)
-    model = load_model(about["checkpoint"])
-    data = PreparedData.open(load_config(folder / "config.yaml").data.path)
-    stream, span = data.split("validation"), 32 - 2 * first
-    windows = sorted(set(result["window"]))
-    assert len(windows) == -(-300 // span)
-    for window in windows[:3] if first else windows[1:3]:
-        begin = window * span - 1 + first
-        ids = stream.read(begin, begin + span).tolist()
-        if first:
-            vocabulary = data.tokenizer().vocabulary()
-            ids = [vocabulary["[CLS]"], *ids, vocabulary["[SEP]"]]
+    result, about = traced(trained("tr"), tmp_path / "t.parquet", **options)
+    model, windows = load_model(about["checkpoint"]), windows_of(prepared_path)
+    assert result["window"].nunique() == -(-300 // 32)
+    for window in sorted(set(result["window"]))[1:3]:
         with deciding(model, routed_layers(model)) as decisions, torch.inference_mode():
-            model(torch.tensor([ids]))
+            model(torch.tensor([windows[window][0]]))
         for name, decision in decisions.items():
             own = result[(result["module"] == name) & (result["window"] == window)]
-            assert sorted(set(own["position"])) == list(range(first, 32 - first))
+            assert sorted(set(own["position"])) == list(range(32))
             for level, share_TE in enumerate(decision.levels):
                 rows = own[own["level"] == level].sort_values(["position", "slot"])
-                best = share_TE[first : 32 - first].topk(min(3, share_TE.shape[-1]), dim=-1)
+                best = share_TE.topk(min(3, share_TE.shape[-1]), dim=-1)
                 assert rows["expert"].tolist() == best.indices.flatten().tolist()
                 np.testing.assert_allclose(rows["weight"], best.values.flatten(), rtol=1e-4)
                 assert rows["weight"].tolist() == rows["score"].tolist()
-                each = entropy(share_TE[first : 32 - first].double().numpy(), axis=1)
+                each = entropy(share_TE.double().numpy(), axis=1)
                 nats = rows[rows["slot"] == 0]["entropy"]
                 np.testing.assert_allclose(nats, each, rtol=1e-4, atol=1e-6)
                 row = rows.iloc[7]
@@ -241,12 +221,6 @@ def test_shares_of_levels_and_masked_text(kind, workers, trained, tmp_path, text
                 with torch.inference_mode():
                     output_MD = decision.output(level, int(row["expert"]), at)
                 assert row["norm"] == pytest.approx(float(output_MD.norm()), rel=1e-3)
-    inside = result[result["document"] >= 0].iloc[::97]
-    for row in inside.itertuples():
-        assert stream.read_document(row.document)[row.offset] == row.token_id
-    if first:
-        words = ("experts", "trace", folder, "--output", tmp_path / "x", "--with", "loss")
-        assert "--with loss: is not allowed with data.kind: masked_text" in refused(*words)
 
 
 IMAGE_MODELS = MODELS | {

@@ -1,7 +1,5 @@
 """The parts of a report: records, top tokens, choice, contexts."""
 
-import json
-
 import pytest
 import torch
 
@@ -9,22 +7,6 @@ from polyad.train.errors import ConfigError
 from polyad.train.experts.probing import RoutedLayer
 from polyad.train.report.page import read_training
 from polyad.train.report.top_tokens import STRETCH, TopTokens, choose_experts, split_text
-
-
-def test_records_of_training_are_the_newest_and_those_that_are_numbers(tmp_path):
-    layer = "routing/blocks.1.feed_forward"
-    lines = [
-        {"step": 1, "loss": None, f"{layer}/load": [0.5, 0.5]},
-        {"step": 2, "loss": 3.0, "validation_loss": 4.0, f"{layer}/entropy": 0.1},
-        {"step": 3, "loss": 1.0, f"{layer}/entropy": 0.2},
-    ]
-    text = "".join(json.dumps(line) + "\n" for line in lines)
-    (tmp_path / "metrics.jsonl").write_text(text + 'garbage\n{"step": 4, "lo')
-    training = read_training(tmp_path, "validation_loss")
-    assert training.losses == [(2, 3.0), (3, 1.0)]
-    assert training.validations == [(2, 4.0)]
-    assert training.final_loss == 2.0
-    assert training.routing() == {"blocks.1.feed_forward": {"load": [0.5, 0.5], "entropy": 0.2}}
 
 
 @pytest.mark.parametrize("text", ["", "\n", '{"step": 1, "lo'])
