@@ -190,8 +190,7 @@ def test_an_upcycled_decoder_is_a_mixture_of_transformers(tmp_path, family):
     [
         ("score=random,graph=attention,final_top_k=3",
          {"score.weight", "graph.head_entropy", "selection.num_selected"}),
-        ("score=cosine",
-         {"score.bias", "score.projection", "score.experts", "score.log_temperature"}),
+        ("score=cosine", {"score.projection", "score.embedding", "score.temperature"}),
     ],
 )  # fmt: skip
 def test_a_router_starts_as_in_a_new_run_of_the_seed(sources, tmp_path, keys, names):

@@ -228,9 +228,10 @@ def test_a_folder_that_is_not_a_run_is_one_line(runs, prepared_path, tmp_path, r
         assert part in refused("report", folder)
 
 
-def test_weights_that_are_not_finite_are_one_line(runs, tmp_path, prepared_path, refused):
+def test_weights_that_are_not_finite_are_named(runs, tmp_path, prepared_path, capfd):
     convert(runs["mumoe"], tmp_path / "plain", "safetensors")
     gate = "blocks.0.feed_forward.gate.weight"
     damaged = with_nan(tmp_path / "plain", tmp_path / "nan", gate)
-    line = refused("report", damaged, "--data", prepared_path, "--tokens", "100")
-    assert "the coefficients of blocks.0.feed_forward are not finite" in line
+    words = ["--data", str(prepared_path), "--tokens", "100"]
+    assert polyad(["report", str(damaged), *words]) == 1
+    assert capfd.readouterr().err.endswith(f"{damaged}: {gate} is not finite: it holds nan\n")
