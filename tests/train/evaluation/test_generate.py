@@ -16,6 +16,7 @@ from polyad.train.evaluation.generate import (
     generate_ids,
     probabilities,
 )  # fmt: skip
+from tests.helpers.decoders import write_tokenizer
 from tests.helpers.everyday import everyday
 from tests.helpers.huggingface import save_reference
 from tests.helpers.random_model import random_model
@@ -222,11 +223,13 @@ def test_an_empty_prompt_begins_a_document(finished, prepared):
 def test_bad_input_is_one_line(finished, tmp_path, prepared_path, refused):
     theirs, tokenizer = tmp_path / "theirs", prepared_path / "tokenizer.json"
     save_reference(theirs, vocab_size=300)
+    write_tokenizer(tmp_path)
     for folder, words, part in (
         (tmp_path / "none", (), "no such folder"),
         (finished, ("--top-p", 2), "--top-p: 2.0"),
         (finished, ("--max-tokens", 0), "at least 1"),
         (finished, ("--tokenizer", tmp_path / "none"), "no such tokenizer"),
+        (finished, ("--tokenizer", tmp_path / "tokenizer.json"), "is not the one that"),
         (theirs, (), "name one with --tokenizer"),
         (theirs, ("--tokenizer", tokenizer), "the tokenizer has 400 tokens, the model 300"),
     ):

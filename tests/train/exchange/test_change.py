@@ -25,7 +25,7 @@ UPCYCLE = [
     ("num_experts=8,placement=2,dense_hidden_size=127", "feed_forward.dense_hidden_size: 127 "),
     ("num_experts=8,capacity_factor=1.0", "allowed: null"),
     ("num_experts=8,noise=-0.1", "noise: -0.1 "),
-    ("num_experts=8,noise=some", "noise: 'some' "),
+    ("num_experts=8,noise=.nan", "noise: nan "),
     ("num_experts=8,seed=1.5", "seed: 1.5 "),
     ("num_experts=9000000000000000000", "more elements than a tensor can have"),
     ("num_experts=100000000000", " bytes, "),

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from polyad.data.text.attack import WordSwap
+from polyad.launch.cli import run as polyad
 from polyad.parallel.weights import load_model
 from polyad.train.errors import ConfigError
 from tests.helpers.prepared import windows_of
@@ -122,14 +123,16 @@ def test_models_that_cannot_be_compared_are_refused(runs, tmp_path):
 
 
 @pytest.mark.slow
-def test_an_attack_is_the_same_by_any_number_of_processes(workers, runs):
-    attack = WordSwap(0.3, 1)
+def test_an_attack_is_the_same_by_any_number_of_processes_and_the_command(workers, runs, tmp_path):
+    attack, file = WordSwap(0.3, 1), tmp_path / "found.json"
     one, table = workers(1).run(evaluated, runs["dense"], attack=attack)[0]
-    again = workers(1).run(evaluation, runs["dense"], attack=attack)[0]
+    words = ["--attack", "word-swap", "--rate", "0.3", "--seed", "1", "--json", str(file)]
+    assert polyad(["evaluate", str(runs["dense"]), *words]) == 0
+    again = json.loads(file.read_text())
     two = workers(2).run(evaluation, runs["dense"], attack=attack)
     assert one["loss"] == again["loss"]
     assert two[0]["loss"] == two[1]["loss"] == pytest.approx(one["loss"], rel=1e-6)
-    assert one["attack"] == two[0]["attack"]
+    assert one["attack"] == two[0]["attack"] == again["attack"]
     assert one["attack"]["replaced"] / one["words"] == pytest.approx(0.3, abs=0.1)
     other = workers(1).run(evaluation, runs["dense"], attack=WordSwap(0.3, 2))[0]
     assert other["loss"] != one["loss"]

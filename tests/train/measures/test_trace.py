@@ -176,20 +176,20 @@ def test_what_is_not_allowed_is_one_line(hub, tmp_path, refused):
     folder, data, _ = hub
     (tmp_path / "there").write_text("")
     new = ["--output", tmp_path / "t.parquet"]
-    shown = ["--text", "x", "--html", "x.html"]  # what is written is one of two
+    text = ["--text", "x", "--html"]  # what is written is one of two
     for words, key in (
         ([], "--output"),
-        (shown[:2], "--html"),
-        (shown[2:], "--text"),
-        ([*shown, "--tokens", "9"], "--html"),
-        ([*shown[:3], "x.txt"], "--html"),
+        (["--text", "x"], "--html"),
+        (["--html", "x.html"], "--text"),
+        ([*text, "x.html", "--tokens", "9"], "--html"),
+        ([*text, "x.txt"], "--html: x.txt"),
         ([*new, "--tokenizer", "x"], "--tokenizer"),
-        (["--output", tmp_path / "there"], "--output: .*there"),
-        (["--output", tmp_path / "no" / "t"], "--output: .*no"),
-        ([*new, "--with", "norm,size"], "--with: size"),
-        ([*new, "--layers", "7"], "--layers: 7"),
+        ([*new, "--data", data, "--with", "norm,size"], "--with: size"),
+        ([*new, "--data", data, "--layers", "7"], "--layers: 7"),
+        (["--data", data, "--output", tmp_path / "there"], "--output: .*there"),
+        (["--data", data, "--output", tmp_path / "no" / "t"], "--output: .*no"),
     ):
-        line = refused("experts", "trace", folder, "--data", data, *words)
+        line = refused("experts", "trace", folder, *words)
         assert re.search(key, line), line
     assert [path.name for path in tmp_path.iterdir()] == ["there"]
 

@@ -38,7 +38,8 @@ def train(workers, root, model, **changes):
     source = made.class_folders(root / "all", 20)
     config = write_config(
         root / "config.yaml", source, model=model, data__kind="images", data__held_out=0.4,
-        data__normalization="half", data__evaluation_resize=1.0, **changes,
+        data__normalization="half", data__evaluation_resize=1.0, evaluation__batch_size=8,
+        **changes,
     )  # fmt: skip
     workers(1).run(run, config)
     return root / "run"
