@@ -103,7 +103,7 @@ def test_validate_evaluate_and_report_speak_its_words(
     page = (tmp_path / "report.html").read_text()
     assert "<dt>Vectors</dt><dd>192" in page
     assert "Validation accuracy" in page
-    assert "token" not in page.partition("</style>")[2]
+    assert "tokens" not in page.partition("</style>")[2]
     for words, said in (
         (("validate", config, "model={kind: gpt2}"), "data.kind: vectors is not allowed with"),
         (("evaluate", whole, "--attack", "word-swap", "--rate", "0.1"), "--attack word-swap: is"),

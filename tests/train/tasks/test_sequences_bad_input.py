@@ -5,6 +5,7 @@ import pytest
 from tests.helpers import sequences as made
 from tests.helpers.runs import run as train
 from tests.helpers.runs import write_config
+from tests.train.tasks.conftest import SPARSE
 
 ROWS = made.rows(12, 0)
 LABELLED = {"train.csv": ROWS}
@@ -29,7 +30,8 @@ CASES = {
 @pytest.fixture
 def config(tmp_path):
     made.byte_tokenizer(tmp_path)
-    model = {"kind": "gpt2", "num_layers": 1, "hidden_size": 16, "num_heads": 2}
+    model = {"kind": "gpt2", "num_layers": 1, "hidden_size": 16, "num_heads": 2,
+             "feed_forward": SPARSE}  # fmt: skip
     return write_config(
         tmp_path / "config.yaml", tmp_path / "table", train__steps=1, data__kind="sequences",
         data__tokenizer=str(tmp_path / "tokenizer.json"), checkpoint={}, evaluation={},
