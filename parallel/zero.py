@@ -237,6 +237,8 @@ class Engine:
         self._refuse_above = math.inf
         self._refused: bool | None = False
         """Whether the step is refused; None until its norm is known."""
+        self._clip_in_update = 0.0
+        """Maximum norm, where a fused update clips; 0: DeepSpeed does, in a pass of its own."""
         self._replicas = 1
         """Divisor of DeepSpeed's gradients: 1 if they are means, else the number of summands."""
         self._order: InOneOrder | None = None
@@ -262,6 +264,9 @@ class Engine:
             self.deepspeed.optimizer.has_overflow = lambda *_: False
         if self.stage == 1:
             FlatGradients(self.deepspeed.optimizer, world.data_parallel_size)
+            if optimizer.defaults.get("fused"):
+                zero = self.deepspeed.optimizer
+                self._clip_in_update, zero.clip_grad = zero.clip_grad, 0.0
         else:
             trained = [p for p in self.module.parameters() if p.requires_grad]
             self._order = InOneOrder(self.deepspeed.optimizer, trained)
@@ -372,6 +377,10 @@ class Engine:
         if self._refused is None:  # in the first group of a step
             norm = self._grad_norm()
             self._refused = not math.isfinite(norm) or norm > self._refuse_above
+            if self._clip_in_update:
+                divisor = (norm + 1e-6) / self._clip_in_update  # as DeepSpeed's
+                scale = torch.tensor(divisor, device=self.device) if divisor > 1 else None
+                optimizer.grad_scale = scale  # type: ignore[attr-defined]
         if self._refused:
             for parameter in (p for group in optimizer.param_groups for p in group["params"]):
                 parameter.grad = None

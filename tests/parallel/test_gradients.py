@@ -1,14 +1,17 @@
 """Gradients of bf16 models are summed in fp32, also those that arrive in another order."""
 
+from unittest import mock
+
 import pytest
 from torch import Tensor
 
 from polyad.model.decoder import Decoder
 from polyad.parallel import comm
+from polyad.train.loop import optimizer
 from tests.helpers.everyday import everyday
 from tests.helpers.gradients import mean_gradient
 from tests.helpers.parity import assert_near_state, assert_same_course
-from tests.helpers.training import Case, train
+from tests.helpers.training import MODEL, Case, train
 
 pytestmark = pytest.mark.distributed
 
@@ -55,3 +58,29 @@ def test_processes_may_come_to_parameters_in_another_order(workers, whole_runs, 
     for result in workers(2).run(train_in_another_order, case):
         assert_same_course(result, expected)
     assert_near_state(tmp_path / "step-00000002", saved)
+
+
+def train_with_a_fused_update(case: Case):
+    """As `train`, with the optimizer of a GPU."""
+    with mock.patch.object(optimizer, "on_cpu", return_value=False):
+        return train(case)
+
+
+@everyday(
+    ("clip", "processes", "poison_step"),
+    [(0.1, 1, -1), (0.1, 2, 1), (1e3, 1, -1), (0.0, 2, -1)],
+    keep=[(0.1, 2, 1)],
+)
+def test_a_fused_update_clips_as_a_pass_before_it(workers, tmp_path, clip, processes, poison_step):
+    # Adam makes any number of a gradient that is rounding, as that of the bias of keys is.
+    model = MODEL.model_copy(update={"bias": False})
+    case = Case(clip=clip, model=model, poison="gradient", poison_step=poison_step)
+    results = []
+    for run in (train, train_with_a_fused_update):
+        folder = tmp_path / run.__name__
+        results.append(workers(processes).run(run, case.but(save_to=str(folder)))[0])
+    plain, fused = results
+    assert fused["applied"] == plain["applied"] == [step != poison_step for step in range(4)]
+    assert fused["losses"] == pytest.approx(plain["losses"], rel=1e-6)
+    last = "step-00000004"
+    assert_near_state(tmp_path / "train_with_a_fused_update" / last, tmp_path / "train" / last)
