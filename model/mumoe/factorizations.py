@@ -316,14 +316,13 @@ class _Contraction(torch.autograd.Function):
             if ctx.activated:
                 for_x_MC = torch.ops.aten.gelu_backward(for_x_MC, x_MC)
         if ctx.needs_input_grad[1]:
-            for_factor = torch.empty_like(factor)
-            for_weight_CK, for_bias_K = _split(for_factor, ctx.modes, x_MC.shape[1])
             active_MC = gelu(x_MC) if ctx.activated else x_MC
-            torch.mm(active_MC.t(), gradient_MK, out=for_weight_CK)
-            if ctx.bias:
-                for_bias_K.copy_(gradient_MK.sum(0))
-            else:
-                for_bias_K.zero_()
+            # Not into a part of the whole, which a compiler would copy once more.
+            for_factor = active_MC.t() @ gradient_MK
+            if for_factor.numel() < factor.numel():  # a row below the matrix
+                added_MK = gradient_MK if ctx.bias else torch.zeros_like(gradient_MK[:1])
+                for_factor = torch.cat((for_factor, added_MK.sum(0, keepdim=True)))
+            for_factor = for_factor.view_as(factor)
         return for_x_MC, for_factor, None, None, None
 
 
