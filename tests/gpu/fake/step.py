@@ -103,11 +103,11 @@ def check(config: RunConfig) -> dict[str, Any]:
     return {"failed": failed}
 
 
-def loaded(path: Path) -> RunConfig:
-    """A configuration, with what the data would decide."""
+def loaded(path: Path, *, words: int = 5000) -> RunConfig:
+    """A configuration, with what the data would decide, and so many words."""
     given: list[str] = []
     while (key := load_config(path, given).model.left_to_data()) is not None:
-        given.append(f"{key}={0 if key.endswith('_id') else 5000}")
+        given.append(f"{key}={0 if key.endswith('_id') else words}")
     return load_config(path, given)
 
 
