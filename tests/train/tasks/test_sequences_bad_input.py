@@ -30,12 +30,11 @@ CASES = {
 @pytest.fixture
 def config(tmp_path):
     made.byte_tokenizer(tmp_path)
-    model = {"kind": "gpt2", "num_layers": 1, "hidden_size": 16, "num_heads": 2,
-             "feed_forward": SPARSE}  # fmt: skip
+    model = {"kind": "gpt2", "num_layers": 1, "hidden_size": 16, "num_heads": 2}
+    model |= {"sequence_length": 64, "head": {"kind": "classification"}, "feed_forward": SPARSE}
     return write_config(
         tmp_path / "config.yaml", tmp_path / "table", train__steps=1, data__kind="sequences",
-        data__tokenizer=str(tmp_path / "tokenizer.json"), checkpoint={}, evaluation={},
-        model=model | {"sequence_length": 64, "head": {"kind": "classification"}},
+        data__tokenizer=str(tmp_path / "tokenizer.json"), checkpoint={}, evaluation={}, model=model,
     )  # fmt: skip
 
 
