@@ -28,6 +28,7 @@ from polyad.parallel.checkpoint.format import (
 )
 from polyad.parallel.checkpoint.load import Checkpoint, find_checkpoint, read_newest
 from polyad.parallel.families import FamilyWeights, is_huggingface_folder
+from polyad.parallel.foreign import TheirWeights, open_folder
 from polyad.parallel.fragments import persistent_buffers
 from polyad.parallel.peft import PeftWeights, is_peft_folder
 from polyad.parallel.source import StoredWeights
@@ -143,7 +144,7 @@ def lora_of(checkpoint: Checkpoint) -> LoRAConfig | None:
         raise damaged(checkpoint.folder / CONFIG_FILE, f"adapt.{fault_of(error)}") from None
 
 
-Weights: TypeAlias = Checkpoint | FamilyWeights | PlainWeights
+Weights: TypeAlias = Checkpoint | FamilyWeights | PlainWeights | TheirWeights
 """A model's weights in any format: names, shapes and whole tensors, read one at a time."""
 Choice = Literal["trained", "ema"]
 """The weights of a checkpoint to use: the trained ones, or their moving average (`train.ema`)."""
@@ -179,7 +180,7 @@ def open_weights(path: Path, choice: Choice = "trained", base: Path | None = Non
         return PeftWeights(path, base)
     if base is not None:
         raise _without_adapters(path, base)
-    return FamilyWeights(path) if is_huggingface_folder(path) else PlainWeights(path)
+    return open_folder(path) if is_huggingface_folder(path) else PlainWeights(path)
 
 
 def _without_adapters(path: Path, base: Path) -> CheckpointError:
@@ -287,6 +288,8 @@ def load_model(
             Path(source),
             lambda chosen: load_model(open_weights(chosen, choice), device, precision),
         )
+    if isinstance(source, TheirWeights):
+        return source.load(device, precision)
     model = build_model(source.model_config())
     fill(model, source, device, precision)
     return model.eval()

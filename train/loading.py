@@ -20,7 +20,8 @@ from polyad.model.bert import BertConfig
 from polyad.model.decoder import DecoderSettings
 from polyad.parallel import comm
 from polyad.parallel.checkpoint.load import best_checkpoint, newest_of, read_newest
-from polyad.parallel.weights import Choice, Weights, open_weights
+from polyad.parallel.foreign import TheirWeights, on_disk
+from polyad.parallel.weights import Choice, Weights, load_model, open_weights
 from polyad.parallel.zero import DTYPES, Precision
 from polyad.train.errors import ConfigError
 from polyad.train.evaluation.evaluate import evaluate_opened
@@ -41,27 +42,32 @@ from polyad.train.tasks.vocabulary import need_tokenizer
 
 
 def load(
-    path: str | Path,
+    path: str | Path | nn.Module,
     *,
     weights: Choice = "trained",
     best: bool = False,
     precision: Precision = "fp32",
     device: torch.device | str | None = None,
-    tokenizer: str | None = None,
+    tokenizer: Any = None,
     base: str | Path | None = None,
+    **from_pretrained: Any,
 ) -> "Run":
     """Loads a trained model, with its tokenizer if it reads text.
 
     Args:
         path: a run, whose newest checkpoint is taken; a checkpoint; a folder of another library's
-            model (a decoder, BERT, ViT, CLIP); or one of safetensors under our names.
+            model: a decoder, BERT, ViT, CLIP, or any mixture that transformers opens; its name on
+            the hub, such as allenai/OLMoE-1B-7B-0924; one of safetensors under our names; or a
+            mixture in memory, an object of transformers.
         weights: which weights of a checkpoint: `trained`, or `ema`, their moving average.
         best: take a run's best checkpoint in place of its newest.
         precision: of the parameters, `fp32` or `bf16`.
         device: None: the first GPU, or the CPU if there is none.
-        tokenizer: a tokenizer.json, a SentencePiece .model or its folder; None: the one beside the
-            weights.
+        tokenizer: a tokenizer.json, a SentencePiece .model or its folder, of a model in memory an
+            object of transformers; None: the one beside the weights.
         base: base model of a checkpoint with adapters, if it has moved.
+        from_pretrained: arguments with which transformers loads a mixture, such as `device_map` or
+            `quantization_config`.
 
     Returns:
         The model on one device, in evaluation mode. No process group is needed.
@@ -72,6 +78,15 @@ def load(
     if precision not in DTYPES:
         raise ConfigError(f"precision: {precision!r} is not allowed: {', '.join(DTYPES)}")
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if isinstance(path, nn.Module) or from_pretrained:
+        theirs = (
+            TheirWeights.of_model(path, tokenizer)
+            if isinstance(path, nn.Module)
+            else TheirWeights(on_disk(Path(path).expanduser()), from_pretrained)
+        )
+        named = None if isinstance(path, nn.Module) else tokenizer
+        model = load_model(theirs, place, precision)
+        return Run(theirs, model, weights_choice=weights, precision=precision, tokenizer=named)
 
     def read(chosen: Path) -> Run:
         opened = open_weights(chosen, weights, None if base is None else Path(base))
@@ -79,7 +94,7 @@ def load(
         return Run(opened, model, weights_choice=weights, precision=precision, tokenizer=tokenizer)
 
     choose = best_checkpoint if best else newest_of
-    return read_newest(Path(path).expanduser(), read, choose)
+    return read_newest(on_disk(Path(path).expanduser()), read, choose)
 
 
 class Run:

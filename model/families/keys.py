@@ -23,6 +23,26 @@ class WeightsError(ValueError):
     exit_status = 2
 
 
+def configurations(model_type: str) -> Mapping[str, Any]:
+    """Returns transformers' own configuration classes by `model_type`.
+
+    Args:
+        model_type: What is opened, for the error.
+
+    Raises:
+        WeightsError: transformers is not installed.
+    """
+    try:
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    except ImportError as error:
+        raise WeightsError(
+            f"model_type: {model_type}: needs transformers, which cannot be imported: {error}; "
+            "`pip install 'polyad[open]'`"
+        ) from None
+    classes: Mapping[str, Any] = CONFIG_MAPPING
+    return classes
+
+
 def as_the_library_reads(section: Tree, model_type: str) -> Tree:
     """Returns the keys as transformers' own configuration class reads them: checked, with its
     defaults, and with one form of what older and newer files write differently.
@@ -34,16 +54,11 @@ def as_the_library_reads(section: Tree, model_type: str) -> Tree:
     Raises:
         WeightsError: A value is not allowed, or transformers is not installed.
     """
-    try:
-        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-    except ImportError as error:
-        raise WeightsError(
-            f"model_type: {model_type}: needs transformers, which cannot be imported: {error}; "
-            "`pip install 'polyad[open]'`"
-        ) from None
     keys = {key: value for key, value in section.items() if key != "quantization_config"}
     try:
-        config = CONFIG_MAPPING[model_type].from_dict(keys)
+        config = configurations(model_type)[model_type].from_dict(keys)
+    except WeightsError:
+        raise
     except Exception as error:  # of any class: each kind of fault there has its own
         raise WeightsError(" ".join(str(error).split())) from None
     read: Tree = config.to_dict()

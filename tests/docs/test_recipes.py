@@ -2,6 +2,8 @@
 
 import importlib.util
 import json
+import os
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +13,7 @@ from scipy.stats import ttest_rel
 import polyad
 from polyad.data.text.prepare import prepare
 from polyad.train.measures.removal import Removal
+from tests.helpers.decoders import hub_folder
 from tests.helpers.runs import both_forms, run, write_config
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
@@ -48,7 +51,7 @@ def numbers(prepared_path, tmp_path_factory):
     return folder / "data"
 
 
-@pytest.mark.parametrize("name", ["audit", "contrast", "probe", "subset"])
+@pytest.mark.parametrize("name", ["atlas_of_olmoe", "audit", "contrast", "probe", "subset"])
 def test_a_recipe_is_at_most_80_lines(name):
     assert len((HERE / f"{name}.py").read_text().splitlines()) <= 80
 
@@ -132,3 +135,20 @@ def test_a_probe_finds_a_planted_unit_and_nothing_in_noise(trained):
         assert (table.loc[key, "f1"], table.loc[key, "expert"]) == (best["f1"], best["expert"])
         assert table.loc[key, "mean"] == pytest.approx(group["f1"].mean())
     assert "characters: letters" in table.index.get_level_values("class")
+
+
+def test_an_atlas_of_two_corpora_is_one_file_and_one_page(tmp_path, monkeypatch):
+    hub_folder(tmp_path / "OLMoE", "olmoe")
+    for name in ("train", "data"):
+        text = [path.read_text("utf-8") for path in sorted((HERE.parents[1] / name).glob("*.py"))]
+        (tmp_path / f"{name}.txt").write_text("\n".join(text[:8]))
+    corpora = [str(tmp_path / "train.txt"), str(tmp_path / "data.txt")]
+    words = ["--model", str(tmp_path / "OLMoE"), "--corpora", *corpora, "--layers", "1"]
+    few = ["--tokens", "128", "--length", "64"]
+    monkeypatch.setattr("sys.argv", ["atlas", str(tmp_path / "out"), *words, *few])
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    recipe("atlas_of_olmoe").main()
+    result = json.loads((tmp_path / "out" / "atlas.json").read_text())
+    assert [len(each["experts"]) for each in result["atlases"].values()] == [8, 8]
+    assert result["agreement"][0]["experts"] == 8
+    assert "<html" in (tmp_path / "out" / "atlas.html").read_text()

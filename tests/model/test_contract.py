@@ -175,7 +175,7 @@ def dropping(case):
 
 
 def test_every_kind_is_here():
-    assert set(PLAIN) == set(MODELS)
+    assert set(PLAIN) == set(MODELS) - {"transformers"}  # whose blocks are another library's
     assert set(SECTIONS) == set(FEED_FORWARDS)
 
 

@@ -14,14 +14,7 @@ from polyad.train.config.run import load_config
 from tests.helpers import sequences as made
 from tests.helpers.bert import prepare_pieces
 from tests.helpers.everyday import everyday
-from tests.helpers.runs import (
-    records,
-    refusal,
-    run,
-    run_and_listen,
-    weights_of,
-    write_config,
-)
+from tests.helpers.runs import records, refusal, run, run_and_listen, weights_of, write_config
 
 pytestmark = pytest.mark.distributed
 

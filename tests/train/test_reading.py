@@ -14,15 +14,7 @@ from tests.helpers import images as made
 from tests.helpers.bert import prepare_pieces
 from tests.helpers.decoders import Chosen, hub_folder, prepared_for
 from tests.helpers.fine_tuned import SETTINGS, others, trainer
-from tests.helpers.runs import (
-    both_forms,
-    compare,
-    counts_of,
-    frame_of,
-    measured,
-    run,
-    write_config,
-)
+from tests.helpers.runs import both_forms, compare, counts_of, frame_of, measured, run, write_config
 from tests.train.measures.test_trace import in_order
 
 pytest.importorskip("transformers")

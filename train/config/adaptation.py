@@ -75,7 +75,7 @@ def unused_parameters(model: nn.Module) -> int:
     unused = 0
     for module in model.modules():
         if isinstance(module, SelectingMoE):
-            config, sizes = module.experts.config, map(torch.numel, module.parameters_by_expert())
+            config, sizes = module.config, map(torch.numel, module.parameters_by_expert())
             count, used = config.num_experts, config.known_final_top_k()
             unused += sum(sizes) * (count - used) // count
         elif isinstance(module, SparseTable):

@@ -12,6 +12,7 @@ from polyad.model.emoe.layer import EmergentMoEConfig
 from polyad.model.settings import ModelSettings
 from polyad.model.smoe.config import SelectingConfig, SparseMoEConfig
 from polyad.parallel.dims import Dims
+from polyad.parallel.foreign import KIND, READ_ONLY
 from polyad.train.config.run import RunConfig
 from polyad.train.config.text import below, flatten
 from polyad.train.errors import ConfigError, shown
@@ -205,6 +206,8 @@ def validate(config: RunConfig, world_size: int) -> Dims:
     )
     for rule in RULES:
         _check(config, rule)
+    if config.model.kind == KIND:
+        raise ConfigError(f"model.kind: {KIND}: {READ_ONLY}")
     check_tensor_parallel(config.model, dims.tensor_parallel_size)
     check_experts(config, dims.expert_parallel_size)
     dims.accumulation_steps(config.train.global_batch_size, config.train.micro_batch_size)

@@ -25,6 +25,7 @@ from polyad.model.config import Config
 from polyad.model.config_yaml import dump
 from polyad.model.lora import AdaptConfig
 from polyad.model.settings import ModelSettings
+from polyad.parallel import foreign as foreign  # adds a kind of model
 from polyad.parallel.config import CheckpointConfig, ParallelConfig
 from polyad.train.config.faults import describe
 from polyad.train.config.text import apply_override, parse_yaml

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from polyad.data.text.tokenizers.tokenizer import Tokenizer
 from polyad.model.attention import KeyValueCache
 from polyad.model.decoder import DecoderSettings
+from polyad.parallel.foreign import Past, TheirModel
 from polyad.parallel.weights import open_weights
 from polyad.parallel.zero import Precision
 from polyad.train.errors import ConfigError
@@ -149,11 +150,11 @@ def generate_ids(
     start = read = max(0, len(ids) - length)  # start of the window; start of what is not cached
     # A long window may never be filled.
     room = min(length, len(ids) - start + max_tokens)
-    cache = KeyValueCache(config.num_layers, room) if use_cache else None
+    cache = _new_cache(model, room) if use_cache else None
     for _ in range(max_tokens):
         if len(ids) - start > length:
             start = read = len(ids) - max(1, length // 2)
-            cache = KeyValueCache(config.num_layers, length) if use_cache else None
+            cache = _new_cache(model, length) if use_cache else None
         first = read if use_cache else start
         with torch.inference_mode():
             logits_BTV = model(torch.tensor([ids[first:]], device=device), cache).logits
@@ -170,6 +171,14 @@ def generate_ids(
             return
         yield token
         ids.append(token)
+
+
+def _new_cache(model: nn.Module, room: int) -> KeyValueCache | Past:
+    """Makes a cache of keys and values for a number of tokens."""
+    if isinstance(model, TheirModel):
+        return Past()
+    config: DecoderSettings = model.config  # type: ignore[assignment]
+    return KeyValueCache(config.num_layers, room)
 
 
 class TextStream:

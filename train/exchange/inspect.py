@@ -4,9 +4,10 @@ from pathlib import Path
 from typing import Any
 
 from polyad.model.build import build_model, count_parameters
-from polyad.model.smoe.config import SelectingConfig
+from polyad.model.smoe.layer import SelectingMoE
 from polyad.parallel.families import FamilyWeights
-from polyad.parallel.weights import open_weights
+from polyad.parallel.foreign import TheirWeights
+from polyad.parallel.weights import Weights, open_weights
 from polyad.train.config.adaptation import unused_parameters
 from polyad.train.results import aligned
 
@@ -39,15 +40,15 @@ def inspect(path: Path) -> dict[str, Any]:
         for name, parameter in model.named_parameters()
     ]
     routing = {
-        number: each
-        for number, each in enumerate(config.block_feed_forwards())
-        if isinstance(each, SelectingConfig)
+        int(name.split(".")[1]): module.config
+        for name, module in model.named_modules()
+        if isinstance(module, SelectingMoE)
     }
     experts = next(iter(routing.values()), None)
     parameters = count_parameters(model)
     return {
         "folder": str(path),
-        "family": theirs.family.title if theirs else "Polyad",
+        "family": _title(weights),
         "model": config.model_dump(mode="json"),
         "parameters": parameters,
         "active_parameters": parameters - unused_parameters(model),
@@ -72,3 +73,12 @@ def inspection_table(result: dict[str, Any]) -> str:
         more = f" and {len(unread) - 3} more" if len(unread) > 3 else ""
         rows.append(("not read", f"{', '.join(unread[:3])}{more}"))
     return "\n".join(aligned(rows, "<"))
+
+
+def _title(weights: Weights) -> str:
+    """The family of a model of another library, or Polyad."""
+    if isinstance(weights, FamilyWeights):
+        return weights.family.title
+    if isinstance(weights, TheirWeights):
+        return f"transformers' {weights.config.config['model_type']}"
+    return "Polyad"

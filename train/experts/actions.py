@@ -108,6 +108,7 @@ def intervening(
         handles.append(module.register_forward_pre_hook(chosen.active(hook)))
 
     if how == "steer":
+        parent.gate_columns()  # raises an error where blocks do not run one by one
         before(model.get_submodule(layer.name.rpartition(".")[0]), chosen.steered)
     for part in parent.children() if how != "steer" else ():
         if isinstance(part, Gate):

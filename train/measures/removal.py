@@ -20,11 +20,13 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor, nn
 
+from polyad.model.build import build_model
 from polyad.model.settings import ModelSettings
 from polyad.model.smoe.config import SparseMoEConfig
 from polyad.model.smoe.layer import SparseMoE
 from polyad.parallel import comm
 from polyad.parallel.families import Origin
+from polyad.parallel.foreign import TheirExperts, TheirWeights, write_with_fewer
 from polyad.parallel.weights import Weights
 from polyad.train.config.faults import describe
 from polyad.train.config.run import RunConfig
@@ -33,7 +35,7 @@ from polyad.train.exchange.change import Change, Changed, Tree
 from polyad.train.exchange.convert import check_adapters, convert, format_of, refuse_what_is_there
 from polyad.train.experts.interventions import Intervention, intervened
 from polyad.train.experts.moments import Moments
-from polyad.train.experts.probing import routed_layers
+from polyad.train.experts.probing import RoutedLayer, routed_layers
 from polyad.train.measures.knockout import knock_out
 from polyad.train.measures.measure import Analysis
 from polyad.train.reading import TOKENS, Evaluated, Subject, open_evaluated
@@ -70,13 +72,15 @@ class Removal(Analysis):
     def check(self, opened: Evaluated, split: str) -> None:
         """Checks that every layer can keep the share of its experts."""
         opened.need(f"experts {self.name}", TextTask)
-        sections = opened.weights.model_config().feed_forwards()
-        sparse = {key: each for key, each in sections.items() if isinstance(each, SparseMoEConfig)}
+        sparse = {
+            layer.name: each
+            for layer, each in _sparse(build_model(opened.weights.model_config())).items()
+        }
         if not sparse:
-            kinds = ", ".join(f"{key}.kind: {each.kind}" for key, each in sections.items())
+            kind = opened.weights.model_config().known_feed_forward().kind
             raise ConfigError(
-                f"experts {self.name}: {opened.weights.folder}: {kinds}: only sparse experts "
-                "(smoe) can be left out"
+                f"experts {self.name}: {opened.weights.folder}: model.feed_forward.kind: {kind}: "
+                "only sparse experts (smoe) can be left out"
             )
         for key, each in sparse.items():
             if self.merge and each.num_groups > 1:
@@ -90,8 +94,10 @@ class Removal(Analysis):
                 f"--keep: {self.keep:g} leaves {' and '.join(map(str, left))} experts: all layers "
                 "must keep equally many, and fewer than they have"
             )
-        check_adapters(opened.weights, format_of(opened.weights), merge=False)
         refuse_what_is_there(self.output)
+        if isinstance(opened.weights, TheirWeights):
+            return
+        check_adapters(opened.weights, format_of(opened.weights), merge=False)
         # Made of any experts: whatever is wrong with the smaller model is known before the reading.
         kept = [{expert: 1.0} for expert in range(*left)]
         Pruning({"": kept}, self.text).of(opened.weights)
@@ -104,11 +110,7 @@ class Removal(Analysis):
             raise ConfigError(
                 f"experts {self.name}: one process does it, and there are {world.size}"
             )
-        layers = {
-            layer: module.config
-            for layer in routed_layers(model)
-            if isinstance(module := model.get_submodule(layer.name), SparseMoE)
-        }
+        layers = _sparse(model)
         calibration = opened
         if self.calibrate is not None:
             calibration = open_evaluated(
@@ -127,8 +129,7 @@ class Removal(Analysis):
             )
             for layer, config in layers.items()
         }
-        change, source = Pruning(groups, self.text), opened.weights.folder
-        written = convert(source, self.output, format_of(opened.weights), change, opened.choice)
+        written = self._write(groups, opened)
         held_out = Subject(model, [], _text_of(opened, split, self.tokens), opened.batch_size)
         whole, tokens = _mean_loss(held_out, "held-out text")
         at_random = []
@@ -171,6 +172,19 @@ class Removal(Analysis):
             titles={"losses": "loss in nats per token, none of the random choices merged"},
         )
 
+    def _write(self, groups: "Groups", opened: Evaluated) -> Mapping[str, Any]:
+        """Writes the smaller model, and describes what was written."""
+        weights, change = opened.weights, Pruning(groups, self.text)
+        if not isinstance(weights, TheirWeights):
+            kind = format_of(weights)
+            return convert(weights.folder, self.output, kind, change, opened.choice)
+        return {
+            "destination": str(self.output),
+            "format": "huggingface",
+            "parameters": write_with_fewer(weights, groups, self.output),
+            "notes": change.notes(),
+        }
+
     def _scores(
         self, subject: Subject, moments: Mapping[str, Moments], world: comm.World
     ) -> Mapping[str, Tensor]:
@@ -183,6 +197,15 @@ class Removal(Analysis):
                 for each in knock_out(subject, sets, world=world)
             }
         return {name: each.statistics()[self.by] for name, each in moments.items()}
+
+
+def _sparse(model: nn.Module) -> dict[RoutedLayer, SparseMoEConfig]:
+    """The layers whose experts can be left out, with their configurations."""
+    return {
+        layer: module.config
+        for layer in routed_layers(model)
+        if isinstance(module := model.get_submodule(layer.name), SparseMoE | TheirExperts)
+    }
 
 
 def _left_of(config: SparseMoEConfig, keep: float) -> int:
@@ -281,6 +304,12 @@ class Pruning(Change):
         """An error about the options."""
         return ConfigError(f"{self.text}: {message}")
 
+    def notes(self) -> list[str]:
+        """Notes how outputs compare with the first model's."""
+        if any(len(group) > 1 for groups in self.groups.values() for group in groups):
+            return ["merged experts are averages of weights and compute something new"]
+        return ["tokens of removed experts go to their next best; the other experts are unchanged"]
+
     def of(self, weights: Weights) -> "Pruned":
         """The smaller model's weights."""
         return Pruned(weights, self)
@@ -302,7 +331,7 @@ class Pruned(Changed):
     """
 
     def __init__(self, weights: Weights, pruning: Pruning) -> None:
-        self._groups = pruning.groups
+        self._groups, self._pruning = pruning.groups, pruning
         super().__init__(weights, pruning, _smaller(weights.model_config(), pruning))
 
     def whole(self, name: str) -> Tensor:
@@ -327,9 +356,7 @@ class Pruned(Changed):
 
     def notes(self) -> list[str]:
         """Notes how outputs compare with the first model's."""
-        if any(len(group) > 1 for groups in self._groups.values() for group in groups):
-            return ["merged experts are averages of weights and compute something new"]
-        return ["tokens of removed experts go to their next best; the other experts are unchanged"]
+        return self._pruning.notes()
 
 
 def _smaller(config: ModelSettings, pruning: Pruning) -> ModelSettings:

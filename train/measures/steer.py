@@ -10,12 +10,12 @@ groups of windows.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import one_hot
 
-from polyad.model.decoder import Decoder
 from polyad.parallel.weights import device_of
 from polyad.train.errors import ConfigError
 from polyad.train.experts.information import GroupedSums, Matrix, Summed, intervals
@@ -57,8 +57,8 @@ class Steer(Measure):
     def begin(self, subject: Subject) -> None:
         """Finds the classes of the vocabulary."""
         super().begin(subject)
-        model, text = subject.model, subject.samples
-        assert isinstance(model, Decoder)
+        model: Any = subject.model
+        text = subject.samples
         assert isinstance(text, TextSamples)
         self._model, self._text, device = model, text, device_of(model)
         self._columns = ClassColumns(text)
@@ -91,7 +91,7 @@ class Steer(Measure):
     def _mass(self, x_1TD: Tensor, counted_T: Tensor) -> Tensor:
         """Sums the probabilities of each class [K] over one window, since logits take much
         memory."""
-        logits_NV = self._model.score(x_1TD)[0][counted_T]
+        logits_NV: Tensor = self._model.score(x_1TD)[0][counted_T]
         p_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32)).softmax(-1)
         # A model may have more tokens than its tokenizer; those have no class.
         known_NV = p_NV[:, : len(self._class_VK)]

@@ -11,6 +11,7 @@ from polyad.data.text.tokenizers.tokenizer import Tokenizer
 from polyad.parallel.checkpoint.format import State
 from polyad.parallel.checkpoint.load import Checkpoint
 from polyad.parallel.families import GENERATION_FILE, FamilyWeights, Origin
+from polyad.parallel.foreign import TheirWeights
 from polyad.parallel.weights import Weights
 from polyad.train.errors import ConfigError
 
@@ -94,7 +95,7 @@ def need_tokenizer(weights: Weights, given: str | None) -> Tokenizer:
             )
     if tokenizer is None:
         raise ConfigError(f"{weights.folder}: contains no tokenizer; name one with --tokenizer")
-    model_size = weights.shapes()["token_embedding.weight"][0]
+    model_size = weights.model_config().number("vocab_size")
     if tokenizer.vocab_size > model_size:
         raise ConfigError(
             f"{given or weights.folder}: the tokenizer has {tokenizer.vocab_size} tokens, the "
@@ -110,7 +111,7 @@ def _named_stop_ids(weights: Weights) -> frozenset[int]:
     """Returns the ids that end a text according to the folder of another library from which a
     model comes: as in transformers, those of generation_config.json, or without this file those of
     config.json."""
-    if isinstance(weights, FamilyWeights):
+    if isinstance(weights, FamilyWeights | TheirWeights):
         origin = weights.origin()
     elif isinstance(weights, Checkpoint) and weights.state.huggingface is not None:
         origin = Origin.model_validate(weights.state.huggingface)

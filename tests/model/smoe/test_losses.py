@@ -6,12 +6,7 @@ import pytest
 import torch
 
 from polyad.model.output import AUXILIARY_LOSSES, ask_for_statistics, entropy
-from polyad.model.smoe.losses import (
-    importance_loss,
-    load_balance_loss,
-    load_loss,
-    router_z_loss,
-)
+from polyad.model.smoe.losses import importance_loss, load_balance_loss, load_loss, router_z_loss
 from polyad.model.smoe.router import Selected, make_router
 from tests.helpers.routing import make, make_config
 

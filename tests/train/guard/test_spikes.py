@@ -6,12 +6,7 @@ import math
 import pytest
 import torch
 
-from polyad.train.guard.spikes import (
-    NO_LIMITS,
-    MonitorConfig,
-    limits_of,
-    remember,
-)
+from polyad.train.guard.spikes import NO_LIMITS, MonitorConfig, limits_of, remember
 from polyad.train.state import TrainState
 from tests.helpers.everyday import everyday
 from tests.helpers.runs import records, run, write_config

@@ -12,11 +12,7 @@ from polyad.parallel.checkpoint.load import Checkpoint
 from polyad.parallel.parallelize import pad_ranks
 from polyad.parallel.zero import RATE_FACTOR, STATE_TENSORS
 from polyad.train.loop.muon import OF_MATRICES, OF_OTHERS, matrices, matrix_of, orthogonalized
-from polyad.train.loop.optimizer import (
-    GroupConfig,
-    OptimizerConfig,
-    build_optimizer,
-)
+from polyad.train.loop.optimizer import GroupConfig, OptimizerConfig, build_optimizer
 from tests.helpers.everyday import everyday
 from tests.helpers.runs import run, write_config
 from tests.helpers.small_decoders import DECODERS, small_decoder

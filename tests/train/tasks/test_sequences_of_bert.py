@@ -10,12 +10,7 @@ from polyad.parallel.checkpoint.load import find_checkpoint
 from polyad.parallel.weights import load_model
 from tests.helpers.bert import their_bert
 from tests.helpers.everyday import everyday
-from tests.helpers.runs import (
-    evaluation,
-    refusal,
-    run_and_listen,
-    weights_of,
-)
+from tests.helpers.runs import evaluation, refusal, run_and_listen, weights_of
 
 pytestmark = pytest.mark.distributed
 
