@@ -14,6 +14,7 @@ from pathlib import Path
 
 import psutil
 
+from polyad.model.families.keys import configurations
 from polyad.parallel.weights import Streamed
 from polyad.parallel.zero import import_deepspeed
 
@@ -26,6 +27,7 @@ def main() -> None:
     from polyad.launch.cli import run
 
     import_deepspeed()
+    _ = configurations("olmoe")["olmoe"]  # imports transformers, which reads config.json
     process, part, seconds = psutil.Process(), Streamed.part, []
     before, most = _private(), [0]
 

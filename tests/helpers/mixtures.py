@@ -149,8 +149,8 @@ _START, _END = "<!-- every mixture -->", "<!-- end -->"
 def rows_of(page: str) -> dict[str, tuple[str, ...]]:
     """The rows of the page's table, by type."""
     table = page.partition(_START)[2].partition(_END)[0]
-    lines = (line.strip("| ").split(" | ") for line in table.splitlines() if "`" in line)
-    return {line[0].strip("`"): tuple(line[1:]) for line in lines}
+    lines = (line.split("|")[1:-1] for line in table.splitlines() if line.startswith("|`"))
+    return {kind.strip("`"): tuple(cells) for kind, *cells in lines}
 
 
 def verify(kind: str) -> tuple[str, ...]:
@@ -209,9 +209,9 @@ def main() -> None:
         for kind in sys.argv[1:]:
             print(kind, verify(kind))
         return
-    lines = ["", f"| `model_type` | {' | '.join(COLUMNS)} |", "|---|---:|---|---|---|"]
+    lines = ["", f"|{'|'.join(('type', *COLUMNS))}|", "|---|---:|---|---|---|"]
     for kind in kinds():
-        lines.append(f"| `{kind}` | {' | '.join(verify(kind))} |")
+        lines.append(f"|`{kind}`|{'|'.join(verify(kind))}|")
         print(lines[-1], flush=True)
     page = PAGE.read_text("utf-8")
     before, after = page.partition(_START)[0], page.partition(_END)[2]
