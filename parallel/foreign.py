@@ -546,11 +546,19 @@ class TheirWeights(StoredWeights):
         """Returns the configuration of its model, complete."""
         return self.config
 
-    def load(self, device: torch.device | str, precision: Precision) -> TheirModel:
-        """Loads the model, in evaluation mode; where options place or quantize it, as they say."""
+    def load(
+        self, device: torch.device | str, precision: Precision | Literal["auto"]
+    ) -> TheirModel:
+        """Loads the model, in evaluation mode; where options place or quantize it, as they say.
+
+        Args:
+            device: The device.
+            precision: Precision of the parameters; `auto`: as they are stored.
+        """
         theirs = self._model
         if theirs is None:
-            options = {"dtype": DTYPES[precision]} | self._options
+            dtype = "auto" if precision == "auto" else DTYPES[precision]
+            options = {"dtype": dtype} | self._options
             kind = self.config.config["model_type"]
             config = configurations(kind)[kind].from_dict(self.config.config)
             try:
@@ -638,7 +646,7 @@ def write_with_fewer(
     Returns:
         Number of parameters.
     """
-    model = weights.load("cpu", "fp32")
+    model = weights.load("cpu", "auto")
     theirs: Any = model.theirs
     of_path = {f"blocks.{_number(path)}.feed_forward": path for path, _ in experts_of(theirs)}
     for name, each in groups.items():

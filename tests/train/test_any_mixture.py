@@ -58,7 +58,7 @@ def glm(tmp_path_factory):
     """A folder of a family that we have not, and prepared text."""
     tmp_path = tmp_path_factory.mktemp("glm")
     folder = tmp_path / "hub"
-    random_model("glm4_moe", vocab_size=320).save_pretrained(folder)
+    random_model("glm4_moe", vocab_size=320).bfloat16().save_pretrained(folder)
     write_tokenizer(folder)
     return folder, prepared_for(folder, tmp_path)
 
@@ -74,7 +74,7 @@ def test_commands_read_a_mixture_of_transformers(glm, tmp_path, capfd):
     few = ["--data", str(data), "--tokens", "64", "--keep", "0.5", "--by", "reap"]
     assert command(["experts", "prune", str(folder), str(smaller), *few]) == 0
     config = json.loads((smaller / "config.json").read_text())
-    assert config["n_routed_experts"] == 4
+    assert (config["n_routed_experts"], config["dtype"]) == (4, "bfloat16")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(smaller)
     assert theirs(torch.arange(8)[None]).logits.isfinite().all()
 
@@ -96,7 +96,7 @@ def test_what_needs_a_family_of_ours_is_refused(glm, tmp_path, prepared_path, ca
 
 def test_a_model_in_memory_and_its_tokenizer(glm):
     folder, data = glm
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     run, stored = polyad.load(theirs, tokenizer=tokenizer), polyad.load(folder)
     assert run.evaluate(data)["loss"] == pytest.approx(stored.evaluate(data)["loss"], rel=1e-6)
