@@ -3,6 +3,7 @@ that keep freed memory for reuse when training on a CPU."""
 
 import ctypes
 import os
+import resource
 import sys
 from pathlib import Path
 
@@ -63,15 +64,21 @@ def keep_few_products() -> None:
 
 
 def free_memory(root: Path = Path("/")) -> int:
-    """Returns how many bytes this process may still allocate: the minimum of what the machine and
-    its control groups (version 2) leave. Swap does not count, the page cache does.
+    """Returns how many bytes this process may still allocate: the minimum of what the machine, its
+    control groups (version 2) and its own limits (`ulimit -v`, `ulimit -d`) leave. Swap does not
+    count, the page cache does.
 
     Args:
         root: root of the file system with the control groups.
     """
     import psutil  # not at the top: commands that do not need it start faster
 
-    left, top = [psutil.virtual_memory().available], root / "sys/fs/cgroup"
+    process = psutil.Process().memory_info()
+    limits = ((resource.RLIMIT_AS, process.vms), (resource.RLIMIT_DATA, process.data))
+    own = ((resource.getrlimit(limit)[0], used) for limit, used in limits)
+    left = [most - used for most, used in own if most != resource.RLIM_INFINITY]
+    left.append(psutil.virtual_memory().available)
+    top = root / "sys/fs/cgroup"
     file = root / "proc/self/cgroup"
     lines = file.read_text().splitlines() if file.exists() else []
     name = next((line[3:] for line in lines if line.startswith("0::")), "/")

@@ -3,10 +3,12 @@ malloc's settings last for ever."""
 
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
 
+import psutil
 import pytest
 
 from polyad.parallel.host_memory import free_memory
@@ -63,3 +65,14 @@ def test_a_control_group_leaves_less_than_the_machine(tmp_path):
     shutil.rmtree(top / "job")  # as a container sees it: its own group is at the top
     (top / "memory.max").write_text("3000000")
     assert free_memory(tmp_path) == 3_000_000
+
+
+@pytest.mark.parametrize("limit", [resource.RLIMIT_AS, resource.RLIMIT_DATA])
+def test_a_limit_of_the_process_leaves_less_than_the_machine(limit):
+    before, memory = resource.getrlimit(limit), psutil.Process().memory_info()
+    used = memory.vms if limit == resource.RLIMIT_AS else memory.data
+    resource.setrlimit(limit, (used + 100 * 2**20, before[1]))
+    try:
+        assert 50 * 2**20 < free_memory() <= 100 * 2**20
+    finally:
+        resource.setrlimit(limit, before)
