@@ -191,7 +191,7 @@ class Decoder(nn.Module):
         ValueError: The vocabulary size, or a token that training needs, is None.
     """
 
-    taught: tuple[int, ...] = ()
+    distilled_blocks: tuple[int, ...] = ()
     """Numbers of the blocks whose feed-forwards alone are trained, each on its own input: the rest
     is in evaluation mode, and blocks after the last of them do not run. Empty: everything is
     trained."""
@@ -230,9 +230,9 @@ class Decoder(nn.Module):
             self._end_of_text_id = config.number("end_of_text_id")
 
     def train(self, mode: bool = True) -> Self:
-        """Sets the mode of all modules, or only of those in `taught`."""
-        super().train(mode and not self.taught)
-        for block in self.taught:
+        """Sets the mode of all modules, or only of those in `distilled_blocks`."""
+        super().train(mode and not self.distilled_blocks)
+        for block in self.distilled_blocks:
             self.blocks.get_submodule(f"{block}.feed_forward").train(mode)
         return self
 
@@ -267,8 +267,8 @@ class Decoder(nn.Module):
         positions_T = torch.arange(start, length, device=input_ids_BT.device)
         x_BTD = self.embed(input_ids_BT, positions_T)
         given = self.given(positions_T, x_BTD.dtype, mask_BT)
-        last = self.taught[-1] if self.taught else -1
-        stops = self.taught and self.blocks.get_submodule(f"{last}.feed_forward").training
+        last = self.distilled_blocks[-1] if self.distilled_blocks else -1
+        stops = self.distilled_blocks and self.blocks.get_submodule(f"{last}.feed_forward").training
         if self._end_of_text_id is not None and (self.training or stops):
             starts_BT = document_starts(input_ids_BT, self._end_of_text_id)
             given = given._replace(document_start_BT=starts_BT)

@@ -76,7 +76,7 @@ class ModelOutput(NamedTuple):
 
     logits: Tensor
     """[B, T, V] in a language model; with targets their mean loss instead, or without gradients the
-    loss of each [B, T]. A decoder in which only some blocks are `taught` returns 0 in training."""
+    loss of each [B, T]. A decoder with `distilled_blocks` returns 0 in training."""
     routing: tuple[RoutingStats, ...]
     """One entry per routed feed-forward, in the order of the blocks; empty in a dense model."""
 

@@ -63,7 +63,7 @@ def random_steps(
     place = config.distill.teacher
     teacher = None if place is None else load_teacher(Path(place), config, world.device)
     if isinstance(teacher, BlockTeacher):
-        teacher.teach(engine.module)
+        teacher.attach_to(engine.module)
     losses_of = losses_for(config.model, teacher)
     batches = [
         type(batch)(*(part.pin_memory() for part in batch))

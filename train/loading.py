@@ -34,7 +34,7 @@ from polyad.train.experts.trace import LayerExperts as LayerExperts
 from polyad.train.experts.trace import experts_of as experts_of_layer
 from polyad.train.experts.view import TextView, view_text
 from polyad.train.measures.held_out import HeldOut
-from polyad.train.reading import Evaluated, open_data_for
+from polyad.train.reading import EvaluationContext, open_data_for
 from polyad.train.results import aligned, json_value
 from polyad.train.streaming import whole_model
 from polyad.train.tasks.language import language_model
@@ -341,7 +341,9 @@ class Run:
         """
         return intervened(self.model, _parsed(interventions))
 
-    def open_data(self, data: str | Path | None, batch_size: int | None = None) -> Evaluated:
+    def open_data(
+        self, data: str | Path | None, batch_size: int | None = None
+    ) -> EvaluationContext:
         """Opens held-out data that fits the model; see `evaluate`."""
         overrides = [f"train.precision={self._precision}"]
         if batch_size is not None:

@@ -181,9 +181,9 @@ def _micro_batch(config: RunConfig, dims: Dims, model: nn.Module, *, on_gpu: boo
             sum_gradients(model)
         before = held.now
         teacher = _teacher(config)
-        taught = held.now - before
+        teacher_bytes = held.now - before
         if isinstance(teacher, BlockTeacher):
-            teacher.teach(model)
+            teacher.attach_to(model)
         engine: Any = _ShapeEngine(model.train(), dims.tensor_parallel_size > 1, held)
         grows = getattr(config.model.known_feed_forward(), "final_top_k", None) is not None
         for _ in range(2 if grows else 1):
@@ -205,7 +205,7 @@ def _micro_batch(config: RunConfig, dims: Dims, model: nn.Module, *, on_gpu: boo
     return _Computed(
         gradients=gradients,
         sent=dict(traffic.sent),
-        teacher=taught,
+        teacher=teacher_bytes,
         batch=sum(part.nbytes for part in tree_leaves(batch) if isinstance(part, Tensor)),
     )
 

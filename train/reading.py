@@ -2,9 +2,9 @@
 
     opened = open_evaluated(path, data, overrides)      weights, their configuration, their task
     with opened.loaded(doing, split) as (model, world)  the model on this process's device
-    for reading in Subject(model, layers, ...).read()   the one pass, in which routers are read
+    for forward_pass in Subject(model, layers, ...).read()   the one pass, in which routers are read
 
-A reading is a batch with the decisions of every router; see `measures/`.
+A forward pass is read as a batch with the decisions of every router; see `measures/`.
 
 Shapes: B samples and R rows of a batch, N tokens that a layer gets, M of them that count, D width.
 """
@@ -29,7 +29,7 @@ from polyad.train.config.run import RunConfig, data_overrides, load_config, pars
 from polyad.train.config.text import flatten
 from polyad.train.console import Progress
 from polyad.train.errors import ConfigError
-from polyad.train.exchange.writers import config_of_weights
+from polyad.train.exchange.writers import config_for_model
 from polyad.train.experts.interventions import Intervention, intervened, layers_by_block
 from polyad.train.experts.moments import ExpertMoments, Moments
 from polyad.train.experts.probing import Decision, RoutedLayer, deciding
@@ -44,7 +44,7 @@ TOKENS = 65_536
 """Default for the approximate number of tokens or images to read."""
 
 
-class Evaluated(NamedTuple):
+class EvaluationContext(NamedTuple):
     """Weights and their evaluation data, both checked."""
 
     weights: Weights
@@ -141,7 +141,7 @@ def open_evaluated(
     weights: Choice = "trained",
     base: Path | None = None,
     interventions: Sequence[Intervention] = (),
-) -> Evaluated:
+) -> EvaluationContext:
     """Opens weights, and data that fits them.
 
     Args:
@@ -161,9 +161,9 @@ def open_evaluated(
 
 def open_data_for(
     opened: Weights, data: str | None, overrides: tuple[str, ...], choice: Choice
-) -> Evaluated:
+) -> EvaluationContext:
     """Opens data that fits weights; see `open_evaluated`."""
-    original = config_of(opened)
+    original = config_from_weights(opened)
     if data is not None:
         overrides = (*overrides, *data_overrides(original, data))
     elif not isinstance(opened, Checkpoint) and "path" in type(original.data).model_fields:
@@ -174,17 +174,17 @@ def open_data_for(
     config = parse_config(original.to_yaml(), overrides, origin=origin)
     _refuse_other_keys(original, config)
     task = task_class(config.data.kind).open_held_out(config.for_task(), opened)
-    return Evaluated(opened, config, task, choice, data is not None)
+    return EvaluationContext(opened, config, task, choice, data is not None)
 
 
-def config_of(weights: Weights) -> RunConfig:
+def config_from_weights(weights: Weights) -> RunConfig:
     """Returns the configuration of a checkpoint, or one derived from a folder of weights.
 
     Assumptions about a folder are printed to standard error.
     """
     if isinstance(weights, Checkpoint):
         return parse_config(weights.config_yaml, origin=f"{weights.folder / 'config.yaml'}")
-    config, notes = config_of_weights(weights.model_config(), weights.folder, weights.folder.name)
+    config, notes = config_for_model(weights.model_config(), weights.folder, weights.folder.name)
     for note in notes:
         print(f"polyad: {note}", file=sys.stderr, flush=True)
     return config
@@ -205,7 +205,7 @@ def config_at(path: Path, overrides: Sequence[str], processes: int) -> RunConfig
     if not path.is_dir():
         return load_config(path, overrides)
     weights = open_weights(path)
-    config = config_of(weights)
+    config = config_from_weights(weights)
     if not isinstance(weights, Checkpoint):
         train = config.train.model_copy(
             update={"precision": "bf16", "micro_batch_size": 1, "global_batch_size": processes}
@@ -233,7 +233,7 @@ def _refuse_other_keys(original: RunConfig, changed: RunConfig) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reading:
+class ForwardPass:
     """A batch with a model's results; for a `Streamed` model the results of one block at a time."""
 
     number_R: Tensor
@@ -248,7 +248,7 @@ class Reading:
     entering: Mapping[int, Tensor]
     """Inputs of the blocks that measures request [B, T, D], by block number."""
     is_first: bool = True
-    """Whether this is the first reading of its batch."""
+    """Whether this is the first pass over its batch."""
     row_N: Tensor | None = None
     """The row of each token, -1 for one that does not count; None as in `Samples.row_N`."""
 
@@ -300,7 +300,7 @@ class Subject(NamedTuple):
         *,
         label: str = "",
         blocks: Sequence[int] = (),
-    ) -> Iterator[Reading]:
+    ) -> Iterator[ForwardPass]:
         """Reads the samples once.
 
         Args:
@@ -325,7 +325,7 @@ class Subject(NamedTuple):
                 entering = dict.fromkeys(blocks, torch.empty(0))
                 with deciding(model, layers) as decisions, torch.inference_mode():
                     output = samples.forward(model, batch, entering)
-                yield Reading(
+                yield ForwardPass(
                     number_R=number_R.to(device),
                     batch=batch,
                     output=output,
@@ -337,7 +337,7 @@ class Subject(NamedTuple):
             if report is not None:
                 report(min(1.0, done / samples.rows))
 
-    def _read_streamed(self, model: Streamed, report: Share) -> Iterator[Reading]:
+    def _read_streamed(self, model: Streamed, report: Share) -> Iterator[ForwardPass]:
         samples = self.samples
         assert isinstance(samples, TextSamples)
         batches = list(samples.batches(self.batch_size, 0, 1, torch.device("cpu")))
@@ -350,7 +350,7 @@ class Subject(NamedTuple):
                 if block in by_block:
                     number_R, batch = batches[number]
                     batch = on_device(batch, model.device)
-                    yield Reading(
+                    yield ForwardPass(
                         number_R=number_R.to(model.device),
                         batch=batch,
                         output=None,
@@ -368,6 +368,6 @@ class Subject(NamedTuple):
             world: this process.
         """
         moments = ExpertMoments(self.layers)
-        for reading in self.read(world, label="read experts"):
-            moments.add(reading.decisions)
+        for forward_pass in self.read(world, label="read experts"):
+            moments.add(forward_pass.decisions)
         return moments.result(lambda values: comm.sum_over_samples(values.to(world.device), world))

@@ -30,7 +30,12 @@ from polyad.parallel.weights import (
     open_weights,
     origin_of,
 )
-from polyad.train.config.adaptation import begins_anew, graph_statistics, model_of, trained_line
+from polyad.train.config.adaptation import (
+    graph_statistics,
+    model_of,
+    reinitialized_prefixes,
+    trained_line,
+)
 from polyad.train.config.distillation import TeacherAt, check_teacher, of_step
 from polyad.train.config.environment import check_same_checkpoint
 from polyad.train.config.rules import refuse_changes, validate
@@ -44,7 +49,7 @@ from polyad.train.tasks.images import ImageClassification
 from polyad.train.tasks.pixels import normalization_of
 from polyad.train.tasks.registry import open_task
 from polyad.train.tasks.samples import probe_of
-from polyad.train.tasks.task import Kept, Task
+from polyad.train.tasks.task import CheckpointExtras, Task
 
 LAUNCH_FOLDER = "launch"
 """Subfolder of a run to which `polyad launch` writes, possibly before the run starts."""
@@ -58,7 +63,7 @@ class Plan:
     """The configuration, completed with the values that the data determines."""
     dims: Dims
     task: Task[Any]
-    kept: Kept
+    kept: CheckpointExtras
     """Task data stored in checkpoints."""
     resume: Checkpoint | None = None
     """The checkpoint from which the run continues."""
@@ -234,7 +239,7 @@ def _open_init(config: RunConfig, task: Task[Any], path: Path) -> Weights:
     weights = open_weights(path)
     if isinstance(weights, FamilyWeights):
         weights.seed = config.seed
-    anew = begins_anew(task, weights, config)
+    anew = reinitialized_prefixes(task, weights, config)
     check_fits(weights, config.model, (*anew, *graph_statistics(weights, config.model)[1]))
     lost = [
         name
@@ -355,7 +360,7 @@ def _weights(plan: Plan) -> str:
                 f"; data.normalization: {task.settings.normalization}, but the weights were "
                 f"trained with {theirs}"
             )
-    if anew := begins_anew(task, plan.init, plan.config):
+    if anew := reinitialized_prefixes(task, plan.init, plan.config):
         more = f" and {len(anew) - 3} more" if len(anew) > 3 else ""
         lacks += (
             f"; initialized from the seed: {', '.join(f'{prefix}*' for prefix in anew[:3])}{more}"

@@ -33,7 +33,7 @@ from polyad.train import records
 from polyad.train.config.adaptation import model_of, unused_parameters
 from polyad.train.config.faults import describe
 from polyad.train.config.rules import validate
-from polyad.train.config.run import RunConfig, config_of, read_tree
+from polyad.train.config.run import RunConfig, build_config, read_tree
 from polyad.train.config.text import DOTTED_KEY, below, flatten
 from polyad.train.errors import ConfigError, RunError, shown, stop_signal, stopped
 from polyad.train.guard.run_folder import check_place
@@ -213,7 +213,7 @@ def _runs(
     ):
         overrides += _overrides(keys, place)
         with _place(place):
-            config_of(base, [*overrides, "run.folder=x"], origin=study.base)
+            build_config(base, [*overrides, "run.folder=x"], origin=study.base)
     names = set()
     for values in itertools.product(*grid.values()):
         keys = dict(zip(grid, values, strict=True))
@@ -224,7 +224,7 @@ def _runs(
         folder = Path(study.folder, task, "runs", variant, name)
         with _place(where + f" at {name}" * bool(name)):
             longest = json.dumps(str(folder / f"seed-{max(study.seeds)}"))
-            config = config_of(base, [*own, f"run.folder={longest}"], origin=study.base)
+            config = build_config(base, [*own, f"run.folder={longest}"], origin=study.base)
             validate(config, 1)
             config.model.filled()
         for seed in study.seeds:

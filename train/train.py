@@ -15,7 +15,7 @@ from polyad.parallel.checkpoint.format import CONFIG_FILE
 from polyad.parallel.checkpoint.manage import Retention, reason_of, remove_leftovers
 from polyad.parallel.checkpoint.save import SaveError, Saver
 from polyad.parallel.zero import Engine, import_engine
-from polyad.train.config.adaptation import begins_anew, engine_of, source_of
+from polyad.train.config.adaptation import engine_of, reinitialized_prefixes, source_of
 from polyad.train.config.distillation import set_teacher
 from polyad.train.config.environment import agreed_facts, write_environment
 from polyad.train.errors import OUTPUT_ERRORS, RunError, stopped
@@ -90,7 +90,7 @@ def _train(plan: Plan, state: TrainState, world: comm.World, stop: StopSignals) 
     batches = _batches(plan, world, state)  # before the engine: loader workers start meanwhile
     memory = functools.partial(explain_out_of_memory, world=world)
     with memory(lambda: "building the engine"):
-        anew = () if plan.init is None else begins_anew(task, plan.init, config)
+        anew = () if plan.init is None else reinitialized_prefixes(task, plan.init, config)
         source = source_of(config, plan.resume, plan.init, anew)
         engine = engine_of(config, plan.dims, world, source, compiled=config.model.compile)
         saver = Saver(

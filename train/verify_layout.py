@@ -33,7 +33,7 @@ from polyad.parallel.zero import Engine
 from polyad.train.config.adaptation import engine_of, model_of, random_micro_batches
 from polyad.train.config.environment import agreed_facts
 from polyad.train.config.rules import validate
-from polyad.train.config.run import RunConfig, config_of
+from polyad.train.config.run import RunConfig, build_config
 from polyad.train.errors import ConfigError, RunError
 from polyad.train.loop.optimizer import OptimizerConfig
 from polyad.train.loop.profiling import Prefetch
@@ -313,7 +313,7 @@ def small_config(config: RunConfig, processes: int) -> RunConfig:
         tree["loss"] |= {"load_balance": 0.0, "importance": 0.0, "sample_similarity": None}
     tree["distill"], tree["optimizer"]["groups"], tree["evaluation"]["stride"] = {}, [], None
     tree["parallel"]["bucket_size"] = min(tree["parallel"]["bucket_size"], 1000)  # several buckets
-    return config_of(tree, (), origin="the small model")
+    return build_config(tree, (), origin="the small model")
 
 
 def _norms_over_batch(config: RunConfig) -> bool:

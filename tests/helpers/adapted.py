@@ -11,7 +11,7 @@ from polyad.model.lora import AdaptConfig, LoRAConfig, add_lora, of_base
 from polyad.parallel.checkpoint.save import save_weights
 from polyad.parallel.fragments import persistent_buffers
 from polyad.parallel.weights import digest_of, open_weights, origin_of
-from polyad.train.exchange.writers import config_of_weights
+from polyad.train.exchange.writers import config_for_model
 from polyad.train.state import TrainState
 
 
@@ -46,7 +46,7 @@ def adapted_checkpoint(
     for name in held:
         held[name] = held[name] + buffers.get(name.rpartition(".")[2], 0)
     place(model, iter([*values.items(), *held.items()]))
-    run, _ = config_of_weights(config, base, "adapted")
+    run, _ = config_for_model(config, base, "adapted")
     checkpoint = run.checkpoint.model_copy(update={"init_from": str(base)})
     run = run.model_copy(update={"adapt": AdaptConfig(lora=lora), "checkpoint": checkpoint})
     own = {name: value for name, value in values.items() if name not in frozen}

@@ -11,7 +11,7 @@ import torch
 from polyad.train.experts.information import Summed
 from polyad.train.measures.measure import Measure
 from polyad.train.measures.registry import MEASURES
-from polyad.train.reading import Reading, Subject
+from polyad.train.reading import ForwardPass, Subject
 from polyad.train.results import Tables
 
 
@@ -23,9 +23,9 @@ class EvenExperts(Measure):
         device = next(subject.model.parameters()).device
         self._sums_L2 = torch.zeros(len(subject.layers), 2, dtype=torch.float64, device=device)
 
-    def add(self, reading: Reading) -> None:
+    def add(self, forward_pass: ForwardPass) -> None:
         for sums_2, layer in zip(self._sums_L2, self.subject.layers, strict=True):
-            a_NS = reading.decisions[layer.name].coefficients().double()
+            a_NS = forward_pass.decisions[layer.name].coefficients().double()
             sums_2 += torch.stack([a_NS[:, ::2].sum(), a_NS.sum()])
 
     def result(self, summed: Summed = lambda values: values) -> Tables:

@@ -158,8 +158,8 @@ def test_a_teacher_takes_its_weights_and_what_it_computes(workers, tmp_path, pre
     workers(1).run(save_start, larger, tmp_path / "teacher")
     words.append(f"distill.teacher={tmp_path / 'teacher'}")
     parameters = sum(each.numel() for each in model_of(larger).parameters())
-    taught = load_config(Path("configs/gpt2/124m.yaml"), words)
-    assert_peak_is_measured(workers, taught, teacher=parameters * size)
+    distilled = load_config(Path("configs/gpt2/124m.yaml"), words)
+    assert_peak_is_measured(workers, distilled, teacher=parameters * size)
 
 
 def test_a_sample_of_choices_is_as_many_sequences_of_the_longest_length():

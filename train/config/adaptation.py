@@ -83,7 +83,7 @@ def unused_parameters(model: nn.Module) -> int:
     return unused
 
 
-def begins_anew(task: Task[Any], weights: Weights, config: RunConfig) -> tuple[str, ...]:
+def reinitialized_prefixes(task: Task[Any], weights: Weights, config: RunConfig) -> tuple[str, ...]:
     """Returns name prefixes of what is initialized from the seed, not from weights.
 
     Args:
@@ -103,7 +103,7 @@ def begins_anew(task: Task[Any], weights: Weights, config: RunConfig) -> tuple[s
     new, _ = graph_statistics(weights, model)
     begins = {name for name, _ in persistent_buffers(build_model(model)) if name.endswith(OF_STEPS)}
     others = {name for name in {*new, *begins} if not name.startswith(replaced or ("/",))}
-    return (*task.begins_anew(weights), *replaced, *sorted(others))
+    return (*task.reinitialized_prefixes(weights), *replaced, *sorted(others))
 
 
 def graph_statistics(

@@ -20,7 +20,7 @@ from polyad.parallel.zero import Engine, Precision
 from polyad.train.config.run import RunConfig, parse_config
 from polyad.train.config.text import flatten
 from polyad.train.errors import ConfigError
-from polyad.train.tasks.distillation import BlockTeacher, Learner, Teacher
+from polyad.train.tasks.distillation import BlockTeacher, DistillableTask, Teacher
 from polyad.train.tasks.images import ImageClassification
 from polyad.train.tasks.language import LanguageModelling
 from polyad.train.tasks.sequences import SequenceTask
@@ -165,11 +165,11 @@ def set_teacher(
     """
     if teacher is None:
         return
-    assert isinstance(task, Learner)
+    assert isinstance(task, DistillableTask)
     loaded = load_teacher(teacher.folder, config, engine.device)
     if isinstance(loaded, BlockTeacher):
         assert isinstance(task, LanguageModelling)
-        loaded.teach(engine.module)
+        loaded.attach_to(engine.module)
         task.block_teacher = loaded
     else:
         task.teacher = loaded

@@ -150,12 +150,12 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     tree = read_tree(path)
     if {"base", "variants"} <= tree.keys():
         raise ConfigError(f"{path}: is the file of a study; `polyad study {path}` runs it")
-    return config_of(tree, overrides, origin=str(path))
+    return build_config(tree, overrides, origin=str(path))
 
 
 def parse_config(text: str, overrides: Sequence[str] = (), *, origin: str) -> RunConfig:
     """Loads a configuration like `load_config`, from the text of a file called `origin`."""
-    return config_of(_tree(text, origin), overrides, origin=origin)
+    return build_config(_tree(text, origin), overrides, origin=origin)
 
 
 def read_tree(path: Path) -> dict[str, Any]:
@@ -186,7 +186,7 @@ def _tree(text: str, origin: str) -> dict[str, Any]:
     return tree
 
 
-def config_of(tree: dict[str, Any], overrides: Sequence[str] = (), *, origin: str) -> RunConfig:
+def build_config(tree: dict[str, Any], overrides: Sequence[str] = (), *, origin: str) -> RunConfig:
     """Loads a configuration like `load_config`, from keys, which are not modified."""
     tree = copy.deepcopy(tree)
     for override in overrides:

@@ -18,7 +18,7 @@ from polyad.parallel.weights import Choice
 from polyad.train.console import Progress
 from polyad.train.errors import ConfigError, RunError
 from polyad.train.experts.interventions import Intervention
-from polyad.train.reading import Evaluated, open_evaluated
+from polyad.train.reading import EvaluationContext, open_evaluated
 from polyad.train.results import aligned, in_words
 from polyad.train.streaming import predicting
 from polyad.train.tasks.images import ImageClassification
@@ -75,7 +75,7 @@ def evaluate(
 
 
 def evaluate_opened(
-    opened: Evaluated,
+    opened: EvaluationContext,
     split: SplitName,
     *,
     model: nn.Module | None = None,
@@ -137,7 +137,7 @@ def evaluate_opened(
 
 
 def _attacked(
-    opened: Evaluated,
+    opened: EvaluationContext,
     split: SplitName,
     attack: WordSwap | GaussianNoise | None,
     world: comm.World,

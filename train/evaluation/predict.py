@@ -28,7 +28,7 @@ from polyad.parallel.families import FamilyWeights
 from polyad.parallel.weights import Weights
 from polyad.train.console import Progress
 from polyad.train.errors import ConfigError
-from polyad.train.reading import config_of
+from polyad.train.reading import config_from_weights
 from polyad.train.results import aligned
 from polyad.train.tasks.pixels import normalize
 from polyad.train.tasks.sequences import ScoringConfig, model_inputs
@@ -192,7 +192,7 @@ class Predictor:
     @cached_property
     def _data(self) -> DataSettings:
         """The data settings of training, or those from a folder's preprocessing file."""
-        return config_of(self._weights).data
+        return config_from_weights(self._weights).data
 
     @property
     def _schema(self) -> Schema:

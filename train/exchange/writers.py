@@ -215,7 +215,7 @@ def _write_tokenizer(weights: Source, staging: Path) -> None:
     )
 
 
-def config_of_weights(
+def config_for_model(
     model: ModelSettings, folder: Path, name: str, data: DataSettings | None = None
 ) -> tuple[RunConfig, list[str]]:
     """Completes the configuration of a run that starts from a folder of weights.
@@ -289,7 +289,7 @@ def _special_tokens(config: ModelSettings, tokenizer: Tokenizer) -> dict[str, An
 
 def _to_polyad(weights: Source, staging: Path, destination: Path) -> None:
     tokenizer, config = weights.tokenizer, weights.config
-    run, notes = config_of_weights(config, weights.folder, destination.name, weights.data)
+    run, notes = config_for_model(config, weights.folder, destination.name, weights.data)
     weights.notes += notes
     state = TrainState(
         tokenizer_fingerprint=tokenizer.fingerprint if tokenizer else None,

@@ -264,7 +264,7 @@ class TrainLoop:
         if reason is None and ((better and self.config.checkpoint.keep_best) or self._is_over()):
             saves, self._saved_at = True, -1  # even if already saved before validation
         if saves and self.fluctuation is not None:
-            with self._timer.aside():
+            with self._timer.paused():
                 record |= self.fluctuation()
             self.engine.train()
         self._write(record)
@@ -311,7 +311,7 @@ class TrainLoop:
         """
         self.engine.train(False)
         try:
-            with self.memory(lambda: "in validation"), self._timer.aside():
+            with self.memory(lambda: "in validation"), self._timer.paused():
                 return self.task.validate(
                     self.engine,
                     batch_size=self._evaluation.batch_size or self._train.micro_batch_size,

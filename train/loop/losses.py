@@ -57,7 +57,7 @@ class SampleSimilarityConfig(Config):
     `layer_input`, the input of each layer's router, averaged over a sample's tokens."""
 
 
-class Reading:
+class InputRecorder:
     """A predictor that keeps the inputs of its last forward pass.
 
     Args:

@@ -21,7 +21,7 @@ class StepTimer:
     """Seconds from the end of one step to the end of the next.
 
     So a step's time includes writing the previous step's record and checkpoint, and waiting for a
-    late batch. Only time inside `aside`, for scoring the model, is not counted.
+    late batch. Only time inside `paused`, for scoring the model, is not counted.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class StepTimer:
         return seconds
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
+    def paused(self) -> Iterator[None]:
         """A context whose time is not counted."""
         started = time.monotonic()
         try:

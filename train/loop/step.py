@@ -13,8 +13,8 @@ from polyad.parallel import comm
 from polyad.parallel.zero import Engine, StepResult
 from polyad.train.guard.spikes import NO_LIMITS, Limits, StepOutcome
 from polyad.train.loop.losses import (
+    InputRecorder,
     LossConfig,
-    Reading,
     routing_loss,
     with_counts_of_all,
     with_sample_similarity,
@@ -81,17 +81,19 @@ def issue_step(
         samples=pairs is not None,
         record_is_due=record_is_due,
     )
-    read = Reading(engine, getattr(engine.module, "as_read", None))
+    recorder = InputRecorder(engine, getattr(engine.module, "as_read", None))
     mean_tokens = None
     if names:
         mean_tokens, micro_batches = _mean_tokens(micro_batches, accumulation_steps)
     for number in range(accumulation_steps):
         if number:
             engine.step(learning_rate)  # DeepSpeed updates only after the last micro-batch
-        of_targets, routing = task_losses(engine if pairs is None else read, next(micro_batches))
+        of_targets, routing = task_losses(
+            engine if pairs is None else recorder, next(micro_batches)
+        )
         loss = of_targets.mean()
         if pairs is not None:
-            routing = with_sample_similarity(routing, read.inputs, pairs)
+            routing = with_sample_similarity(routing, recorder.inputs, pairs)
         if losses.load_balance and losses.load_balance_counts == "all":
             routing = with_counts_of_all(routing, comm.mean_over_ranks)
         statistics.add(loss, routing)

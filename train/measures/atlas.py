@@ -34,7 +34,7 @@ from polyad.train.experts.probing import (
 )
 from polyad.train.measures import knockout
 from polyad.train.measures.measure import Analysis
-from polyad.train.reading import TOKENS, Evaluated, Subject
+from polyad.train.reading import TOKENS, EvaluationContext, Subject
 from polyad.train.results import Tables
 from polyad.train.tasks.samples import TextSamples
 from polyad.train.tasks.text import TextTask
@@ -73,11 +73,13 @@ class Atlas(Analysis):
     tokens: int = TOKENS
     """Approximate number of tokens to read, in whole windows, spread evenly over the split."""
 
-    def check(self, opened: Evaluated, split: str) -> None:
+    def check(self, opened: EvaluationContext, split: str) -> None:
         """Refuses a model that does not predict text."""
         opened.need(f"experts {self.name}", TextTask)
 
-    def run(self, opened: Evaluated, split: str, model: nn.Module, world: comm.World) -> Tables:
+    def run(
+        self, opened: EvaluationContext, split: str, model: nn.Module, world: comm.World
+    ) -> Tables:
         """Reads the text twice: for the statistics, and for the changes in loss."""
         if not (routed := routed_layers(model)):
             raise ConfigError(f"{opened.weights.folder}: its model has no experts")

@@ -15,7 +15,7 @@ from polyad.train.experts.fluctuation import Differences, encode, mean
 from polyad.train.experts.information import Summed
 from polyad.train.experts.probing import deciding, routed_layers
 from polyad.train.measures.measure import Measure
-from polyad.train.reading import TOKENS, Evaluated, Reading, Subject
+from polyad.train.reading import TOKENS, EvaluationContext, ForwardPass, Subject
 from polyad.train.results import Tables
 from polyad.train.tasks.samples import probe_of
 
@@ -37,12 +37,12 @@ class Comparison(Measure):
     """Minimum number of tokens (in whole windows) or images to compare, spread evenly over the
     split."""
 
-    def check(self, opened: Evaluated, split: str) -> None:
+    def check(self, opened: EvaluationContext, split: str) -> None:
         """Opens both, which must belong to one model with experts."""
         self._opened, self._other = opened, open_weights(self.other)
         _check_pair(opened, opened.weights, self._other)
 
-    def subject_of(self, opened: Evaluated, split: str, model: nn.Module) -> Subject:
+    def subject_of(self, opened: EvaluationContext, split: str, model: nn.Module) -> Subject:
         """The probe set, and all layers in blocks."""
         samples = probe_of(opened.task, self.tokens, split)
         return Subject(model, routed_layers(model), samples, opened.batch_size)
@@ -55,17 +55,17 @@ class Comparison(Measure):
         self._differences = Differences(subject.layers, device)
         self._units = torch.zeros(1, dtype=torch.float64, device=device)
 
-    def add(self, reading: Reading) -> None:
+    def add(self, forward_pass: ForwardPass) -> None:
         """Adds a batch, which the other model reads, too."""
         layers, samples = self.subject.layers, self.subject.samples
         with deciding(self._before, layers) as decisions:
-            samples.forward(self._before, reading.batch, {})
-        before = reading.counted(decisions)
+            samples.forward(self._before, forward_pass.batch, {})
+        before = forward_pass.counted(decisions)
         for number, layer in enumerate(layers):
-            both = (encode(each[layer.name]) for each in (reading.decisions, before))
+            both = (encode(each[layer.name]) for each in (forward_pass.decisions, before))
             self._differences.add(number, *both)
-        counted_M = reading.counted_M
-        self._units += len(reading.number_R if counted_M is None else counted_M)
+        counted_M = forward_pass.counted_M
+        self._units += len(forward_pass.number_R if counted_M is None else counted_M)
 
     def result(self, summed: Summed = lambda values: values) -> Tables:
         """The result."""
@@ -88,7 +88,7 @@ class Comparison(Measure):
         return Tables(facts=facts, frames={"layers": layers}, titles={"layers": title})
 
 
-def _check_pair(opened: Evaluated, own: Weights, other: Weights) -> None:
+def _check_pair(opened: EvaluationContext, own: Weights, other: Weights) -> None:
     """Checks that both belong to one model with experts, and fit the tokens of the probe set."""
     if differing := differing_shapes(other.shapes(), own.shapes()):
         raise ConfigError(

@@ -24,7 +24,7 @@ from polyad.train.experts.probing import RoutedLayer, routed_head, routed_layers
 from polyad.train.experts.token_classes import labellings
 from polyad.train.experts.trace import TOP
 from polyad.train.measures.trace import TraceRows, check_extra
-from polyad.train.reading import Evaluated, Subject
+from polyad.train.reading import EvaluationContext, Subject
 from polyad.train.tasks.language import LanguageModelling
 from polyad.train.tasks.samples import Passages, TextSamples, losses, samples_of, through
 
@@ -39,7 +39,9 @@ class HeldOut:
         tokens: approximate number of tokens or images to read.
     """
 
-    def __init__(self, opened: Evaluated, model: nn.Module, split: str, tokens: int) -> None:
+    def __init__(
+        self, opened: EvaluationContext, model: nn.Module, split: str, tokens: int
+    ) -> None:
         opened.task.check_split(split)
         self._opened, self._model = opened, model
         self._samples = samples_of(opened.task, split, tokens)
@@ -60,7 +62,7 @@ class HeldOut:
         check_extra("trace", extra, self._opened)
         subject = self._subject(list(self._layers.values()))
         rows = TraceRows(subject, extra, top)
-        frames = [frame for reading in subject.read() for frame in rows.of(reading)]
+        frames = [frame for forward_pass in subject.read() for frame in rows.of(forward_pass)]
         table = pd.concat(frames, ignore_index=True)
         return table.astype({name: "category" for name in ("file", "module") if name in table})
 
@@ -74,8 +76,8 @@ class HeldOut:
 
         layers = list(self._layers.values())
         moments = ExpertMoments(layers)
-        for reading in self._subject(layers).read():
-            moments.add(reading.decisions)
+        for forward_pass in self._subject(layers).read():
+            moments.add(forward_pass.decisions)
         tables = []
         for name, each in moments.result().items():
             layer = self._layers[name]
@@ -96,15 +98,15 @@ class HeldOut:
         import pandas as pd
 
         text, tables = self._text("losses"), []
-        for reading in self._subject([]).read():
-            passages, scored_BP = reading.batch, reading.batch.scored_BP
+        for forward_pass in self._subject([]).read():
+            passages, scored_BP = forward_pass.batch, forward_pass.batch.scored_BP
             window_B, _, _ = text.places(passages)
             columns_BP = {
                 "window": window_B.unsqueeze(1).expand_as(scored_BP),
                 "position": passages.places_BP,
                 "token_id": passages.ids_BT,
                 "predicted_id": passages.target_BP,
-                "loss": losses(self._model, reading.output, passages).double(),
+                "loss": losses(self._model, forward_pass.output, passages).double(),
             }
             columns = {name: each[scored_BP].cpu().numpy() for name, each in columns_BP.items()}
             tables.append(pd.DataFrame(columns))

@@ -65,12 +65,12 @@ def knock_out(
     if isinstance(model, Streamed):
         _block_by_block(model, without, text, columns, batch_size)
     else:
-        for reading in subject.read(world, label=LABEL, blocks=[*without]):
-            passages, label_JBP = reading.batch, columns(reading.batch)
-            loss_BP = losses(model, reading.output, passages)
+        for forward_pass in subject.read(world, label=LABEL, blocks=[*without]):
+            passages, label_JBP = forward_pass.batch, columns(forward_pass.batch)
+            loss_BP = losses(model, forward_pass.output, passages)
             for block, each in without.items():
-                decision = reading.of_all_tokens[each.layer.name]
-                each.add(reading.entering[block], passages, label_JBP, loss_BP, decision)
+                decision = forward_pass.of_all_tokens[each.layer.name]
+                each.add(forward_pass.entering[block], passages, label_JBP, loss_BP, decision)
     return [each.result(summed) for each in without.values()]
 
 

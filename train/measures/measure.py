@@ -24,7 +24,7 @@ from polyad.train.errors import ConfigError
 from polyad.train.experts.information import Summed
 from polyad.train.experts.interventions import Intervention
 from polyad.train.experts.probing import RoutedLayer, routed_head, routed_layers
-from polyad.train.reading import Evaluated, Reading, Subject, open_evaluated
+from polyad.train.reading import EvaluationContext, ForwardPass, Subject, open_evaluated
 from polyad.train.results import Tables
 from polyad.train.tasks.samples import samples_of
 
@@ -46,10 +46,10 @@ class Analysis(ABC):
     @property
     def needs_whole(self) -> str | None:
         """Why the whole model must be in memory; None: it may be read block by block, see
-        `polyad.train.reading.Reading`."""
+        `polyad.train.reading.ForwardPass`."""
         return "it takes all of a model at once"
 
-    def check(self, opened: Evaluated, split: str) -> None:  # noqa: B027  # most refuse nothing
+    def check(self, opened: EvaluationContext, split: str) -> None:  # noqa: B027  # most refuse nothing
         """Checks the options, before processes connect and weights are loaded.
 
         Args:
@@ -61,7 +61,9 @@ class Analysis(ABC):
         """
 
     @abstractmethod
-    def run(self, opened: Evaluated, split: str, model: nn.Module, world: comm.World) -> Tables:
+    def run(
+        self, opened: EvaluationContext, split: str, model: nn.Module, world: comm.World
+    ) -> Tables:
         """Analyses the weights; all processes call it.
 
         Args:
@@ -86,13 +88,15 @@ class Measure(Analysis):
     blocks: Sequence[int] = ()
     subject: Subject
 
-    def run(self, opened: Evaluated, split: str, model: nn.Module, world: comm.World) -> Tables:
+    def run(
+        self, opened: EvaluationContext, split: str, model: nn.Module, world: comm.World
+    ) -> Tables:
         """Reads the samples once."""
         self.begin(self.subject_of(opened, split, model))
         self.read(world)
         return self.result(lambda values: comm.sum_over_samples(values, world))
 
-    def subject_of(self, opened: Evaluated, split: str, model: nn.Module) -> Subject:
+    def subject_of(self, opened: EvaluationContext, split: str, model: nn.Module) -> Subject:
         """Returns what is read: by default all layers with experts, and all samples; see `run`."""
         layers = every_layer(opened, model)
         return Subject(model, layers, samples_of(opened.task, split), opened.batch_size)
@@ -108,11 +112,11 @@ class Measure(Analysis):
     @torch.inference_mode()
     def read(self, world: comm.World | None = None) -> None:
         """Reads its samples in a separate pass for this measure; see `Subject.read`."""
-        for reading in self.subject.read(world, label=self.doing, blocks=self.blocks):
-            self.add(reading)
+        for forward_pass in self.subject.read(world, label=self.doing, blocks=self.blocks):
+            self.add(forward_pass)
 
     @abstractmethod
-    def add(self, reading: Reading) -> None:
+    def add(self, forward_pass: ForwardPass) -> None:
         """Adds a batch of this process."""
 
     @abstractmethod
@@ -127,7 +131,7 @@ class Measure(Analysis):
         """
 
 
-def every_layer(opened: Evaluated, model: nn.Module) -> list[RoutedLayer]:
+def every_layer(opened: EvaluationContext, model: nn.Module) -> list[RoutedLayer]:
     """Returns all layers with experts, in blocks and as the head.
 
     Args:

@@ -38,7 +38,7 @@ from polyad.train.experts.moments import Moments
 from polyad.train.experts.probing import RoutedLayer, routed_layers
 from polyad.train.measures.knockout import knock_out
 from polyad.train.measures.measure import Analysis
-from polyad.train.reading import TOKENS, Evaluated, Subject, open_evaluated
+from polyad.train.reading import TOKENS, EvaluationContext, Subject, open_evaluated
 from polyad.train.results import Tables
 from polyad.train.tasks.samples import TextSamples, losses
 from polyad.train.tasks.text import TextTask
@@ -69,7 +69,7 @@ class Removal(Analysis):
         """The options that choose the experts."""
         return f"--by {self.by} --keep {self.keep:g}" + " --merge" * self.merge
 
-    def check(self, opened: Evaluated, split: str) -> None:
+    def check(self, opened: EvaluationContext, split: str) -> None:
         """Checks that every layer can keep the share of its experts."""
         opened.need(f"experts {self.name}", TextTask)
         sparse = {
@@ -102,7 +102,9 @@ class Removal(Analysis):
         kept = [{expert: 1.0} for expert in range(*left)]
         Pruning({"": kept}, self.text).of(opened.weights)
 
-    def run(self, opened: Evaluated, split: str, model: nn.Module, world: comm.World) -> Tables:
+    def run(
+        self, opened: EvaluationContext, split: str, model: nn.Module, world: comm.World
+    ) -> Tables:
         """Reads text to choose, writes, and reads other text with the models before and after."""
         import pandas as pd
 
@@ -172,7 +174,7 @@ class Removal(Analysis):
             titles={"losses": "loss in nats per token, none of the random choices merged"},
         )
 
-    def _write(self, groups: "Groups", opened: Evaluated) -> Mapping[str, Any]:
+    def _write(self, groups: "Groups", opened: EvaluationContext) -> Mapping[str, Any]:
         """Writes the smaller model, and describes what was written."""
         weights, change = opened.weights, Pruning(groups, self.text)
         if not isinstance(weights, TheirWeights):
@@ -213,7 +215,7 @@ def _left_of(config: SparseMoEConfig, keep: float) -> int:
     return config.num_groups * round(keep * config.num_experts / config.num_groups)
 
 
-def _as_in(opened: Evaluated) -> tuple[str, ...]:
+def _as_in(opened: EvaluationContext) -> tuple[str, ...]:
     """Overrides to read other weights or data in the same way."""
     model: Any = opened.config.model
     return (
@@ -223,7 +225,7 @@ def _as_in(opened: Evaluated) -> tuple[str, ...]:
     )
 
 
-def _text_of(opened: Evaluated, split: str, tokens: int) -> TextSamples:
+def _text_of(opened: EvaluationContext, split: str, tokens: int) -> TextSamples:
     """The text of a split, as it is scored."""
     assert isinstance(opened.task, TextTask)
     return TextSamples(opened.task, split, tokens, hidden=True)
@@ -261,15 +263,15 @@ def _merged(
 def _mean_loss(subject: Subject, label: str) -> tuple[float, int]:
     """The mean loss of predicted tokens, in nats, and their number."""
     total, tokens = 0.0, 0
-    for reading in subject.read(label=label):
-        scored_BP = reading.batch.scored_BP
-        loss_BP = losses(subject.model, reading.output, reading.batch).double()
+    for forward_pass in subject.read(label=label):
+        scored_BP = forward_pass.batch.scored_BP
+        loss_BP = losses(subject.model, forward_pass.output, forward_pass.batch).double()
         total += float(loss_BP[scored_BP].sum())
         tokens += int(scored_BP.sum())
     return total / max(1, tokens), tokens
 
 
-def _loss_of_written(opened: Evaluated, folder: Path, split: str, tokens: int) -> float:
+def _loss_of_written(opened: EvaluationContext, folder: Path, split: str, tokens: int) -> float:
     """The mean loss of the written model, loaded from its files."""
     data: Any = opened.config.data
     written = open_evaluated(folder, str(data.path), _as_in(opened))

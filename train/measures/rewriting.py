@@ -23,7 +23,7 @@ from polyad.parallel import comm
 from polyad.train.errors import ConfigError
 from polyad.train.experts.probing import routed_head
 from polyad.train.measures.measure import Analysis
-from polyad.train.reading import Evaluated, Reading, Subject
+from polyad.train.reading import EvaluationContext, ForwardPass, Subject
 from polyad.train.results import Tables
 from polyad.train.tasks.attributes import AttributeClassification
 from polyad.train.tasks.samples import ImageSamples
@@ -132,7 +132,7 @@ class Rewriting(Analysis):
     move: str
     """The option `--move`, in the form `FORM`."""
 
-    def check(self, opened: Evaluated, split: str) -> None:
+    def check(self, opened: EvaluationContext, split: str) -> None:
         """Finds the training images of the subpopulation."""
         self._task = task = opened.need(f"experts {self.name}", AttributeClassification)
         self._rewrite = read_rewrite(self.move, task.data.class_names)
@@ -141,7 +141,9 @@ class Rewriting(Analysis):
         if not self._members:
             raise ConfigError("--move: no training image belongs to the subpopulation")
 
-    def run(self, opened: Evaluated, split: str, model: nn.Module, world: comm.World) -> Tables:
+    def run(
+        self, opened: EvaluationContext, split: str, model: nn.Module, world: comm.World
+    ) -> Tables:
         """Reads the subpopulation, and then the split."""
         import pandas as pd
 
@@ -153,7 +155,7 @@ class Rewriting(Analysis):
                 f"model.head.kind: mumoe"
             )
 
-        def readings(samples: ImageSamples, label: str) -> Iterator[tuple[Reading, Tensor]]:
+        def readings(samples: ImageSamples, label: str) -> Iterator[tuple[ForwardPass, Tensor]]:
             """Each batch with its coefficients [B, S]."""
             subject = Subject(model, [head], samples, opened.batch_size)
             for each in subject.read(world, label=label):
@@ -169,8 +171,8 @@ class Rewriting(Analysis):
         # before and after; images and correct ones of each subpopulation
         counts_2G2 = torch.zeros(2, 4, 2, dtype=torch.float64, device=world.device)
         scored = ImageSamples(task, split)
-        for reading, a_BS in readings(scored, f"score {split}"):
-            logits_BK, labels_BK = reading.output.float(), reading.batch.labels_B
+        for forward_pass, a_BS in readings(scored, f"score {split}"):
+            logits_BK, labels_BK = forward_pass.output.float(), forward_pass.batch.labels_B
             rewritten_BK = logits_BK.clone()
             rewritten_BK[:, rewrite.output] += by * (a_BS @ mean_S)
             group_B = rewrite.group(labels_BK)

@@ -21,7 +21,7 @@ from polyad.data.images.source import ImageSplit
 from polyad.parallel import comm
 from polyad.train.errors import ConfigError
 from polyad.train.measures.measure import Analysis
-from polyad.train.reading import Evaluated, Subject
+from polyad.train.reading import EvaluationContext, Subject
 from polyad.train.results import Tables
 from polyad.train.tasks.images import ImageClassification
 from polyad.train.tasks.samples import ImageSamples
@@ -42,7 +42,7 @@ class Robustness(Analysis):
     folder: Path
     """The unpacked set."""
 
-    def check(self, opened: Evaluated, split: str) -> None:
+    def check(self, opened: EvaluationContext, split: str) -> None:
         """Refuses a model of other classes."""
         task = opened.need(self.name, ImageClassification)
         classes = len(imagenet_classes())
@@ -53,7 +53,9 @@ class Robustness(Analysis):
             )
         check_order(task.data.class_names, task.place)
 
-    def run(self, opened: Evaluated, split: str, model: nn.Module, world: comm.World) -> Tables:
+    def run(
+        self, opened: EvaluationContext, split: str, model: nn.Module, world: comm.World
+    ) -> Tables:
         """Reads the images of the set."""
         task = opened.need(self.name, ImageClassification)
         tables = _SETS[self.set](Scorer(task, model, opened.batch_size, world), self.folder)

@@ -30,7 +30,7 @@ from polyad.train.experts.leaving_out import LeaveOneOut
 from polyad.train.experts.similarity import ExpertSimilarity
 from polyad.train.experts.token_classes import Labelling, Shifts, labellings
 from polyad.train.measures.measure import Measure
-from polyad.train.reading import Reading, Subject
+from polyad.train.reading import ForwardPass, Subject
 from polyad.train.results import Tables
 from polyad.train.tasks.samples import ImageSamples, Passages, TextSamples
 
@@ -78,13 +78,13 @@ class Specialization(Measure):
                 if not isinstance(model.get_submodule(layer.name), Mixture)  # whole networks
             ]
 
-    def add(self, reading: Reading) -> None:
+    def add(self, forward_pass: ForwardPass) -> None:
         """Adds a batch."""
-        labels = self._labels(reading.batch) if self._labellings else {}
-        if reading.counted_M is not None and reading.is_first:
-            self._tokens += len(reading.counted_M)
-        for name, decision in reading.decisions.items():
-            number_N = reading.numbers_of(decision)
+        labels = self._labels(forward_pass.batch) if self._labellings else {}
+        if forward_pass.counted_M is not None and forward_pass.is_first:
+            self._tokens += len(forward_pass.counted_M)
+        for name, decision in forward_pass.decisions.items():
+            number_N = forward_pass.numbers_of(decision)
             self._entropies.add(name, decision, number_N)
             self._similarity.add(name, decision, number_N)
             assigned_NS = assigned(decision)
@@ -92,11 +92,11 @@ class Specialization(Measure):
                 label_PM = (
                     self._class_PA[:, number_N]
                     if by == "class"
-                    else labels[by][:, reading.counted_M]
+                    else labels[by][:, forward_pass.counted_M]
                 )
                 counts.count(name, assigned_NS, label_PM, number_N)
         for each in self._left_out:
-            each.add(reading.batch.images_BCHW, reading.batch.labels_B)
+            each.add(forward_pass.batch.images_BCHW, forward_pass.batch.labels_B)
 
     def _labels(self, passages: Passages) -> dict[str, Tensor]:
         """True and shifted labels of the tokens [P, N], by name of the labeling."""

@@ -37,7 +37,7 @@ from polyad.train.config.distillation import (
 from polyad.train.errors import ConfigError
 from polyad.train.experts.information import Summed
 from polyad.train.measures.measure import Measure
-from polyad.train.reading import TOKENS, Evaluated, Reading, Subject
+from polyad.train.reading import TOKENS, EvaluationContext, ForwardPass, Subject
 from polyad.train.results import Tables
 from polyad.train.tasks.language import LanguageModelling
 from polyad.train.tasks.samples import TextSamples, losses, through
@@ -59,7 +59,7 @@ class Splicing(Measure):
     tokens: int = TOKENS
     """Approximate number of tokens to read."""
 
-    def check(self, opened: Evaluated, split: str) -> None:
+    def check(self, opened: EvaluationContext, split: str) -> None:
         """Opens the original model."""
         opened.need(f"experts {self.name}", LanguageModelling)
         model, weights = opened.weights.model_config(), opened.weights
@@ -70,7 +70,7 @@ class Splicing(Measure):
             )
         self._teacher = open_original(self.teacher, opened, model)
 
-    def subject_of(self, opened: Evaluated, split: str, model: nn.Module) -> Subject:
+    def subject_of(self, opened: EvaluationContext, split: str, model: nn.Module) -> Subject:
         """The text; loads the original feed-forwards."""
         config, precision = opened.weights.model_config(), opened.config.train.precision
         assert isinstance(config, DecoderSettings)
@@ -139,16 +139,16 @@ class Splicing(Measure):
 
         return output
 
-    def add(self, reading: Reading) -> None:
+    def add(self, forward_pass: ForwardPass) -> None:
         """Adds a batch, which is read again from the first replaced block on in each way."""
-        passages, first = reading.batch, self.blocks[0]
+        passages, first = forward_pass.batch, self.blocks[0]
 
         def loss(blocks: Sequence[int], way: Way) -> Tensor:
             changed = dict.fromkeys(blocks, way)
             self._ways = {block: changed.get(block, "original") for block in self._originals}
             alone = way == "spliced" and len(blocks) == 1
             self._counted_BT = passages.scored_BP if alone else None
-            x_BTD = through(self.subject.model, reading.entering[first], first)
+            x_BTD = through(self.subject.model, forward_pass.entering[first], first)
             loss_BT = losses(self.subject.model, x_BTD, passages)
             return loss_BT[passages.scored_BP].double().sum()
 
@@ -186,7 +186,7 @@ class Splicing(Measure):
         )
 
 
-def open_original(path: Path | None, opened: Evaluated, model: DecoderSettings) -> Weights:
+def open_original(path: Path | None, opened: EvaluationContext, model: DecoderSettings) -> Weights:
     """Opens the model whose blocks were replaced.
 
     Args:

@@ -23,7 +23,7 @@ from polyad.train.experts.interventions import Intervention, intervened
 from polyad.train.experts.knockout import ChangeSums, mean_of
 from polyad.train.experts.token_classes import ClassColumns, classes_of_vocabulary
 from polyad.train.measures.measure import Measure
-from polyad.train.reading import TOKENS, Evaluated, Reading, Subject
+from polyad.train.reading import TOKENS, EvaluationContext, ForwardPass, Subject
 from polyad.train.results import Tables
 from polyad.train.tasks.language import LanguageModelling
 from polyad.train.tasks.samples import TextSamples, embedded, losses, through
@@ -42,13 +42,13 @@ class Steer(Measure):
     tokens: int = TOKENS
     """Approximate number of tokens to read."""
 
-    def check(self, opened: Evaluated, split: str) -> None:
+    def check(self, opened: EvaluationContext, split: str) -> None:
         """Refuses a model that does not predict the next token, and no changes."""
         opened.need(f"experts {self.name}", LanguageModelling)
         if not self.changes:
             raise ConfigError("experts steer: --intervene is missing")
 
-    def subject_of(self, opened: Evaluated, split: str, model: nn.Module) -> Subject:
+    def subject_of(self, opened: EvaluationContext, split: str, model: nn.Module) -> Subject:
         """The text, and no layers."""
         task = opened.need(f"experts {self.name}", LanguageModelling)
         text = TextSamples(task, split, self.tokens, hidden=True)
@@ -71,9 +71,9 @@ class Steer(Measure):
         self._masses = GroupedSums(text.rows, [width], device)
 
     @torch.inference_mode()
-    def add(self, reading: Reading) -> None:
+    def add(self, forward_pass: ForwardPass) -> None:
         """Adds a batch, which the changed model reads, too."""
-        passages, x_BTD = reading.batch, reading.output
+        passages, x_BTD = forward_pass.batch, forward_pass.output
         label_JBP, loss_BP = self._columns(passages), losses(self._model, x_BTD, passages)
         with intervened(self._model, self.changes):
             y_BTD = through(self._model, embedded(self._model, passages))

@@ -26,7 +26,7 @@ from polyad.train.experts.trace import (
     trace_schema,
 )
 from polyad.train.measures.measure import Analysis, every_layer
-from polyad.train.reading import TOKENS, Evaluated, Reading, Subject
+from polyad.train.reading import TOKENS, EvaluationContext, ForwardPass, Subject
 from polyad.train.results import Tables
 from polyad.train.tasks.language import LanguageModelling
 from polyad.train.tasks.samples import (
@@ -72,7 +72,7 @@ class Trace(Analysis):
             return "--with loss: a loss is known after the last block alone"
         return None
 
-    def check(self, opened: Evaluated, split: str) -> None:
+    def check(self, opened: EvaluationContext, split: str) -> None:
         """Refuses what exists already, and columns that the data does not have."""
         if self.output.exists() or not self.output.parent.is_dir():
             wrong = "already exists" if self.output.exists() else "its folder does not exist"
@@ -80,7 +80,9 @@ class Trace(Analysis):
         check_extra("--with", self.extra, opened)
 
     @torch.inference_mode()
-    def run(self, opened: Evaluated, split: str, model: nn.Module, world: comm.World) -> Tables:
+    def run(
+        self, opened: EvaluationContext, split: str, model: nn.Module, world: comm.World
+    ) -> Tables:
         """Reads the samples once; each process writes what it reads."""
         import pandas as pd
         import pyarrow as pa
@@ -97,8 +99,8 @@ class Trace(Analysis):
             path.parent.mkdir(exist_ok=True)
         with whole_file(path) as partial:
             with ParquetWriter(partial, schema, compression="zstd") as file:
-                for reading in subject.read(world, label="trace"):
-                    if frames := [*rows.of(reading)]:
+                for forward_pass in subject.read(world, label="trace"):
+                    if frames := [*rows.of(forward_pass)]:
                         table = pa.Table.from_pandas(pd.concat(frames), schema, False)
                         with writing(path):
                             file.write_table(table)
@@ -117,7 +119,7 @@ class Trace(Analysis):
         return Tables(facts=facts)
 
 
-def check_extra(option: str, extra: Sequence[str], opened: Evaluated) -> None:
+def check_extra(option: str, extra: Sequence[str], opened: EvaluationContext) -> None:
     """Checks the names of further columns.
 
     Args:
@@ -153,32 +155,32 @@ class TraceRows:
         if isinstance(self._samples, ImageSamples):
             self._split = self._samples.task.data.split(self._samples.split)
 
-    def of(self, reading: Reading) -> Iterator[Any]:
+    def of(self, forward_pass: ForwardPass) -> Iterator[Any]:
         """Yields the rows of a batch for each layer, as `trace_rows` returns them."""
-        of_batch, most = self._of_batch(reading), 0
+        of_batch, most = self._of_batch(forward_pass), 0
         for layer in self._layers:
-            if (decision := reading.of_all_tokens.get(layer.name)) is None:  # in another block
+            if (decision := forward_pass.of_all_tokens.get(layer.name)) is None:  # in another block
                 continue
             experts = experts_of(layer, decision, self._top)
-            tokens, row_M = of_batch or self._of_images(reading, layer, len(experts.experts))
+            tokens, row_M = of_batch or self._of_images(forward_pass, layer, len(experts.experts))
             norm_NK = norms(decision, experts, row_M) if "norm" in self._extra else None
             rows = trace_rows(experts, tokens, row_M, self.columns, norm_NK)
             yield rows
             self.rows += len(rows)
             most = max(most, len(row_M))
-        if reading.is_first:
+        if forward_pass.is_first:
             self.tokens += most
 
-    def _of_batch(self, reading: Reading) -> tuple[Columns, Tensor] | None:
+    def _of_batch(self, forward_pass: ForwardPass) -> tuple[Columns, Tensor] | None:
         """The columns of a batch's tokens, and which are written; None: each layer has its own."""
         if isinstance(self._samples, TextSamples):
-            return self._of_text(self._samples, reading)
+            return self._of_text(self._samples, forward_pass)
         if isinstance(self._samples, SequenceSamples):
-            return _of_sequences(self._samples, reading)
+            return _of_sequences(self._samples, forward_pass)
         return None
 
-    def _of_text(self, text: TextSamples, reading: Reading) -> tuple[Columns, Tensor]:
-        passages = reading.batch
+    def _of_text(self, text: TextSamples, forward_pass: ForwardPass) -> tuple[Columns, Tensor]:
+        passages = forward_pass.batch
         window_B, position_BT, real_BT = text.places(passages)
         place_N = position_BT.flatten().cpu()
         inside_N = place_N.clamp(0, text.stream.num_tokens - 1)  # special tokens may lie outside
@@ -192,19 +194,19 @@ class TraceRows:
             "token_id": passages.ids_BT.flatten().cpu(),
         }
         if "loss" in self._extra:
-            loss_BT = losses(self._model, reading.output, passages).float()
+            loss_BT = losses(self._model, forward_pass.output, passages).float()
             if not loss_BT[passages.scored_BP].isfinite().all():
                 raise ConfigError("--with loss: losses are not finite: weights are too large")
             columns["loss"] = loss_BT.where(passages.scored_BP, torch.nan).flatten().cpu()
         return columns, real_BT.flatten().nonzero()[:, 0].cpu()
 
     def _of_images(
-        self, reading: Reading, layer: RoutedLayer, count: int
+        self, forward_pass: ForwardPass, layer: RoutedLayer, count: int
     ) -> tuple[Columns, Tensor]:
         """The same for a layer that gets this many tokens of images."""
         images = self._samples
         assert isinstance(images, ImageSamples)
-        numbers = [images.numbers[row] for row in reading.number_R.tolist()]
+        numbers = [images.numbers[row] for row in forward_pass.number_R.tolist()]
         each = count // len(numbers)
         patches = getattr(self._model.config, "num_patches", each)  # a mixture has no patches
         # The patches follow a token of the whole image, which is all that a head gets.
@@ -222,22 +224,22 @@ class TraceRows:
         return columns, torch.arange(count)
 
 
-def _of_sequences(sequences: SequenceSamples, reading: Reading) -> tuple[Columns, Tensor]:
+def _of_sequences(sequences: SequenceSamples, forward_pass: ForwardPass) -> tuple[Columns, Tensor]:
     """Columns and tokens of sequences; layers get all tokens in a row, without padding."""
-    mask_RT = reading.batch.mask_BCT.flatten(0, 1).cpu()
+    mask_RT = forward_pass.batch.mask_BCT.flatten(0, 1).cpu()
     row_N, position_N = mask_RT.nonzero(as_tuple=True)
-    number_N = reading.number_R.cpu()[row_N]
+    number_N = forward_pass.number_R.cpu()[row_N]
     choices = sequences.rows_of_sample
     columns = {
         "document": torch.from_numpy(sequences.row_of)[number_N // choices],
         "choice": number_N % choices,
         "position": position_N,
-        "token_id": reading.batch.ids_BCT.flatten(0, 1).cpu()[mask_RT],
+        "token_id": forward_pass.batch.ids_BCT.flatten(0, 1).cpu()[mask_RT],
     }
     return columns, torch.arange(len(row_N))
 
 
-def _about(opened: Evaluated, split: str, samples: Samples) -> dict[str, Any]:
+def _about(opened: EvaluationContext, split: str, samples: Samples) -> dict[str, Any]:
     """Metadata of a file about weights and data."""
     about = {
         **opened.about(),

@@ -12,7 +12,7 @@ from polyad.train.config.adaptation import unused_parameters
 from polyad.train.config.run import RunConfig, load_config
 from polyad.train.errors import ConfigError
 from polyad.train.experts.probing import check_experts, choose_layers, routed_head, routed_layers
-from polyad.train.reading import config_of
+from polyad.train.reading import config_from_weights
 from polyad.train.report.experts import expert_rows
 from polyad.train.report.held_out import Options, read_held_out
 from polyad.train.report.page import Training, read_training, render_report
@@ -63,7 +63,7 @@ def read_report(run: Path, checkpoint: Path, options: Options) -> tuple[dict[str
     """
     is_run = not is_weights_folder(run)
     weights = open_checkpoint(checkpoint) if is_run else open_weights(checkpoint)
-    config = load_config(run / "config.yaml") if is_run else config_of(weights)
+    config = load_config(run / "config.yaml") if is_run else config_from_weights(weights)
     model, task = build_model(weights.model_config()), task_class(config.data.kind)
     head = routed_head(model)
     routed = routed_layers(model) + ([] if head is None else [head])

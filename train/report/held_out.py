@@ -113,9 +113,9 @@ def _read(
     elif isinstance(samples, ImageSamples):
         top_images = TopImages(layers, samples, options.top, device)
         readers.append(top_images)
-    for reading in subject.read(label=f"read {options.split}"):
+    for forward_pass in subject.read(label=f"read {options.split}"):
         for each in readers:
-            each.add(reading)
+            each.add(forward_pass)
     shown: dict[str, list[ShownExpert]] = {}
     images, units = None, samples.amount
     if top_text is not None:

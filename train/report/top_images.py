@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from polyad.model.vision import ImageModelSettings, ImageSettings
 from polyad.train.experts.probing import Decision, RoutedLayer
-from polyad.train.reading import Reading, Subject
+from polyad.train.reading import ForwardPass, Subject
 from polyad.train.report.top_tokens import ShownExpert, TopTokens
 from polyad.train.tasks.samples import ImageSamples
 
@@ -133,12 +133,12 @@ class TopImages:
         self._tops = {each.name: TopTokens(each, top, device, WHOLE_IMAGE) for each in layers}
         self._tokens: dict[str, int] = {}
 
-    def add(self, reading: Reading) -> None:
+    def add(self, forward_pass: ForwardPass) -> None:
         """Adds a batch."""
-        number_R = reading.number_R
+        number_R = forward_pass.number_R
         of_split_R = torch.tensor(self._samples.numbers, device=number_R.device)[number_R]
         for name, top in self._tops.items():
-            a_BTS = _by_image(reading.decisions[name], len(number_R))
+            a_BTS = _by_image(forward_pass.decisions[name], len(number_R))
             self._tokens[name] = length = a_BTS.shape[1]
             place_T = torch.arange(length, device=number_R.device)
             top.add(a_BTS, of_split_R.unsqueeze(-1) * length + place_T)
@@ -161,9 +161,9 @@ class TopImages:
             name: self._experts(top, experts, grid, in_words) for name, top in self._tops.items()
         }
         some, maps = ImageSamples(task, split, MAPPED), dict[str, list[RoutingMap]]()
-        for reading in Subject(model, self._layers, some, MAPPED).read():
-            of_split = [some.numbers[number] for number in reading.number_R.tolist()]
-            for name, decision in reading.decisions.items():
+        for forward_pass in Subject(model, self._layers, some, MAPPED).read():
+            of_split = [some.numbers[number] for number in forward_pass.number_R.tolist()]
+            for name, decision in forward_pass.decisions.items():
                 a_BTS = _by_image(decision, len(of_split))
                 before = _tokens_before_patches(name, a_BTS.shape[1], grid)
                 if before is not None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from polyad.train.errors import ConfigError
 from polyad.train.experts.probing import RoutedLayer
-from polyad.train.reading import Reading
+from polyad.train.reading import ForwardPass
 from polyad.train.tasks.samples import TextSamples
 
 STRETCH = 32
@@ -227,10 +227,10 @@ class TopText:
         self._text, self._top = text, top
         self._tops = {each.name: TopTokens(each, CANDIDATES * top, device) for each in layers}
 
-    def add(self, reading: Reading) -> None:
+    def add(self, forward_pass: ForwardPass) -> None:
         """Adds a batch."""
-        position_BT = self._text.position_BT(reading.batch)
-        for name, decision in reading.of_all_tokens.items():
+        position_BT = self._text.position_BT(forward_pass.batch)
+        for name, decision in forward_pass.of_all_tokens.items():
             a_BTS = decision.coefficients().view(*position_BT.shape, -1)
             self._tops[name].add(a_BTS, position_BT)
 

@@ -91,7 +91,7 @@ class Teacher:
     def __init__(self, model: Callable[..., ModelOutput], config: DistillConfig) -> None:
         self._model, self._config = model, config
 
-    def taught(
+    def mix_in(
         self, losses_B: Tensor, logits_BK: Tensor, *inputs: Tensor, **named: Tensor
     ) -> Tensor:
         """Returns the loss of each sample with the distillation loss mixed in [B].
@@ -109,7 +109,7 @@ class Teacher:
         return (1 - weight) * losses_B + weight * kl_B
 
 
-class Learner:
+class DistillableTask:
     """A task that can learn from a teacher."""
 
     teacher: Teacher | None = None
@@ -162,7 +162,7 @@ class BlockTeacher:
     def __init__(self, originals: Mapping[int, FeedForward], loss: BlockLoss) -> None:
         self.originals, self._loss = originals, loss
 
-    def teach(self, model: nn.Module) -> None:
+    def attach_to(self, model: nn.Module) -> None:
         """Attaches the originals to the replaced feed-forwards of a model. Everything else in it
         stays in evaluation mode, even in training.
 
@@ -173,7 +173,7 @@ class BlockTeacher:
         for block, original in self.originals.items():
             layer = model.get_submodule(f"blocks.{block}.feed_forward")
             layer.register_forward_hook(_compared_with(original, self._loss))
-        model.taught = tuple(sorted(self.originals))
+        model.distilled_blocks = tuple(sorted(self.originals))
         model.train(model.training)
 
     def losses(
@@ -181,8 +181,8 @@ class BlockTeacher:
     ) -> tuple[Tensor, tuple[RoutingStats, ...]]:
         """Returns the summed loss of all replaced blocks, and their statistics."""
         routing = model(input_ids_BT).routing
-        taught = tuple(each for each in routing if "distill_loss" in each.losses)
-        return torch.stack([each.losses["distill_loss"] for each in taught]).sum(), taught
+        distilled = tuple(each for each in routing if "distill_loss" in each.losses)
+        return torch.stack([each.losses["distill_loss"] for each in distilled]).sum(), distilled
 
 
 def _compared_with(original: FeedForward, loss: BlockLoss) -> Callable[..., Any]:

@@ -26,7 +26,7 @@ from polyad.train.errors import ConfigError
 from polyad.train.tasks.labelled import LabelledTask, Outcomes, file_of_classes
 from polyad.train.tasks.pixels import mix_images, normalize, soft_targets
 from polyad.train.tasks.scores import calibration_error, class_scores
-from polyad.train.tasks.task import Kept, Predictor, Score, Sections, Unit
+from polyad.train.tasks.task import CheckpointExtras, Predictor, Score, Sections, Unit
 from polyad.train.tasks.vocabulary import CLASSES_FILE, differing, names_of
 
 
@@ -126,7 +126,7 @@ class ImageClassification(LabelledTask[ImageBatch]):
         )
         losses_B = self._loss(logits_BK.float(), targets_BK)
         if self.teacher is not None:
-            losses_B = self.teacher.taught(losses_B, logits_BK.float(), inputs_BCHW)
+            losses_B = self.teacher.mix_in(losses_B, logits_BK.float(), inputs_BCHW)
         return losses_B, routing
 
     def _loss(self, logits_BK: Tensor, targets_BK: Tensor) -> Tensor:
@@ -227,12 +227,14 @@ class ImageClassification(LabelledTask[ImageBatch]):
         task._noise = noise
         return task
 
-    def kept(self) -> Kept:
+    def kept(self) -> CheckpointExtras:
         """The names of the classes, and the fingerprint of the data."""
         classes = file_of_classes(self.data.class_names)
-        return Kept(state={"data_fingerprint": self.fingerprint}, files={CLASSES_FILE: classes})
+        return CheckpointExtras(
+            state={"data_fingerprint": self.fingerprint}, files={CLASSES_FILE: classes}
+        )
 
-    def begins_anew(self, weights: Weights) -> tuple[str, ...]:
+    def reinitialized_prefixes(self, weights: Weights) -> tuple[str, ...]:
         """The parameters that the model cannot take from these weights, such as a head for other
         classes. A folder of another library decides that itself."""
         if isinstance(weights, FamilyWeights):
@@ -246,7 +248,7 @@ class ImageClassification(LabelledTask[ImageBatch]):
         if isinstance(weights, FamilyWeights):
             is_new = weights.is_new(f"{HEAD}weight")
         else:
-            is_new = HEAD in self.begins_anew(weights)
+            is_new = HEAD in self.reinitialized_prefixes(weights)
         if not is_new:
             self.check_classes(weights, owner)
 

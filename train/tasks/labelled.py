@@ -19,14 +19,14 @@ from polyad.data.sequences.config import SequenceDataConfig
 from polyad.data.sequences.dataset import SequenceData
 from polyad.parallel import comm
 from polyad.train.results import aligned
-from polyad.train.tasks.distillation import Learner
+from polyad.train.tasks.distillation import DistillableTask
 from polyad.train.tasks.task import Batch, Predictor, Share, Task, held_out_batches
 
 Outcomes = npt.NDArray[np.float64]
 """What scores are computed from, a row for each sample [N, F]."""
 
 
-class LabelledTask(Learner, Task[Batch]):
+class LabelledTask(DistillableTask, Task[Batch]):
     """A task on the samples of one source, each with a label."""
 
     higher_is_better: ClassVar[bool] = True

@@ -23,7 +23,7 @@ from polyad.model.settings import ModelSettings
 from polyad.parallel import comm
 from polyad.parallel.weights import Weights
 from polyad.train.errors import ConfigError
-from polyad.train.tasks.distillation import BlockTeacher, Learner, Teacher
+from polyad.train.tasks.distillation import BlockTeacher, DistillableTask, Teacher
 from polyad.train.tasks.task import Predictor, Score, Sections, Share
 from polyad.train.tasks.text import (
     TextTask,
@@ -58,7 +58,7 @@ def text_losses(
         return loss, routing
     logits_BTV, routing = model(batch.input_ids_BT)
     losses_BT = model.cross_entropy(logits_BTV, batch.target_ids_BT)
-    return teacher.taught(losses_BT, logits_BTV.float(), batch.input_ids_BT), routing
+    return teacher.mix_in(losses_BT, logits_BTV.float(), batch.input_ids_BT), routing
 
 
 class TextSamples(Dataset[TextBatch]):
@@ -72,7 +72,7 @@ class TextSamples(Dataset[TextBatch]):
         return TextBatch.of(self.tokens[sample])
 
 
-class LanguageModelling(Learner, TextTask[TextBatch]):
+class LanguageModelling(DistillableTask, TextTask[TextBatch]):
     """Predicts the next token, on one prepared folder or a mixture of several.
 
     Args:

@@ -179,5 +179,5 @@ def _class_losses(
     else:
         losses_B = cross_entropy(logits_BK, batch.labels_B)
     if teacher is not None:
-        losses_B = teacher.taught(losses_B, logits_BK.float(), inputs)
+        losses_B = teacher.mix_in(losses_B, logits_BK.float(), inputs)
     return losses_B, routing

@@ -32,7 +32,7 @@ from polyad.train.errors import ConfigError
 from polyad.train.tasks.distillation import cross_entropy
 from polyad.train.tasks.labelled import LabelledTask, Outcomes, file_of_classes
 from polyad.train.tasks.scores import TITLES, class_scores, metric_of
-from polyad.train.tasks.task import Kept, Predictor, Score, Sections, Unit
+from polyad.train.tasks.task import CheckpointExtras, Predictor, Score, Sections, Unit
 from polyad.train.tasks.text import with_vocabulary
 from polyad.train.tasks.vocabulary import (
     CLASSES_FILE,
@@ -165,7 +165,7 @@ class SequenceTask(LabelledTask[SequenceBatch]):
         losses_B = self._losses(outputs_BK, batch.labels_B)
         if self.teacher is not None:
             ids_RT, named = model_inputs(batch, self.data.has_segments)
-            losses_B = self.teacher.taught(losses_B, outputs_BK, ids_RT, **named)
+            losses_B = self.teacher.mix_in(losses_B, outputs_BK, ids_RT, **named)
         return losses_B, routing
 
     def examined(self, model: Predictor, batch: SequenceBatch) -> tuple[Tensor, Tensor]:
@@ -249,7 +249,7 @@ class SequenceTask(LabelledTask[SequenceBatch]):
         """The number of rows in a split."""
         return self.data.size(split)
 
-    def kept(self) -> Kept:
+    def kept(self) -> CheckpointExtras:
         """The tokenizer's file, the names of the classes, and fingerprints."""
         tokenizer = self.data.tokenizer
         state = {
@@ -261,7 +261,7 @@ class SequenceTask(LabelledTask[SequenceBatch]):
         files: dict[str, bytes] = {tokenizer.file: tokenizer.file_bytes()}
         if self.data.class_names:
             files[CLASSES_FILE] = file_of_classes(self.data.class_names)
-        return Kept(state=state, files=files)
+        return CheckpointExtras(state=state, files=files)
 
     def check_weights(self, weights: Weights, owner: str) -> None:
         """Checks that the weights were trained with these token ids."""
@@ -272,7 +272,7 @@ class SequenceTask(LabelledTask[SequenceBatch]):
                 f"trained with: their token ids mean different things"
             )
 
-    def begins_anew(self, weights: Weights) -> tuple[str, ...]:
+    def reinitialized_prefixes(self, weights: Weights) -> tuple[str, ...]:
         """The head, unless the weights have one for these classes; but not a BERT's pooler."""
         head = getattr(weights.model_config(), "head", None)
         names = class_names_of(weights.folder) or []

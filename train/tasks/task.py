@@ -95,7 +95,7 @@ class Sections:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kept:
+class CheckpointExtras:
     """What a checkpoint stores for a task."""
 
     state: Mapping[str, Any] = field(default_factory=dict)
@@ -319,9 +319,9 @@ class Task(ABC, Generic[Batch]):
         """Converts a number of samples to units, as a mapping from the unit's name."""
         return {f"{self.unit.name}s": samples * self.model.units_per_sample()}
 
-    def kept(self) -> Kept:
+    def kept(self) -> CheckpointExtras:
         """What a checkpoint stores for this task."""
-        return Kept(state={"data_fingerprint": self.fingerprint})
+        return CheckpointExtras(state={"data_fingerprint": self.fingerprint})
 
     @property
     def notes(self) -> Sequence[str]:
@@ -333,7 +333,7 @@ class Task(ABC, Generic[Batch]):
         count FLOPs; None: the model's maximum."""
         return 1, None
 
-    def begins_anew(self, weights: Weights) -> tuple[str, ...]:
+    def reinitialized_prefixes(self, weights: Weights) -> tuple[str, ...]:
         """Name prefixes of parameters that are initialized from the seed, not from these weights.
 
         Args:

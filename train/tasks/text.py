@@ -25,8 +25,8 @@ from polyad.parallel.weights import Weights
 from polyad.train.errors import ConfigError
 from polyad.train.tasks.task import (
     Batch,
+    CheckpointExtras,
     EvaluationConfig,
-    Kept,
     Predictor,
     Sections,
     Share,
@@ -187,7 +187,7 @@ class TextTask(Task[Batch]):
         """The number of tokens in a split."""
         return self.split(split)[1].tokens
 
-    def kept(self) -> Kept:
+    def kept(self) -> CheckpointExtras:
         """The tokenizer's file, and fingerprints of the tokenizer and of the data."""
         about = self.data.tokenizer
         state = {
@@ -196,7 +196,9 @@ class TextTask(Task[Batch]):
             "end_of_text": about.end_of_text,
             "vocab_size": about.vocab_size,
         }
-        return Kept(state=state, files={about.file: self.data.tokenizer_path.read_bytes()})
+        return CheckpointExtras(
+            state=state, files={about.file: self.data.tokenizer_path.read_bytes()}
+        )
 
     def check_weights(self, weights: Weights, owner: str) -> None:
         """Checks that the weights were trained with these token ids."""

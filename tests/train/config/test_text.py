@@ -9,7 +9,7 @@ from jsonschema import Draft202012Validator
 
 from polyad.launch.cli import run as polyad
 from polyad.launch.commands.runs import schema_text
-from polyad.train.config.run import config_of
+from polyad.train.config.run import build_config
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 FILES = {"run": "polyad.schema.json", "study": "study.schema.json"}
@@ -70,11 +70,11 @@ def test_an_editor_takes_of_a_key_what_a_run_takes(key, value):
     place[last] = value
     if (key, value) in TAKEN:
         assert list(SCHEMAS["run"].iter_errors(tree)) == []
-        config_of(tree, origin="x")
+        build_config(tree, origin="x")
     else:
         assert list(SCHEMAS["run"].iter_errors(tree))
         with pytest.raises(ValueError, match=last[:3]):
-            config_of(tree, origin="x")
+            build_config(tree, origin="x")
 
 
 def test_every_key_says_what_it_means():

@@ -7,8 +7,8 @@ from polyad.model.build import build_model, materialize, read_model_config
 from polyad.model.output import AUXILIARY_LOSSES, RoutingStats, StatisticsModule, ask_for_statistics
 from polyad.model.padding import RealTokens
 from polyad.train.loop.losses import (
+    InputRecorder,
     LossConfig,
-    Reading,
     SampleSimilarityConfig,
     routing_loss,
     sample_similarity_loss,
@@ -146,10 +146,10 @@ def test_every_layer_of_a_model_gets_it_from_its_own_router(name, of):
     images = pixels.expand(5, 3, 8, 8)
     assert all(stats.sample_scores_BS is None for stats in model(images).routing)
     ask_for_statistics(model, losses=AUXILIARY_LOSSES, samples=True)
-    read = Reading(model, getattr(model, "as_read", None))
-    routing = read(images).routing
+    recorder = InputRecorder(model, getattr(model, "as_read", None))
+    routing = recorder(images).routing
     settings = config(of=of)
-    found = with_sample_similarity(routing, read.inputs, settings)
+    found = with_sample_similarity(routing, recorder.inputs, settings)
     assert len(found) == len(routing) > 0
     for stats, result in zip(routing, found, strict=True):
         levels = stats.levels or (stats.sample_scores_BS.shape[1],)

@@ -14,7 +14,7 @@ def test_a_step_ends_where_the_next_begins_and_scores_are_set_aside(monkeypatch)
     now = 103.0
     assert timer.step() == 3.0
     now = 104.0
-    with timer.aside():  # 1 second after the step, 5 seconds of scores, 2 seconds of step
+    with timer.paused():  # 1 second after the step, 5 seconds of scores, 2 seconds of step
         now = 109.0
     now = 111.0
     assert timer.step() == 3.0
