@@ -1,66 +1,16 @@
-"""One host's torchrun agent: its command line, and its rendezvous with other hosts."""
+"""One host's torchrun agent: its command line, and how this process becomes it."""
 
-import hashlib
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
 from polyad.launch import torchrun as launcher
-from polyad.launch.hosts import endpoint, host_name, plain_name
 from polyad.launch.machine import prepare_environment, share_cores
 from polyad.launch.processes import block_signals
 
 STANDALONE = (launcher.STANDALONE,)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rendezvous:
-    """The rendezvous of all hosts' agents (torchrun's c10d).
-
-    Unlike torchrun's static rendezvous, it can restart a run after a failure.
-
-    Raises:
-        LaunchError: a value is not a host, port or name.
-    """
-
-    endpoint: str | None = None
-    """HOST or HOST:PORT, equal on all hosts; None for a single host."""
-    id: str | None = None
-    """Id that distinguishes runs at one endpoint; None: derived from the run's folder."""
-    is_host: bool | None = None
-    """Whether the endpoint is on this host; None: torchrun compares names and addresses."""
-    local_addr: str | None = None
-    """The address at which other hosts reach this one; None: its full name."""
-
-    def __post_init__(self) -> None:
-        if self.endpoint is not None:
-            endpoint(self.endpoint, "--rdzv-endpoint")
-        if self.id is not None:
-            plain_name(self.id, "--rdzv-id")
-        if self.local_addr is not None:
-            host_name(self.local_addr, "--local-addr")
-
-    def name(self, run_folder: str) -> str:
-        """The id of the rendezvous.
-
-        Args:
-            run_folder: as written in the configuration, so that all hosts derive the same id.
-        """
-        return self.id or f"polyad-{hashlib.sha256(run_folder.encode()).hexdigest()[:12]}"
-
-    def words(self, run_folder: str) -> list[str]:
-        """torchrun's options; see `name`."""
-        where = endpoint(self.endpoint, "--rdzv-endpoint") if self.endpoint else "localhost:0"
-        words = ["--rdzv-backend", "c10d", "--rdzv-endpoint", where]
-        words += ["--rdzv-id", self.name(run_folder)]
-        if self.is_host is not None:
-            words += ["--rdzv-conf", f"is_host={str(self.is_host).lower()}"]
-        if self.local_addr is not None:
-            words += ["--local-addr", self.local_addr]
-        return words
 
 
 def torchrun(

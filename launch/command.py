@@ -18,17 +18,15 @@
 Parameters that are keyword-only are options, the others positional arguments; the name of one that
 would be a keyword of Python ends in `_`. The first line of the docstring is the summary in the list
 of commands, and a word in brackets after a parameter's name the placeholder for its value. Texts
-and parsers that several commands share stand in an `Argument` of an annotation. A parameter
-annotated with a dataclass stands for the fields of that.
+and parsers that several commands share stand in an `Argument` of an annotation.
 """
 
 import argparse
-import dataclasses
 import difflib
 import inspect
 import re
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origin
@@ -148,7 +146,7 @@ class Command:
         texts = _texts(self.function)
         added = [
             _arguments(each, texts.get(each.name, Argument()))
-            for each in _parameters(self.function)
+            for each in inspect.signature(self.function).parameters.values()
         ]
         # Words that are left over go to the last positional argument.
         for name, keywords in sorted(added, key=lambda each: each[1].get("nargs") == "*"):
@@ -167,7 +165,7 @@ class Command:
         Raises:
             UsageError: the words are not valid arguments.
         """
-        done = _called(self.function, vars(self.parser().parse_intermixed_args(words)))
+        done = self.function(**vars(self.parser().parse_intermixed_args(words)))
         return (done.run() if isinstance(self.function, type) else done) or 0
 
 
@@ -182,32 +180,13 @@ def command(name: str, *examples: str, program: str = "polyad ") -> Callable[[Fu
     return lambda function: Command(function, name, examples, program)
 
 
-def _parameters(function: Any) -> Iterator[inspect.Parameter]:
-    for each in inspect.signature(function).parameters.values():
-        if dataclasses.is_dataclass(each.annotation):
-            yield from _parameters(each.annotation)
-        else:
-            yield each
-
-
-def _called(function: Any, values: Mapping[str, Any]) -> Any:
-    options = {}
-    for name, each in inspect.signature(function).parameters.items():
-        kind = each.annotation
-        options[name] = _called(kind, values) if dataclasses.is_dataclass(kind) else values[name]
-    return function(**options)
-
-
 def _about(function: Function) -> str:
     return re.split(r"\n\n(?:Args|Returns|Raises):\n", inspect.getdoc(function) or "")[0]
 
 
 def _texts(function: Any) -> dict[str, Argument]:
-    """The arguments that docstrings explain: its own, of base classes, of dataclasses."""
+    """The arguments that docstrings explain: its own, and those of base classes."""
     texts = dict[str, Argument]()
-    for each in inspect.signature(function).parameters.values():
-        if dataclasses.is_dataclass(each.annotation):
-            texts |= _texts(each.annotation)
     for documented in reversed(getattr(function, "__mro__", (function,))):
         arguments = inspect.cleandoc(documented.__doc__ or "").partition("\nArgs:\n")[2]
         for name, metavar, text in _ARGUMENT.findall(arguments.partition("\n\n")[0]):

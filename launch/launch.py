@@ -5,20 +5,27 @@ torchrun  this process becomes this host's torchrun, which connects to those of 
 slurm     a script in the run's folder starts such a torchrun on each node of a job
 """
 
+import hashlib
 import math
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from polyad.launch.agent import STANDALONE, Rendezvous, become, torchrun
-from polyad.launch.command import NonNegative, Positive
-from polyad.launch.hosts import LaunchError, command_line, interface_name
+from polyad.launch.agent import STANDALONE, become, torchrun
+from polyad.launch.command import NonNegative, Overrides, Positive
+from polyad.launch.hosts import (
+    LaunchError,
+    command_line,
+    endpoint,
+    host_name,
+    interface_name,
+    plain_name,
+)
 from polyad.launch.machine import prepare_environment, share_cores
-from polyad.launch.slurm import SlurmJob, find_sbatch, script_text, submit, write_script
+from polyad.launch.slurm import check_job, find_sbatch, script_text, submit, write_script
 
 if TYPE_CHECKING:
     from polyad.train.config.run import RunConfig
@@ -37,8 +44,10 @@ ONLY_FOR = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class LaunchOptions:
-    """How to start processes; options of another way of starting are not allowed.
+class Launcher:
+    """A command that runs in processes on one or more hosts.
+
+    Options of another way of starting processes are not allowed.
 
     Args:
         processes_per_node (P): processes per host, one for each GPU.
@@ -64,8 +73,11 @@ class LaunchOptions:
             processes, such as module load.
     """
 
+    config: Path | None = field(kw_only=False)
+    """The run's file; None: `doctor` examines only machines."""
+    overrides: Overrides = field(kw_only=False)
     processes_per_node: Positive | None = None
-    nodes: Positive | None = None
+    nodes: Positive = 1
     via: Literal["local", "torchrun", "slurm"] = "local"
     max_restarts: NonNegative | None = None
     interface: str | None = None
@@ -78,21 +90,13 @@ class LaunchOptions:
     sbatch: Sequence[str] = ()
     setup: Path | None = None
 
-
-@dataclass(frozen=True, kw_only=True)
-class Launch:
-    """A run to start, not checked yet."""
-
-    config: Path | None
-    """The run's file; None: `doctor` examines only machines."""
-    overrides: Sequence[str]
-    """`key=value`."""
-    how: LaunchOptions
-    command: Sequence[str] = ("train",)
-    """The `polyad` command that each process runs, with its options: `train` or `doctor`."""
+    @property
+    def command(self) -> Sequence[str]:
+        """The `polyad` command that each process runs, with its options: `train` or `doctor`."""
+        return ("train",)
 
     def start(self) -> int:
-        """Starts the run; does not return if this process becomes torchrun.
+        """Starts the processes; does not return if this process becomes torchrun.
 
         Returns:
             The exit status.
@@ -101,115 +105,107 @@ class Launch:
             ValueError: with an `exit_status` of 2: the run would not start. No process was started.
             SubmissionError: Slurm rejected the job.
         """
-        how = self.how
+        self._check_options()
+        variables = interface_variables(self.interface)
+        processes = self._check_shape()
+        prepare_environment()
+        by_slurm = self.via == "slurm"
+        sbatch = find_sbatch() if by_slurm and not self.dry_run else None
+        folder = "polyad"
+        if self.config is not None:
+            config = self._checked(self.config, processes)
+            folder = config.run.folder
+            variables |= _patience(config)
+        trains = self.command[0] == "train"
+        restarts = MAX_RESTARTS[self.via] if trains else 0
+        agent = torchrun(
+            self.config,
+            self.overrides,
+            processes,
+            restarts if self.max_restarts is None else self.max_restarts,
+            command=self.command,
+            nodes=self.nodes,
+            min_nodes=self.min_nodes,
+            meeting=self.rendezvous(folder),
+        )
+        if by_slurm:
+            return self._submit(sbatch, Path(folder), agent, processes, variables)
+        share_cores(processes)
+        line = command_line(agent, {"OMP_NUM_THREADS": os.environ["OMP_NUM_THREADS"], **variables})
+        if self.dry_run:
+            print(line)
+            return 0
+        if self.via == "torchrun":
+            print(line, file=sys.stderr)
+        become(agent, variables)
+
+    def _check_options(self) -> None:
         for name, via in ONLY_FOR.items():
-            value = getattr(how, name)
-            if value not in (None, [], ()) and via != how.via:
+            value = getattr(self, name)
+            if value not in (None, [], ()) and via != self.via:
                 shown = value if isinstance(value, int) else repr(str(value))
                 raise LaunchError(
-                    f"--{name.replace('_', '-')}: {shown} is not allowed with --via {how.via}; it "
+                    f"--{name.replace('_', '-')}: {shown} is not allowed with --via {self.via}; it "
                     f"is an option for --via {via}"
                 )
-        rendezvous, job = _rendezvous(how), SlurmJob(sbatch=how.sbatch, setup=how.setup)
-        variables = interface_variables(how.interface)
-        self._check()
-        prepare_environment()
-        if how.via == "slurm":
-            return self._by_slurm(job, variables)
-        return self._here(rendezvous, variables)
+        if self.rdzv_endpoint is not None:
+            endpoint(self.rdzv_endpoint, "--rdzv-endpoint")
+        if self.rdzv_id is not None:
+            plain_name(self.rdzv_id, "--rdzv-id")
+        if self.local_addr is not None:
+            host_name(self.local_addr, "--local-addr")
+        check_job(self.sbatch, self.setup)
 
-    def _check(self) -> None:
-        how = self.how
-        nodes = how.nodes or 1
-        if how.processes_per_node is None:
+    def _check_shape(self) -> int:
+        """Returns the number of processes of each host."""
+        nodes = self.nodes
+        if self.processes_per_node is None:
             raise LaunchError("--processes-per-node: is missing")
-        if self.config is None and how.via not in ("local", "torchrun"):
-            raise LaunchError(f"CONFIG: is missing; --via {how.via} needs the file of a run")
-        if how.min_nodes is not None and not 1 <= how.min_nodes <= nodes:
+        if self.config is None and self.via not in ("local", "torchrun"):
+            raise LaunchError(f"CONFIG: is missing; --via {self.via} needs the file of a run")
+        if self.min_nodes is not None and not 1 <= self.min_nodes <= nodes:
             raise LaunchError(
-                f"--min-nodes: {how.min_nodes} is not allowed; 1 to the number of hosts, {nodes}"
+                f"--min-nodes: {self.min_nodes} is not allowed; 1 to the number of hosts, {nodes}"
             )
-        if nodes > 1 and how.via == "local":
+        if nodes > 1 and self.via == "local":
             raise LaunchError(
                 f"--nodes: {nodes} is not allowed with --via local, which starts processes on this "
                 "machine only; use 1, or --via torchrun or slurm"
             )
-        if nodes > 1 and how.via == "torchrun" and how.rdzv_endpoint is None:
+        if nodes > 1 and self.via == "torchrun" and self.rdzv_endpoint is None:
             raise LaunchError(
                 f"--rdzv-endpoint: is missing; {nodes} nodes need the HOST:PORT of one of them as "
                 "the rendezvous address"
             )
+        return self.processes_per_node
 
-    @property
-    def _trains(self) -> bool:
-        return self.command[0] == "train"
-
-    @property
-    def _restarts(self) -> int:
-        if self.how.max_restarts is not None:
-            return self.how.max_restarts
-        return MAX_RESTARTS[self.how.via] if self._trains else 0
-
-    @property
-    def _shape(self) -> tuple[int, int]:
-        """The number of nodes, and of processes per node."""
-        return self.how.nodes or 1, self.how.processes_per_node or 1
-
-    def _checked(self, nodes: int, processes: int) -> "RunConfig":
+    def _checked(self, path: Path, processes: int) -> "RunConfig":
         """Returns the checked configuration of a run that can start, or that a command examines.
 
         Args:
-            nodes: number of nodes.
-            processes: number of processes per node.
+            path: its file.
+            processes: number of processes of each host.
         """
+        from polyad.parallel.dims import LayoutError
         from polyad.train.config.rules import validate
         from polyad.train.config.run import load_config
         from polyad.train.start import plan_run
 
-        assert self.config is not None
-        with _naming_shape(nodes, processes):
-            if self._trains:
-                return plan_run(self.config, self.overrides, nodes * processes).config
-            config = load_config(self.config, self.overrides)
-            validate(config, nodes * processes)
-            return config
-
-    def _agent(self, nodes: int, processes: int, meeting: Sequence[str]) -> list[str]:
-        """The command line of a host's agent."""
-        return torchrun(
-            *(self.config, self.overrides, processes, self._restarts),
-            command=self.command,
-            nodes=nodes,
-            min_nodes=self.how.min_nodes,
-            meeting=meeting,
-        )
-
-    def _here(self, rendezvous: Rendezvous, variables: dict[str, str]) -> int:
-        nodes, processes = self._shape
-        name = "polyad"
-        if self.config is not None:
-            checked = self._checked(nodes, processes)
-            self._check_any_size(checked, nodes, processes)
-            name = checked.run.folder
-            variables |= _patience(checked)
-        is_local = self.how.via == "local"
-        words = self._agent(nodes, processes, STANDALONE if is_local else rendezvous.words(name))
-        share_cores(processes)
-        line = command_line(words, {"OMP_NUM_THREADS": os.environ["OMP_NUM_THREADS"], **variables})
-        if self.how.dry_run:
-            print(line)
-            return 0
-        if not is_local:
-            print(line, file=sys.stderr)
-        become(words, variables)
-
-    def _check_any_size(self, config: "RunConfig", nodes: int, processes: int) -> None:
-        """Rejects a minimum number of hosts if torchrun could start with a number that does not
-        fit."""
-        from polyad.parallel.dims import LayoutError
-        from polyad.train.config.rules import validate
-
-        least = self.how.min_nodes
+        nodes = self.nodes
+        try:
+            if self.command[0] == "train":
+                config = plan_run(path, self.overrides, nodes * processes).config
+            else:
+                config = load_config(path, self.overrides)
+                validate(config, nodes * processes)
+        except LayoutError as error:
+            if nodes == 1:
+                raise
+            raise LaunchError(
+                f"--nodes {nodes} x --processes-per-node {processes} = {nodes * processes} "
+                f"processes do not fit: {error}"
+            ) from None
+        least = self.min_nodes
         for size in range(least or nodes, nodes):
             try:
                 validate(config, size * processes)
@@ -219,29 +215,48 @@ class Launch:
                     f"processes the layout does not fit, and torchrun goes on with any number from "
                     f"{least} to {nodes}: {error}"
                 ) from None
+        return config
 
-    def _by_slurm(self, job: SlurmJob, variables: dict[str, str]) -> int:
+    def rendezvous(self, run_folder: str) -> Sequence[str]:
+        """torchrun's options for the rendezvous of all hosts' agents.
+
+        Unlike torchrun's static rendezvous, c10d can restart a run after a failure.
+
+        Args:
+            run_folder: as written in the configuration, so that all hosts derive the same id.
+        """
+        if self.via == "local":
+            return STANDALONE
+        if self.via == "slurm":  # only the job knows its hosts
+            return ()
+        where = endpoint(self.rdzv_endpoint or "localhost:0", "--rdzv-endpoint")
+        name = self.rdzv_id or f"polyad-{hashlib.sha256(run_folder.encode()).hexdigest()[:12]}"
+        words = ["--rdzv-backend", "c10d", "--rdzv-endpoint", where, "--rdzv-id", name]
+        if self.rdzv_is_host is not None:
+            words += ["--rdzv-conf", f"is_host={self.rdzv_is_host}"]
+        if self.local_addr is not None:
+            words += ["--local-addr", self.local_addr]
+        return words
+
+    def _submit(
+        self,
+        sbatch: str | None,
+        run_folder: Path,
+        agent: Sequence[str],
+        processes: int,
+        variables: Mapping[str, str],
+    ) -> int:
+        """Writes the job's script into the run's folder, and submits it unless `sbatch` is None."""
         from polyad.train.start import LAUNCH_FOLDER  # not at the top: it imports torch
 
-        nodes, processes = self._shape
-        sbatch = None if self.how.dry_run else find_sbatch()
-        checked = self._checked(nodes, processes)
-        folder = Path(checked.run.folder).absolute() / LAUNCH_FOLDER
-        words = self._agent(nodes, processes, ())
-        text = script_text(folder, job, words, nodes, processes, variables | _patience(checked))
-        name = "job.sh" if self._trains else f"{self.command[0]}.sh"
+        folder = run_folder.absolute() / LAUNCH_FOLDER
+        text = script_text(
+            *(folder, agent, self.nodes, processes, variables), sbatch=self.sbatch, setup=self.setup
+        )
+        name = "job.sh" if self.command[0] == "train" else f"{self.command[0]}.sh"
         script = write_script(folder, name, text)
         print(submit(script, sbatch) if sbatch else command_line(["sbatch", script]))
         return 0
-
-
-def _rendezvous(how: LaunchOptions) -> Rendezvous:
-    return Rendezvous(
-        endpoint=how.rdzv_endpoint,
-        id=how.rdzv_id,
-        is_host=None if how.rdzv_is_host is None else how.rdzv_is_host == "true",
-        local_addr=how.local_addr,
-    )
 
 
 def interface_variables(interface: str | None) -> dict[str, str]:
@@ -264,19 +279,3 @@ def _patience(config: "RunConfig") -> dict[str, str]:
     """
     wanted = math.ceil(config.monitor.grace_seconds) + 5
     return {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": f"{wanted}"} if wanted != TORCHRUN_GRACE else {}
-
-
-@contextmanager
-def _naming_shape(nodes: int, processes: int) -> Iterator[None]:
-    """A context that adds the number of nodes to errors about a layout that does not fit."""
-    from polyad.parallel.dims import LayoutError
-
-    try:
-        yield
-    except LayoutError as error:
-        if nodes == 1:
-            raise
-        raise LaunchError(
-            f"--nodes {nodes} x --processes-per-node {processes} = {nodes * processes} processes "
-            f"do not fit: {error}"
-        ) from None

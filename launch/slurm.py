@@ -10,7 +10,6 @@ import shlex
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import polyad
@@ -36,77 +35,80 @@ class SubmissionError(RuntimeError):
     exit_status = 1
 
 
-@dataclass(frozen=True, kw_only=True)
-class SlurmJob:
-    """What is asked of Slurm.
+def check_job(sbatch: Sequence[str], setup: Path | None) -> None:
+    """Checks what is asked of Slurm.
+
+    Args:
+        sbatch: options of `sbatch` without dashes, as `time=24:00:00`; without a value, as
+            `exclusive`.
+        setup: a file of bash that the script reads before it starts processes, such as
+            `module load`.
 
     Raises:
         LaunchError: an option cannot stand in an `#SBATCH` line, or the file is missing.
     """
+    for text in sbatch:
+        key, equals, value = text.partition("=")
+        if not _KEY.fullmatch(key) or (equals and not _VALUE.fullmatch(value)):
+            raise LaunchError(
+                f"--sbatch: {text!r} is not allowed; KEY=VALUE as in time=24:00:00, without "
+                "dashes, spaces, quotes and #"
+            )
+        if key in OURS:
+            raise LaunchError(
+                f"--sbatch: {text!r} is not allowed; {', '.join(OURS)} are the script's own, "
+                "and --nodes is an option of polyad launch"
+            )
+    if setup is not None and not setup.is_file():
+        raise LaunchError(f"--setup: {setup}: there is no such file")
 
-    sbatch: Sequence[str] = ()
-    """Options of `sbatch` without dashes, as `time=24:00:00`; without a value, as `exclusive`."""
-    setup: Path | None = None
-    """A file of bash that the script reads before it starts processes, such as `module load`."""
 
-    def __post_init__(self) -> None:
-        for text in self.sbatch:
-            key, equals, value = text.partition("=")
-            if not _KEY.fullmatch(key) or (equals and not _VALUE.fullmatch(value)):
-                raise LaunchError(
-                    f"--sbatch: {text!r} is not allowed; KEY=VALUE as in time=24:00:00, without "
-                    "dashes, spaces, quotes and #"
-                )
-            if key in OURS:
-                raise LaunchError(
-                    f"--sbatch: {text!r} is not allowed; {', '.join(OURS)} are the script's own, "
-                    "and --nodes is an option of polyad launch"
-                )
-        if self.setup is not None and not self.setup.is_file():
-            raise LaunchError(f"--setup: {self.setup}: there is no such file")
+def _directives(sbatch: Sequence[str], name: str, nodes: int, place: str) -> list[str]:
+    """Returns the `#SBATCH` lines.
 
-    def directives(self, name: str, nodes: int, place: str) -> list[str]:
-        """Returns the `#SBATCH` lines.
-
-        Args:
-            name: default name of the job.
-            nodes: number of nodes.
-            place: the folder of the output file.
-        """
-        lines: dict[str, str] = {
-            "job-name": name,
-            "nodes": str(nodes),
-            "ntasks-per-node": "1",
-            "signal": f"B:USR1@{SIGNAL_SECONDS}",
-            "output": f"{place}/slurm-%j.out",
-            "open-mode": "append",  # a requeued job appends to its file
-            "requeue": "",
-        }
-        options = dict(text.partition("=")[::2] for text in self.sbatch)
-        if "cpus-per-task" not in options:
-            lines["exclusive"] = ""  # else each task gets only one core
-        lines |= options
-        return [f"#SBATCH --{key}" + (f"={value}" if value else "") for key, value in lines.items()]
+    Args:
+        sbatch: options that were asked for.
+        name: default name of the job.
+        nodes: number of nodes.
+        place: the folder of the output file.
+    """
+    lines: dict[str, str] = {
+        "job-name": name,
+        "nodes": str(nodes),
+        "ntasks-per-node": "1",
+        "signal": f"B:USR1@{SIGNAL_SECONDS}",
+        "output": f"{place}/slurm-%j.out",
+        "open-mode": "append",  # a requeued job appends to its file
+        "requeue": "",
+    }
+    options = dict(text.partition("=")[::2] for text in sbatch)
+    if "cpus-per-task" not in options:
+        lines["exclusive"] = ""  # else each task gets only one core
+    lines |= options
+    return [f"#SBATCH --{key}" + (f"={value}" if value else "") for key, value in lines.items()]
 
 
 def script_text(
     folder: Path,
-    job: SlurmJob,
     agent: Sequence[str],
     nodes: int,
     processes_per_node: int,
     variables: Mapping[str, str],
-    least_seconds: int = LEAST_SECONDS,
+    *,
+    sbatch: Sequence[str] = (),
+    setup: Path | None = None,
+    least_seconds: float = LEAST_SECONDS,
 ) -> str:
     """Returns the batch script.
 
     Args:
         folder: the folder of launch files of the run.
-        job: the job's resources.
         agent: torchrun's command without a rendezvous, which only the job knows.
         nodes: number of nodes.
         processes_per_node: P.
         variables: environment variables of all processes.
+        sbatch: see `check_job`.
+        setup: see `check_job`.
         least_seconds: see `LEAST_SECONDS`.
 
     Raises:
@@ -122,11 +124,11 @@ def script_text(
     root = shlex.quote(str(Path(polyad.__file__).resolve().parent.parent))
     lines = ["export PYTHONSAFEPATH=1", f'export PYTHONPATH="${{PYTHONPATH:+$PYTHONPATH:}}"{root}']
     lines += [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
-    if job.setup is not None:
-        lines.append(f". {shlex.quote(str(job.setup.resolve()))} || exit 1")
+    if setup is not None:
+        lines.append(f". {shlex.quote(str(setup.resolve()))} || exit 1")
     logs = ("--log-dir", f"{folder}/logs", "--redirects", "3", "--tee", "3")
     return _SCRIPT.format(
-        directives="\n".join(job.directives(name, nodes, str(folder))),
+        directives="\n".join(_directives(sbatch, name, nodes, str(folder))),
         workplace=shlex.quote(os.getcwd()),
         lines="\n".join(lines),
         processes=processes_per_node,

@@ -16,11 +16,11 @@ GROUPS: dict[str, tuple[Any, ...]] = {  # a decorated class keeps its type for m
         runs.validate,
         plan.plan,
         bench.bench,
-        runs.doctor,
+        runs.Doctor,
         runs.verify_layout,
         runs.schema,
     ),
-    "training": (runs.launch, runs.train, runs.study),
+    "training": (runs.Launch, runs.train, runs.study),
     "a trained model": (
         evaluate.Evaluate,
         weights.generate,

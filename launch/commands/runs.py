@@ -1,10 +1,10 @@
 """Commands about a run's configuration: training, and what is checked before it."""
 
-import dataclasses
 import difflib
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -17,7 +17,7 @@ from polyad.launch.command import (
     Positive,
     command,
 )
-from polyad.launch.launch import LaunchOptions
+from polyad.launch.launch import Launcher
 from polyad.launch.machine import is_main
 from polyad.launch.output import (
     check_json_path,
@@ -88,13 +88,18 @@ def last_loss(metrics: Path) -> str:
     "polyad launch configs/gpt2/124m.yaml --nodes 2 --processes-per-node 4 --via slurm "
     "--sbatch gpus-per-node=4 --sbatch time=24:00:00 data.path=runs/stdlib --dry-run",
 )
-def launch(config: ConfigFile, overrides: Overrides, how: LaunchOptions) -> int:
+@dataclass(frozen=True, kw_only=True)
+class Launch(Launcher):
     """Checks a run, then trains it in P processes on each of N hosts."""
-    from polyad.launch.launch import Launch
-    from polyad.launch.machine import end_with_launcher
 
-    end_with_launcher()
-    return Launch(config=config, overrides=overrides, how=how).start()
+    config: ConfigFile = field(kw_only=False)
+
+    def run(self) -> int:
+        """Starts the run."""
+        from polyad.launch.machine import end_with_launcher
+
+        end_with_launcher()
+        return self.start()
 
 
 @command(
@@ -232,36 +237,38 @@ def schema_text(kind: Literal["run", "study"]) -> str:
     "polyad doctor --processes-per-node 2",
     "polyad doctor configs/quickstart/gpt2.yaml --processes-per-node 2 data.path=runs/stdlib",
 )
-def doctor(
-    config: Annotated[Path | None, Argument(nargs="?")],
-    overrides: Overrides,
-    *,
-    how: LaunchOptions,
-    json: Json = None,
-) -> int | None:
+@dataclass(frozen=True, kw_only=True)
+class Doctor(Launcher):
     """Checks hosts for what would break a run or slow it down.
 
     Args:
         config (CONFIG): configuration of a run, to check its data too.
     """
-    from polyad.launch.doctor import check, examine, table
-    from polyad.launch.launch import Launch
-    from polyad.launch.machine import end_with_launcher, prepare_environment
 
-    check_json_path(json)
-    end_with_launcher()
-    if "RANK" not in os.environ:  # torchrun has not started this process
-        if how.processes_per_node is None:
-            how = dataclasses.replace(how, processes_per_node=1)
-        words = ("doctor", *(["--json", json] if json else []))
-        return Launch(config=config, overrides=overrides, how=how, command=words).start()
-    prepare_environment()
-    with results(json) as show:
-        result = examine(config, overrides)
-        if result is not None:
-            show(result, table(result))
-            check(result)
-    return None
+    config: Annotated[Path | None, Argument(nargs="?")] = field(kw_only=False)
+    json: Json = None
+
+    @property
+    def command(self) -> Sequence[str]:
+        """The command with its options."""
+        return ("doctor", *(["--json", self.json] if self.json else []))
+
+    def run(self) -> int | None:
+        """Starts the processes, or checks this one."""
+        from polyad.launch.doctor import check, examine, table
+        from polyad.launch.machine import end_with_launcher, prepare_environment
+
+        check_json_path(self.json)
+        end_with_launcher()
+        if "RANK" not in os.environ:  # torchrun has not started this process
+            return replace(self, processes_per_node=self.processes_per_node or 1).start()
+        prepare_environment()
+        with results(self.json) as show:
+            result = examine(self.config, self.overrides)
+            if result is not None:
+                show(result, table(result))
+                check(result)
+        return None
 
 
 @command("configs", "polyad configs", "polyad configs configs/gpt2/124m-smoe-16.yaml > my-run.yaml")

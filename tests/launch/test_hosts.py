@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polyad.launch.agent import Rendezvous
-from polyad.launch.hosts import LaunchError, command_line, endpoint, host_name
+from polyad.launch.hosts import LaunchError, command_line, endpoint, host_name, plain_name
 from polyad.launch.launch import interface_variables
 
 SHELL = ("a;b", "a b", "$(id)", "`id`", "a|b", "a&b", "a>b", "a\nb", "a'b", 'a"b', "a\\b", "a*", "")
@@ -21,13 +20,13 @@ REFUSED = {
         *(".".join(["a" * 60] * 5), "node1\n", "fe80::1%eth0;id", "fe80::1%eth0", "::g"),
     ),
     "--rdzv-endpoint": (
-        lambda text: Rendezvous(endpoint=text),
+        lambda text: endpoint(text, "--rdzv-endpoint"),
         *("node:", "node:0", "node:65536", "node:port", "node:1;id", "node:-1", "node: 1"),
         *("node:1\n", ":29400", "-x:29400", "fd00::1", "[node]:1", "[::1", "[::1]x:1"),
         *("a b:1", "node:１"),
     ),
     "--rdzv-id": (
-        lambda name: Rendezvous(id=name),
+        lambda name: plain_name(name, "--rdzv-id"),
         *("-x", "a" * 65, "a/b", "a,b", "a=b", "a#b", "a%j"),
     ),
     "--interface": (interface_variables, "-x", "eth0,eth1", "=eth0", "^eth0", "a" * 16),

@@ -8,6 +8,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 
 from polyad.launch.cli import run
 from polyad.launch.hosts import LaunchError
-from polyad.launch.slurm import SlurmJob, script_text
+from polyad.launch.slurm import check_job, script_text
 from tests.helpers.started import write_command
 from tests.launch.test_cli import error_line
 from tests.launch.test_hosts import ARGUMENTS
@@ -80,10 +81,9 @@ def execute(stand_ins):
 
 
 def text_of(
-    agent: tuple[str, ...] = AGENT, folder: str = "/runs/a", least: float = 0, **asked: object
+    agent: tuple[str, ...] = AGENT, folder: str = "/runs/a", least: float = 0, **asked: Any
 ) -> str:
-    job = SlurmJob(**asked)  # type: ignore[arg-type]
-    return script_text(Path(folder) / "launch", job, agent, 2, 1, {}, least_seconds=least)
+    return script_text(Path(folder) / "launch", agent, 2, 1, {}, least_seconds=least, **asked)
 
 
 def log_of(path: Path) -> list[str]:
@@ -100,13 +100,13 @@ def log_of(path: Path) -> list[str]:
 )
 def test_an_option_that_cannot_stand_in_a_directive_or_is_the_scripts_is_refused(text):
     with pytest.raises(LaunchError, match=r"^--sbatch: ") as caught:
-        SlurmJob(sbatch=[text])
+        check_job([text], None)
     assert len(str(caught.value).splitlines()) == 1
 
 
 def test_a_missing_file_is_refused(tmp_path):
     with pytest.raises(LaunchError, match=r"^--setup: .*there is no such file"):
-        SlurmJob(setup=tmp_path / "none")
+        check_job([], tmp_path / "none")
 
 
 @pytest.mark.parametrize("folder", ["/runs/a b", "/runs/a\n#SBATCH --wrap=id", "/r/$(id)", "/r/%j"])
@@ -146,9 +146,7 @@ def test_the_script_starts_an_agent_on_every_node(execute):
 @given(overrides=st.lists(ARGUMENTS, max_size=3), place=ARGUMENTS.map(lambda t: t[:40]))
 @settings(max_examples=40, deadline=None)
 def test_any_override_comes_through_the_script_unchanged(stand_ins, overrides, place):
-    text = script_text(
-        *(Path("/runs/a/launch"), SlurmJob(), (*AGENT, *overrides), 2, 1), {"EXTRA": place}
-    )
+    text = script_text(Path("/runs/a/launch"), (*AGENT, *overrides), 2, 1, {"EXTRA": place})
     subprocess.run(["bash", "-n"], input=text.encode(), check=True)
     done = subprocess.run(
         ["bash", "-c", text], env=environment(stand_ins), capture_output=True, check=True

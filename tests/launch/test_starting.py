@@ -7,8 +7,8 @@ import sys
 import pytest
 
 import polyad.launch.torchrun
-from polyad.launch.agent import Rendezvous
 from polyad.launch.cli import run
+from polyad.launch.launch import Launcher
 from tests.launch.test_cli import error_line
 
 TORCHRUN = ("--via", "torchrun", "--rdzv-endpoint", "node-1")
@@ -102,9 +102,9 @@ def test_torchrun_waits_as_long_as_a_run_may_take_to_save_and_no_longer(config, 
 
 
 def test_hosts_make_the_same_id_from_the_same_folder():
-    same = Rendezvous(endpoint="a").words("runs/x")
-    assert same == Rendezvous(endpoint="a").words("runs/x")
-    assert same != Rendezvous(endpoint="a").words("runs/y")
+    here, there = (Launcher(None, [], via="torchrun", rdzv_endpoint="a") for _ in range(2))
+    assert here.rendezvous("runs/x") == there.rendezvous("runs/x")
+    assert here.rendezvous("runs/x") != here.rendezvous("runs/y")
 
 
 def test_hosts_that_do_not_meet_are_one_line(monkeypatch, capfd):
