@@ -6,7 +6,7 @@ See `launch/command.py`. Nothing heavy is imported before one runs.
 from typing import Any
 
 from polyad.launch.command import Command
-from polyad.launch.commands import bench, data, evaluate, experts, plan, report, runs, weights
+from polyad.launch.commands import bench, data, evaluate, experts, plan, runs, weights
 
 GROUPS: dict[str, tuple[Any, ...]] = {  # a decorated class keeps its type for mypy
     "data": (data.Prepare, data.data_verify),
@@ -25,7 +25,7 @@ GROUPS: dict[str, tuple[Any, ...]] = {  # a decorated class keeps its type for m
         evaluate.Evaluate,
         weights.generate,
         weights.predict,
-        report.report,
+        evaluate.report,
         evaluate.Robustness,
         evaluate.Compare,
         weights.convert,

@@ -1,11 +1,15 @@
 """`polyad prepare`, and commands that list and verify what is on disk."""
 
+import time
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from polyad.launch.command import Json, UsageError, command
-from polyad.launch.output import results
+from polyad.launch.output import align, only_results_on_stdout, results
+
+if TYPE_CHECKING:
+    from polyad.data.text.manifest import Manifest
 
 
 @command(
@@ -82,9 +86,21 @@ class Prepare:
             self._refuse("join", "output", "overwrite", why="means nothing with --join")
         elif missing:
             raise UsageError(f"prepare: needs {' and '.join(missing)}")
-        from polyad.launch.preparation import prepare_text
+        from polyad.data.text.manifest import PrepareConfig
+        from polyad.data.text.prepare import join, part_folder, prepare
 
-        prepare_text({**vars(self), "file_format": self.format}, joins=self.join)
+        started, folder = time.monotonic(), self.output
+        with only_results_on_stdout() as stdout:
+            if self.join:
+                manifest = join(folder, overwrite=self.overwrite)
+            else:
+                options = {**vars(self), "file_format": self.format}
+                config = {name: options[name] for name in PrepareConfig.model_fields}
+                manifest = prepare(output=folder, overwrite=self.overwrite, **config)
+                if self.part is not None:
+                    folder = str(part_folder(Path(folder), self.part))
+            table = prepared_table(manifest, folder, time.monotonic() - started)
+            stdout.write(table + "\n")
 
     def _refuse(self, *allowed: str, why: str) -> None:
         """Refuses all options except for some."""
@@ -95,6 +111,33 @@ class Prepare:
                 raise UsageError(
                     f"{option}: {why}" if value is True else f"{option}: {value} {why}"
                 )
+
+
+def prepared_table(manifest: "Manifest", folder: str, seconds: float) -> str:
+    """Formats prepared data by split; `seconds` is the duration of the preparation."""
+    rows: list[tuple[str, ...]] = [("split", "documents", "tokens", "words", "bytes", "share")]
+    total = sum(split.bytes for split in manifest.splits.values())
+    for name, split in manifest.splits.items():
+        counts = (split.documents, split.tokens, split.words, split.bytes)
+        share = f"{100 * split.bytes / max(total, 1):.1f}%"
+        rows.append((name, *(f"{count:,}" for count in counts), share))
+    tokens = sum(split.tokens for split in manifest.splits.values())
+    facts = []
+    if manifest.split_by == "position":
+        facts.append("split by position: the last parts of the text are held out")
+    if manifest.left_out:
+        left = "; ".join(f"{reason}: {count:,}" for reason, count in manifest.left_out.items())
+        facts.append(f"left out: {left}")
+    facts.append(manifest.tokenizer.in_words())
+    return "\n".join(
+        [
+            align(rows),
+            *facts,
+            f"{tokens:,} tokens in {seconds:.1f} s, {tokens / max(seconds, 1e-9):,.0f} tokens/s, "
+            f"vocabulary {manifest.tokenizer.vocab_size:,}",
+            f"in {folder}",
+        ]
+    )
 
 
 @command(

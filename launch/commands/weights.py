@@ -147,7 +147,7 @@ def inspect(path: AnyWeights, *, json: Json = None) -> None:
 
     prepare_environment()
     from polyad.parallel.checkpoint.load import newest_of, read_newest
-    from polyad.train.exchange.inspect import inspect, inspection_table
+    from polyad.train.describe import inspect, inspection_table
 
     with results(json) as show:
         result = read_newest(path, inspect, newest_of)

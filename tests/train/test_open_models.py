@@ -18,10 +18,10 @@ from polyad.model.families.keys import WeightsError
 from polyad.model.families.registry import family_of_model
 from polyad.parallel.families import FamilyWeights
 from polyad.train.config.run import load_config
+from polyad.train.describe import inspect
 from polyad.train.errors import ConfigError
 from polyad.train.evaluation.generate import Sampling, generate
 from polyad.train.exchange.convert import convert
-from polyad.train.exchange.inspect import inspect
 from tests.helpers import sequences
 from tests.helpers.decoders import (
     IDS,

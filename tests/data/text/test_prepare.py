@@ -14,7 +14,7 @@ from polyad.data.text.prepare import prepare
 from polyad.data.text.sources import open_source
 from polyad.data.text.splits import split_by_bytes
 from polyad.data.text.tokenizers.training import train_tokenizer
-from polyad.launch.preparation import prepared_table
+from polyad.launch.commands.data import prepared_table
 from tests.helpers.everyday import everyday
 from tests.helpers.prepared import jsonl
 

@@ -7,8 +7,8 @@ from safetensors.torch import load_file, save_file
 
 from polyad.launch.cli import run
 from polyad.model.families.keys import WeightsError
+from polyad.train.describe import inspect, inspection_table
 from polyad.train.exchange.convert import convert
-from polyad.train.exchange.inspect import inspect, inspection_table
 from tests.helpers.decoders import theirs
 
 pytest.importorskip("transformers")
