@@ -31,6 +31,8 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origin
 
+from polyad.launch.processes import prepare_environment
+
 Function = Callable[..., Any]
 _ARGUMENT = re.compile(r"^ {4}(\w+)(?: \((\S+)\))?: (.*(?:\n {8}.*)*)", re.MULTILINE)
 """An argument of a docstring: its name, its placeholder, its text."""
@@ -165,6 +167,7 @@ class Command:
         Raises:
             UsageError: the words are not valid arguments.
         """
+        prepare_environment()  # before the function imports libraries
         done = self.function(**vars(self.parser().parse_intermixed_args(words)))
         return (done.run() if isinstance(self.function, type) else done) or 0
 

@@ -14,17 +14,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from polyad.launch.agent import STANDALONE, become, torchrun
-from polyad.launch.command import NonNegative, Overrides, Positive
-from polyad.launch.hosts import (
+from polyad.launch.agent import (
+    STANDALONE,
     LaunchError,
+    become,
     command_line,
     endpoint,
     host_name,
     interface_name,
     plain_name,
+    torchrun,
 )
-from polyad.launch.machine import prepare_environment, share_cores
+from polyad.launch.command import NonNegative, Overrides, Positive
+from polyad.launch.processes import share_cores
 from polyad.launch.slurm import check_job, find_sbatch, script_text, submit, write_script
 
 if TYPE_CHECKING:
@@ -108,7 +110,6 @@ class Launcher:
         self._check_options()
         variables = interface_variables(self.interface)
         processes = self._check_shape()
-        prepare_environment()
         by_slurm = self.via == "slurm"
         sbatch = find_sbatch() if by_slurm and not self.dry_run else None
         folder = "polyad"

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import polyad
 from polyad.data.files import write_whole
-from polyad.launch.hosts import LaunchError
+from polyad.launch.agent import LaunchError
 
 OURS = ("array", "nodes", "ntasks", "ntasks-per-node", "open-mode", "output", "requeue")
 """Options of `sbatch` that the script decides itself."""

@@ -24,8 +24,13 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from polyad.data.files import temporary_folder
-from polyad.launch.machine import END_WITH_PARENT, end_with_launcher
-from polyad.launch.processes import CONTINUE, end_at_signals, unblock_signals
+from polyad.launch.processes import (
+    CONTINUE,
+    END_WITH_PARENT,
+    end_at_signals,
+    end_with_launcher,
+    unblock_signals,
+)
 from polyad.train.errors import SAID_ABOVE, STOP_FILE, end_at_once, one_line, stop_line, stop_signal
 
 if TYPE_CHECKING:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from polyad.launch.command import ConfigFile, Json, Overrides, Positive, command
 from polyad.launch.output import align, check_json_path, results
+from polyad.launch.processes import bind_to_cores, end_with_launcher, processor_name
 
 if TYPE_CHECKING:
     from polyad.train.config.run import RunConfig
@@ -44,7 +45,6 @@ def bench(
     """
     from polyad.launch.agent import become_processes
     from polyad.launch.commands.plan import configuration
-    from polyad.launch.machine import bind_to_cores, end_with_launcher, prepare_environment
     from polyad.parallel.comm import environment_world_size
     from polyad.train.errors import ConfigError
 
@@ -66,7 +66,6 @@ def bench(
         become_processes([*words, *overrides], number)
     end_with_launcher()
     bind_to_cores()
-    prepare_environment()
     with results(json) as show:
         ways = (False, True) if compile else (settings.model.compile,)
         result = _measured(settings, config, overrides, steps, ways, balanced=forced_balance)
@@ -104,7 +103,6 @@ def _measured(
 
     import torch
 
-    from polyad.launch.machine import processor_name
     from polyad.model.build import build_model, count_parameters
     from polyad.parallel import comm
     from polyad.train.bench import BEFORE, time_steps

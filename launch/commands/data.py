@@ -73,14 +73,11 @@ class Prepare:
 
     def run(self) -> None:
         """Prepares the data."""
-        from polyad.launch.machine import prepare_environment
-
         if (self.tokenizer or "").isdecimal() and not Path(str(self.tokenizer)).exists():
             raise UsageError(
                 f"--tokenizer: {self.tokenizer} is a number; train:{self.tokenizer} trains a "
                 "tokenizer with a vocabulary of this size"
             )
-        prepare_environment()
         missing = [f"--{name}" for name in ("source", "tokenizer") if not getattr(self, name)]
         if self.join:
             self._refuse("join", "output", "overwrite", why="means nothing with --join")

@@ -17,8 +17,17 @@ from polyad.launch.command import (
     UsageError,
     command,
 )
-from polyad.launch.commands.held_out import CheckpointOptions, DataOptions, SplitOptions, Tokens
-from polyad.launch.commands.options import AnyWeights, Base, Data, Split, Weights
+from polyad.launch.commands.options import (
+    AnyWeights,
+    Base,
+    CheckpointOptions,
+    Data,
+    DataOptions,
+    Split,
+    SplitOptions,
+    Tokens,
+    Weights,
+)
 from polyad.launch.output import check_result_file, results
 
 
@@ -167,9 +176,6 @@ def report(
         knockout: for text: also show the change in loss without each expert, over about 65536
             tokens; takes a few times as long as reading these tokens once per expert shown.
     """
-    from polyad.launch.machine import prepare_environment
-
-    prepare_environment()
     from polyad.train.report.command import report
 
     if output is not None:

@@ -18,8 +18,7 @@ from polyad.launch.command import (
     command,
     names,
 )
-from polyad.launch.commands.held_out import CheckpointOptions, Tokens
-from polyad.launch.commands.options import TokenizerFile
+from polyad.launch.commands.options import CheckpointOptions, TokenizerFile, Tokens
 from polyad.launch.output import check_result_file
 
 
@@ -151,10 +150,7 @@ class Trace(CheckpointOptions):
                 "--html: allowed beside --text, --intervene, --top, --tokenizer, --best, --weights "
                 "and --base alone"
             )
-        from polyad.launch.machine import prepare_environment
-
         check_result_file("--html", self.html, (".html",))
-        prepare_environment()
         from polyad.data.files import write_whole
         from polyad.train.experts.trace import TOP
         from polyad.train.loading import load

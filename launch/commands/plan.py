@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from polyad.launch.command import ConfigOrFolder, Json, Overrides, Positive, UsageError, command
-from polyad.launch.machine import prepare_environment
 from polyad.launch.output import check_json_path, results
 from polyad.train.errors import ConfigError
 
@@ -67,7 +66,6 @@ def plan(
     processes = nodes * processes_per_node
     words = [] if layout is None else [f"parallel.{key}" for key in _keys(layout)]
     settings = configuration(config, [*overrides, *words], processes, check=layout is not None)
-    prepare_environment()
     with results(json) as show:
         if layout is not None:
             plans = [(settings, footprint(settings, validate(settings, processes)))]

@@ -18,7 +18,6 @@ from polyad.launch.command import (
     command,
 )
 from polyad.launch.launch import Launcher
-from polyad.launch.machine import is_main
 from polyad.launch.output import (
     check_json_path,
     check_result_file,
@@ -26,6 +25,7 @@ from polyad.launch.output import (
     results,
     say,
 )
+from polyad.launch.processes import bind_to_cores, end_with_launcher, is_main, run_polyad
 
 if TYPE_CHECKING:
     from polyad.train.state import TrainState
@@ -42,13 +42,11 @@ def train(config: ConfigFile, overrides: Overrides) -> None:
 
     Run it again to continue.
     """
-    from polyad.launch.machine import bind_to_cores, end_with_launcher, prepare_environment
     from polyad.launch.torchrun import forget_stop
 
     launched = end_with_launcher()
     bind_to_cores()
     forget_stop()
-    prepare_environment()
     from polyad.parallel import comm
     from polyad.train.train import main
 
@@ -96,8 +94,6 @@ class Launch(Launcher):
 
     def run(self) -> int:
         """Starts the run."""
-        from polyad.launch.machine import end_with_launcher
-
         end_with_launcher()
         return self.start()
 
@@ -119,10 +115,6 @@ def study(
         dry_run: start nothing; print what would be trained, and compare what is finished.
         figure (FILE): plot the comparison in FILE (.pdf, .svg or .png).
     """
-    from polyad.launch.machine import prepare_environment
-
-    prepare_environment()
-    from polyad.launch import processes
     from polyad.train import study as studies
 
     check_json_path(json)
@@ -134,7 +126,7 @@ def study(
             frame = studies.results_of(loaded)
             say(studies.plan_text(loaded, frame))
         else:
-            frame = studies.finish_runs(loaded, processes.polyad, say)
+            frame = studies.finish_runs(loaded, run_polyad, say)
         if figure is not None:
             studies.draw(loaded, frame, figure)
         show(studies.to_json(loaded, frame), studies.result_text(loaded, frame))
@@ -256,13 +248,11 @@ class Doctor(Launcher):
     def run(self) -> int | None:
         """Starts the processes, or checks this one."""
         from polyad.launch.doctor import check, examine, table
-        from polyad.launch.machine import end_with_launcher, prepare_environment
 
         check_json_path(self.json)
         end_with_launcher()
         if "RANK" not in os.environ:  # torchrun has not started this process
             return replace(self, processes_per_node=self.processes_per_node or 1).start()
-        prepare_environment()
         with results(self.json) as show:
             result = examine(self.config, self.overrides)
             if result is not None:
@@ -331,10 +321,8 @@ def verify_layout(
         processes: number of processes on this machine; default: those that torchrun has started.
     """
     from polyad.launch.agent import become_processes
-    from polyad.launch.machine import end_with_launcher, prepare_environment
 
     end_with_launcher()
-    prepare_environment()
     from polyad.parallel.comm import environment_world_size, shutdown
     from polyad.train.errors import ConfigError
     from polyad.train.reading import config_at

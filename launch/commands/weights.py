@@ -51,9 +51,6 @@ def generate(
             P, among those that --top-k leaves; default 1.
         seed: random seed; default 0.
     """
-    from polyad.launch.machine import prepare_environment
-
-    prepare_environment()
     from polyad.parallel.checkpoint.load import best_checkpoint, newest_of, read_newest
     from polyad.train.evaluation.generate import Sampling, generate
     from polyad.train.experts.interventions import parse_intervention
@@ -120,9 +117,6 @@ def predict(
         raise UsageError("predict: one of the options --text, --file and --image is needed")
     if pair and len(pair) != len(text):
         raise UsageError(f"--pair: given {len(pair)} times, --text {len(text)} times")
-    from polyad.launch.machine import prepare_environment
-
-    prepare_environment()
     from polyad.train.loading import load
 
     with results(json) as show:
@@ -143,9 +137,6 @@ def inspect(path: AnyWeights, *, json: Json = None) -> None:
 
     Also whether Polyad understands all of it; --json has every tensor.
     """
-    from polyad.launch.machine import prepare_environment
-
-    prepare_environment()
     from polyad.parallel.checkpoint.load import newest_of, read_newest
     from polyad.train.describe import inspect, inspection_table
 
@@ -196,9 +187,6 @@ def convert(
     """
     if upcycle is not None and split is not None:
         raise UsageError("--split: is not allowed with --upcycle")
-    from polyad.launch.machine import prepare_environment
-
-    prepare_environment()
     from polyad.train.exchange.change import Change
     from polyad.train.exchange.convert import conversion_table, convert
     from polyad.train.exchange.experts import Splitting, Upcycling

@@ -6,7 +6,7 @@ Libraries read the environment as they are imported, so it is set up before a sc
 import os
 import sys
 
-from polyad.launch.machine import prepare_environment
+from polyad.launch.processes import prepare_environment
 
 if sys.argv[0] == "-m":  # while Python looks for the script of a command line
     prepare_environment()

@@ -21,11 +21,10 @@ from typing import Annotated, Any, Literal, NoReturn
 import torch
 from torch import Tensor, nn
 
+from polyad.launch.cli import guard
 from polyad.launch.command import Argument, Command, Function, command, positive
-from polyad.launch.ending import guard
-from polyad.launch.machine import processor_name
 from polyad.launch.output import align
-from polyad.launch.processes import unblock_signals
+from polyad.launch.processes import processor_name, unblock_signals
 from polyad.model.build import materialize
 from polyad.model.feedforward import FeedForward, FeedForwardContext
 from polyad.parallel import comm

@@ -157,12 +157,11 @@ def _serve(pipe: Connection) -> None:
 
     torch.set_num_threads(1)
     import polyad.launch.cli
-    import polyad.train.train  # noqa: F401
-    from polyad.launch import ending
-    from polyad.launch.machine import prepare_environment
+    import polyad.train.train
+    from polyad.launch.processes import prepare_environment
     from polyad.parallel.zero import import_engine
 
-    ending.OTHERS_SPEAK_FIRST = 0.2  # no launcher ends a process while it waits
+    polyad.launch.cli.OTHERS_SPEAK_FIRST = 0.2  # no launcher ends a process while it waits
     prepare_environment()
     import_engine()
     gc.freeze()

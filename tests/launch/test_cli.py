@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 import polyad.train.train
-from polyad.launch.cli import run
+from polyad.launch.cli import OTHERS_SPEAK_FIRST, run
 from polyad.launch.commands import COMMANDS
-from polyad.launch.ending import OTHERS_SPEAK_FIRST
 from polyad.train.config.run import SHIPPED, load_config, shipped_configs
 from polyad.train.errors import RunError, stopped
 from tests.helpers.everyday import everyday
@@ -268,7 +267,7 @@ def test_another_rank_leaves_the_error_to_the_first_of_its_host(config, monkeypa
     waited: list[float] = []
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("LOCAL_RANK", "1")
-    monkeypatch.setattr("polyad.launch.ending.time.sleep", waited.append)
+    monkeypatch.setattr("polyad.launch.cli.time.sleep", waited.append)
     assert run(["validate", str(config), "train.stps=3"]) == 2
     assert "rank 1: " in error_line(capfd.readouterr().err)
     assert waited == [OTHERS_SPEAK_FIRST]

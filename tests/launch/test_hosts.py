@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polyad.launch.hosts import LaunchError, command_line, endpoint, host_name, plain_name
+from polyad.launch.agent import LaunchError, command_line, endpoint, host_name, plain_name
 from polyad.launch.launch import interface_variables
 
 SHELL = ("a;b", "a b", "$(id)", "`id`", "a|b", "a&b", "a>b", "a\nb", "a'b", 'a"b', "a\\b", "a*", "")

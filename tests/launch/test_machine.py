@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from polyad.launch.machine import cores_here, cores_of, threads_of_each
+from polyad.launch.processes import cores_here, cores_of, threads_of_each
 
 ROOT = Path(__file__).resolve().parents[2]
 SHOW = (
-    "import os; from polyad.launch.machine import prepare_environment; prepare_environment(); "
+    "import os; from polyad.launch.processes import prepare_environment; prepare_environment(); "
     "print(os.environ.get('TORCHINDUCTOR_CACHE_DIR'))"
 )
 
@@ -64,7 +64,7 @@ def test_processes_of_a_node_share_whole_cores():
 BIND = """
 import os, sys
 from pathlib import Path
-from polyad.launch import machine
+from polyad.launch import processes as machine
 machine.GPUS = Path("/" if "gpu" in sys.argv else "/nowhere")
 if "bound" in sys.argv:
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from polyad.launch.processes import polyad
+from polyad.launch.processes import run_polyad
 from polyad.parallel.checkpoint.manage import complete_checkpoints
 from tests.helpers.started import start, steps, wait_for
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.distributed
 @pytest.mark.slow
 def test_a_command_that_starts_processes_itself_does_not_end_them(config):
     # Workers of torchrun are no children of this process, and are not to end because of that.
-    assert polyad("launch", str(config), "--processes-per-node", "2") == 0
+    assert run_polyad("launch", str(config), "--processes-per-node", "2") == 0
     assert (config.parent / "run" / "checkpoints" / "step-00000004" / "manifest.json").exists()
 
 
@@ -25,8 +25,8 @@ def test_a_command_that_starts_processes_itself_does_not_end_them(config):
 def test_a_signal_is_handed_on_and_the_run_saved(config, all_processes):
     options = ["train.steps=100000", "checkpoint.every=0", "log.trackers=[]"]
     code = (
-        "from polyad.launch.processes import polyad\n"
-        f"print(polyad('train', {str(config)!r}, *{options}))"
+        "from polyad.launch.processes import run_polyad\n"
+        f"print(run_polyad('train', {str(config)!r}, *{options}))"
     )
     parent = start([sys.executable, "-c", code], start_new_session=True)
     run = config.parent / "run"

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from polyad.launch.agent import LaunchError
 from polyad.launch.cli import run
-from polyad.launch.hosts import LaunchError
 from polyad.launch.slurm import check_job, script_text
 from tests.helpers.started import write_command
 from tests.launch.test_cli import error_line

@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 
-from polyad.launch.machine import END_WITH_PARENT
+from polyad.launch.processes import END_WITH_PARENT
 from polyad.parallel.checkpoint.manage import complete_checkpoints
 from tests.helpers.everyday import everyday
 from tests.helpers.interrupting import leave_the_shell, slow_saves, slow_steps
