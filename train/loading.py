@@ -38,7 +38,7 @@ from polyad.train.reading import EvaluationContext, open_data_for
 from polyad.train.results import aligned, json_value
 from polyad.train.streaming import whole_model
 from polyad.train.tasks.language import language_model
-from polyad.train.tasks.vocabulary import need_tokenizer
+from polyad.train.tasks.vocabulary import SpecialTokens, ids_of_text, need_tokenizer
 
 
 def load(
@@ -132,7 +132,9 @@ class Run:
             raise self._not_of_text()
         return need_tokenizer(self._weights, self._tokenizer)
 
-    def experts(self, text: str, *, top: int = TOP) -> "TextExperts":
+    def experts(
+        self, text: str, *, top: int = TOP, special_tokens: SpecialTokens = "text"
+    ) -> "TextExperts":
         """Reads a text and returns the experts of every token.
 
         A BERT reads the text between [CLS] and [SEP], a decoder after the beginning-of-document
@@ -142,6 +144,8 @@ class Run:
             text: at most as many tokens as the model reads at once.
             top: for a muMoE, which weights every expert: how many experts to show per token and
                 level.
+            special_tokens: whether special tokens that are written in the text, such as
+                <|im_start|>, are read as their characters (`text`) or as tokens (`parse`).
 
         Returns:
             Tokens, and for each layer with experts `experts` [T, K], `weights` [T, K] and `scores`
@@ -151,7 +155,7 @@ class Run:
             ConfigError: the model does not read text or has no experts, or the text is empty or too
                 long.
         """
-        ids = self._read_ids(text)
+        ids = self._read_ids(text, special_tokens)
         tokens = [self.tokenizer.text_within(one) or self.tokenizer.decode([one]) for one in ids]
         return experts_of(self.model, ids, tokens, top)
 
@@ -161,6 +165,7 @@ class Run:
         *,
         interventions: Sequence[str | Intervention] = (),
         top: int = TOP,
+        special_tokens: SpecialTokens = "text",
         means: Callable[[], Mapping[str, Tensor]] | None = None,
     ) -> TextView:
         """Reads a text and shows experts, losses and next tokens.
@@ -170,6 +175,7 @@ class Run:
             interventions: changes to experts as in `--intervene`: `layer=1,expert=3,how=prune`. All
                 apply at once.
             top: as for `experts`.
+            special_tokens: as for `experts`.
             means: for `how=mean`: returns the mean outputs [S, D] of each layer's experts.
 
         Returns:
@@ -186,13 +192,13 @@ class Run:
             self.model,
             self.tokenizer,
             str(self.path),
-            self._read_ids(text),
+            self._read_ids(text, special_tokens),
             interventions=_parsed(interventions),
             top=top,
             means=means,
         )
 
-    def _read_ids(self, text: str) -> list[int]:
+    def _read_ids(self, text: str, special_tokens: SpecialTokens) -> list[int]:
         """The token ids of a text for `experts`."""
         check_text(text, "text")
         config = self._config
@@ -200,7 +206,7 @@ class Run:
             raise self._not_of_text()
         if not config.has_experts():
             raise ConfigError(f"{self.path}: the model is dense: it has no experts")
-        ids = [*self.tokenizer.before, *self.tokenizer.encode(text)]
+        ids = ids_of_text(self.tokenizer, text, special_tokens)
         if isinstance(config, BertConfig):
             vocabulary = self.tokenizer.vocabulary()
             ids = [vocabulary["[CLS]"], *ids, vocabulary["[SEP]"]]
@@ -220,6 +226,7 @@ class Run:
         top_k: int | None = None,
         top_p: float = 1.0,
         seed: int = 0,
+        special_tokens: SpecialTokens = "text",
     ) -> str:
         """Continues a text; needs a language model.
 
@@ -230,6 +237,7 @@ class Run:
             top_k: sample from this many most probable tokens; None: from all.
             top_p: sample from the smallest set of tokens with this total probability.
             seed: seed of the sampling; equal seeds give equal texts.
+            special_tokens: as for `experts`.
 
         Returns:
             The text after the prompt.
@@ -246,6 +254,7 @@ class Run:
             prompt,
             max_tokens=max_tokens,
             sampling=sampling,
+            special_tokens=special_tokens,
             name=str(self.path),
         ).text
 

@@ -67,6 +67,9 @@ class PrepareConfig(ReadOptions):
     """Text to use as the test split instead."""
     end_of_text: str | None = Field(default=None, min_length=1)
     """The token that ends each document; None for a well-known one."""
+    special_tokens: Literal["text", "parse"] = "text"
+    """Whether special tokens that are written in the text are ordinary characters, or tokens as
+    chats need; `parse` also renders conversations by the tokenizer's chat template."""
     part: str | None = Field(default=None, pattern=r"^([1-9]\d{0,5})/([1-9]\d{0,5})$")
     """`K/N`: only the K-th of N shares of the documents, from 1; None for all documents."""
 
@@ -128,6 +131,8 @@ class Manifest(Config):
     """SHA-256 of each other file of the folder, by name."""
     left_out: dict[str, Count]
     """How many documents, files and splits were left out, by reason."""
+    special_tokens: dict[str, Count] = Field(default_factory=dict)
+    """How often each special token is written in the text."""
     split_by: Literal["documents", "position"]
     """How shares are held out: documents dealt out, or the last parts of all text end to end."""
 

@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from polyad.data.text.manifest import (
 )
 from polyad.data.text.sources import EMPTY, UNREADABLE, Document, Source, open_source, open_splits
 from polyad.data.text.splits import Sources, documents_needed
-from polyad.data.text.tokenizers.files import load_tokenizer
+from polyad.data.text.tokenizers.files import chat_renderer, load_tokenizer
 from polyad.data.text.tokenizers.tokenizer import END_OF_TEXT
 from polyad.data.text.tokenizers.training import trainer_of
 from polyad.data.text.writer import SplitWriter, cut_between_words, write_documents
@@ -61,10 +61,15 @@ def prepare(
     if config.part is not None:
         output = part_folder(output, config.part)
     check_replaceable(output, overwrite=overwrite)
-    by_split = _opened(config)
-    trainer = trainer_of(config.tokenizer)
+    trainer, parses = trainer_of(config.tokenizer), config.special_tokens == "parse"
+    by_split = _opened(config, chat_renderer(config.tokenizer) if parses else None)
     if trainer is None:
         encoder = load_tokenizer(config.tokenizer, config.end_of_text)
+        encoder = encoder.parsing() if parses else encoder
+    elif parses:
+        raise DataError(
+            f"--special-tokens: parse needs a tokenizer that exists, not {config.tokenizer}"
+        )
     elif config.part is not None:
         raise DataError(
             f"--part: {config.part} needs a tokenizer that exists, not {config.tokenizer}: prepare "
@@ -78,7 +83,8 @@ def prepare(
         if trainer is not None:
             encoder = trainer(_training_texts(sources), config.end_of_text or END_OF_TEXT)
         encoder.save(folder / encoder.file)
-        splits = write_documents(folder, encoder, _read(sources, left_out, "encoding"))
+        special = Counter[str]()
+        splits = write_documents(folder, encoder, _read(sources, left_out, "encoding"), special)
         for split, each in sources.by_split.items():
             if splits[split].documents == 0:
                 raise DataError(f"{each.spec}: no text in it (for the {split} split)")
@@ -89,6 +95,7 @@ def prepare(
             splits=splits,
             dtype="uint16" if token_dtype(encoder.vocab_size)().itemsize == 2 else "int32",
             left_out=dict(left_out),
+            special_tokens=dict(special.most_common()),
             split_by=sources.split_by,
             sha256=digests_of(folder),
         )
@@ -107,15 +114,15 @@ def _config(**options: Any) -> PrepareConfig:
         raise DataError(f"{option}: {first['input']!r} is not allowed: {first['msg']}") from None
 
 
-def _opened(config: PrepareConfig) -> dict[SplitName, Source]:
-    by_split = open_splits(config.source, config)
+def _opened(config: PrepareConfig, render: Callable[[Any], str] | None) -> dict[SplitName, Source]:
+    by_split = open_splits(config.source, config, render)
     held_out: dict[SplitName, str | None] = {
         "validation": config.validation_source,
         "test": config.test_source,
     }
     for name, spec in held_out.items():
         if spec is not None:
-            by_split[name] = open_source(spec, config, split=name)
+            by_split[name] = open_source(spec, config, split=name, render=render)
     return {name: by_split[name] for name in SPLITS if name in by_split}
 
 
@@ -204,6 +211,7 @@ def join(output: str | Path, *, overwrite: bool = False) -> Manifest:
     parts = [_whole_part(folder, folders[0]) for folder in folders]
     tokenizer, manifests = parts[0].tokenizer(), [part.manifest for part in parts]
     counts = sum((Counter(each.left_out) for each in manifests), Counter[str]())
+    special = sum((Counter(each.special_tokens) for each in manifests), Counter[str]())
     read = {reason: counts[reason] for reason in (EMPTY, UNREADABLE) if counts[reason]}
     with writing(output), staged_folder(output) as folder:
         tokenizer.save(folder / tokenizer.file)
@@ -217,6 +225,7 @@ def join(output: str | Path, *, overwrite: bool = False) -> Manifest:
                 "request": manifests[0].request.model_copy(update={"part": None}),
                 "splits": splits,
                 "left_out": manifests[0].left_out | read,
+                "special_tokens": dict(special.most_common()),
                 "sha256": digests_of(folder),
             }
         )

@@ -1,6 +1,6 @@
 """One reader for each kind of text file.
 
-A reader takes a path and the key (or column) of the text, and yields the text of each document.
+A reader takes a path and the column (or key) of the text, and yields the text of each document.
 Only `read_text` holds a whole file in memory. Files that end in .gz or .zst are decompressed as
 they are read.
 """
@@ -8,7 +8,7 @@ they are read.
 import io
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from polyad.data.errors import DataError, listed, nearest
 from polyad.data.json_reader import parse_json
@@ -21,12 +21,56 @@ TABLE_ROWS = 64
 """Rows of a table read at a time."""
 
 
-def read_text(path: Path, text_key: str) -> Iterator[str]:
+class Column(NamedTuple):
+    """The column (or key) of a table that holds the text."""
+
+    key: str
+    """Its name."""
+    render: Callable[[Any], str] | None = None
+    """Makes the text of a conversation, a list of messages; None: conversations are refused."""
+
+    def of(self, row: Mapping[str, Any], place: str | Path) -> Any:
+        """Returns what an object, or a batch of rows, has in this column.
+
+        Raises:
+            DataError: It has no such column.
+        """
+        if self.key not in row:
+            raise DataError(
+                f"{place}: no key or column {self.key!r}; there are {listed(row)}"
+                f"{nearest(self.key, row)}; choose one with --text-key"
+            )
+        return row[self.key]
+
+    def text(self, value: Any, place: str) -> str:
+        """Returns the text of a value.
+
+        Raises:
+            DataError: It is neither Unicode text nor a conversation that can be rendered.
+        """
+        if isinstance(value, list):
+            if self.render is None:
+                raise DataError(
+                    f"{place}: {self.key!r} is a list; --special-tokens parse renders messages by "
+                    "the tokenizer's chat template"
+                )
+            try:
+                value = self.render(value)
+            except DataError as error:
+                raise DataError(f"{place}: {self.key!r}: {error}") from None
+        try:
+            value.encode()
+        except (AttributeError, UnicodeEncodeError):  # JSON may hold half a surrogate pair
+            raise DataError(f"{place}: {self.key!r} is {value!r:.60}, not Unicode text") from None
+        return str(value)
+
+
+def read_text(path: Path, column: Column) -> Iterator[str]:
     """Reads a text file as one document, line ends and a byte order mark included.
 
     Args:
         path: A UTF-8 file.
-        text_key: Unused: the file is all text.
+        column: Unused: the file is all text.
 
     Raises:
         UnicodeDecodeError: A byte is not UTF-8.
@@ -35,12 +79,12 @@ def read_text(path: Path, text_key: str) -> Iterator[str]:
         yield file.read().decode()
 
 
-def read_lines(path: Path, text_key: str) -> Iterator[str]:
+def read_lines(path: Path, column: Column) -> Iterator[str]:
     """Reads a text file with one document per line; blank lines are skipped.
 
     Args:
         path: A UTF-8 file; lines end with a line feed, or a carriage return and a line feed.
-        text_key: Unused: the file is all text.
+        column: Unused: the file is all text.
 
     Raises:
         UnicodeDecodeError: A byte is not UTF-8.
@@ -49,12 +93,12 @@ def read_lines(path: Path, text_key: str) -> Iterator[str]:
         yield line.decode().removesuffix("\n").removesuffix("\r")
 
 
-def read_jsonl(path: Path, text_key: str) -> Iterator[str]:
+def read_jsonl(path: Path, column: Column) -> Iterator[str]:
     """Reads one JSON object per line; blank lines are skipped.
 
     Args:
         path: The file.
-        text_key: The key of the text.
+        column: The key of the text.
 
     Raises:
         DataError: A line is not such an object.
@@ -64,7 +108,7 @@ def read_jsonl(path: Path, text_key: str) -> Iterator[str]:
         row = parse_json(line, place)
         if not isinstance(row, dict):
             raise DataError(f"{place}: is not a JSON object")
-        yield _string(_column(row, text_key, place), text_key, place)
+        yield column.text(column.of(row, place), place)
 
 
 def _opened(path: Path) -> Any:
@@ -84,25 +128,7 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
                 yield number, line
 
 
-def _column(row: Mapping[str, Any], text_key: str, place: str | Path) -> Any:
-    """Returns what an object, or a batch of rows, has under the key of the text."""
-    if text_key not in row:
-        raise DataError(
-            f"{place}: no key or column {text_key!r}; there are {listed(row)}"
-            f"{nearest(text_key, row)}; choose one with --text-key"
-        )
-    return row[text_key]
-
-
-def _string(text: Any, text_key: str, place: str) -> str:
-    try:
-        text.encode()
-    except (AttributeError, UnicodeEncodeError):  # JSON may hold half a surrogate pair
-        raise DataError(f"{place}: {text_key!r} is {text!r:.60}, not Unicode text") from None
-    return str(text)
-
-
-def read_table(path: Path, text_key: str) -> Iterator[str]:
+def read_table(path: Path, column: Column) -> Iterator[str]:
     """Reads a column of strings from a Parquet or CSV file; see `read_rows`."""
     import datasets
 
@@ -113,21 +139,21 @@ def read_table(path: Path, text_key: str) -> Iterator[str]:
             rows = datasets.load_dataset("parquet", **options)
         else:  # all columns are strings: "NA" or "1" in a text is that
             rows = datasets.load_dataset(
-                "csv", **options, keep_default_na=False, converters={text_key: str}
+                "csv", **options, keep_default_na=False, converters={column.key: str}
             )
         columns = rows.column_names or list(next(iter(rows), {}))
-        if text_key in columns:
-            rows = rows.select_columns([text_key])
-    yield from read_rows(rows, path, text_key)
+        if column.key in columns:
+            rows = rows.select_columns([column.key])
+    yield from read_rows(rows, path, column)
 
 
-def read_rows(rows: Any, place: str | Path, text_key: str) -> Iterator[str]:
+def read_rows(rows: Any, place: str | Path, column: Column) -> Iterator[str]:
     """Reads a column of strings.
 
     Args:
         rows: `datasets.Dataset` or `datasets.IterableDataset`.
         place: Names them in errors.
-        text_key: The column.
+        column: The column.
 
     Raises:
         DataError: The rows cannot be read, have no such column, or a value is not a string.
@@ -135,12 +161,12 @@ def read_rows(rows: Any, place: str | Path, text_key: str) -> Iterator[str]:
     row = 0
     with library_errors(place):
         for batch in rows.iter(batch_size=TABLE_ROWS):
-            for text in _column(batch, text_key, place):
+            for value in column.of(batch, place):
                 row += 1
-                yield _string(text, text_key, f"{place}, row {row}")
+                yield column.text(value, f"{place}, row {row}")
 
 
-Read = Callable[[Path, str], Iterator[str]]
+Read = Callable[[Path, Column], Iterator[str]]
 """Yields the text of each document of a file."""
 FORMATS: dict[str, Read] = {
     ".txt": read_text,

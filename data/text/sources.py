@@ -10,14 +10,14 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from polyad.data.errors import DataError, listed, one_line, user_path
 from polyad.data.files import is_hidden
 from polyad.data.names import SPLITS, SplitName
 from polyad.data.tables import HUB, is_saved, open_tables
 from polyad.data.text.manifest import ReadOptions
-from polyad.data.text.readers import FORMATS, Read, read_lines, read_rows, read_text
+from polyad.data.text.readers import FORMATS, Column, Read, read_lines, read_rows, read_text
 
 PYTHON_STDLIB, PACKAGE = "python-stdlib", "python:"
 """A source that exists on every machine, and what the name of a package's modules begins with."""
@@ -176,7 +176,9 @@ def join_articles(lines: Iterator[str]) -> Iterator[str]:
         yield "".join(article)
 
 
-def open_splits(spec: str, options: ReadOptions) -> dict[SplitName, Source]:
+def open_splits(
+    spec: str, options: ReadOptions, render: Callable[[Any], str] | None = None
+) -> dict[SplitName, Source]:
     """Opens a source with all of its splits, without reading its text.
 
     Args:
@@ -185,6 +187,7 @@ def open_splits(spec: str, options: ReadOptions) -> dict[SplitName, Source]:
             left out) and read in the order of their paths; or a Hugging Face data set: one of
             `SHORT_NAMES`, a folder that `save_to_disk` made, or what `open_tables` reads.
         options: How it is read.
+        render: Makes the text of a conversation; None: conversations are refused.
 
     Returns:
         A source for each split: for a Hugging Face data set those of train, validation and test
@@ -193,13 +196,13 @@ def open_splits(spec: str, options: ReadOptions) -> dict[SplitName, Source]:
     Raises:
         DataError: There is no such source, it has no train split, or it has no text.
     """
-    path = SHORT_NAMES.get(spec, spec)
+    path, column = SHORT_NAMES.get(spec, spec), Column(options.text_key, render)
     try:
         if spec == PYTHON_STDLIB or spec.startswith(PACKAGE):
             return {"train": _modules(spec)}
         if not path.startswith(HUB) and not is_saved(user_path(path)):
-            return {"train": _files(spec, options)}
-        splits = _rows(spec, path, options)
+            return {"train": _files(spec, options, column)}
+        splits = _rows(spec, path, options, column)
     except OSError as error:
         raise DataError(f"{error.filename or spec}: cannot be read: {error.strerror}") from None
     if "train" not in splits:
@@ -208,7 +211,11 @@ def open_splits(spec: str, options: ReadOptions) -> dict[SplitName, Source]:
 
 
 def open_source(
-    spec: str, options: ReadOptions | None = None, *, split: SplitName = "train"
+    spec: str,
+    options: ReadOptions | None = None,
+    *,
+    split: SplitName = "train",
+    render: Callable[[Any], str] | None = None,
 ) -> Source:
     """Opens one split of a source; train if it does not have this one.
 
@@ -216,15 +223,16 @@ def open_source(
         spec: As for `open_splits`.
         options: How it is read.
         split: The split of a data set that has several.
+        render: As for `open_splits`.
 
     Raises:
         DataError: As for `open_splits`.
     """
-    splits = open_splits(spec, options or ReadOptions())
+    splits = open_splits(spec, options or ReadOptions(), render)
     return splits.get(split) or splits["train"]
 
 
-def _rows(spec: str, path: str, options: ReadOptions) -> dict[SplitName, Source]:
+def _rows(spec: str, path: str, options: ReadOptions, column: Column) -> dict[SplitName, Source]:
     """Opens a data set of the hub, or one that was saved."""
     tables = open_tables(path, (), streaming=options.streaming)
     assert tables is not None
@@ -234,10 +242,10 @@ def _rows(spec: str, path: str, options: ReadOptions) -> dict[SplitName, Source]
         if (rows := tables.splits.get(split)) is None:
             continue
         size = (rows.info.splits or {}).get(split)
-        if options.text_key in (rows.column_names or ()):  # a stream may not know them yet
-            rows = rows.select_columns([options.text_key])
+        if column.key in (rows.column_names or ()):  # a stream may not know them yet
+            rows = rows.select_columns([column.key])
         name = f"{spec} {split}"
-        read = partial(read_rows, rows, name, options.text_key)
+        read = partial(read_rows, rows, name, column)
         file = SourceFile(name, (size.num_bytes or 0) if size else 0, read)
         joins = (rows.info.config_name or "").startswith(WIKITEXT)
         by_split[split] = Source(spec, (file,), joins, left_out=others)
@@ -258,10 +266,12 @@ def _modules(spec: str) -> Source:
         subfolders[:] = [name for name in subfolders if name not in LEFT_OUT]
         paths.extend(Path(folder, name) for name in names if name.endswith(".py"))
     paths.sort(key=lambda path: path.relative_to(root).parts)
-    return Source(spec, tuple(_source_file(path, read_text, "") for path in paths), is_code=True)
+    return Source(
+        spec, tuple(_source_file(path, read_text, Column("")) for path in paths), is_code=True
+    )
 
 
-def _files(spec: str, options: ReadOptions) -> Source:
+def _files(spec: str, options: ReadOptions, column: Column) -> Source:
     """Lists a file, or the text files below a folder; links to folders are followed."""
     path, left_out = user_path(spec), Counter[str]()
     if not path.exists():
@@ -279,7 +289,7 @@ def _files(spec: str, options: ReadOptions) -> Source:
         if reader is None or (file.exists() and not file.is_file()):
             left_out["files of other kinds"] += 1
         else:
-            files.append(_source_file(file, reader, options.text_key))
+            files.append(_source_file(file, reader, column))
     if not files:
         raise DataError(
             f"{spec}: the name of a text file has to end in {', '.join(FORMATS)}; use --format "
@@ -302,8 +312,8 @@ def _raise(error: OSError) -> None:
     raise error
 
 
-def _source_file(path: Path, reader: Read, text_key: str) -> SourceFile:
-    return SourceFile(str(path), path.stat().st_size, partial(reader, path, text_key))
+def _source_file(path: Path, reader: Read, column: Column) -> SourceFile:
+    return SourceFile(str(path), path.stat().st_size, partial(reader, path, column))
 
 
 def _reader(path: Path, options: ReadOptions) -> Read | None:

@@ -93,7 +93,11 @@ class SplitWriter:
             ids: The tokens of its text.
             text: Its text.
         """
-        tokens = np.concatenate([self._before, ids, self._end])
+        before, end = (
+            side[:0] if np.array_equal(side, own) else side  # a chat template may have written it
+            for side, own in ((self._before, ids[:1]), (self._end, ids[-1:]))
+        )
+        tokens = np.concatenate([before, ids, end])
         self._builder.add_document(tokens, [len(tokens)])
         self._counts.update(
             documents=1, tokens=len(tokens), words=len(text.split()), bytes=len(text.encode())
@@ -117,7 +121,10 @@ class SplitWriter:
 
 
 def write_documents(
-    folder: Path, tokenizer: Tokenizer, documents: Iterable[tuple[SplitName, Document]]
+    folder: Path,
+    tokenizer: Tokenizer,
+    documents: Iterable[tuple[SplitName, Document]],
+    special: Counter[str],
 ) -> dict[SplitName, SplitInfo]:
     """Encodes documents of all splits together and writes each to the files of its split.
 
@@ -125,6 +132,7 @@ def write_documents(
         folder: The folder to write to.
         tokenizer: Encodes the text.
         documents: The documents, each with its split.
+        special: Counts the special tokens that are written in the text.
 
     Returns:
         The counts of each split.
@@ -137,6 +145,7 @@ def write_documents(
     ids = encode_documents(tokenizer, (document for _, document in encoded))
     for (split, document), ids_T in zip(written, ids, strict=True):
         splits[split].add(ids_T, document.text)
+        special.update(tokenizer.special_words.findall(document.text))
     return {name: writer.finish() for name, writer in splits.items()}
 
 
@@ -202,7 +211,7 @@ def _encoded_batches(
 
 
 def _pieces(tokenizer: Tokenizer, documents: Iterable[Document]) -> Iterator[_Piece]:
-    cuts = may_cut(tokenizer)
+    cuts = may_cut(tokenizer) and not tokenizer.parses  # special tokens may take white space
     for document in documents:
         *heads, tail = cut_between_words(document.text) if cuts else [document.text]
         yield from (_Piece(document, head, False) for head in heads)

@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import dataclass, fields
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -50,6 +51,9 @@ class Prepare:
         streaming: stream a Hugging Face data set instead of downloading it first.
         end_of_text (TOKEN): token appended to each document; default: the tokenizer's own, such as
             <|endoftext|>.
+        special_tokens: special tokens that are written in the text, such as <|im_start|>, are its
+            characters (text), or tokens (parse), which chats need; parse also renders a column of
+            messages (--text-key messages) by the tokenizer's chat template; default text.
         part (K/N): only the K-th of N shares of the documents, into DIR.part-K-of-N; needs a
             tokenizer that exists.
         overwrite: replace prepared data that is already in DIR.
@@ -68,6 +72,7 @@ class Prepare:
     format: Literal["text"] | None = None
     streaming: bool = False
     end_of_text: str | None = None
+    special_tokens: Literal["text", "parse"] = "text"
     part: str | None = None
     overwrite: bool = False
 
@@ -125,6 +130,12 @@ def prepared_table(manifest: "Manifest", folder: str, seconds: float) -> str:
     if manifest.left_out:
         left = "; ".join(f"{reason}: {count:,}" for reason, count in manifest.left_out.items())
         facts.append(f"left out: {left}")
+    if special := manifest.special_tokens:
+        words = ", ".join(f"{token} {count:,}" for token, count in islice(special.items(), 5))
+        others = f" and {len(special) - 5} others" if len(special) > 5 else ""
+        as_text = "characters; --special-tokens parse reads them as tokens"
+        read_as = "tokens" if manifest.request.special_tokens == "parse" else as_text
+        facts.append(f"special tokens in the text: {words}{others}: read as {read_as}")
     facts.append(manifest.tokenizer.in_words())
     return "\n".join(
         [

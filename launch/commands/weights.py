@@ -36,6 +36,7 @@ def generate(
     top_p: float = 1.0,
     seed: int = 0,
     tokenizer: TokenizerFile = None,
+    special_tokens: Literal["text", "parse"] = "text",
     precision: Precision = "fp32",
     intervene: Intervene = (),
     json: Json = None,
@@ -50,6 +51,8 @@ def generate(
         top_p (P): nucleus sampling: sample from the smallest set of tokens with total probability
             P, among those that --top-k leaves; default 1.
         seed: random seed; default 0.
+        special_tokens: whether special tokens in the prompt, such as <|im_start|>, are read as
+            their characters (text) or as tokens (parse); default text.
     """
     from polyad.parallel.checkpoint.load import best_checkpoint, newest_of, read_newest
     from polyad.train.evaluation.generate import Sampling, generate
@@ -70,6 +73,7 @@ def generate(
                 chosen,
                 prompt,
                 tokenizer=tokenizer,
+                special_tokens=special_tokens,
                 max_tokens=max_tokens,
                 sampling=Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed),
                 precision=precision,

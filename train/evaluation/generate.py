@@ -27,7 +27,7 @@ from polyad.train.errors import ConfigError
 from polyad.train.experts.interventions import Intervention, intervened
 from polyad.train.streaming import whole_model
 from polyad.train.tasks.language import language_model
-from polyad.train.tasks.vocabulary import need_tokenizer
+from polyad.train.tasks.vocabulary import SpecialTokens, ids_of_text, need_tokenizer
 
 _UNFINISHED = "\ufffd"
 """The replacement character, to which an incomplete UTF-8 character decodes."""
@@ -229,6 +229,7 @@ def continue_text(
     tokenizer: Tokenizer,
     prompt: str,
     *,
+    special_tokens: SpecialTokens = "text",
     write: Callable[[str], object] = lambda text: None,
     **options: Any,
 ) -> Continuation:
@@ -238,6 +239,7 @@ def continue_text(
         model: a decoder in evaluation mode.
         tokenizer: the model's tokenizer.
         prompt: the text; empty starts a document.
+        special_tokens: how special tokens in the prompt are read.
         write: called with every piece of text as it is generated.
         options: `max_tokens`, `sampling` and `name` of `generate_ids`.
 
@@ -245,8 +247,8 @@ def continue_text(
         ConfigError: the prompt is not text, or the weights are not finite.
     """
     check_text(prompt)
-    own = tokenizer.encode(prompt)
-    prompt_ids = [*tokenizer.before, *own] or [tokenizer.end_of_text_id]
+    own = ids_of_text(tokenizer, prompt, special_tokens)
+    prompt_ids = own or [tokenizer.end_of_text_id]
     stream, ids, pieces = TextStream(tokenizer, prompt_ids), [], []
     for token in generate_ids(
         model,
@@ -285,6 +287,7 @@ def generate(
     prompt: str,
     *,
     tokenizer: str | None = None,
+    special_tokens: SpecialTokens = "text",
     max_tokens: int = 100,
     sampling: Sampling = Sampling(),  # frozen
     precision: Precision = "fp32",
@@ -298,6 +301,7 @@ def generate(
         path: as in `open_weights`: a checkpoint, a run, a folder of weights.
         prompt: the text; empty starts a document.
         tokenizer: a tokenizer.json, a SentencePiece .model or its folder; None: the checkpoint's.
+        special_tokens: how special tokens in the prompt are read.
         max_tokens: maximum number of tokens; an end-of-text token stops earlier.
         sampling: how tokens are sampled.
         precision: precision of weights and activations.
@@ -324,6 +328,7 @@ def generate(
             model,
             coder,
             prompt,
+            special_tokens=special_tokens,
             max_tokens=max_tokens,
             sampling=sampling,
             name="; --intervene ".join((str(weights.folder), *map(str, interventions))),

@@ -1,7 +1,8 @@
 """Token ids and class numbers of weights: which tokenizer and class names they refer to."""
 
+import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias, get_args
 
 from polyad.data.json_reader import parse_json, read_json
 from polyad.data.text.dataset import PreparedData
@@ -14,6 +15,34 @@ from polyad.parallel.families import GENERATION_FILE, FamilyWeights, Origin
 from polyad.parallel.foreign import TheirWeights
 from polyad.parallel.weights import Weights
 from polyad.train.errors import ConfigError
+
+SpecialTokens: TypeAlias = Literal["text", "parse"]
+"""Whether special tokens that are written in a text are read as characters or as tokens."""
+
+
+def ids_of_text(tokenizer: Tokenizer, text: str, special_tokens: SpecialTokens) -> list[int]:
+    """Returns the ids of a text, after the token that begins a document if there is one.
+
+    Args:
+        tokenizer: the tokenizer.
+        text: the text. Where it has special tokens that are read as characters, a line says so.
+        special_tokens: how they are read.
+
+    Raises:
+        ConfigError: `special_tokens` is neither.
+        DataError: the tokenizer cannot read special tokens in a text, or the text.
+    """
+    if special_tokens not in get_args(SpecialTokens):
+        raise ConfigError(f"special_tokens: {special_tokens!r} is not allowed: text, parse")
+    if special_tokens == "parse":
+        tokenizer = tokenizer.parsing()
+    elif count := len(tokenizer.special_words.findall(text)):
+        print(
+            f"polyad: special tokens in the text: {count}, read as characters; "
+            "--special-tokens parse (special_tokens='parse') reads them as tokens",
+            file=sys.stderr,
+        )
+    return tokenizer.begun(tokenizer.encode(text))
 
 
 def check_tokenizer(key: str, data: PreparedData, weights: Weights, owner: str) -> None:

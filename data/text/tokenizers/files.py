@@ -1,6 +1,7 @@
 """Loads a tokenizer from a file, a folder, or the Hugging Face hub."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,12 @@ class SentencePieceTokenizer(Tokenizer):
         ids: list[list[int]] = self._processor.encode(list(texts), out_type=int)
         return ids
 
+    def parsing(self) -> "SentencePieceTokenizer":
+        """Refuses: the library reads no control pieces in a text."""
+        raise DataError(
+            "a SentencePiece .model reads no special tokens in a text; a tokenizer.json does"
+        )
+
     def vocabulary(self) -> dict[str, int]:
         """Returns every piece and its id."""
         pieces = self._processor.id_to_piece(list(range(self._processor.get_piece_size())))
@@ -80,7 +87,8 @@ class SentencePieceTokenizer(Tokenizer):
 BYTE_LEVEL_FILES = ("vocab.json", "merges.txt")
 """The two files of GPT-2."""
 VOCABULARY_FILE, ABOUT_FILE = "vocab.txt", "tokenizer_config.json"
-FILES = (*TOKENIZER_FILES, VOCABULARY_FILE, *BYTE_LEVEL_FILES, ABOUT_FILE)
+TEMPLATE_FILE = "chat_template.jinja"
+FILES = (*TOKENIZER_FILES, VOCABULARY_FILE, *BYTE_LEVEL_FILES, ABOUT_FILE, TEMPLATE_FILE)
 """The files of a tokenizer."""
 
 
@@ -139,6 +147,42 @@ def read_about(folder: Path) -> dict[str, Any]:
     """
     file = folder / ABOUT_FILE
     return dict(read_json(file)) if file.is_file() else {}
+
+
+def chat_renderer(name: str) -> Callable[[Any], str]:
+    """Returns what renders a conversation, a list of messages with `role` and `content`.
+
+    Args:
+        name: A tokenizer, as for `load_tokenizer`. Its chat template is read when it is needed.
+    """
+
+    @cache
+    def tokenizer() -> Any:
+        from transformers import PreTrainedTokenizerFast
+
+        path = user_path(name)
+        path = path if path.exists() else fetch_tokenizer(name)
+        folder = path if path.is_dir() else path.parent
+        try:
+            read = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+        except Exception as error:  # of any class: the library's own checks
+            raise DataError(f"{folder}: {one_line(error)}") from None
+        if read.chat_template is None:
+            raise DataError(
+                f"{folder}: has no chat template, in {ABOUT_FILE} or {TEMPLATE_FILE}, which "
+                "conversations need"
+            )
+        return read
+
+    def render(messages: Any) -> str:
+        try:
+            return str(tokenizer().apply_chat_template(messages, tokenize=False))
+        except DataError:
+            raise
+        except Exception as error:  # the template's own, and those of its language
+            raise DataError(f"the chat template refuses it: {one_line(error)}") from None
+
+    return render
 
 
 def load_tokenizer(path: str | Path, end_of_text: str | None = None) -> Tokenizer:

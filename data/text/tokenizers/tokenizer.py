@@ -1,7 +1,9 @@
 """Text to token ids and back, with a Hugging Face tokenizer that never ends a document itself."""
 
+import copy
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -35,8 +37,8 @@ TRAINED = ("train:VOCAB_SIZE", "words", "words:VOCAB_SIZE")
 class Tokenizer:
     """Encodes text without special tokens, truncation or padding, whatever its file says.
 
-    A text may contain the characters of the end-of-text token; they are encoded as ordinary
-    characters. Only this package ends documents.
+    A text may contain the characters of special tokens, such as the end of a text; they are encoded
+    as ordinary characters, unless the tokenizer is one of `parsing`.
 
     Args:
         content: The text of a `tokenizer.json`.
@@ -53,6 +55,8 @@ class Tokenizer:
     """
 
     file: TokenizerFile = TOKENIZER_FILE
+    parses: bool = False
+    """Whether special tokens that are written in a text are read as such."""
 
     def __init__(self, content: str, end_of_text: str | None = None) -> None:
         self._content = canonical(content)
@@ -83,7 +87,7 @@ class Tokenizer:
             texts: Any texts.
 
         Returns:
-            The ids of each text, never that of the end-of-text token.
+            The ids of each text, never that of the end-of-text token if special tokens are text.
 
         Raises:
             DataError: The vocabulary has no token for a text, or reads the end of a document in it,
@@ -93,7 +97,7 @@ class Tokenizer:
             batch = self._encode_batch(texts)
         except Exception as error:  # bare; a word vocabulary without an unknown token
             raise DataError(f"a text cannot be encoded: {one_line(error)}") from None
-        if any(self.end_of_text_id in ids for ids in batch):
+        if not self.parses and any(self.end_of_text_id in ids for ids in batch):
             raise DataError(
                 f"a text contains what this tokenizer reads as its end-of-text token "
                 f"{self.end_of_text!r}; choose another one with --end-of-text TOKEN"
@@ -107,6 +111,29 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """Encodes one text; see `encode_batch`."""
         return self.encode_batch([text])[0]
+
+    def parsing(self) -> "Tokenizer":
+        """Returns this tokenizer, which reads special tokens in a text as such, as chats need."""
+        other = copy.copy(self)
+        other._backend = tokenizers.Tokenizer.from_str(self._content)
+        other.parses = True
+        other.__dict__.pop("special_words", None)
+        return other
+
+    @cached_property
+    def special_words(self) -> re.Pattern[str]:
+        """Matches special tokens in a text: all if they are parsed, otherwise those that are read
+        as their characters."""
+        named = self.vocabulary().items()
+        words = [each for each, number in named if self._is_special(number)]
+        if not self.parses:  # a vocabulary of words may have one as a word
+            words = [each for each in words if len(self._encode_batch([each])[0]) > 1]
+        return re.compile("|".join(map(re.escape, sorted(words, key=len, reverse=True))) or "(?!)")
+
+    def begun(self, ids: Sequence[int]) -> list[int]:
+        """Returns the ids of a document's text after the token that begins a document, if the file
+        defines one and a chat template has not written it."""
+        return [*([] if list(ids[:1]) == self.before else self.before), *ids]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Decodes ids, including special tokens.

@@ -85,6 +85,8 @@ def test_text_cannot_forge_the_end_of_a_document(model):
     ids = tokenizer.encode("one </s> two")
     assert tokenizer.end_of_text_id not in ids
     assert tokenizer.decode(ids) == "one </s> two"
+    with pytest.raises(DataError, match="reads no special tokens in a text"):
+        tokenizer.parsing()
 
 
 @pytest.mark.slow
