@@ -25,6 +25,7 @@ from polyad.launch.commands.options import (
     DataOptions,
     Split,
     SplitOptions,
+    TokenizerFile,
     Tokens,
     Weights,
 )
@@ -157,6 +158,7 @@ def report(
     experts: Names = (),
     top: Positive = 8,
     tokens: NonNegative | None = None,
+    tokenizer: TokenizerFile = None,
     knockout: bool = False,
     json: Json = None,
 ) -> None:
@@ -164,7 +166,8 @@ def report(
 
     Args:
         path (RUN): folder of a run, finished or not, which is read with its best checkpoint if it
-            keeps it, otherwise with the newest; one of its checkpoints; or a folder of weights.
+            keeps it, otherwise with the newest; one of its checkpoints; a folder of weights; or
+            the .parquet file of polyad experts trace, without its model.
         output (FILE): the page to write; default: report.html in the folder of the run.
         layers: blocks whose experts are shown, or all; default: the first, middle and last block
             with experts.
@@ -190,6 +193,7 @@ def report(
             experts=tuple(dict.fromkeys(experts)),
             top=top,
             tokens=tokens,
+            tokenizer=tokenizer,
             knockout=knockout,
         )
         show(result, f"report  {result['output']}")

@@ -4,7 +4,7 @@ Each runs in one process, or in each process that torchrun has started; rank 0 s
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -12,26 +12,54 @@ from polyad.launch.command import (
     Argument,
     Command,
     Names,
+    Overrides,
     Positive,
     Share,
     UsageError,
     command,
     names,
 )
-from polyad.launch.commands.options import CheckpointOptions, TokenizerFile, Tokens
-from polyad.launch.output import check_result_file
+from polyad.launch.commands.options import (
+    CheckpointOptions,
+    CheckpointOrRun,
+    TokenizerFile,
+    Tokens,
+)
+from polyad.launch.output import check_result_file, results
 
 
-@command("experts specialize", "polyad experts specialize runs/quickstart/run")
+@command(
+    "experts specialize",
+    "polyad experts specialize runs/quickstart/run",
+    "polyad experts specialize runs/trace.parquet",
+)
 @dataclass(frozen=True, kw_only=True)
 class Specialize(CheckpointOptions):
     """Shows how experts divide the work.
 
     Reports the entropies of the routing and how much an expert reveals about the class (for text,
     the class of a token); for images also for how many classes each expert matters, by removing it.
+    Of a trace, a .parquet file, what can be counted without the model.
     """
 
     measure = "specialize"
+
+    tokenizer: TokenizerFile = None
+
+    def run(self) -> None:
+        """Shows the result, of a trace without its model."""
+        if self.path.suffix != ".parquet":
+            if self.tokenizer is not None:
+                raise UsageError("--tokenizer: allowed with a trace alone")
+            super().run()
+            return
+        if self.overrides or self.data or self.intervene or self.base or self.best:
+            raise UsageError("a trace has no model: --tokenizer and --json alone are allowed")
+        from polyad.train.measures.routes import specialization_of_trace
+
+        with results(self.json) as show:
+            result = specialization_of_trace(self.path, self.tokenizer)
+            show(result, result.text())
 
 
 @command(
@@ -104,6 +132,9 @@ class Trace(CheckpointOptions):
     Args:
         output (FILE): the Parquet file to write; with several processes a folder that gets one file
             of each.
+        routes (FILE): in place of a checkpoint, the routes that an inference server returned: JSON
+            or .jsonl with token_ids and routed_experts [tokens][layers][experts] of each text, or
+            a .npy of these beside its .tokens.npy.
         text: with --html: read this text instead of held-out data.
         html (FILE): write a page that shows the loss, the experts and the next tokens of each
             token of --text, before and after --intervene.
@@ -117,7 +148,10 @@ class Trace(CheckpointOptions):
 
     measure = "trace"
 
+    path: CheckpointOrRun = field(kw_only=False, default=None)  # type: ignore[assignment]
+    overrides: Overrides = field(kw_only=False, default=())  # type: ignore[arg-type]
     output: Path | None = None
+    routes: Path | None = None
     text: str | None = None
     html: Path | None = None
     tokenizer: TokenizerFile = None
@@ -132,7 +166,12 @@ class Trace(CheckpointOptions):
         return options | {"extra": options.pop("with_")}
 
     def run(self) -> None:
-        """Writes the page of a text, or the experts of held-out data."""
+        """Writes the page of a text, or the experts of held-out data or of routes."""
+        if (self.path is None) == (self.routes is None):
+            raise UsageError("experts trace: either a checkpoint or --routes is needed")
+        if self.routes is not None:
+            self._trace_routes(self.routes)
+            return
         is_page = self.html is not None
         if (self.text is not None) != is_page or (self.output is None) != is_page:
             raise UsageError("experts trace: either --output, or --text and --html are needed")
@@ -164,6 +203,21 @@ class Trace(CheckpointOptions):
         )
         page = run.show(self.text, interventions=self.intervene, top=self.top or TOP).page()
         write_whole(self.html, page)
+
+    def _trace_routes(self, routes: Path) -> None:
+        allowed = {"routes", "output", "tokenizer", "json"}
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if each.name not in allowed and value and value != each.default:
+                name = each.name.removesuffix("_")
+                raise UsageError(f"--{name}: means nothing with --routes")
+        if self.output is None:
+            raise UsageError("--routes: needs --output")
+        from polyad.train.measures.routes import trace_of_routes
+
+        with results(self.json) as show:
+            result = trace_of_routes(routes, self.output, self.tokenizer)
+            show(result, result.text())
 
 
 @command(

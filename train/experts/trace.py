@@ -146,7 +146,8 @@ def trace_schema(
         pa.field(name, types.get(COLUMNS[name], COLUMNS[name]), nullable=name == "loss")
         for name in columns
     ]
-    metadata = {"format": FORMAT, **about, "layers": numbers}
+    shares = any(layer.shares for layer in layers)
+    metadata = {"format": FORMAT, **about, "shares": shares, "layers": numbers}
     return pa.schema(fields, {METADATA: json.dumps(metadata).encode()})
 
 

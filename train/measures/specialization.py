@@ -47,15 +47,18 @@ class Specialization(Measure):
 
     leave_out: bool = True
     """For images with one class each, whether to remove each expert."""
+    counts_only: bool = False
+    """Whether only experts are known, as of a trace, and no scores and outputs."""
 
     def begin(self, subject: Subject) -> None:
         """Makes the accumulators."""
         super().begin(subject)
         model, layers, samples, batch_size = subject
-        device = device_of(model)
-        self._entropies = GateEntropies(layers, samples.rows, device)
-        rows = batch_size * samples.rows_of_sample
-        self._similarity = ExpertSimilarity(layers, samples.rows, rows, device)
+        device = torch.device("cpu") if self.counts_only else device_of(model)
+        if not self.counts_only:
+            self._entropies = GateEntropies(layers, samples.rows, device)
+            rows = batch_size * samples.rows_of_sample
+            self._similarity = ExpertSimilarity(layers, samples.rows, rows, device)
         self._tokens = torch.zeros(1, dtype=torch.float64, device=device)
         self._labellings: list[Labelling] = []
         self._left_out: list[LeaveOneOut] = []
@@ -85,8 +88,9 @@ class Specialization(Measure):
             self._tokens += len(forward_pass.counted_M)
         for name, decision in forward_pass.decisions.items():
             number_N = forward_pass.numbers_of(decision)
-            self._entropies.add(name, decision, number_N)
-            self._similarity.add(name, decision, number_N)
+            if not self.counts_only:
+                self._entropies.add(name, decision, number_N)
+                self._similarity.add(name, decision, number_N)
             assigned_NS = assigned(decision)
             for by, counts in self._counts.items():
                 label_PM = (
@@ -149,14 +153,18 @@ class Specialization(Measure):
             facts = {f"{unit}_scored": samples.rows}
         if not any(map(any, labels_of.values())):
             facts["not_measured"] = "information and purity: they need one class per image"
-        entropies, alike = self._entropies.result(summed), self._similarity.result(summed)
+        if self.counts_only:
+            facts["not_measured"] = "entropies and similarity: a trace has no scores and outputs"
+        else:
+            entropies, alike = self._entropies.result(summed), self._similarity.result(summed)
         levels, labels, counts = [], [], []
         for layer in self.subject.layers:
             for number, size in enumerate(layer.levels):
                 of = {"module": layer.name, "level": number}
-                similarity, row = alike[layer.name][number], {**of, "experts": size}
-                row |= entropies[layer.name][number] | {"highest_entropy_bits": math.log2(size)}
-                levels.append(row | similarity.columns())
+                row = {**of, "experts": size, "highest_entropy_bits": math.log2(size)}
+                if not self.counts_only:
+                    row |= entropies[layer.name][number] | alike[layer.name][number].columns()
+                levels.append(row)
                 for by, level in labels_of[layer.name][number].items():
                     labels.append({**of, "by": by, **level.columns()})
                     counts.append(_counts(of, by, level))

@@ -12,24 +12,30 @@ from polyad.train.config.adaptation import unused_parameters
 from polyad.train.config.run import RunConfig, load_config
 from polyad.train.errors import ConfigError
 from polyad.train.experts.probing import check_experts, choose_layers, routed_head, routed_layers
+from polyad.train.measures.routes import TracedText
 from polyad.train.reading import config_from_weights
 from polyad.train.report.experts import expert_rows
-from polyad.train.report.held_out import Options, read_held_out
+from polyad.train.report.held_out import Options, read_held_out, read_trace
 from polyad.train.report.page import Training, read_training, render_report
 from polyad.train.results import json_value
+from polyad.train.tasks.language import LanguageModelling
 from polyad.train.tasks.registry import task_class
 from polyad.train.tasks.text import TextTask
 
 OUTPUT_FILE = "report.html"
 
 
-def report(path: Path, *, output: Path | None = None, **options: Any) -> dict[str, Any]:
+def report(
+    path: Path, *, output: Path | None = None, tokenizer: str | None = None, **options: Any
+) -> dict[str, Any]:
     """Writes the page.
 
     Args:
         path: a run, read with its best checkpoint if it keeps it, else with its newest; one of its
-            checkpoints; or a folder of weights, which needs `data`.
-        output: the file; None: `report.html` in the folder of the run, or of the weights.
+            checkpoints; a folder of weights, which needs `data`; or the Parquet file of a trace.
+        output: the file; None: `report.html` in the folder of the run, or of the weights; beside a
+            trace its name with `.html`.
+        tokenizer: the tokenizer of a trace; None: the one that it names.
         options: fields of `Options`.
 
     Returns:
@@ -38,6 +44,12 @@ def report(path: Path, *, output: Path | None = None, **options: Any) -> dict[st
     Raises:
         ValueError: with an `exit_status` of 2: one line says what is wrong.
     """
+    if path.suffix == ".parquet":
+        target = path.with_suffix(".html") if output is None else output
+        content, text = report_of_trace(path, tokenizer, Options(**options))
+        with writing(target):
+            write_whole(target, text)
+        return {"output": str(target), **content}
     run = path.absolute().parents[1] if STEP_FOLDER.fullmatch(path.name) else path
     if not (is_weights_folder(run) or (run / "config.yaml").is_file()):
         wrong = "is not the folder of a run" if run.exists() else "there is no such folder"
@@ -52,6 +64,35 @@ def report(path: Path, *, output: Path | None = None, **options: Any) -> dict[st
 
     keeps_best = (path / "checkpoints" / BEST_FILE).is_file()
     return read_newest(path, written, best_checkpoint if keeps_best else newest_of)
+
+
+def report_of_trace(
+    path: Path, tokenizer: str | None, options: Options
+) -> tuple[dict[str, Any], str]:
+    """Returns the content of a page about a trace, without its model, as JSON values, and the page.
+
+    Raises:
+        ConfigError: it is no trace of sparse experts; or an option needs the model.
+    """
+    for option, value in (("--knockout", options.knockout), ("--data", options.data)):
+        if value:
+            raise ConfigError(f"{option}: is not allowed with a trace, which has no model")
+    text = TracedText(path, tokenizer)
+    layers = choose_layers(text.layers, options.layers)
+    check_experts(layers, options.experts)
+    read = read_trace(text, layers, options)
+    rows = expert_rows(layers, read)
+    content = {
+        "run": path.name,
+        "model": str(text.about.get("checkpoint") or text.about.get("routes") or ""),
+        "checkpoint": str(path),
+        "checkpoint_is_best": False,
+        "units_read": read.units,
+        "specialization": read.specialization,
+        "experts": rows,
+    }
+    page = render_report(content, Training(), LanguageModelling, "", text.layers, rows, read)
+    return json_value(content), page
 
 
 def read_report(run: Path, checkpoint: Path, options: Options) -> tuple[dict[str, Any], str]:

@@ -13,6 +13,7 @@ from polyad.parallel.weights import Weights, device_of
 from polyad.train.errors import ConfigError
 from polyad.train.experts.probing import RoutedLayer, columns_of
 from polyad.train.measures.knockout import knock_out, knockout_tables
+from polyad.train.measures.routes import TracedText
 from polyad.train.measures.specialization import Labels, Specialization
 from polyad.train.reading import TOKENS, Subject, open_data_for
 from polyad.train.report.top_images import MOST_IMAGES, ImagePass, TopImages
@@ -89,6 +90,34 @@ def read_held_out(weights: Weights, layers: Sequence[RoutedLayer], options: Opti
     opened.task.check_split(split)
     with opened.loaded(f"reading {split}", split, needs_whole=None) as (model, _):
         return _read(model, opened.task, layers, options, opened.batch_size)
+
+
+def read_trace(text: TracedText, layers: Sequence[RoutedLayer], options: Options) -> ReportData:
+    """Reads a trace, without its model.
+
+    Args:
+        text: the trace.
+        layers: the layers of `options.layers`.
+        options: which experts and how many contexts; the rest is of held-out data.
+    """
+    specialization = Specialization(counts_only=True)
+    specialization.begin(text.subject(layers))
+    top_text = TopText(layers, text, options.top, "cpu")
+    for reading in text.read(layers):
+        specialization.add(reading)
+        top_text.add(reading)
+    labels = specialization.labels()
+    return ReportData(
+        data=str(text.stream.prefix),
+        split=text.about.get("split", "whole"),
+        unit="token",
+        units=text.amount,
+        of_units=text.amount,
+        labels=labels,
+        specialization=specialization.tables(labels),
+        knockout=None,
+        shown=top_text.result(options.experts),
+    )
 
 
 @torch.inference_mode()

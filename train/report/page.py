@@ -134,6 +134,8 @@ def facts(
     content: Mapping[str, Any], training: Training, task: type[Task[Any]], loss_unit: str
 ) -> list[tuple[str, str, str]]:
     """Facts of the run: names, values, and descriptions; see `render_report`."""
+    if "parameters" not in content:  # a trace
+        return [("Tokens", f"{content['units_read']:,}", "traced")]
     parameters, active = content["parameters"], content["active_parameters"]
     used = "all active for every token"
     if active != parameters:

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import transformers
-from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from polyad.data.errors import DataError
 from polyad.data.text.dataset import PreparedData
@@ -32,6 +32,7 @@ def folder(tmp_path):
     """A tokenizer as the hub has it: special tokens, one that is added only, a chat template."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
         vocab_size=300, special_tokens=[BEGIN, TURN, END], initial_alphabet=alphabet
@@ -74,7 +75,9 @@ def test_as_text_they_are_characters_which_is_counted_and_told(folder, tmp_path)
     manifest = prepare(str(tmp_path / "texts.jsonl"), str(folder), tmp_path / "out")
     assert manifest.special_tokens == {TURN: 30, END: 30}
     table = prepared_table(manifest, "out", 1.0)
-    assert f"special tokens in the text: {TURN} 30, {END} 30: read as characters; --special" in table
+    assert (
+        f"special tokens in the text: {TURN} 30, {END} 30: read as characters; --special" in table
+    )
     ids = first_document(tmp_path / "out")
     tokenizer = load_tokenizer(folder)
     assert ids.count(tokenizer.end_of_text_id) == 1
