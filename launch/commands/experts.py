@@ -28,11 +28,7 @@ from polyad.launch.commands.options import (
 from polyad.launch.output import check_result_file, results
 
 
-@command(
-    "experts specialize",
-    "polyad experts specialize runs/quickstart/run",
-    "polyad experts specialize runs/trace.parquet",
-)
+@command("experts specialize", "polyad experts specialize runs/quickstart/run")
 @dataclass(frozen=True, kw_only=True)
 class Specialize(CheckpointOptions):
     """Shows how experts divide the work.
