@@ -11,17 +11,34 @@ from typing import TYPE_CHECKING, NamedTuple, NotRequired, TypedDict
 
 from polyad.data.files import temporary_folder
 from polyad.parallel.comm import comparison
-from polyad.parallel.probe import Link, measure
 from polyad.train.console import in_bytes
 from polyad.train.errors import RunError, one_line
 from polyad.train.results import aligned
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from polyad.parallel.comm import World
     from polyad.train.config.run import RunConfig
 
 SLOW_LINK = 0.5
 """Links below this share of the usual speed are reported."""
+SENT, REPEATS = {"cuda": 64 * 2**20, "cpu": 4 * 2**20}, 3
+"""Bytes that a rank sends in a measurement, by device; and the number of repetitions."""
+
+
+class Link(NamedTuple):
+    """A measured link, in bytes per second in each direction."""
+
+    one: int
+    """Rank of one end."""
+    other: int
+    """Rank of the other end."""
+    bytes_per_second: float
+
+    def to_json(self) -> list[float]:
+        """Returns the three numbers, as `polyad doctor --json` writes a link."""
+        return [*self]
 
 
 class SharedFolder(TypedDict, total=False):
@@ -180,6 +197,60 @@ def _shared_folder(folder: Path, world: "World") -> SharedFolder:
     seen = seen_in_time(lambda: (folder / "seen").exists())
     comm.barrier()
     return {"seen": seen, "seconds": time.monotonic() - begun if seen else None}
+
+
+def measure(world: "World", hosts: Sequence[str]) -> list[Link]:
+    """Measures the links between the first ranks of hosts, or of one host between its ranks.
+
+    It takes a few seconds; all ranks call it together.
+
+    Args:
+        world: this rank.
+        hosts: the host of each rank.
+    """
+    import torch
+
+    from polyad.parallel import comm
+
+    first = {host: rank for rank, host in reversed([*enumerate(hosts)])}
+    members = sorted(first.values()) if len(first) > 1 else list(range(world.size))
+    buffers = torch.zeros(2, SENT[world.device.type], dtype=torch.uint8, device=world.device)
+    mine = []
+    for pairs in rounds(members):
+        comm.barrier()
+        mine += [_link(world, *pair, buffers) for pair in pairs if world.rank in pair]
+    both_ends = [link for links in comm.from_all(mine) for link in links]
+    return sorted({link[:2]: link for link in both_ends}.values())
+
+
+def rounds(members: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
+    """Pairs each member with each other one once; every member is in at most one pair per round.
+
+    Source: the circle method of round-robin tournaments.
+
+    Args:
+        members: distinct numbers.
+
+    Returns:
+        n - 1 rounds of pairs for an even number of members n, n for an odd one.
+    """
+    circle: list[int | None] = [*members, *([None] if len(members) % 2 else [])]
+    for _ in range(len(circle) - 1):
+        half = len(circle) // 2
+        pairs = zip(circle[:half], reversed(circle[half:]), strict=True)
+        yield [(a, b) for a, b in pairs if a is not None and b is not None]
+        circle = [circle[0], circle[-1], *circle[1:-1]]
+
+
+def _link(world: "World", one: int, other: int, buffers: "Tensor") -> Link:
+    from polyad.parallel import comm
+
+    peer = other if world.rank == one else one
+    comm.exchange_with(peer, *buffers)  # connects
+    begun = time.perf_counter()
+    for _ in range(REPEATS):
+        comm.exchange_with(peer, *buffers)
+    return Link(one, other, REPEATS * buffers[0].numel() / (time.perf_counter() - begun))
 
 
 def findings(facts: Sequence[Facts], links: Sequence[Link]) -> Iterator[Finding]:

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from polyad.model.attention import Attention, KeyValueCache, SelfAttention
 from polyad.model.config import SectionIn
 from polyad.model.cuda_graph import GraphedBlocks
-from polyad.model.emoe.layer import EmergentMoE, EmergentMoEConfig
+from polyad.model.emoe import EmergentMoE, EmergentMoEConfig
 from polyad.model.feedforward import (
     NOTHING_ELSE,
     BlockInput,

@@ -412,6 +412,15 @@ def highest(number: int) -> int:
     return int(max_over_ranks(torch.tensor(number, device=_device())).item())
 
 
+def exchange_with(peer: int, sent: torch.Tensor, received: torch.Tensor) -> None:
+    """Sends a tensor to another rank while receiving one from it, and waits for both."""
+    both = [dist.P2POp(dist.isend, sent, peer), dist.P2POp(dist.irecv, received, peer)]
+    for work in dist.batch_isend_irecv(both):
+        work.wait()
+    if sent.is_cuda:
+        torch.cuda.synchronize(sent.device)
+
+
 def from_main(value: T | None) -> T:
     """Broadcasts a value of rank 0 (pickled, so only for small values made by this program)."""
     box = [value]

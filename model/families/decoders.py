@@ -1,4 +1,4 @@
-"""Llama-style decoders of Hugging Face's `transformers`, and their mixtures of experts.
+"""Decoders of Hugging Face's `transformers`: GPT-2; Llama-style ones and their mixtures of experts.
 
 Each `model_type` has one table, with its keys of config.json and their counterparts here, and its
 tensor names. A value that is the same in all models of a family is a `constant`. A folder with a
@@ -6,18 +6,90 @@ key that no table mentions is refused, unless the key is null or false.
 
 Experts are stored one by one, or all in one tensor (`FUSED`), as written by `save_pretrained(...,
 save_original_format=False)`.
+
+transformers' linear layers of GPT-2 are `Conv1D`s, [in, out]: the transpose of ours. The order of
+the fused q, k, v is the same.
 """
 
 import re
 from collections.abc import Callable
 from typing import Any
 
-from polyad.model.decoder_config import DecoderConfig
-from polyad.model.families.family import FP32_TEXT, Family, Rules
-from polyad.model.families.keys import Key, Tree, WeightsError, constant, field, implied, only
-from polyad.model.families.tensors import Rule, every_other, half, parameter, per_expert
+from polyad.model.decoder_config import DecoderConfig, GPT2Config
+from polyad.model.families.family import FP32_TEXT, FREE, Family, Rules
+from polyad.model.families.keys import (
+    Key,
+    Tree,
+    WeightsError,
+    constant,
+    dropouts,
+    field,
+    implied,
+    inner_size,
+    only,
+)
+from polyad.model.families.tensors import Rule, every_other, half, parameter, per_expert, transposed
 
 HEAD = "lm_head.weight"
+
+
+def _free(config: GPT2Config) -> frozenset[str]:
+    # A model that scores sequences has no head to tie.
+    return FREE if config.head is None else FREE | {"tied_embeddings"}
+
+
+GPT2 = Family(
+    title="Hugging Face's GPT-2",
+    config=GPT2Config,
+    model_types=("gpt2",),
+    prefix="transformer.",  # the hub's first files have none, like those of `GPT2Model`
+    without_prefix=re.compile(re.escape(HEAD)),
+    outside={
+        "token_embedding": "wte",
+        "position_embedding": "wpe",
+        "final_norm": "ln_f",
+        "head.weight": parameter(HEAD),
+    },
+    block="h.{}.",
+    inside={
+        "attention_norm": "ln_1",
+        "attention.qkv": transposed("attn.c_attn"),
+        "attention.projection": transposed("attn.c_proj"),
+        "feed_forward_norm": "ln_2",
+        "feed_forward.up": transposed("mlp.c_fc"),
+        "feed_forward.down": transposed("mlp.c_proj"),
+    },
+    # A tied head is a copy. Older files contain the causal mask as a buffer.
+    ignored=re.compile(rf"{re.escape(HEAD)}|h\.\d+\.attn\.(masked_)?bias"),
+    copies=lambda config: {HEAD: "wte.weight"} if config.tied_embeddings else {},
+    always_has_bias=True,
+    keys=(
+        field("vocab_size", "vocab_size"),
+        field("n_positions", "sequence_length"),
+        field("n_embd", "hidden_size"),
+        field("n_layer", "num_layers"),
+        field("n_head", "num_heads"),
+        field("layer_norm_epsilon", "layer_norm_epsilon"),
+        field("initializer_range", "initializer_range"),
+        field("tie_word_embeddings", "tied_embeddings"),
+        inner_size("n_inner", may_be_null=True),
+        dropouts("resid_pdrop", "embd_pdrop", "attn_pdrop"),
+        only("activation_function", "gelu_new"),
+        only("scale_attn_weights", True),
+        only("scale_attn_by_inverse_layer_idx", False),
+        only("reorder_and_upcast_attn", False),
+        only("add_cross_attention", False),
+        only("is_encoder_decoder", False),
+    ),
+    free=_free,
+    architecture=lambda config: "GPT2LMHeadModel",
+    written=lambda config, known: {
+        "bos_token_id": known.end_of_text_id,
+        "eos_token_id": known.end_of_text_id,
+        **FP32_TEXT,
+    },
+)
+
 IGNORED_KEYS = frozenset({
     "_attn_implementation_autoset", "_name_or_path", "architectures", "attn_implementation",
     "auto_map", "bos_token_id", "dtype", "eos_token_id", "head_dim", "id2label",

@@ -4,9 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from polyad.model.families.bert import BERT
-from polyad.model.families.decoders import DECODERS
+from polyad.model.families.decoders import DECODERS, GPT2
 from polyad.model.families.family import OUR_NAMES, Family
-from polyad.model.families.gpt2 import GPT2
 from polyad.model.families.keys import WeightsError
 from polyad.model.families.vision import CLIP, VIT
 from polyad.model.settings import ModelSettings

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from polyad.launch.cli import run
-from polyad.launch.doctor import findings
-from polyad.parallel.probe import Link, rounds
+from polyad.launch.doctor import Link, findings, rounds
 from tests.helpers.hosts import several_hosts
 from tests.helpers.started import start
 

@@ -6,7 +6,7 @@ import transformers
 
 from polyad.model.block import FEED_FORWARDS
 from polyad.model.build import build_model, materialize, read_model_config
-from polyad.model.families.gpt2 import GPT2
+from polyad.model.families.decoders import GPT2
 from polyad.model.feedforward import BlockInput
 from polyad.model.mumoe.gating import NORMS
 from polyad.model.padding import RealTokens

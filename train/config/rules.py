@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel
 
 from polyad.model.decoder_config import DecoderConfig
-from polyad.model.emoe.layer import EmergentMoEConfig
+from polyad.model.emoe import EmergentMoEConfig
 from polyad.model.settings import ModelSettings
 from polyad.model.smoe.config import SelectingConfig, SparseMoEConfig
 from polyad.parallel.dims import Dims

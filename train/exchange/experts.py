@@ -5,7 +5,7 @@ and noise see `model/smoe/experts.py`. Routers are initialized as in a new run w
 
 `--split` groups the units of feed-forwards. It only permutes weights and stores the permutation in
 a buffer, so that `--merge` restores them bit for bit. For the grouping see
-`model/emoe/splitting.py`.
+`model/emoe.py`.
 """
 
 import re
@@ -16,8 +16,14 @@ from pydantic import Field
 
 from polyad.model.config import Config
 from polyad.model.decoder_config import DecoderConfig
-from polyad.model.emoe.layer import EmergentMoEConfig
-from polyad.model.emoe.splitting import balanced_kmeans, dense_names, merge, random_groups, split
+from polyad.model.emoe import (
+    EmergentMoEConfig,
+    balanced_kmeans,
+    dense_names,
+    merge,
+    random_groups,
+    split,
+)
 from polyad.model.feedforward import GATED
 from polyad.model.initialization import seeded_generator
 from polyad.model.settings import ModelSettings

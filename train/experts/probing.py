@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from polyad.model.emoe.layer import EmergentMoE
+from polyad.model.emoe import EmergentMoE
 from polyad.model.feedforward import FeedForward
 from polyad.model.mixture import Mixture, MixtureGate, Shares
 from polyad.model.mumoe.gating import Gate

@@ -3,6 +3,7 @@
 Shapes: B images of a batch, N images of a set, K classes of the model, S classes of a set.
 """
 
+import functools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Subset
 
-from polyad.data.images.imagenet import ALEXNET_ERRORS, by_wordnet_id, corruptions, imagenet_classes
+from polyad.data.errors import DataError
 from polyad.data.images.samples import EvaluationImages, ImageBatch
-from polyad.data.images.source import ImageSplit
+from polyad.data.images.source import ImageSplit, list_files
 from polyad.parallel import comm
 from polyad.train.errors import ConfigError
 from polyad.train.measures.measure import Analysis
@@ -26,6 +27,26 @@ from polyad.train.results import Tables
 from polyad.train.tasks.images import ImageClassification
 from polyad.train.tasks.samples import ImageSamples
 
+CLASSES_FILE = Path(__file__).with_name("imagenet_classes.txt")
+ALEXNET_ERRORS = {
+    "gaussian_noise": 0.886428,
+    "shot_noise": 0.894468,
+    "impulse_noise": 0.922640,
+    "defocus_blur": 0.819880,
+    "glass_blur": 0.826268,
+    "motion_blur": 0.785948,
+    "zoom_blur": 0.798360,
+    "snow": 0.866816,
+    "frost": 0.826572,
+    "fog": 0.819324,
+    "brightness": 0.564592,
+    "contrast": 0.853204,
+    "elastic_transform": 0.646056,
+    "pixelate": 0.717840,
+    "jpeg_compression": 0.606500,
+}
+"""AlexNet's mean error on each corruption of ImageNet-C (Hendrycks and Dietterich 2019), by
+folder name."""
 _WORDNET_ID = re.compile(r"n\d{8}")
 
 
@@ -61,6 +82,43 @@ class Robustness(Analysis):
         tables = _SETS[self.set](Scorer(task, model, opened.batch_size, world), self.folder)
         about = {"set": f"ImageNet-{self.set.upper()}", "folder": str(self.folder)}
         return tables.with_facts(about, {"image_size": task.model.image_size})
+
+
+@functools.cache
+def imagenet_classes() -> tuple[str, ...]:
+    """Returns the WordNet ids of the 1,000 classes, in the order of their numbers.
+
+    A class number is the rank of its WordNet id in alphabetical order, which is also the label
+    number on the Hugging Face hub.
+    """
+    return tuple(CLASSES_FILE.read_text(encoding="ascii").split())
+
+
+def by_wordnet_id(folder: Path) -> ImageSplit:
+    """Lists the images of a tree with one folder per class, named by its WordNet id.
+
+    Args:
+        folder: The folder of ImageNet-A, -R or -O, or of one severity of ImageNet-C.
+
+    Raises:
+        DataError: A folder has another name, or there are no images.
+    """
+    if not folder.is_dir():
+        raise DataError(f"{folder}: there is no such folder")
+    files, others = list_files(folder)
+    names = files.class_names
+    numbers = {wordnet_id: number for number, wordnet_id in enumerate(imagenet_classes())}
+    strange = next((name for name in names if name not in numbers), None)
+    if strange is not None or not len(files) or others:
+        why = f"{strange} is not the folder of a class" if strange else "has no images"
+        if others:
+            why = f"holds {others:,} files that are not images"
+        raise DataError(
+            f"{folder}: {why}; it must have folders of images named by WordNet ids of "
+            "ImageNet-1k, as n01440764"
+        )
+    files.labels = np.array([numbers[name] for name in names])[files.labels]
+    return files
 
 
 def check_order(names: list[str], place: str) -> None:
@@ -122,13 +180,18 @@ class Scorer(NamedTuple):
 
 
 def _corrupted(scorer: Scorer, folder: Path) -> Tables:
-    """Top-1 error of each corruption over its severities, and relative to AlexNet's (mCE)."""
+    """Top-1 error of each corruption over its severities, and relative to AlexNet's (mCE).
+
+    Reads CORRUPTION/SEVERITY/WORDNET_ID/FILE; the four extra corruptions are not read.
+    """
     import pandas as pd
 
     errors: dict[str, list[float]] = {name: [] for name in ALEXNET_ERRORS}
-    for name, severity, files in corruptions(folder):
-        logits_NK, labels_N = scorer.files(files, f"{name} {severity}", 1.0)
-        errors[name].append(float((logits_NK.argmax(-1) != labels_N).double().mean()))
+    for name, of_severities in errors.items():
+        for severity in range(1, 6):
+            files = by_wordnet_id(folder / name / str(severity))
+            logits_NK, labels_N = scorer.files(files, f"{name} {severity}", 1.0)
+            of_severities.append(float((logits_NK.argmax(-1) != labels_N).double().mean()))
     means = {name: fmean(each) for name, each in errors.items()}
     relative = {name: mean / ALEXNET_ERRORS[name] for name, mean in means.items()}
     rows = [

@@ -11,7 +11,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from polyad.model.bert import BertConfig
-from polyad.model.emoe.layer import EmergentMoE
+from polyad.model.emoe import EmergentMoE
 from polyad.train.errors import ConfigError
 from polyad.train.experts.actions import CONTRIBUTION, Action
 from polyad.train.experts.interventions import Intervention, intervened

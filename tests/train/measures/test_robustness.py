@@ -6,11 +6,10 @@ import torch
 from PIL import Image
 from sklearn.metrics import average_precision_score
 
-from polyad.data.images.imagenet import ALEXNET_ERRORS, imagenet_classes
 from polyad.parallel.checkpoint.load import find_checkpoint
 from polyad.parallel.weights import load_model
 from polyad.train.errors import ConfigError
-from polyad.train.measures.robustness import check_order
+from polyad.train.measures.robustness import ALEXNET_ERRORS, check_order, imagenet_classes
 from tests.helpers.images import encoded, picture
 from tests.helpers.runs import run, scored_set, write_config
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from sklearn.preprocessing import normalize
 
-from polyad.model.emoe.splitting import balanced_kmeans, random_groups
+from polyad.model.emoe import balanced_kmeans, random_groups
 
 
 def objective(x_FD, group_F):

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from polyad.model.build import build_model, materialize
-from polyad.model.emoe.layer import EmergentMoE, EmergentMoEConfig
-from polyad.model.emoe.splitting import dense_names, merge, split
+from polyad.model.emoe import EmergentMoE, EmergentMoEConfig, dense_names, merge, split
 from polyad.model.feedforward import (
     ACTIVATIONS,
     DenseFeedForward,
