@@ -161,9 +161,8 @@ def evaluation_batches(
         raise DataError("no samples to evaluate on")
     size = min(batch_size, math.ceil(total / ranks))  # not larger than one batch needs
     rounds = math.ceil(total / (size * ranks))
-    firsts = [size * (ranks * number + rank) for number in range(rounds)]
-    numbers = [list(range(first, first + size)) for first in firsts]
-    filled = [[min(number, total - 1) for number in batch] for batch in numbers]
-    batches = _read(samples, filled, num_workers)
-    for batch, own in zip(batches, numbers, strict=True):
-        yield batch, torch.tensor([number < total for number in own])
+    first_R1 = size * (ranks * torch.arange(rounds).unsqueeze(1) + rank)
+    number_RB = first_R1 + torch.arange(size)
+    batches = _read(samples, number_RB.clamp(max=total - 1).tolist(), num_workers)
+    for batch, number_B in zip(batches, number_RB, strict=True):
+        yield batch, number_B < total

@@ -336,8 +336,14 @@ class SelfAttention(Attention):
             parts = qkv_BT3AH.unbind(2)
         else:
             *parts, of_head_BT3H = _Traced.apply(qkv_BT3AH, traced_head)  # type: ignore[no-untyped-call]
-        q_BATH, k_BATH, v_BATH = (x_BTAH.transpose(1, 2) for x_BTAH in parts)
-        return Heads(q_BATH, k_BATH, v_BATH, qkv_BT3AH, of_head_BT3H)
+        q_BTAH, k_BTAH, v_BTAH = parts
+        return Heads(
+            q_BTAH.transpose(1, 2),
+            k_BTAH.transpose(1, 2),
+            v_BTAH.transpose(1, 2),
+            qkv_BT3AH,
+            of_head_BT3H,
+        )
 
 
 def _matrix_of(layer: nn.Linear) -> Tensor:

@@ -26,9 +26,8 @@ from polyad.model.heads import (
     Pooler,
 )
 from polyad.model.initialization import normal
-from polyad.model.layers import Embedding
+from polyad.model.layers import Embedding, RealTokens
 from polyad.model.output import ModelOutput
-from polyad.model.padding import RealTokens
 from polyad.model.settings import TransformerSettings
 
 

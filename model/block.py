@@ -110,13 +110,7 @@ class Block(nn.Module):
         self.attention = attention
         self.feed_forward_norm = build_norm()
         self.feed_forward = feed_forward
-        self.drop_path = DropPath(drop_path)
-        self.residual_multiplier = residual_multiplier
-
-    def added(self, y_BTD: Tensor) -> Tensor:
-        """Returns the part of a branch's output that is added to the residual stream."""
-        y_BTD = self.drop_path(y_BTD)
-        return y_BTD if self.residual_multiplier == 1 else y_BTD * self.residual_multiplier
+        self.drop_path = DropPath(drop_path, residual_multiplier)
 
     def forward(
         self, x_BTD: Tensor, given: BlockInput = NOTHING_ELSE
@@ -137,11 +131,11 @@ class Block(nn.Module):
             mask_BT=given.mask_BT,
             rotation=given.rotation,
         )
-        x_BTD = x_BTD + self.added(attended_BTD)
+        x_BTD = x_BTD + self.drop_path(attended_BTD)
         y_BTD, stats = self.feed_forward(
             self.feed_forward_norm(x_BTD), x_BTD, given._replace(attention=trace)
         )
-        return x_BTD + self.added(y_BTD), stats
+        return x_BTD + self.drop_path(y_BTD), stats
 
 
 class PostNormBlock(Block):

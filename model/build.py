@@ -136,7 +136,7 @@ def initial_value(
     tensors = dict(_named_tensors(model))
     if name not in tensors:
         raise ValueError(f"the model has no parameter {name!r}")
-    return _find_initializer(model, name).draw(tensors[name].shape, seed, name, experts)
+    return initializer_of(model, name).draw(tensors[name].shape, seed, name, experts)
 
 
 def initial_values(model: nn.Module, seed: int) -> Iterator[tuple[str, Tensor]]:
@@ -153,17 +153,7 @@ def initial_values(model: nn.Module, seed: int) -> Iterator[tuple[str, Tensor]]:
     # Listed first: `materialize` replaces tensors between two values, and a shared tensor that has
     # been replaced would appear again under its second name.
     for name, shape in [(name, tensor.shape) for name, tensor in _named_tensors(model)]:
-        yield name, _find_initializer(model, name).draw(shape, seed, name)
-
-
-def has_experts(model: nn.Module, name: str) -> bool:
-    """Returns whether the first dimension of a parameter counts experts.
-
-    Args:
-        model: The whole model, as for `initial_value`.
-        name: The parameter's name.
-    """
-    return _find_initializer(model, name).per_expert
+        yield name, initializer_of(model, name).draw(shape, seed, name)
 
 
 def matrix_dimensions(model: nn.Module) -> dict[str, int]:
@@ -178,7 +168,7 @@ def matrix_dimensions(model: nn.Module) -> dict[str, int]:
         Numbers of dimensions by parameter name.
     """
     return {
-        name: parameter.dim() - has_experts(model, name)
+        name: parameter.dim() - initializer_of(model, name).per_expert
         for name, parameter in model.named_parameters()
     }
 
@@ -266,7 +256,7 @@ def _owners(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
     return owners
 
 
-def _find_initializer(model: nn.Module, name: str) -> Initializer:
+def initializer_of(model: nn.Module, name: str) -> Initializer:
     """Finds a parameter's initializer in the modules around it, the nearest first."""
     path = name.split(".")
     for depth in reversed(range(len(path))):

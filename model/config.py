@@ -11,7 +11,6 @@ from pydantic import (
     Field,
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
-    SerializationInfo,
     TypeAdapter,
     field_validator,
 )
@@ -103,8 +102,7 @@ class SectionIn:
         self, source: type, handler: GetCoreSchemaHandler
     ) -> CoreSchema:
         """Checks a section by its class; errors are those of a union by `kind`."""
-        dump = core_schema.plain_serializer_function_ser_schema(_dumped, info_arg=True)
-        return core_schema.no_info_plain_validator_function(self._checked, serialization=dump)
+        return core_schema.no_info_plain_validator_function(self._checked)
 
     def __get_pydantic_json_schema__(
         self, schema: CoreSchema, handler: GetJsonSchemaHandler
@@ -127,15 +125,6 @@ class SectionIn:
             expected = ", ".join(map(repr, classes))
             raise PydanticKnownError("union_tag_invalid", context | {"expected_tags": expected})
         return classes[kind].model_validate({"kind": kind} | value)
-
-
-def _dumped(section: "Config", info: SerializationInfo) -> dict[str, Any]:
-    return section.model_dump(
-        mode=info.mode,
-        exclude_unset=info.exclude_unset,
-        exclude_defaults=info.exclude_defaults,
-        exclude_none=info.exclude_none,
-    )
 
 
 class Config(BaseModel):

@@ -20,9 +20,8 @@ from polyad.model.config import Config, Count
 from polyad.model.feedforward import BlockInput
 from polyad.model.heads import ClassificationHeadConfig, SequenceHead, VocabularyHead
 from polyad.model.initialization import normal
-from polyad.model.layers import Embedding
+from polyad.model.layers import Embedding, LastToken, RealTokens
 from polyad.model.output import ModelOutput
-from polyad.model.padding import LastToken, RealTokens
 from polyad.model.rotary import RotaryConfig, rotation
 from polyad.model.settings import TransformerSettings
 from polyad.model.smoe.config import SelectingConfig

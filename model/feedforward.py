@@ -18,9 +18,8 @@ from torch.nn.functional import gelu, silu
 from polyad.model.attention import AttentionTrace, BlockCache
 from polyad.model.config import Config
 from polyad.model.initialization import normal
-from polyad.model.layers import Linear
+from polyad.model.layers import Linear, RealTokens
 from polyad.model.output import RoutingStats
-from polyad.model.padding import RealTokens
 from polyad.model.rotary import Rotation
 
 Activation: TypeAlias = Literal["gelu", "gelu_tanh", "quick_gelu", "relu"]

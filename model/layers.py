@@ -1,4 +1,4 @@
-"""Layers of blocks, and regions: the places where ranks that share a layer exchange tensors.
+"""Layers of blocks; regions, the places where ranks that share a layer exchange tensors; padding.
 
 A layer that can be split names its regions. Each is a differentiable function of a tensor, by
 default the identity: model code is single-process. `parallelize` installs collectives there.
@@ -9,11 +9,15 @@ PyTorch sums the gradients of embedding rows in the weights' precision (on a GPU
 3,072 tokens), and on a CPU those of LayerNorm's scale and shift. In bf16 a sum of equal numbers
 stops growing at 256 times one of them.
 
-Shapes: B samples, T tokens of a sample, V rows of an embedding, D width.
+Sequences are padded on the right. Token-wise computations may include padding, whose results are
+never read; routing uses only the real rows, so that padding reaches no expert and no statistic.
+
+Shapes: B samples, T tokens of a sample with its padding, M = B T rows, N real ones of them, V rows
+of an embedding, D width.
 """
 
 from collections.abc import Callable
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -195,24 +199,107 @@ class DropPath(nn.Module):
     Args:
         rate: The probability of skipping; remaining outputs are divided by 1 - rate. None if no
             block of the model has stochastic depth; then nothing is drawn.
+        multiplier: Factor of the outputs, in training and evaluation.
     """
 
     keep: Tensor | None
 
-    def __init__(self, rate: float | None) -> None:
+    def __init__(self, rate: float | None, multiplier: float = 1.0) -> None:
         super().__init__()
         keep = None if rate is None else torch.tensor(1 - rate)
         self.register_buffer("keep", keep, persistent=False)
         self._initial = constant(1.0 if rate is None else 1 - rate)
+        self.multiplier = multiplier
 
     def initializers(self) -> dict[str, Initializer]:
         """Returns the initializer of the fraction of images that keep the branch."""
         return {"keep": self._initial}
 
     def forward(self, y_BTD: Tensor) -> Tensor:
-        """Returns the branch's output for each image, or zeros."""
-        if self.keep is None or not self.training:
-            return y_BTD
-        drawn_B11 = torch.rand(len(y_BTD), 1, 1, device=y_BTD.device)  # always less than 1
-        kept_B11 = (drawn_B11 < self.keep) / self.keep
-        return y_BTD * kept_B11.to(y_BTD.dtype)
+        """Returns what is added to the residual stream: the branch's output, or zeros."""
+        if self.keep is not None and self.training:
+            drawn_B11 = torch.rand(len(y_BTD), 1, 1, device=y_BTD.device)  # always less than 1
+            kept_B11 = (drawn_B11 < self.keep) / self.keep
+            y_BTD = y_BTD * kept_B11.to(y_BTD.dtype)
+        return y_BTD if self.multiplier == 1 else y_BTD * self.multiplier
+
+
+class RealTokens(NamedTuple):
+    """The real tokens of a batch."""
+
+    mask_BT: Tensor
+    """True for real tokens."""
+    rows_N: Tensor
+    """Their row numbers among the B T rows, ascending."""
+
+    @classmethod
+    def of(cls, mask_BT: Tensor | None) -> "RealTokens | None":
+        """Finds the real tokens, once per forward pass, since a GPU has to synchronize for their
+        number.
+
+        Args:
+            mask_BT: True for real tokens; None if all are real.
+
+        Returns:
+            The real tokens; None if `mask_BT` is None.
+        """
+        if mask_BT is None:
+            return None
+        return cls(mask_BT, mask_BT.flatten().nonzero().squeeze(1))
+
+    @property
+    def lengths_B(self) -> Tensor:
+        """Number of real tokens in each sequence."""
+        return self.mask_BT.sum(1)
+
+
+def counted(real: RealTokens, dtype: torch.dtype) -> Tensor:
+    """Returns the number of real tokens as a scalar tensor, for `RoutingStats.tokens`.
+
+    Args:
+        real: The tokens.
+        dtype: The precision of the statistics.
+    """
+    return real.mask_BT.sum().to(dtype)
+
+
+def pack(x_MD: Tensor, real: RealTokens | None) -> Tensor:
+    """Selects the rows of real tokens, [N, D].
+
+    Args:
+        x_MD: Rows of all tokens.
+        real: The real tokens; None if all are real.
+    """
+    return x_MD if real is None else x_MD.index_select(0, real.rows_N)
+
+
+def unpack(y_ND: Tensor, real: RealTokens | None) -> Tensor:
+    """Restores the rows of all tokens, [M, D], with zeros for padding.
+
+    Args:
+        y_ND: Rows of real tokens.
+        real: The real tokens; None if all are real.
+    """
+    if real is None:
+        return y_ND
+    whole_MD = y_ND.new_zeros(real.mask_BT.numel(), *y_ND.shape[1:])
+    return whole_MD.index_copy(0, real.rows_N, y_ND)
+
+
+class LastToken(nn.Module):
+    """Selects the vector of the last real token of each sequence.
+
+    A module, so that sequence parallelism can give it all tokens.
+    """
+
+    def forward(self, x_BTD: Tensor, mask_BT: Tensor | None) -> Tensor:
+        """Selects them, [B, D].
+
+        Args:
+            x_BTD: The vectors of all tokens.
+            mask_BT: True for real tokens, which precede the padding; None if all are real.
+        """
+        if mask_BT is None:
+            return x_BTD[:, -1]
+        last_B = mask_BT.sum(1) - 1
+        return x_BTD[torch.arange(len(x_BTD), device=x_BTD.device), last_B]

@@ -372,11 +372,9 @@ class Mixture(StatisticsModule):
         experts_BMD = torch.stack([each.hidden_BD for each in ran], dim=1)
         shares = self.gate(gate.hidden_BD, experts_BMD)
         o_BMK = torch.stack([each.output_BO for each in ran], dim=1)
-        return self._mixed(shares.log_p_BM, o_BMK), self._statistics(shares, gate, [*ran, gate])
-
-    def _mixed(self, log_p_BM: Tensor, o_BMK: Tensor) -> Tensor:
-        o_BMK = o_BMK.to(log_p_BM.dtype)
-        return (log_p_BM.unsqueeze(-1) + o_BMK.log_softmax(-1)).logsumexp(1)
+        log_p_BMK = o_BMK.to(shares.log_p_BM.dtype).log_softmax(-1)
+        log_p_BK = (shares.log_p_BM.unsqueeze(-1) + log_p_BMK).logsumexp(1)
+        return log_p_BK, self._statistics(shares, gate, [*ran, gate])
 
     def _statistics(
         self, shares: Shares, gate: NetworkOutput, ran: list[NetworkOutput]

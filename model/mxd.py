@@ -41,9 +41,8 @@ from polyad.model.feedforward import (
     GatedActivation,
 )
 from polyad.model.initialization import ZEROS, Initializer, uniform, unit_rows
-from polyad.model.layers import Linear, Region, same
+from polyad.model.layers import Linear, RealTokens, Region, counted, pack, same, unpack
 from polyad.model.output import RoutingStats, StatisticsModule
-from polyad.model.padding import RealTokens, counted, pack, unpack
 from polyad.model.smoe.config import at_most
 from polyad.model.smoe.router import Selected, count
 

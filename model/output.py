@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from polyad.model.padding import RealTokens, pack
+from polyad.model.layers import RealTokens, pack
 
 NO_TENSORS: dict[str, Tensor] = {}
 """The default of dictionaries in tuples, which nothing changes."""
@@ -65,9 +65,8 @@ class RoutingStats(NamedTuple):
             values: Tensors by the names of `tensors`.
         """
         own: dict[str, Any] = {name: values[name] for name in self._fields if name in values}
-        losses, measures = (
-            {name: values[name] for name in part} for part in (self.losses, self.measures)
-        )
+        losses = {name: values[name] for name in self.losses}
+        measures = {name: values[name] for name in self.measures}
         return self._replace(losses=losses, measures=measures, **own)
 
 

@@ -191,17 +191,13 @@ class TransformerSettings(ModelSettings, ABC):
         sequence_length: int
 
     @model_validator(mode="after")
-    def _heads_divide_width(self) -> Self:
+    def _heads_and_feed_forward_fit(self) -> Self:
         if self.hidden_size % self.num_heads and not self.heads_fit():
             nearest = max(1, round(self.hidden_size / self.num_heads)) * self.num_heads
             raise ValueError(
                 f"model.hidden_size: {self.hidden_size} is not a multiple of "
                 f"model.num_heads: {self.num_heads}; nearest multiple: {nearest}"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _feed_forward_fits(self) -> Self:
         self.check_feed_forward(FEED_FORWARD, self.feed_forward, self.hidden_size, self.num_heads)
         return self
 

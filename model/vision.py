@@ -103,16 +103,12 @@ class ImageModelSettings(ImageSettings):
     the sigmoid loss."""
 
     @model_validator(mode="after")
-    def _bias_has_a_head(self) -> Self:
+    def _head_and_patches_fit(self) -> Self:
         if self.head_bias and self.head.kind != "linear":
             raise ValueError(
                 f"model.head_bias: {self.head_bias:g} is not allowed with model.head.kind: "
                 f"{self.head.kind}, which has no such bias; allowed: 0"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _patches_fill_the_image(self) -> Self:
         if self.image_size % self.patch_size:
             sizes = [n for n in range(1, self.image_size + 1) if self.image_size % n == 0]
             near = sorted(sorted(sizes, key=lambda n: abs(n - self.patch_size))[:2])

@@ -118,7 +118,7 @@ def _check_not_apart() -> None:
     Raises:
         LayoutError: srun or mpirun has started several tasks without torchrun.
     """
-    nodes = environment_nodes()
+    nodes = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
     for name, starter in TASKS_OF.items():
         tasks = os.environ.get(name, "1")
         if tasks.isdecimal() and int(tasks) > 1 and nodes == 1:
@@ -128,16 +128,6 @@ def _check_not_apart() -> None:
                 f"{world} on 1 host: each task would train alone. Start them with `polyad launch` "
                 f"or torchrun (--nnodes {tasks}), or a single task"
             )
-
-
-def environment_nodes() -> int:
-    """Number of hosts of torchrun's processes, 1 without it; reads only the environment."""
-    return int(os.environ.get("GROUP_WORLD_SIZE", "1"))
-
-
-def environment_rank() -> int:
-    """This process's rank in torchrun, 0 without it; reads only the environment."""
-    return int(os.environ.get("RANK", "0"))
 
 
 def is_one_host() -> bool:
@@ -204,7 +194,7 @@ def initialize(
 
 def _join(device: torch.device, timeout_minutes: float) -> None:
     """Creates the process group; until it exists, signals end this process."""
-    rank, size = environment_rank(), environment_world_size()
+    rank, size = int(os.environ.get("RANK", "0")), environment_world_size()
     if size > 1 and "RANK" not in os.environ:
         raise LayoutError(
             f"WORLD_SIZE: {size} in the environment, but RANK is missing, and this process is "

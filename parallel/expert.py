@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from polyad.model.feedforward import NOTHING_ELSE, BlockInput
-from polyad.model.kernels.rows import take
+from polyad.model.kernels.grouped import take
 from polyad.model.smoe.experts import Experts, StackedExperts
 from polyad.model.smoe.graph import AttentionGraph, Mixed, head_entropies
 from polyad.model.smoe.layer import Dispatcher, DispatchRegions, Plan, SelectingMoE, make_plan
@@ -52,7 +52,9 @@ def parallelize_experts(
         cut(experts, "up", replace(of_up, axes=axes, stacked=("gate", "up")))
         experts.register_parameter("gate", None)
     if world.expert_parallel_size > 1:
-        layer.dispatcher = _expert_parallel_dispatcher()(experts.config.num_experts, world)
+        layer.dispatcher = _expert_parallel_dispatcher()(
+            experts.config.num_experts, world.expert_parallel_size
+        )
     if world.tensor_parallel_size > 1:
         group = tensor_group()
         # Each rank computes a part of every output, so gradients of both inputs are summed.
@@ -81,36 +83,6 @@ def connect_without_engine(layers: Iterable[SelectingMoE], tensor_parallel_size:
     connect(tensor_parallel_size)
     for layer in layers:
         layer.dispatcher.set_deepspeed_parallelism()  # type: ignore[operator]
-
-
-@functools.cache
-def _expert_parallel_dispatcher() -> type:
-    """Defines the dispatcher class, a subclass of DeepSpeed's `MoE`, for which its engine looks."""
-    layer_class: Any = moe_class()
-
-    class ExpertParallelDispatcher(Dispatcher, layer_class):
-        def __init__(self, num_experts: int, world: comm.World) -> None:
-            nn.Module.__init__(self)
-            self.num_experts = num_experts
-            self.num_local_experts = num_experts // world.expert_parallel_size
-            self._size = world.expert_parallel_size
-            self._exchange = RowExchange(num_experts, self._size)
-
-        def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
-            self._exchange.group = Group.of(expert_group(self._size))
-
-        def unit_means(self, means: Tensor) -> Tensor:
-            return self._exchange.group.gather(super().unit_means(means), 0)
-
-        def begin(self, plan: Plan) -> Counts:
-            return self._exchange.begin(plan)
-
-        def compute(
-            self, rows_MD: Tensor, plan: Plan, experts: StackedExperts, begun: Any
-        ) -> Tensor:
-            return self._exchange(rows_MD, plan, experts, begun)
-
-    return ExpertParallelDispatcher
 
 
 class TensorParallelAttentionGraph(AttentionGraph):
@@ -174,7 +146,7 @@ class Counts(NamedTuple):
     """Returns when the numbers are on the CPU."""
 
 
-class RowExchange:
+class RowExchange(Dispatcher):
     """Sends rows to the ranks of their experts, and returns the outputs.
 
     Args:
@@ -182,14 +154,25 @@ class RowExchange:
         parts: number of ranks that share them.
     """
 
+    group: Group
+    """The ranks; set once the engine has created their group."""
+
     def __init__(self, num_experts: int, parts: int) -> None:
-        self.parts, self._here = parts, num_experts // parts
-        self.group: Group
-        """The ranks; set once the engine has created their group."""
+        nn.Module.__init__(self)
+        self.num_experts, self.num_local_experts = num_experts, num_experts // parts
+        self.parts = parts
+
+    def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
+        """Called by DeepSpeed once its engine may create the group."""
+        self.group = Group.of(expert_group(self.parts))
+
+    def unit_means(self, means: Tensor) -> Tensor:
+        """See `Dispatcher.unit_means`."""
+        return self.group.gather(super().unit_means(means), 0)
 
     def begin(self, plan: Plan) -> Counts:
         """Exchanges the numbers of rows, and starts copying them to the CPU."""
-        even = [self._here] * self.parts
+        even = [self.num_local_experts] * self.parts
         arriving_PX = self.group.exchange(plan.counts_E, even, even).view(self.parts, -1)
         leaving_PX = plan.counts_E.view(self.parts, -1)
         numbers = torch.stack([leaving_PX.sum(1), arriving_PX.sum(1)])
@@ -201,13 +184,13 @@ class RowExchange:
             return Counts(arriving_PX, numbers, copied.synchronize)
         return Counts(arriving_PX, numbers)
 
-    def __call__(
-        self, rows_MD: Tensor, plan: Plan, experts: StackedExperts, counts: Counts
+    def compute(
+        self, rows_MD: Tensor, plan: Plan, experts: StackedExperts, begun: Counts
     ) -> Tensor:
-        """Computes the experts of all rows; see `Dispatcher.compute`."""
+        """See `Dispatcher.compute`."""
         # The only place where the CPU synchronizes with the GPU.
-        counts.wait()
-        numbers = counts.numbers
+        begun.wait()
+        numbers = begun.numbers
         if numbers.is_cuda:  # compiled; `tolist` would copy them one by one
             numbers = numbers.cpu()
         send, receive = numbers.tolist()
@@ -215,11 +198,11 @@ class RowExchange:
         if plan.drops:
             rows_MD = rows_MD[:num_sent]
         arrived_MD = self.group.exchange(rows_MD, receive, send)
-        done_MD = self._compute(arrived_MD, counts.arriving_PX, sum(receive), experts)
+        done_MD = self._through_experts(arrived_MD, begun.arriving_PX, sum(receive), experts)
         done_MD = self.group.exchange(done_MD, send, receive)
         return pad(done_MD, (0, 0, 0, num_rows - num_sent)) if plan.drops else done_MD
 
-    def _compute(
+    def _through_experts(
         self, arrived_MD: Tensor, counts_PX: Tensor, total: int, experts: StackedExperts
     ) -> Tensor:
         """Runs rows, sorted by sender and then by expert, through this rank's experts."""
@@ -232,3 +215,14 @@ class RowExchange:
         order_M, place_M, *_ = make_plan(expert_M.unsqueeze(1), counts_X)
         sorted_MD = experts(take(arrived_MD, order_M, place_M, 1), counts_X)
         return take(sorted_MD, place_M, order_M, 1)
+
+
+@functools.cache
+def _expert_parallel_dispatcher() -> type:
+    """Defines the dispatcher class, a subclass of DeepSpeed's `MoE`, for which its engine looks."""
+    layer_class: Any = moe_class()
+
+    class ExpertParallelDispatcher(RowExchange, layer_class):
+        pass
+
+    return ExpertParallelDispatcher

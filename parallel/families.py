@@ -59,10 +59,6 @@ class Origin(Record):
     files: dict[str, str]
     """Further small files, by name."""
 
-    def dtype_of(self, name: str) -> torch.dtype:
-        """Returns the dtype of a tensor by its plain name."""
-        return TORCH_DTYPES[self.dtypes.get(name, self.dtype)]
-
     def family(self) -> Family:
         """Returns the family, with the names that its tensors had."""
         names = [] if self.fused is None else [self.fused]
@@ -314,7 +310,9 @@ def stored_entries(
     for name in () if origin is None else origin.copies:
         if copies.get(name) in parts:
             parts[name] = parts[copies[name]]
-    dtypes = {name: torch.float32 if origin is None else origin.dtype_of(name) for name in parts}
+    dtypes = dict.fromkeys(parts, torch.float32)
+    if origin is not None:
+        dtypes = {name: TORCH_DTYPES[origin.dtypes.get(name, origin.dtype)] for name in parts}
     # Larger element types first, so that each tensor is aligned to its own element size.
     ordered = sorted(parts.items(), key=lambda each: -dtypes[each[0]].itemsize)
     return [

@@ -377,9 +377,8 @@ def pretended_world(dims: Dims, rank: int = 0) -> Iterator[comm.World]:
 def assume_even_rows(model: nn.Module) -> None:
     """Makes expert-parallel layers exchange equal numbers of rows with all ranks, in place."""
     for layer in model.modules():
-        exchange = getattr(getattr(layer, "dispatcher", None), "_exchange", None)
-        if isinstance(layer, SelectingMoE) and isinstance(exchange, RowExchange):
-            _assume_even(exchange, min(1.0, layer.config.capacity_factor or 1.0))
+        if isinstance(layer, SelectingMoE) and isinstance(layer.dispatcher, RowExchange):
+            _assume_even(layer.dispatcher, min(1.0, layer.config.capacity_factor or 1.0))
 
 
 def _assume_even(exchange: Any, share: float) -> None:

@@ -12,7 +12,7 @@ import torch
 from pydantic import ValidationError
 from torch import nn
 
-from polyad.model.build import has_experts, initial_value, read_model_config
+from polyad.model.build import initial_value, initializer_of, read_model_config
 from polyad.model.config_yaml import load
 from polyad.model.families.keys import WeightsError
 from polyad.model.lora import of_base
@@ -149,7 +149,7 @@ class InitialWeights(Source):
     def weight(self, box: Box) -> torch.Tensor:
         """Returns a box of a parameter's initial value."""
         experts, slices = None, box.slices
-        if has_experts(self._model, box.name):  # draws only the experts of this rank
+        if initializer_of(self._model, box.name).per_expert:  # draws only the experts of this rank
             experts = range(slices[0].start, slices[0].stop)
             slices = (slice(None), *slices[1:])
         if (box.name, experts) != self._last:

@@ -105,21 +105,19 @@ def write_tensors(
 
     def pieces() -> Iterator[memoryview]:
         position = 8 + len(encoded)
-        yield memoryview(struct.pack("<Q", len(encoded)) + encoded)
+        head = memoryview(struct.pack("<Q", len(encoded)) + encoded)
+        digest.update(head)
+        yield head
         for number, tensor in enumerate(tensors):
             data = tensor.data()
             for first in range(0, len(data), PIECE_BYTES):
                 piece = data[first : first + PIECE_BYTES]
                 check(number, piece)
+                digest.update(piece)
                 yield piece
             begins.append(position)
             position += tensor.nbytes
             del data  # else it would stay in memory together with the next one
 
-    def digested() -> Iterator[memoryview]:
-        for piece in pieces():
-            digest.update(piece)
-            yield piece
-
-    total = write_file(path, digested())
+    total = write_file(path, pieces())
     return begins, FileRecord(bytes=total, xxh3=digest.hexdigest())

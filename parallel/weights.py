@@ -259,7 +259,7 @@ def open_checkpoint(path: Path, choice: Choice = "trained", base: Path | None = 
         ValueError: with an `exit_status` of 2: it does not exist, or cannot be used.
     """
     checkpoint = _opened(path, base)
-    checkpoint.check_own_model()
+    checkpoint.check_model(build_model(checkpoint.model_config()))
     if choice == "ema":
         checkpoint.take_average()
     return checkpoint

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from polyad.data.files import temporary_folder
-from polyad.model.build import has_experts
+from polyad.model.build import initializer_of
 from polyad.model.config_yaml import dump
 from polyad.parallel import comm
 from polyad.parallel.checkpoint.format import MASTER, Box
@@ -78,7 +78,7 @@ class Trial(NamedTuple):
         gradients = {n: before.whole(n, field) for n, has in before.tensors.items() if field in has}
         largest = max(gradient.norm().item() for gradient in gradients.values())
         for name, gradient in sorted(gradients.items()):
-            rows = len(gradient) if has_experts(model, name) else 1
+            rows = len(gradient) if initializer_of(model, name).per_expert else 1
             yield "gradient", name, gradient.reshape(rows, -1), SMALL * largest
             start, end = (each.whole(name, MASTER).reshape(rows, -1) for each in (before, after))
             rounding = torch.finfo(end.dtype).eps * end.norm().item()

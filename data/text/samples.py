@@ -249,10 +249,12 @@ class TrainingData:
         Returns:
             One for each part that has such a split.
         """
-        streams = [(part, part.data.split("validation")) for part in self.parts]
-        streams = [(part, stream) for part, stream in streams if stream.num_tokens]
-        total = sum(part.share for part, _ in streams)
-        return [ValidationPart(part.name, part.share / total, stream) for part, stream in streams]
+        parts = []
+        for part in self.parts:
+            if (stream := part.data.split("validation")).num_tokens:
+                parts.append(ValidationPart(part.name, part.share, stream))
+        total = sum(part.share for part in parts)
+        return [part._replace(share=part.share / total) for part in parts]
 
     def documents(self, samples: "MixedSamples", numbers: Sequence[int]) -> dict[str, list[int]]:
         """Finds the documents that contribute tokens to samples.
@@ -334,13 +336,12 @@ class MixedSamples(Dataset[torch.Tensor]):
         counts_P = shares_of_a_block(self._shares)
         generator = np.random.Generator(np.random.PCG64((self._seed, 0, _SOURCES)))
         phases_P = generator.random(len(counts_P))
-        numbers = [np.arange(count, dtype=np.int32) for count in counts_P]
-        times_N = np.concatenate(
-            [(n + phase) / len(n) for n, phase in zip(numbers, phases_P, strict=True)]
-        )
-        sources_N = np.repeat(np.arange(len(counts_P), dtype=np.int32), counts_P)
-        order_N = np.lexsort((sources_N, times_N))  # by time, ties by source
-        return sources_N[order_N], np.concatenate(numbers)[order_N], counts_P
+        source_N = np.repeat(np.arange(len(counts_P), dtype=np.int32), counts_P)
+        first_P = counts_P.cumsum() - counts_P
+        number_N = np.arange(len(source_N), dtype=np.int32) - first_P.astype(np.int32)[source_N]
+        times_N = (number_N + phases_P[source_N]) / counts_P[source_N]
+        order_N = np.lexsort((source_N, times_N))  # by time, ties by source
+        return source_N[order_N], number_N[order_N], counts_P
 
     def __getstate__(self) -> dict[str, Any]:
         # A worker process builds its own block: sending it would take longer.

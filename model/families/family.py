@@ -262,10 +262,6 @@ class Family:
             if theirs.get(key) != ours.get(key)
         ]
 
-    def their_keys(self) -> dict[str, str]:
-        """Maps our keys to theirs, for error messages."""
-        return {ours: theirs for key in self.keys for ours, theirs in key.names.items()}
-
     def for_names(self, names: Collection[str]) -> "Family":
         """Returns the family in the form used by a folder.
 
@@ -314,7 +310,8 @@ class Family:
 
     def _in_their_names(self, error: ValidationError) -> str:
         """Describes the first error in a configuration that was read from their keys."""
-        first, names = error.errors()[0], self.their_keys()
+        first = error.errors()[0]
+        names = {ours: theirs for key in self.keys for ours, theirs in key.names.items()}
         reason = first["msg"].removeprefix("Value error, ")
         reason = re.sub(r"\bmodel\.(\w+)", lambda key: names.get(key[1], key[0]), reason)
         ours = ".".join(map(str, first["loc"]))

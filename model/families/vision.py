@@ -10,7 +10,7 @@ three layers in this order.
 import re
 from typing import Any
 
-from polyad.model.families.family import FREE, Family, Known, ShapeOf, label_keys
+from polyad.model.families.family import FREE, Family, Known, label_keys
 from polyad.model.families.keys import (
     Tree,
     WeightsError,
@@ -25,17 +25,6 @@ from polyad.model.vit import ViTConfig
 
 FREE_OF_IMAGES = FREE | {"num_classes", "head_bias", "drop_path"}
 """Our keys that may differ from a folder's: the data determines the classes."""
-
-
-def classes_of(name: str, shape_of: ShapeOf) -> int:
-    """Returns the number of classes of a folder's head; 1 if it has none, the minimum of a model.
-
-    Args:
-        name: The name of the head's weight.
-        shape_of: The shapes of the folder's tensors, by name.
-    """
-    head = shape_of(name)
-    return head[0] if head else 1
 
 
 _KEYS = (
@@ -86,7 +75,7 @@ VIT = Family(
     ignored=re.compile(r"pooler\.dense\..*|.*position_ids"),
     may_lack_head=True,
     keys=_KEYS,
-    further=lambda tree, shape_of: {"num_classes": classes_of("classifier.weight", shape_of)},
+    further=lambda tree, shape_of: {"num_classes": (shape_of("classifier.weight") or (1,))[0]},
     free=lambda config: FREE_OF_IMAGES,
     architecture=lambda config: "ViTForImageClassification",
     written=_written,

@@ -176,10 +176,16 @@ class Factorized(nn.Module, ABC):
         Returns:
             [M, O].
         """
-        regions = self.regions
-        contracted = regions.contracted(self.contract_input(regions.input(z_MI)))
-        mixed = regions.mixed(self.mix(contracted, coefficients))
-        return regions.output(self.contract_output(mixed))
+        regions, bias, activated = self.regions, self.adds_bias, self.activated
+        z_MI = regions.input(z_MI)
+        contracted = contract(z_MI, self.input_factor, bias=bias, activated=activated)
+        if self.input_lora is not None:
+            contracted = contracted + self.input_lora(z_MI, bias, activated)
+        mixed = regions.mixed(self.mix(regions.contracted(contracted), coefficients))
+        output_MO = contract(mixed, self.output_factor, modes=self.output_factor.dim() - 1)
+        if self.output_lora is not None:
+            output_MO = output_MO + self.output_lora(mixed, False, False)
+        return regions.output(output_MO)
 
     @classmethod
     def num_parameters(cls, sizes: Sizes) -> int:
@@ -225,37 +231,6 @@ class Factorized(nn.Module, ABC):
         """Returns the factors of the expert modes, the first level first."""
         levels = range(len(self.sizes.num_experts))
         return [self.get_parameter(expert_factor(level)) for level in levels]
-
-    def contract_input(self, z_MI: Tensor) -> Tensor:
-        """Contracts the input, or its GELU, with the input factor, and adds the bias row.
-
-        Args:
-            z_MI: Tokens.
-
-        Returns:
-            [M, ...], the other modes of the input factor flattened.
-        """
-        bias, activated = self.adds_bias, self.activated
-        contracted = contract(z_MI, self.input_factor, bias=bias, activated=activated)
-        if self.input_lora is None:
-            return contracted
-        added: Tensor = self.input_lora(z_MI, bias, activated)
-        return contracted + added
-
-    def contract_output(self, mixed: Tensor) -> Tensor:
-        """Contracts the mixed vector with all modes of the output factor except the last.
-
-        Args:
-            mixed: [M, ...], flattened.
-
-        Returns:
-            [M, O].
-        """
-        output_MO = contract(mixed, self.output_factor, modes=self.output_factor.dim() - 1)
-        if self.output_lora is None:
-            return output_MO
-        added_MO: Tensor = self.output_lora(mixed, False, False)
-        return output_MO + added_MO
 
 
 def expert_factor(level: int) -> str:

@@ -273,22 +273,11 @@ class Gate(nn.Module):
         Args:
             u_MD: The gate's input.
         """
-        scores_MS = self.scores(u_MD)
+        scores_MS = linear(self.regions.input(u_MD), self.regions.weight(self.weight))
         # The product is in the model's precision, the rest at least in fp32.
         scores_MS = scores_MS.to(torch.promote_types(scores_MS.dtype, torch.float32))
         levels, moments = self.norm(scores_MS)
         return GateOutput([self.activation(x_MN) for x_MN in levels], moments)
-
-    def scores(self, u_MD: Tensor) -> Tensor:
-        """Scores every expert of every level.
-
-        Args:
-            u_MD: The gate's input.
-
-        Returns:
-            [M, S].
-        """
-        return linear(self.regions.input(u_MD), self.regions.weight(self.weight))
 
     def mixing_weights(self, output: GateOutput, dtype: torch.dtype) -> list[Tensor]:
         """Returns the coefficients for the layers: in their precision, in training with dropout.
@@ -306,11 +295,3 @@ class Gate(nn.Module):
             # recomputation draws them again.
             levels = [dropout(a_MN, self.dropout) for a_MN in levels]
         return [self.regions.coefficients(a_MN.to(dtype)) for a_MN in levels]
-
-    def update(self, moments: Mapping[str, Tensor]) -> None:
-        """Prepares the next optimizer step; called once after each.
-
-        Args:
-            moments: Those of `GateOutput`, averaged over the step, among others.
-        """
-        self.norm.update(moments)

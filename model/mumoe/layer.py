@@ -26,11 +26,11 @@ from polyad.model.feedforward import (
     FeedForwardContext,
     refuse_autocast,
 )
+from polyad.model.layers import RealTokens, counted, pack, unpack
 from polyad.model.mumoe.config import FactorizedExperts, MuMoEConfig
 from polyad.model.mumoe.factorizations import Factorized
 from polyad.model.mumoe.gating import Gate, GateOutput
 from polyad.model.output import RoutingStats, StatisticsModule, entropy
-from polyad.model.padding import RealTokens, counted, pack, unpack
 
 DOMINANT = 0.5
 """The minimum coefficient with which an expert dominates a token."""
@@ -102,7 +102,7 @@ class MuMoE(FeedForward, StatisticsModule):
 
     def update(self, stats: RoutingStats, progress: float) -> None:
         """See `FeedForward.update`."""
-        self.gate.update(stats.measures)
+        self.gate.norm.update(stats.measures)
 
 
 class MuMoEHeadConfig(FactorizedExperts):
@@ -173,7 +173,7 @@ class MuMoEHead(StatisticsModule):
             stats: Statistics of the head, averaged over the step.
             progress: Fraction of the run's steps that are done.
         """
-        self.gate.update(stats.measures)
+        self.gate.norm.update(stats.measures)
 
 
 def gate_statistics(

@@ -24,8 +24,8 @@ from torch.nn.functional import normalize, pad, scaled_dot_product_attention
 from polyad.model.attention import AttentionTrace
 from polyad.model.feedforward import NOTHING_ELSE, BlockInput, FeedForwardContext, refuse_autocast
 from polyad.model.initialization import ZEROS, Initializer, constant
+from polyad.model.layers import RealTokens
 from polyad.model.output import NO_TENSORS, StatisticsModule, entropy
-from polyad.model.padding import RealTokens
 from polyad.model.smoe.config import GRAPHS, SparseMoEConfig
 
 ENTROPY_MOMENTUM = 0.99

@@ -30,10 +30,9 @@ from polyad.model.feedforward import (
     FeedForwardContext,
 )
 from polyad.model.initialization import ZEROS, Initializer, normal
-from polyad.model.kernels import rows
-from polyad.model.layers import Linear, Region, same
+from polyad.model.kernels.grouped import combine, take
+from polyad.model.layers import Linear, Region, pack, same, unpack
 from polyad.model.output import RoutingStats
-from polyad.model.padding import pack, unpack
 from polyad.model.smoe.config import SelectingConfig, SparseMoEConfig
 from polyad.model.smoe.experts import Experts, StackedExperts
 from polyad.model.smoe.router import Router, Selected, make_router, spread
@@ -135,7 +134,7 @@ class Dispatcher(nn.Module):
         weights_NK = self.regions.weights(selected.weights_NK)
         plan = make_plan(selected.expert_ids_NK, selected.counts_E, capacity_factor)
         begun = self.begin(plan)
-        rows_MD = rows.take(tokens_ND, plan.assignment_M, plan.row_A, weights_NK.shape[1])
+        rows_MD = take(tokens_ND, plan.assignment_M, plan.row_A, weights_NK.shape[1])
         if plan.drops:
             # For dropped rows, both the expert's output and the input's gradient are undefined.
             kept_M1 = plan.kept_M().unsqueeze(1)
@@ -146,7 +145,7 @@ class Dispatcher(nn.Module):
         if experts.dropout.p:
             rows_MD = dropout(rows_MD, experts.dropout.p, experts.training)
         weights_NK = weights_NK.to(rows_MD.dtype)
-        y_ND = rows.combine(rows_MD, weights_NK, plan.assignment_M, plan.row_A)
+        y_ND = combine(rows_MD, weights_NK, plan.assignment_M, plan.row_A)
         return self.regions.output(y_ND), plan
 
     def unit_means(self, means: Tensor) -> Tensor:

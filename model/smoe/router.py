@@ -27,9 +27,8 @@ from torch.nn.functional import linear, normalize
 from polyad.model.feedforward import NOTHING_ELSE, BlockInput, FeedForwardContext
 from polyad.model.initialization import ZEROS, Initializer, constant, normal, uniform
 from polyad.model.kernels import switch
-from polyad.model.layers import Linear, Region, same
+from polyad.model.layers import Linear, RealTokens, Region, counted, pack, same, unpack
 from polyad.model.output import RoutingStats, StatisticsModule, entropy, mean_of_samples
-from polyad.model.padding import RealTokens, counted, pack, unpack
 from polyad.model.smoe.config import GRAPHS, SCORES, SelectingConfig, SparseMoEConfig
 from polyad.model.smoe.graph import Graph, router_dtype
 from polyad.model.smoe.losses import (

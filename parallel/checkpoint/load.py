@@ -19,7 +19,6 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from polyad.model.build import build_model
 from polyad.model.config_yaml import ConfigYamlError, load
 from polyad.model.settings import ModelSettings
 from polyad.parallel import comm
@@ -197,14 +196,6 @@ class Checkpoint(StoredWeights):
                     f"{self.folder}: is a different model: buffer {name} {there} there, "
                     f"{list(buffer.shape)} here"
                 )
-
-    def check_own_model(self) -> None:
-        """Compares its weights with the model of its own configuration.
-
-        Raises:
-            ValueError: they differ, or the model is invalid.
-        """
-        self.check_model(build_model(self.model_config()))
 
     def buffer(self, name: str) -> torch.Tensor:
         """Returns a whole persistent buffer of the model."""

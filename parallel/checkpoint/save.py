@@ -146,18 +146,18 @@ def write_shard(
     staging: Path,
     rank: int,
     boxes: Sequence[HeldBox],
+    check: Callable[[], None] = lambda: None,
     *,
     check_finite: bool = True,
-    check: Callable[[], None] = lambda: None,
 ) -> Shard:
     """Writes the file of one rank, with one box in memory at a time.
 
     Args:
-        staging: the folder.
+        staging: the folder; it is made if it does not exist.
         rank: the rank.
         boxes: the content.
-        check_finite: whether fp32 values must be finite.
         check: called repeatedly; an exception that it raises ends the writing.
+        check_finite: whether fp32 values must be finite.
 
     Raises:
         NotFiniteError: a value is NaN or infinite: such weights must not replace a good checkpoint.
@@ -171,6 +171,7 @@ def write_shard(
                 f"{held.box.name} ({held.box.field}) has numbers that are not finite"
             )
 
+    make_folder(staging)
     path = staging / f"rank-{rank:05d}.safetensors"
     tensors = [FileTensor(held.box.key, held.dtype, held.box.size, held.values) for held in boxes]
     begins, record = write_tensors(path, tensors, check=check_piece)
@@ -183,25 +184,20 @@ def write_shard(
 
 def write_rest(staging: Path, step: int, shards: Sequence[Shard], others: dict[str, bytes]) -> None:
     """Writes the index of all shards, and the other files; the manifest last."""
-    index = json.dumps(_index(shards)).encode()
+    tensors: dict[str, dict[str, Any]] = {}  # by name and field
+    for shard in shards:
+        for box, dtype, step_of_box, begin in shard.boxes:
+            fields = tensors.setdefault(box.name, {})
+            about = fields.setdefault(box.field, {"shape": box.shape, "dtype": dtype, "chunks": []})
+            place = {"offset": box.offset, "size": box.size, "step": step_of_box}
+            about["chunks"].append(place | {"file": shard.name, "begin": begin})
+    index = json.dumps({"tensors": tensors}).encode()
     files = {shard.name: shard.record for shard in shards}
     for name, content in ({INDEX_FILE: index} | others).items():
         write_file(staging / name, [content])
         files[name] = record_of(content)
     write_file(staging / MANIFEST_FILE, [render(step, files)])
     sync_folder(staging)
-
-
-def _index(shards: Sequence[Shard]) -> dict[str, Any]:
-    """Groups the boxes of all ranks by tensor and field."""
-    tensors: dict[str, dict[str, Any]] = {}
-    for shard in shards:
-        for box, dtype, step, begin in shard.boxes:
-            fields = tensors.setdefault(box.name, {})
-            about = fields.setdefault(box.field, {"shape": box.shape, "dtype": dtype, "chunks": []})
-            place = {"offset": box.offset, "size": box.size, "step": step}
-            about["chunks"].append(place | {"file": shard.name, "begin": begin})
-    return {"tensors": tensors}
 
 
 def commit(
@@ -344,18 +340,10 @@ class Saver:
             boxes, copies = self._memory.take(boxes)
             self._engine.before_change(self._settle)
         staging = comm.from_main(staging_folder(self._folder, step))
-        task = Task(partial(_write, staging, comm.rank(), boxes), copies, self._engine.device)
+        task = Task(partial(write_shard, staging, comm.rank(), boxes), copies, self._engine.device)
         self._pending = _Pending(step, staging, small_files(state, config_yaml, files), task)
         if self._memory is None:
             self.finish()
-
-    def poll(self) -> None:
-        """Checks without waiting whether the save is done; called after every step.
-
-        Raises:
-            SaveError: it failed, on any rank.
-        """
-        self._advance(wait=False)
 
     def finish(self) -> None:
         """Waits until the last save is committed.
@@ -363,7 +351,7 @@ class Saver:
         Raises:
             SaveError: it failed, on any rank.
         """
-        self._advance(wait=True)
+        self.poll(wait=True)
 
     def close(self) -> None:
         """Frees the memory; an unfinished save is lost. Does not communicate with other ranks.
@@ -385,7 +373,15 @@ class Saver:
             self._pending.task.wait_for_copies()
             self.seconds_waited += time.perf_counter() - started
 
-    def _advance(self, *, wait: bool) -> None:
+    def poll(self, *, wait: bool = False) -> None:
+        """Commits the save once all ranks have written their parts; called after every step.
+
+        Args:
+            wait: whether to wait until it is committed.
+
+        Raises:
+            SaveError: it failed, on any rank.
+        """
         pending = self._pending
         if pending is None:
             return
@@ -427,9 +423,3 @@ class Saver:
                 remove_tree(pending.staging)
         first = min(reasons)
         raise SaveError(f"step {pending.step} could not be saved: rank {first}: {reasons[first]}")
-
-
-def _write(staging: Path, rank: int, boxes: list[HeldBox], check: Callable[[], None]) -> Shard:
-    """Writes this rank's part of a checkpoint."""
-    make_folder(staging)
-    return write_shard(staging, rank, boxes, check=check)

@@ -107,18 +107,14 @@ class Task:
                 self._copied.set()
             self._check()
             self.result = self._work(self._check)
+        except OSError as error:
+            self.error = reason_of(error)
+        except (NotFiniteError, _GivenUp) as error:
+            self.error = str(error)
         except Exception as error:  # raised later, when ranks exchange errors
-            if not isinstance(error, OSError | NotFiniteError | _GivenUp):
-                traceback.print_exc()
-            self.error = reason_for_save_error(error)
-
-
-def reason_for_save_error(error: Exception) -> str:
-    """Returns the reason of a failed save in one line."""
-    if isinstance(error, OSError):
-        return reason_of(error)
-    first = (str(error).splitlines() or [""])[0]
-    return first if isinstance(error, NotFiniteError) else f"{type(error).__name__}: {first}"
+            traceback.print_exc()
+            first = (str(error).splitlines() or [""])[0]
+            self.error = f"{type(error).__name__}: {first}"
 
 
 def copy_tensor(place: torch.Tensor, values: torch.Tensor) -> None:

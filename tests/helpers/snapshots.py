@@ -151,7 +151,7 @@ def save_that_fails(case: Case, folder: str, what: str) -> tuple[str, str]:
     Args:
         case: what is saved.
         folder: for checkpoints.
-        what: fails in the thread: `copy_tensor` or `write_shard`.
+        what: fails in the thread: `copy_tensor` or `write_tensors`.
     """
     engine, world = build_engine(case)
     lines = []

@@ -8,8 +8,8 @@ from polyad.model.block import FEED_FORWARDS
 from polyad.model.build import build_model, materialize, read_model_config
 from polyad.model.families.decoders import GPT2
 from polyad.model.feedforward import BlockInput
+from polyad.model.layers import RealTokens
 from polyad.model.mumoe.gating import NORMS
-from polyad.model.padding import RealTokens
 from polyad.model.smoe.graph import GRAPHS, head_entropies
 from tests.helpers.routing import make, make_config, make_context, make_trace, scatter
 

@@ -95,7 +95,7 @@ def test_a_second_save_waits_for_the_first(workers, tmp_path):
         assert names == ["|", "step-00000001", "|", "step-00000001", "step-00000002"]
 
 
-@pytest.mark.parametrize("what", ["copy_tensor", "write_shard"])
+@pytest.mark.parametrize("what", ["copy_tensor", "write_tensors"])
 def test_a_failure_beside_the_run_ends_it_with_the_reason(workers, tmp_path, what):
     ours, theirs = workers(2).run(save_that_fails, Case(), str(tmp_path), what)
     assert ours == theirs

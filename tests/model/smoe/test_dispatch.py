@@ -8,7 +8,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from polyad.model.kernels import rows
+from polyad.model.kernels import grouped
 from polyad.model.smoe.experts import Experts
 from polyad.model.smoe.layer import Dispatcher, make_plan
 from polyad.model.smoe.router import Selected, count
@@ -42,11 +42,11 @@ def plan_of(ids, experts, *others, **named):
 
 def take_rows(tokens_ND, plan):
     top_k = max(1, len(plan.row_A) // max(1, len(tokens_ND)))
-    return rows.take(tokens_ND, plan.assignment_M, plan.row_A, top_k)
+    return grouped.take(tokens_ND, plan.assignment_M, plan.row_A, top_k)
 
 
 def combine(rows_MD, weights_NK, plan):
-    return rows.combine(rows_MD, weights_NK, plan.assignment_M, plan.row_A)
+    return grouped.combine(rows_MD, weights_NK, plan.assignment_M, plan.row_A)
 
 
 def taken(plan):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from polyad.model.kernels import grouped as kernels
-from polyad.model.kernels.cpu import gelu
+from polyad.model.kernels.cpu import experts as on_cpu
 from polyad.model.kernels.grouped import by_products
 from polyad.model.smoe.experts import Experts
 from tests.helpers.allocated import saved_bytes
@@ -92,7 +92,7 @@ def memory_of_nan():
 def test_experts_equal_the_loop(counts, bias, dtype, tolerance, kind, monkeypatch):
     loop = run("loop", counts, bias, dtype)
     if kind == "cpu without the library":
-        monkeypatch.setattr(gelu, "_LIBRARY", None)
+        monkeypatch.setattr(on_cpu, "_LIBRARY", None)
     with memory_of_nan():
         ours = run(kind, counts, bias, dtype)
     assert set(loop) == {"output", "rows", "up", "down"} | ({"up_bias"} if bias else set())

@@ -5,8 +5,8 @@ import torch
 
 from polyad.model.build import build_model, materialize
 from polyad.model.feedforward import BlockInput
+from polyad.model.layers import RealTokens
 from polyad.model.output import ask_for_statistics
-from polyad.model.padding import RealTokens
 from polyad.model.smoe.layer import SparseMoE
 from polyad.model.smoe.router import Pool, document_starts, make_router, within
 from tests.helpers.routing import logits_and_experts, make, make_config, make_context, scatter

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from polyad.model.build import build_model, materialize, read_model_config
+from polyad.model.layers import RealTokens
 from polyad.model.output import AUXILIARY_LOSSES, RoutingStats, StatisticsModule, ask_for_statistics
-from polyad.model.padding import RealTokens
 from polyad.train.loop.losses import (
     InputRecorder,
     LossConfig,
