@@ -1,5 +1,6 @@
 """Times real steps of a configuration on random samples (`polyad bench`)."""
 
+import functools
 import statistics
 import time
 from collections.abc import Iterator
@@ -9,15 +10,17 @@ from itertools import pairwise
 from pathlib import Path
 
 import torch
+from torch import Tensor, nn
 
+from polyad.model.smoe.layer import SelectingMoE
 from polyad.parallel import comm
 from polyad.parallel.source import InitialWeights
 from polyad.train.config.adaptation import engine_of, model_of, random_micro_batches
 from polyad.train.config.distillation import load_teacher
 from polyad.train.config.rules import validate
 from polyad.train.config.run import RunConfig
-from polyad.train.errors import RunError
-from polyad.train.experts.equal_loads import force_equal_loads
+from polyad.train.errors import ConfigError, RunError
+from polyad.train.experts.probing import routed_layers
 from polyad.train.guard.failures import explain_out_of_memory
 from polyad.train.loop.metrics import peak_flops
 from polyad.train.loop.profiling import Prefetch, allow_tf32, peak_memory_bytes
@@ -154,3 +157,36 @@ def _begin_peak(device: torch.device) -> None:
     else:
         with suppress(OSError):  # not every system allows this
             Path("/proc/self/clear_refs").write_text("5")
+
+
+def force_equal_loads(model: nn.Module) -> None:
+    """Permanently sends token i of a micro-batch to experts i K to i K + K - 1, modulo E.
+
+    Expert loads are then equal, or differ by one token if E does not divide the number of
+    assignments, so that a step takes the time of balanced routing. What such a model learns is
+    meaningless. Weights are still computed from the scores.
+
+    Args:
+        model: not compiled yet.
+
+    Raises:
+        ConfigError: no layer of it selects experts.
+    """
+    layers = routed_layers(model)
+    modules = [model.get_submodule(layer.name) for layer in layers]
+    selecting = [module for module in modules if isinstance(module, SelectingMoE)]
+    if not selecting:
+        why = "the model has no experts"
+        if layers:
+            kind = type(modules[0]).__name__
+            why = f"{layers[0].name} ({kind}) gives a token a share of every expert, selects none"
+        raise ConfigError(f"loads of experts cannot be forced to be equal: {why}")
+    for module in selecting:
+        selection = module.router.selection
+        selection.forced = functools.partial(_in_turn, num_experts=selection.num_experts)
+
+
+def _in_turn(best_NK: Tensor, *, num_experts: int) -> Tensor:
+    tokens, top_k = best_NK.shape
+    assignments_A = torch.arange(tokens * top_k, device=best_NK.device)
+    return assignments_A.remainder(num_experts).view(tokens, top_k)

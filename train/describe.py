@@ -20,7 +20,7 @@ from polyad.train.plan import flops_per_step, footprint
 from polyad.train.results import aligned
 from polyad.train.start import plan_run
 from polyad.train.tasks.random_input import flops_of_unit
-from polyad.train.tasks.registry import task_class
+from polyad.train.tasks.registry import TASKS
 
 
 def describe_run(
@@ -83,7 +83,7 @@ def describe(
     """
     model, train = model_of(config), config.train
     parameters = count_parameters(model)
-    unit = task_class(config.data.kind).unit.name
+    unit = TASKS[config.data.kind].unit.name
     units_per_step = train.global_batch_size * config.model.units_per_sample()
     samples = train.steps * train.global_batch_size
     feed_forward, experts = config.model.known_feed_forward(), None

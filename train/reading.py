@@ -25,7 +25,13 @@ from polyad.parallel import comm
 from polyad.parallel.checkpoint.load import Checkpoint
 from polyad.parallel.weights import Choice, Streamed, Weights, device_of, open_weights
 from polyad.train.config.environment import agreed_facts, folder_digest
-from polyad.train.config.run import RunConfig, data_overrides, load_config, parse_config
+from polyad.train.config.run import (
+    RunConfig,
+    config_of_checkpoint,
+    data_overrides,
+    load_config,
+    parse_config,
+)
 from polyad.train.config.text import flatten
 from polyad.train.console import Progress
 from polyad.train.errors import ConfigError
@@ -36,7 +42,7 @@ from polyad.train.experts.probing import Decision, RoutedLayer, deciding
 from polyad.train.guard.failures import explain_out_of_memory
 from polyad.train.loop.profiling import allow_tf32
 from polyad.train.streaming import activations_of, on_device, opened_model, run_blocks
-from polyad.train.tasks.registry import TASKS, task_class
+from polyad.train.tasks.registry import TASKS
 from polyad.train.tasks.samples import Samples, TextSamples, samples_of
 from polyad.train.tasks.task import Share, Task
 
@@ -137,7 +143,7 @@ class EvaluationContext(NamedTuple):
 def open_evaluated(
     path: Path,
     data: str | None,
-    overrides: tuple[str, ...],
+    overrides: Sequence[str],
     weights: Choice = "trained",
     base: Path | None = None,
     interventions: Sequence[Intervention] = (),
@@ -160,7 +166,7 @@ def open_evaluated(
 
 
 def open_data_for(
-    opened: Weights, data: str | None, overrides: tuple[str, ...], choice: Choice
+    opened: Weights, data: str | None, overrides: Sequence[str], choice: Choice
 ) -> EvaluationContext:
     """Opens data that fits weights; see `open_evaluated`."""
     original = config_from_weights(opened)
@@ -173,7 +179,7 @@ def open_data_for(
     origin = f"{opened.folder / 'config.yaml'} with overrides"
     config = parse_config(original.to_yaml(), overrides, origin=origin)
     _refuse_other_keys(original, config)
-    task = task_class(config.data.kind).open_held_out(config.for_task(), opened)
+    task = TASKS[config.data.kind].open_held_out(config.for_task(), opened)
     return EvaluationContext(opened, config, task, choice, data is not None)
 
 
@@ -183,7 +189,7 @@ def config_from_weights(weights: Weights) -> RunConfig:
     Assumptions about a folder are printed to standard error.
     """
     if isinstance(weights, Checkpoint):
-        return parse_config(weights.config_yaml, origin=f"{weights.folder / 'config.yaml'}")
+        return config_of_checkpoint(weights)
     config, notes = config_for_model(weights.model_config(), weights.folder, weights.folder.name)
     for note in notes:
         print(f"polyad: {note}", file=sys.stderr, flush=True)

@@ -39,17 +39,17 @@ from polyad.train.config.adaptation import (
 from polyad.train.config.distillation import TeacherAt, check_teacher, of_step
 from polyad.train.config.environment import check_same_checkpoint
 from polyad.train.config.rules import refuse_changes, validate
-from polyad.train.config.run import RunConfig, load_config, parse_config
+from polyad.train.config.run import RunConfig, config_of_checkpoint, load_config
 from polyad.train.errors import ConfigError
 from polyad.train.guard.run_folder import LOCK_FILE, check_place
+from polyad.train.loop.metrics import check_trackers
 from polyad.train.loop.optimizer import learning_rate
-from polyad.train.loop.trackers import check_trackers
 from polyad.train.state import TrainState
 from polyad.train.tasks.images import ImageClassification
 from polyad.train.tasks.pixels import normalization_of
 from polyad.train.tasks.registry import open_task
 from polyad.train.tasks.samples import probe_of
-from polyad.train.tasks.task import CheckpointExtras, Task
+from polyad.train.tasks.task import Task
 
 LAUNCH_FOLDER = "launch"
 """Subfolder of a run to which `polyad launch` writes, possibly before the run starts."""
@@ -63,8 +63,6 @@ class Plan:
     """The configuration, completed with the values that the data determines."""
     dims: Dims
     task: Task[Any]
-    kept: CheckpointExtras
-    """Task data stored in checkpoints."""
     resume: Checkpoint | None = None
     """The checkpoint from which the run continues."""
     init: Weights | None = None
@@ -101,7 +99,7 @@ class Plan:
             )
             if before != now:  # other scores, or a best checkpoint that was not kept
                 state.best_score, state.validations_since_best = None, 0
-        for name, value in self.kept.state.items():
+        for name, value in self.task.kept().state.items():
             setattr(state, name, value)
         state.world_size = self.dims.world_size
         state.base_digest = self.base_digest
@@ -109,11 +107,6 @@ class Plan:
         if checkpoint is None and self.init is not None:
             state.huggingface = origin_of(self.init)
         return state
-
-
-def config_of_checkpoint(checkpoint: Checkpoint) -> RunConfig:
-    """Returns the configuration that a checkpoint was written with."""
-    return parse_config(checkpoint.config_yaml, origin=str(checkpoint.folder))
 
 
 def open_plan(path: Path, overrides: Sequence[str], world_size: int) -> Plan:
@@ -143,7 +136,7 @@ def open_plan(path: Path, overrides: Sequence[str], world_size: int) -> Plan:
     if config.log.fluctuation:
         probe_of(task, config.log.fluctuation_tokens)
     config = config.model_copy(update={"model": task.model})
-    return Plan(config=config, dims=dims, task=task, kept=task.kept())
+    return Plan(config=config, dims=dims, task=task)
 
 
 def plan_run(path: Path, overrides: Sequence[str], world_size: int) -> Plan:
@@ -205,14 +198,14 @@ def find_start_together(plan: Plan, world: comm.World) -> Plan:
             checkpoint at that place.
     """
     started = comm.on_main(lambda: find_start(plan)) or plan
-    place = comm.from_main(None if started.init is None else started.init.folder)
-    teacher, base_digest = comm.from_main((started.teacher, started.base_digest))
+    init, place = started.init, None if started.init is None else started.init.folder
+    found = place, isinstance(init, Checkpoint), started.teacher, started.base_digest
+    place, is_checkpoint, teacher, base_digest = comm.from_main(found)
     key = "checkpoint.init_from" if plan.config.distill.blocks is None else "distill.teacher"
-    if place is not None and comm.from_main(isinstance(started.init, Checkpoint)):
+    if place is not None and is_checkpoint:
         check_same_checkpoint(key, place)
     if teacher is not None:
         check_same_checkpoint("distill.teacher", teacher.folder)
-    init = started.init
     if place is not None and not world.is_main:
         init = _open_init(plan.config, plan.task, place)
     resume = shared(started.resume)

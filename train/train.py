@@ -122,7 +122,7 @@ def _train(plan: Plan, state: TrainState, world: comm.World, stop: StopSignals) 
                 ),
                 state=state,
                 saver=saver,
-                files=plan.kept.files,
+                files=plan.task.kept().files,
                 fluctuation=fluctuation,
                 memory=memory,
                 stop=stop,

@@ -80,8 +80,8 @@ def _check_experts(config: "RunConfig") -> None:
         ConfigError: the model selects none.
     """
     from polyad.model.build import build_model
+    from polyad.train.bench import force_equal_loads
     from polyad.train.errors import ConfigError
-    from polyad.train.experts.equal_loads import force_equal_loads
 
     try:
         force_equal_loads(build_model(config.model))
@@ -108,7 +108,7 @@ def _measured(
     from polyad.train.bench import BEFORE, time_steps
     from polyad.train.config.environment import agreed_facts
     from polyad.train.config.rules import validate
-    from polyad.train.tasks.registry import task_class
+    from polyad.train.tasks.registry import TASKS
 
     degrees, train = config.parallel, config.train
     world = comm.initialize(
@@ -131,7 +131,7 @@ def _measured(
     return {
         "config": path.name,
         "overrides": list(overrides),
-        "unit": task_class(config.data.kind).unit.name,
+        "unit": TASKS[config.data.kind].unit.name,
         "parameters": count_parameters(build_model(config.model)),
         "precision": train.precision,
         "processes": world.size,

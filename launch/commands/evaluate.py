@@ -138,10 +138,6 @@ class Robustness(DataOptions):
 
         return {"set": self.set, "folder": user_path(self.images)}
 
-    def reading(self) -> dict[str, Any]:
-        """What is read."""
-        return super().reading() | {"weights": self.weights, "base": self.base}
-
 
 @command(
     "report",

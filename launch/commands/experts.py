@@ -77,7 +77,7 @@ class SteerExperts(CheckpointOptions):
     def reading(self) -> dict[str, Any]:
         """What is read: by the model as it is, and once more with the changes."""
         reading = super().reading()
-        return reading | {"changes": reading.pop("interventions")}
+        return reading | {"changes": reading.pop("interventions", [])}
 
 
 @command(

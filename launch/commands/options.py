@@ -127,7 +127,13 @@ class DataOptions:
 
     def reading(self) -> dict[str, Any]:
         """What is read, as `polyad.train.measures.measure.examine` takes it."""
-        return {"data": self.data, "overrides": tuple(self.overrides)}
+        from polyad.train.experts.interventions import parse_intervention
+
+        shared = ("data", "overrides", "split", "weights", "base")
+        reading = {name: getattr(self, name) for name in shared if hasattr(self, name)}
+        if texts := getattr(self, "intervene", ()):
+            reading["interventions"] = [parse_intervention(text) for text in texts]
+        return reading
 
     def measured(self, checkpoint: Path) -> tuple[object, str]:
         """Returns the result of a checkpoint, and the same as text."""
@@ -171,10 +177,6 @@ class SplitOptions(DataOptions):
 
     split: Split = "validation"
 
-    def reading(self) -> dict[str, Any]:
-        """What is read."""
-        return super().reading() | {"split": self.split}
-
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointOptions(SplitOptions):
@@ -183,11 +185,3 @@ class CheckpointOptions(SplitOptions):
     weights: Weights = "trained"
     base: Base = None
     intervene: Intervene = ()
-
-    def reading(self) -> dict[str, Any]:
-        """What is read."""
-        from polyad.train.experts.interventions import parse_intervention
-
-        own = {"weights": self.weights, "base": self.base}
-        interventions = [parse_intervention(text) for text in self.intervene]
-        return super().reading() | own | {"interventions": interventions}

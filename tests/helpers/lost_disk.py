@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from polyad.train.loop.metrics import Metrics
-from polyad.train.loop.trackers import TensorBoard
+from polyad.train.loop.metrics import Metrics, TensorBoard
 from tests.helpers.validations import ended
 
 

@@ -17,7 +17,7 @@ from polyad.parallel.checkpoint.manage import complete_checkpoints
 from polyad.parallel.families import FamilyWeights
 from polyad.parallel.weights import Weights, check_fits, fill, load_model, open_weights
 from polyad.parallel.zero import Engine, Precision
-from polyad.train.config.run import RunConfig, parse_config
+from polyad.train.config.run import RunConfig, config_of_checkpoint
 from polyad.train.config.text import flatten
 from polyad.train.errors import ConfigError
 from polyad.train.tasks.distillation import BlockTeacher, DistillableTask, Teacher
@@ -66,8 +66,7 @@ def check_teacher(config: RunConfig, task: Task[Any]) -> TeacherAt | None:
     model, length = weights.model_config(), 0
     theirs: dict[str, Any] = {"model": model.model_dump(mode="json")}
     if isinstance(weights, Checkpoint):
-        saved = parse_config(weights.config_yaml, origin=str(weights.folder))
-        theirs = saved.model_dump(mode="json")
+        theirs = config_of_checkpoint(weights).model_dump(mode="json")
     if not isinstance(task, LanguageModelling) and "data" not in theirs:
         raise ConfigError(f"{key} is a folder of weights without data; a checkpoint is needed")
     if isinstance(task, LanguageModelling):

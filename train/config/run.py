@@ -26,6 +26,7 @@ from polyad.model.config_yaml import dump
 from polyad.model.lora import AdaptConfig
 from polyad.model.settings import ModelSettings
 from polyad.parallel import foreign as foreign  # adds a kind of model
+from polyad.parallel.checkpoint.load import Checkpoint
 from polyad.parallel.config import CheckpointConfig, ParallelConfig
 from polyad.train.config.faults import describe
 from polyad.train.config.text import apply_override, parse_yaml
@@ -156,6 +157,11 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
 def parse_config(text: str, overrides: Sequence[str] = (), *, origin: str) -> RunConfig:
     """Loads a configuration like `load_config`, from the text of a file called `origin`."""
     return build_config(_tree(text, origin), overrides, origin=origin)
+
+
+def config_of_checkpoint(checkpoint: Checkpoint) -> RunConfig:
+    """Returns the configuration that a checkpoint was written with."""
+    return parse_config(checkpoint.config_yaml, origin=f"{checkpoint.folder / 'config.yaml'}")
 
 
 def read_tree(path: Path) -> dict[str, Any]:

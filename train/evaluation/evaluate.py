@@ -49,7 +49,7 @@ def evaluate(
     *,
     data: str | None = None,
     split: SplitName = "validation",
-    overrides: tuple[str, ...] = (),
+    overrides: Sequence[str] = (),
     attack: WordSwap | GaussianNoise | None = None,
     weights: Choice = "trained",
     base: Path | None = None,

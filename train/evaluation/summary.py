@@ -21,7 +21,7 @@ from polyad.train.config.run import load_config
 from polyad.train.experts.token_classes import frequencies
 from polyad.train.records import last_loss, median_rate, peak_memory, read_records
 from polyad.train.results import aligned
-from polyad.train.tasks.registry import task_class
+from polyad.train.tasks.registry import TASKS
 
 
 def summary(run: Path, scores: dict[str, Any]) -> list[tuple[str, str]]:
@@ -32,7 +32,7 @@ def summary(run: Path, scores: dict[str, Any]) -> list[tuple[str, str]]:
         scores: what `polyad evaluate --json` wrote about it.
     """
     records, config = read_records(run), load_config(run / "config.yaml")
-    model, unit = model_of(config), task_class(config.data.kind).unit.name
+    model, unit = model_of(config), TASKS[config.data.kind].unit.name
     parameters = count_parameters(model)
     active = parameters - unused_parameters(model)
     losses = records[0]["loss"], last_loss(records)

@@ -35,7 +35,7 @@ from polyad.parallel.source import differing_shapes
 from polyad.parallel.tensor_file import FileTensor, write_tensors
 from polyad.parallel.tensor_folder import WEIGHTS_FILE
 from polyad.parallel.weights import AdaptedCheckpoint, Weights, origin_of
-from polyad.train.config.run import RunConfig, parse_config
+from polyad.train.config.run import RunConfig, config_of_checkpoint
 from polyad.train.errors import ConfigError
 from polyad.train.exchange.change import Change, Changed
 from polyad.train.exchange.peft import ADAPTER_CONFIG_FILE, ADAPTER_FILE, peft_files
@@ -100,10 +100,8 @@ class Source:
     @property
     def data(self) -> DataSettings | None:
         """The data settings of the run that trained them; None for other libraries' weights."""
-        if not isinstance(self._opened, Checkpoint):
-            return None
-        origin = str(self._opened.folder / "config.yaml")
-        return parse_config(self._opened.config_yaml, origin=origin).data
+        opened = self._opened
+        return config_of_checkpoint(opened).data if isinstance(opened, Checkpoint) else None
 
     @property
     def is_trained(self) -> bool:

@@ -85,13 +85,13 @@ def parse_intervention(text: str) -> Intervention:
     return parsed
 
 
-def check_interventions(model: nn.Module, interventions: Sequence[Intervention]) -> None:
-    """Checks that a model has the layers and experts, and that enough of them are left.
-
-    Raises:
-        ConfigError: it does not, or an action is not possible there.
-    """
-    by_block, pruned = layers_by_block(model), dict[int, set[int]]()
+def _check(
+    model: nn.Module,
+    by_block: Mapping[int, RoutedLayer],
+    interventions: Sequence[Intervention],
+) -> None:
+    """Checks that a model has the layers and experts, and that enough of them are left."""
+    pruned = dict[int, set[int]]()
     for each in interventions:
         where = f"--intervene {each}"
         if each.layer not in by_block:
@@ -166,8 +166,11 @@ def intervened(
     Raises:
         ConfigError: the model does not have these layers or experts.
     """
-    check_interventions(model, interventions)
+    if not interventions:
+        yield
+        return
     by_block = layers_by_block(model)
+    _check(model, by_block, interventions)
     to_mean = [each for each in interventions if each.how == "mean"]
     if to_mean and means is None:
         raise ConfigError(

@@ -18,7 +18,7 @@ from polyad.data.text.tokenizers.tokenizer import Tokenizer
 from polyad.train.experts.interventions import Intervention, intervened
 from polyad.train.experts.probing import deciding, routed_layers
 from polyad.train.experts.trace import TOP, LayerExperts, experts_of
-from polyad.train.page.template import render, signs
+from polyad.train.page import render, signs
 
 NEXT = 10
 """Number of most probable next tokens shown for each token."""

@@ -167,7 +167,9 @@ def build_optimizer(
         warm-up, and with muon also shape of matrices; groups that decay come first. The key
         `RATE_FACTOR` of a group has its factor, which `warm_up` updates if the group has a warm-up.
     """
-    blocks = num_blocks(name for name, _, _ in parameters)
+    blocks = 0
+    if config.layer_decay is not None:
+        blocks = num_blocks(name for name, _, _ in parameters)
     of_muon = matrices(name for name, _, _ in parameters) if config.kind == "muon" else ()
     by_kind: dict[tuple[float, float, int, Matrix | None], list[nn.Parameter]] = {}
     for name, parameter, dimensions in parameters:

@@ -10,7 +10,7 @@ after the next step is issued, so that a GPU never waits for the CPU.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -93,7 +93,12 @@ class StepStatistics:
 
     def add(self, loss: Tensor, routing: Routing) -> None:
         """Adds a micro-batch."""
-        parts = [loss, *(value for stats in routing for value in _weighted(stats))]
+        parts = [loss]
+        for stats in routing:
+            for name, value in stats.tensors().items():
+                if stats.tokens is not None and name not in OF_MICRO_BATCHES:
+                    value = value * stats.tokens
+                parts.append(value)
         flat = torch.cat([part.detach().reshape(-1).float() for part in parts])
         self._sum = flat if self._count == 0 else self._sum + flat
         self._last, self._count = routing, self._count + 1
@@ -110,15 +115,6 @@ class StepStatistics:
         if own:
             highest = comm.max_over_ranks(highest)
         return Exchanged(comm.sum_over_ranks(mean), self._last, highest)
-
-
-def _weighted(stats: RoutingStats) -> Iterator[Tensor]:
-    """Yields its tensors, multiplied by their number of tokens where that varies."""
-    for name, value in stats.tensors().items():
-        if stats.tokens is None or name in OF_MICRO_BATCHES:
-            yield value
-        else:
-            yield value * stats.tokens
 
 
 def _cut(vector: Tensor, like: Routing) -> Routing:
@@ -161,18 +157,18 @@ def routing_record(routing: Routing, ranks: int = 1) -> dict[str, Any]:
         `routing/LAYER/MEASURE` for each layer, and `routing/MEASURE` over all layers: the mean, or
         for loads the maximum. Empty for a dense model.
     """
-    layers = {stats.name: measures(stats, ranks) for stats in routing}
+    of_layers: dict[str, Any] = {}
+    numbers: dict[str, list[float]] = {}
+    for stats in routing:
+        for name, value in measures(stats, ranks).items():
+            of_layers[f"routing/{stats.name}/{name}"] = value
+            if isinstance(value, float):
+                numbers.setdefault(name, []).append(value)
     record: dict[str, Any] = {}
-    for name in {key: None for values in layers.values() for key in values}:
-        of_layers = [values.get(name) for values in layers.values()]
-        numbers = [value for value in of_layers if isinstance(value, float)]
-        if numbers:
-            record[f"routing/{name}"] = (
-                max(numbers) if name in LARGEST_OF_LAYERS else math.fsum(numbers) / len(numbers)
-            )
-    for layer, values in layers.items():
-        record |= {f"routing/{layer}/{name}": value for name, value in values.items()}
-    return record
+    for name, values in numbers.items():
+        mean = math.fsum(values) / len(values)
+        record[f"routing/{name}"] = max(values) if name in LARGEST_OF_LAYERS else mean
+    return record | of_layers
 
 
 def measures(stats: RoutingStats, ranks: int = 1) -> dict[str, float | int | list[float]]:

@@ -156,7 +156,7 @@ def examine(
     *,
     data: str | None = None,
     split: SplitName = "validation",
-    overrides: tuple[str, ...] = (),
+    overrides: Sequence[str] = (),
     weights: Choice = "trained",
     base: Path | None = None,
     interventions: Sequence[Intervention] = (),

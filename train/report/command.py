@@ -19,7 +19,7 @@ from polyad.train.report.held_out import Options, read_held_out, read_trace
 from polyad.train.report.page import Training, read_training, render_report
 from polyad.train.results import json_value
 from polyad.train.tasks.language import LanguageModelling
-from polyad.train.tasks.registry import task_class
+from polyad.train.tasks.registry import TASKS
 from polyad.train.tasks.text import TextTask
 
 OUTPUT_FILE = "report.html"
@@ -105,7 +105,7 @@ def read_report(run: Path, checkpoint: Path, options: Options) -> tuple[dict[str
     is_run = not is_weights_folder(run)
     weights = open_checkpoint(checkpoint) if is_run else open_weights(checkpoint)
     config = load_config(run / "config.yaml") if is_run else config_from_weights(weights)
-    model, task = build_model(weights.model_config()), task_class(config.data.kind)
+    model, task = build_model(weights.model_config()), TASKS[config.data.kind]
     head = routed_head(model)
     routed = routed_layers(model) + ([] if head is None else [head])
     layers = choose_layers(routed, options.layers)

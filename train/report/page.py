@@ -14,15 +14,16 @@ import numpy as np
 
 from polyad.train.errors import ConfigError
 from polyad.train.experts.probing import RoutedLayer
-from polyad.train.page.charts import (
+from polyad.train.page import (
     Points,
     axis_labels,
     interval,
     interval_axis,
     line_chart,
     load_matrix,
+    number,
+    page,
 )
-from polyad.train.page.template import number, page
 from polyad.train.records import LAST, METRICS_FILE, last_loss, records_of
 from polyad.train.report.experts import ExpertRow
 from polyad.train.report.held_out import ReportData

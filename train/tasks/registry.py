@@ -18,11 +18,6 @@ TASKS: dict[str, type[Task[Any]]] = {
 }
 
 
-def task_class(kind: str) -> type[Task[Any]]:
-    """Returns the task for a kind of data, which the configuration has already checked."""
-    return TASKS[kind]
-
-
 def open_task(sections: Sections) -> Task[Any]:
     """Opens the data of a configuration; see `Task.open`."""
     return TASKS[sections.data.kind].open(sections)

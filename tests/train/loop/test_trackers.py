@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from polyad.train.loop import trackers
-from polyad.train.loop.trackers import Trackers
+from polyad.train.loop import metrics
+from polyad.train.loop.metrics import Trackers
 from tests.helpers.runs import FEED_FORWARDS, records, run, write_config
 
 RECORDS = [
@@ -98,7 +98,7 @@ class Failing:
 
 
 def test_a_tracker_that_fails_is_left_out_and_the_others_go_on(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(trackers, "Experiment", Failing)
+    monkeypatch.setattr(metrics, "Experiment", Failing)
     found = Trackers(["wandb", "tensorboard"], tmp_path, {}, 0)
     for record in RECORDS:
         found.log(record)
@@ -112,6 +112,6 @@ def test_a_tracker_that_fails_is_left_out_and_the_others_go_on(tmp_path, monkeyp
 def test_a_package_that_is_not_there_is_one_line_before_a_run(
     tmp_path, prepared_path, monkeypatch, refused
 ):
-    monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(metrics.importlib.util, "find_spec", lambda name: None)
     config = write_config(tmp_path / "config.yaml", prepared_path, log__trackers=["wandb"])
     assert "log.trackers: wandb is not installed: pip install wandb" in refused("train", config)

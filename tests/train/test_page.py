@@ -3,8 +3,7 @@
 import math
 import re
 
-from polyad.train.page.charts import Axis, interval, interval_axis, line_chart, load_matrix
-from polyad.train.page.template import number, signs
+from polyad.train.page import Axis, interval, interval_axis, line_chart, load_matrix, number, signs
 
 
 def test_text_cannot_become_markup():

@@ -1,1 +1,0 @@
-"""Parts of pages: charts, tables and a style sheet, in self-contained HTML."""
