@@ -31,10 +31,9 @@ from polyad.model.build import count_parameters
 from polyad.model.config import Config
 from polyad.train import records
 from polyad.train.config.adaptation import model_of, unused_parameters
-from polyad.train.config.faults import describe
 from polyad.train.config.rules import validate
 from polyad.train.config.run import RunConfig, build_config, read_tree
-from polyad.train.config.text import DOTTED_KEY, below, flatten
+from polyad.train.config.text import DOTTED_KEY, below, describe, flatten
 from polyad.train.errors import ConfigError, RunError, shown, stop_signal, stopped
 from polyad.train.guard.run_folder import check_place
 from polyad.train.results import json_value

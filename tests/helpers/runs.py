@@ -21,7 +21,7 @@ from polyad.parallel.checkpoint.load import Checkpoint
 from polyad.train.evaluation.evaluate import evaluate
 from polyad.train.loop.metrics import Metrics
 from polyad.train.loop.profiling import memory_of_step, peak_memory_bytes
-from polyad.train.loop.statistics import StepStatistics
+from polyad.train.loop.step import StepStatistics
 from polyad.train.measures.atlas import Atlas
 from polyad.train.measures.comparison import Comparison
 from polyad.train.measures.measure import Analysis, examine

@@ -35,8 +35,7 @@ from polyad.parallel.zero import Engine
 from polyad.train.loop.losses import LossConfig
 from polyad.train.loop.optimizer import GroupConfig, OptimizerConfig, build_optimizer, freeze
 from polyad.train.loop.profiling import Prefetch
-from polyad.train.loop.statistics import routing_record
-from polyad.train.loop.step import train_step
+from polyad.train.loop.step import routing_record, train_step
 from polyad.train.tasks.distillation import cross_entropy
 from polyad.train.tasks.language import TextBatch
 from polyad.train.tasks.random_input import losses_for, random_batch

@@ -16,8 +16,7 @@ from polyad.parallel import comm
 from polyad.parallel.checkpoint.save import save
 from polyad.train.loop.losses import LossConfig, routing_loss
 from polyad.train.loop.profiling import Prefetch
-from polyad.train.loop.statistics import routing_record
-from polyad.train.loop.step import train_step
+from polyad.train.loop.step import routing_record, train_step
 from polyad.train.tasks.distillation import cross_entropy
 from tests.helpers.everyday import everyday
 from tests.helpers.parity import assert_near_state, assert_same_course

@@ -7,7 +7,7 @@ from polyad.parallel import comm
 from polyad.parallel.weights import load_model
 from polyad.train.bench import random_steps
 from polyad.train.config.run import load_config
-from polyad.train.loop.statistics import routing_record
+from polyad.train.loop.step import routing_record
 from tests.helpers.runs import records, run, write_config
 
 pytestmark = pytest.mark.distributed

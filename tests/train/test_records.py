@@ -17,7 +17,7 @@ from polyad.train.records import (
     read_records,
     validations,
 )
-from polyad.train.report.page import read_training
+from polyad.train.report.command import read_training
 
 GOOD = [
     {"step": step, "loss": 1.0 / step, "routing/load": [0.5, None], "spike": {"a": "b"}}

@@ -18,7 +18,7 @@ import yaml
 from filelock import FileLock
 from scipy import stats
 
-from polyad.train.config.faults import GONE
+from polyad.train.config.text import GONE
 from polyad.train.errors import ConfigError, RunError, Stopped
 from polyad.train.study import (
     Study,

@@ -28,8 +28,7 @@ from polyad.model.settings import ModelSettings
 from polyad.parallel import foreign as foreign  # adds a kind of model
 from polyad.parallel.checkpoint.load import Checkpoint
 from polyad.parallel.config import CheckpointConfig, ParallelConfig
-from polyad.train.config.faults import describe
-from polyad.train.config.text import apply_override, parse_yaml
+from polyad.train.config.text import apply_override, describe, parse_yaml
 from polyad.train.errors import ConfigError, shown
 from polyad.train.guard.run_folder import RunFolderConfig
 from polyad.train.guard.spikes import MonitorConfig

@@ -1,13 +1,17 @@
-"""Configurations as text: files, overrides, known keys, and their schema."""
+"""Configurations as text: files, overrides, known keys, their schema, and one-line errors.
 
+An error names the key, its value and what is allowed.
+"""
+
+import difflib
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any, get_args
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 from pydantic.json_schema import GenerateJsonSchema
 
-from polyad.model.config import Config, SectionIn
+from polyad.model.config import Config, SectionError, SectionIn
 from polyad.model.config_yaml import ConfigYamlError, load
 from polyad.train.errors import ConfigError, one_line, shortened, shown
 
@@ -116,3 +120,143 @@ def schema_of(kind: type[Config], title: str) -> dict[str, Any]:
     """
     plain = kind.model_json_schema(schema_generator=_PlainSchema)
     return {"$schema": DIALECT} | plain | {"title": title}
+
+
+MOST = 450
+"""Maximum length of one error about a configuration, without the file name."""
+SHOWN = 3
+"""Number of errors of a file that are shown."""
+NEAR, NEAR_ELSEWHERE = 0.75, 0.8
+"""Minimum similarity of two names in one section, or in several, to suggest one for the other (as
+in `difflib`); `lr` and `tf32` do not reach it."""
+
+GONE: dict[str, str] = {
+    "data.max_damaged": "replacing damaged images; delete the file that the error names",
+    "data.verify": "the background check of data; use `polyad data verify`",
+    "monitor.stall_minutes": "the watchdog; parallel.timeout_minutes ends a run that stalls",
+    "monitor.stragglers": "the search for slow processes",
+    "monitor.max_rewinds": "rewinding; use `monitor.spike_action: skip`",
+    "parallel.expert_overlap": "the overlap of experts with their exchange; leave it out",
+    "expert_keys": "attentive scores of sparse experts; use `score: linear`",
+    "softmax_share": "gates that begin as softmax; gate: softmax or entmax15 is for the whole run",
+    **dict.fromkeys(
+        ("model.expert.kind", "model.gate_network.kind"),
+        "ViTs and Mixers as experts of a mixture; leave it out, each expert is a small network",
+    ),
+    **dict.fromkeys(
+        ("allow_leak", "causal_graph"),
+        "runs that see later tokens; language models are causal, and other models were never asked",
+    ),
+    "model.output": "mixtures of logits; leave it out, probabilities are mixed",
+    "model.feed_forward.experts": "other ways to compute experts; leave it out",
+    "capacity_order": "priority; a capacity keeps the first tokens",
+    "graph_from": "graphs that start late; a graph is on from the first step",
+    "input_jitter": "noise on experts' inputs; use `router_noise`",
+    "lower_entropy_only": "graphs of decided tokens alone; a graph has all tokens up to this one",
+    **dict.fromkeys(
+        ("loss.erc", "loss.erc_alpha", "loss.erc_noise", "loss.orthogonality", "loss.variance"),
+        "the losses on what experts compute; use loss.load_balance, importance or router_z",
+    ),
+    "study.question": "the page of a study; write a comment",
+    "study.not_shown": "the page of a study; write a comment",
+    "study.data": "preparing by a study; set data.path under common and run `polyad prepare`",
+    "study.from_runs": "its names; write FOLDER/runs/VARIANT/seed-{seed} as the variant's value",
+    "study.attack": "measures of a study; use `polyad evaluate RUN --attack`",
+    "study.leak": "measures of a study",
+    "study.knockout": "measures of a study; use `polyad experts atlas RUN`",
+    "study.specialization": "measures of a study; use `polyad experts specialize RUN`",
+    "study.measures": "measures of a study; use `polyad experts splice RUN`",
+}
+"""By dotted key or its last part: what it went with, and what to use instead, as in "rewinding; use
+`skip`". Keys of a study's file begin with `study.`"""
+
+
+def describe(error: ValidationError, tree: type[BaseModel]) -> str:
+    """Describes all errors in one line, the first few in full.
+
+    Args:
+        error: the error from pydantic.
+        tree: the configuration class with the known keys.
+    """
+    known = set(keys(tree))
+    faults = error.errors(include_url=False)
+    lines = [*dict.fromkeys(shortened(_fault(fault, known), MOST) for fault in faults)]
+    more = f"; and {len(lines) - SHOWN} more" if len(lines) > SHOWN else ""
+    return "; ".join(lines[:SHOWN]) + more
+
+
+def _fault(fault: Any, known: set[str]) -> str:
+    # Unions add the kind of the member to the location: data.text.path.
+    parts = [str(part) for part in fault["loc"]]
+    kind: str = fault["type"]
+    # Messages of validators may contain values.
+    message = one_line(fault["msg"].removeprefix("Value error, "))
+    if not parts:
+        return message  # validators of the whole tree name keys themselves
+    broken = fault.get("ctx", {}).get("error")
+    if isinstance(broken, SectionError):  # a validator of several keys in a section
+        return one_line(broken.within(".".join(_without_kind(parts, known))))
+    *sections, last = parts
+    key = ".".join([*_without_kind(sections, known), last])
+    if kind == "extra_forbidden":
+        if key in known and len(parts) > 1:
+            return f"{key}: is a key of another kind than {parts[-2]}"
+        return _unknown(key, known)
+    key = shortened(key)
+    if kind == "union_tag_invalid":
+        tag, allowed = fault["ctx"]["tag"], fault["ctx"]["expected_tags"].replace("'", "")
+        return f"{key}.kind: {shown(tag)} is not allowed: {allowed}"
+    if kind == "missing":
+        return f"{key}: is missing"
+    if kind == "value_error" and re.match(r"[\w.]+: ", message):
+        return message  # the validator names its keys itself
+    allowed = f"{message[0].lower()}{message[1:]}"
+    return f"{key}: {shown(fault['input'])} is not allowed: {allowed}"
+
+
+def _without_kind(sections: list[str], known: set[str]) -> list[str]:
+    """The sections of a location, without the kinds that unions add."""
+    kept: list[str] = []
+    for section in sections:
+        above = _without_index(kept)
+        is_leaf = above in known and not any(key.startswith(f"{above}.") for key in known)
+        # Below a leaf are names from the file, such as a study's variants.
+        if is_leaf or section.isdigit() or _without_index([*kept, section]) in known:
+            kept.append(section)
+    return kept
+
+
+def _unknown(key: str, known: set[str]) -> str:
+    """The line about an unknown key."""
+    *sections, last = key.split(".")
+    section = _without_index(sections)
+    name = f"{section}.{last}" if section else last
+    gone = GONE.get(f"study.{name}") if "variants" in known else GONE.get(name) or GONE.get(last)
+    if gone:
+        return f"{key}: went with {gone}; see CHANGELOG"
+    if near := _nearest_key(section, last, known):
+        return f"unknown key {shortened(key)}; the nearest is {near}"
+    siblings = ", ".join(sorted(_siblings(section, known)))
+    return f"unknown key {shortened(key)}; there are {shortened(siblings)}"
+
+
+def _nearest_key(section: str, name: str, known: set[str]) -> str | None:
+    """The key that may be meant, in this section or in another one; None if none is similar."""
+    # Of equal names in several sections the outermost is meant.
+    everywhere = {
+        key.rpartition(".")[2]: key for key in sorted(known, key=lambda key: -key.count("."))
+    }
+    for names, cutoff in ((_siblings(section, known), NEAR), (everywhere, NEAR_ELSEWHERE)):
+        if close := difflib.get_close_matches(name.lower()[:100], names, n=1, cutoff=cutoff):
+            return names[close[0]]
+    return None
+
+
+def _siblings(section: str, known: set[str]) -> dict[str, str]:
+    """The dotted keys of a section by their last part."""
+    return {key.rpartition(".")[2]: key for key in known if key.rpartition(".")[0] == section}
+
+
+def _without_index(sections: list[str]) -> str:
+    """The dotted key without a list index: data.mixture.0 is data.mixture."""
+    return ".".join(section for section in sections if not section.isdigit())

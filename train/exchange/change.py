@@ -20,9 +20,8 @@ from polyad.model.settings import ModelSettings
 from polyad.parallel.families import Origin
 from polyad.parallel.fragments import persistent_buffers
 from polyad.parallel.weights import Weights
-from polyad.train.config.faults import describe
 from polyad.train.config.run import ModelSection, RunConfig
-from polyad.train.config.text import apply_override
+from polyad.train.config.text import apply_override, describe
 from polyad.train.errors import ConfigError
 
 

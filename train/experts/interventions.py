@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from polyad.model.config import Config
 from polyad.parallel.weights import device_of
-from polyad.train.config.faults import describe
+from polyad.train.config.text import describe
 from polyad.train.errors import ConfigError
 from polyad.train.experts.actions import (
     KEYS,

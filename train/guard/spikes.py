@@ -14,8 +14,6 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import Field
 
 from polyad.model.config import Config
-from polyad.model.output import RoutingStats
-from polyad.parallel.zero import StepResult
 from polyad.train.state import TrainState
 
 LOSS_FLOOR = 0.01
@@ -60,16 +58,6 @@ class Limits(NamedTuple):
 NO_LIMITS = Limits(math.inf, math.inf)
 
 
-class StepOutcome(NamedTuple):
-    """An optimizer step over the global batch; the same on every process."""
-
-    loss: float
-    """Mean over the targets of all samples."""
-    result: StepResult
-    routing: tuple[RoutingStats, ...]
-    """Averaged over the step; empty in a dense model."""
-
-
 def limits_of(config: MonitorConfig, state: TrainState) -> Limits:
     """The limits of the next step."""
     if config.spike_action == "none" or len(state.recent_losses) < config.spike_warmup:
@@ -100,7 +88,8 @@ def spike_event(
     config: MonitorConfig,
     step: int,
     limits: Limits,
-    outcome: StepOutcome,
+    loss: float,
+    grad_norm: float,
     documents: dict[str, list[int]],
 ) -> dict[str, Any]:
     """Describes a spike after which the run continues, for the step's record.
@@ -109,13 +98,14 @@ def spike_event(
         config: the reaction.
         step: the number of the step, from 1.
         limits: its limits.
-        outcome: its outcome.
+        loss: its loss.
+        grad_norm: the norm of its gradient.
         documents: the documents of its global batch, by the name of their data.
     """
     return {
         "step": step, "batch": step - 1, "action": config.spike_action,
-        "loss": outcome.loss, "loss_limit": limits.loss,
-        "grad_norm": outcome.result.grad_norm, "grad_norm_limit": limits.grad_norm,
+        "loss": loss, "loss_limit": limits.loss,
+        "grad_norm": grad_norm, "grad_norm_limit": limits.grad_norm,
         "documents": documents,
     }  # fmt: skip
 

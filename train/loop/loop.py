@@ -18,8 +18,7 @@ from polyad.train.guard.stopping import StopAsked, StopSignals
 from polyad.train.loop.metrics import Metrics, is_due, peak_flops
 from polyad.train.loop.optimizer import learning_rate, warm_up
 from polyad.train.loop.profiling import Prefetch, StepTimer, memory_of_step, profiler
-from polyad.train.loop.statistics import routing_record
-from polyad.train.loop.step import IssuedStep, issue_step
+from polyad.train.loop.step import IssuedStep, issue_step, routing_record
 from polyad.train.state import TrainState
 from polyad.train.tasks.random_input import training_flops
 from polyad.train.tasks.task import Task
@@ -206,29 +205,29 @@ class TrainLoop:
     def _close(self, pending: Pending) -> dict[str, Any]:
         """The record of a step."""
         state, step = self.state, pending.record["step"]
-        outcome, numbers = pending.issued.outcome(), pending.issued.exchanged.read()
+        result, numbers = pending.issued.result, pending.issued.exchanged.read()
+        loss, norm = numbers.loss, result.grad_norm
         self._signal, memory = numbers.highest
         if self._signal:
             self.stop.heard()
-        loss, result, routing = outcome
         limits = limits_of(self.config.monitor, state)
-        spike = limits.exceeded(loss, result.grad_norm)
+        spike = limits.exceeded(loss, norm)
         self._advance(loss, result, spike=spike)
         record: dict[str, Any] = {
             **pending.record,
             "loss": loss,
-            "grad_norm": result.grad_norm,
+            "grad_norm": norm,
             "skipped": not result.applied,
             "skipped_steps": state.skipped_steps,
             MEMORY: memory,
         }
         if self.metrics is None:  # only the main process writes it
             return record
-        record |= routing_record(routing, self._world.expert_parallel_size)
+        record |= routing_record(numbers.routing, self._world.expert_parallel_size)
         if spike:
             size = self._train.global_batch_size
             documents = self.task.sources(range((step - 1) * size, step * size))
-            record["spike"] = spike_event(self.config.monitor, step, limits, outcome, documents)
+            record["spike"] = spike_event(self.config.monitor, step, limits, loss, norm, documents)
             self.metrics.say(spike_line(record["spike"]))
         return record
 

@@ -26,7 +26,7 @@ from polyad.train.console import Clock, Console, bar, duration
 from polyad.train.errors import ConfigError, one_line
 from polyad.train.guard.run_folder import gone
 from polyad.train.loop.profiling import ProfileConfig
-from polyad.train.loop.statistics import console_summary
+from polyad.train.loop.step import console_summary
 from polyad.train.records import METRICS_FILE, records_of
 from polyad.train.results import json_value
 from polyad.train.tasks.task import Unit

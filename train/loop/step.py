@@ -1,4 +1,15 @@
-"""One optimizer step over the global batch, which may be rejected before the weights change."""
+"""One optimizer step over the global batch, which may be rejected before the weights change.
+
+Its statistics are exchanged, recorded, and used to update the routers.
+
+Ranks exchange two vectors:
+
+    loss, routing statistics            means over the micro-batches of the step and all processes
+    signal, memory                      integers, of which the highest of all processes counts
+
+Routers are updated from the first one on the device. Copies to the CPU are asynchronous, and read
+after the next step is issued, so that a GPU never waits for the CPU.
+"""
 
 import itertools
 import math
@@ -6,12 +17,15 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from polyad.model.output import RoutingStats, ask_for_statistics
+from polyad.model.feedforward import FeedForward
+from polyad.model.mixture import Mixture
+from polyad.model.mumoe.layer import MuMoEHead
+from polyad.model.output import RoutingStats, ask_for_statistics, entropy
 from polyad.parallel import comm
 from polyad.parallel.zero import Engine, StepResult
-from polyad.train.guard.spikes import NO_LIMITS, Limits, StepOutcome
+from polyad.train.guard.spikes import NO_LIMITS, Limits
 from polyad.train.loop.losses import (
     InputRecorder,
     LossConfig,
@@ -19,8 +33,235 @@ from polyad.train.loop.losses import (
     with_counts_of_all,
     with_sample_similarity,
 )
-from polyad.train.loop.statistics import Exchanged, StepStatistics, update_routers
 from polyad.train.tasks.task import Batch, Predictor, real_tokens
+
+Routing = tuple[RoutingStats, ...]
+OF_MICRO_BATCHES = frozenset({"tokens", "similarity_loss", "sequence_loss"})
+"""Fields of statistics that are not means over tokens."""
+LARGEST_OF_LAYERS = frozenset({"load_max", "rank_load_max"})
+"""Measures that are aggregated over layers by the maximum; others by the mean."""
+NOT_RECORDED = frozenset({
+    "tokens", "usage_E", "norm_mean_N", "norm_square_N",
+    "distill_error", "distill_square",
+})  # fmt: skip
+"""Fields of statistics that are not recorded."""
+MOST_LOADS = 4096
+"""Maximum number of experts in a layer whose loads are recorded: more would fill a disk."""
+
+
+class StepNumbers(NamedTuple):
+    """The vectors on the CPU."""
+
+    loss: float
+    routing: Routing
+    """On the CPU."""
+    highest: list[int]
+    """The maximum over processes of each of their own numbers."""
+
+
+class Exchanged:
+    """The vectors after their exchange, the same on every process.
+
+    Args:
+        vector: Loss and statistics, on the device.
+        routing: A micro-batch's statistics, which have the same shapes as the step's.
+        highest: The processes' own numbers, on the device.
+    """
+
+    def __init__(self, vector: Tensor, routing: Routing, highest: Tensor) -> None:
+        self._shapes = routing
+        self._read: StepNumbers | None = None
+        self.routing = _cut(vector, routing)
+        """Averaged over the step, on the device."""
+        self._ready: torch.cuda.Event | None = None
+        self._cpu = [vector, highest]
+        if vector.is_cuda:
+            self._cpu = [torch.empty_like(x, device="cpu", pin_memory=True) for x in self._cpu]
+            self._cpu[0].copy_(vector, non_blocking=True)
+            self._cpu[1].copy_(highest, non_blocking=True)
+            self._ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._ready.record()
+
+    def read(self) -> StepNumbers:
+        """Waits for the copies, and returns the numbers."""
+        if self._read is None:
+            if self._ready is not None:
+                self._ready.synchronize()
+            vector, highest = self._cpu
+            routing = _cut(vector, self._shapes)
+            self._read = StepNumbers(vector[0].item(), routing, highest.tolist())
+        return self._read
+
+
+class StepStatistics:
+    """Sums over the micro-batches of a step.
+
+    If all micro-batches have equally many tokens, means of means are means over tokens. If not,
+    because of padding, each is weighted by its tokens."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._last: Routing = ()
+        self._sum = torch.zeros(1, device=device)
+        self._count = 0
+
+    def add(self, loss: Tensor, routing: Routing) -> None:
+        """Adds a micro-batch."""
+        parts = [loss]
+        for stats in routing:
+            for name, value in stats.tensors().items():
+                if stats.tokens is not None and name not in OF_MICRO_BATCHES:
+                    value = value * stats.tokens
+                parts.append(value)
+        flat = torch.cat([part.detach().reshape(-1).float() for part in parts])
+        self._sum = flat if self._count == 0 else self._sum + flat
+        self._last, self._count = routing, self._count + 1
+
+    def exchange(self, own: Sequence[int] = ()) -> Exchanged:
+        """Averages over micro-batches and processes; every process calls it.
+
+        Args:
+            own: Integers of this process; equally many on each.
+        """
+        mean = self._sum / (self._count * comm.size())
+        numbers = torch.tensor(own, dtype=torch.int64, pin_memory=mean.is_cuda)
+        highest = numbers.to(mean.device, non_blocking=True)
+        if own:
+            highest = comm.max_over_ranks(highest)
+        return Exchanged(comm.sum_over_ranks(mean), self._last, highest)
+
+
+def _cut(vector: Tensor, like: Routing) -> Routing:
+    """Splits a vector into statistics, after its first number."""
+    first, routing = 1, []
+    for stats in like:
+        values = {}
+        for name, value in stats.tensors().items():
+            values[name] = vector[first : first + value.numel()].view(value.shape)
+            first += value.numel()
+        if stats.tokens is not None:
+            tokens = values["tokens"]
+            values = {n: v if n in OF_MICRO_BATCHES else v / tokens for n, v in values.items()}
+        routing.append(stats.with_tensors(values))
+    return tuple(routing)
+
+
+def update_routers(module: nn.Module, routing: Routing, progress: float) -> None:
+    """Updates buffers that routers read in their forward pass; called after each optimizer step.
+
+    Args:
+        module: The model.
+        routing: Averaged over the step, on the module's device.
+        progress: Share of the run's steps done.
+    """
+    for stats in routing:
+        layer = module.get_submodule(stats.name)
+        assert isinstance(layer, FeedForward | MuMoEHead | Mixture)
+        layer.update(stats, progress)
+
+
+def routing_record(routing: Routing, ranks: int = 1) -> dict[str, Any]:
+    """Returns the statistics of a step under flat keys, for metrics.jsonl and trackers.
+
+    Args:
+        routing: Averaged over the step.
+        ranks: Processes that have different experts.
+
+    Returns:
+        `routing/LAYER/MEASURE` for each layer, and `routing/MEASURE` over all layers: the mean, or
+        for loads the maximum. Empty for a dense model.
+    """
+    of_layers: dict[str, Any] = {}
+    numbers: dict[str, list[float]] = {}
+    for stats in routing:
+        for name, value in measures(stats, ranks).items():
+            of_layers[f"routing/{stats.name}/{name}"] = value
+            if isinstance(value, float):
+                numbers.setdefault(name, []).append(value)
+    record: dict[str, Any] = {}
+    for name, values in numbers.items():
+        mean = math.fsum(values) / len(values)
+        record[f"routing/{name}"] = max(values) if name in LARGEST_OF_LAYERS else mean
+    return record | of_layers
+
+
+def measures(stats: RoutingStats, ranks: int = 1) -> dict[str, float | int | list[float]]:
+    """Returns one layer's statistics as numbers; a single expert has no loads.
+
+    A mean of nonnegative numbers is 0 only if all of them are, also in floating point. So an expert
+    counts as unused if no token of the step used it, in any micro-batch of any process.
+
+    Args:
+        stats: Averaged over a step, or over one forward pass.
+        ranks: Processes that have different experts.
+
+    Returns:
+        `load_max`: the load of the busiest expert over the mean load of its level; `unused`: the
+        share of unused experts; `usage_entropy`: the entropy in nats of the scores averaged over
+        tokens, summed over levels; `load`: each expert's share of the assignments, unless the layer
+        has one expert or more than `MOST_LOADS`; `rank_load` with several processes: the share of
+        the assignments that each computes; `rank_load_max`: the largest over the mean; `nmse` of a
+        feed-forward that learns from another: the squared error over the squared target;
+        `attention_head`: the head from which a graph is made; the other tensors of the layer's
+        statistics, by their names.
+    """
+    load_E = stats.load_E
+    usage_E = load_E if stats.usage_E is None else stats.usage_E
+    sizes = list(stats.levels or load_E.shape)
+    levels = load_E.split_with_sizes(sizes)
+    routes = len(load_E) > 1
+    values: dict[str, float | int | list[float]] = {}
+    if routes:
+        values["load_max"] = max(map(_most, levels))
+        values["unused"] = (load_E == 0).float().mean().item()
+    if "entropy" in stats.measures:
+        of_levels = usage_E.split_with_sizes(sizes)
+        values["usage_entropy"] = math.fsum(entropy(p_N).item() for p_N in of_levels)
+    if routes and ranks > 1 and not stats.levels:  # a process has experts of consecutive numbers
+        load_R = load_E.view(ranks, -1).sum(1)
+        values |= {"rank_load": _short(load_R.tolist()), "rank_load_max": _most(load_R)}
+    for name, value in stats.tensors().items():
+        if name in NOT_RECORDED or value.numel() > MOST_LOADS or (name == "load_E" and not routes):
+            continue
+        if name == "load_E" and "active" in stats.measures:  # sums to less than 1
+            value = value / value.sum().clamp_min(torch.finfo(value.dtype).tiny)
+        short = name.rpartition("_")[0] if name.endswith(("_E", "_A", "_S", "_L")) else name
+        values[short] = value.item() if value.dim() == 0 else _short(value.tolist())
+    if "distill_error" in stats.measures:
+        error, square = (stats.measures[name] for name in ("distill_error", "distill_square"))
+        values["nmse"] = (error / square).item()
+    if "attention_head" in stats.measures:  # equal in all micro-batches up to rounding
+        values["attention_head"] = round(stats.measures["attention_head"].item())
+    return values
+
+
+def _most(load_N: Tensor) -> float:
+    """The largest share divided by the mean; 0 if all are 0."""
+    total = load_N.sum().item()
+    return load_N.max().item() * load_N.numel() / total if total else 0.0
+
+
+def _short(numbers: list[float]) -> list[float]:
+    """Rounds to six digits, since thousands of experts per layer would fill a disk. 0 stays 0."""
+    return [float(f"{number:.6g}") for number in numbers]
+
+
+def console_summary(record: dict[str, Any]) -> list[str]:
+    """Returns the routing part of a step's console line.
+
+    Args:
+        record: Includes the keys of `routing_record`, if the model routes.
+    """
+    shown = {
+        "routing/load_max": "load {:.2f}x",
+        "routing/unused": "unused {:.0%}",
+        "routing/nmse": "nmse {:.4f}",
+        "routing/effective_experts": "experts {:.1f}",
+        "routing/dropped": "dropped {:.1%}",
+        "routing/effective_neighbours": "neighbours {:.1f}",
+        "fluctuation/top1": "changed {:.1%}",
+    }
+    return [text.format(record[name]) for name, text in shown.items() if record.get(name)]
+
 
 NO_OTHER_LOSS = LossConfig()
 REFUSE = -1.0
@@ -28,6 +269,16 @@ REFUSE = -1.0
 
 
 TaskLosses: TypeAlias = Callable[[Predictor, Batch], tuple[Tensor, tuple[RoutingStats, ...]]]
+
+
+class StepOutcome(NamedTuple):
+    """An optimizer step over the global batch; the same on every process."""
+
+    loss: float
+    """Mean over the targets of all samples."""
+    result: StepResult
+    routing: Routing
+    """Averaged over the step; empty in a dense model."""
 
 
 class IssuedStep(NamedTuple):

@@ -28,8 +28,8 @@ from polyad.parallel import comm
 from polyad.parallel.families import Origin
 from polyad.parallel.foreign import TheirExperts, TheirWeights, write_with_fewer
 from polyad.parallel.weights import Weights
-from polyad.train.config.faults import describe
 from polyad.train.config.run import RunConfig
+from polyad.train.config.text import describe
 from polyad.train.errors import ConfigError
 from polyad.train.exchange.change import Change, Changed, Tree
 from polyad.train.exchange.convert import check_adapters, convert, format_of, refuse_what_is_there

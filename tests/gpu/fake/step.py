@@ -24,7 +24,7 @@ from polyad.train.experts.actions import intervening
 from polyad.train.experts.leaving_out import without_capacity
 from polyad.train.experts.probing import routed_layers
 from polyad.train.loop.losses import routing_loss
-from polyad.train.loop.statistics import StepStatistics
+from polyad.train.loop.step import StepStatistics
 from polyad.train.tasks.distillation import cross_entropy
 from polyad.train.tasks.random_input import losses_for, random_batch
 from polyad.train.tasks.task import OneDevice

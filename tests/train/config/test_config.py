@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from polyad.parallel.dims import LayoutError
-from polyad.train.config.faults import GONE
 from polyad.train.config.rules import refuse_changes, validate
 from polyad.train.config.run import data_overrides, load_config, parse_config
+from polyad.train.config.text import GONE
 from polyad.train.errors import ConfigError
 
 SMALLEST = """

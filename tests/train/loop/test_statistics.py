@@ -9,7 +9,7 @@ from polyad.model.mumoe.gating import GateOutput
 from polyad.model.mumoe.layer import gate_statistics
 from polyad.model.output import RoutingStats
 from polyad.parallel import comm
-from polyad.train.loop.statistics import StepStatistics, console_summary, measures, routing_record
+from polyad.train.loop.step import StepStatistics, console_summary, measures, routing_record
 
 pytestmark = pytest.mark.distributed
 

@@ -5,7 +5,7 @@ import torch
 
 from polyad.train.errors import ConfigError
 from polyad.train.experts.probing import RoutedLayer
-from polyad.train.report.page import read_training
+from polyad.train.report.command import read_training
 from polyad.train.report.top_tokens import STRETCH, TopTokens, choose_experts, split_text
 
 
