@@ -37,7 +37,7 @@ from polyad.train.config.run import RunConfig, build_config
 from polyad.train.errors import ConfigError, RunError
 from polyad.train.loop.optimizer import OptimizerConfig
 from polyad.train.loop.profiling import Prefetch
-from polyad.train.loop.step import train_step
+from polyad.train.loop.step import issue_step
 from polyad.train.results import aligned
 from polyad.train.tasks.random_input import losses_for
 
@@ -131,7 +131,7 @@ def _step(
     engine: Engine, config: RunConfig, step: int, learning_rate: float
 ) -> tuple[float, float]:
     batches = list(random_micro_batches(config, engine.world, step))
-    outcome = train_step(
+    outcome = issue_step(
         engine,
         losses_for(config.model),
         Prefetch(iter(batches), engine.world.device),

@@ -74,5 +74,5 @@ def wait_nowhere(case: Case) -> list[bool]:
             )
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        applied.append(issued.outcome().result.applied)
+        applied.append(issued.result.applied)
     return applied

@@ -116,5 +116,5 @@ def reads_of_a_step(case: Case) -> dict[str, int]:
                 progress=0.1,
                 own=lambda: (0, 1, 2),
             )
-            issued.outcome()
+            _ = issued.loss
     return dict(reads.places)

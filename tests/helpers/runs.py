@@ -208,7 +208,7 @@ def highest_memory(rank: int, size: int) -> tuple[int, int]:
     peak = peak_memory_bytes(world.device)
     step = StepStatistics(world.device)
     step.add(torch.zeros(()), ())
-    numbers = step.exchange([memory_of_step(world.device)]).read()
+    numbers = step.exchange([memory_of_step(world.device)]).numbers
     del ballast
     return numbers.highest[0], peak
 

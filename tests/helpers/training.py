@@ -35,7 +35,7 @@ from polyad.parallel.zero import Engine
 from polyad.train.loop.losses import LossConfig
 from polyad.train.loop.optimizer import GroupConfig, OptimizerConfig, build_optimizer, freeze
 from polyad.train.loop.profiling import Prefetch
-from polyad.train.loop.step import routing_record, train_step
+from polyad.train.loop.step import issue_step, routing_record
 from polyad.train.tasks.distillation import cross_entropy
 from polyad.train.tasks.language import TextBatch
 from polyad.train.tasks.random_input import losses_for, random_batch
@@ -251,11 +251,11 @@ def assert_equal_routing(ours: list[dict[str, Any]], wanted: list[dict[str, Any]
 
 
 def take_step(engine: Engine, world: comm.World, case: Case, step: int, **options: Any) -> Any:
-    """A step of a case, with options of `train_step`; returns its outcome."""
+    """A step of a case, with options of `issue_step`."""
     batches = batches_of(step, world, case)
     ahead = Prefetch(iter(batches), world.device)
     rate = case.learning_rate
-    return train_step(engine, losses_of(case), ahead, len(batches), rate, **options)
+    return issue_step(engine, losses_of(case), ahead, len(batches), rate, **options)
 
 
 class OneExpert(InitialWeights):

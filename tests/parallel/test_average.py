@@ -12,7 +12,7 @@ from polyad.parallel.checkpoint.load import Checkpoint
 from polyad.parallel.checkpoint.save import save
 from polyad.parallel.source import WeightsOnly
 from polyad.parallel.zero import fragments
-from polyad.train.loop.step import train_step
+from polyad.train.loop.step import issue_step
 from polyad.train.tasks.language import text_losses
 from tests.helpers.everyday import everyday
 from tests.helpers.training import (
@@ -42,7 +42,7 @@ def averaged(case: Case) -> dict[str, Any]:
     for step in range(case.last_step):
         batches = list(text_batches(step, world, case.model))
         with poisoned(engine, case, world) if step == case.poison_step else nullcontext():
-            outcome = train_step(
+            outcome = issue_step(
                 engine, text_losses, iter(batches), len(batches), case.learning_rate
             )
         applied.append(outcome.result.applied)

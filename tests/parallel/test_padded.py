@@ -16,7 +16,7 @@ from polyad.parallel import comm
 from polyad.parallel.checkpoint.save import save
 from polyad.train.loop.losses import LossConfig, routing_loss
 from polyad.train.loop.profiling import Prefetch
-from polyad.train.loop.step import routing_record, train_step
+from polyad.train.loop.step import issue_step, routing_record
 from polyad.train.tasks.distillation import cross_entropy
 from tests.helpers.everyday import everyday
 from tests.helpers.parity import assert_near_state, assert_same_course
@@ -67,7 +67,7 @@ def train_on_padded(case: Case) -> dict[str, Any]:
         firsts = range(0, GLOBAL_BATCH, size)[world.data_parallel_rank :: world.data_parallel_size]
         batches = [padded_batch(step, slice(first, first + size)) for first in firsts]
         ahead = Prefetch(iter(batches), world.device)
-        outcome = train_step(
+        outcome = issue_step(
             *(engine, class_losses, ahead, len(batches), case.learning_rate),
             losses=case.losses,
             record_is_due=has_record(case, step),

@@ -51,7 +51,7 @@ def shipped_configs() -> list[Path]:
 
 def is_run(path: Path) -> bool:
     """Whether this is the folder of a run, which keeps its configuration."""
-    return all((path / name).is_file() for name in ("config.yaml", "environment.json"))
+    return (path / "config.yaml").is_file() and (path / "environment.json").is_file()
 
 
 def find_config(path: Path) -> Path:

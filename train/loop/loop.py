@@ -205,7 +205,7 @@ class TrainLoop:
     def _close(self, pending: Pending) -> dict[str, Any]:
         """The record of a step."""
         state, step = self.state, pending.record["step"]
-        result, numbers = pending.issued.result, pending.issued.exchanged.read()
+        result, numbers = pending.issued.result, pending.issued.exchanged.numbers
         loss, norm = numbers.loss, result.grad_norm
         self._signal, memory = numbers.highest
         if self._signal:

@@ -11,6 +11,7 @@ Routers are updated from the first one on the device. Copies to the CPU are asyn
 after the next step is issued, so that a GPU never waits for the CPU.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -70,7 +71,6 @@ class Exchanged:
 
     def __init__(self, vector: Tensor, routing: Routing, highest: Tensor) -> None:
         self._shapes = routing
-        self._read: StepNumbers | None = None
         self.routing = _cut(vector, routing)
         """Averaged over the step, on the device."""
         self._ready: torch.cuda.Event | None = None
@@ -82,15 +82,13 @@ class Exchanged:
             self._ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._ready.record()
 
-    def read(self) -> StepNumbers:
-        """Waits for the copies, and returns the numbers."""
-        if self._read is None:
-            if self._ready is not None:
-                self._ready.synchronize()
-            vector, highest = self._cpu
-            routing = _cut(vector, self._shapes)
-            self._read = StepNumbers(vector[0].item(), routing, highest.tolist())
-        return self._read
+    @functools.cached_property
+    def numbers(self) -> StepNumbers:
+        """The vectors on the CPU; waits for the copies."""
+        if self._ready is not None:
+            self._ready.synchronize()
+        vector, highest = self._cpu
+        return StepNumbers(vector[0].item(), _cut(vector, self._shapes), highest.tolist())
 
 
 class StepStatistics:
@@ -271,26 +269,21 @@ REFUSE = -1.0
 TaskLosses: TypeAlias = Callable[[Predictor, Batch], tuple[Tensor, tuple[RoutingStats, ...]]]
 
 
-class StepOutcome(NamedTuple):
-    """An optimizer step over the global batch; the same on every process."""
-
-    loss: float
-    """Mean over the targets of all samples."""
-    result: StepResult
-    routing: Routing
-    """Averaged over the step; empty in a dense model."""
-
-
 class IssuedStep(NamedTuple):
     """An optimizer step over the global batch, which a GPU may not have finished yet."""
 
     result: StepResult
     exchanged: Exchanged
 
-    def outcome(self) -> StepOutcome:
-        """Waits for the step's numbers, if they are not on the CPU yet."""
-        numbers = self.exchanged.read()
-        return StepOutcome(numbers.loss, self.result, numbers.routing)
+    @property
+    def loss(self) -> float:
+        """The mean over the targets of all samples, the same on every process; waits for it."""
+        return self.exchanged.numbers.loss
+
+    @property
+    def routing(self) -> Routing:
+        """The statistics averaged over the step, on the CPU; empty in a dense model; waits."""
+        return self.exchanged.numbers.routing
 
 
 def issue_step(
@@ -306,7 +299,7 @@ def issue_step(
     own: Callable[[], Sequence[int]] = tuple,
     record_is_due: bool = True,
 ) -> IssuedStep:
-    """Issues one optimizer step over the global batch; see `train_step`.
+    """Issues one optimizer step over the global batch.
 
     Args:
         engine: model and optimizer.
@@ -353,7 +346,7 @@ def issue_step(
             loss = loss + auxiliary
         engine.backward(loss)
     exchanged = statistics.exchange(own())
-    refused = math.isfinite(limits.loss) and exchanged.read().loss > limits.loss
+    refused = math.isfinite(limits.loss) and exchanged.numbers.loss > limits.loss
     result = engine.step(learning_rate, REFUSE if refused else limits.grad_norm)
     assert result is not None
     if result.applied:
@@ -377,8 +370,3 @@ def _mean_tokens(
     counts = [tokens for batch in batches if (tokens := real_tokens(batch)) is not None]
     total = comm.sum_over_ranks(torch.stack(counts).sum().float())
     return total / (len(batches) * comm.size()), iter(batches)
-
-
-def train_step(*arguments: Any, **named: Any) -> StepOutcome:
-    """Calls `issue_step` and waits for its numbers."""
-    return issue_step(*arguments, **named).outcome()
