@@ -5,7 +5,6 @@ import statistics
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
@@ -95,23 +94,9 @@ def random_steps(
         pending = issued
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepTimes:
-    """Time and memory of a step."""
-
-    seconds: float
-    """Median seconds of a step."""
-    units_per_second: float
-    """Throughput in tokens or images, over all processes."""
-    mfu: float | None
-    """Share of the devices' peak rate; None if that is unknown, as on a CPU."""
-    peak_memory_bytes: int
-    """Peak memory of a process; on a CPU including Python, its libraries and a compiler."""
-
-
 def time_steps(
     config: RunConfig, world: comm.World, steps: int, *, compiled: bool, balanced: bool = False
-) -> StepTimes:
+) -> dict[str, float | None]:
     """Trains for some steps; all processes call it together.
 
     Args:
@@ -122,7 +107,10 @@ def time_steps(
         balanced: whether experts are forced to equal loads.
 
     Returns:
-        The same on each process: times of rank 0, with which collectives synchronize the others.
+        The same on each process, with times of rank 0, with which collectives synchronize the
+        others: the median `seconds` of a step; `units_per_second`, in tokens or images over all
+        processes; `mfu`, the share of the devices' peak rate, None if that is unknown, as on a CPU;
+        `peak_memory_bytes` of a process, on a CPU including Python, its libraries and a compiler.
 
     Raises:
         RunError: memory ran out, or a gradient is not finite.
@@ -141,12 +129,12 @@ def time_steps(
     if config.distill.blocks is None:  # their FLOPs are not counted
         peak = peak_flops(config.log, config.train.precision, tf32=config.train.tf32)
     flops = rate * flops_of_unit(config.model, config.data) if peak else 0.0
-    return StepTimes(
-        seconds=seconds,
-        units_per_second=rate,
-        mfu=flops / (peak * world.size) if peak else None,
-        peak_memory_bytes=int(memory),
-    )
+    return {
+        "seconds": seconds,
+        "units_per_second": rate,
+        "mfu": flops / (peak * world.size) if peak else None,
+        "peak_memory_bytes": int(memory),
+    }
 
 
 def _begin_peak(device: torch.device) -> None:

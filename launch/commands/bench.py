@@ -99,8 +99,6 @@ def _measured(
     balanced: bool,
 ) -> dict[str, Any] | None:
     """JSON values on rank 0, with the times of a step by way; None on the other processes."""
-    from dataclasses import asdict
-
     import torch
 
     from polyad.model.build import build_model, count_parameters
@@ -120,8 +118,8 @@ def _measured(
     on_gpu = world.device.type == "cuda"
     dims = validate(config, world.size)
     times = {
-        "compiled" if compiled else "eager": asdict(
-            time_steps(config, world, steps, compiled=compiled, balanced=balanced)
+        "compiled" if compiled else "eager": time_steps(
+            config, world, steps, compiled=compiled, balanced=balanced
         )
         for compiled in ways
     }
