@@ -3,7 +3,6 @@
 YAML and overrides -> RunConfig -> the model -> its layout -> the loop -> metrics, checkpoints
 """
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from polyad.train.config.distillation import set_teacher
 from polyad.train.config.environment import agreed_facts, write_environment
 from polyad.train.errors import OUTPUT_ERRORS, RunError, stopped
 from polyad.train.experts.fluctuation import FluctuationLog
-from polyad.train.guard.failures import Explain, explain_out_of_memory, explain_stall
+from polyad.train.guard.failures import explain_out_of_memory, explain_stall
 from polyad.train.guard.run_folder import gone, put_back_replaced, run_lock
 from polyad.train.guard.stopping import StopSignals
 from polyad.train.loop.loop import TrainLoop
@@ -88,8 +87,7 @@ def _train(plan: Plan, state: TrainState, world: comm.World, stop: StopSignals) 
     config, task, train = plan.config, plan.task, plan.config.train
     allow_tf32(config.train.tf32, world.device)
     batches = _batches(plan, world, state)  # before the engine: loader workers start meanwhile
-    memory = functools.partial(explain_out_of_memory, world=world)
-    with memory(lambda: "building the engine"):
+    with explain_out_of_memory(lambda: "building the engine", world):
         anew = () if plan.init is None else reinitialized_prefixes(task, plan.init, config)
         source = source_of(config, plan.resume, plan.init, anew)
         engine = engine_of(config, plan.dims, world, source, compiled=config.model.compile)
@@ -105,12 +103,12 @@ def _train(plan: Plan, state: TrainState, world: comm.World, stop: StopSignals) 
     if plan.resume is not None:
         plan.resume.restore_random_states(world)
     metrics = _open_run_folder(plan, state) if world.is_main else None
-    fluctuation = _fluctuation(plan, state, engine, memory)
+    fluctuation = _fluctuation(plan, state, engine)
     stop.wait_for_steps()
     try:
         with (
             explain_stall(config.parallel.timeout_minutes),
-            memory(lambda: f"in step {state.step + 1}"),
+            explain_out_of_memory(lambda: f"in step {state.step + 1}", world),
         ):
             loop = TrainLoop(
                 config=config,
@@ -122,9 +120,7 @@ def _train(plan: Plan, state: TrainState, world: comm.World, stop: StopSignals) 
                 ),
                 state=state,
                 saver=saver,
-                files=plan.task.kept().files,
                 fluctuation=fluctuation,
-                memory=memory,
                 stop=stop,
                 metrics=metrics,
             )
@@ -176,7 +172,7 @@ def _open_run_folder(plan: Plan, state: TrainState) -> Metrics:
 
 
 def _fluctuation(
-    plan: Plan, state: TrainState, engine: Engine, memory: Explain
+    plan: Plan, state: TrainState, engine: Engine
 ) -> Callable[[], dict[str, float]] | None:
     """Returns a comparison of routing at checkpoints, if configured; a resumed run starts from its
     own."""
@@ -185,7 +181,7 @@ def _fluctuation(
         return None
     samples = probe_of(plan.task, config.log.fluctuation_tokens)
     batch_size = config.evaluation.batch_size or config.train.micro_batch_size
-    compare = FluctuationLog(engine, samples, batch_size, memory)
+    compare = FluctuationLog(engine, samples, batch_size)
     if plan.resume is not None and state.step < config.train.steps:
         compare()
     return compare

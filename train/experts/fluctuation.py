@@ -20,7 +20,7 @@ from polyad.parallel import comm
 from polyad.parallel.zero import Engine
 from polyad.train.experts.information import Summed
 from polyad.train.experts.probing import Decision, RoutedLayer, deciding, routed_layers
-from polyad.train.guard.failures import Explain
+from polyad.train.guard.failures import explain_out_of_memory
 from polyad.train.tasks.samples import Samples
 
 SEED = 0
@@ -120,18 +120,11 @@ class FluctuationLog:
         engine: the run's engine.
         samples: the probe set.
         batch_size: samples per forward pass.
-        memory: explains out-of-memory errors.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        samples: Samples,
-        batch_size: int,
-        memory: Explain,
-    ) -> None:
+    def __init__(self, engine: Engine, samples: Samples, batch_size: int) -> None:
         self._engine, self._samples, self._batch_size = engine, samples, batch_size
-        self._memory, self._layers = memory, routed_layers(engine.module)
+        self._layers = routed_layers(engine.module)
         self._before: list[list[Codes]] = []
 
     def __call__(self) -> dict[str, float]:
@@ -142,7 +135,7 @@ class FluctuationLog:
             layer and `fluctuation/MEASURE`, the mean over layers.
         """
         started = time.monotonic()
-        with self._memory(lambda: "comparing routing"):
+        with explain_out_of_memory(lambda: "comparing routing", self._engine.world):
             record = self._compare()
         return record | {"fluctuation/seconds": time.monotonic() - started}
 

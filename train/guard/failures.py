@@ -3,8 +3,7 @@
 import faulthandler
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import TypeAlias
+from contextlib import contextmanager
 
 import torch
 
@@ -20,8 +19,6 @@ SMALLER = (
     "more processes: `polyad plan` shows the memory of every layout"
 )
 """What to change."""
-Explain: TypeAlias = Callable[[Callable[[], str]], AbstractContextManager[None]]
-"""`explain_out_of_memory` with the process of a run."""
 LONGEST = 300
 """Maximum number of characters of the allocator's message."""
 

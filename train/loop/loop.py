@@ -11,7 +11,7 @@ from polyad.parallel.checkpoint.save import Saver
 from polyad.parallel.zero import Engine, StepResult
 from polyad.train.config.run import RunConfig
 from polyad.train.errors import RunError
-from polyad.train.guard.failures import Explain, expect_progress
+from polyad.train.guard.failures import expect_progress, explain_out_of_memory
 from polyad.train.guard.run_folder import last_checkpoint
 from polyad.train.guard.spikes import NO_LIMITS, limits_of, remember, spike_event, spike_line
 from polyad.train.guard.stopping import StopAsked, StopSignals
@@ -58,12 +58,9 @@ class TrainLoop:
     """Progress so far; updated after every step."""
     saver: Saver
     """Writes checkpoints."""
-    files: Mapping[str, bytes]
-    """What a checkpoint contains beside configuration, weights and state."""
     fluctuation: Callable[[], dict[str, float]] | None
     """Compares routing with that at the last checkpoint; called before a checkpoint is written.
     None without `log.fluctuation`."""
-    memory: Explain
     stop: StopSignals
     metrics: Metrics | None
     """None except on the main process."""
@@ -73,7 +70,7 @@ class TrainLoop:
         self._train, self._evaluation = config.train, config.evaluation
         self._folder, self._config_yaml = Path(config.run.folder), config.to_yaml()
         self._batches = Prefetch(micro_batches, self.engine.device)
-        self._world = world
+        self._world, self._files = world, task.kept().files
         self._units_per_sample = task.model.units_per_sample()
         self._peak = None
         if task.trains_whole_model:
@@ -291,12 +288,15 @@ class TrainLoop:
             return
         expect_progress(self._limit)
         # Writes or starts to write: `poll` checks the progress, `finish` waits for the end.
-        with self.stop.saving(), self.memory(lambda: f"saving step {state.step}"):
+        with (
+            self.stop.saving(),
+            explain_out_of_memory(lambda: f"saving step {state.step}", self._world),
+        ):
             self.saver.save(
                 state.step,
                 state.to_json() | self.task.counted(state.samples),
                 self._config_yaml,
-                self.files,
+                self._files,
                 (state.best_step or None) if self.config.checkpoint.keep_best else None,
                 judged=state.unfinished is None,
             )
@@ -310,7 +310,10 @@ class TrainLoop:
         """
         self.engine.train(False)
         try:
-            with self.memory(lambda: "in validation"), self._timer.paused():
+            with (
+                explain_out_of_memory(lambda: "in validation", self._world),
+                self._timer.paused(),
+            ):
                 return self.task.validate(
                     self.engine,
                     batch_size=self._evaluation.batch_size or self._train.micro_batch_size,
