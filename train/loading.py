@@ -24,7 +24,7 @@ from polyad.parallel.foreign import TheirWeights, on_disk
 from polyad.parallel.weights import Choice, Weights, load_model, open_weights
 from polyad.parallel.zero import DTYPES, Precision
 from polyad.train.errors import ConfigError
-from polyad.train.evaluation.evaluate import evaluate_opened
+from polyad.train.evaluation.evaluate import evaluate
 from polyad.train.evaluation.generate import Sampling, check_text, continue_text
 from polyad.train.evaluation.predict import Prediction, Predictor
 from polyad.train.experts.interventions import Intervention, intervened, parse_intervention
@@ -311,7 +311,7 @@ class Run:
         """
         opened = self.open_data(data, batch_size)
         with comm.left_again():
-            result: dict[str, Any] = json_value(evaluate_opened(opened, split, model=self.model))
+            result: dict[str, Any] = json_value(evaluate(opened, split, model=self.model))
             return result
 
     def read(

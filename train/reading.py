@@ -142,8 +142,8 @@ class EvaluationContext(NamedTuple):
 
 def open_evaluated(
     path: Path,
-    data: str | None,
-    overrides: Sequence[str],
+    data: str | None = None,
+    overrides: Sequence[str] = (),
     weights: Choice = "trained",
     base: Path | None = None,
     interventions: Sequence[Intervention] = (),

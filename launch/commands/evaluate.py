@@ -73,7 +73,7 @@ class Evaluate(CheckpointOptions):
         if self.attack is not None and self.rate is not None:
             kind = WordSwap if self.attack == "word-swap" else GaussianNoise
             attack = kind(self.rate, self.seed or 0)
-        result = evaluate(checkpoint, attack=attack, **self.reading())
+        result = evaluate(self.opened(checkpoint), self.split, attack=attack)
         return result, result.text()
 
 
@@ -108,9 +108,11 @@ class Compare(SplitOptions):
         from polyad.train.measures.comparison import Comparison
         from polyad.train.measures.measure import examine
 
-        options = self.reading() | ({} if self.tokens is None else {"tokens": self.tokens})
+        opened, options = self.opened(checkpoint), self.options()
+        del options["with_"]
         result = read_newest(
-            self.with_, lambda other: examine(checkpoint, Comparison, other=other, **options)
+            self.with_,
+            lambda other: examine(opened, Comparison(other=other, **options), self.split),
         )
         return result, result.text()
 

@@ -6,7 +6,7 @@ Each runs in one process, or in each process that torchrun has started; rank 0 s
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from polyad.launch.command import (
     Argument,
@@ -26,6 +26,9 @@ from polyad.launch.commands.options import (
     Tokens,
 )
 from polyad.launch.output import check_result_file, results
+
+if TYPE_CHECKING:
+    from polyad.train.reading import EvaluationContext
 
 
 @command("experts specialize", "polyad experts specialize runs/quickstart/run")
@@ -74,10 +77,17 @@ class SteerExperts(CheckpointOptions):
 
     tokens: Tokens = None
 
-    def reading(self) -> dict[str, Any]:
-        """What is read: by the model as it is, and once more with the changes."""
-        reading = super().reading()
-        return reading | {"changes": reading.pop("interventions", [])}
+    def opened(self, checkpoint: Path) -> "EvaluationContext":
+        """Opens a checkpoint, whose model is read as it is first."""
+        return super().opened(checkpoint)._replace(interventions=())
+
+    def options(self) -> dict[str, Any]:
+        """The options of the analysis, which reads once more with the changes."""
+        from polyad.train.experts.interventions import parse_intervention
+
+        return super().options() | {
+            "changes": [parse_intervention(each) for each in self.intervene]
+        }
 
 
 @command(

@@ -7,11 +7,14 @@ from argparse import ArgumentTypeError
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from polyad.launch.command import Argument, Json, Overrides, Positive
 from polyad.launch.output import results
 from polyad.launch.processes import end_with_launcher, is_main
+
+if TYPE_CHECKING:
+    from polyad.train.reading import EvaluationContext
 
 
 def weights_folder(text: str) -> Path:
@@ -125,23 +128,23 @@ class DataOptions:
         own = {each.name: getattr(self, each.name) for each in fields(self)}
         return {name: own[name] for name in own if name not in shared and own[name] is not None}
 
-    def reading(self) -> dict[str, Any]:
-        """What is read, as `polyad.train.measures.measure.examine` takes it."""
+    def opened(self, checkpoint: Path) -> "EvaluationContext":
+        """Opens a checkpoint with its data."""
         from polyad.train.experts.interventions import parse_intervention
+        from polyad.train.reading import open_evaluated
 
-        shared = ("data", "overrides", "split", "weights", "base")
-        reading = {name: getattr(self, name) for name in shared if hasattr(self, name)}
-        if texts := getattr(self, "intervene", ()):
-            reading["interventions"] = [parse_intervention(text) for text in texts]
-        return reading
+        shared = ("data", "overrides", "weights", "base")
+        options = {name: getattr(self, name) for name in shared if hasattr(self, name)}
+        interventions = [parse_intervention(text) for text in getattr(self, "intervene", ())]
+        return open_evaluated(checkpoint, interventions=interventions, **options)
 
     def measured(self, checkpoint: Path) -> tuple[object, str]:
         """Returns the result of a checkpoint, and the same as text."""
         from polyad.train.measures.measure import examine
         from polyad.train.measures.registry import MEASURES
 
-        analysis = MEASURES[self.measure]
-        result = examine(checkpoint, analysis, **self.options(), **self.reading())
+        opened, analysis = self.opened(checkpoint), MEASURES[self.measure](**self.options())
+        result = examine(opened, analysis, getattr(self, "split", "validation"))
         return result, result.text()
 
     def chosen(self, choose: Callable[[Path], Path]) -> Self:

@@ -28,6 +28,7 @@ from polyad.train.measures.measure import Analysis, examine
 from polyad.train.measures.registry import MEASURES
 from polyad.train.measures.rewriting import Rewriting
 from polyad.train.measures.robustness import Robustness
+from polyad.train.reading import EvaluationContext, open_evaluated
 from polyad.train.results import json_value
 from polyad.train.train import main
 from tests.helpers.little_memory import little_memory
@@ -132,8 +133,15 @@ def evaluation_error(path: Path, **options: Any) -> tuple[str, int]:
 
 def evaluated(path: Path, **options: Any) -> tuple[dict[str, Any], str]:
     """`polyad evaluate`: the values for programs, and the text for people."""
-    found = evaluate(path, **options)
+    opened, split = _opened(path, options), options.pop("split", "validation")
+    found = evaluate(opened, split, **options)
     return json_value(found), found.text()
+
+
+def _opened(path: Path, options: dict[str, Any]) -> EvaluationContext:
+    """Opens a checkpoint with the options that say how, which are taken out."""
+    names = ("data", "overrides", "weights", "base", "interventions")
+    return open_evaluated(path, **{name: options.pop(name) for name in names if name in options})
 
 
 def measured(path: Path, name: str, **options: Any) -> tuple[dict[str, Any], str]:
@@ -143,7 +151,8 @@ def measured(path: Path, name: str, **options: Any) -> tuple[dict[str, Any], str
 
 def both_forms(path: Path, kind: type[Analysis], **options: Any) -> tuple[dict[str, Any], str]:
     """What is found out about a checkpoint: the values for programs, and the text for people."""
-    found = examine(path, kind, **options)
+    opened, split = _opened(path, options), options.pop("split", "validation")
+    found = examine(opened, kind(**options), split)
     return json_value(found), found.text()
 
 

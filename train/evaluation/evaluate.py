@@ -4,7 +4,6 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -14,11 +13,9 @@ from polyad.data.images.augmentation import GaussianNoise
 from polyad.data.text.attack import WordSwap, attacked_split
 from polyad.data.text.manifest import SplitName
 from polyad.parallel import comm
-from polyad.parallel.weights import Choice
 from polyad.train.console import Progress
 from polyad.train.errors import ConfigError, RunError
-from polyad.train.experts.interventions import Intervention
-from polyad.train.reading import EvaluationContext, open_evaluated
+from polyad.train.reading import EvaluationContext
 from polyad.train.results import aligned, in_words
 from polyad.train.streaming import predicting
 from polyad.train.tasks.images import ImageClassification
@@ -45,49 +42,22 @@ class Evaluation:
 
 
 def evaluate(
-    path: Path,
-    *,
-    data: str | None = None,
-    split: SplitName = "validation",
-    overrides: Sequence[str] = (),
-    attack: WordSwap | GaussianNoise | None = None,
-    weights: Choice = "trained",
-    base: Path | None = None,
-    interventions: Sequence[Intervention] = (),
-) -> Evaluation:
-    """Evaluates a checkpoint, in one process or under torchrun.
-
-    Args:
-        path: a checkpoint, a run (its newest checkpoint), or a folder of weights.
-        data: prepared data; None: the run's.
-        split: `validation`, `test` or `train`.
-        overrides: `key=value` for keys that evaluation reads.
-        attack: perturbation of the text or images before they are read.
-        weights: which of the checkpoint's weights.
-        base: see `open_weights`.
-        interventions: see `open_evaluated`.
-
-    Returns:
-        The same on every process.
-    """
-    opened = open_evaluated(path, data, overrides, weights, base, interventions)
-    return evaluate_opened(opened, split, attack=attack)
-
-
-def evaluate_opened(
     opened: EvaluationContext,
-    split: SplitName,
+    split: SplitName = "validation",
     *,
     model: nn.Module | None = None,
     attack: WordSwap | GaussianNoise | None = None,
 ) -> Evaluation:
-    """Evaluates opened weights; see `evaluate`.
+    """Evaluates weights, in one process or under torchrun.
 
     Args:
         opened: the weights and their data.
         split: `validation`, `test` or `train`.
         model: the model on this process's device, in evaluation mode; None: it is loaded.
-        attack: see `evaluate`.
+        attack: perturbation of the text or images before they are read.
+
+    Returns:
+        The same on every process.
     """
     opened.task.check_split(split)
     with opened.loaded(f"evaluating {split}", split, model, needs_whole=None) as (model, world):

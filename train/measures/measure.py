@@ -11,20 +11,17 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import nn
 
 from polyad.data.text.manifest import SplitName
 from polyad.parallel import comm
-from polyad.parallel.weights import Choice
 from polyad.train.errors import ConfigError
 from polyad.train.experts.information import Summed
-from polyad.train.experts.interventions import Intervention
 from polyad.train.experts.probing import RoutedLayer, routed_head, routed_layers
-from polyad.train.reading import EvaluationContext, ForwardPass, Subject, open_evaluated
+from polyad.train.reading import EvaluationContext, ForwardPass, Subject
 from polyad.train.results import Tables
 from polyad.train.tasks.samples import samples_of
 
@@ -151,29 +148,14 @@ def every_layer(opened: EvaluationContext, model: nn.Module) -> list[RoutedLayer
 
 
 def examine(
-    path: Path,
-    kind: type[Analysis],
-    *,
-    data: str | None = None,
-    split: SplitName = "validation",
-    overrides: Sequence[str] = (),
-    weights: Choice = "trained",
-    base: Path | None = None,
-    interventions: Sequence[Intervention] = (),
-    **options: Any,
+    opened: EvaluationContext, analysis: Analysis, split: SplitName = "validation"
 ) -> Tables:
-    """Examines a checkpoint, in one process or under torchrun.
+    """Examines weights, in one process or under torchrun.
 
     Args:
-        path: a checkpoint, or a run (its newest checkpoint).
-        kind: the analysis.
-        data: as `data.path`; None: the run's.
+        opened: the weights and their data.
+        analysis: the analysis, with its options.
         split: `validation`, `test` or `train`.
-        overrides: `key=value` for keys that evaluation reads.
-        weights: which of the checkpoint's weights.
-        base: see `open_weights`.
-        interventions: see `open_evaluated`.
-        options: the fields of the analysis.
 
     Returns:
         The same on each process.
@@ -181,13 +163,11 @@ def examine(
     Raises:
         ValueError: with an `exit_status` of 2: one line says what is wrong.
     """
-    opened = open_evaluated(path, data, overrides, weights, base, interventions)
-    analysis = kind(**options)
     analysis.check(opened, split)
     if analysis.reads_split:
         opened.task.check_split(split)
     started, reads = time.monotonic(), split if analysis.reads_split else None
-    with opened.loaded(kind.doing, reads, needs_whole=analysis.needs_whole) as (model, world):
+    with opened.loaded(analysis.doing, reads, needs_whole=analysis.needs_whole) as (model, world):
         result = analysis.run(opened, split, model, world)
         seconds = time.monotonic() - started
     about = opened.about()
@@ -197,10 +177,10 @@ def examine(
             "data_kind": opened.config.data.kind,
             "split": split,
         }
-    if interventions:
-        about["interventions"] = [str(each) for each in interventions]
+    if opened.interventions:
+        about["interventions"] = [str(each) for each in opened.interventions]
     how = {
-        "weights": weights,
+        "weights": opened.choice,
         "precision": opened.config.train.precision,
         "processes": world.size,
         "seconds": seconds,

@@ -70,7 +70,7 @@ class Training:
 
     def routing(self) -> dict[str, dict[str, Any]]:
         """The newest routing statistics by layer and measure; see
-        `polyad.train.loop.statistics.measures`."""
+        `polyad.train.loop.step.measures`."""
         routing: dict[str, dict[str, Any]] = {}
         for key, value in self.newest.items():
             section, _, name = key.partition("/")

@@ -11,6 +11,7 @@ from polyad.train.errors import ConfigError
 from polyad.train.evaluation.evaluate import evaluate
 from polyad.train.exchange.convert import convert
 from polyad.train.exchange.experts import Splitting, Upcycling
+from polyad.train.reading import open_evaluated
 from tests.helpers import images as made
 from tests.helpers.everyday import everyday
 from tests.helpers.runs import evaluation, refusal, run, run_and_listen, write_config
@@ -146,7 +147,7 @@ def test_a_head_of_another_library_is_taken_by_the_names_of_its_classes(
     (theirs / "config.json").write_text(json.dumps(about))
     convert(theirs, tmp_path / "swapped", "polyad")
     with pytest.raises(ConfigError, match="class 0 is 'ant', not 'bee'"):
-        evaluate(tmp_path / "swapped", data=str(three))
+        evaluate(open_evaluated(tmp_path / "swapped", str(three)))
 
     del about["id2label"]
     (theirs / "config.json").write_text(json.dumps(about))
