@@ -126,7 +126,14 @@ def examine(config: Path | None, overrides: Sequence[str]) -> Found | None:
 def _facts_of(config: "RunConfig | None", world: "World") -> Facts:
     import torch
 
-    agreed, data_error = _agreed(config)
+    from polyad.train.config.environment import agreed_facts
+    from polyad.train.tasks.registry import open_task
+
+    data_error = None
+    try:
+        agreed = agreed_facts(config, None if config is None else open_task(config.for_task()))
+    except (ValueError, OSError) as error:
+        agreed, data_error = agreed_facts(config, None), one_line(error)
     device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu"
     facts: Facts = {
         "host": socket.gethostname(),
@@ -137,7 +144,7 @@ def _facts_of(config: "RunConfig | None", world: "World") -> Facts:
         "data_error": data_error,
     }
     if config is not None:
-        facts["folder"] = _folder(config, world)
+        facts["folder"] = _shared_folder(config.run.folder, world)
     return facts
 
 
@@ -154,49 +161,30 @@ def _named_apart(facts: Sequence[Facts]) -> list[Facts]:
     ]
 
 
-def _agreed(config: "RunConfig | None") -> tuple[dict[str, str], str | None]:
-    """Facts that must be the same everywhere, and why data cannot be read, if so."""
-    from polyad.train.config.environment import agreed_facts
-    from polyad.train.tasks.registry import open_task
-
-    if config is None:
-        return agreed_facts(None, None), None
-    try:
-        return agreed_facts(config, open_task(config.for_task())), None
-    except (ValueError, OSError) as error:
-        return agreed_facts(config, None), one_line(error)
-
-
-def _folder(config: "RunConfig", world: "World") -> SharedFolder:
-    from polyad.parallel import comm
-
-    with contextlib.ExitStack() as stack:
-        place, reason = "", ""
-        if world.is_main:
-            parent = Path(config.run.folder).absolute().parent
-            try:
-                made = stack.enter_context(temporary_folder(".polyad-doctor-", parent))
-                place = str(made)
-            except OSError as error:
-                reason = f"{error.filename or config.run.folder}: {error.strerror}"
-        place, reason = comm.from_main((place, reason))
-        if reason:
-            return {"error": f"run.folder: {config.run.folder}: cannot be written to: {reason}"}
-        return _shared_folder(Path(place), world)
-
-
-def _shared_folder(folder: Path, world: "World") -> SharedFolder:
-    """Tests whether hosts see a file of rank 0; all processes call this."""
+def _shared_folder(run_folder: str, world: "World") -> SharedFolder:
+    """Tests whether hosts see a file of rank 0 beside a run's folder; all processes call this."""
     from polyad.parallel import comm
     from polyad.train.guard.run_folder import seen_in_time
 
-    if world.is_main:
-        (folder / "seen").write_text("x")
-    comm.barrier()
-    begun = time.monotonic()
-    seen = seen_in_time(lambda: (folder / "seen").exists())
-    comm.barrier()
-    return {"seen": seen, "seconds": time.monotonic() - begun if seen else None}
+    with contextlib.ExitStack() as stack:
+        place, reason = Path(), ""
+        if world.is_main:
+            parent = Path(run_folder).absolute().parent
+            try:
+                place = stack.enter_context(temporary_folder(".polyad-doctor-", parent))
+            except OSError as error:
+                reason = f"{error.filename or run_folder}: {error.strerror}"
+        place, reason = comm.from_main((place, reason))
+        if reason:
+            return {"error": f"run.folder: {run_folder}: cannot be written to: {reason}"}
+        file = place / "seen"
+        if world.is_main:
+            file.write_text("x")
+        comm.barrier()
+        begun = time.monotonic()
+        seen = seen_in_time(file.exists)
+        comm.barrier()
+        return {"seen": seen, "seconds": time.monotonic() - begun if seen else None}
 
 
 def measure(world: "World", hosts: Sequence[str]) -> list[Link]:

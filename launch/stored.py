@@ -138,9 +138,11 @@ def verify_data(folders: Sequence[str]) -> Values:
     Raises:
         DataError: one is not a folder of prepared data; nothing was read.
     """
-    stored = [_stored(path) for path in dict.fromkeys(user_path(folder) for folder in folders)]
+    paths = dict.fromkeys(user_path(folder) for folder in folders)
+    stored = [PreparedData(path, Manifest.read(path)) for path in paths]
     begun = time.monotonic()
-    with _progress(sum(_size(folder) for folder in stored)) as bar:
+    files = [folder.path / name for folder in stored for name in folder.manifest.sha256]
+    with _progress(sum(file.stat().st_size for file in files if file.is_file())) as bar:
         listed = [_verified(folder, bar) for folder in stored]
     return {
         "folders": listed,
@@ -148,15 +150,6 @@ def verify_data(folders: Sequence[str]) -> Values:
         "bytes": sum(file["bytes"] for each in listed for file in each["files"]),
         "good": all(each["good"] for each in listed),
     }
-
-
-def _stored(path: Path) -> PreparedData:
-    return PreparedData(path, Manifest.read(path))
-
-
-def _size(folder: PreparedData) -> int:
-    files = [folder.path / name for name in folder.manifest.sha256]
-    return sum(file.stat().st_size for file in files if file.is_file())
 
 
 def _verified(folder: PreparedData, bar: Any) -> Values:

@@ -28,10 +28,8 @@ from polyad.train.evaluation.evaluate import evaluate
 from polyad.train.evaluation.generate import Sampling, check_text, continue_text
 from polyad.train.evaluation.predict import Prediction, Predictor
 from polyad.train.experts.interventions import Intervention, intervened, parse_intervention
-from polyad.train.experts.probing import deciding, routed_layers
-from polyad.train.experts.trace import TOP, trace_columns, trace_rows
+from polyad.train.experts.trace import TOP, read_experts, trace_columns, trace_rows
 from polyad.train.experts.trace import LayerExperts as LayerExperts
-from polyad.train.experts.trace import experts_of as experts_of_layer
 from polyad.train.experts.view import TextView, view_text
 from polyad.train.measures.held_out import HeldOut
 from polyad.train.reading import EvaluationContext, open_data_for
@@ -157,7 +155,8 @@ class Run:
         """
         ids = self._read_ids(text, special_tokens)
         tokens = [self.tokenizer.text_within(one) or self.tokenizer.decode([one]) for one in ids]
-        return experts_of(self.model, ids, tokens, top)
+        layers, _ = read_experts(self.model, ids, top)
+        return TextExperts(tokens=tokens, token_ids=torch.tensor(ids), layers=layers)
 
     def show(
         self,
@@ -415,27 +414,3 @@ class TextExperts:
                 cells.append(", ".join(f"{name(expert)} {weight:.2f}" for expert, weight in pairs))
             columns.append([each.layer.title, *cells])
         return "\n".join(aligned(zip(*columns, strict=True), "<"))
-
-
-def experts_of(
-    model: nn.Module, token_ids: Sequence[int], tokens: Sequence[str], top: int
-) -> TextExperts:
-    """Reads a text and records the routers' decisions.
-
-    Args:
-        model: a decoder or BERT in evaluation mode, whole on one device.
-        token_ids: the text's token ids, at most as many as the model reads.
-        tokens: the text of each token.
-        top: number of experts to show per token and level of a muMoE.
-    """
-    layers = [layer for layer in routed_layers(model) if layer.in_block]
-    input_ids_1T = torch.tensor([list(token_ids)], device=next(model.parameters()).device)
-    with deciding(model, layers) as decisions, torch.inference_mode():
-        model(input_ids_1T)
-    return TextExperts(
-        tokens=list(tokens),
-        token_ids=input_ids_1T[0].cpu(),
-        layers={
-            layer.name: experts_of_layer(layer, decisions[layer.name], top) for layer in layers
-        },
-    )

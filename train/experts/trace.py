@@ -13,12 +13,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from polyad.model.output import entropy
+from polyad.model.output import ModelOutput, entropy
+from polyad.parallel.weights import device_of
 from polyad.train.errors import ConfigError
 from polyad.train.experts.information import not_finite
-from polyad.train.experts.probing import Decision, RoutedLayer
+from polyad.train.experts.probing import Decision, RoutedLayer, deciding, routed_layers
 
 FORMAT = "polyad trace 1"
 """`format` in a file's metadata."""
@@ -87,6 +88,25 @@ def experts_of(layer: RoutedLayer, decision: Decision, top: int) -> LayerExperts
     experts_NK = torch.cat(chosen, dim=-1)
     weights_NK = scores_NS.gather(1, experts_NK)
     return LayerExperts(layer=layer, experts=experts_NK, weights=weights_NK, scores=scores_NS)
+
+
+@torch.inference_mode()
+def read_experts(
+    model: nn.Module, token_ids: Sequence[int], top: int
+) -> tuple[dict[str, LayerExperts], ModelOutput]:
+    """Reads a text; returns the experts by layer name, in the model's order, and the output.
+
+    Args:
+        model: in evaluation mode, whole on one device.
+        token_ids: at most as many tokens as it reads.
+        top: number of experts per level, if tokens weight every expert.
+    """
+    layers = [layer for layer in routed_layers(model) if layer.in_block]
+    input_ids_1T = torch.tensor([list(token_ids)], device=device_of(model))
+    with deciding(model, layers) as decisions:
+        output = model(input_ids_1T)
+    experts = {layer.name: experts_of(layer, decisions[layer.name], top) for layer in layers}
+    return experts, output
 
 
 def norms(decision: Decision, experts: LayerExperts, row_M: Tensor) -> Tensor:

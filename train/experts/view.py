@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from polyad.data.text.tokenizers.tokenizer import Tokenizer
 from polyad.train.experts.interventions import Intervention, intervened
-from polyad.train.experts.probing import deciding, routed_layers
-from polyad.train.experts.trace import TOP, LayerExperts, experts_of
+from polyad.train.experts.trace import TOP, LayerExperts, read_experts
 from polyad.train.page import render, signs
 
 NEXT = 10
@@ -161,15 +160,11 @@ def view_text(
 
 def _read(model: nn.Module, token_ids: Sequence[int], top: int) -> tuple[Pass, Tensor]:
     """A forward pass, and its logits [T, V]."""
-    layers = [layer for layer in routed_layers(model) if layer.in_block]
-    input_ids_1T = torch.tensor([list(token_ids)], device=next(model.parameters()).device)
-    # Entered after the interventions: hooks run in order, so these get the changed values.
-    with deciding(model, layers) as decisions:
-        logits_TV = model(input_ids_1T).logits[0]
-    experts = {layer.name: experts_of(layer, decisions[layer.name], top) for layer in layers}
-    losses_P = nn.functional.cross_entropy(
-        logits_TV[:-1].float(), input_ids_1T[0, 1:], reduction="none"
-    )
+    # Called after the interventions: hooks run in order, so it gets the changed values.
+    experts, output = read_experts(model, token_ids, top)
+    logits_TV = output.logits[0]
+    targets_P = torch.tensor(token_ids[1:], device=logits_TV.device, dtype=torch.int64)
+    losses_P = nn.functional.cross_entropy(logits_TV[:-1].float(), targets_P, reduction="none")
     return Pass(layers=experts, losses=[None, *losses_P.tolist()]), logits_TV
 
 

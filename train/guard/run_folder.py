@@ -5,11 +5,11 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Annotated
 
-from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
+from filelock import FileLock, SoftFileLock, Timeout
 from pydantic import AfterValidator
 
 from polyad.data.errors import check_path
@@ -90,8 +90,7 @@ def run_lock(folder: Path, world: comm.World) -> Iterator[None]:
         ConfigError: on every process, if another start of the run is still active, or a process
             cannot write to the folder, as on a host with a disk of its own.
     """
-    lock = comm.on_main(lambda: lock_of(folder))
-    try:
+    with comm.on_main(lambda: lock_of(folder)) or nullcontext():
         usable = seen_in_time(lambda: os.access(folder, os.W_OK | os.X_OK))
         host = "" if usable else f"{socket.gethostname()} (rank {world.rank})"
         if hosts := [each for each in comm.from_all(host) if each]:
@@ -100,13 +99,10 @@ def run_lock(folder: Path, world: comm.World) -> Iterator[None]:
                 "need one file system, with this folder at the same path"
             )
         yield
-    finally:
-        if lock is not None:
-            lock.release()
 
 
-def lock_of(folder: Path) -> BaseFileLock:
-    """Takes the lock of a run's folder, which is created if need be.
+def lock_of(folder: Path) -> AbstractContextManager[object]:
+    """Takes the lock of a run's folder, which is created if need be, until the context ends.
 
     On a shared file system the lock works between hosts if the file system supports locks (NFS
     does, and Lustre with the mount option `flock`), and the kernel releases it when the process
@@ -117,14 +113,12 @@ def lock_of(folder: Path) -> BaseFileLock:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock: BaseFileLock = FileLock(folder / LOCK_FILE, timeout=0, fallback_to_soft=False)
         try:
-            lock.acquire()
+            return FileLock(folder / LOCK_FILE, timeout=0, fallback_to_soft=False).acquire()
         except OSError as error:
             if error.errno not in NO_LOCKS:  # None if another process holds it
                 raise
-            lock = SoftFileLock(folder / f"{LOCK_FILE}.soft", timeout=0)
-            lock.acquire()
+            return SoftFileLock(folder / f"{LOCK_FILE}.soft", timeout=0).acquire()
     except Timeout as taken:
         raise ConfigError(
             f"run.folder: {folder} is in use by another start of this run, which holds "
@@ -132,7 +126,6 @@ def lock_of(folder: Path) -> BaseFileLock:
         ) from None
     except OSError as error:
         raise ConfigError(f"run.folder: {folder} cannot be locked: {error.strerror}") from None
-    return lock
 
 
 def seen_in_time(condition: Callable[[], bool]) -> bool:
@@ -160,8 +153,5 @@ def put_back_replaced(folder: Path) -> None:
     """
     checkpoints = folder / "checkpoints"
     if replaced_checkpoints(checkpoints):
-        lock = lock_of(folder)
-        try:
+        with lock_of(folder):
             put_back(checkpoints)
-        finally:
-            lock.release()

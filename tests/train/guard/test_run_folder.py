@@ -101,9 +101,9 @@ def test_without_locks_a_file_keeps_a_second_start_out(tmp_path, monkeypatch, nu
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    held = lock_of(tmp_path)
-    assert (tmp_path / ".lock.soft").exists()
-    with pytest.raises(ConfigError, match="is in use by another start"):
-        lock_of(tmp_path)
-    held.release()
-    lock_of(tmp_path).release()
+    with lock_of(tmp_path):
+        assert (tmp_path / ".lock.soft").exists()
+        with pytest.raises(ConfigError, match="is in use by another start"):
+            lock_of(tmp_path)
+    with lock_of(tmp_path):
+        pass
