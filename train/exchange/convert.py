@@ -52,65 +52,58 @@ def convert(
     Raises:
         ValueError: with an `exit_status` of 2: one line says what is wrong.
     """
-    return read_newest(
-        source,
-        lambda chosen: _convert(source, chosen, destination, to, change, choice, merge, base),
-    )
-
-
-def _convert(
-    source: Path,
-    chosen: Path,
-    destination: Path,
-    to: Format,
-    change: Change | None,
-    choice: Choice,
-    merge: bool,
-    base: Path | None,
-) -> dict[str, Any]:
-    """Converts the chosen checkpoint of a run, or the source itself."""
     if not destination.name:  # `.`: the folder is renamed into place, so it needs its name
         destination = destination.absolute()
-    refuse_what_is_there(destination)
-    opened = open_weights(chosen, choice, base)
-    if format_of(opened) == to and not change and choice == "trained" and not merge:
-        raise ConfigError(f"{source}: is in this format already; name another with --to")
-    config = opened.model_config()
-    if merge and change is None and is_split(config):
-        change = Merging()
-    if change is not None and isinstance(config, DecoderSettings) and config.replaced is not None:
-        raise change.error(
-            f"{opened.folder}: has model.replaced, which gives the blocks "
-            f"{config.replaced_blocks()} another feed-forward; a model without it is needed"
-        )
-    check_adapters(opened, to, merge=merge)
-    weights = Source(opened, change)
-    if choice == "ema":
-        weights.notes.append("the weights are the moving average that train.ema keeps")
-    # A typing error in num_experts can mean any size.
-    existing = next(path for path in destination.absolute().parents if path.exists())
-    if change and weights.bytes > (free := shutil.disk_usage(existing).free):
-        raise change.error(f"makes {weights.bytes:,} bytes, and {free:,} are free in {existing}")
-    with named(destination), closing(weights.progress), _staging(destination) as staging:
-        WRITERS[to](weights, staging, destination)
-        if to in ("huggingface", "safetensors"):
-            write_classes(weights, staging)
-    weights.note_what_was_made()
-    parameters = num_parameters(weights.config)
-    if to == "peft":
-        beside = [adapter for _, adapter in weights.adapted.adapters.values()]
-        parameters = sum(p.numel() for adapter in beside for p in adapter.parameters())
-    files = sorted(destination.iterdir())
-    return {
-        "source": str(weights.folder),
-        "destination": str(destination),
-        "format": to,
-        "parameters": parameters,
-        "vocab_size": getattr(weights.config, "vocab_size", None),
-        "tokenizer": weights.tokenizer is not None,
-        "files": {path.name: path.stat().st_size for path in files},
-        "notes": weights.notes,
-    }
+
+    def converted(chosen: Path) -> dict[str, Any]:
+        """Converts the chosen checkpoint of a run, or the source itself."""
+        refuse_what_is_there(destination)
+        opened = open_weights(chosen, choice, base)
+        if format_of(opened) == to and not change and choice == "trained" and not merge:
+            raise ConfigError(f"{source}: is in this format already; name another with --to")
+        config = opened.model_config()
+        applied = Merging() if merge and change is None and is_split(config) else change
+        if (
+            applied is not None
+            and isinstance(config, DecoderSettings)
+            and config.replaced is not None
+        ):
+            raise applied.error(
+                f"{opened.folder}: has model.replaced, which gives the blocks "
+                f"{config.replaced_blocks()} another feed-forward; a model without it is needed"
+            )
+        check_adapters(opened, to, merge=merge)
+        weights = Source(opened, applied)
+        if choice == "ema":
+            weights.notes.append("the weights are the moving average that train.ema keeps")
+        # A typing error in num_experts can mean any size.
+        existing = next(path for path in destination.absolute().parents if path.exists())
+        if applied and weights.bytes > (free := shutil.disk_usage(existing).free):
+            raise applied.error(
+                f"makes {weights.bytes:,} bytes, and {free:,} are free in {existing}"
+            )
+        with named(destination), closing(weights.progress), _staging(destination) as staging:
+            WRITERS[to](weights, staging, destination)
+            if to in ("huggingface", "safetensors"):
+                write_classes(weights, staging)
+        weights.note_what_was_made()
+        parameters = num_parameters(weights.config)
+        if to == "peft":
+            beside = [adapter for _, adapter in weights.adapted.adapters.values()]
+            parameters = sum(p.numel() for adapter in beside for p in adapter.parameters())
+        files = sorted(destination.iterdir())
+        return {
+            "source": str(weights.folder),
+            "destination": str(destination),
+            "format": to,
+            "parameters": parameters,
+            "vocab_size": getattr(weights.config, "vocab_size", None),
+            "tokenizer": weights.tokenizer is not None,
+            "files": {path.name: path.stat().st_size for path in files},
+            "notes": weights.notes,
+        }
+
+    return read_newest(source, converted)
 
 
 def format_of(weights: Weights) -> Format:
