@@ -63,6 +63,19 @@ def glm(tmp_path_factory):
     return folder, prepared_for(folder, tmp_path)
 
 
+def test_a_mixture_that_lies_on_disk_is_changed_as_the_whole_one(glm, tmp_path):
+    folder, _ = glm
+    blocks = {f"model.layers.{number}": "disk" for number in (1, 2)}
+    parts = ("model.embed_tokens", "model.layers.0", "model.norm", "model.rotary_emb", "lm_head")
+    places = dict.fromkeys(parts, "cpu") | blocks
+    run = polyad.load(folder, device_map=places, offload_folder=str(tmp_path))
+    assert {each.device.type for each in run.model.parameters()} == {"cpu", "meta"}
+    change = ["layer=1,expert=1,how=prune"]
+    (one, other) = (each.show(TEXT, interventions=change) for each in (run, polyad.load(folder)))
+    assert one.changed.losses == other.changed.losses
+    assert one.changed.loss != one.plain.loss
+
+
 def test_commands_read_a_mixture_of_transformers(glm, tmp_path, capfd):
     folder, data = glm
     for words in commands_on(folder, str(data), 1):
