@@ -4,9 +4,23 @@ import math
 import os
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import TextIO
 
 USUAL_COLUMNS = 80
+_shown = ContextVar("progress is shown", default=True)
+
+
+@contextmanager
+def progress(*, shown: bool) -> Iterator[None]:
+    """A context in which `Progress` prints, or prints nothing."""
+    token = _shown.set(shown)
+    try:
+        yield
+    finally:
+        _shown.reset(token)
 
 
 class Console:
@@ -61,6 +75,8 @@ class Progress:
     def __call__(self, share: float) -> None:
         """Updates the line from time to time."""
         now = time.monotonic()
+        if not _shown.get():
+            return
         if share < 1 and now - self._last < (0.2 if sys.stderr.isatty() else 10):
             return
         self._last, seconds = now, max(now - self._start, 1e-9)

@@ -1,42 +1,55 @@
-"""A trained model in Python: `polyad.load(path)`.
+"""Polyad in Python: `polyad.train(config)`, `polyad.load(path)`, and what a run can be asked.
 
 Shapes: T tokens of a text, S experts of a layer (all levels side by side), K experts shown per
 token.
 """
 
+import functools
+import json
+import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, fields, is_dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, get_type_hints
 
 import torch
+from pydantic import TypeAdapter, ValidationError
 from torch import Tensor, nn
 
+from polyad.data.files import temporary_folder
 from polyad.data.text.manifest import SplitName
 from polyad.data.text.tokenizers.tokenizer import Tokenizer
 from polyad.model.bert import BertConfig
+from polyad.model.config_yaml import dump
 from polyad.model.decoder import DecoderSettings
 from polyad.parallel import comm
 from polyad.parallel.checkpoint.load import best_checkpoint, newest_of, read_newest
 from polyad.parallel.foreign import TheirWeights, on_disk
 from polyad.parallel.weights import Choice, Weights, load_model, open_weights
 from polyad.parallel.zero import DTYPES, Precision
+from polyad.train.config.run import find_config, load_config
+from polyad.train.console import progress as progress_shown
 from polyad.train.errors import ConfigError
 from polyad.train.evaluation.evaluate import evaluate
 from polyad.train.evaluation.generate import Sampling, check_text, continue_text
 from polyad.train.evaluation.predict import Prediction, Predictor
+from polyad.train.exchange.writers import Format
 from polyad.train.experts.interventions import Intervention, intervened, parse_intervention
 from polyad.train.experts.trace import TOP, read_experts, trace_columns, trace_rows
 from polyad.train.experts.trace import LayerExperts as LayerExperts
-from polyad.train.experts.view import TextView, view_text
+from polyad.train.experts.view import view_text
 from polyad.train.measures.held_out import HeldOut
+from polyad.train.measures.measure import examine
+from polyad.train.measures.registry import MEASURES
 from polyad.train.reading import EvaluationContext, open_data_for
-from polyad.train.results import aligned, json_value
+from polyad.train.results import Tables, aligned, json_value
 from polyad.train.streaming import whole_model
 from polyad.train.tasks.language import language_model
 from polyad.train.tasks.vocabulary import SpecialTokens, ids_of_text, need_tokenizer
+
+Result = TypeVar("Result")
 
 
 def load(
@@ -48,6 +61,7 @@ def load(
     device: torch.device | str | None = None,
     tokenizer: Any = None,
     base: str | Path | None = None,
+    progress: bool = True,
     **from_pretrained: Any,
 ) -> "Run":
     """Loads a trained model, with its tokenizer if it reads text.
@@ -64,6 +78,7 @@ def load(
         tokenizer: a tokenizer.json, a SentencePiece .model or its folder, of a model in memory an
             object of transformers; None: the one beside the weights.
         base: base model of a checkpoint with adapters, if it has moved.
+        progress: whether long work shows its progress.
         from_pretrained: arguments with which transformers loads a mixture, such as `device_map` or
             `quantization_config`.
 
@@ -84,15 +99,62 @@ def load(
         )
         named = None if isinstance(path, nn.Module) else tokenizer
         model = load_model(theirs, place, precision)
-        return Run(theirs, model, weights_choice=weights, precision=precision, tokenizer=named)
+        return Run(theirs, model, weights, precision, named, progress)
 
     def read(chosen: Path) -> Run:
         opened = open_weights(chosen, weights, None if base is None else Path(base))
         model = whole_model(opened, place, precision, "what is asked of it runs all blocks")
-        return Run(opened, model, weights_choice=weights, precision=precision, tokenizer=tokenizer)
+        return Run(opened, model, weights, precision, tokenizer, progress)
 
     choose = best_checkpoint if best else newest_of
     return read_newest(on_disk(Path(path).expanduser()), read, choose)
+
+
+def train(config: str | Path | Mapping[str, Any], **keys: Any) -> "Run":
+    """Trains a model in this process, from its newest checkpoint if it has one, as `polyad train`.
+
+    Args:
+        config: a configuration: a file, the name of a shipped one, or its content; or the folder of
+            a run, which continues.
+        keys: values of other keys, with two underscores for a dot: `train__steps=20`.
+
+    Returns:
+        The run.
+
+    Raises:
+        ValueError: one line says what is wrong.
+    """
+    from polyad.train.train import main
+
+    overrides = [
+        f"{key.replace('__', '.')}={json.dumps(value, default=str)}" for key, value in keys.items()
+    ]
+    with ExitStack() as stack:
+        if isinstance(config, Mapping):
+            file = stack.enter_context(temporary_folder("polyad-train-")) / "config.yaml"
+            file.write_text(dump(dict(config)), "utf-8")
+            config = file
+        file = find_config(Path(config).expanduser())
+        # The process stays in its group of one: DeepSpeed keeps groups for ever.
+        main(file, overrides)
+        return load(load_config(file, overrides).run.folder)
+
+
+def _by_name(method: Callable[..., Result]) -> Callable[..., Result]:
+    """A method of a run: errors name arguments in place of options, and progress may be silent."""
+
+    @functools.wraps(method)
+    def run(self: "Run", *arguments: Any, **named: Any) -> Result:
+        with progress_shown(shown=self._progress):
+            try:
+                return method(self, *arguments, **named)
+            except ValueError as error:
+                text = re.sub(r"--([a-z][a-z-]*)", lambda m: m[1].replace("-", "_"), str(error))
+                if text == str(error):
+                    raise
+                raise type(error)(text) from None
+
+    return run
 
 
 class Run:
@@ -109,14 +171,15 @@ class Run:
         self,
         weights: Weights,
         model: nn.Module,
-        *,
-        weights_choice: Choice,
+        choice: Choice,
         precision: Precision,
         tokenizer: str | None,
+        progress: bool,
     ) -> None:
         self.path = weights.folder
         self.model = model
-        self._weights, self._choice, self._precision = weights, weights_choice, precision
+        self._weights, self._choice, self._precision = weights, choice, precision
+        self._progress = progress
         self._tokenizer, self._config = tokenizer, weights.model_config()
 
     @cached_property
@@ -130,16 +193,22 @@ class Run:
             raise self._not_of_text()
         return need_tokenizer(self._weights, self._tokenizer)
 
+    @_by_name
     def experts(
-        self, text: str, *, top: int = TOP, special_tokens: SpecialTokens = "text"
-    ) -> "TextExperts":
+        self,
+        text: str | Sequence[str],
+        *,
+        top: int = TOP,
+        special_tokens: SpecialTokens = "text",
+    ) -> Any:
         """Reads a text and returns the experts of every token.
 
         A BERT reads the text between [CLS] and [SEP], a decoder after the beginning-of-document
         token, if its tokenizer has one.
 
         Args:
-            text: at most as many tokens as the model reads at once.
+            text: at most as many tokens as the model reads at once; a list of texts is read one by
+                one, and its results are a list.
             top: for a muMoE, which weights every expert: how many experts to show per token and
                 level.
             special_tokens: whether special tokens that are written in the text, such as
@@ -153,24 +222,29 @@ class Run:
             ConfigError: the model does not read text or has no experts, or the text is empty or too
                 long.
         """
-        ids = self._read_ids(text, special_tokens)
-        tokens = [self.tokenizer.text_within(one) or self.tokenizer.decode([one]) for one in ids]
-        layers, _ = read_experts(self.model, ids, top)
-        return TextExperts(tokens=tokens, token_ids=torch.tensor(ids), layers=layers)
+        found, coder = [], self.tokenizer
+        for document in _documents(text):
+            ids = self._read_ids(document, special_tokens)
+            tokens = [coder.text_within(one) or coder.decode([one]) for one in ids]
+            layers, _ = read_experts(self.model, ids, top)
+            each = TextExperts(tokens=tokens, token_ids=torch.tensor(ids), layers=Layers(layers))
+            found.append(each)
+        return found if isinstance(text, list | tuple) else found[0]
 
+    @_by_name
     def show(
         self,
-        text: str,
+        text: str | Sequence[str],
         *,
         interventions: Sequence[str | Intervention] = (),
         top: int = TOP,
         special_tokens: SpecialTokens = "text",
         means: Callable[[], Mapping[str, Tensor]] | None = None,
-    ) -> TextView:
+    ) -> Any:
         """Reads a text and shows experts, losses and next tokens.
 
         Args:
-            text: at most as many tokens as the model reads at once.
+            text: as for `experts`.
             interventions: changes to experts as in `--intervene`: `layer=1,expert=3,how=prune`. All
                 apply at once.
             top: as for `experts`.
@@ -187,17 +261,21 @@ class Run:
                 long, or an intervention is not possible.
         """
         language_model(self._weights)
-        return view_text(
-            self.model,
-            self.tokenizer,
-            str(self.path),
-            self._read_ids(text, special_tokens),
-            interventions=_parsed(interventions),
-            top=top,
-            means=means,
-        )
+        views = [
+            view_text(
+                self.model,
+                self.tokenizer,
+                str(self.path),
+                self._read_ids(one, special_tokens),
+                interventions=_parsed(interventions),
+                top=top,
+                means=means,
+            )
+            for one in _documents(text)
+        ]
+        return views if isinstance(text, list | tuple) else views[0]
 
-    def _read_ids(self, text: str, special_tokens: SpecialTokens) -> list[int]:
+    def _read_ids(self, text: Any, special_tokens: SpecialTokens) -> list[int]:
         """The token ids of a text for `experts`."""
         check_text(text, "text")
         config = self._config
@@ -216,22 +294,25 @@ class Run:
             )
         return ids
 
+    @_by_name
     def generate(
         self,
-        prompt: str,
+        prompt: str | Sequence[str],
         *,
         max_tokens: int = 100,
+        max_new_tokens: int | None = None,
         temperature: float = 1.0,
         top_k: int | None = None,
         top_p: float = 1.0,
         seed: int = 0,
         special_tokens: SpecialTokens = "text",
-    ) -> str:
+    ) -> Any:
         """Continues a text; needs a language model.
 
         Args:
-            prompt: the text to continue; empty starts a document.
+            prompt: the text to continue; empty starts a document. A list of texts gives a list.
             max_tokens: maximum number of tokens to generate; an end-of-text token stops earlier.
+            max_new_tokens: the same, by the name that transformers gives it.
             temperature: divides the logits; 0 takes the most probable token.
             top_k: sample from this many most probable tokens; None: from all.
             top_p: sample from the smallest set of tokens with this total probability.
@@ -245,18 +326,21 @@ class Run:
             ConfigError: the model does not predict text, or an argument is out of its range.
         """
         language_model(self._weights)
-        check_text(prompt, "prompt")
-        sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
-        return continue_text(
-            self.model,
-            self.tokenizer,
-            prompt,
-            max_tokens=max_tokens,
-            sampling=sampling,
-            special_tokens=special_tokens,
-            name=str(self.path),
-        ).text
+        options: dict[str, Any] = {
+            "max_tokens": max_tokens if max_new_tokens is None else max_new_tokens,
+            "sampling": Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed),
+            "special_tokens": special_tokens,
+            "name": str(self.path),
+        }
+        for text in _documents(prompt):
+            check_text(text, "prompt")
+        found = [
+            continue_text(self.model, self.tokenizer, text, **options).text
+            for text in _documents(prompt)
+        ]
+        return found if isinstance(prompt, list | tuple) else found[0]
 
+    @_by_name
     def predict(self, inputs: Sequence[str | Path | tuple[str, str]]) -> Sequence[Prediction]:
         """Labels inputs; needs a classifier or a regression model.
 
@@ -287,6 +371,7 @@ class Run:
         """Returns the predictor that `polyad predict` uses."""
         return Predictor(self._weights, self.model, lambda: self.tokenizer)
 
+    @_by_name
     def evaluate(
         self,
         data: str | Path | None = None,
@@ -313,6 +398,111 @@ class Run:
             result: dict[str, Any] = json_value(evaluate(opened, split, model=self.model))
             return result
 
+    @_by_name
+    def measure(
+        self,
+        name: str,
+        data: str | Path | None = None,
+        split: SplitName = "validation",
+        *,
+        batch_size: int | None = None,
+        interventions: Sequence[str | Intervention] = (),
+        **options: Any,
+    ) -> Tables:
+        """Measures experts on held-out data, as the command `polyad experts NAME` does.
+
+        Args:
+            name: of the measure, also of one that a plugin has registered.
+            data: prepared data; None: the run's (a folder of weights has none).
+            split: `validation`, `test` or `train`.
+            batch_size: samples per forward pass; None: as in the run's configuration.
+            interventions: changes to experts whenever the model reads, as for `show`.
+            options: those of the command, with underscores; numbers of layers and experts are a
+                list.
+
+        Returns:
+            The result: `result["experts"]` is a `pandas.DataFrame` or a fact, `print` and notebooks
+            show all.
+
+        Raises:
+            ValueError: one line says what is wrong.
+        """
+        if name not in MEASURES:
+            raise ConfigError(f"name: {name!r} is no measure; there are {', '.join(MEASURES)}")
+        kind = MEASURES[name]
+        known = [each.name for each in fields(kind)] if is_dataclass(kind) else []
+        for key, value in options.items():
+            if key not in known:
+                raise ConfigError(f"{key}: is no option of {name}; there are {', '.join(known)}")
+            if key in ("layers", "experts"):
+                several = value if isinstance(value, list | tuple | range) else [value]
+                value = tuple(map(str, several))
+            try:
+                options[key] = TypeAdapter(get_type_hints(kind)[key]).validate_python(value)
+            except ValidationError as error:
+                reason = error.errors()[0]["msg"]
+                raise ConfigError(f"{key}: {value!r} is not allowed: {reason}") from None
+        opened = self.open_data(data, batch_size)._replace(interventions=_parsed(interventions))
+        with comm.left_again():
+            return examine(opened, kind(**options), split, model=self.model)
+
+    def specialize(self, data: str | Path | None = None, **options: Any) -> Tables:
+        """Shows how experts divide the work; see `measure`."""
+        return self.measure("specialize", data, **options)
+
+    def atlas(self, data: str | Path | None = None, **options: Any) -> Tables:
+        """Shows what each expert is for, by removing it; see `measure`."""
+        return self.measure("atlas", data, **options)
+
+    def knockout(
+        self, layers: Any, experts: Any, data: str | Path | None = None, **options: Any
+    ) -> Tables:
+        """Removes some experts of some layers, one at a time; see `measure`."""
+        return self.measure("atlas", data, layers=layers, experts=experts, **options)
+
+    def trace(self, output: str | Path, data: str | Path | None = None, **options: Any) -> Tables:
+        """Writes the experts of every token to Parquet; see `measure`."""
+        return self.measure("trace", data, output=output, **options)
+
+    def prune(self, output: str | Path, data: str | Path | None = None, **options: Any) -> Tables:
+        """Writes a mixture with fewer experts, and shows what that costs; see `measure`."""
+        return self.measure("prune", data, output=output, **options)
+
+    @_by_name
+    def report(self, output: str | Path | None = None, **options: Any) -> dict[str, Any]:
+        """Writes an HTML page about experts, as `polyad report` does.
+
+        Args:
+            output: the file; None: `report.html` in the folder of the run, or of the weights.
+            options: those of the command, with underscores.
+
+        Returns:
+            The values of `--json`.
+        """
+        from polyad.train.report.command import report
+
+        place = None if output is None else Path(output).expanduser()
+        return report(self.path, output=place, **options)
+
+    @_by_name
+    def convert(self, destination: str | Path, to: Format, **options: Any) -> dict[str, Any]:
+        """Writes the weights in another format, as `polyad convert` does.
+
+        Args:
+            destination: the folder to create.
+            to: `huggingface`, `safetensors`, `polyad` or `peft`.
+            options: `change`, `merge` and `base` of `polyad.train.exchange.convert.convert`.
+
+        Returns:
+            A description of what was written.
+        """
+        from polyad.train.exchange.convert import convert
+
+        return convert(
+            self.path, Path(destination).expanduser(), to, choice=self._choice, **options
+        )
+
+    @_by_name
     def read(
         self,
         data: str | Path | None = None,
@@ -368,9 +558,25 @@ class Run:
         return ConfigError(f"{self.path}: model.kind: {self._config.kind}: reads no text")
 
 
+def _documents(text: Any) -> Sequence[Any]:
+    """The documents that are given: a list of texts, or one text."""
+    return text if isinstance(text, list | tuple) else [text]
+
+
 def _parsed(interventions: Sequence[str | Intervention]) -> list[Intervention]:
     """Interventions, of which some are written as for `--intervene`."""
     return [parse_intervention(each) if isinstance(each, str) else each for each in interventions]
+
+
+class Layers(dict[str | int, LayerExperts]):
+    """Layers by module name, or by the number of their block."""
+
+    def __missing__(self, key: str | int) -> LayerExperts:
+        """Returns the layer of a block."""
+        for each in self.values():
+            if each.layer.in_block and each.layer.block == key:
+                return each
+        raise KeyError(f"{key!r}: there are {', '.join(map(str, self))}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -381,8 +587,8 @@ class TextExperts:
     """The text of each token."""
     token_ids: Tensor
     """Token ids [T], int64."""
-    layers: dict[str, LayerExperts]
-    """The layers with experts by module name, in the model's order."""
+    layers: "Layers"
+    """The layers with experts by module name, in the model's order, or by the block's number."""
 
     def table(self) -> Any:
         """Lists every expert of every token, with the columns of `polyad experts trace`.

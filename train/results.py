@@ -6,6 +6,7 @@ No other file aligns columns, or decides how NaN is written.
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
+from html import escape
 from typing import Any
 
 MOST_ROWS = 40
@@ -72,6 +73,27 @@ class Tables:
         """Returns the same with further facts around its own."""
         facts = {**before, **self.facts, **after}
         return Tables(facts=facts, frames=self.frames, titles=self.titles)
+
+    def __getitem__(self, name: str) -> Any:
+        """Returns a table (`pandas.DataFrame`) or a fact by its name."""
+        return self.frames[name] if name in self.frames else self.facts[name]
+
+    def __str__(self) -> str:
+        """Formats the same as `text`."""
+        return self.text()
+
+    def _repr_html_(self) -> str:
+        """Formats the facts and the tables with a title for a notebook."""
+        import pandas as pd
+
+        facts = pd.Series({_heading(k): in_words(v) for k, v in self.facts.items()}, dtype=object)
+        parts = [facts.to_frame("").to_html(header=False)]
+        for name, title in self.titles.items():
+            table = self.frames.get(name, ())
+            if len(table):
+                parts += [f"<p>{escape(_heading(name))}: {escape(title)}</p>"]
+                parts += [table.to_html(index=False, max_rows=MOST_ROWS)]
+        return "\n".join(parts)
 
     def to_json(self) -> dict[str, Any]:
         """The facts, and each table as a list of its rows."""

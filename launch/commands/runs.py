@@ -28,7 +28,10 @@ from polyad.launch.output import (
 from polyad.launch.processes import bind_to_cores, end_with_launcher, is_main, run_polyad
 
 if TYPE_CHECKING:
+    import pandas
+
     from polyad.train.state import TrainState
+    from polyad.train.study import Study
 
 
 @command(
@@ -115,21 +118,40 @@ def study(
         dry_run: start nothing; print what would be trained, and compare what is finished.
         figure (FILE): plot the comparison in FILE (.pdf, .svg or .png).
     """
+    check_json_path(json)
+    with results(json) as show:
+        loaded, frame = run_study(study, dry_run=dry_run, figure=figure)
+        from polyad.train import study as studies
+
+        show(studies.to_json(loaded, frame), studies.result_text(loaded, frame))
+
+
+def run_study(
+    file: str | Path, *, dry_run: bool = False, figure: str | Path | None = None
+) -> tuple["Study", "pandas.DataFrame"]:
+    """Runs a study; `polyad.study` in Python.
+
+    Args:
+        file: the study.
+        dry_run: see `study`.
+        figure: see `study`.
+
+    Returns:
+        The study, and a row for each of its runs.
+    """
     from polyad.train import study as studies
 
-    check_json_path(json)
     if figure is not None:
-        check_result_file("--figure", figure, (".pdf", ".svg", ".png"))
-    with results(json) as show:
-        loaded = studies.load_study(study)
-        if dry_run:
-            frame = studies.results_of(loaded)
-            say(studies.plan_text(loaded, frame))
-        else:
-            frame = studies.finish_runs(loaded, run_polyad, say)
-        if figure is not None:
-            studies.draw(loaded, frame, figure)
-        show(studies.to_json(loaded, frame), studies.result_text(loaded, frame))
+        check_result_file("--figure", Path(figure), (".pdf", ".svg", ".png"))
+    loaded = studies.load_study(Path(file))
+    if dry_run:
+        frame = studies.results_of(loaded)
+        say(studies.plan_text(loaded, frame))
+    else:
+        frame = studies.finish_runs(loaded, run_polyad, say)
+    if figure is not None:
+        studies.draw(loaded, frame, Path(figure))
+    return loaded, frame
 
 
 @command(

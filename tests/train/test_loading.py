@@ -105,7 +105,7 @@ def test_a_folder_of_weights_is_loaded_and_evaluated_with_data(
     workers, exported, finished, prepared_path
 ):
     run = polyad.load(str(exported))
-    with pytest.raises(ValueError, match="is a folder of weights, which names no data; use --data"):
+    with pytest.raises(ValueError, match="is a folder of weights, which names no data; use data"):
         run.evaluate()
     (expected,) = workers(1).run(evaluation, finished)
     found = run.evaluate(prepared_path)
@@ -134,10 +134,68 @@ def test_arguments_that_do_not_fit_are_one_line(trained, tmp_path):
         with pytest.raises(ValueError, match=r"tokens are not allowed; the model reads 1 to 32"):
             run.experts(text)
     for read in (run.experts, run.show, run.generate):
-        for texts in (["def main():", "x = 1"], ("def main():",), None, b"x", "\udc00"):
+        for texts in (["def main():", 1], None, b"x", "\udc00"):
             with pytest.raises(ConfigError, match=r"(text|prompt): .+(is not one text|udc00)"):
                 read(texts)
     with pytest.raises(ValueError, match=r"precision: 'fp8' is not allowed: "):
         polyad.load(trained("smoe"), precision="fp8")
     with pytest.raises(ValueError, match=str(tmp_path)):
         polyad.load(tmp_path)
+
+
+def test_lists_of_texts_are_lists_of_documents(trained):
+    run = polyad.load(trained("smoe"))
+    texts = ["def main():", "x = 1"]
+    for found, text in zip(run.experts(texts), texts, strict=True):
+        assert torch.equal(found.layers[1].experts, run.experts(text).layers[1].experts)
+        assert found.layers[1] is found.layers["blocks.1.feed_forward"]
+    assert run.generate(texts, max_new_tokens=3) == [run.generate(t, max_tokens=3) for t in texts]
+    views = run.show(texts)
+    assert [view.plain.losses for view in views] == [run.show(t).plain.losses for t in texts]
+    with pytest.raises(KeyError, match="7: there are blocks"):
+        run.experts("x").layers[7]
+
+
+def from_python(folder, data):
+    """Trains in this process, continues in it, and returns the folder of the weights."""
+    model = {"kind": "gpt2", "num_layers": 2, "hidden_size": 32, "num_heads": 4,
+             "sequence_length": 16, "feed_forward": {"kind": "smoe", "num_experts": 4}}  # fmt: skip
+    config = {"model": model, "train": {"global_batch_size": 4, "micro_batch_size": 2}}
+    polyad.train(config, data__path=data, run__folder=str(folder), train__steps=2)
+    return polyad.train(folder, train__steps=3).path.name
+
+
+def test_training_and_analyses_are_functions(workers, prepared_path, tmp_path, capfd):
+    folder = tmp_path / "run"
+    assert workers(1).run(from_python, folder, str(prepared_path)) == ["step-00000003"]
+    run = polyad.load(folder, progress=False)
+    file = tmp_path / "atlas.json"
+    words = ["atlas", str(folder), "--tokens", "128", "--layers", "1", "--json", str(file)]
+    assert command(["experts", *words]) == 0
+    expected = json.loads(file.read_text())
+    capfd.readouterr()
+    atlas = run.atlas(tokens=128, layers=[1])
+    assert not capfd.readouterr().err
+    assert json.loads(json.dumps(atlas["experts"].to_dict("records"))) == expected["experts"]
+    assert atlas["tokens_scored"] == expected["tokens_scored"]
+    assert "<table" in atlas._repr_html_()
+    assert str(atlas) == atlas.text()
+    found = run.knockout(layers=1, experts=[0, 2], tokens=128)["experts"]
+    assert found["expert"].tolist() == [0, 2]
+    assert found["change"].tolist() == pytest.approx(atlas["experts"]["change"][[0, 2]].tolist())
+    assert run.specialize()["levels"]["experts"].tolist() == [4, 4]
+    assert run.trace(tmp_path / "trace.parquet", tokens=64)["rows"] == 2 * 2 * 64
+    assert len(run.prune(tmp_path / "small", by="frequency", keep=0.5, tokens=64)["losses"]) == 5
+    assert "page.html" in run.report(tmp_path / "page.html")["output"]
+    assert run.convert(tmp_path / "plain", "safetensors")["format"] == "safetensors"
+    for ask, why in (
+        (lambda: run.trace(tmp_path / "trace.parquet"), "^output: .*already exists"),
+        (lambda: run.measure("alias"), "name: 'alias' is no measure; there are specialize"),
+        (lambda: run.atlas(layer=1), "layer: is no option of atlas; there are layers"),
+        (lambda: run.atlas(how="away"), "how: 'away' is not allowed"),
+        (lambda: run.generate("a", temperature=-1), "^temperature: -1"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            ask()
+    public = {"atlas", "convert", "evaluate", "experts", "generate", "knockout", "prune", "trace"}
+    assert public < {name for name in dir(run) if not name.startswith("_")}

@@ -148,7 +148,11 @@ def every_layer(opened: EvaluationContext, model: nn.Module) -> list[RoutedLayer
 
 
 def examine(
-    opened: EvaluationContext, analysis: Analysis, split: SplitName = "validation"
+    opened: EvaluationContext,
+    analysis: Analysis,
+    split: SplitName = "validation",
+    *,
+    model: nn.Module | None = None,
 ) -> Tables:
     """Examines weights, in one process or under torchrun.
 
@@ -156,6 +160,7 @@ def examine(
         opened: the weights and their data.
         analysis: the analysis, with its options.
         split: `validation`, `test` or `train`.
+        model: the model on this process's device, in evaluation mode; None: it is loaded.
 
     Returns:
         The same on each process.
@@ -167,7 +172,8 @@ def examine(
     if analysis.reads_split:
         opened.task.check_split(split)
     started, reads = time.monotonic(), split if analysis.reads_split else None
-    with opened.loaded(analysis.doing, reads, needs_whole=analysis.needs_whole) as (model, world):
+    whole = analysis.needs_whole
+    with opened.loaded(analysis.doing, reads, model, needs_whole=whole) as (model, world):
         result = analysis.run(opened, split, model, world)
         seconds = time.monotonic() - started
     about = opened.about()
