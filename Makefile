@@ -17,7 +17,7 @@ IN_TWO := -n 2 --dist loadfile
 # Tests start hundreds of processes, and each would compile every module anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup setup-eval quickstart quickstart-images test test-slice test-all check gpu-check fake-gpu picture docs configs clean
+.PHONY: help setup setup-eval wheel quickstart quickstart-images test test-slice test-all check gpu-check fake-gpu picture docs configs clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-18s %s\n", $$1, $$2}' Makefile
@@ -26,6 +26,10 @@ setup: $(INSTALLED)  ## the virtual environment with pinned packages
 
 setup-eval: setup  ## lm-eval too
 	@$(RUN) pip install --disable-pip-version-check -q -c constraints.txt -e '.[eval]'
+
+wheel: setup  ## a package in dist/, which pip installs anywhere
+	@$(RUN) pip wheel --disable-pip-version-check -q --no-deps --no-build-isolation -w dist .
+	@ls dist/polyad-*.whl
 
 quickstart: setup  ## text to perplexity in two processes: minutes
 	@PATH="$(CURDIR)/$(BIN):$$PATH" sh configs/quickstart/run.sh
