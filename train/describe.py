@@ -5,6 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from polyad.model.build import build_model, count_parameters
+from polyad.model.families.family import OUR_NAMES
+from polyad.model.families.keys import WeightsError
+from polyad.model.families.registry import family_of_model
 from polyad.model.smoe.config import SelectingConfig
 from polyad.model.smoe.layer import SelectingMoE
 from polyad.parallel.dims import Dims
@@ -55,7 +58,20 @@ def describe_run(
     return describe(config, dims, samples_per_epoch=epoch) | {
         "memory_bytes_per_process": planned.memory | {"total": planned.total},
         "goes_on_from_step": step,
+        "exports_to": exports_to(config),
     }
+
+
+def exports_to(config: RunConfig) -> str:
+    """Says as what `polyad convert` will write the trained model for other libraries."""
+    try:
+        return f"transformers, as {family_of_model(config.model).title}"
+    except WeightsError as error:
+        reason = str(error).removesuffix(f"; {OUR_NAMES}")
+        reason = reason.partition("transformers has no such architecture: ")[2] or reason
+        return f"safetensors under Polyad's names alone: {reason}"
+    except ModuleNotFoundError:
+        return "unknown without the extra `open` (transformers)"
 
 
 def check_without_data(config: RunConfig) -> None:
@@ -150,6 +166,8 @@ def description_table(description: dict[str, Any]) -> str:
             f"about {in_bytes(memory['total'])} per process when run on GPUs  ({', '.join(parts)})",
         ),
     ]
+    if "exports_to" in description:
+        rows.append(("exports to", description["exports_to"]))
     if experts is not None:
         layers = counted(experts["layers"], "layer")
         size = f"{experts['num_experts']} in each of {layers}, {experts['top_k']} active per token"

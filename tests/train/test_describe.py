@@ -4,7 +4,7 @@ from typing import Any
 
 from polyad.parallel.dims import Dims
 from polyad.train.config.run import RunConfig
-from polyad.train.describe import describe, description_table
+from polyad.train.describe import describe, description_table, exports_to
 
 
 def small(**sections: dict[str, Any]) -> RunConfig:
@@ -54,3 +54,15 @@ def test_active_parameters_are_per_token_in_every_task() -> None:
     assert "4 in each of 1 layer, 1 active per token" in table
     assert "processes 1, data parallel size 1" in table
     assert "about 1 KB per process when run on GPUs" in table
+
+
+def test_what_a_model_is_exported_to_is_said_before_it_is_trained() -> None:
+    experts = {"kind": "smoe", "num_experts": 4, "top_k": 1, "expert_hidden_size": 8}
+    with_bias = small(model={"bias": True})
+    assert exports_to(with_bias) == "transformers, as Hugging Face's GPT-2"
+    sparse = exports_to(small(model={"bias": True, "feed_forward": experts}))
+    assert sparse.startswith("safetensors under Polyad's names alone: Hugging Face's GPT-2 has no ")
+    assert "model.feed_forward.kind: 'smoe'" in sparse
+    run = {"memory_bytes_per_process": {"total": 1000}, "goes_on_from_step": 0}
+    description = describe(with_bias, Dims(world_size=1)) | run | {"exports_to": sparse}
+    assert f"exports to  {sparse}" in description_table(description)
