@@ -25,6 +25,7 @@ import argparse
 import difflib
 import inspect
 import re
+import textwrap
 import types
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import astuple, dataclass
@@ -259,7 +260,7 @@ class Parser(argparse.ArgumentParser):
     """
 
     def __init__(self, command: Command) -> None:
-        examples = "\n".join(f"  {line}" for line in command.examples)
+        examples = textwrap.indent("\n".join(command.examples), "  ")
         super().__init__(
             prog=f"{command.program}{command.name}",
             description=_about(command.function),

@@ -125,8 +125,8 @@ class DataOptions:
     def options(self) -> dict[str, Any]:
         """The options of the analysis: those of this command alone."""
         shared = {each.name for each in fields(CheckpointOptions)}
-        own = {each.name: getattr(self, each.name) for each in fields(self)}
-        return {name: own[name] for name in own if name not in shared and own[name] is not None}
+        own = vars(self).items()
+        return {name: value for name, value in own if name not in shared and value is not None}
 
     def opened(self, checkpoint: Path) -> "EvaluationContext":
         """Opens a checkpoint with its data."""
@@ -134,7 +134,7 @@ class DataOptions:
         from polyad.train.reading import open_evaluated
 
         shared = ("data", "overrides", "weights", "base")
-        options = {name: getattr(self, name) for name in shared if hasattr(self, name)}
+        options = {name: value for name, value in vars(self).items() if name in shared}
         interventions = [parse_intervention(text) for text in getattr(self, "intervene", ())]
         return open_evaluated(checkpoint, interventions=interventions, **options)
 
