@@ -155,7 +155,6 @@ class DataOptions:
 
     def run(self) -> None:
         """Shows the result."""
-
         end_with_launcher()
         from polyad.parallel import comm
         from polyad.parallel.checkpoint.load import best_checkpoint, newest_of, read_newest
