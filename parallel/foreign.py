@@ -163,6 +163,7 @@ class TheirExperts(SelectingMoE):
     Args:
         experts: The library's module.
         router: The module with the matrix of the router; None if none was found.
+        block: The block that they are in.
         config: The configuration of the model.
     """
 
@@ -171,7 +172,9 @@ class TheirExperts(SelectingMoE):
     experts: Any
     their_router: nn.Module | None
 
-    def __init__(self, experts: Any, router: nn.Module | None, config: TheirConfig) -> None:
+    def __init__(
+        self, experts: Any, router: nn.Module | None, block: nn.Module, config: TheirConfig
+    ) -> None:
         nn.Module.__init__(self)
         count = experts.num_experts
         groups = config.of_text("n_group") or 1
@@ -184,7 +187,7 @@ class TheirExperts(SelectingMoE):
         self.router, self.dispatcher = _Router(count), _Dispatcher()
         self.output_bias = None
         # Not registered: they belong to the library's model.
-        self.__dict__["experts"], self.__dict__["their_router"] = experts, router
+        self.__dict__ |= {"experts": experts, "their_router": router, "their_block": block}
         self.scored: Callable[[Tensor], Tensor] | None = None
         """Computes scores of all experts from logits; None if their form is not known."""
         self._logits: _Logits | None = None
@@ -269,8 +272,13 @@ class TheirExperts(SelectingMoE):
         self.router.by_sigmoid = self.scored is not _softmax or not takes_best
 
     def gate_columns(self) -> list[Tensor]:
-        """Steering adds to what enters a block, which does not run alone here."""
-        raise WeightsError(f"how: steer: is not allowed: {KIND} runs its model as a whole")
+        """Returns the matrix of the router, [E, D]."""
+        own = () if self.their_router is None else self.their_router.parameters(recurse=False)
+        experts = self.config.num_experts
+        matrices: list[Tensor] = [each for each in own if each.dim() == 2 and len(each) == experts]
+        if not matrices:
+            raise WeightsError("how: steer: the matrix of this router was not found")
+        return matrices
 
     def add_bias(self, y_ND: Tensor, selected: Selected) -> Tensor:
         """The library's experts have added theirs."""
@@ -357,7 +365,9 @@ class TheirModel(nn.Module):
         self.blocks[-1].__dict__["run"] = self._logits
         self._layers = list[TheirExperts]()
         for name, experts in experts_of(self.theirs):
-            layer = TheirExperts(experts, _router_beside(self.theirs, name, experts), config)
+            router = _router_beside(self.theirs, name, experts)
+            block = self.theirs.get_submodule(_block_of(name))
+            layer = TheirExperts(experts, router, block, config)
             self.blocks[_number(name)].feed_forward = layer
             self._layers.append(layer)
         if not self._layers:
@@ -450,9 +460,15 @@ def experts_of(theirs: nn.Module) -> Iterator[tuple[str, Any]]:
             yield name, module
 
 
+def _block_of(name: str) -> str:
+    """Returns the name of the block that a module is in."""
+    parts = name.split(".")
+    return ".".join(parts[: next(n for n, part in enumerate(parts) if part.isdigit()) + 1])
+
+
 def _number(name: str) -> int:
     """Returns the number of the block in a module's name."""
-    return next(int(part) for part in name.split(".") if part.isdigit())
+    return int(_block_of(name).rpartition(".")[2])
 
 
 def _router_beside(theirs: nn.Module, name: str, experts: Any) -> nn.Module | None:

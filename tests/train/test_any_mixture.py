@@ -46,7 +46,14 @@ def test_families_of_ours_are_read_alike_through_both_doors(case, tmp_path):
         torch.testing.assert_close(layer.scores, routed[name].scores, atol=1e-5, rtol=1e-4)
     last = theirs.experts(TEXT)
     block = [*last.layers.values()][-1].layer.block
-    for how in ("contribution", "route-around", "prune", "scale,value=2", "swap,to=0"):
+    for how in (
+        "contribution",
+        "route-around",
+        "prune",
+        "scale,value=2",
+        "swap,to=0",
+        "steer,value=2",
+    ):
         change = f"layer={block},expert=1,how={how}"
         with ours.intervened(change), theirs.intervened(change):
             one, other = (run.evaluate(data)["loss"] for run in (ours, theirs))
@@ -79,9 +86,6 @@ def test_a_mixture_that_lies_on_disk_is_changed_as_the_whole_one(glm, tmp_path):
 def test_commands_read_a_mixture_of_transformers(glm, tmp_path, capfd):
     folder, data = glm
     for words in commands_on(folder, str(data), 1):
-        if "steer" in str(words):
-            words = [str(each).replace("how=steer,value=2", "how=force") for each in words]
-            words = [each.replace("how=force", "how=prune") for each in words]
         assert command([str(word) for word in words]) == 0, capfd.readouterr().err
     smaller = tmp_path / "smaller"
     few = ["--data", str(data), "--tokens", "64", "--keep", "0.5", "--by", "reap"]
@@ -93,12 +97,9 @@ def test_commands_read_a_mixture_of_transformers(glm, tmp_path, capfd):
 
 
 def test_what_needs_a_family_of_ours_is_refused(glm, tmp_path, prepared_path, capfd):
-    folder, data = glm
+    folder, _ = glm
     assert command(["convert", str(folder), str(tmp_path / "x"), "--to", "safetensors"]) == 2
     assert "not trained, converted" in capfd.readouterr().err
-    steer = ["--intervene", "layer=1,expert=1,how=steer,value=2"]
-    assert command(["evaluate", str(folder), "--data", str(data), *steer]) == 2
-    assert "how: steer" in capfd.readouterr().err
     config = load_config(write_config(tmp_path / "c.yaml", prepared_path))
     model = TheirWeights(folder).model_config()
     with pytest.raises(ConfigError, match=r"model\.kind: transformers"):

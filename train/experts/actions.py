@@ -23,6 +23,7 @@ Shapes: B rows of a forward pass, T tokens of a row, M tokens in total, S expert
 levels side by side), K experts of a token, D width.
 """
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -108,8 +109,9 @@ def intervening(
         handles.append(module.register_forward_pre_hook(chosen.active(hook)))
 
     if how == "steer":
-        parent.gate_columns()  # raises an error where blocks do not run one by one
-        before(model.get_submodule(layer.name.rpartition(".")[0]), chosen.steered)
+        # A model of transformers has blocks of its own.
+        block = getattr(parent, "their_block", model.get_submodule(layer.name.rpartition(".")[0]))
+        before(block, functools.partial(chosen.steered, parent))
     for part in parent.children() if how != "steer" else ():
         if isinstance(part, Gate):
             after(part, chosen.shares)
@@ -162,10 +164,9 @@ class _Chosen:
         chosen_BTS = chosen_BTS.expand(tokens // self._at_BT.shape[1], -1, -1)
         return chosen_BTS.flatten(0, 1)
 
-    def steered(self, module: nn.Module, arguments: Any) -> Any:
-        """Adds columns of the gate to the input of a block."""
+    def steered(self, feed_forward: Any, module: nn.Module, arguments: Any) -> Any:
+        """Adds columns of a feed-forward's gate to the input of its block."""
         x_BTD, *others = arguments
-        feed_forward: Any = module.feed_forward
         assert self._action.value is not None
         columns_SD = torch.cat(feed_forward.gate_columns()).detach()
         columns_SD = columns_SD.to(torch.promote_types(columns_SD.dtype, torch.float32))
