@@ -1,15 +1,19 @@
 """`layer.py`: one layer of experts beside a dense MLP and peers, forward and backward.
 
-Sparse (`--kind smoe`): a dense MLP of the same active width (K F), the loop over experts that is
-our reference, DeepSpeed's MoE layer with a capacity of 1.25 and without dropping; all of the same
-weights. Factorized (`--kind mumoe`): a dense MLP, ours (CP and tensor ring, of as many parameters)
-and the same weights in textbook einsums with the `entmax` package.
+Sparse (`--kind smoe`): a dense MLP of the same active width (K F), so of the same work, the loop
+over experts that is our reference, and torchtitan's way; all of the same weights, without biases,
+as the shipped configurations have them. With a gate (`--kind swiglu`): also DeepSpeed's AutoEP,
+which has no other experts. Factorized (`--kind mumoe`): a dense MLP, ours (CP and tensor ring, of
+as many parameters) and the same weights in textbook einsums with the `entmax` package.
+
+On a GPU all is compiled, but for AutoEP, whose kernels are its own.
 
 Shapes: N tokens, D width, E experts, K experts of a token, F inner width of one expert, I and O
 input and output width of one factorized layer, R rank, P and Q ring ranks before and after the
 experts' mode.
 """
 
+import copy
 import itertools
 from typing import Annotated, Any, Literal
 
@@ -26,8 +30,9 @@ from polyad.model.mumoe.gating import EPSILON
 from polyad.model.mumoe.layer import MuMoE
 from polyad.model.smoe.config import SparseMoEConfig
 from polyad.model.smoe.layer import SparseMoE
-from polyad.parallel.zero import DTYPES, import_deepspeed
+from polyad.parallel.zero import DTYPES
 from polyad.train.errors import ConfigError
+from polyad.train.loop.profiling import allow_tf32
 from tests.benchmarks.comparison import (
     Compile,
     Device,
@@ -48,6 +53,7 @@ from tests.benchmarks.comparison import (
     start,
     table,
 )
+from tests.benchmarks.opponents import GroupedLayer, auto_ep
 from tests.helpers.definitions import by_definition
 
 LOADS = ("uniform", "skewed")
@@ -55,6 +61,7 @@ SKEW = 8.0
 """How far a token's score of the one expert is moved; the scores' standard deviation is 1."""
 DEFAULTS: dict[str, dict[str, Any]] = {
     "smoe": {"tokens": 4096, "experts": [16], "top_k": 2, "width": 256, "hidden": 1024},
+    "swiglu": {"tokens": 4096, "experts": [16], "top_k": 2, "width": 256, "hidden": 1024},
     "mumoe": {"tokens": 1024, "experts": [64, 256, 2048], "top_k": 1, "width": 768, "hidden": 3072},
 }
 
@@ -65,27 +72,45 @@ def make_tokens(number: int, width: int) -> Tensor:
 
 
 def sparse_layers(
-    tokens_ND: Tensor, num_experts: int, hidden: int, top_k: int, router_ED: Tensor
+    kind: str,
+    tokens_ND: Tensor,
+    num_experts: int,
+    hidden: int,
+    top_k: int,
+    router_ED: Tensor,
 ) -> dict[str, TimedLayer]:
-    """The dense MLP, and the sparse layer in several forms, of the tokens' device and dtype."""
-    config = SparseMoEConfig(num_experts=num_experts, top_k=top_k, expert_hidden_size=hidden)
+    """The dense MLP, and the sparse layer in several forms, of the tokens' device and dtype.
+
+    The router's product is in the precision of the shipped configurations: GPT-2's in fp32, that of
+    OLMoE, whose experts have a gate, in the model's.
+    """
+    gated = kind == "swiglu"
+    config = SparseMoEConfig(
+        num_experts=num_experts,
+        top_k=top_k,
+        expert_hidden_size=hidden,
+        activation="swiglu" if gated else "gelu_tanh",
+        router_dtype="model" if gated else "fp32",
+    )
     ours: SparseMoE = build(SparseMoE, config, tokens_ND)
     with torch.no_grad():
         ours.router.score.get_parameter("weight").copy_(router_ED)
     dense = DenseFeedForwardConfig(hidden_size=top_k * hidden)
-    return {
-        "dense": of_ours(build(DenseFeedForward, dense, tokens_ND)),
+    layers = {
+        "dense": of_ours(build(DenseFeedForward, dense, tokens_ND, config.activation)),
         "polyad": of_ours(ours),
-        "loop": by_loop(build(SparseMoE, config, tokens_ND), router_ED),
-        "deepspeed 1.25": of_deepspeed(ours, 1.25),
-        "deepspeed no drop": of_deepspeed(ours, None),
+        "loop": by_loop(copy.deepcopy(ours)),
+        "grouped_mm": TimedLayer(peer := GroupedLayer(ours), peer),
     }
+    if gated:
+        layers["autoep"] = of_auto_ep(ours)
+        if tokens_ND.is_cuda:
+            stack_gate(ours)
+    return layers
 
 
-def by_loop(module: SparseMoE, router_ED: Tensor) -> TimedLayer:
+def by_loop(module: SparseMoE) -> TimedLayer:
     """The reference: the same layer by the definition of every operation."""
-    with torch.no_grad():
-        module.router.score.get_parameter("weight").copy_(router_ED)
     layer = of_ours(module)
 
     def call(tokens_ND: Tensor) -> Tensor:
@@ -95,38 +120,29 @@ def by_loop(module: SparseMoE, router_ED: Tensor) -> TimedLayer:
     return TimedLayer(module, call)
 
 
-def of_deepspeed(reference: SparseMoE, capacity_factor: float | None) -> TimedLayer:
-    """DeepSpeed's layer with the reference's weights; None: it drops no token."""
-    up_EDF, down_EFD = reference.experts.up, reference.experts.down
-    num_experts, width, hidden = up_EDF.shape
-    expert = nn.Sequential(
-        nn.Linear(width, hidden), nn.GELU(approximate="tanh"), nn.Linear(hidden, width)
-    )
-    layer = import_deepspeed().moe.layer.MoE(
-        width,
-        expert,
-        num_experts=num_experts,
-        k=reference.config.top_k,
-        capacity_factor=capacity_factor or 1.0,
-        drop_tokens=capacity_factor is not None,
-        top2_2nd_expert_sampling=False,  # the second choice is the second highest score, as ours
-    )
-    layer.to(up_EDF.device, up_EDF.dtype)
-    assert reference.experts.up_bias is not None
-    assert reference.output_bias is not None
-    with torch.no_grad():
-        router_ED = reference.router.score.get_parameter("weight")
-        layer.deepspeed_moe.gate.wg.weight.copy_(router_ED)
-        for number, theirs in enumerate(layer.deepspeed_moe.experts.deepspeed_experts):
-            theirs[0].weight.copy_(up_EDF[number].t())
-            theirs[0].bias.copy_(reference.experts.up_bias[number])
-            theirs[2].weight.copy_(down_EFD[number].t())
-            theirs[2].bias.copy_(reference.output_bias[number])
-    return TimedLayer(layer, lambda tokens_ND: layer(tokens_ND)[0])
+def of_auto_ep(ours: SparseMoE) -> TimedLayer:
+    """DeepSpeed's layer as an engine runs it, which does not compile it."""
+    module = auto_ep(ours)
+    call = torch.compiler.disable(lambda tokens_ND: module(tokens_ND.unsqueeze(0)).squeeze(0))
+    return TimedLayer(module, call)
+
+
+def stack_gate(layer: SparseMoE) -> None:
+    """Makes the gate and the first layer of the experts one parameter, as training on a GPU has."""
+    experts = layer.experts
+    assert experts.gate is not None
+    experts.up = nn.Parameter(torch.stack([experts.gate.detach(), experts.up.detach()], 2))
+    experts.gate = None
 
 
 def compare_sparse(
-    shape: dict[str, Any], num_experts: int, precision: str, load: str, compiled: bool, repeats: int
+    kind: str,
+    shape: dict[str, Any],
+    num_experts: int,
+    precision: str,
+    load: str,
+    compiled: bool,
+    repeats: int,
 ) -> dict[str, Any]:
     """The rows of one number of experts and one load, which `skewed` sends half of to one expert.
 
@@ -141,10 +157,13 @@ def compare_sparse(
         tokens_ND[0::2] += SKEW * router_ED[0]
         tokens_ND[1::2] -= SKEW * router_ED[0]
     tokens_ND = tokens_ND.to(shape["device"], DTYPES[precision]).requires_grad_()
-    layers = sparse_layers(tokens_ND, num_experts, shape["hidden"], shape["top_k"], router_ED)
+    sizes = num_experts, shape["hidden"], shape["top_k"]
+    layers = sparse_layers(kind, tokens_ND, *sizes, router_ED)
     reference = output_and_gradient(layers["loop"], tokens_ND)
-    for name in ("polyad", "deepspeed no drop"):
+    for name in layers.keys() - {"dense", "loop"}:
         check(name, output_and_gradient(layers[name], tokens_ND), reference, precision)
+    if compiled:
+        del layers["loop"]  # one graph an expert: minutes, to time what nobody would use
     module = layers["polyad"].module
     assert isinstance(module, SparseMoE)
     with torch.no_grad():
@@ -257,7 +276,7 @@ def factorized(name: FactorizationName, num_experts: int, shape: dict[str, Any])
         factorization=name, num_experts=(num_experts,), hidden_size=shape["hidden"]
     )
     try:
-        return config.of_model(width=shape["width"], bias=True)
+        return config.of_model(width=shape["width"], bias=False)
     except ValueError:
         raise ConfigError(
             f"--experts: {num_experts} is not allowed: no rank of {name} is as small as the dense "
@@ -268,7 +287,7 @@ def factorized(name: FactorizationName, num_experts: int, shape: dict[str, Any])
 @benchmark("layer", "--precision bf16 --json layer.json", "--kind mumoe --experts 256 --threads 1")
 def layer(
     *,
-    kind: Annotated[Literal["smoe", "mumoe"], Argument("default smoe")] = "smoe",
+    kind: Annotated[Literal["smoe", "swiglu", "mumoe"], Argument("default smoe")] = "smoe",
     tokens: Annotated[
         int | None, Argument("of a forward pass; default 4096; mumoe 1024", "N", positive)
     ] = None,
@@ -282,7 +301,7 @@ def layer(
         ),
     ] = None,
     top_k: Annotated[
-        int | None, Argument("smoe: experts of a token; default 2", "K", positive)
+        int | None, Argument("sparse: experts of a token; default 2", "K", positive)
     ] = None,
     width: Annotated[
         int | None, Argument("width of a token; default 256; mumoe 768", "D", positive)
@@ -299,7 +318,7 @@ def layer(
     precision: PrecisionOption = None,
     load: Annotated[
         Literal["uniform", "skewed"] | None,
-        Argument("smoe: skewed sends half of the tokens to one expert; default: both"),
+        Argument("sparse: skewed sends half of the tokens to one expert; default: both"),
     ] = None,
     repeats: Repeats = 7,
     threads: Threads = None,
@@ -309,15 +328,17 @@ def layer(
 ) -> None:
     """Times a layer of experts, sparse or factorized, beside a dense MLP and peers."""
     if kind == "mumoe" and (top_k or load):
-        raise UsageError(f"--{'top-k' if top_k else 'load'}: is of --kind smoe, this is mumoe")
+        raise UsageError(f"--{'top-k' if top_k else 'load'}: is of sparse kinds, this is mumoe")
     options = {"tokens": tokens, "experts": experts, "top_k": top_k, "width": width}
     options |= {"hidden": hidden}
     shape = DEFAULTS[kind] | {name: value for name, value in options.items() if value is not None}
     shape["device"] = device
+    compile |= device == "cuda"
     if shape["top_k"] > min(shape["experts"]):
         raise ConfigError(f"--top-k: {shape['top_k']} is more than --experts: {shape['experts']}")
-    loads = ((load,) if load else LOADS) if kind == "smoe" else (None,)
+    loads = ((load,) if load else LOADS) if kind != "mumoe" else (None,)
     with on_device(device, threads) as about, results(json) as show:
+        allow_tf32(precision == "bf16", torch.device(device))  # of the router, as in training
         result = {"kind": kind, **shape, "repeats": repeats, **about, "precisions": {}}
         lines = [f"{shape['tokens']} tokens, {shape['width']}-{shape['hidden']}; {setting(result)}"]
         for each in precisions(precision):
@@ -328,7 +349,8 @@ def layer(
                 if chosen is None:
                     rows[name] = compare_factorized(shape, number, each, compile, repeats)
                 else:
-                    rows[name] = compare_sparse(shape, number, each, chosen, compile, repeats)
+                    sparse = kind, shape, number, each, chosen, compile, repeats
+                    rows[name] = compare_sparse(*sparse)
                 lines += ["", f"{each}, {name}", table(rows[name]["variants"], "dense")]
                 if chosen:
                     lines += [f"the busiest expert has {rows[name]['busiest']:.0%} of rows"]

@@ -1,9 +1,12 @@
-"""`step.py`: a whole training step beside the same step of Hugging Face's GPT-2.
+"""`step.py`: a whole training step beside that of Hugging Face's GPT-2, or of a nanoGPT: `--peer`.
 
 Or a step with factorized or sparse experts beside our own with dense MLPs: `--feed-forward`.
 
 Forward, loss, backward and AdamW on the same tokens, with the same threads, one after the other in
-turn; what counts is their ratio. Peak memory is that of a process of its own.
+turn; what counts is their ratio. Peers start from our weights, compute the same function (with
+biases, as Hugging Face's has them), and are compiled as a whole, ours block by block, as in
+training. A nanoGPT has the plainest step: fused AdamW on weights of the precision, no masters.
+Peak memory on a CPU is that of a process of its own.
 """
 
 import multiprocessing
@@ -13,9 +16,10 @@ from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 from torch.profiler import record_function
 
-from polyad.launch.command import Argument, Json, positive
+from polyad.launch.command import Argument, Json, UsageError, positive
 from polyad.launch.output import results
 from polyad.model.block import FeedForwardConfig
 from polyad.model.build import build_model, compile_model, materialize
@@ -33,7 +37,6 @@ from polyad.train.loop.losses import LossConfig, routing_loss
 from polyad.train.loop.metrics import LogConfig, peak_flops
 from polyad.train.loop.optimizer import OptimizerConfig, build_optimizer
 from polyad.train.loop.profiling import peak_memory_bytes
-from polyad.train.tasks.distillation import cross_entropy
 from polyad.train.tasks.random_input import flops_of_unit
 from tests.benchmarks.comparison import (
     Compile,
@@ -41,7 +44,6 @@ from tests.benchmarks.comparison import (
     PrecisionOption,
     benchmark,
     clocked,
-    now,
     on_device,
     precisions,
     say,
@@ -51,7 +53,9 @@ from tests.benchmarks.comparison import (
     summary,
     take_turns,
 )
+from tests.benchmarks.opponents import NanoGPT
 from tests.benchmarks.profile import profile_table, time_by_kind
+from tests.helpers.reference import reference_of
 
 # (samples, tokens of each, timed steps, steps before them): what fills the device, in a minute.
 DEFAULTS = {"cpu": (2, 256, 15, 2), "cuda": (16, 1024, 20, 5)}
@@ -82,7 +86,7 @@ def feed_forward_of(name: str, width: int) -> FeedForwardConfig:
 
 
 def make_step(name: str, config: GPT2Config, precision: str, shape: dict[str, Any]) -> Step:
-    """A training step of one variant; both have random weights and see the same tokens.
+    """A training step of one variant; all have the same random weights and see the same tokens.
 
     In bf16 the optimizer steps fp32 masters, as in training.
     """
@@ -90,12 +94,15 @@ def make_step(name: str, config: GPT2Config, precision: str, shape: dict[str, An
     generator = torch.Generator().manual_seed(0)
     size = (shape["batch_size"], shape["sequence_length"] + 1)
     tokens = torch.randint(config.number("vocab_size"), size, generator=generator).to(device)
-    make = _theirs if name == "transformers" else _ours
-    module, call = make(config, device, precision)
-    if shape["compiled"]:
-        _compile(module)
-    else:  # a compiler would have to follow hooks
-        _mark_loss(module.get_submodule("lm_head" if name == "transformers" else "head"))
+    module, call = PEERS.get(name, _ours)(config, device, precision)
+    if shape["compiled"] and isinstance(module, Decoder):
+        compile_model(module)
+    elif shape["compiled"]:
+        call = torch.compile(call)
+    elif isinstance(module, Decoder):  # a compiler would have to follow hooks
+        _mark_loss(module.get_submodule("head"))
+    if name == "nanogpt":
+        return _plain_step(module, lambda: call(tokens[:, :-1], tokens[:, 1:])[0])
     weights = dict(module.named_parameters())
     masters = {n: nn.Parameter(p.detach().float()) for n, p in weights.items()}
     if precision == "fp32":
@@ -122,13 +129,16 @@ def make_step(name: str, config: GPT2Config, precision: str, shape: dict[str, An
     return step
 
 
-def _compile(module: nn.Module) -> None:
-    """Compiles every block: ours by the trainer's own function, theirs alike."""
-    if isinstance(module, Decoder):
-        compile_model(module)
-        return
-    for block in module.get_submodule("transformer.h").children():
-        block.compile()
+def _plain_step(module: nn.Module, loss: Callable[[], Tensor]) -> Step:
+    optimizer = torch.optim.AdamW(module.parameters(), fused=True)
+
+    def step() -> None:
+        loss().backward()  # type: ignore[no-untyped-call]
+        with record_function("optimizer"):
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+    return step
 
 
 def _mark_loss(head: nn.Module) -> None:
@@ -158,28 +168,32 @@ def _ours(config: GPT2Config, device: str, precision: str) -> tuple[nn.Module, C
     return module, call
 
 
-def _theirs(config: GPT2Config, device: str, precision: str) -> tuple[nn.Module, Call]:
-    import transformers
-
-    dropout = {name: config.dropout for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop")}
-    reference = transformers.GPT2Config(
-        vocab_size=config.vocab_size,
-        n_positions=config.sequence_length,
-        n_embd=config.hidden_size,
-        n_layer=config.num_layers,
-        n_head=config.num_heads,
-        use_cache=False,
-        attn_implementation="sdpa",
-        **dropout,
-    )
-    module: nn.Module = transformers.GPT2LMHeadModel(reference).to(device, DTYPES[precision])
+def _transformers(config: GPT2Config, device: str, precision: str) -> tuple[nn.Module, Call]:
+    ours = build_model(config)
+    materialize(ours, seed=0, device="cpu", dtype=torch.float32)
+    module = reference_of(ours)[0].to(device, DTYPES[precision]).train()
 
     def call(ids_BT: Tensor, targets_BT: Tensor) -> tuple[Tensor, tuple[RoutingStats, ...]]:
-        logits_BTV = module(ids_BT).logits
+        x_BTD = module.transformer(ids_BT, use_cache=False).last_hidden_state
         with record_function("loss"):
-            return cross_entropy(logits_BTV, targets_BT.contiguous()).mean(), ()
+            logits_BTV = module.lm_head(x_BTD).float()
+            return cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten()), ()
 
-    return module.train(), call
+    return module, call
+
+
+def _nanogpt(config: GPT2Config, device: str, precision: str) -> tuple[nn.Module, Call]:
+    weights = _ours(config, device, precision)[0].state_dict()
+    with torch.device("meta"):
+        module = NanoGPT(config, len(weights["token_embedding.weight"]))
+    module.load_state_dict(weights, assign=True)
+    for parameter in module.parameters():
+        parameter.requires_grad_()
+    return module, lambda ids_BT, targets_BT: (module(ids_BT, targets_BT), ())
+
+
+PEERS = {"transformers": _transformers, "nanogpt": _nanogpt}
+"""What a whole model is compared with, and how it is made."""
 
 
 def measure(shape: dict[str, Any], names: tuple[str, str], precision: str) -> dict[str, Any]:
@@ -196,12 +210,18 @@ def measure(shape: dict[str, Any], names: tuple[str, str], precision: str) -> di
     device, profiled = shape["device"], shape["profile"]
     _, _, repeats, warmup = DEFAULTS[device]
     configs = {name: config_of(name) for name in names}
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), max_tasks_per_child=1) as own:
-        memory = {name: own.submit(peak_memory, name, shape, precision) for name in names}
-        memory = {name: future.result() for name, future in memory.items()}
     torch.compiler.reset()  # programs of another precision would be tried first
     try:
-        steps = {name: make_step(name, configs[name], precision, shape) for name in names}
+        if device == "cpu":
+            fresh = multiprocessing.get_context("spawn")
+            with ProcessPoolExecutor(1, fresh, max_tasks_per_child=1) as own:
+                futures = {name: own.submit(peak_memory, name, shape, precision) for name in names}
+                memory = {name: future.result() for name, future in futures.items()}
+            steps = {name: make_step(name, configs[name], precision, shape) for name in names}
+        else:
+            made = {name: on_gpu(name, configs[name], precision, shape) for name in names}
+            steps = {name: step for name, (step, _) in made.items()}
+            memory = {name: peak for name, (_, peak) in made.items()}
         runs = {name: clocked(step, device) for name, step in steps.items()}
         rows = summary(take_turns(runs, shape["repeats"] or repeats, before=warmup), names[1])
         kinds = {name: time_by_kind(step, device) for name, step in steps.items() if profiled}
@@ -218,30 +238,39 @@ def measure(shape: dict[str, Any], names: tuple[str, str], precision: str) -> di
         at_length = {"sequence_length": shape["sequence_length"]}
         flops = flops_of_unit(configs[name].model_copy(update=at_length))
         row |= {"tokens_per_second": rate, "mfu": rate * flops / peak if peak else None}
-        row |= memory[name] | ({"seconds_by_kind": kinds[name]} if profiled else {})
+        row["peak_memory_bytes"] = memory[name]
+        row |= {"seconds_by_kind": kinds[name]} if profiled else {}
     ratio = {key: rows[names[0]][f"seconds_{key}"] for key in ("ratio", "ratio_interval")}
     return rows | ratio
 
 
 def config_of(name: str) -> GPT2Config:
-    """GPT-2 124M, with the feed-forward of a variant."""
-    config = GPT2Config(sequence_length=1024, vocab_size=50257)
+    """GPT-2 124M, with the feed-forward of a variant; with biases where Hugging Face's has them."""
+    bias = name in ("polyad", *PEERS)
+    config = GPT2Config(sequence_length=1024, vocab_size=50257, bias=bias)
     feed_forward = feed_forward_of(name, config.hidden_size)
     return config.model_copy(update={"feed_forward": feed_forward})
 
 
-def peak_memory(name: str, shape: dict[str, Any], precision: str) -> dict[str, int]:
-    """The most memory of two steps, in bytes, and on a GPU what its allocator held."""
-    device = shape["device"]
-    with on_device(device):
+def peak_memory(name: str, shape: dict[str, Any], precision: str) -> int:
+    """The most memory of two steps on a CPU, in bytes, in a process of its own."""
+    with on_device("cpu"):
         step = make_step(name, config_of(name), precision, shape)
         step()
         step()
-        now(device)
-    memory = {"peak_memory_bytes": peak_memory_bytes(torch.device(device))}
-    if device == "cuda":
-        memory["peak_memory_reserved_bytes"] = torch.cuda.max_memory_reserved()
-    return memory
+    return peak_memory_bytes(torch.device("cpu"))
+
+
+def on_gpu(
+    name: str, config: GPT2Config, precision: str, shape: dict[str, Any]
+) -> tuple[Step, int]:
+    """A step that was taken twice, and the most bytes of the second, without other variants'."""
+    before = torch.cuda.memory_allocated()
+    step = make_step(name, config, precision, shape)
+    step()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    return step, torch.cuda.max_memory_allocated() - before
 
 
 def step_table(rows: dict[str, Any], names: tuple[str, str], precision: str) -> list[str]:
@@ -286,8 +315,12 @@ def step(
         Literal["mumoe-cp", "mumoe-tr", "smoe-16", "smoe-64"] | None,
         Argument(
             "256 factorized experts, or sparse ones of the same active width, beside our dense "
-            "step; default: dense beside transformers'"
+            "step; default: dense beside a peer"
         ),
+    ] = None,
+    peer: Annotated[
+        Literal["transformers", "nanogpt"] | None,
+        Argument("what the dense step is compared with; default transformers"),
     ] = None,
     profile: Annotated[
         bool,
@@ -297,10 +330,12 @@ def step(
     ] = False,
     json: Json = None,
 ) -> None:
-    """Times a training step of GPT-2 124M beside transformers', or with experts."""
+    """Times a training step of GPT-2 124M beside another's, or with experts."""
     if (sequence_length or 0) > 1024:
         raise ConfigError(f"--sequence-length: {sequence_length}: GPT-2 has 1024 positions")
-    names = (feed_forward, "dense") if feed_forward else ("polyad", "transformers")
+    if feed_forward and peer:
+        raise UsageError("--peer: --feed-forward is compared with our own dense step")
+    names = (feed_forward, "dense") if feed_forward else ("polyad", peer or "transformers")
     shape = {
         "device": device,
         "batch_size": batch_size or DEFAULTS[device][0],
