@@ -17,7 +17,7 @@ IN_TWO := -n 2 --dist loadfile
 # Tests start hundreds of processes, and each would compile every module anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup setup-eval wheel quickstart quickstart-images test test-slice test-all check gpu-check fake-gpu picture docs configs clean
+.PHONY: help setup setup-eval wheel quickstart quickstart-images test test-slice test-all check gpu-check gpu-speed fake-gpu picture docs configs clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-18s %s\n", $$1, $$2}' Makefile
@@ -54,8 +54,11 @@ check: setup  ## lint, format, types, the direction of imports, slow tests; prin
 	@$(RUN) tests.slices
 	@$(RUN) tests.ruler
 
-gpu-check:  ## tests and figures of a GPU, nine minutes: WHEELS=folder (tests/gpu/wheels.py), ONLY="tests train"
+gpu-check:  ## tests on a GPU, nine minutes: WHEELS=folder (tests/gpu/wheels.py), ONLY="tests train"
 	@$(PYTHON) tests/gpu/check.py $(if $(WHEELS),--wheels $(WHEELS)) $(if $(ONLY),--only $(ONLY))
+
+gpu-speed:  ## where the time of a step on a GPU goes, nine minutes: WHEELS=folder, ONLY="dense smoe"
+	@$(PYTHON) -m tests.gpu.speed $(if $(WHEELS),--wheels $(WHEELS)) $(if $(ONLY),--only $(ONLY))
 
 fake-gpu: setup  ## steps of every configuration on a GPU that is not there; installs PyTorch with CUDA, 5 GB
 	@test -x .fake-gpu/bin/python || $(PYTHON) -m venv .fake-gpu

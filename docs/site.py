@@ -81,7 +81,7 @@ def pages() -> list[Path]:
 
 def is_ours(path: Path) -> bool:
     """Whether a path is none of the folders that Git ignores, or links to others."""
-    return path.parts[0] not in ("runs", "build", "site", "gpu-check", "src")
+    return path.parts[0] not in ("runs", "build", "site", "gpu-check", "gpu-speed", "src")
 
 
 def copy(page: Path, source: Path) -> None:

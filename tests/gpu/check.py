@@ -1,10 +1,11 @@
-"""What a GPU has to show, in nine minutes: `make gpu-check`, or a part of it:
+"""Whether Polyad works on a GPU, in nine minutes: `make gpu-check`, or a part of it:
 
     make gpu-check ONLY="tests train"
 
 Each part has a limit of its own; one that fails or does not end is noted, and the next begins.
 After each part the folder OUT (./gpu-check) holds what is known so far: `result.json`, and the logs
-in one archive. This file needs nothing but Python; the parts need what Polyad needs.
+in one archive. This file needs nothing but Python; the parts need what Polyad needs. How fast it is
+`speed.py` measures.
 """
 
 import argparse
@@ -19,7 +20,7 @@ import tarfile
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -43,10 +44,6 @@ print(json.dumps({
 """
 PYTEST = ("-m", "pytest", "-p", "no:cacheprovider", "-o", "addopts=", "--import-mode=importlib")
 RUN = ("tests/gpu/test_run.py", "tests/gpu/test_commands.py")
-QUIET = ("evaluation.every=0", "evaluation.max_windows=8")
-STEPS = 14
-"""Steps of a traced run. The last but one is traced; medians are over those before it, from the
-fourth."""
 
 
 class Part(NamedTuple):
@@ -61,88 +58,46 @@ class Part(NamedTuple):
     ended_by: signal.Signals = signal.SIGTERM
     """What it gets at its limit. At SIGINT pytest writes what it knows."""
     variables: Mapping[str, str] = MappingProxyType({})
+    reserved: bool = False
+    """Whether its time is kept free while others run."""
 
 
-def parts(work: Path, dry: bool) -> Iterator[Part]:
+def parts(work: Path, tiny: bool) -> Iterator[Part]:
     """All parts in their order: what a first visit needs most stands first.
 
     Args:
         work: A folder for data, runs and logs.
-        dry: Small sizes, for a machine without a GPU.
+        tiny: Small sizes, for a machine without a GPU.
     """
-    polyad = ("-m", "polyad.launch")
-    data = f"data.path={work / 'data'}"
-    source = ("--source", "python-stdlib", "--tokenizer", "train:8192")
-    yield Part("data", 60, (*polyad, "prepare", *source, "--output", str(work / "data")))
-    if not dry:
+    yield data(work, tiny)
+    if not tiny:
         yield Part("device", 40, ("-c", DEVICE))
     yield _tests(work, "tests-device", 75, "tests/gpu/test_device.py")
     few = "not compiled and not does_not_fit"
     yield _tests(work, "tests", 150, *RUN, "-n", "8", "-k", few)
-    if dry:
-        configs = {"gpt2": "quickstart/gpt2", "smoe": "quickstart/gpt2-smoe"}
-        more = {name: ["train.steps=10"] for name in configs}
-    else:
-        configs = {
-            "gpt2": "gpt2/124m", "smoe": "gpt2/124m-smoe-16", "mumoe": "gpt2/124m-mumoe-cp",
-            "olmoe": "decoder/olmoe-1b-7b",
-        }  # fmt: skip
-        small = ["train.micro_batch_size=12", "train.global_batch_size=48"]
-        more = {name: ["model.vocab_size=50304", *small] for name in configs}
-        more["olmoe"] = ["model.num_layers=2", "train.micro_batch_size=4"]
-        more["olmoe"] += ["train.global_batch_size=16", "checkpoint.keep_last=1"]
-        for name in ("gpt2", "mumoe"):
-            configs[f"{name}-graphs"] = configs[name]
-            more[f"{name}-graphs"] = [*more[name], "train.cuda_graph=true"]
-    begun = [f"configs/{configs['gpt2']}.yaml", data, f"run.folder={work / 'train'}"]
-    begun += [each for each in more["gpt2"] if each.startswith("model.")]
+    begun = ["configs/quickstart/gpt2.yaml"]
+    if not tiny:
+        begun = ["configs/gpt2/124m.yaml", "model.vocab_size=50304"]
+    begun += [f"data.path={work / 'data'}", f"run.folder={work / 'train'}"]
     begun += ["train.steps=100000", "checkpoint.every=100", "evaluation.every=0", "log.every=5"]
-    for name, limit in (("train", 25 if dry else 90), ("resume", 30 if dry else 60)):
-        yield Part(name, limit, (*polyad, "train", *begun), stopped=True)
-    for name, config in configs.items():
-        traced = [f"run.folder={work / f'trace-{name}'}", data, *QUIET, *more[name]]
-        if not dry:
-            traced += [f"train.steps={STEPS}", "schedule.warmup_steps=10"]
-        first = 9 if dry else STEPS - 1
-        traced += ["checkpoint.every=0", f"log.profile.first_step={first}"]
-        traced += ["log.profile.num_steps=1", "parallel.expert_parallel_size=1"]
-        words = (*polyad, "train", f"configs/{config}.yaml", *traced)
-        yield Part(f"trace-{name}", 90, words)
-    yield from _benches(work, dry)
+    for name, limit in (("train", 25 if tiny else 90), ("resume", 30 if tiny else 60)):
+        yield Part(name, limit, ("-m", "polyad.launch", "train", *begun), stopped=True)
     yield _tests(work, "tests-compiled", 150, *RUN, "-n", "8", "-k", "compiled")
     yield _tests(work, "tests-memory", 30, RUN[0], "-k", "does_not_fit")
+
+
+def data(work: Path, tiny: bool) -> Part:
+    """Prepares what runs read."""
+    source = ("--source", "python:pydantic" if tiny else "python-stdlib")
+    source += ("--tokenizer", f"train:{1024 if tiny else 8192}")
+    words = ("-m", "polyad.launch", "prepare", *source, "--output", str(work / "data"))
+    return Part("data", 60, words)
 
 
 def _tests(work: Path, name: str, limit: int, *words: str) -> Part:
     report = ("--junitxml", str(work / f"{name}.xml"))
     words = (*PYTEST, "-v", "-ra", "--tb=short", *report, *words)
     return Part(name, limit, words, ended_by=signal.SIGINT)
-
-
-def _benches(work: Path, dry: bool) -> Iterator[Part]:
-    """Beside others: steps, layers of experts with each kind of kernels, a graph of tokens."""
-    shape = ("--device", "cpu" if dry else "cuda", "--precision", "fp32" if dry else "bf16")
-    few = ("--repeats", "1", "--threads", "1", "--width", "32", "--hidden", "64") if dry else ()
-
-    def bench(name: str, script: str, limit: int, *words: str, **variables: str) -> Part:
-        told = ("--json", str(work / f"{name}.json"))
-        started = ("-m", f"tests.benchmarks.{script}", *shape, *words, *told)
-        return Part(name, limit, started, variables=variables)
-
-    step = ("--batch-size", "1", "--sequence-length", "32", "--repeats", "1") if dry else ()
-    yield bench("step-compiled", "step", 130, *step, "--compile", "--profile")
-    yield bench("step-eager", "step", 60, *step)
-    tokens, wide = ("128", ()) if dry else ("16384", ("--width", "768", "--hidden", "3072"))
-    for experts in ("16", "64"):
-        for way in ("fast", "reference"):
-            words = ("--tokens", tokens, "--experts", experts, "--load", "uniform", *wide, *few)
-            name = f"layer-smoe-{experts}-{way}"
-            yield bench(name, "layer", 30, *words, POLYAD_KERNELS=way)
-    tokens, numbers = ("64", ["8"]) if dry else ("8192", ["64", "256"])
-    words = ("--kind", "mumoe", "--tokens", tokens, "--experts", *numbers, *few)
-    yield bench("layer-mumoe", "layer", 40, *words)
-    heads = ("--heads", "2", "--experts", "4", *few) if dry else ()
-    yield bench("graph", "routing", 40, "--tokens", tokens, "--layers", "0", *heads)
 
 
 def run(part: Part, limit: float, log: Path, environment: dict[str, str]) -> dict[str, Any]:
@@ -239,7 +194,7 @@ def run_of(folder: Path) -> dict[str, Any]:
     late = [row for row in rows if 4 <= row["step"] < max(5, rows[-1]["step"] - 1)] or rows
     keys = ("step_seconds", "tokens_per_second", "mfu", "memory_bytes")
     found: dict[str, Any] = {"steps": [row["step"] for row in (rows[0], rows[-1])]}
-    found["losses"] = [row["loss"] for row in (rows[0], rows[-1])]
+    found["losses"] = [row["loss"] for row in rows[:10]]
     for key in keys:
         values = [row[key] for row in late if row.get(key) is not None]
         found[key] = statistics.median(values) if values else None
@@ -252,14 +207,22 @@ def found_by(part: str, work: Path) -> dict[str, Any]:
     """What a part's files say, whether or not it came to its end."""
     if (report := work / f"{part}.xml").exists():
         return {"tests": outcomes_of(report)}
-    if (told := work / f"{part}.json").exists():
-        return {"bench": json.loads(told.read_text())}
     folder = work / ("train" if part == "resume" else part)
     if (folder / "metrics.jsonl").exists():
         return {"run": run_of(folder)}
     if part == "device":
         return {"device": json.loads((work / "logs/device.log").read_text().splitlines()[-1])}
     return {}
+
+
+def rates_of(run: dict[str, Any]) -> str:
+    """The speed of a run, for people."""
+    line = f"{run['tokens_per_second']:,.0f} tokens/s"
+    line += f", MFU {run['mfu']:.1%}" if run["mfu"] else ""
+    if (trace := run.get("trace", {})).get("kernels"):
+        share = trace["busy_seconds"] / trace["seconds"]
+        line += f", GPU busy {share:.0%} of a traced step of {trace['kernels']:,} kernels"
+    return line
 
 
 def said(name: str, result: dict[str, Any]) -> str:
@@ -270,11 +233,7 @@ def said(name: str, result: dict[str, Any]) -> str:
         line += "  {} passed, {} failed, {} not run".format(*counts)
         line += "".join(f"\n    {test}" for test in tests["failed"])
     if run := result.get("run"):
-        line += f"  {run['tokens_per_second']:,.0f} tokens/s"
-        line += f", MFU {run['mfu']:.1%}" if run["mfu"] else ""
-        if (trace := run.get("trace", {})).get("kernels"):
-            share = trace["busy_seconds"] / trace["seconds"]
-            line += f", GPU busy {share:.0%} of a traced step of {trace['kernels']:,} kernels"
+        line += f"  {rates_of(run)}"
     if device := result.get("device"):
         rate = device["bf16_product_flops"] / 1e12
         line += f"  {device['card']}, torch {device['torch']}, bf16 products {rate:.0f} TFLOP/s"
@@ -283,16 +242,42 @@ def said(name: str, result: dict[str, Any]) -> str:
 
 def main() -> int:
     """Runs the parts; status 1 if one failed."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=os.environ.get("OUT", "gpu-check"))
+    given = options(__doc__, "gpu-check").parse_args()
+    return visit(given, parts, found_by, said)
+
+
+def options(text: str | None, out: str) -> argparse.ArgumentParser:
+    """The options of a visit, whose results go to the folder `out` where $OUT names none."""
+    parser = argparse.ArgumentParser(description=text)
+    parser.add_argument("--out", type=Path, default=os.environ.get("OUT", out))
     parser.add_argument("--wheels", type=Path, help="a folder; its packages are installed first")
     parser.add_argument("--only", nargs="*", help="names of parts, or how they begin")
     parser.add_argument("--seconds", type=float, default=530, help="for all; default %(default)s")
-    parser.add_argument("--dry", action="store_true", help="small sizes, without a GPU")
-    given = parser.parse_args()
+    parser.add_argument("--tiny", action="store_true", help="small sizes, without a GPU")
+    return parser
+
+
+def visit(
+    given: argparse.Namespace,
+    parts: Callable[[Path, bool], Iterator[Part]],
+    found_by: Callable[[str, Path], dict[str, Any]],
+    said: Callable[[str, dict[str, Any]], str],
+) -> int:
+    """Runs parts one after the other, and writes after each what is known.
+
+    Args:
+        given: The options.
+        parts: Lists all parts; gets a folder, and whether sizes are small.
+        found_by: Reads what a part left in the folder.
+        said: A part's line for people.
+
+    Returns:
+        1 if a part failed.
+    """
     ends = time.monotonic() + given.seconds
     given.out.mkdir(parents=True, exist_ok=True)
-    results: dict[str, dict[str, Any]] = {}
+    results: dict[str, dict[str, Any]] = {"visit": {"status": 0, "seconds": 0.0}}
+    results["visit"]["date"] = time.strftime("%Y-%m-%d %H:%M")
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as place:
         work = Path(place)
         (work / "logs").mkdir()
@@ -302,14 +287,16 @@ def main() -> int:
             "PYTHONPATH": os.pathsep.join([*path, os.environ.get("PYTHONPATH", "")]),
             "PYTHONUNBUFFERED": "1", "PYTHONDONTWRITEBYTECODE": "1", "HF_HUB_OFFLINE": "1",
             "XDG_CACHE_HOME": str(work / "cache"), "TOKENIZERS_PARALLELISM": "false",
+            "TORCHINDUCTOR_CACHE_DIR": str(work / "inductor"),
         }  # fmt: skip
-        chosen = [each for each in parts(work, given.dry) if _chosen(each.name, given.only)]
+        chosen = [each for each in parts(work, given.tiny) if _chosen(each.name, given.only)]
         if given.wheels is not None:
             files = map(str, sorted(given.wheels.resolve().glob("*.whl")))
             words = ("-m", "pip", "install", "-q", "--no-index", "--no-deps", "--target", str(site))
             chosen.insert(0, Part("install", 60, (*words, *files)))
-        for part in chosen:
-            limit = min(part.limit, ends - time.monotonic() - 6)
+        for number, part in enumerate(chosen):
+            kept = sum(later.limit for later in chosen[number + 1 :] if later.reserved)
+            limit = min(part.limit, ends - time.monotonic() - kept - 6)
             if limit < 8:
                 results[part.name] = {"status": "no time", "seconds": 0.0}
             else:

@@ -30,10 +30,10 @@ def test_kernels_beside_each_other_count_once_and_gaps_do_not():
 
 
 def test_parts_have_names_of_their_own_and_files_that_are_there(tmp_path):
-    for dry in (False, True):
-        names = [part.name for part in parts(tmp_path, dry)]
+    for tiny in (False, True):
+        names = [part.name for part in parts(tmp_path, tiny)]
         assert len(set(names)) == len(names)
-        for part in parts(tmp_path, dry):
+        for part in parts(tmp_path, tiny):
             for word in part.words:
                 if word.startswith(("tests/", "configs/")):
                     assert (ROOT / word).exists()
@@ -43,15 +43,13 @@ def test_parts_have_names_of_their_own_and_files_that_are_there(tmp_path):
 @pytest.mark.distributed
 def test_a_run_is_stopped_goes_on_and_is_read_where_there_is_no_gpu(tmp_path):
     out = tmp_path / "out"
-    words = [sys.executable, "tests/gpu/check.py", "--dry", "--out", str(out)]
-    only = ["--only", "tests-device", "train", "resume", "trace-gpt2", "graph"]
+    words = [sys.executable, "tests/gpu/check.py", "--tiny", "--out", str(out)]
+    only = ["--only", "tests-device", "train", "resume"]
     done = subprocess.run([*words, *only], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads((out / "result.json").read_text())
-    assert [*result] == ["data", *only[1:]]
+    assert [*result] == ["visit", "data", *only[1:]]
     assert result["tests-device"]["tests"]["failed"] == []
     first, both = result["train"]["run"], result["resume"]["run"]
     assert both["steps"][1] > first["steps"][1] > 0
-    assert result["trace-gpt2"]["run"]["trace"] == {"kernels": 0}
-    assert result["graph"]["bench"]["precisions"]
     assert (out / "logs.tar.gz").stat().st_size > 0
