@@ -87,9 +87,10 @@ def parts(work: Path, tiny: bool) -> Iterator[Part]:
 
 
 def data(work: Path, tiny: bool) -> Part:
-    """Prepares what runs read."""
+    """Prepares what runs read; without a validation split none is evaluated."""
     source = ("--source", "python:pydantic" if tiny else "python-stdlib")
     source += ("--tokenizer", f"train:{1024 if tiny else 8192}")
+    source += ("--validation-fraction", "0", "--test-fraction", "0")
     words = ("-m", "polyad.launch", "prepare", *source, "--output", str(work / "data"))
     return Part("data", 60, words)
 
