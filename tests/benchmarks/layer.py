@@ -61,7 +61,6 @@ SKEW = 8.0
 """How far a token's score of the one expert is moved; the scores' standard deviation is 1."""
 DEFAULTS: dict[str, dict[str, Any]] = {
     "smoe": {"tokens": 4096, "experts": [16], "top_k": 2, "width": 256, "hidden": 1024},
-    "swiglu": {"tokens": 4096, "experts": [16], "top_k": 2, "width": 256, "hidden": 1024},
     "mumoe": {"tokens": 1024, "experts": [64, 256, 2048], "top_k": 1, "width": 768, "hidden": 3072},
 }
 
@@ -72,30 +71,25 @@ def make_tokens(number: int, width: int) -> Tensor:
 
 
 def sparse_layers(
-    kind: str,
-    tokens_ND: Tensor,
-    num_experts: int,
-    hidden: int,
-    top_k: int,
-    router_ED: Tensor,
+    shape: dict[str, Any], tokens_ND: Tensor, router_ED: Tensor
 ) -> dict[str, TimedLayer]:
     """The dense MLP, and the sparse layer in several forms, of the tokens' device and dtype.
 
     The router's product is in the precision of the shipped configurations: GPT-2's in fp32, that of
     OLMoE, whose experts have a gate, in the model's.
     """
-    gated = kind == "swiglu"
+    gated = shape["kind"] == "swiglu"
     config = SparseMoEConfig(
-        num_experts=num_experts,
-        top_k=top_k,
-        expert_hidden_size=hidden,
+        num_experts=len(router_ED),
+        top_k=shape["top_k"],
+        expert_hidden_size=shape["hidden"],
         activation="swiglu" if gated else "gelu_tanh",
         router_dtype="model" if gated else "fp32",
     )
     ours: SparseMoE = build(SparseMoE, config, tokens_ND)
     with torch.no_grad():
         ours.router.score.get_parameter("weight").copy_(router_ED)
-    dense = DenseFeedForwardConfig(hidden_size=top_k * hidden)
+    dense = DenseFeedForwardConfig(hidden_size=shape["top_k"] * shape["hidden"])
     layers = {
         "dense": of_ours(build(DenseFeedForward, dense, tokens_ND, config.activation)),
         "polyad": of_ours(ours),
@@ -136,13 +130,7 @@ def stack_gate(layer: SparseMoE) -> None:
 
 
 def compare_sparse(
-    kind: str,
-    shape: dict[str, Any],
-    num_experts: int,
-    precision: str,
-    load: str,
-    compiled: bool,
-    repeats: int,
+    shape: dict[str, Any], num_experts: int, precision: str, load: str, compiled: bool, repeats: int
 ) -> dict[str, Any]:
     """The rows of one number of experts and one load, which `skewed` sends half of to one expert.
 
@@ -157,8 +145,7 @@ def compare_sparse(
         tokens_ND[0::2] += SKEW * router_ED[0]
         tokens_ND[1::2] -= SKEW * router_ED[0]
     tokens_ND = tokens_ND.to(shape["device"], DTYPES[precision]).requires_grad_()
-    sizes = num_experts, shape["hidden"], shape["top_k"]
-    layers = sparse_layers(kind, tokens_ND, *sizes, router_ED)
+    layers = sparse_layers(shape, tokens_ND, router_ED)
     reference = output_and_gradient(layers["loop"], tokens_ND)
     for name in layers.keys() - {"dense", "loop"}:
         check(name, output_and_gradient(layers[name], tokens_ND), reference, precision)
@@ -331,7 +318,8 @@ def layer(
         raise UsageError(f"--{'top-k' if top_k else 'load'}: is of sparse kinds, this is mumoe")
     options = {"tokens": tokens, "experts": experts, "top_k": top_k, "width": width}
     options |= {"hidden": hidden}
-    shape = DEFAULTS[kind] | {name: value for name, value in options.items() if value is not None}
+    shape = DEFAULTS["mumoe" if kind == "mumoe" else "smoe"] | {"kind": kind}
+    shape |= {name: value for name, value in options.items() if value is not None}
     shape["device"] = device
     compile |= device == "cuda"
     if shape["top_k"] > min(shape["experts"]):
@@ -339,7 +327,7 @@ def layer(
     loads = ((load,) if load else LOADS) if kind != "mumoe" else (None,)
     with on_device(device, threads) as about, results(json) as show:
         allow_tf32(precision == "bf16", torch.device(device))  # of the router, as in training
-        result = {"kind": kind, **shape, "repeats": repeats, **about, "precisions": {}}
+        result = {**shape, "repeats": repeats, **about, "precisions": {}}
         lines = [f"{shape['tokens']} tokens, {shape['width']}-{shape['hidden']}; {setting(result)}"]
         for each in precisions(precision):
             rows = result["precisions"][each] = {}
@@ -349,8 +337,7 @@ def layer(
                 if chosen is None:
                     rows[name] = compare_factorized(shape, number, each, compile, repeats)
                 else:
-                    sparse = kind, shape, number, each, chosen, compile, repeats
-                    rows[name] = compare_sparse(*sparse)
+                    rows[name] = compare_sparse(shape, number, each, chosen, compile, repeats)
                 lines += ["", f"{each}, {name}", table(rows[name]["variants"], "dense")]
                 if chosen:
                     lines += [f"the busiest expert has {rows[name]['busiest']:.0%} of rows"]

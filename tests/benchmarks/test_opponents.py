@@ -16,7 +16,8 @@ def test_layers_of_others_give_what_the_definition_gives(kind, peers, precision)
     dtype = torch.float32 if precision == "fp32" else torch.bfloat16
     router_ED = nn.init.orthogonal_(torch.empty(8, 32))
     tokens_ND = make_tokens(96, 32).to(dtype)
-    layers = sparse_layers(kind, tokens_ND, 8, 64, 2, router_ED)
+    shape = {"kind": kind, "top_k": 2, "hidden": 64}
+    layers = sparse_layers(shape, tokens_ND, router_ED)
     reference = output_and_gradient(layers["loop"], tokens_ND)
     assert len(layers) == 3 + peers
     for name in layers.keys() - {"dense", "loop"}:

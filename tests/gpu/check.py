@@ -27,21 +27,6 @@ from typing import Any, NamedTuple
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parents[2]
-DEVICE = """
-import json, time, torch
-x = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
-product = x @ x
-torch.cuda.synchronize()
-began = time.monotonic()
-for _ in range(20):
-    torch.mm(x, x, out=product)
-torch.cuda.synchronize()
-rate = 20 * 2 * 8192**3 / (time.monotonic() - began)
-print(json.dumps({
-    "card": torch.cuda.get_device_name(), "torch": torch.__version__,
-    "nccl": ".".join(map(str, torch.cuda.nccl.version())), "bf16_product_flops": rate,
-}))
-"""
 PYTEST = ("-m", "pytest", "-p", "no:cacheprovider", "-o", "addopts=", "--import-mode=importlib")
 RUN = ("tests/gpu/test_run.py", "tests/gpu/test_commands.py")
 
@@ -71,7 +56,7 @@ def parts(work: Path, tiny: bool) -> Iterator[Part]:
     """
     yield data(work, tiny)
     if not tiny:
-        yield Part("device", 40, ("-c", DEVICE))
+        yield Part("card", 40, ("-m", "tests.gpu.measures", "card", str(work / "card.json")))
     yield _tests(work, "tests-device", 75, "tests/gpu/test_device.py")
     few = "not compiled and not does_not_fit"
     yield _tests(work, "tests", 150, *RUN, "-n", "8", "-k", few)
@@ -211,8 +196,8 @@ def found_by(part: str, work: Path) -> dict[str, Any]:
     folder = work / ("train" if part == "resume" else part)
     if (folder / "metrics.jsonl").exists():
         return {"run": run_of(folder)}
-    if part == "device":
-        return {"device": json.loads((work / "logs/device.log").read_text().splitlines()[-1])}
+    if (rows := work / f"{part}.json").exists():
+        return {"measured": json.loads(rows.read_text())}
     return {}
 
 
@@ -235,9 +220,6 @@ def said(name: str, result: dict[str, Any]) -> str:
         line += "".join(f"\n    {test}" for test in tests["failed"])
     if run := result.get("run"):
         line += f"  {rates_of(run)}"
-    if device := result.get("device"):
-        rate = device["bf16_product_flops"] / 1e12
-        line += f"  {device['card']}, torch {device['torch']}, bf16 products {rate:.0f} TFLOP/s"
     return line
 
 

@@ -50,7 +50,7 @@ class Rows:
         except Exception as error:
             value = f"{type(error).__name__}: {str(error)[:200]}"
         self.values[name] = value
-        self.file.write_text(json.dumps(self.values, indent=1))
+        self.file.write_text(json.dumps(self.values, indent=1, default=str))
 
 
 def milliseconds(call: Callable[[], object]) -> float:
@@ -154,10 +154,6 @@ def _routing(rows: Rows, tokens: int) -> None:
                 f"grouped product, {experts} experts, {load}",
                 lambda w=weights, o=offsets: milliseconds(lambda: grouped_mm(inputs, w, offs=o)),
             )
-    scores, ids = torch.rand(tokens, 16, device=DEVICE), torch.randint(16, (2 * tokens,))
-    keys = ids.to(DEVICE, torch.int16)
-    rows.add("sort", lambda: milliseconds(lambda: keys.sort(stable=True)))
-    rows.add("topk", lambda: milliseconds(lambda: scores.topk(2, dim=-1)))
     x, router = normal(tokens, WIDTH), normal(WIDTH, 16)
     for name, precision in {"fp32": "highest", "tf32": "high"}.items():
         torch.set_float32_matmul_precision(precision)

@@ -14,12 +14,12 @@ drift is the error bar of every ratio.
 `--tiny` runs all of it on a CPU in small sizes; what needs CUDA says so.
 """
 
-import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tests.gpu import check
 from tests.gpu.check import Part, data, options, rates_of, run_of, visit
 
 NEEDS_CUDA = "needs CUDA"
@@ -39,12 +39,10 @@ def _batches(micro: int, number: int) -> tuple[str, ...]:
     return (f"train.micro_batch_size={micro}", f"train.global_batch_size={micro * number}")
 
 
-DENSE, SPARSE, FACTORIZED, OLMOE = (
-    f"configs/{name}.yaml"
-    for name in (
-        "gpt2/124m", "gpt2/124m-smoe-16", "gpt2/124m-mumoe-cp", "decoder/olmoe-1b-7b",
-    )
-)  # fmt: skip
+DENSE = "configs/gpt2/124m.yaml"
+SPARSE = "configs/gpt2/124m-smoe-16.yaml"
+FACTORIZED = "configs/gpt2/124m-mumoe-cp.yaml"
+OLMOE = "configs/decoder/olmoe-1b-7b.yaml"
 LARGE, SMALL = _batches(60, 4), _batches(12, 20)
 FEW_BLOCKS = ("model.num_layers=2", *_batches(3, 4))
 LEVELS = ("model.feed_forward.num_experts=[32,64]", "model.feed_forward.level_std=0.1")
@@ -77,9 +75,8 @@ TINY = {
     SPARSE: ("model.feed_forward.expert_hidden_size=32",),
     FACTORIZED: ("model.feed_forward.rank=8",),
     OLMOE: (
-        "model.num_key_value_heads=2", "model.head_size=16", "model.num_layers=2",
-        "model.feed_forward.num_experts=8", "model.feed_forward.expert_hidden_size=32",
-        "model.feed_forward.top_k=2",
+        "model.num_key_value_heads=2", "model.head_size=16", "model.feed_forward.num_experts=8",
+        "model.feed_forward.expert_hidden_size=32", "model.feed_forward.top_k=2",
     ),
 }  # fmt: skip
 """Keys of small models, beside those that all have."""
@@ -162,16 +159,14 @@ def _beside(
 
 def found_by(part: str, work: Path) -> dict[str, Any]:
     """What a part has written, whether or not it came to its end."""
-    if (told := work / f"{part}.json").exists():
-        return {"measured": json.loads(told.read_text())}
     if part not in GROUPS:
-        return {}
+        return check.found_by(part, work)
     runs: dict[str, Any] = {}
     for name, trial in GROUPS[part].items():
         ended = (work / name / "metrics.jsonl").exists()
-        runs[name] = run_of(work / name) if ended else {"status": "no run"}
-        if trial.needs_cuda and not ended:
-            runs[name] = {"status": NEEDS_CUDA}
+        runs[name] = {"status": NEEDS_CUDA if trial.needs_cuda else "no run"}
+        if ended:
+            runs[name] = run_of(work / name)
         base = work / BASES[name] / "metrics.jsonl"
         if ended and name != BASES[name] and base.exists():
             runs[name]["compared"] = compared(runs[name], run_of(base.parent))
