@@ -296,6 +296,7 @@ def step_table(rows: dict[str, Any], names: tuple[str, str], precision: str) -> 
     "--precision bf16 --json step.json",
     "--device cuda --precision bf16 --batch-size 32 --compile",
     "--feed-forward mumoe-cp",
+    "--peer nanogpt --precision bf16",
 )
 def step(
     *,

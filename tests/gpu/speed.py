@@ -11,7 +11,7 @@ Inductor's own TORCHINDUCTOR_MAX_AUTOTUNE_GEMM. Tokens of a step are equal, so l
 steps are too; `compared` has their largest difference. The first run of all is repeated last: its
 drift is the error bar of every ratio.
 
-`--tiny` runs all of it on a CPU in small sizes; what needs CUDA says so.
+`--tiny` runs all but steps beside others' on a CPU in small sizes; what needs CUDA says so.
 """
 
 import sys
@@ -118,43 +118,38 @@ def _parts(work: Path, tiny: bool) -> Iterator[Part]:
         words = ("-m", "tests.gpu.measures", name, str(place), *few)
         return Part(name, limit, words, variables=variables, reserved=name == "again")
 
+    def beside(name: str, limit: int, script: str, *words: str) -> Part:
+        shape = ("--device", "cpu" if tiny else "cuda", "--precision", "bf16")
+        words = (*words, *shape, "--json", str(work / f"{name}.json"))
+        if tiny:
+            words += ("--tokens", "64", "--width", "64", "--hidden", "64", "--experts", "8")
+            words += ("--repeats", "1", "--threads", "1")
+        return Part(name, limit, ("-m", f"tests.benchmarks.{script}", *words))
+
+    def step(peer: str) -> Iterator[Part]:
+        if not tiny:  # a test of BENCHMARKS.md takes it on a CPU
+            words = ("--peer", peer, "--batch-size", "60", "--compile")
+            yield beside(f"step-{peer}", 90, "step", *words)
+
     yield data(work, tiny)
     yield measure("card", 30)
     yield measure("dense", 150)
     yield measure("smoe", 150)
-    yield from _beside(work, tiny, "step-nanogpt", 90, "step", "--peer", "nanogpt")
+    yield from step("nanogpt")
     yield measure("head", 45)
     yield measure("parts", 40)
     yield measure("mumoe", 90)
     wide = ("--tokens", "12288", "--width", "768")
     experts = ("--experts", "16", "64", "--hidden", "1536", "--load", "uniform")
-    yield from _beside(work, tiny, "layer-smoe", 50, "layer", *wide, *experts)
+    yield beside("layer-smoe", 50, "layer", *wide, *experts)
     yield measure("olmoe", 90)
     experts = ("--experts", "64", "--top-k", "8", "--hidden", "1024", "--load", "uniform")
     shape = ("--kind", "swiglu", "--tokens", "16384", "--width", "2048", *experts)
-    yield from _beside(work, tiny, "layer-olmoe", 50, "layer", *shape)
-    words = ("--kind", "mumoe", "--experts", "256", *wide)
-    yield from _beside(work, tiny, "layer-mumoe", 40, "layer", *words)
-    if not tiny:  # a test of BENCHMARKS.md runs it on a CPU
-        words = ("step", "--peer", "transformers")
-        yield from _beside(work, tiny, "step-transformers", 90, *words)
+    yield beside("layer-olmoe", 50, "layer", *shape)
+    yield beside("layer-mumoe", 40, "layer", "--kind", "mumoe", "--experts", "256", *wide)
+    yield from step("transformers")
     yield measure("autotuned", 90, TORCHINDUCTOR_MAX_AUTOTUNE_GEMM="1")
     yield measure("again", 45)
-
-
-def _beside(
-    work: Path, tiny: bool, name: str, limit: int, script: str, *words: str
-) -> Iterator[Part]:
-    """A script of `tests/benchmarks`: ours beside others'."""
-    shape = ("--device", "cpu" if tiny else "cuda", "--precision", "bf16")
-    shape += ("--json", str(work / f"{name}.json"))
-    if script == "step":
-        few = ("--batch-size", "1", "--sequence-length", "8", "--repeats", "1")
-        words = (*words, *(few if tiny else ("--batch-size", "60", "--compile")))
-    elif tiny:
-        small = ("--tokens", "64", "--width", "64", "--hidden", "64", "--experts", "8")
-        words = (*words, *small, "--repeats", "1", "--threads", "1")
-    yield Part(name, limit, ("-m", f"tests.benchmarks.{script}", *words, *shape))
 
 
 def found_by(part: str, work: Path) -> dict[str, Any]:
