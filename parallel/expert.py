@@ -12,7 +12,7 @@ F inner width of an expert, P ranks that share the experts, X experts of each.
 import functools
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ from polyad.model.smoe.layer import Dispatcher, DispatchRegions, Plan, Selecting
 from polyad.parallel import comm
 from polyad.parallel.regions import Group, OwnDropout, copy, sum_parts, tensor_group
 from polyad.parallel.shard import Axis, Placement, cut, placement_of
-from polyad.parallel.zero import connect, expert_group, moe_class
+from polyad.parallel.zero import connect, expert_group, import_deepspeed
 
 
 def parallelize_experts(
@@ -220,9 +220,10 @@ class RowExchange(Dispatcher):
 @functools.cache
 def _expert_parallel_dispatcher() -> type:
     """Defines the dispatcher class, a subclass of DeepSpeed's `MoE`, for which its engine looks."""
-    layer_class: Any = moe_class()
+    import_deepspeed()
+    from deepspeed.moe.layer import MoE
 
-    class ExpertParallelDispatcher(RowExchange, layer_class):
+    class ExpertParallelDispatcher(RowExchange, MoE):
         pass
 
     return ExpertParallelDispatcher

@@ -671,15 +671,6 @@ def _located(engine: Engine, parameter: Any) -> tuple[torch.Tensor, int, int, in
 # Experts: DeepSpeed reduces their gradients over the ranks that have the same ones.
 
 
-def moe_class() -> type:
-    """Returns the class of DeepSpeed's expert layer, by which its engine recognizes experts."""
-    import_deepspeed()
-    from deepspeed.moe.layer import MoE
-
-    kind: type = MoE
-    return kind
-
-
 def expert_group(expert_parallel_size: int) -> Any:
     """Returns the group of the ranks that together have all experts, creating it if needed."""
     from deepspeed.utils import groups

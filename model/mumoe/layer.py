@@ -13,6 +13,7 @@ Shapes: B batch or images, T tokens in a sequence, M real tokens, D width, F inn
 of a level, E and S experts of all levels side by side, L levels, K classes.
 """
 
+import functools
 from typing import Literal
 
 import torch
@@ -209,10 +210,8 @@ def gate_statistics(
     if not measures:
         return stats
     entropies = [entropy(a_MN) for a_MN in levels]
-    entropy_M, largest_M = entropies[0], levels[0].amax(-1)
-    for level_M, a_MN in zip(entropies[1:], levels[1:], strict=True):
-        entropy_M = entropy_M + level_M
-        largest_M = largest_M * a_MN.amax(-1)
+    entropy_M = functools.reduce(torch.add, entropies)
+    largest_M = functools.reduce(torch.mul, [a_MN.amax(-1) for a_MN in levels])
     values = {
         "entropy": entropy_M.mean(),
         "effective_experts": entropy_M.exp().mean(),

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
+import numpy as np
 import torch
 from torch import nn
 from tqdm import tqdm
@@ -140,19 +141,17 @@ class Checkpoint(StoredWeights):
             )
         values = torch.empty(size, dtype=TORCH_DTYPES[about.dtype])
         missing = math.prod(size)
-        for stored in about.chunks:
-            low = [max(a, b) for a, b in zip(offset, stored.offset, strict=True)]
-            high = [
-                min(a + n, b + m)
-                for a, n, b, m in zip(offset, size, stored.offset, stored.size, strict=True)
-            ]
-            if all(a < b for a, b in zip(low, high, strict=True)):
-                here, there = (
-                    tuple(slice(a - o, b - o) for a, b, o in zip(low, high, origin, strict=True))
-                    for origin in (offset, stored.offset)
-                )
-                values[here] = self._stored(about, stored)[there]
-                missing -= values[here].numel()
+        chunks, places = about.chunks, (len(about.chunks), len(shape))  # scalars have no axes
+        begin_CA = np.array([each.offset for each in chunks], np.int64).reshape(places)
+        size_CA = np.array([each.size for each in chunks], np.int64).reshape(places)
+        low_CA = np.maximum(begin_CA, offset)
+        high_CA = np.minimum(begin_CA + size_CA, np.add(offset, size))
+        for chunk in np.flatnonzero((low_CA < high_CA).all(1)):
+            low_A, high_A = low_CA[chunk], high_CA[chunk]
+            here = tuple(map(slice, low_A - offset, high_A - offset))
+            there = tuple(map(slice, low_A - begin_CA[chunk], high_A - begin_CA[chunk]))
+            values[here] = self._stored(about, chunks[chunk])[there]
+            missing -= values[here].numel()
         if missing:
             raise CheckpointError(f"{self.folder}: {missing} elements of {name} are in no chunk")
         return values

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from polyad.data.files import named
 from polyad.parallel.checkpoint.format import MANIFEST_FILE, CheckpointError, read_contents
 
 STEP_FOLDER = re.compile(r"step-(\d{8,})")
@@ -150,7 +151,7 @@ def write_file(path: Path, parts: Iterable[Any], *, replace: bool = False) -> in
     """
     existing = os.O_TRUNC if replace else os.O_EXCL
     total = 0
-    try:
+    with named(path):  # write and fsync report a descriptor
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | existing, 0o644)
         try:
             for part in parts:
@@ -161,22 +162,17 @@ def write_file(path: Path, parts: Iterable[Any], *, replace: bool = False) -> in
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-    except OSError as error:  # write and fsync report a descriptor, not a name
-        error.filename = error.filename or str(path)
-        raise
     return total
 
 
 def sync_folder(path: Path) -> None:
     """Waits until the entries of a folder are on disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        error.filename = str(path)
-        raise
-    finally:
-        os.close(descriptor)
+    with named(path):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def make_folder(path: Path, above: int = 1) -> None:
