@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 from torch.distributed import distributed_c10d
 
-from polyad.parallel.dims import LayoutError
+from polyad.parallel.dims import Dims, LayoutError
 from polyad.parallel.host_memory import keep_freed_memory
 from polyad.parallel.megatron import join_groups
 
@@ -52,29 +52,27 @@ class PeerError(RuntimeError):
     exit_status = 1
 
 
-@dataclass(frozen=True)
-class World:
-    """The ranks and group sizes of this process."""
+@dataclass(frozen=True, kw_only=True)
+class World(Dims):
+    """How the processes are divided, and which of them this one is.
+
+    Ranks that share every layer are consecutive, and so are the data-parallel ranks of those that
+    have different experts.
+    """
 
     rank: int
-    size: int
     local_rank: int
     device: torch.device
-    tensor_parallel_size: int = 1
-    """Number of ranks that share every layer; their ranks are consecutive."""
-    expert_parallel_size: int = 1
-    """Number of data-parallel ranks that have different experts; their data-parallel ranks are
-    consecutive."""
+
+    @property
+    def size(self) -> int:
+        """The number of processes."""
+        return self.world_size
 
     @property
     def tensor_parallel_rank(self) -> int:
         """This process's rank among the ranks that share its layers."""
         return self.rank % self.tensor_parallel_size
-
-    @property
-    def data_parallel_size(self) -> int:
-        """The number of groups of ranks that see different samples."""
-        return self.size // self.tensor_parallel_size
 
     @property
     def data_parallel_rank(self) -> int:
@@ -183,12 +181,12 @@ def initialize(
     if tensor_parallel_size > 1:
         join_groups(tensor_parallel_size)
     return World(
-        dist.get_rank(),
-        dist.get_world_size(),
-        local_rank,
-        device,
-        tensor_parallel_size,
-        expert_parallel_size,
+        world_size=dist.get_world_size(),
+        tensor_parallel_size=tensor_parallel_size,
+        expert_parallel_size=expert_parallel_size,
+        rank=dist.get_rank(),
+        local_rank=local_rank,
+        device=device,
     )
 
 

@@ -23,7 +23,6 @@ from polyad.model.smoe.graph import AttentionGraph
 from polyad.model.smoe.layer import SelectingMoE
 from polyad.parallel import comm, expert
 from polyad.parallel.config import ParallelConfig
-from polyad.parallel.dims import Dims
 from polyad.parallel.factors import pad_ranks, parallelize_factors, parallelize_table
 from polyad.parallel.fragments import fill, name_parts
 from polyad.parallel.megatron import deepspeed_mpu
@@ -50,7 +49,6 @@ OptimizerFactory = Callable[[NamedParameters], torch.optim.Optimizer]
 
 def parallelize(
     model: nn.Module,
-    dims: Dims,
     parallel: ParallelConfig,
     *,
     world: comm.World,
@@ -66,12 +64,11 @@ def parallelize(
     average_decay: float | None = None,
     stack_gates: bool = False,
 ) -> Engine:
-    """Distributes a model over the ranks of `dims`.
+    """Distributes a model over all ranks.
 
     Args:
         model: the model on the meta device, from `build_model`, possibly with adapters; parameters
             without `requires_grad` are frozen.
-        dims: the parallel degrees.
         parallel: the ZeRO stage and its buffers.
         world: this rank.
         make_optimizer: returns the optimizer for those of the named parameters that require a
@@ -94,7 +91,7 @@ def parallelize(
         parallel,
         precision=precision,
         micro_batch_size=micro_batch_size,
-        accumulation_steps=dims.accumulation_steps(global_batch_size, micro_batch_size),
+        accumulation_steps=world.accumulation_steps(global_batch_size, micro_batch_size),
         clip_grad_norm=clip_grad_norm,
         num_parameters=count_parameters(model),
     )
@@ -105,7 +102,7 @@ def parallelize(
     mpu = None
     dimensions = matrix_dimensions(model)
     tokens = split_layers(model, parallel, world, stack_gates=stack_gates)
-    if dims.tensor_parallel_size > 1:
+    if world.tensor_parallel_size > 1:
         mpu, cross_entropy = deepspeed_mpu(), token_losses
     _allocate(model, world, DTYPES[precision], config, mpu)
     if parallel.zero_stage == 3:
@@ -121,7 +118,7 @@ def parallelize(
         blocks.graphs = GraphedBlocks(blocks.children())  # type: ignore[assignment]
     named = [(name, p, dimensions[name]) for name, p in model.named_parameters()]
     optimizer = make_optimizer(named)
-    if dims.expert_parallel_size > 1:
+    if world.expert_parallel_size > 1:
         split_expert_groups(optimizer)
     groups = [list(group["params"]) for group in optimizer.param_groups]
     engine = Engine(

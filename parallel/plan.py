@@ -360,13 +360,13 @@ def pretended_world(dims: Dims, rank: int = 0) -> Iterator[comm.World]:
     os.environ.setdefault("LOCAL_RANK", "0")
     import_engine()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=dims.world_size)
-    cut, experts = dims.tensor_parallel_size, dims.expert_parallel_size
+    cut = dims.tensor_parallel_size
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # this kind of group does not support a timeout
             if cut > 1:
                 join_groups(cut)
-            yield comm.World(rank, dims.world_size, 0, torch.device("cpu"), cut, experts)
+            yield comm.World(**vars(dims), rank=rank, local_rank=0, device=torch.device("cpu"))
     finally:
         if cut > 1:
             forget_groups()

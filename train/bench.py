@@ -57,9 +57,10 @@ def random_steps(
     Raises:
         RunError: a gradient is not finite, so that a step did less work than others.
     """
+    validate(config, world.size)
     allow_tf32(config.train.tf32, world.device)
     start = InitialWeights(model_of(config), config.seed)
-    engine = engine_of(config, validate(config, world.size), world, start, compiled=compiled)
+    engine = engine_of(config, world, start, compiled=compiled)
     if balanced:
         force_equal_loads(engine.module)
     place = config.distill.teacher

@@ -117,12 +117,12 @@ def run_trial(config: RunConfig, world: comm.World, folder: Path, *, nudged: boo
         folder: for the checkpoints, shared by all processes.
         nudged: whether to start from `Nudged` weights.
     """
-    dims = validate(config, world.size)
+    validate(config, world.size)
     start = (Nudged if nudged else InitialWeights)(model_of(config), config.seed)
-    engine = engine_of(config, dims, world, start, optimizer=GRADIENTS)
+    engine = engine_of(config, world, start, optimizer=GRADIENTS)
     _step(engine, config, 0, learning_rate=0.0)
     gradients = _save(engine, config, folder / "gradients")
-    engine = engine_of(config, dims, world, start)
+    engine = engine_of(config, world, start)
     losses = [_step(engine, config, step, LEARNING_RATE) for step in range(STEPS)]
     return Trial(losses, gradients, _save(engine, config, folder / "trained"))
 

@@ -28,7 +28,6 @@ from polyad.parallel.checkpoint.load import Checkpoint
 from polyad.parallel.checkpoint.manage import Retention, step_folder, write_file
 from polyad.parallel.checkpoint.save import Saver
 from polyad.parallel.config import ParallelConfig
-from polyad.parallel.dims import Dims
 from polyad.parallel.fragments import fill
 from polyad.parallel.parallelize import parallelize
 from polyad.parallel.source import InitialWeights
@@ -74,7 +73,6 @@ class _Trainer:
 def _engine(config: GPT2Config, batch_size: int) -> Engine:
     engine = parallelize(
         build_model(config),
-        Dims(world_size=1),
         ParallelConfig(zero_stage=1),
         world=comm.initialize(),
         make_optimizer=lambda parameters: build_optimizer(OptimizerConfig(), parameters),

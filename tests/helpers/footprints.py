@@ -57,7 +57,7 @@ def _built(config: RunConfig) -> tuple[Engine, Dims]:
     )
     dims = validate(config, world.size)
     start = InitialWeights(model_of(config), config.seed)
-    return engine_of(config, dims, world, start), dims
+    return engine_of(config, world, start), dims
 
 
 def _take_step(engine: Engine, config: RunConfig, batches: list[Any], losses: Any) -> None:

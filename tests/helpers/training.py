@@ -27,7 +27,6 @@ from polyad.parallel.checkpoint.format import Box
 from polyad.parallel.checkpoint.load import Checkpoint
 from polyad.parallel.checkpoint.save import save
 from polyad.parallel.config import ParallelConfig
-from polyad.parallel.dims import Dims
 from polyad.parallel.fragments import fill
 from polyad.parallel.parallelize import parallelize
 from polyad.parallel.source import InitialWeights, Source, on_base
@@ -194,11 +193,6 @@ def build_engine(case: Case, source: Any = None) -> tuple[Engine, comm.World]:
     optimizer = optimizer_of(case)
     engine = parallelize(
         whole_model(case),
-        Dims(
-            world_size=world.size,
-            tensor_parallel_size=case.tensor,
-            expert_parallel_size=case.expert,
-        ),
         ParallelConfig(
             zero_stage=case.stage,
             sequence_parallel=case.sequence,

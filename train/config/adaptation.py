@@ -14,7 +14,6 @@ from polyad.model.settings import ModelSettings
 from polyad.model.smoe.layer import SelectingMoE
 from polyad.parallel import comm
 from polyad.parallel.checkpoint.load import Checkpoint
-from polyad.parallel.dims import Dims
 from polyad.parallel.fragments import persistent_buffers
 from polyad.parallel.parallelize import parallelize
 from polyad.parallel.source import InitialWeights, Joined, Source, WeightsOnly, on_base
@@ -149,7 +148,6 @@ def source_of(
 
 def engine_of(
     config: RunConfig,
-    dims: Dims,
     world: comm.World,
     source: Source,
     *,
@@ -160,7 +158,6 @@ def engine_of(
 
     Args:
         config: Resolved configuration that fits the layout.
-        dims: The layout.
         world: This process.
         source: Source of the initial weights, and of moments if it has them.
         optimizer: Replaces the configuration's.
@@ -169,7 +166,6 @@ def engine_of(
     train, chosen = config.train, optimizer or config.optimizer
     engine = parallelize(
         model_of(config),
-        dims,
         config.parallel,
         world=world,
         make_optimizer=lambda parameters: build_optimizer(chosen, parameters),
