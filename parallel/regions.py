@@ -184,14 +184,12 @@ def data_group(world: comm.World) -> Group:
 
 def copy(x: Tensor) -> Tensor:
     """The identity; backward all-reduces the gradients over the tensor-parallel ranks."""
-    same: Tensor = tensor_parallel_library().copy_to_tensor_model_parallel_region(x)
-    return same
+    return tensor_parallel_library().copy_to_tensor_model_parallel_region(x)
 
 
 def sum_parts(x: Tensor) -> Tensor:
     """All-reduces over the tensor-parallel ranks; backward is the identity."""
-    total: Tensor = tensor_parallel_library().reduce_from_tensor_model_parallel_region(x)
-    return total
+    return tensor_parallel_library().reduce_from_tensor_model_parallel_region(x)
 
 
 def highest_in_place(values: Tensor) -> Tensor:
@@ -253,5 +251,4 @@ class _WithGradient(torch.autograd.Function):
 
 def _with_gradient(x: Tensor, forward: Region, backward: Region) -> Tensor:
     """Applies a function whose gradient is another function of the gradient of its result."""
-    y: Tensor = _WithGradient.apply(x, forward, backward)
-    return y
+    return _WithGradient.apply(x, forward, backward)

@@ -412,7 +412,5 @@ def token_losses(logits_BTV: Tensor, target_ids_BT: Tensor) -> Tensor:
     Returns:
         [B, T] in fp32, the same on every tensor-parallel rank.
     """
-    each_BT: Tensor = tensor_parallel_library().vocab_parallel_cross_entropy(
-        logits_BTV.float(), target_ids_BT
-    )
-    return each_BT
+    library = tensor_parallel_library()
+    return library.vocab_parallel_cross_entropy(logits_BTV.float(), target_ids_BT)
