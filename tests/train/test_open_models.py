@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -263,3 +264,26 @@ def test_a_token_that_ends_a_text_is_an_id(value, tmp_path):
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
     with pytest.raises(ConfigError, match=r"eos_token_id: .* is no token id"):
         generate(tmp_path, "def", max_tokens=1)
+
+
+def test_a_run_takes_its_model_from_a_folder(workers, tmp_path):
+    hub_folder(tmp_path / "hub", "olmoe")
+    data = prepared_for(tmp_path / "hub", tmp_path)
+    shipped = Path("finetune/olmoe-1b-7b-lora")
+    words = [
+        f"model.from={tmp_path / 'hub'}",
+        f"data.path={data}",
+        f"run.folder={tmp_path / 'run'}",
+    ]
+    config, model = load_config(shipped, words), FamilyWeights(tmp_path / "hub").model_config()
+    length = min(model.sequence_length, load_config(shipped).model.sequence_length)
+    kept = {key: getattr(config.model, key) for key in ("dropout", "recompute", "compile")}
+    assert config.model == model.model_copy(update=kept | {"sequence_length": length})
+    assert config.checkpoint.init_from == str(tmp_path / "hub")
+    assert load_config(shipped, [*words, "model.dropout=0.25"]).model.dropout == 0.25
+    few = ("train.steps=2", "train.global_batch_size=2", "train.micro_batch_size=1",
+           "model.sequence_length=16", "parallel.expert_parallel_size=1")  # fmt: skip
+    assert workers(1).run(run, shipped, *words, *few) == [2]
+    assert "adapt" in (tmp_path / "run" / "config.yaml").read_text()
+    with pytest.raises(ConfigError, match=r"model\.from: .*no-such"):
+        load_config(shipped, [f"model.from={tmp_path / 'no-such'}"])

@@ -28,6 +28,7 @@ from polyad.model.settings import ModelSettings
 from polyad.parallel import foreign as foreign  # adds a kind of model
 from polyad.parallel.checkpoint.load import Checkpoint
 from polyad.parallel.config import CheckpointConfig, ParallelConfig
+from polyad.parallel.weights import open_weights
 from polyad.train.config.text import apply_override, describe, parse_yaml
 from polyad.train.errors import ConfigError, shown
 from polyad.train.guard.run_folder import RunFolderConfig
@@ -194,12 +195,41 @@ def _tree(text: str, origin: str) -> dict[str, Any]:
 def build_config(tree: dict[str, Any], overrides: Sequence[str] = (), *, origin: str) -> RunConfig:
     """Loads a configuration like `load_config`, from keys, which are not modified."""
     tree = copy.deepcopy(tree)
-    for override in overrides:
+    first = [each for each in overrides if each.startswith("model.from=")]
+    for override in first:
         apply_override(tree, override)
+    if isinstance(tree.get("model"), dict) and "from" in tree["model"]:
+        _take_model(tree)
+    for override in overrides:
+        if override not in first:
+            apply_override(tree, override)
     try:
         return RunConfig.model_validate(tree)
     except ValidationError as error:
         raise ConfigError(f"{origin}: {describe(error, RunConfig)}") from None
+
+
+KEPT = ("sequence_length", "dropout", "recompute", "compile")
+"""Keys of a model that say how it is trained."""
+
+
+def _take_model(tree: dict[str, Any]) -> None:
+    """Replaces `model.from`, a folder of weights, by the model in it, and begins from its weights.
+
+    Raises:
+        ConfigError: the folder cannot be opened.
+    """
+    own, folder = tree["model"], str(tree["model"]["from"])
+    try:
+        section = open_weights(Path(folder)).model_config().model_dump(mode="json")
+    except ValueError as error:
+        raise ConfigError(f"model.from: {error}") from None
+    kept = {key: own[key] for key in KEPT if key in own and key in section}
+    lengths = [each["sequence_length"] for each in (section, kept) if "sequence_length" in each]
+    if lengths:
+        kept["sequence_length"] = min(lengths)
+    tree["model"] = section | kept
+    tree["checkpoint"] = {**tree.get("checkpoint", {}), "init_from": folder}
 
 
 def data_overrides(config: RunConfig, data: str) -> tuple[str, ...]:
