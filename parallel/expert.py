@@ -167,7 +167,7 @@ class RowExchange(Dispatcher):
         self.group = Group.of(expert_group(self.parts))
 
     def unit_means(self, means: Tensor) -> Tensor:
-        """See `Dispatcher.unit_means`."""
+        """Averages as `Dispatcher.unit_means`, for the experts of all processes."""
         return self.group.gather(super().unit_means(means), 0)
 
     def begin(self, plan: Plan) -> Counts:
@@ -187,7 +187,7 @@ class RowExchange(Dispatcher):
     def compute(
         self, rows_MD: Tensor, plan: Plan, experts: StackedExperts, begun: Counts
     ) -> Tensor:
-        """See `Dispatcher.compute`."""
+        """Exchanges rows with the processes that have their experts, as `Dispatcher.compute`."""
         # The only place where the CPU synchronizes with the GPU.
         begun.wait()
         numbers = begun.numbers

@@ -24,7 +24,7 @@ from tests.gpu.check import Part, data, options, rates_of, run_of, visit
 
 NEEDS_CUDA = "needs CUDA"
 STEPS = 14
-"""Of a run. The last but one is traced; medians are over those before it, from the fourth."""
+"""Steps of a run. The last but one is traced; medians are over those before it, from the fourth."""
 
 
 class Trial(NamedTuple):
