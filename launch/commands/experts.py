@@ -124,8 +124,8 @@ class Atlas(CheckpointOptions):
 @command(
     "experts trace",
     "polyad experts trace runs/quickstart/run --output runs/trace.parquet",
-    "polyad experts trace runs/quickstart/run --output runs/trace.parquet --tokens 4096 "
-    "--layers 1 --with score,entropy,norm,loss",
+    "polyad experts trace runs/quickstart/run --output runs/trace-of-1.parquet "
+    "--layers 1 --tokens 4096 --with score,entropy,norm,loss",
     "polyad experts trace runs/quickstart/run --text 'def main():' --html runs/main.html",
 )
 @dataclass(frozen=True, kw_only=True)
