@@ -216,14 +216,16 @@ class TheirExperts(SelectingMoE):
         at = next(n for n, each in tensors.items() if not each.is_floating_point())
         of = next(n for n, x in tensors.items() if n != at and x.shape == values[at].shape)
         self._tokens_ND = next(each for n, each in tensors.items() if n not in (at, of))
-        own = Selected.of(values[of], values[at], self.config.num_experts)
+        # Some routers do not sort. The library's experts keep its order, and so its rounding.
+        order_NK = values[of].argsort(dim=1, descending=True, stable=True)
+        weights_NK, ids_NK = (values[n].gather(1, order_NK) for n in (of, at))
+        own = Selected.of(weights_NK, ids_NK, self.config.num_experts)
         self._check(own)
         self.router.selection.own = own
         self._selected = self.router.selection(self.scores(own))
-        values[at], values[of] = (
-            self._selected.expert_ids_NK.to(values[at].dtype),
-            self._selected.weights_NK.to(values[of].dtype),
-        )
+        back_NK = order_NK.argsort(dim=1)
+        values[at] = self._selected.expert_ids_NK.gather(1, back_NK).to(values[at].dtype)
+        values[of] = self._selected.weights_NK.gather(1, back_NK).to(values[of].dtype)
         return tuple(values[: len(arguments)]), dict(
             zip(named, values[len(arguments) :], strict=True)
         )

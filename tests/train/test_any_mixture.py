@@ -41,9 +41,11 @@ def test_families_of_ours_are_read_alike_through_both_doors(case, tmp_path):
     assert found["loss"] == pytest.approx(expected["loss"], rel=1e-6)
     routed = ours.experts(TEXT).layers
     for name, layer in theirs.experts(TEXT).layers.items():
-        assert torch.equal(layer.experts, routed[name].experts)
-        torch.testing.assert_close(layer.weights, routed[name].weights, atol=1e-5, rtol=1e-4)
-        torch.testing.assert_close(layer.scores, routed[name].scores, atol=1e-5, rtol=1e-4)
+        weights, order = routed[name].weights.sort(descending=True, stable=True)
+        assert torch.equal(layer.experts, routed[name].experts.gather(1, order))
+        torch.testing.assert_close(layer.weights, weights, atol=1e-5, rtol=1e-4)
+        if layer.layer.block not in theirs.model.without_scores:
+            torch.testing.assert_close(layer.scores, routed[name].scores, atol=1e-5, rtol=1e-4)
     last = theirs.experts(TEXT)
     block = [*last.layers.values()][-1].layer.block
     for how in (
