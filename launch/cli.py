@@ -174,10 +174,10 @@ def _rows(group: Sequence[Command]) -> list[tuple[str, str]]:
     for each in group:
         named.setdefault(each.name.split()[0], []).append(each)
     return [
-        (first, ", ".join(each.name.split()[1] for each in alike))
-        if len(alike) > 1
-        else (alike[0].name, alike[0].summary)
-        for first, alike in named.items()
+        (first, ", ".join(each.name.split()[1] for each in same))
+        if len(same) > 1
+        else (same[0].name, same[0].summary)
+        for first, same in named.items()
     ]
 
 
@@ -263,7 +263,7 @@ def _say(message: str) -> None:
 
 
 def _let_others_speak() -> None:
-    """Waits, except in the first process of a host: often all fail alike, or because of another.
+    """Waits, except in the first process of a host: often all have one error, or fail because of it.
 
     The launcher ends a process while it waits, if another one of its host has ended.
     """

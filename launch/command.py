@@ -271,7 +271,7 @@ class Parser(argparse.ArgumentParser):
         self._command = command.name
 
     def error(self, message: str) -> NoReturn:
-        """Raises instead of printing the usage, so that all errors are handled alike.
+        """Raises instead of printing the usage, so that all errors are handled in one place.
 
         Raises:
             UsageError: always.

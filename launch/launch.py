@@ -190,6 +190,7 @@ class Launcher:
         from polyad.parallel.dims import LayoutError
         from polyad.train.config.rules import validate
         from polyad.train.config.run import load_config
+        from polyad.train.describe import exports_to
         from polyad.train.start import plan_run
 
         nodes = self.nodes
@@ -216,6 +217,8 @@ class Launcher:
                     f"processes the layout does not fit, and torchrun goes on with any number from "
                     f"{least} to {nodes}: {error}"
                 ) from None
+        if self.command[0] == "train" and not self.dry_run:
+            print(f"exports to: {exports_to(config)}", file=sys.stderr)
         return config
 
     def rendezvous(self, run_folder: str) -> Sequence[str]:

@@ -20,6 +20,10 @@ NUMBER = re.compile(
     r"|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN))\Z",
     re.ASCII,
 )
+RENAMED = {
+    "combine": {"renormalized": "auto", "normalized": "sum_to_one", "softmax": "scores"},
+}
+"""By key, values that were called otherwise when a run was made, and their names now."""
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 
@@ -54,6 +58,19 @@ def load(text: str) -> Any:
         if isinstance(error, ConfigYamlError):
             raise
         raise ConfigYamlError(f"is not YAML: {' '.join(str(error).split())}") from None
+
+
+def with_new_names(tree: Any) -> Any:
+    """Returns the configuration of an older run with the values of `RENAMED` as they are called
+    now."""
+    if isinstance(tree, list):
+        return [with_new_names(each) for each in tree]
+    if not isinstance(tree, dict):
+        return tree
+    return {
+        key: RENAMED[key].get(value, value) if key in RENAMED else with_new_names(value)
+        for key, value in tree.items()
+    }
 
 
 def dump(tree: Any) -> str:

@@ -244,7 +244,7 @@ class TheirExperts(SelectingMoE):
 
     @property
     def logits(self) -> Tensor | None:
-        """The router's logits of the last forward pass [N, E]; None if they were not seen."""
+        """The router's logits of the last forward pass [N, E]; None if they are not known."""
         return None if self._logits is None else self._logits.logits_NE
 
     def scores(self, own: Selected) -> Tensor:

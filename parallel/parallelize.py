@@ -148,7 +148,7 @@ def split_layers(
         parallel: whether tokens are split.
         world: this rank.
         stack_gates: whether the gate and the first layer of sparse experts become one parameter,
-            which the optimizer must treat alike; checkpoints have both.
+            which the optimizer must treat as one; checkpoints have both.
 
     Returns:
         How tokens are split; None without sequence parallelism.

@@ -65,7 +65,7 @@ def describe_run(
 def exports_to(config: RunConfig) -> str:
     """Says as what `polyad convert` will write the trained model for other libraries."""
     try:
-        return f"transformers, as {family_of_model(config.model).title}"
+        return family_of_model(config.model).title
     except WeightsError as error:
         reason = str(error).removesuffix(f"; {OUR_NAMES}")
         reason = reason.partition("transformers has no such architecture: ")[2] or reason

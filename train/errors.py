@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NoReturn
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-"""Signals that ask a command to end; all training commands treat them alike."""
+"""Signals that ask a command to end; all training commands treat them in the same way."""
 
 STALLED = 75
 """EX_TEMPFAIL of sysexits.h: a failure that a retry may not meet again."""

@@ -355,7 +355,7 @@ class Run:
         Raises:
             ValueError: one line says what does not fit the model.
         """
-        predictor = self.predictor()
+        predictor = predictor_of(self)
         if isinstance(inputs, str | Path):
             raise ConfigError(f"inputs: {str(inputs)!r} is not allowed: a list of inputs")
         if predictor.reads_images:
@@ -366,10 +366,6 @@ class Run:
         firsts = [each[0] if isinstance(each, tuple) else str(each) for each in inputs]
         seconds = [each[1] for each in inputs if isinstance(each, tuple)]
         return predictor.texts(firsts, seconds).predictions
-
-    def predictor(self) -> Predictor:
-        """Returns the predictor that `polyad predict` uses."""
-        return Predictor(self._weights, self.model, lambda: self.tokenizer)
 
     @_by_name
     def evaluate(
@@ -393,7 +389,7 @@ class Run:
         Raises:
             ValueError: one line says what is wrong.
         """
-        opened = self.open_data(data, batch_size)
+        opened = self._open_data(data, batch_size)
         with comm.left_again():
             result: dict[str, Any] = json_value(evaluate(opened, split, model=self.model))
             return result
@@ -442,7 +438,7 @@ class Run:
             except ValidationError as error:
                 reason = error.errors()[0]["msg"]
                 raise ConfigError(f"{key}: {value!r} is not allowed: {reason}") from None
-        opened = self.open_data(data, batch_size)._replace(interventions=_parsed(interventions))
+        opened = self._open_data(data, batch_size)._replace(interventions=_parsed(interventions))
         with comm.left_again():
             return examine(opened, kind(**options), split, model=self.model)
 
@@ -526,7 +522,7 @@ class Run:
         Raises:
             ValueError: one line says what is wrong.
         """
-        return HeldOut(self.open_data(data, batch_size), self.model, split, tokens)
+        return HeldOut(self._open_data(data, batch_size), self.model, split, tokens)
 
     def intervened(self, *interventions: str | Intervention) -> AbstractContextManager[None]:
         """A context in which experts are changed at every token, for all that the run does in it.
@@ -539,7 +535,7 @@ class Run:
         """
         return intervened(self.model, _parsed(interventions))
 
-    def open_data(
+    def _open_data(
         self, data: str | Path | None, batch_size: int | None = None
     ) -> EvaluationContext:
         """Opens held-out data that fits the model; see `evaluate`."""
@@ -556,6 +552,11 @@ class Run:
 
     def _not_of_text(self) -> ConfigError:
         return ConfigError(f"{self.path}: model.kind: {self._config.kind}: reads no text")
+
+
+def predictor_of(run: Run) -> Predictor:
+    """Returns what labels inputs by the model of a run."""
+    return Predictor(run._weights, run.model, lambda: run.tokenizer)
 
 
 def _documents(text: Any) -> Sequence[Any]:

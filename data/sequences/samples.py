@@ -158,7 +158,7 @@ def encode_rows(
 
 
 def shortened(first: Ids, second: Ids, room: int) -> tuple[Ids, Ids]:
-    """Truncates two texts to fit: the longer one first, then both alike, at their ends.
+    """Truncates two texts to fit: the longer one first, then both equally, at their ends.
 
     Args:
         first: A text.

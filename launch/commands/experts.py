@@ -93,7 +93,7 @@ class SteerExperts(CheckpointOptions):
 @command(
     "experts atlas",
     "polyad experts atlas runs/quickstart/run",
-    "polyad experts atlas runs/quickstart/run --tokens 16384 --how route-around",
+    "polyad experts atlas runs/quickstart/run --tokens 16384 --how renormalize",
     "polyad experts atlas runs/quickstart/run --layers 1 --experts 2,3",
 )
 @dataclass(frozen=True, kw_only=True)
@@ -105,9 +105,9 @@ class Atlas(CheckpointOptions):
     quarter or half of a layer's experts are removed, chosen by each of these or at random.
 
     Args:
-        how: how an expert is removed: contribution: its output becomes 0; route-around: as well,
+        how: how an expert is removed: zero: its output becomes 0; renormalize: as well,
             and the others take over its weight; mean: its output becomes its mean; prune: the
-            router no longer has it, and the next best expert enters; default contribution.
+            router no longer has it, and the next best expert enters; default zero.
         layers: blocks whose experts are removed; default: all.
         experts: experts to remove in each of these blocks, written LEVEL.N in a hierarchy;
             default: all.
@@ -115,7 +115,7 @@ class Atlas(CheckpointOptions):
 
     measure = "atlas"
 
-    how: Literal["contribution", "route-around", "mean", "prune"] = "contribution"
+    how: Literal["zero", "renormalize", "mean", "prune"] = "zero"
     layers: Names = ("all",)
     experts: Names = ()
     tokens: Tokens = None

@@ -90,8 +90,8 @@ Base = Annotated[
 Intervene = Annotated[
     Sequence[str],
     Argument(
-        "change what experts do at every token; HOW is contribution (their output becomes 0), "
-        "route-around (as well, and the other experts take over their weight), swap (expert to=E "
+        "change what experts do at every token; HOW is zero (their output becomes 0), "
+        "renormalize (as well, and the other experts take over their weight), swap (expert to=E "
         "takes their place), mean (their output becomes its mean), prune (removed from the "
         "router, the next best enter), scale or clamp (multiply their routing weight by value=X, "
         "or set it to X), force or avoid (rank them first or last), or steer (add value=X times "

@@ -121,13 +121,13 @@ def predict(
         raise UsageError("predict: one of the options --text, --file and --image is needed")
     if pair and len(pair) != len(text):
         raise UsageError(f"--pair: given {len(pair)} times, --text {len(text)} times")
-    from polyad.train.loading import load
+    from polyad.train.loading import load, predictor_of
 
     with results(json) as show:
         run = load(
             path, weights=weights, best=best, precision=precision, tokenizer=tokenizer, base=base
         )
-        predictor = run.predictor()
+        predictor = predictor_of(run)
         if file is not None:
             predictions = predictor.file(file)
         else:

@@ -412,8 +412,8 @@ SHAPE = (
 NORMALIZED = field(
     "norm_topk_prob",
     "feed_forward.combine",
-    lambda value: "normalized" if value else "softmax",
-    lambda value: value == "normalized",
+    lambda value: "sum_to_one" if value else "scores",
+    lambda value: value == "sum_to_one",
 )
 """Whether the weights of a token's experts are divided by their sum."""
 DENSE = (
@@ -554,7 +554,7 @@ OLMOE_FAMILY = _decoder(
 MIXTRAL_FAMILY = _decoder(
     "mixtral", "Mixtral", "Mixtral",
     (*SHAPE, heads(), rope(), *_sparse("num_local_experts"), window(),
-     constant(feed_forward__combine="normalized"), implied(norm_topk_prob=True)),
+     constant(feed_forward__combine="sum_to_one"), implied(norm_topk_prob=True)),
     MIXTRAL, other_forms=({"feed_forward.router.score": "mlp.gate", **FUSED},),
 )  # fmt: skip
 QWEN2_MOE_FAMILY = _decoder(
@@ -578,7 +578,7 @@ QWEN3_MOE_FAMILY = _decoder(
 )  # fmt: skip
 _GRANITE = (
     *SHAPE, heads(sized=False), rope(),
-    *_sparse("num_local_experts"), constant(feed_forward__combine="normalized"),
+    *_sparse("num_local_experts"), constant(feed_forward__combine="sum_to_one"),
     implied(
         norm_topk_prob=True, position_embedding_type="rope", normalization_function="rmsnorm"
     ),
@@ -626,7 +626,7 @@ def _v2_groups(tree: Tree) -> dict[str, Any]:
 DEEPSEEK_V2_FAMILY = _decoder(
     "deepseek_v2", "DeepSeek-V2", "DeepseekV2",
     (*DEEPSEEK, rope(pairs="neighbours", dtype="fp32", is_latent=True),
-     constant(feed_forward__combine="softmax"),
+     constant(feed_forward__combine="scores"),
      field("routed_scaling_factor", "feed_forward.routed_scaling_factor"),
      only("scoring_func", "softmax"),
      *GROUPS,
@@ -651,7 +651,7 @@ GPT_OSS_FAMILY = _decoder(
     (*SHAPE, heads(),
      rope(scales=True),
      *_sparse("num_local_experts"), window(),
-     constant(feed_forward__activation="clamped_swiglu", feed_forward__combine="normalized",
+     constant(feed_forward__activation="clamped_swiglu", feed_forward__combine="sum_to_one",
               mlp_bias=True, attention_sinks=True, norm="rms_rounded_last"),
      biases(),
      field("swiglu_alpha", "feed_forward.swiglu_alpha"),

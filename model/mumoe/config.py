@@ -129,7 +129,7 @@ class MuMoEConfig(FactorizedExperts, FeedForwardSettings):
     hierarchy."""
     expert_std: Annotated[float, Field(ge=0, le=1e6)] = 1.0
     """Standard deviation of the initial expert factors of the first level, around one or the
-    identity; the paper uses 1. Smaller values make experts more alike at the start."""
+    identity; the paper uses 1. Smaller values make experts more similar at the start."""
     factor_start: Literal["uniform", "orthogonal"] = "uniform"
     """Initialization of the input and output factors: `uniform`, independent entries as in the
     paper, or `orthogonal`, orthogonal rows or columns of equal norm, so that no direction is weaker

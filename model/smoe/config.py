@@ -193,11 +193,11 @@ class SparseMoEConfig(SelectingConfig):
     """The kind of feed-forward."""
     top_k: Count = 2
     """Number of experts K that each token uses."""
-    combine: Literal["renormalized", "normalized", "softmax"] = "renormalized"
-    """How the outputs of a token's K experts are weighted: `renormalized`, by their scores divided
-    by the sum of these, or with K = 1 by the score itself, as in Switch; `normalized`, by the
-    scores divided by their sum for any K, as in Mixtral (equal to a softmax over the K highest
-    logits); `softmax`, by the scores as they are, as in V-MoE and OLMoE."""
+    combine: Literal["auto", "sum_to_one", "scores"] = "auto"
+    """How the outputs of a token's K experts are weighted: `sum_to_one`, by their scores divided by
+    the sum of these, as in Mixtral (equal to a softmax over the K highest logits); `scores`, by the
+    scores as they are, as in V-MoE and OLMoE; `auto`, like `scores` with K = 1, as in Switch, and
+    like `sum_to_one` otherwise."""
     routed_scaling_factor: Positive = 1.0
     """Factor of the weights of the experts' outputs (DeepSeek)."""
     expert_hidden_size: Count | None = None

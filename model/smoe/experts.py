@@ -4,9 +4,9 @@ Upcycling makes each expert a copy of a trained dense feed-forward:
 
     up_e = up + noise * std(up) * n_e        n_e standard normal, separate for each expert e
 
-down and the gate are treated alike. With K > 1 and renormalized weights, these sum to 1, so the
-output equals that of the dense feed-forward whichever experts are selected. With K = 1, or
-`combine: softmax`, weights are scores and do not sum to 1. Source: Komatsuzaki et al. 2023, "Sparse
+down and the gate are treated in the same way. With K > 1 and `combine: auto`, weights sum to 1, so
+the output equals that of the dense feed-forward whichever experts are selected. With K = 1, or
+`combine: scores`, weights are scores and do not sum to 1. Source: Komatsuzaki et al. 2023, "Sparse
 upcycling: training mixture-of-experts from dense checkpoints".
 
 Shapes: M rows, E experts, D width, F inner width.

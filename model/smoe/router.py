@@ -287,8 +287,8 @@ class TopK(Selection):
 
     By default they are divided by their sum. With K = 1 that quotient would be the constant 1 and
     the score would get no gradient, so the weight is the score itself, as in Switch (Fedus et al.
-    2022). With `combine: softmax` that holds for any K, as in V-MoE (Riquelme et al. 2021); with
-    `normalized` the quotient is used for any K. The balancing bias affects the selection but not
+    2022). With `combine: scores` that holds for any K, as in V-MoE (Riquelme et al. 2021); with
+    `sum_to_one` the quotient is used for any K. The balancing bias affects the selection but not
     the weights (Wang et al. 2024, "Auxiliary-loss-free load balancing").
 
     The state is in buffers: `forward` uses them, and `update` is called after each optimizer step.
@@ -356,7 +356,7 @@ class TopK(Selection):
         expert_ids_NK = self.forced(best_NK)
         weights_NK = scores_NE.gather(-1, expert_ids_NK)
         combine = self.config.combine
-        if combine == "normalized" or (combine == "renormalized" and self.top_k > 1):
+        if combine == "sum_to_one" or (combine == "auto" and self.top_k > 1):
             sum_N1 = weights_NK.sum(-1, keepdim=True)
             if self.may_be_zero or self.forced is not same:
                 weights_NK = weights_NK / sum_N1.clamp_min(torch.finfo(sum_N1.dtype).tiny)

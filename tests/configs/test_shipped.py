@@ -183,9 +183,14 @@ def test_a_shipped_config_is_described_with_the_memory_that_its_head_says(name, 
     captured = capfd.readouterr()
     assert (status, captured.err) == (0, "")
     described = json.loads(captured.out)
+    head = path.read_text().partition("\n\n")[0]
+    exports = re.search(r"^# Exports +(.*)", head, re.M)[1]
+    if described["exports_to"].startswith("safetensors"):
+        assert exports.startswith("safetensors under Polyad's names alone: ")
+    else:
+        assert exports == described["exports_to"]
     model, memory = described["model"], described["memory_bytes_per_process"]
     assert model["parameters"] == parameters
-    head = path.read_text().partition("\n\n")[0]
     if active := re.search(r"^# Size .*, ([\d,]+) active per", head, re.M):
         assert active[1] == f"{model['active_parameters']:,}"
     computed = r"^# Memory .*about ([\d.]+) ([GMK])B.*, beside the libraries' own"

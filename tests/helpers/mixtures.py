@@ -171,7 +171,7 @@ def verify(kind: str) -> tuple[str, ...]:
     routed = [n for n, block in enumerate(model.blocks) if hasattr(block, "feed_forward")]
     layer: Any = model.blocks[routed[-1]].feed_forward
     expert = int(layer.router.selection.own.expert_ids_NK.flatten().mode().values)
-    without = logits_of(model, f"layer={routed[-1]},expert={expert},how=contribution")
+    without = logits_of(model, f"layer={routed[-1]},expert={expert},how=zero")
     with torch.inference_mode():
         layer.experts.down_proj[expert] = 0
         if (bias := getattr(layer.experts, "down_proj_bias", None)) is not None:

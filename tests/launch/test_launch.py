@@ -21,7 +21,8 @@ def test_launch_trains_in_processes_and_says_little(finished_run):
     assert done.stdout.startswith("4 steps done; last loss ")
     assert str(folder) in done.stdout
     # Nothing but our own lines: no warning, no banner of a library.
-    first, *steps = done.stderr.splitlines()
+    exports, first, *steps = done.stderr.splitlines()
+    assert exports == "exports to: Hugging Face's GPT-2"
     assert first == f"new run: 4 steps, in {folder}"
     assert len(steps) == 4, done.stderr
     assert all(line.startswith("step ") for line in steps)
@@ -46,7 +47,7 @@ def test_a_run_that_fails_is_one_line_without_torchruns_report(config, polyad):
     assert done.stdout == ""
     lines = done.stderr.splitlines()
     assert lines[-1].startswith("polyad: error: step ")
-    known = ("new run: ", "first step ", "step ")
+    known = ("exports to: ", "new run: ", "first step ", "step ")
     assert all(line.startswith(known) for line in lines[:-1]), done.stderr
 
 

@@ -283,9 +283,12 @@ def test_the_script_is_submitted(config, monkeypatch, capfd):
     assert f"Submitted batch job 7: {script}\n" in capfd.readouterr().out
     write_command(config.parent / "sbatch", "echo 'sbatch: error: invalid partition' >&2; exit 1")
     assert run(["launch", str(config), *SLURM]) == 1
-    line = error_line(capfd.readouterr().err)
+    exports, error = capfd.readouterr().err.splitlines()
+    assert exports == "exports to: Hugging Face's GPT-2"
+    line = error_line(error)
     assert "sbatch refused" in line
     assert "invalid partition" in line
     (config.parent / "sbatch").write_text("no program")
     assert run(["launch", str(config), *SLURM]) == 1
-    assert "sbatch cannot be started: Exec format error" in error_line(capfd.readouterr().err)
+    error = capfd.readouterr().err.splitlines()[1]
+    assert "sbatch cannot be started: Exec format error" in error_line(error)

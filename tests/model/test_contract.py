@@ -59,10 +59,10 @@ CASES |= {
 CASES["mixture"] = PLAIN["mixture"] | {"kind": "mixture"}
 
 BY_GROUPS = {
-    "num_experts": 6, "num_groups": 3, "combine": "softmax", "routed_scaling_factor": 2.0,
+    "num_experts": 6, "num_groups": 3, "combine": "scores", "routed_scaling_factor": 2.0,
 }  # fmt: skip
 BY_SIGMOID = BY_GROUPS | {
-    "score_function": "sigmoid", "combine": "normalized", "top_groups": 2,
+    "score_function": "sigmoid", "combine": "sum_to_one", "top_groups": 2,
     "group_score": "best_two", "selection_bias": True, "graph": "similarity",
 }  # fmt: skip
 POOL = {"pool": "prefix", "pool_least": 3, "pool_most": 3}

@@ -225,7 +225,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"graph": "attention", "sigma": 0.3, "score": "cosine", "score_width": 3},
     {"graph": "attention", "attention_head": 3, "sigma": 3.0},  # of the second process
     {"graph": "attention", "attention_head": 0, "head_mean": False},
-    {"combine": "softmax"},
+    {"combine": "scores"},
     {"router_bias": False},
     {"placement": 2},
     {"top_k": 1},
@@ -400,7 +400,7 @@ OTHERS = {
         ["4 TP2 EP2"], recorded=frozenset({"routing/dropped"}), loads_alone=True,
     )
     for section in (
-        CAPACITY | {"kind": "smoe", "expert_hidden_size": 16, "combine": "softmax"},
+        CAPACITY | {"kind": "smoe", "expert_hidden_size": 16, "combine": "scores"},
         CAPACITY | {"kind": "emoe"},
     )
 }  # fmt: skip

@@ -49,8 +49,8 @@ def test_families_of_ours_are_read_alike_through_both_doors(case, tmp_path):
     last = theirs.experts(TEXT)
     block = [*last.layers.values()][-1].layer.block
     for how in (
-        "contribution",
-        "route-around",
+        "zero",
+        "renormalize",
         "prune",
         "scale,value=2",
         "swap,to=0",

@@ -59,7 +59,7 @@ def test_active_parameters_are_per_token_in_every_task() -> None:
 def test_what_a_model_is_exported_to_is_said_before_it_is_trained() -> None:
     experts = {"kind": "smoe", "num_experts": 4, "top_k": 1, "expert_hidden_size": 8}
     with_bias = small(model={"bias": True})
-    assert exports_to(with_bias) == "transformers, as Hugging Face's GPT-2"
+    assert exports_to(with_bias) == "Hugging Face's GPT-2"
     sparse = exports_to(small(model={"bias": True, "feed_forward": experts}))
     assert sparse.startswith("safetensors under Polyad's names alone: Hugging Face's GPT-2 has no ")
     assert "model.feed_forward.kind: 'smoe'" in sparse

@@ -22,7 +22,7 @@ from polyad.data.images.config import ImageDataConfig
 from polyad.data.sequences.config import SequenceDataConfig
 from polyad.model.build import MODELS
 from polyad.model.config import Config
-from polyad.model.config_yaml import dump
+from polyad.model.config_yaml import dump, with_new_names
 from polyad.model.lora import AdaptConfig
 from polyad.model.settings import ModelSettings
 from polyad.parallel import foreign as foreign  # adds a kind of model
@@ -161,7 +161,8 @@ def parse_config(text: str, overrides: Sequence[str] = (), *, origin: str) -> Ru
 
 def config_of_checkpoint(checkpoint: Checkpoint) -> RunConfig:
     """Returns the configuration that a checkpoint was written with."""
-    return parse_config(checkpoint.config_yaml, origin=f"{checkpoint.folder / 'config.yaml'}")
+    origin = f"{checkpoint.folder / 'config.yaml'}"
+    return build_config(with_new_names(_tree(checkpoint.config_yaml, origin)), origin=origin)
 
 
 def read_tree(path: Path) -> dict[str, Any]:
@@ -180,6 +181,8 @@ def read_tree(path: Path) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
     tree = _tree(text, str(path))
+    if is_run(find_config(path).parent):
+        tree = with_new_names(tree)
     if is_run(path):  # it may have been moved
         tree["run"] = {**tree["run"], "folder": str(path if path.name else path.absolute())}
     return tree

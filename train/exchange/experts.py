@@ -70,7 +70,7 @@ class Upcycling(Option):
             if self.keys.get("score", "linear") in ("linear", "random"):
                 keys["router_dtype"] = "model"
             if self.keys.get("top_k") != 1:  # or its weight would be constantly 1
-                keys["combine"] = "normalized"
+                keys["combine"] = "sum_to_one"
         return keys
 
 
@@ -102,7 +102,7 @@ class Upcycled(Changed):
         experts: SparseMoEConfig = getattr(self._config, self._section)
         is_equal = (
             experts.top_k > 1
-            and experts.combine != "softmax"
+            and experts.combine != "scores"
             and experts.capacity_factor is None
             and not self._start.noise
             and experts.activation == activation_of(self._config)

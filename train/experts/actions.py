@@ -1,7 +1,7 @@
 """Actions on experts, and hooks that apply them to a model.
 
-    contribution   their outputs are 0, and the others keep their weights
-    route-around   the same, but the others take over their weights: the sum is unchanged
+    zero           their outputs are 0, and the others keep their weights
+    renormalize    the same, but the others take over their weights: the sum is unchanged
     swap           another expert takes their place, with their weights
     mean           their outputs are replaced by their mean output
     prune          removed: their rows of the router are deleted, and the next best replace them
@@ -42,7 +42,7 @@ from polyad.train.errors import ConfigError
 from polyad.train.experts.probing import RoutedLayer, uncompiled
 
 How = Literal[
-    "contribution", "route-around", "swap", "mean", "prune", "scale", "clamp", "force", "avoid",
+    "zero", "renormalize", "swap", "mean", "prune", "scale", "clamp", "force", "avoid",
     "steer",
 ]  # fmt: skip
 HOWS: tuple[How, ...] = get_args(How)
@@ -67,7 +67,7 @@ and at which tokens, bool [B, T] or None for all; None in place of experts: no c
 class Action:
     """An action on experts."""
 
-    how: How = "contribution"
+    how: How = "zero"
     to: int | None = None
     """For `swap`, the expert that replaces them."""
     value: float | None = None
@@ -285,7 +285,7 @@ def weighed(weights_MK: Tensor, hit_MK: Tensor, action: Action) -> Tensor:
         assert action.value is not None
         return torch.where(hit_MK, weights_MK * action.value, weights_MK)
     left_MK = weights_MK.masked_fill(hit_MK, 0)
-    if action.how != "route-around":
+    if action.how != "renormalize":
         return left_MK
     before_M1, after_M1 = weights_MK.sum(-1, keepdim=True), left_MK.sum(-1, keepdim=True)
     return left_MK * torch.where(after_M1 != 0, before_M1 / after_M1, 0)

@@ -203,8 +203,8 @@ class ExpertCounts:
 def shuffled_classes(class_A: Tensor) -> Tensor:
     """Returns the classes of whole sequences or images, and shuffled ones [P, A].
 
-    Labels of whole sequences are shuffled, since tokens of one sequence are alike: shuffling labels
-    of single tokens would underestimate chance.
+    Labels of whole sequences are shuffled, since tokens of one sequence are similar: shuffling
+    labels of single tokens would underestimate chance.
 
     Args:
         class_A: the class of each sequence or image, in reading order.

@@ -37,7 +37,7 @@ class Intervention(Config):
     """The number of the block."""
     experts: tuple[NonNegativeInt, ...]
     """Expert numbers, counted over all levels."""
-    how: How = "contribution"
+    how: How = "zero"
     to: NonNegativeInt | None = None
     value: FiniteFloat | None = None
 
@@ -62,7 +62,7 @@ FORM = "layer=L,expert=E+F,how=HOW[,to=E][,value=X]"
 
 
 def parse_intervention(text: str) -> Intervention:
-    """Reads `layer=3,expert=2+5,how=route-around`.
+    """Reads `layer=3,expert=2+5,how=renormalize`.
 
     Raises:
         ConfigError: the syntax is wrong.

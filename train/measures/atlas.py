@@ -69,7 +69,7 @@ class Atlas(Analysis):
     """Blocks whose experts are removed, by number, or `all`."""
     experts: Sequence[str] = ()
     """Experts to remove in each of these; empty: all."""
-    how: How = "contribution"
+    how: How = "zero"
     tokens: int = TOKENS
     """Approximate number of tokens to read, in whole windows, spread evenly over the split."""
 

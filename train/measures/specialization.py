@@ -156,14 +156,14 @@ class Specialization(Measure):
         if self.counts_only:
             facts["not_measured"] = "entropies and similarity: a trace has no scores and outputs"
         else:
-            entropies, alike = self._entropies.result(summed), self._similarity.result(summed)
+            entropies, similar = self._entropies.result(summed), self._similarity.result(summed)
         levels, labels, counts = [], [], []
         for layer in self.subject.layers:
             for number, size in enumerate(layer.levels):
                 of = {"module": layer.name, "level": number}
                 row = {**of, "experts": size, "highest_entropy_bits": math.log2(size)}
                 if not self.counts_only:
-                    row |= entropies[layer.name][number] | alike[layer.name][number].columns()
+                    row |= entropies[layer.name][number] | similar[layer.name][number].columns()
                 levels.append(row)
                 for by, level in labels_of[layer.name][number].items():
                     labels.append({**of, "by": by, **level.columns()})

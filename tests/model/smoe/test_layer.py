@@ -54,9 +54,9 @@ def by_two_loops(layer, u_ND, ids_NK, weights_NK, kept_NK, masks=None):
         {"top_k": 2, "router_bias": False},
         {"top_k": 2, "activation": "gelu"},
         {"top_k": 3, "activation": "quick_gelu"},
-        {"top_k": 2, "combine": "softmax"},
-        {"top_k": 2, "capacity_factor": 0.8, "combine": "softmax"},
-        {"top_k": 1, "combine": "softmax"},
+        {"top_k": 2, "combine": "scores"},
+        {"top_k": 2, "capacity_factor": 0.8, "combine": "scores"},
+        {"top_k": 1, "combine": "scores"},
     ],
     ids=str,
 )
@@ -70,7 +70,7 @@ def test_layer_equals_two_loops_in_value_and_gradients(bias, options):
         logits_NE = logits_NE + layer.router.score.bias
     highest = logits_NE.softmax(-1).topk(options["top_k"])
     total = highest.values.sum(-1, keepdim=True)
-    if options["top_k"] == 1 or options.get("combine") == "softmax":
+    if options["top_k"] == 1 or options.get("combine") == "scores":
         total = torch.ones_like(total)  # the scores as they are
     kept_NK = torch.ones_like(highest.values)
     if "capacity_factor" in options:  # 0.8 x 18 x 2 / 6 = 4.8: the first five of each expert

@@ -21,13 +21,13 @@ def selection(**overrides):
 @pytest.mark.parametrize(
     ("top_k", "combine", "weights"),
     [
-        (1, "renormalized", [0.5]),  # the score itself
-        (2, "renormalized", [2 / 3, 1 / 3]),  # 0.5 and 0.25, divided by 0.75
-        (3, "renormalized", [5 / 9, 5 / 18, 1 / 6]),  # divided by 0.9
-        (4, "renormalized", [0.5, 0.25, 0.15, 0.1]),
-        (1, "softmax", [0.5]),  # V-MoE's, of all experts
-        (3, "softmax", [0.5, 0.25, 0.15]),
-        (1, "normalized", [1.0]),
+        (1, "auto", [0.5]),  # the score itself
+        (2, "auto", [2 / 3, 1 / 3]),  # 0.5 and 0.25, divided by 0.75
+        (3, "auto", [5 / 9, 5 / 18, 1 / 6]),  # divided by 0.9
+        (4, "auto", [0.5, 0.25, 0.15, 0.1]),
+        (1, "scores", [0.5]),  # V-MoE's, of all experts
+        (3, "scores", [0.5, 0.25, 0.15]),
+        (1, "sum_to_one", [1.0]),
     ],
 )
 def test_weights_equal_numbers_worked_out_by_hand(top_k, combine, weights):
@@ -38,13 +38,13 @@ def test_weights_equal_numbers_worked_out_by_hand(top_k, combine, weights):
 
 
 def test_experts_whose_scores_are_0_keep_that_weight():
-    module = selection(top_k=2, combine="softmax", balancing_rate=0.1)
+    module = selection(top_k=2, combine="scores", balancing_rate=0.1)
     module.balancing_bias.copy_(torch.tensor([1.0, 0.0, 1.0, 0.0]))
     scores_NE = torch.tensor([[0.0, 0.6, 0.0, 0.4]], dtype=torch.float64)
     assert module(scores_NE).weights_NK.tolist() == [[0.0, 0.0]]
 
 
-@pytest.mark.parametrize("combine", ["renormalized", "softmax"])
+@pytest.mark.parametrize("combine", ["auto", "scores"])
 @pytest.mark.parametrize("top_k", [1, 3, MOST_ROUNDS, 16])
 def test_a_gpu_selects_in_rounds_what_sorting_selects(top_k, combine):
     module = selection(num_experts=16, top_k=top_k, combine=combine, balancing_rate=0.01)
@@ -160,12 +160,12 @@ def test_groups_of_deepseek_by_hand():
     """V3: groups score 1.0, 1.4 (with the bias of 0.3) and 0.95: the third is left out, whose 0.85
     is the second highest of all without groups. In V2 the best of a group is its score."""
     scores, bias = [0.9, 0.1, 0.6, 0.5, 0.85, 0.1], [0.0, 0.0, 0.0, 0.3, 0.0, 0.0]
-    options = {"score_function": "sigmoid", "combine": "normalized", "routed_scaling_factor": 2.5}
+    options = {"score_function": "sigmoid", "combine": "sum_to_one", "routed_scaling_factor": 2.5}
     groups = {"num_groups": 3, "top_groups": 2, "group_score": "best_two"}
     found = weights_of(scores, bias, **options, **groups)
     assert found == pytest.approx({0: 2.5 * 0.9 / 1.4, 3: 2.5 * 0.5 / 1.4})
     found = weights_of(scores, bias, **options)
     assert found == pytest.approx({0: 2.5 * 0.9 / 1.75, 4: 2.5 * 0.85 / 1.75})
-    options = {"num_groups": 3, "top_groups": 1, "combine": "softmax", "routed_scaling_factor": 4.0}
+    options = {"num_groups": 3, "top_groups": 1, "combine": "scores", "routed_scaling_factor": 4.0}
     found = weights_of([0.05, 0.3, 0.2, 0.25, 0.15, 0.05], **options)
     assert found == pytest.approx({0: 0.2, 1: 1.2})

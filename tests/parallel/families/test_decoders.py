@@ -48,7 +48,7 @@ OWN = {
     "num_experts": 4,
     "expert_hidden_size": 24,
     "activation": "swiglu",
-    "combine": "normalized",
+    "combine": "sum_to_one",
     "router_dtype": "model",
 }
 

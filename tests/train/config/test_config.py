@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from polyad.parallel.dims import LayoutError
+from polyad.parallel.source import described_config
 from polyad.train.config.rules import refuse_changes, validate
 from polyad.train.config.run import data_overrides, load_config, parse_config
 from polyad.train.config.text import GONE
@@ -29,6 +30,21 @@ def error(*overrides, text=SMALLEST):
     line = str(caught.value)
     assert "\n" not in line
     return line
+
+
+def test_old_names_of_values_are_read_in_run_folders_alone(tmp_path):
+    old = "model.feed_forward={kind: smoe, num_experts: 4, top_k: 1, combine: normalized}"
+    assert "'normalized' is not allowed" in error(old)
+    path = tmp_path / "config.yaml"
+    path.write_text(parse(old.replace("normalized", "sum_to_one")).to_yaml())
+    path.write_text(path.read_text().replace("combine: sum_to_one", "combine: normalized"))
+    with pytest.raises(ConfigError, match=r"combine: 'normalized' is not allowed"):
+        load_config(path)
+    assert described_config(path.read_text(), path).feed_forward.combine == "sum_to_one"
+    (tmp_path / "environment.json").touch()
+    assert {load_config(each).model.feed_forward.combine for each in (path, tmp_path)} == {
+        "sum_to_one"
+    }
 
 
 def test_overrides_win_over_the_file_and_the_file_over_defaults():

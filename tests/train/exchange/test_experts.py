@@ -225,7 +225,7 @@ def test_noise_is_added_to_the_experts_weights_and_is_seeded(sources, tmp_path):
 
 @pytest.mark.parametrize(
     ("more", "at_least"),
-    [("top_k=1", 1e-2), ("combine=softmax", 1e-2), ("noise=0.5", 1e-2), ("activation=relu", 1e-3)],
+    [("top_k=1", 1e-2), ("combine=scores", 1e-2), ("noise=0.5", 1e-2), ("activation=relu", 1e-3)],
 )
 def test_a_note_says_where_logits_differ_and_they_do(sources, tmp_path, more, at_least):
     upcycling = Upcycling(f"num_experts=4,{more}")

@@ -15,7 +15,7 @@ from tests.helpers.random_model import random_model
 SPARSE = {"kind": "smoe", "num_experts": 6, "expert_hidden_size": 8, "top_k": 2}
 KINDS = {
     "linear": SPARSE,
-    "softmax": SPARSE | {"combine": "softmax"},
+    "softmax": SPARSE | {"combine": "scores"},
     "top-1": SPARSE | {"top_k": 1},
     "attention graph": SPARSE | {"graph": "attention"},
     "similarity graph": SPARSE | {"graph": "similarity"},
@@ -96,7 +96,7 @@ MEANS_SD = torch.tensor([[9.0, 9], [0.5, 0.5], [9, 9], [9, 9]], dtype=torch.floa
     ("action", "expected"),
     [
         (CONTRIBUTION, (1.2, 0.2)),
-        (Action(how="route-around"), (1.2 / 0.7, 0.2 / 0.7)),
+        (Action(how="renormalize"), (1.2 / 0.7, 0.2 / 0.7)),
         (Action(how="swap", to=3), (2.4, 0.2)),
         (Action(how="mean", mean_SD=MEANS_SD), (1.35, 0.35)),
         (Action(how="scale", value=2.0), (1.2, 0.8)),
@@ -112,9 +112,9 @@ def test_an_expert_removed_in_each_way_by_hand(action, expected):
     assert output_of(model, action, 1) == pytest.approx(expected)
 
 
-def test_nothing_is_left_to_route_around_the_only_expert():
+def test_a_token_without_its_only_expert_gets_nothing():
     model = layer_of_constants([0.6, 0.4], [[1, 2], [3, 4]], 1)
-    assert output_of(model, Action(how="route-around"), 0) == [0, 0]
+    assert output_of(model, Action(how="renormalize"), 0) == [0, 0]
 
 
 def pruned_copy(model, expert):
@@ -156,9 +156,9 @@ def test_pruning_is_a_model_without_the_expert(kind):
 
 
 CHANGES = [
-    *((kind, how) for kind in KINDS for how in ("contribution", "scale", "mean", "swap")
+    *((kind, how) for kind in KINDS for how in ("zero", "scale", "mean", "swap")
       if kind != "split"),  # whose bias is no expert's
-    *((kind, how) for kind in TABLES for how in ("contribution", "swap")),
+    *((kind, how) for kind in TABLES for how in ("zero", "swap")),
 ]  # fmt: skip
 
 
@@ -186,7 +186,7 @@ def test_an_action_is_a_change_of_weights(kind, how):
     assert not torch.allclose(ours, logits(model), atol=1e-3)
 
 
-@pytest.mark.parametrize("how", ["contribution", "route-around", "swap", "scale", "clamp"])
+@pytest.mark.parametrize("how", ["zero", "renormalize", "swap", "scale", "clamp"])
 def test_shares_of_a_level_by_hand(how):
     """The coefficients of a muMoE themselves."""
     model = random_model(CP)
@@ -200,7 +200,7 @@ def test_shares_of_a_level_by_hand(how):
         expected[:, 1] = torch.where(a_MN[:, 1] > 0, 0.25, 0.0)
     if how == "swap":
         expected[:, 3] += a_MN[:, 1]
-    if how == "route-around":
+    if how == "renormalize":
         rest = expected.sum(-1, keepdim=True)
         expected = torch.where(rest > 0, expected / rest, 0.0)
     action = action_of(how, to=3, value={"scale": 0.5, "clamp": 0.25}.get(how))

@@ -181,13 +181,13 @@ def test_only_windows_with_a_token_of_the_expert_are_run_from_its_block_on():
 
 ROUTERS = {
     "softmax": {},
-    "not renormalized": {"combine": "softmax"},
+    "not renormalized": {"combine": "scores"},
     "one": {"top_k": 1},
-    "one, not renormalized": {"top_k": 1, "combine": "softmax"},
+    "one, not renormalized": {"top_k": 1, "combine": "scores"},
     "similarity graph": {"graph": "similarity"},
     "attention graph": {"graph": "attention"},
     "sigmoid": {"score_function": "sigmoid", "top_k": 1},
-    "sigmoid, normalized": {"score_function": "sigmoid", "combine": "normalized"},
+    "sigmoid, normalized": {"score_function": "sigmoid", "combine": "sum_to_one"},
     "groups": {"num_groups": 4, "top_groups": 2},
     "groups by two": {"num_groups": 4, "top_groups": 2, "group_score": "best_two"},
     "shared": {"shared_hidden_size": 8},
@@ -208,7 +208,7 @@ def test_each_action_changes_what_the_same_intervention_changes(name):
     scored = torch.cat([passages.scored_BP for passages in passages_of(model)])
     whole = torch.stack([loss for loss, _ in token_by_token(model, layer)])
     mean_SD = torch.randn(layer.num_experts, 16, generator=GENERATOR, dtype=torch.float64)
-    for how in ("contribution", "route-around", *(() if layer.shares else ("mean", "prune"))):
+    for how in ("zero", "renormalize", *(() if layer.shares else ("mean", "prune"))):
         action = Action(how=how, mean_SD=mean_SD if how == "mean" else None)
         result = knocked_out(model, layer, range(layer.num_experts), action)
         for expert in range(layer.num_experts):

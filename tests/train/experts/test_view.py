@@ -86,7 +86,7 @@ def test_an_intervention_changes_losses_and_leaves_nothing_behind(smoe):
             assert each.probability == pytest.approx(float(before_TV[t, each.token_id].exp()), 1e-4)
             assert each.changed == pytest.approx(float(after_TV[t, each.token_id].exp()), 1e-4)
     assert [str(each) for each in view.interventions] == [
-        f"{interventions[0]},how=contribution",
+        f"{interventions[0]},how=zero",
         "layer=1,expert=0,how=scale,value=2",
     ]
     assert smoe.show(TEXT).plain.losses == view.plain.losses

@@ -24,7 +24,7 @@ def finished(run_of):
 
 @pytest.fixture(scope="module")
 def found(workers, finished):
-    options = {"tokens": TOKENS, "overrides": SMALL, "how": "route-around"}
+    options = {"tokens": TOKENS, "overrides": SMALL, "how": "renormalize"}
     return workers(1).run(atlas, finished, **options)[0]
 
 
@@ -51,13 +51,13 @@ def mean_loss(model, windows):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["route-around", "contribution", "mean", "prune"])
+@pytest.mark.parametrize("how", ["renormalize", "zero", "mean", "prune"])
 def test_changes_are_those_of_one_intervention_after_the_other(
     workers, finished, found, by_hand, how
 ):
     model, layer, windows, weight_ME, output_MED = by_hand
     result = found
-    if how != "route-around":
+    if how != "renormalize":
         options = {"tokens": TOKENS, "overrides": SMALL, "experts": ["1", "5"]}
         result = workers(1).run(atlas, finished, how=how, **options)[0]
         assert "together" not in result
@@ -128,7 +128,7 @@ def test_sets_are_taken_away_together(found, by_hand):
             if (name := each["chosen_by"]) != "random":
                 lowest = sorted(range(experts), key=lambda expert: of_experts[name][expert])
                 assert each["experts"] == sorted(lowest[:size])
-            removed = Intervention(layer=1, experts=tuple(each["experts"]), how="route-around")
+            removed = Intervention(layer=1, experts=tuple(each["experts"]), how="renormalize")
             with intervened(model, [removed]):
                 change = mean_loss(model, windows) - before
             assert each["change"] == pytest.approx(change, abs=1e-5)

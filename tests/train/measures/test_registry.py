@@ -26,7 +26,7 @@ LAYER = "blocks.1.feed_forward"
 
 STEERED = parse_intervention("layer=1,expert=2,how=steer,value=40")
 ANALYSES = {
-    "atlas": (Atlas, {"tokens": 32 * 13, "how": "route-around"}),
+    "atlas": (Atlas, {"tokens": 32 * 13, "how": "renormalize"}),
     "compare": (Comparison, {"tokens": 32 * 13}),
     "steer": (Steer, {"tokens": 32 * 13, "changes": [STEERED]}),
     "specialize": (MEASURES["specialize"], {}),
