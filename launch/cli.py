@@ -263,7 +263,7 @@ def _say(message: str) -> None:
 
 
 def _let_others_speak() -> None:
-    """Waits, except in the first process of a host: often all have one error, or fail because of it.
+    """Waits, except in the first process of a host: often all fail, or because of another.
 
     The launcher ends a process while it waits, if another one of its host has ended.
     """
