@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from polyad.model.families.keys import WeightsError
-from polyad.parallel.foreign import TheirModel, TheirWeights, _built, write_with_fewer
+from polyad.model.foreign import TheirModel, built
+from polyad.parallel.foreign import TheirWeights, write_with_fewer
 from polyad.train.experts.interventions import intervened, parse_intervention
 
 PAGE = Path(__file__).parents[2] / "docs" / "open-models.md"
@@ -123,9 +124,9 @@ def random_model(kind: str, **more: Any) -> Any:
     torch.manual_seed(0)
     tree = tiny(kind, **more).to_dict()
     with torch.device("meta"):
-        count = sum(parameter.numel() for parameter in _built(tree).parameters())
+        count = sum(parameter.numel() for parameter in built(tree).parameters())
     assert count < LARGEST, f"{kind}: {count:,} parameters are not tiny"
-    theirs = _built(tree).eval().float()
+    theirs = built(tree).eval().float()
     for name, value in theirs.named_parameters():
         if value.dim() > 1:
             nn.init.normal_(value, std=0.2)

@@ -9,10 +9,11 @@ from pydantic import BaseModel
 
 from polyad.model.decoder_config import DecoderConfig
 from polyad.model.emoe import EmergentMoEConfig
+from polyad.model.foreign import KIND
 from polyad.model.settings import ModelSettings
 from polyad.model.smoe.config import SelectingConfig, SparseMoEConfig
 from polyad.parallel.dims import Dims
-from polyad.parallel.foreign import KIND, READ_ONLY
+from polyad.parallel.foreign import READ_ONLY
 from polyad.train.config.run import RunConfig
 from polyad.train.config.text import below, flatten
 from polyad.train.errors import ConfigError, shown

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from polyad.data.text.tokenizers.tokenizer import Tokenizer
 from polyad.model.attention import KeyValueCache
 from polyad.model.decoder import DecoderSettings
-from polyad.parallel.foreign import Past, TheirModel
+from polyad.model.foreign import Past, TheirModel
 from polyad.parallel.weights import open_weights
 from polyad.parallel.zero import Precision
 from polyad.train.errors import ConfigError

@@ -21,12 +21,13 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 
 from polyad.model.build import build_model
+from polyad.model.foreign import TheirExperts
 from polyad.model.settings import ModelSettings
 from polyad.model.smoe.config import SparseMoEConfig
 from polyad.model.smoe.layer import SparseMoE
 from polyad.parallel import comm
 from polyad.parallel.families import Origin
-from polyad.parallel.foreign import TheirExperts, TheirWeights, write_with_fewer
+from polyad.parallel.foreign import TheirWeights, write_with_fewer
 from polyad.parallel.weights import Weights
 from polyad.train.config.run import RunConfig
 from polyad.train.config.text import describe

@@ -1,0 +1,470 @@
+"""Models of transformers that are no family of ours: read, evaluated and analysed, not trained.
+
+transformers 5 calls the experts of all its mixtures in one way:
+
+    experts(hidden_states [N, D], top_k_index [N, K], top_k_weights [N, K])
+
+`blocks.3.feed_forward` here observes the experts of layer 3 there: a hook before such a call gives
+the decisions to our modules, whose own hooks may change them, and takes them back. So measures and
+interventions need not know the model. The module that has a matrix [E, D] beside the experts is the
+router; the first product in it gives the logits, and whatever it does with them stays its own.
+
+Only whole models run: all blocks but the last do nothing, and the last runs the model on the token
+ids. A measure that reads again from some block on reads everything again.
+
+Shapes: B windows, T tokens, V vocabulary, N tokens of a layer, E experts, K of a token, D width.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.overrides import TorchFunctionMode
+
+from polyad.model.block import Block, FeedForwardConfig
+from polyad.model.build import MODELS, ModelKind
+from polyad.model.decoder import DecoderSettings
+from polyad.model.families.keys import WeightsError, configurations
+from polyad.model.output import ModelOutput
+from polyad.model.smoe.config import SparseMoEConfig
+from polyad.model.smoe.layer import Dispatcher, SelectingMoE
+from polyad.model.smoe.router import Router, Selected, Selection, spread
+
+KIND: Literal["transformers"] = "transformers"
+TOLERANCE = 0.02
+"""Largest relative deviation of routing weights from scores of a known form, in bf16 too."""
+USED = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
+"""Names of the number of experts of a token in config.json."""
+_PRODUCTS = (torch.nn.functional.linear, torch.matmul, Tensor.matmul, Tensor.__matmul__)
+_SUMS = (torch.add, Tensor.add, Tensor.__add__)
+_CHOICES = (torch.topk, Tensor.topk)
+
+
+class TheirConfig(DecoderSettings):
+    """A model of transformers, by the content of its config.json."""
+
+    kind: Literal["transformers"] = KIND
+    """The kind of model; it can be evaluated and analysed, but not trained."""
+    config: dict[str, Any]
+    """The content of config.json."""
+
+    def of_text(self, *names: str) -> int | None:
+        """Returns the first of some whole numbers that config.json has; of a list, its first."""
+        tree = self.config | (self.config.get("text_config") or {})
+        for value in map(tree.get, names):
+            number = value[0] if isinstance(value, list) and value else value
+            if type(number) is int:
+                return number
+        return None
+
+    def has_experts(self) -> bool:
+        """Returns True: other models are not opened."""
+        return True
+
+    def build_block(self, feed_forward: FeedForwardConfig, number: int) -> Block:
+        """Its blocks are the library's."""
+        raise NotImplementedError
+
+    def in_words(self) -> str:
+        """Describes the model for the user."""
+        return f"{self.config['model_type']} of transformers, {self.num_layers} blocks"
+
+
+class _Decided(Selection):
+    """Passes on what the library's router has selected."""
+
+    own: Selected
+
+    def __init__(self, num_experts: int) -> None:
+        nn.Module.__init__(self)
+        self.num_experts, self.top_k = num_experts, 1
+
+    def forward(self, scores_NE: Tensor, logits_NE: Tensor | None = None) -> Selected:
+        """See `Selection.forward`."""
+        return self.own
+
+
+class _Router(Router):
+    """The place of the hooks on a router's logits, scores and selection."""
+
+    score: Any
+    selection: _Decided
+
+    def __init__(self, num_experts: int) -> None:
+        nn.Module.__init__(self)
+        self.score, self.selection = nn.Identity(), _Decided(num_experts)
+        self.by_sigmoid = False
+
+
+class _Dispatcher(Dispatcher):
+    """Runs the library's experts, or passes on their output."""
+
+    def forward(self, tokens_ND: Tensor, selected: Selected, experts: Any, *_: Any) -> Any:
+        """See `Dispatcher.forward`; `experts` may be their output."""
+        if isinstance(experts, Tensor):
+            return experts, None
+        weights_NK = selected.weights_NK.to(tokens_ND.dtype)
+        # Through `forward`, which runs no hooks.
+        return experts.forward(tokens_ND, selected.expert_ids_NK, weights_NK), None
+
+
+class TheirExperts(SelectingMoE):
+    """The experts of one layer of the library's model.
+
+    Args:
+        experts: The library's module.
+        router: The module with the matrix of the router; None if none was found.
+        block: The block that they are in.
+        config: The configuration of the model.
+    """
+
+    config: SparseMoEConfig
+    router: _Router
+    experts: Any
+    their_router: nn.Module | None
+
+    def __init__(
+        self, experts: Any, router: nn.Module | None, block: nn.Module, config: TheirConfig
+    ) -> None:
+        nn.Module.__init__(self)
+        count = experts.num_experts
+        groups = config.of_text("n_group") or 1
+        self.config = SparseMoEConfig(
+            num_experts=count,
+            top_k=config.of_text(*USED) or 1,
+            num_groups=groups,
+            top_groups=config.of_text("topk_group") or groups,
+        )
+        self.router, self.dispatcher = _Router(count), _Dispatcher()
+        self.output_bias = None
+        # Not registered: they belong to the library's model.
+        self.__dict__ |= {"experts": experts, "their_router": router, "their_block": block}
+        self.scored: Callable[[Tensor], Tensor] | None = None
+        """Computes scores of all experts from logits; None if their form is not known."""
+        self._logits: _Logits | None = None
+        self._selected: Selected | None = None
+        self._tokens_ND = torch.empty(0)
+        experts.register_forward_pre_hook(self._before, with_kwargs=True)
+        experts.register_forward_hook(self._after)
+        if router is not None:
+            router.register_forward_pre_hook(self._begin)
+
+    def _begin(self, module: nn.Module, arguments: Any) -> None:
+        self.end()
+        self._logits = _Logits(self)
+        self._logits.__enter__()  # type: ignore[no-untyped-call]
+
+    def end(self) -> None:
+        """Ends the watch over what lies between the router and the experts."""
+        if self._logits is not None and self._logits.active:
+            self._logits.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            self._logits.active = False
+
+    def _before(self, module: nn.Module, arguments: Any, named: Any) -> Any:
+        self.end()
+        values = [*arguments, *named.values()]
+        tensors = {n: each for n, each in enumerate(values) if isinstance(each, Tensor)}
+        at = next(n for n, each in tensors.items() if not each.is_floating_point())
+        of = next(n for n, x in tensors.items() if n != at and x.shape == values[at].shape)
+        self._tokens_ND = next(each for n, each in tensors.items() if n not in (at, of))
+        # Some routers do not sort. The library's experts keep its order, and so its rounding.
+        order_NK = values[of].argsort(dim=1, descending=True, stable=True)
+        weights_NK, ids_NK = (values[n].gather(1, order_NK) for n in (of, at))
+        own = Selected.of(weights_NK, ids_NK, self.config.num_experts)
+        self._check(own)
+        self.router.selection.own = own
+        self._selected = self.router.selection(self.scores(own))
+        back_NK = order_NK.argsort(dim=1)
+        values[at] = self._selected.expert_ids_NK.gather(1, back_NK).to(values[at].dtype)
+        values[of] = self._selected.weights_NK.gather(1, back_NK).to(values[of].dtype)
+        return tuple(values[: len(arguments)]), dict(
+            zip(named, values[len(arguments) :], strict=True)
+        )
+
+    def _after(self, module: nn.Module, arguments: Any, output_ND: Tensor) -> Tensor:
+        result: Tensor = self.dispatcher(self._tokens_ND, self._selected, output_ND)[0]
+        return result
+
+    def _check(self, own: Selected) -> None:
+        """Checks that the router has followed a change of its logits."""
+        if self.logits is None and self.router.score._forward_hooks:
+            raise WeightsError("how: the scores of this router are not known, so cannot be changed")
+        removed_NE = None if self._logits is None else self._logits.removed_NE
+        if removed_NE is not None and bool(removed_NE.gather(1, own.expert_ids_NK).any()):
+            raise WeightsError("how: prune: this router selects experts whatever their scores are")
+
+    @property
+    def logits(self) -> Tensor | None:
+        """The router's logits of the last forward pass [N, E]; None if they are not known."""
+        return None if self._logits is None else self._logits.logits_NE
+
+    def scores(self, own: Selected) -> Tensor:
+        """The scores of all experts, or where they are not known the weights of those chosen."""
+        if self.scored is None or self.logits is None:
+            return spread(own, self.config.num_experts).float()
+        return self.scored(self.logits.float())
+
+    def learn(self) -> None:
+        """Learns from the last forward pass how many experts a token uses, and how logits become
+        scores: the form to which weights of a token's experts are in proportion."""
+        own, logits_NE = self.router.selection.own, self.logits
+        used = self.router.selection.top_k = own.weights_NK.shape[1]
+        self.config = self.config.model_copy(update={"top_k": used})
+        if logits_NE is None or len(logits_NE) != len(own.weights_NK):
+            return
+        least = TOLERANCE
+        for scored in (_softmax, torch.sigmoid, _softplus_root):
+            own_NK = scored(logits_NE.float()).gather(1, own.expert_ids_NK)
+            share_NK = own.weights_NK.float() / own_NK.clamp_min(1e-30)
+            dims = 1 if share_NK.shape[1] > 1 else (0, 1)
+            mean = share_NK.mean(dims, keepdim=True).clamp_min(1e-30)
+            if (deviation := float((share_NK / mean - 1).abs().max())) < least:
+                least, self.scored = deviation, scored
+        best_NK = logits_NE.topk(used).indices.sort().values
+        takes_best = torch.equal(best_NK, own.expert_ids_NK.sort().values)
+        self.router.by_sigmoid = self.scored is not _softmax or not takes_best
+
+    def gate_columns(self) -> list[Tensor]:
+        """Returns the matrix of the router, [E, D]."""
+        own = () if self.their_router is None else self.their_router.parameters(recurse=False)
+        experts = self.config.num_experts
+        matrices: list[Tensor] = [each for each in own if each.dim() == 2 and len(each) == experts]
+        if not matrices:
+            raise WeightsError("how: steer: the matrix of this router was not found")
+        return matrices
+
+    def add_bias(self, y_ND: Tensor, selected: Selected) -> Tensor:
+        """The library's experts have added theirs."""
+        return y_ND
+
+
+def _softmax(logits_NE: Tensor) -> Tensor:
+    return logits_NE.softmax(-1)
+
+
+def _softplus_root(logits_NE: Tensor) -> Tensor:
+    """DeepSeek-V4's scores."""
+    return torch.nn.functional.softplus(logits_NE).sqrt()
+
+
+class _Logits(TorchFunctionMode):
+    """Watches a router: gives its logits to the hooks of `score`, and where these remove experts,
+    with a logit of minus infinity, keeps them from being chosen for their bias alone."""
+
+    def __init__(self, layer: TheirExperts) -> None:
+        super().__init__()
+        self.layer, self.experts, self.active = layer, layer.config.num_experts, True
+        self.logits_NE: Tensor | None = None
+        self.removed_NE: Tensor | None = None
+
+    def __torch_function__(
+        self, function: Any, types: Any, arguments: Any = (), named: Any = None
+    ) -> Any:
+        removed_NE = self.removed_NE
+        if removed_NE is not None and function in _CHOICES and self._is_whole(arguments[0]):
+            last = arguments[0].masked_fill(removed_NE.view_as(arguments[0]), -torch.inf)
+            arguments = (last, *arguments[1:])
+        result = function(*arguments, **(named or {}))
+        if not self._is_whole(result):
+            return result
+        if self.logits_NE is None and function in _PRODUCTS:
+            flat_NE = result.reshape(-1, self.experts)
+            self.logits_NE = self.layer.router.score(flat_NE)
+            if self.logits_NE is not flat_NE and bool(self.logits_NE.isneginf().any()):
+                self.removed_NE = self.logits_NE.isneginf()
+            return self.logits_NE.view_as(result)
+        if removed_NE is not None and function in _SUMS:
+            return result.masked_fill(removed_NE.view_as(result), -torch.inf)
+        return result
+
+    def _is_whole(self, x: Any) -> bool:
+        """Whether this is a tensor with a value for every token and expert."""
+        whole = isinstance(x, Tensor) and x.is_floating_point() and x.shape[-1:] == (self.experts,)
+        return whole and (self.removed_NE is None or x.numel() == self.removed_NE.numel())
+
+
+class _TheirBlock(nn.Module):
+    """A block, of which only the last does something."""
+
+    run: Callable[[Tensor], Tensor] | None = None
+
+    def forward(self, x: Tensor, given: Any = None) -> tuple[Tensor, None]:
+        """Returns token ids, or the logits of the model."""
+        return (x if self.run is None else self.run(x)), None
+
+
+class Past:
+    """What the library's model keeps of earlier tokens in generation."""
+
+    values: Any = None
+
+
+class TheirModel(nn.Module):
+    """A model of transformers with the interface of our models of text.
+
+    Args:
+        config: Its configuration.
+        theirs: The model; None: one without values, on the current default device.
+
+    Raises:
+        WeightsError: It is no causal language model, or has no such experts.
+    """
+
+    def __init__(self, config: TheirConfig, theirs: nn.Module | None = None) -> None:
+        super().__init__()
+        self.config = config
+        self.theirs = built(config.config) if theirs is None else theirs
+        self.blocks = nn.ModuleList(_TheirBlock() for _ in range(config.num_layers))
+        self.blocks[-1].__dict__["run"] = self._logits
+        self._layers = list[TheirExperts]()
+        for name, experts in experts_of(self.theirs):
+            router = _router_beside(self.theirs, name, experts)
+            block = self.theirs.get_submodule(_block_of(name))
+            layer = TheirExperts(experts, router, block, config)
+            self.blocks[block_number(name)].feed_forward = layer
+            self._layers.append(layer)
+        if not self._layers:
+            raise WeightsError(
+                f"model_type: {config.config['model_type']!r} is not supported: it has no experts "
+                "that transformers calls by its common interface"
+            )
+
+    def embed(self, input_ids_BT: Tensor) -> Tensor:
+        """Returns the input of the first block: the ids."""
+        return input_ids_BT
+
+    def _logits(self, input_ids_BT: Tensor, cache: Past | None = None) -> Tensor:
+        past = None if cache is None else cache.values
+        try:
+            output = self.theirs(
+                input_ids=input_ids_BT, past_key_values=past, use_cache=cache is not None
+            )
+        finally:
+            for layer in self._layers:
+                layer.end()
+        if cache is not None:
+            cache.values = output.past_key_values
+        logits_BTV: Tensor = output.logits
+        return logits_BTV
+
+    def score(
+        self,
+        logits_BTV: Tensor,
+        places_BP: Tensor | None = None,
+        target_ids_BP: Tensor | None = None,
+    ) -> Tensor:
+        """Returns logits, or with targets the loss of each in nats [B, P, 1]."""
+        if places_BP is None or target_ids_BP is None:
+            return logits_BTV
+        places_BPV = places_BP.unsqueeze(-1).expand(-1, -1, logits_BTV.shape[-1])
+        chosen_BPV = logits_BTV
+        if places_BP.shape[1] != logits_BTV.shape[1]:
+            chosen_BPV = logits_BTV.gather(1, places_BPV)
+        return _losses(chosen_BPV, target_ids_BP).unsqueeze(-1)
+
+    def forward(
+        self, input_ids_BT: Tensor, cache: Past | None = None, target_ids_BT: Tensor | None = None
+    ) -> ModelOutput:
+        """Returns logits [B, T, V], or with targets the loss of each [B, T]."""
+        logits_BTV = self._logits(input_ids_BT, cache)
+        if target_ids_BT is None:
+            return ModelOutput(logits_BTV, ())
+        return ModelOutput(_losses(logits_BTV, target_ids_BT), ())
+
+    @torch.inference_mode()
+    def learn(self) -> "TheirModel":
+        """Reads a few tokens, and learns of every layer what `TheirExperts.learn` says."""
+        device = next(self.parameters()).device
+        size = self.config.number("vocab_size")
+        self.eval()(torch.arange(16, device=device).mul(size // 17).add(1).unsqueeze(0))
+        for layer in self._layers:
+            layer.learn()
+        return self
+
+    @property
+    def without_scores(self) -> list[int]:
+        """Numbers of the blocks whose scores of all experts are not known."""
+        routed = {n: getattr(b, "feed_forward", None) for n, b in enumerate(self.blocks)}
+        return [n for n, layer in routed.items() if layer is not None and layer.scored is None]
+
+
+MODELS[KIND] = ModelKind(TheirConfig, TheirModel)
+
+
+def _losses(logits_BTV: Tensor, target_ids_BT: Tensor) -> Tensor:
+    flat_NV, flat_N = logits_BTV.flatten(0, 1).float(), target_ids_BT.flatten()
+    return cross_entropy(flat_NV, flat_N, reduction="none").view(target_ids_BT.shape)
+
+
+def experts_of(theirs: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yields the experts of a model of transformers that are called by the common interface.
+
+    Args:
+        theirs: The model.
+
+    Yields:
+        Name and module.
+    """
+    for name, module in theirs.named_modules():
+        is_called_so = hasattr(module, "_is_expert_parallel") and hasattr(module, "num_experts")
+        if is_called_so and any(part.isdigit() for part in name.split(".")):
+            if module._is_expert_parallel:
+                raise WeightsError(f"{name}: its experts are split over processes: not supported")
+            yield name, module
+
+
+def _block_of(name: str) -> str:
+    """Returns the name of the block that a module is in."""
+    parts = name.split(".")
+    return ".".join(parts[: next(n for n, part in enumerate(parts) if part.isdigit()) + 1])
+
+
+def block_number(name: str) -> int:
+    """Returns the number of the block in a module's name."""
+    return int(_block_of(name).rpartition(".")[2])
+
+
+def _router_beside(theirs: nn.Module, name: str, experts: Any) -> nn.Module | None:
+    """Returns the module with a matrix [E, D] that is nearest to the experts of a name."""
+    within = set(experts.modules())
+    while "." in name and not name.rpartition(".")[2].isdigit():
+        name = name.rpartition(".")[0]
+        beside = [
+            (path, module)
+            for path, module in theirs.get_submodule(name).named_modules()
+            if module not in within
+            and any(
+                parameter.dim() == 2 and parameter.shape[0] == experts.num_experts
+                for parameter in module.parameters(recurse=False)
+            )
+        ]
+        named = [each for path, each in beside if "gate" in path or "rout" in path]
+        if named or beside:
+            found: nn.Module = (named or [module for _, module in beside])[0]
+            return found
+    return None
+
+
+def built(tree: Mapping[str, Any]) -> nn.Module:
+    """Builds a model of transformers on the current default device."""
+    kind = tree["model_type"]
+    config = configurations(kind)[kind].from_dict(dict(tree))
+    model: nn.Module = class_of(config).from_config(config)
+    return model
+
+
+def class_of(config: Any) -> Any:
+    """Returns the class of transformers that builds the language model of a configuration."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    for each in (AutoModelForCausalLM, AutoModelForImageTextToText):
+        if type(config) in (known := each._model_mapping):
+            name = str(getattr(known[type(config)], "__name__", ""))
+            if name.endswith(("ForCausalLM", "ForConditionalGeneration")):  # no diffusion
+                return each
+    raise WeightsError(
+        f"model_type: {config.model_type!r} is not supported: transformers has no causal language "
+        "model of it"
+    )
