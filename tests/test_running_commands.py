@@ -36,6 +36,7 @@ NOT_RUN = {
     "make check": "is no use of Polyad",
     "make test": "is this suite",
     "python -m polyad.train.evaluation.lm_eval": "needs an extra, and a task of the network",
+    "python -m tests.benchmarks.images --randaugment": "needs an extra, torchvision",
     "tensorboard ": "serves until it is stopped; what it would show is read instead",
     "python -m tests.benchmarks.step --device cuda": "needs a GPU",
     "polyad predict runs/quickstart-images/run": "needs a photo",
