@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
@@ -39,7 +39,7 @@ from polyad.train.exchange.writers import Format
 from polyad.train.experts.interventions import Intervention, intervened, parse_intervention
 from polyad.train.experts.trace import TOP, read_experts, trace_columns, trace_rows
 from polyad.train.experts.trace import LayerExperts as LayerExperts
-from polyad.train.experts.view import view_text
+from polyad.train.experts.view import label, view_text
 from polyad.train.measures.held_out import HeldOut
 from polyad.train.measures.measure import examine
 from polyad.train.measures.registry import MEASURES
@@ -253,8 +253,7 @@ class Run:
 
         Returns:
             An object that notebooks show as a table; `plain` and `changed` have losses and experts
-            without and with the interventions, `next_tokens` the most probable next tokens, and
-            `rows()` is for `pandas.DataFrame`.
+            without and with the interventions, `next_tokens` the most probable next tokens.
 
         Raises:
             ConfigError: the model does not predict text or has no experts, the text is empty or too
@@ -426,7 +425,8 @@ class Run:
         if name not in MEASURES:
             raise ConfigError(f"name: {name!r} is no measure; there are {', '.join(MEASURES)}")
         kind = MEASURES[name]
-        known = [each.name for each in fields(kind)] if is_dataclass(kind) else []
+        own = fields(kind) if is_dataclass(kind) else ()
+        known = [each.name for each in own]
         for key, value in options.items():
             if key not in known:
                 raise ConfigError(f"{key}: is no option of {name}; there are {', '.join(known)}")
@@ -438,6 +438,9 @@ class Run:
             except ValidationError as error:
                 reason = error.errors()[0]["msg"]
                 raise ConfigError(f"{key}: {value!r} is not allowed: {reason}") from None
+        needed = [each.name for each in own if each.default is each.default_factory is MISSING]
+        if missing := [key for key in needed if key not in options]:
+            raise ConfigError(f"{missing[0]}: is missing; `polyad experts {name} --help` has more")
         opened = self._open_data(data, batch_size)._replace(interventions=_parsed(interventions))
         with comm.left_again():
             return examine(opened, kind(**options), split, model=self.model)
@@ -613,7 +616,7 @@ class TextExperts:
 
     def __str__(self) -> str:
         """Formats a table with a line for each token and a column for each layer."""
-        columns = [["", *(repr(token)[1:-1] for token in self.tokens)]]
+        columns = [["", *map(label, self.tokens)]]
         for each in self.layers.values():
             name, cells = each.layer.expert_name, []
             for experts, weights in zip(each.experts.tolist(), each.weights.tolist(), strict=True):

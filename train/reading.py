@@ -174,7 +174,8 @@ def open_data_for(
         overrides = (*overrides, *data_overrides(original, data))
     elif not isinstance(opened, Checkpoint) and "path" in type(original.data).model_fields:
         raise ConfigError(
-            f"{opened.folder}: is a folder of weights, which names no data; use --data to name it"
+            f"{opened.folder}: is a folder of weights, which names no data; --data names the "
+            "prepared data to read"
         )
     origin = f"{opened.folder / 'config.yaml'} with overrides"
     config = parse_config(original.to_yaml(), overrides, origin=origin)

@@ -76,7 +76,10 @@ class Tables:
 
     def __getitem__(self, name: str) -> Any:
         """Returns a table (`pandas.DataFrame`) or a fact by its name."""
-        return self.frames[name] if name in self.frames else self.facts[name]
+        both = {**self.facts, **self.frames}
+        if name not in both:
+            raise KeyError(f"{name}: there are {', '.join(both)}")
+        return both[name]
 
     def __str__(self) -> str:
         """Formats the same as `text`."""
@@ -119,7 +122,7 @@ def in_words(value: Any) -> str:
     if isinstance(value, int):
         return f"{value:,}"
     if isinstance(value, float):
-        return f"{value:.4f}"
+        return _decimals(value)
     if isinstance(value, list | tuple):
         return ", ".join(map(in_words, value)) or "none"
     return str(value)
@@ -140,7 +143,7 @@ def _table(frame: Any) -> Iterator[str]:
     numbers = [frame[name].dtype.kind in "if" for name in names]
     yield from aligned(rows, "".join("<>"[is_number] for is_number in numbers))
     if len(frame) > MOST_ROWS:
-        yield f"{MOST_ROWS} of {len(frame):,} rows; --json FILE has all"
+        yield f"{MOST_ROWS} of {len(frame):,} rows; --json FILE has all, in Python the table"
 
 
 def _cell(row: Mapping[str, Any], name: str) -> str:
@@ -149,9 +152,15 @@ def _cell(row: Mapping[str, Any], name: str) -> str:
         return in_words(value)
     sign = "+" if name.endswith("change") else ""
     if low is None or high is None or math.isnan(low) or math.isnan(high):
-        return f"{value:{sign}.4f}"
+        return _decimals(value, sign)
     star = " *" if sign and (low > 0 or high < 0) else ""
-    return f"{value:{sign}.4f} [{low:{sign}.4f}, {high:{sign}.4f}]{star}"
+    bounds = f"[{_decimals(low, sign)}, {_decimals(high, sign)}]"
+    return f"{_decimals(value, sign)} {bounds}{star}"
+
+
+def _decimals(value: float, sign: str = "") -> str:
+    """Formats a number with four decimals, and never as -0."""
+    return f"{round(value, 4) + 0.0:{sign}.4f}"
 
 
 def _heading(name: str) -> str:

@@ -151,6 +151,7 @@ def run_study(
         frame = studies.finish_runs(loaded, run_polyad, say)
     if figure is not None:
         studies.draw(loaded, frame, Path(figure))
+        say(f"figure: {figure}")
     return loaded, frame
 
 
@@ -199,7 +200,7 @@ def keys(key: str | None = None, *, study: bool = False) -> None:
     """
     from polyad.train.config import text
     from polyad.train.config.reference import as_text, find_keys, sections
-    from polyad.train.config.run import RunConfig
+    from polyad.train.config.run import FROM, FROM_IN_WORDS, RunConfig
     from polyad.train.errors import ConfigError
     from polyad.train.results import aligned
     from polyad.train.study import StudyConfig
@@ -211,6 +212,9 @@ def keys(key: str | None = None, *, study: bool = False) -> None:
             rows = [(each.title, " ".join(each.about.split())) for each in chosen]
             last = "`polyad keys SECTION` explains its keys."
             stdout.write("\n".join([*aligned(rows, "<"), "", last]) + "\n")
+            return
+        if key == FROM:
+            stdout.write(f"{FROM_IN_WORDS}\n")
             return
         if key is not None:
             chosen = find_keys(chosen, key)

@@ -105,7 +105,7 @@ def test_a_folder_of_weights_is_loaded_and_evaluated_with_data(
     workers, exported, finished, prepared_path
 ):
     run = polyad.load(str(exported))
-    with pytest.raises(ValueError, match="is a folder of weights, which names no data; use data"):
+    with pytest.raises(ValueError, match="is a folder of weights, which names no data; data names"):
         run.evaluate()
     (expected,) = workers(1).run(evaluation, finished)
     found = run.evaluate(prepared_path)

@@ -214,6 +214,11 @@ def build_config(tree: dict[str, Any], overrides: Sequence[str] = (), *, origin:
 
 KEPT = ("sequence_length", "dropout", "recompute", "compile")
 """Keys of a model that say how it is trained."""
+FROM = "model.from"
+FROM_IN_WORDS = f"""{FROM}
+  A folder of weights, a checkpoint or a run: the model is the one in it, and
+  checkpoint.init_from is that folder. Of the section `model` {", ".join(KEPT)}
+  stay as they are written."""
 
 
 def _take_model(tree: dict[str, Any]) -> None:

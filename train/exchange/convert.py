@@ -134,8 +134,8 @@ def check_adapters(weights: Weights, to: Format, *, merge: bool) -> None:
         )
     if adapted and merge == (to == "peft"):
         raise ConfigError(
-            f"{weights.folder}: holds adapters: --merge merges them into the weights, and --to "
-            "peft, without it, writes them alone"
+            f"{weights.folder}: holds adapters: give --merge to merge them into the weights, or "
+            "--to peft to write them alone"
         )
 
 

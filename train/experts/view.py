@@ -18,6 +18,7 @@ from polyad.data.text.tokenizers.tokenizer import Tokenizer
 from polyad.train.experts.interventions import Intervention, intervened
 from polyad.train.experts.trace import TOP, LayerExperts, read_experts
 from polyad.train.page import render, signs
+from polyad.train.results import aligned, in_words
 
 NEXT = 10
 """Number of most probable next tokens shown for each token."""
@@ -91,6 +92,16 @@ class TextView:
             '<meta name="color-scheme" content="light dark">\n<title>Experts of a text</title>'
             f"</head><body>\n{self._repr_html_()}\n</body></html>\n"
         )
+
+    def __str__(self) -> str:
+        """Formats a line for each token: its losses, and the most probable next token."""
+        passes = {"loss": self.plain, "changed loss": self.changed}
+        rows = [["", *(name for name, each in passes.items() if each), "next token"]]
+        for number, (token, likely) in enumerate(zip(self.tokens, self.next_tokens, strict=True)):
+            losses = [each.losses[number] for each in passes.values() if each]
+            best = max(likely, key=lambda each: each.changed or each.probability)
+            rows.append([label(token), *map(in_words, losses), label(best.token)])
+        return "\n".join(aligned(rows, "<><" if self.changed is None else "<>><"))
 
     def __repr__(self) -> str:
         """Names the model and its loss."""
