@@ -440,7 +440,7 @@ class Run:
                 raise ConfigError(f"{key}: {value!r} is not allowed: {reason}") from None
         needed = [each.name for each in own if each.default is each.default_factory is MISSING]
         if missing := [key for key in needed if key not in options]:
-            raise ConfigError(f"{missing[0]}: is missing; `polyad experts {name} --help` has more")
+            raise ConfigError(f"{missing[0]}: is missing; `polyad help experts {name}` explains it")
         opened = self._open_data(data, batch_size)._replace(interventions=_parsed(interventions))
         with comm.left_again():
             return examine(opened, kind(**options), split, model=self.model)
