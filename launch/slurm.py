@@ -21,8 +21,8 @@ OURS = ("array", "nodes", "ntasks", "ntasks-per-node", "open-mode", "output", "r
 SIGNAL_SECONDS = 120
 """Seconds before the time limit at which the processes are told to save."""
 LEAST_SECONDS = 60
-"""A job that ends sooner than this after its start is not put back into the queue: it would go on
-doing so."""
+"""A job that fails or nears its limit sooner than this after its start is not put back into the
+queue: it would go on doing so."""
 
 _KEY = re.compile(r"[a-z][a-z-]*")
 _VALUE = re.compile(r"""[^\s'"\\#]+""")
@@ -143,8 +143,8 @@ _SCRIPT = """\
 # Written by `polyad launch --via slurm`, which overwrites it.
 {directives}
 
-# Near the limit Slurm sends USR1 to this script alone, which hands it on: the processes save the
-# step that they are in and end, and the job goes back into the queue. The next start continues from
+# Near the limit Slurm sends USR1 to this script alone, which hands it on: the processes end their
+# step and the next, save and end, and the job goes back into the queue. The next start continues from
 # there. TERM, of scancel and of a preemption, is handed on too, and waited for.
 woken=0
 asked=
@@ -190,12 +190,15 @@ done
 # Another start helps at the limit, after a preemption (of a job that scancel ends Slurm says
 # another state), after a failure that passes (75), and if an agent was killed.
 again() {{
-  [ "$status" != 0 ] && [ "$SECONDS" -ge {least} ] || return 1
+  [ "$status" != 0 ] || return 1
   case $asked in
     USR1) true ;;
-    TERM) scontrol show job "$SLURM_JOB_ID" | grep -q JobState=RUNNING ;;
+    TERM) scontrol show job "$SLURM_JOB_ID" | grep -q JobState=RUNNING; return ;;
     *) [ "$status" = 75 ] || [ "$status" -ge 128 ] ;;
-  esac
+  esac || return 1
+  [ "$SECONDS" -lt {least} ] || return 0
+  echo "polyad: job $SLURM_JOB_ID ended within {least} s: it does not go back into the queue" >&2
+  return 1
 }}
 if again; then
   echo "polyad: job $SLURM_JOB_ID goes back into the queue, to continue" >&2

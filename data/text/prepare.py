@@ -240,8 +240,9 @@ def _parts_of(output: Path) -> list[Path]:
     numbers = {(int(m[2]), int(m[1])) for each in siblings if (m := name.fullmatch(each.name))}
     count = max(numbers)[0] if numbers else 0
     if numbers != {(count, number + 1) for number in range(count)} or not numbers:
-        parts = ", ".join(f"{number}/{parts}" for parts, number in sorted(numbers)) or "none"
-        raise DataError(f"--join: {output}: needs all of N parts beside it, and there are: {parts}")
+        there = ", ".join(f"{number}/{parts}" for parts, number in sorted(numbers)) or "none"
+        needed = f"all of {count} parts" if count else "parts"
+        raise DataError(f"--join: {output}: needs {needed} beside it, and there are: {there}")
     return [part_folder(output, f"{number}/{count}") for _, number in sorted(numbers)]
 
 
