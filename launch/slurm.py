@@ -144,8 +144,8 @@ _SCRIPT = """\
 {directives}
 
 # Near the limit Slurm sends USR1 to this script alone, which hands it on: the processes end their
-# step and the next, save and end, and the job goes back into the queue. The next start continues from
-# there. TERM, of scancel and of a preemption, is handed on too, and waited for.
+# step and the next, save and end, and the job goes back into the queue. The next start continues
+# from there. TERM, of scancel and of a preemption, is handed on too, and waited for.
 woken=0
 asked=
 agents=
