@@ -399,7 +399,8 @@ def _losses(logits_BTV: Tensor, target_ids_BT: Tensor) -> Tensor:
 
 
 def experts_of(theirs: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yields the experts of a model of transformers that are called by the common interface.
+    """Yields the experts of a model of transformers that are called by the common interface; of
+    a block with several the first, those of text.
 
     Args:
         theirs: The model.
@@ -407,12 +408,15 @@ def experts_of(theirs: nn.Module) -> Iterator[tuple[str, Any]]:
     Yields:
         Name and module.
     """
+    blocks = set[str]()
     for name, module in theirs.named_modules():
         is_called_so = hasattr(module, "_is_expert_parallel") and hasattr(module, "num_experts")
         if is_called_so and any(part.isdigit() for part in name.split(".")):
             if module._is_expert_parallel:
                 raise WeightsError(f"{name}: its experts are split over processes: not supported")
-            yield name, module
+            if (block := _block_of(name)) not in blocks:
+                blocks.add(block)
+                yield name, module
 
 
 def _block_of(name: str) -> str:

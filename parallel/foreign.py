@@ -226,7 +226,13 @@ def write_with_fewer(
         _count(theirs.config, before, count)
     staging = output.with_name(f"{output.name}.part")
     shutil.rmtree(staging, ignore_errors=True)
-    theirs.save_pretrained(staging)
+    try:
+        theirs.save_pretrained(staging)
+    except RuntimeError as error:  # of some, experts of text and of pictures are one tensor
+        shutil.rmtree(staging, ignore_errors=True)
+        raise WeightsError(
+            f"{weights.folder}: cannot be written with fewer experts: {error}"
+        ) from None
     for path in weights.files_folder.iterdir():
         is_small = path.suffix in (".json", ".model", ".txt", ".jinja")
         if is_small and path.name != INDEX_FILE and not (staging / path.name).exists():

@@ -21,7 +21,7 @@ from polyad.parallel.foreign import TheirWeights, write_with_fewer
 from polyad.train.experts.interventions import intervened, parse_intervention
 
 PAGE = Path(__file__).parents[2] / "docs" / "open-models.md"
-EXPERTS, LARGEST = 8, 10_000_000
+EXPERTS, LARGEST = 8, 12_000_000
 SIZES: dict[str, Any] = {
     "vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 48, "moe_intermediate_size": 16,
@@ -43,7 +43,12 @@ SIZES: dict[str, Any] = {
 PIXELS: dict[str, Any] = {
     "depth": 1, "num_hidden_layers": 1, "num_layers": 1, "hidden_size": 32, "embed_dim": 32,
     "num_heads": 4, "num_attention_heads": 4, "intermediate_size": 48, "out_hidden_size": 32,
+    "num_key_value_heads": 4, "vocab_size": 97, "mlp_dim": 48, "output_channels": 32,
+    "deepstack_visual_indexes": [0], "d_model": 32, "encoder_layers": 1, "encoder_ffn_dim": 48,
+    "encoder_attention_heads": 4, "output_dim": 32, "downsample_hidden_size": 8, "depths": [1],
+    "hidden_sizes": [8], "patch_sizes": [4],
 }  # fmt: skip
+"""Sizes of what reads pictures and sound."""
 SPARSE = {"mlp_layer_types": ["dense", "sparse", "sparse"]}
 OWN: dict[str, dict[str, Any]] = {
     "bailing_hybrid": SPARSE | {"num_expert_group": 1, "linear_head_dim": 8, "linear_num_heads": 4},
@@ -56,12 +61,16 @@ OWN: dict[str, dict[str, Any]] = {
     },
     "glm5_next": SPARSE | {"index_topk": 16, "qk_rope_head_dim": 0},
     "glm_moe_dsa": SPARSE | {"indexer_types": ["full"] * 3},
+    "deepseek_ocr2": SPARSE,
+    "ernie4_5_vl_moe": {"moe_intermediate_size": [16, 16], "rope_parameters": {
+        "rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}},
     "glm4v_moe": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4,
-                                      "mrope_section": [1, 1, 2]}},
+                                      "mrope_section": [1, 1, 0]}},
     "granitemoehybrid": {"layer_types": ["mamba", "attention", "mamba"]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"]},
-    "mistral4": {"num_key_value_heads": 4},
+    "muse_spark": {"moe_hidden_size": 32, "out_hidden_size": 32, "projector_hidden_size": 32},
+    "mistral4": {"num_key_value_heads": 4, "head_dim": 16},
     "qwen3_5_moe_text": {"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
     "qwen3_next": {"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
     "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16},
@@ -97,13 +106,18 @@ def tiny(kind: str, **more: Any) -> Any:
     from transformers import CONFIG_MAPPING
 
     cls = CONFIG_MAPPING[kind]
-    default, own = cls(), OWN.get(kind, {}) | more
-    keys = _known(default, SIZES | own)
+    return cls(**_sized(cls(), SIZES | OWN.get(kind, {}) | more))
+
+
+def _sized(default: Any, sizes: dict[str, Any]) -> dict[str, Any]:
+    """The keys of a configuration with small sizes, and of those in it."""
+    keys = _known(default, sizes)
     for name in default.sub_configs:
         if (part := getattr(default, name, None)) is not None:
-            sizes = SIZES | own if name == "text_config" else PIXELS
-            keys[name] = type(part)(**_known(part, sizes)).to_dict()
-    return cls(**keys)
+            keys[name] = type(part)(
+                **_sized(part, sizes if name == "text_config" else PIXELS)
+            ).to_dict()
+    return keys
 
 
 def _known(config: Any, sizes: dict[str, Any]) -> dict[str, Any]:
@@ -115,7 +129,7 @@ def _known(config: Any, sizes: dict[str, Any]) -> dict[str, Any]:
     layers = getattr(config, "num_hidden_layers", None)
     for key, value in tree.items():
         if isinstance(value, list) and len(value) == layers and key not in keys:
-            keys[key] = value[: SIZES["num_hidden_layers"]]
+            keys[key] = value[: sizes["num_hidden_layers"]]
     return keys
 
 
