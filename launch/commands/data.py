@@ -33,7 +33,8 @@ class Prepare:
         join: join DIR.part-1-of-N to DIR.part-N-of-N of text into DIR.
         source: text to prepare: python-stdlib, python:PACKAGE, openwebtext, wikitext-103,
             hub:OWNER/NAME[:CONFIG], hub:FOLDER[:CONFIG] (a local copy), a folder that save_to_disk
-            made, or a .txt, .jsonl, .csv or .parquet file, or a folder of them.
+            made, or a .txt, .jsonl, .jsonl.gz, .jsonl.zst, .csv or .parquet file, or a folder of
+            them.
         tokenizer: train:VOCAB_SIZE, words or words:VOCAB_SIZE (built from the train split), a
             tokenizer.json, a SentencePiece .model, BERT's vocab.txt, a folder with one of these or
             with GPT-2's files, or a name on the Hugging Face hub, such as gpt2.
@@ -126,7 +127,10 @@ def prepared_table(manifest: "Manifest", folder: str, seconds: float) -> str:
     tokens = sum(split.tokens for split in manifest.splits.values())
     facts = []
     if manifest.split_by == "position":
-        facts.append("split by position: the last parts of the text are held out")
+        facts.append(
+            "split by position, for there are few documents: the last parts of the text are held "
+            "out; --validation-source and --test-source name others"
+        )
     if manifest.left_out:
         left = "; ".join(f"{reason}: {count:,}" for reason, count in manifest.left_out.items())
         facts.append(f"left out: {left}")
@@ -137,6 +141,9 @@ def prepared_table(manifest: "Manifest", folder: str, seconds: float) -> str:
         read_as = "tokens" if manifest.request.special_tokens == "parse" else as_text
         facts.append(f"special tokens in the text: {words}{others}: read as {read_as}")
     facts.append(manifest.tokenizer.in_words())
+    wanted = manifest.request.tokenizer.partition(":")[2]
+    if wanted.isdecimal() and manifest.tokenizer.vocab_size < int(wanted):
+        facts.append(f"the text has too few words for a vocabulary of {int(wanted):,}")
     return "\n".join(
         [
             align(rows),

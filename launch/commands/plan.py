@@ -87,7 +87,8 @@ def plan(
         }
         if mfu is not None:
             result["seconds_per_step"] = flops / (processes * mfu * peak_tflops * 1e12)
-        show(result, _table(result, mfu, peak_tflops, in_detail=layout is not None))
+        in_detail, compiled = layout is not None, settings.model.compile
+        show(result, _table(result, mfu, peak_tflops, in_detail=in_detail, compiled=compiled))
 
 
 def _keys(layout: str) -> list[str]:
@@ -155,7 +156,12 @@ def _row(config: "RunConfig", needs: "Footprint", processes: int) -> dict[str, A
 
 
 def _table(
-    result: dict[str, Any], mfu: float | None, peak_tflops: float, *, in_detail: bool
+    result: dict[str, Any],
+    mfu: float | None,
+    peak_tflops: float,
+    *,
+    in_detail: bool,
+    compiled: bool,
 ) -> str:
     """The result for a person."""
     from polyad.train.console import counted, in_bytes
@@ -187,6 +193,8 @@ def _table(
         "memory and traffic are of one process and one step; CUDA and its allocator take about "
         "2 GB and 5% more",
     ]
+    if not in_detail and compiled:
+        lines.append("layouts with ZeRO 3 need model.compile=false")
     if mfu is None:
         lines.append("no time is predicted: --mfu 0.4 divides the FLOPs by 40% of a GPU's peak")
     else:

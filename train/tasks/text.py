@@ -106,6 +106,15 @@ class TextTask(Task[Batch]):
         return self.tokens.samples_per_epoch
 
     @property
+    def notes(self) -> Sequence[str]:
+        """Says if the model has many tokens that the data has not."""
+        has = self.data.parts[0].data.manifest.tokenizer.vocab_size
+        most = getattr(self.model, "vocab_size", None)
+        if most is None or has > 0.9 * most:
+            return ()
+        return (f"the vocabulary of the data has {has:,} tokens, that of the model {most:,}",)
+
+    @property
     def has_validation(self) -> bool:
         """Whether a folder has a validation split."""
         return bool(self.data.validation())

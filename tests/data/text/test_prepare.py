@@ -238,6 +238,7 @@ def test_what_stands_beside_texts_is_counted_and_told(tmp_path):
     assert manifest.left_out == {"hidden files and folders": 2, "files of other kinds": 4}
     assert sum(split.documents for split in manifest.splits.values()) == 40
     table = prepared_table(manifest, "out", 1.0)
+    assert "too few words for a vocabulary of 300" in table
     assert "left out: " in table
     assert "files of other kinds: 4" in table
 

@@ -71,6 +71,13 @@ def test_what_does_not_fit_is_refused(tmp_path, task_config, changes, message):
         open_task(config.for_task())
 
 
+def test_a_vocabulary_of_which_the_data_uses_little_is_said(tmp_path, task_config):
+    for size, expected in ((310, ()), (600, ("the vocabulary of the data has 300 tokens, that of "
+                                             "the model 600",))):  # fmt: skip
+        config = load_config(task_config(tmp_path, "masked text", model__vocab_size=size))
+        assert tuple(open_task(config.for_task()).notes) == expected
+
+
 def test_text_without_a_mask_is_refused(tmp_path, task_config, prepared_path):
     config = task_config(tmp_path, "masked text", data__path=str(prepared_path))
     with pytest.raises(DataError, match=rf"data.path: {prepared_path}: its tokenizer has no"):
