@@ -14,6 +14,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from statistics import harmonic_mean
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -268,6 +269,8 @@ class Metrics:
         self._every, self._total = config.every, total_steps
         self._unit, self._validation_score = unit, validation_score
         self._clock = Clock(done_steps, total_steps)
+        self._rates = list[float]()
+        """Rates of the steps since the last console line."""
         self._folder, self._path = folder, folder / METRICS_FILE
         self._console = Console(sys.stderr)
         drop_records_after(self._path, done_steps)
@@ -291,7 +294,8 @@ class Metrics:
             OSError: It could not be written.
             RunError: The run's folder is gone.
         """
-        step = record["step"]
+        step, rate = record["step"], f"{self._unit.name}s_per_second"
+        self._rates.append(record[rate])
         due = is_due(step, self._every, step == self._total) or self._validation_score in record
         if not due:
             record = {name: value for name, value in record.items() if not isinstance(value, list)}
@@ -303,7 +307,9 @@ class Metrics:
         if due:
             self._trackers.log(record)
             left = self._clock.left(step)
-            line = console_line(record, self._total, left, self._unit, self._validation_score)
+            shown = record | {rate: harmonic_mean(self._rates)}
+            self._rates.clear()
+            line = console_line(shown, self._total, left, self._unit, self._validation_score)
             self._console.show(line)
 
     def close(self) -> None:

@@ -5,7 +5,8 @@ import math
 import torch
 
 from polyad.train.console import Clock
-from polyad.train.loop.metrics import LogConfig, console_line, peak_flops
+from polyad.train.loop.metrics import LogConfig, Metrics, console_line, peak_flops
+from polyad.train.records import METRICS_FILE, records_of
 from polyad.train.tasks.task import Unit
 
 TOKEN = Unit("token", "tok")
@@ -25,6 +26,20 @@ def test_a_line_has_progress_rate_and_time_left():
     assert "-:-- left" in line
     assert "SKIPPED (2 not finite so far)" in line
     assert "mfu" not in line
+
+
+def test_a_line_has_the_rate_since_the_one_before(tmp_path, capfd):
+    metrics = Metrics(
+        tmp_path, LogConfig(every=2, trackers=()), 0, 4,
+        unit=TOKEN, validation_score="validation_loss", about={},
+    )  # fmt: skip
+    for step, rate in enumerate((100.0, 300.0, 50.0, 50.0), start=1):
+        metrics.write(RECORD | {"step": step, "tokens_per_second": rate})
+    lines = capfd.readouterr().err.splitlines()
+    assert ["150 tok/s" in lines[0], " 50 tok/s" in lines[1]] == [True, True]
+    assert [each["tokens_per_second"] for each in records_of(tmp_path / METRICS_FILE)] == [
+        100, 300, 50, 50,
+    ]  # fmt: skip
 
 
 def test_time_left_counts_this_processs_steps_alone(monkeypatch):
