@@ -240,7 +240,7 @@ def checkpoint_bench_table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-@benchmark("checkpoint", "--folder runs --json checkpoint.json")
+@benchmark("checkpoint", "--folder . --json checkpoint.json")
 def checkpoint(
     *,
     folder: Annotated[

@@ -167,11 +167,11 @@ def by_hand(words: Sequence[str]) -> list[Written] | None:
 
 
 def help_commands() -> dict[str, list[Written]]:
-    """The examples of `polyad --help`; those of all commands, and of measurements."""
+    """The examples of `polyad --help`; those of all commands; and those of measurements."""
     each = [Written("Makefile", f"make quickstart{kind}") for kind in ("", "-images")]
     each += [command for name in COMMANDS for command in _examples(*name.split())]
     measured = [command for name in SCRIPTS for command in _examples_of_script(name)]
-    return {"polyad --help": _examples(), "polyad COMMAND --help": each + measured}
+    return {"polyad --help": _examples(), "polyad COMMAND --help": each, "measurements": measured}
 
 
 def _examples(*command: str) -> list[Written]:
@@ -354,6 +354,8 @@ class World:
 
     def _is_there(self, path: str) -> bool:
         path = _normal(path)
+        if path == ".":
+            return True
         if re.match(r"configs/", path):
             return (self._root / path).exists()
         run, found, name = path.partition("/checkpoints/")
