@@ -206,8 +206,8 @@ STARTS = [
     ("optimizer.groups=[{match: '*', freeze: true}]", "optimizer.groups: freeze"),
 ]
 CONVERSIONS = [
-    ("adapted", ["--to", "safetensors"], "--merge merges them"),
-    ("adapted", ["--to", "peft", "--merge"], "--to peft, without it"),
+    ("adapted", ["--to", "safetensors"], "--merge to merge them"),
+    ("adapted", ["--to", "peft", "--merge"], "--to peft to write them alone"),
     ("finished", ["--to", "peft"], "holds no adapters"),
     ("finished", ["--to", "polyad", "--merge"], "--merge: "),
 ]
