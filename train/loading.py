@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeAlias, TypeVar, get_type_hints, overload
 
 import torch
 from pydantic import TypeAdapter, ValidationError
@@ -39,7 +39,7 @@ from polyad.train.exchange.writers import Format
 from polyad.train.experts.interventions import Intervention, intervened, parse_intervention
 from polyad.train.experts.trace import TOP, read_experts, trace_columns, trace_rows
 from polyad.train.experts.trace import LayerExperts as LayerExperts
-from polyad.train.experts.view import label, view_text
+from polyad.train.experts.view import TextView, label, view_text
 from polyad.train.measures.held_out import HeldOut
 from polyad.train.measures.measure import examine
 from polyad.train.measures.registry import MEASURES
@@ -50,6 +50,7 @@ from polyad.train.tasks.language import language_model
 from polyad.train.tasks.vocabulary import SpecialTokens, ids_of_text, need_tokenizer
 
 Result = TypeVar("Result")
+Texts: TypeAlias = list[str] | tuple[str, ...]
 
 
 def load(
@@ -193,6 +194,10 @@ class Run:
             raise self._not_of_text()
         return need_tokenizer(self._weights, self._tokenizer)
 
+    @overload
+    def experts(self, text: str, **options: Any) -> "TextExperts": ...
+    @overload
+    def experts(self, text: Texts, **options: Any) -> list["TextExperts"]: ...
     @_by_name
     def experts(
         self,
@@ -231,6 +236,10 @@ class Run:
             found.append(each)
         return found if isinstance(text, list | tuple) else found[0]
 
+    @overload
+    def show(self, text: str, **options: Any) -> TextView: ...
+    @overload
+    def show(self, text: Texts, **options: Any) -> list[TextView]: ...
     @_by_name
     def show(
         self,
@@ -293,6 +302,10 @@ class Run:
             )
         return ids
 
+    @overload
+    def generate(self, prompt: str, **options: Any) -> str: ...
+    @overload
+    def generate(self, prompt: Texts, **options: Any) -> list[str]: ...
     @_by_name
     def generate(
         self,
