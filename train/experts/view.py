@@ -99,7 +99,7 @@ class TextView:
         rows = [["", *(name for name, each in passes.items() if each), "next token"]]
         for number, (token, likely) in enumerate(zip(self.tokens, self.next_tokens, strict=True)):
             losses = [each.losses[number] for each in passes.values() if each]
-            best = max(likely, key=lambda each: each.changed or each.probability)
+            best = max(likely, key=_chance)
             rows.append([label(token), *map(in_words, losses), label(best.token)])
         return "\n".join(aligned(rows, "<><" if self.changed is None else "<>><"))
 
@@ -197,6 +197,11 @@ def _next_tokens(
         }
         likeliest.append(list(likely.values()))
     return likeliest
+
+
+def _chance(token: NextToken) -> float:
+    """The probability of a token under the interventions, if there are any."""
+    return token.probability if token.changed is None else token.changed
 
 
 def _set_of(layer: LayerExperts) -> Tensor:

@@ -7,6 +7,7 @@ import polyad
 from polyad.launch.cli import run as command
 from polyad.train.errors import ConfigError
 from polyad.train.experts.interventions import intervened, parse_intervention
+from polyad.train.experts.view import label
 from tests.helpers.everyday import everyday
 from tests.helpers.pages import Page
 from tests.helpers.random_model import random_model
@@ -90,6 +91,20 @@ def test_an_intervention_changes_losses_and_leaves_nothing_behind(smoe):
         "layer=1,expert=0,how=scale,value=2",
     ]
     assert smoe.show(TEXT).plain.losses == view.plain.losses
+
+
+def test_the_text_of_a_view_has_its_losses_and_most_probable_tokens(smoe):
+    change = f"layer=1,expert={busiest(smoe)},how=prune"
+    for changes in ((), (change,)):
+        view = smoe.show(TEXT, interventions=changes)
+        logits_TV, _ = direct(smoe, TEXT, *changes)
+        _, *lines = str(view).splitlines()
+        assert len(lines) == len(view.tokens)
+        for number, line in enumerate(lines):
+            best = view.next_tokens[number]
+            wanted = next(e for e in best if e.token_id == int(logits_TV[number].argmax()))
+            assert line.endswith(label(wanted.token).rstrip())
+        assert f"{view.shown.losses[1]:.4f}" in lines[1]
 
 
 def test_tokens_of_a_pruned_expert_have_moved_and_no_others(smoe):
