@@ -166,7 +166,7 @@ def become(words: list[str], variables: Mapping[str, str]) -> NoReturn:
     os.execv(sys.executable, words)
 
 
-def become_processes(command: Sequence[str], processes: int) -> NoReturn:
-    """Replaces this process by torchrun, which runs a `polyad` command in P local processes."""
+def become_processes(processes: int) -> NoReturn:
+    """Replaces this process by torchrun, which runs the same command in P local processes."""
     share_cores(processes)
-    become(torchrun(None, (), processes, 0, command=command), {})
+    become(torchrun(None, (), processes, 0, command=sys.argv[1:]), {})

@@ -27,8 +27,8 @@ import inspect
 import re
 import textwrap
 import types
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import astuple, dataclass
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origin
 
@@ -248,6 +248,25 @@ class UsageError(ValueError):
     """An invalid command line."""
 
     exit_status = 2
+
+
+def refuse_others(command: Any, beside: str, allowed: Collection[str]) -> None:
+    """Refuses options that mean nothing beside another one.
+
+    Args:
+        command: a dataclass of options.
+        beside: the option that is given, for the error.
+        allowed: names of those that may be given beside it, and its own.
+
+    Raises:
+        UsageError: names the first other option whose value is not its default.
+    """
+    for each in fields(command):
+        value = getattr(command, each.name)
+        if each.name not in allowed and value and value != each.default:
+            name = f"--{each.name.removesuffix('_').replace('_', '-')}"
+            other = value[0] if each.name == "overrides" else name
+            raise UsageError(f"{other}: means nothing with {beside}")
 
 
 class Parser(argparse.ArgumentParser):

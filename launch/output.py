@@ -11,7 +11,7 @@ from typing import TextIO
 
 from polyad.data.files import write_whole
 from polyad.launch.command import UsageError
-from polyad.train.results import aligned, json_value
+from polyad.train.results import json_value
 
 
 @contextmanager
@@ -65,16 +65,8 @@ def check_json_path(path: str | None) -> None:
     Raises:
         UsageError: it cannot.
     """
-    if path in (None, "-"):
-        return
-    target = Path(str(path))
-    if target.is_dir():
-        raise UsageError(
-            f"--json: {path} is a folder, but a file is needed (or - for standard output)"
-        )
-    if not target.parent.is_dir():
-        raise UsageError(f"--json: {path}: there is no folder {target.parent}")
-    _need_writable("--json", target)
+    if path is not None and path != "-":
+        check_result_file("--json", Path(path))
 
 
 def check_result_file(option: str, path: Path, suffixes: Sequence[str] = ()) -> None:
@@ -93,10 +85,6 @@ def check_result_file(option: str, path: Path, suffixes: Sequence[str] = ()) -> 
     if path.is_dir() or not path.parent.is_dir():
         wrong = "it is a folder" if path.is_dir() else f"there is no folder {path.parent}"
         raise UsageError(f"{option}: {path}: {wrong}")
-    _need_writable(option, path)
-
-
-def _need_writable(option: str, path: Path) -> None:
     for place in (path, path.resolve().parent) if path.is_file() else (path,):
         if not os.access(place if place.exists() else place.parent, os.W_OK):
             raise UsageError(f"{option}: {path} cannot be written to")
@@ -120,8 +108,3 @@ def show(result: object, table: str, json_path: str | None, stdout: TextIO) -> N
     stdout.flush()
     if json_path is not None:
         write_whole(Path(json_path), text)
-
-
-def align(rows: Sequence[Sequence[str]]) -> str:
-    """Aligns rows in columns: the first (names) to the left, the others (numbers) to the right."""
-    return "\n".join(aligned(rows))

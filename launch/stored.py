@@ -11,9 +11,9 @@ from polyad.data.errors import DataError, user_path
 from polyad.data.text.dataset import PreparedData
 from polyad.data.text.manifest import Manifest
 from polyad.launch.command import UsageError
-from polyad.launch.output import align
 from polyad.parallel.checkpoint.format import CheckpointError, read_contents, verify_contents
 from polyad.parallel.checkpoint.manage import LEFT_BY_CRASHES, STEP_FOLDER, step_folders
+from polyad.train.results import aligned
 
 Values = dict[str, Any]
 """JSON values of a result, or of one of its rows."""
@@ -81,7 +81,7 @@ def checkpoints_text(result: Values) -> str:
             "" if saved is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(saved)),
         )
         rows.append((each["name"], *cells, each["status"]))
-    lines = [align(rows), *(each["reason"] for each in result["checkpoints"] if each["reason"])]
+    lines = [*aligned(rows), *(each["reason"] for each in result["checkpoints"] if each["reason"])]
     if "seconds" in result:
         gigabytes, seconds = result["bytes"] / 1e9, result["seconds"]
         rate = gigabytes / max(seconds, 1e-9)
@@ -172,7 +172,8 @@ def data_text(result: Values) -> str:
             rows.append((path, f"{each['bytes'] / 1e6:,.2f}", each["status"]))
     megabytes, seconds = result["bytes"] / 1e6, result["seconds"]
     rate = megabytes / max(seconds, 1e-9)
-    return f"{align(rows)}\n{megabytes:,.2f} MB in {seconds:.1f} s, {rate:,.1f} MB/s"
+    last = f"{megabytes:,.2f} MB in {seconds:.1f} s, {rate:,.1f} MB/s"
+    return "\n".join([*aligned(rows), last])
 
 
 def check_data(result: Values) -> None:

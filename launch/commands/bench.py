@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from polyad.launch.command import ConfigFile, Json, Overrides, Positive, command
-from polyad.launch.output import align, check_json_path, results
+from polyad.launch.output import check_json_path, results
 from polyad.launch.processes import bind_to_cores, end_with_launcher, processor_name
 
 if TYPE_CHECKING:
@@ -59,11 +59,7 @@ def bench(
     if forced_balance:
         _check_experts(settings)
     if number > started:
-        words = ["bench", str(config), "--steps", str(steps)]
-        words += ["--compile"] if compile else []
-        words += ["--forced-balance"] if forced_balance else []
-        words += ["--json", json] if json else []
-        become_processes([*words, *overrides], number)
+        become_processes(number)
     end_with_launcher()
     bind_to_cores()
     with results(json) as show:
@@ -152,6 +148,7 @@ def _measured(
 def _table(result: dict[str, Any]) -> str:
     """The result for a person."""
     from polyad.train.console import counted, in_bytes
+    from polyad.train.results import aligned
 
     processes = counted(result["processes"], "process")
     lines = [
@@ -178,7 +175,7 @@ def _table(result: dict[str, Any]) -> str:
                 "-" if row["mfu"] is None else f"{row['mfu']:.1%}",
             )
         )
-    lines.append(align(rows))
+    lines += aligned(rows)
     if len(result["times"]) == 2:
         eager, compiled = (row["seconds"] for row in result["times"].values())
         lines.append(

@@ -1,13 +1,13 @@
 """`polyad prepare`, and commands that list and verify what is on disk."""
 
 import time
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from polyad.launch.command import Json, UsageError, command
-from polyad.launch.output import align, only_results_on_stdout, results
+from polyad.launch.command import Json, UsageError, command, refuse_others
+from polyad.launch.output import only_results_on_stdout, results
 
 if TYPE_CHECKING:
     from polyad.data.text.manifest import Manifest
@@ -86,7 +86,7 @@ class Prepare:
             )
         missing = [f"--{name}" for name in ("source", "tokenizer") if not getattr(self, name)]
         if self.join:
-            self._refuse("join", "output", "overwrite", why="means nothing with --join")
+            refuse_others(self, "--join", {"join", "output", "overwrite"})
         elif missing:
             raise UsageError(f"prepare: needs {' and '.join(missing)}")
         from polyad.data.text.manifest import PrepareConfig
@@ -105,19 +105,11 @@ class Prepare:
             table = prepared_table(manifest, folder, time.monotonic() - started)
             stdout.write(table + "\n")
 
-    def _refuse(self, *allowed: str, why: str) -> None:
-        """Refuses all options except for some."""
-        for each in fields(self):
-            value = getattr(self, each.name)
-            if each.name not in allowed and value != each.default:
-                option = f"--{each.name.replace('_', '-')}"
-                raise UsageError(
-                    f"{option}: {why}" if value is True else f"{option}: {value} {why}"
-                )
-
 
 def prepared_table(manifest: "Manifest", folder: str, seconds: float) -> str:
     """Formats prepared data by split; `seconds` is the duration of the preparation."""
+    from polyad.train.results import aligned
+
     rows: list[tuple[str, ...]] = [("split", "documents", "tokens", "words", "bytes", "share")]
     total = sum(split.bytes for split in manifest.splits.values())
     for name, split in manifest.splits.items():
@@ -146,7 +138,7 @@ def prepared_table(manifest: "Manifest", folder: str, seconds: float) -> str:
         facts.append(f"the text has too few words for a vocabulary of {int(wanted):,}")
     return "\n".join(
         [
-            align(rows),
+            *aligned(rows),
             *facts,
             f"{tokens:,} tokens in {seconds:.1f} s, {tokens / max(seconds, 1e-9):,.0f} tokens/s, "
             f"vocabulary {manifest.tokenizer.vocab_size:,}",

@@ -4,7 +4,7 @@ Each runs in one process, or in each process that torchrun has started; rank 0 s
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -18,6 +18,7 @@ from polyad.launch.command import (
     UsageError,
     command,
     names,
+    refuse_others,
 )
 from polyad.launch.commands.options import (
     CheckpointOptions,
@@ -52,8 +53,7 @@ class Specialize(CheckpointOptions):
                 raise UsageError("--tokenizer: allowed with a trace alone")
             super().run()
             return
-        if self.overrides or self.data or self.intervene or self.base or self.best:
-            raise UsageError("a trace has no model: --tokenizer and --json alone are allowed")
+        refuse_others(self, "a trace, which has no model", {"path", "tokenizer", "json"})
         from polyad.train.measures.routes import specialization_of_trace
 
         with results(self.json) as show:
@@ -186,15 +186,8 @@ class Trace(CheckpointOptions):
                 raise UsageError("--tokenizer: allowed with --text alone")
             super().run()
             return
-        others = (
-            *(self.overrides, self.layers, self.with_, self.tokens),
-            *(self.data, self.json),
-        )
-        if any(others) or self.split != "validation":
-            raise UsageError(
-                "--html: allowed beside --text, --intervene, --top, --tokenizer, --best, --weights "
-                "and --base alone"
-            )
+        shown = {"path", "text", "html", "intervene", "top", "tokenizer"}
+        refuse_others(self, "--html", {*shown, "best", "weights", "base"})
         check_result_file("--html", self.html, (".html",))
         from polyad.data.files import write_whole
         from polyad.train.experts.trace import TOP
@@ -211,12 +204,7 @@ class Trace(CheckpointOptions):
         write_whole(self.html, page)
 
     def _trace_routes(self, routes: Path) -> None:
-        allowed = {"routes", "output", "tokenizer", "json"}
-        for each in fields(self):
-            value = getattr(self, each.name)
-            if each.name not in allowed and value and value != each.default:
-                name = each.name.removesuffix("_")
-                raise UsageError(f"--{name}: means nothing with --routes")
+        refuse_others(self, "--routes", {"routes", "output", "tokenizer", "json"})
         if self.output is None:
             raise UsageError("--routes: needs --output")
         from polyad.train.measures.routes import trace_of_routes

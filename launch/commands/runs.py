@@ -1,6 +1,5 @@
 """Commands about a run's configuration: training, and what is checked before it."""
 
-import difflib
 import os
 import sys
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ from polyad.launch.command import (
     Overrides,
     Positive,
     command,
+    nearest,
 )
 from polyad.launch.launch import Launcher
 from polyad.launch.output import (
@@ -218,10 +218,9 @@ def keys(key: str | None = None, *, study: bool = False) -> None:
             return
         if key is not None:
             chosen = find_keys(chosen, key)
-            close = difflib.get_close_matches(key, sorted(text.keys(kind)), n=1)
             if not chosen:
-                nearest = f"; the nearest is {close[0]}" if close else ""
-                raise ConfigError(f"{key}: there is no such key{nearest}")
+                near = nearest(key, sorted(text.keys(kind)))
+                raise ConfigError(f"{key}: there is no such key{near}")
         stdout.write("\n\n".join(map(as_text, chosen)) + "\n")
 
 
@@ -363,9 +362,7 @@ def verify_layout(
     original = config_at(config, overrides, number)
     small = small_config(original, number)
     if started == 1:
-        words = [str(config), "--processes", str(number)]
-        words += ["--json", json] if json else []
-        become_processes(["verify-layout", *words, *overrides], number)
+        become_processes(number)
     with results(json) as show:
         result = verify(small, Path(original.run.folder))
         shutdown()
