@@ -92,8 +92,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 
 @pytest.fixture
 def clone(tmp_path: Path) -> Path:
-    """A folder with the configurations, and studies of one seed and few steps."""
-    shutil.copytree(ROOT / "configs", tmp_path / "configs")
+    """A folder with recipes and configurations, whose studies have one seed and few steps."""
+    for folder in ("configs", "docs/recipes"):
+        shutil.copytree(ROOT / folder, tmp_path / folder)
     for path in (tmp_path / "configs" / "studies").glob("*.yaml"):
         tree = yaml.safe_load(path.read_text())
         if tree["tasks"]:  # their data come from the hub

@@ -13,13 +13,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 
 from polyad.data.files import temporary_folder
-from polyad.launch.command import Argument, Json, positive
-from polyad.launch.output import align, results
+from polyad.launch.command import Json, Positive
+from polyad.launch.output import results
 from polyad.model.build import build_model
 from polyad.model.decoder_config import GPT2Config
 from polyad.parallel import comm
@@ -36,6 +36,7 @@ from polyad.train.console import Progress
 from polyad.train.errors import ConfigError
 from polyad.train.loop.optimizer import OptimizerConfig, build_optimizer
 from polyad.train.loop.step import issue_step
+from polyad.train.results import aligned
 from polyad.train.tasks.distillation import cross_entropy
 from polyad.train.tasks.language import TextBatch, text_losses
 from tests.benchmarks.comparison import Repeats, benchmark, now, start
@@ -232,7 +233,7 @@ def checkpoint_bench_table(result: dict[str, Any]) -> str:
         ("stall / synchronous save", "stall", "at most"),
         ("bandwidth / plain write", "bandwidth", "at least"),
     )
-    lines = [f"a checkpoint of {gigabytes:.2f} GB, {result['repeats']} repeats", align(rows)]
+    lines = [f"a checkpoint of {gigabytes:.2f} GB, {result['repeats']} repeats", *aligned(rows)]
     for label, name, how in goals:
         reached = "reached" if result[f"{name}_reached"] else "missed"
         ratio, goal = result[f"{name}_ratio"], result[f"{name}_goal"]
@@ -243,18 +244,21 @@ def checkpoint_bench_table(result: dict[str, Any]) -> str:
 @benchmark("checkpoint", "--folder . --json checkpoint.json")
 def checkpoint(
     *,
-    folder: Annotated[
-        Path, Argument("a folder on the disk to measure; default: this one", "DIR")
-    ] = Path(),
+    folder: Path = Path(),
     repeats: Repeats = 5,
-    steps: Annotated[int, Argument("training steps in each run; default 3", "N", positive)] = 3,
-    batch_size: Annotated[int, Argument("samples of a step; default 1", "B", positive)] = 1,
-    sequence_length: Annotated[
-        int, Argument("tokens of a sample; default 128", "T", positive)
-    ] = 128,
+    steps: Positive = 3,
+    batch_size: Positive = 1,
+    sequence_length: Positive = 128,
     json: Json = None,
 ) -> None:
-    """Times saving and loading GPT-2 124M with its moments beside a plain write."""
+    """Times saving and loading GPT-2 124M with its moments beside a plain write.
+
+    Args:
+        folder (DIR): a folder on the disk to measure; default: this one.
+        steps: training steps in each run; default 3.
+        batch_size (B): samples of a step; default 1.
+        sequence_length (T): tokens of a sample; default 128.
+    """
     config = GPT2Config(sequence_length=1024, vocab_size=50257)
     if not folder.is_dir():
         raise ConfigError(f"--folder: {folder}: there is no such folder")

@@ -23,16 +23,17 @@ from torch import Tensor, nn
 
 from polyad.launch.cli import guard
 from polyad.launch.command import Argument, Command, Function, command, positive
-from polyad.launch.output import align
 from polyad.launch.processes import processor_name, unblock_signals
 from polyad.model.build import materialize
 from polyad.model.feedforward import FeedForward, FeedForwardContext
 from polyad.parallel import comm
 from polyad.parallel.host_memory import keep_freed_memory
 from polyad.train.errors import ConfigError, RunError
+from polyad.train.results import aligned
 from tests.helpers.allocated import saved_bytes
 
 Repeats = Annotated[int, Argument("timed runs of each; default %(default)s", "N", positive)]
+Numbers = Annotated[Sequence[int], Argument(parse=positive, nargs="+")]
 Threads = Annotated[
     int | None, Argument("threads of each variant; default: PyTorch's own", "N", positive)
 ]
@@ -400,7 +401,7 @@ def table(rows: Mapping[str, dict[str, Any]], base: str) -> str:
         )
         for name, row in rows.items()
     ]
-    return align([head, *lines])
+    return "\n".join(aligned([head, *lines]))
 
 
 def setting(result: Mapping[str, Any]) -> str:

@@ -9,7 +9,7 @@ import io
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from polyad.data.images.config import AugmentationConfig, ImageDataConfig, RandA
 from polyad.data.images.dataset import ImageData
 from polyad.data.images.samples import ImageSamples
 from polyad.data.sampler import micro_batches
-from polyad.launch.command import Argument, Json
+from polyad.launch.command import Json
 from polyad.launch.output import results
 from polyad.train.tasks.pixels import normalize
 from tests.benchmarks.comparison import Repeats, benchmark, clocked, start, summary, take_turns
@@ -189,15 +189,18 @@ def images_table(result: dict[str, Any]) -> str:
 
 @benchmark("images", "--json images.json", "--randaugment")
 def images(
-    folder: Annotated[
-        str | None, Argument("a folder of classes; default: images that are made", "DIR", nargs="?")
-    ] = None,
+    folder: str | None = None,
     *,
-    randaugment: Annotated[bool, Argument("with torchvision's RandAugment")] = False,
+    randaugment: bool = False,
     repeats: Repeats = 5,
     json: Json = None,
 ) -> None:
-    """Times our loader of training images beside plain ones, on one core."""
+    """Times our loader of training images beside plain ones, on one core.
+
+    Args:
+        folder (DIR): a folder of classes; default: images that are made.
+        randaugment: with torchvision's RandAugment.
+    """
     with results(json) as show:
         torch.set_num_threads(1)
         with tempfile.TemporaryDirectory() as place:

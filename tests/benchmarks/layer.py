@@ -15,13 +15,13 @@ experts' mode.
 
 import copy
 import itertools
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, layer_norm, linear
 
-from polyad.launch.command import Argument, Json, UsageError, positive
+from polyad.launch.command import Json, Positive, UsageError
 from polyad.launch.output import results
 from polyad.model.feedforward import DenseFeedForward, DenseFeedForwardConfig
 from polyad.model.mumoe.config import FactorizationName, MuMoEConfig
@@ -36,6 +36,7 @@ from polyad.train.loop.profiling import allow_tf32
 from tests.benchmarks.comparison import (
     Compile,
     Device,
+    Numbers,
     PrecisionOption,
     Repeats,
     Threads,
@@ -274,46 +275,32 @@ def factorized(name: FactorizationName, num_experts: int, shape: dict[str, Any])
 @benchmark("layer", "--precision bf16 --json layer.json", "--kind mumoe --experts 256 --threads 1")
 def layer(
     *,
-    kind: Annotated[Literal["smoe", "swiglu", "mumoe"], Argument("default smoe")] = "smoe",
-    tokens: Annotated[
-        int | None, Argument("of a forward pass; default 4096; mumoe 1024", "N", positive)
-    ] = None,
-    experts: Annotated[
-        list[int] | None,
-        Argument(
-            "numbers of experts, one after the other; default 16; mumoe 64 256 2048",
-            "E",
-            positive,
-            nargs="+",
-        ),
-    ] = None,
-    top_k: Annotated[
-        int | None, Argument("sparse: experts of a token; default 2", "K", positive)
-    ] = None,
-    width: Annotated[
-        int | None, Argument("width of a token; default 256; mumoe 768", "D", positive)
-    ] = None,
-    hidden: Annotated[
-        int | None,
-        Argument(
-            "inner width of one expert; default 1024; of mumoe's experts together, and of their "
-            "dense MLP, 3072",
-            "F",
-            positive,
-        ),
-    ] = None,
+    kind: Literal["smoe", "swiglu", "mumoe"] = "smoe",
+    tokens: Positive | None = None,
+    experts: Numbers | None = None,
+    top_k: Positive | None = None,
+    width: Positive | None = None,
+    hidden: Positive | None = None,
     precision: PrecisionOption = None,
-    load: Annotated[
-        Literal["uniform", "skewed"] | None,
-        Argument("sparse: skewed sends half of the tokens to one expert; default: both"),
-    ] = None,
+    load: Literal["uniform", "skewed"] | None = None,
     repeats: Repeats = 7,
     threads: Threads = None,
     device: Device = "cpu",
     compile: Compile = False,
     json: Json = None,
 ) -> None:
-    """Times a layer of experts, sparse or factorized, beside a dense MLP and peers."""
+    """Times a layer of experts, sparse or factorized, beside a dense MLP and peers.
+
+    Args:
+        kind: default smoe.
+        tokens: of a forward pass; default 4096; mumoe 1024.
+        experts (E): numbers of experts, one after the other; default 16; mumoe 64 256 2048.
+        top_k (K): sparse: experts of a token; default 2.
+        width (D): width of a token; default 256; mumoe 768.
+        hidden (F): inner width of one expert; default 1024; of mumoe's experts together, and of
+            their dense MLP, 3072.
+        load: sparse: skewed sends half of the tokens to one expert; default: both.
+    """
     if kind == "mumoe" and (top_k or load):
         raise UsageError(f"--{'top-k' if top_k else 'load'}: is of sparse kinds, this is mumoe")
     options = {"tokens": tokens, "experts": experts, "top_k": top_k, "width": width}

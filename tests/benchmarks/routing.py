@@ -12,12 +12,12 @@ Shapes: B batch, T tokens in a sequence, N = B T, D width, E experts, K experts 
 H width of one head.
 """
 
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from polyad.launch.command import Argument, Json, non_negative, positive
+from polyad.launch.command import Json, NonNegative, Positive
 from polyad.launch.output import results
 from polyad.model.attention import AttentionTrace
 from polyad.model.build import build_model, initial_value, initial_values, place
@@ -34,6 +34,7 @@ from polyad.train.tasks.random_input import flops_of_unit
 from tests.benchmarks.comparison import (
     Compile,
     Device,
+    Numbers,
     PrecisionOption,
     Repeats,
     Threads,
@@ -252,34 +253,14 @@ def _with_loss(model: Decoder, labels_BT: Tensor) -> TimedLayer:
 )
 def routing(
     *,
-    tokens: Annotated[
-        tuple[int, ...],
-        Argument(
-            "tokens of the block's one sequence, one length after the other; default 512 2048 8192",
-            "T",
-            positive,
-            nargs="+",
-        ),
-    ] = (512, 2048, 8192),
-    model_tokens: Annotated[
-        tuple[int, ...],
-        Argument("tokens of the whole model's one sequence; default 512", "T", positive, nargs="+"),
-    ] = (512,),
-    layers: Annotated[
-        int,
-        Argument(
-            "blocks of the whole model; 0: no whole model; default 12, which takes 8 GiB in fp32",
-            "L",
-            non_negative,
-        ),
-    ] = 12,
-    width: Annotated[int, Argument("width of a token; default 768", "D", positive)] = 768,
-    heads: Annotated[int, Argument("heads of attention; default 12", "A", positive)] = 12,
-    experts: Annotated[int, Argument("number of experts; default 16", "E", positive)] = 16,
-    top_k: Annotated[int, Argument("experts of a token; default 2", "K", positive)] = 2,
-    hidden: Annotated[
-        int | None, Argument("inner width of one expert; default 4 D", "F", positive)
-    ] = None,
+    tokens: Numbers = (512, 2048, 8192),
+    model_tokens: Numbers = (512,),
+    layers: NonNegative = 12,
+    width: Positive = 768,
+    heads: Positive = 12,
+    experts: Positive = 16,
+    top_k: Positive = 2,
+    hidden: Positive | None = None,
     precision: PrecisionOption = None,
     repeats: Repeats = 5,
     threads: Threads = None,
@@ -287,7 +268,19 @@ def routing(
     compile: Compile = False,
     json: Json = None,
 ) -> None:
-    """Times what a graph of tokens adds to a sparse mixture of experts."""
+    """Times what a graph of tokens adds to a sparse mixture of experts.
+
+    Args:
+        tokens (T): of the block's one sequence, one length after the other; default 512 2048 8192.
+        model_tokens (T): of the whole model's one sequence; default 512.
+        layers (L): blocks of the whole model; 0: no whole model; default 12, which takes 8 GiB in
+            fp32.
+        width (D): width of a token; default 768.
+        heads (A): heads of attention; default 12.
+        experts (E): number of experts; default 16.
+        top_k (K): experts of a token; default 2.
+        hidden (F): inner width of one expert; default 4 D.
+    """
     if top_k > experts:
         raise ConfigError(f"--top-k: {top_k} is more than --experts: {experts}")
     if width % heads:

@@ -12,14 +12,14 @@ Peak memory on a CPU is that of a process of its own.
 import multiprocessing
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.profiler import record_function
 
-from polyad.launch.command import Argument, Json, UsageError, positive
+from polyad.launch.command import Json, Positive, UsageError
 from polyad.launch.output import results
 from polyad.model.block import FeedForwardConfig
 from polyad.model.build import build_model, compile_model, materialize
@@ -302,36 +302,26 @@ def step(
     *,
     device: Device = "cpu",
     precision: PrecisionOption = None,
-    batch_size: Annotated[
-        int | None, Argument("samples of a step; default 2, on a GPU 16", "B", positive)
-    ] = None,
-    sequence_length: Annotated[
-        int | None, Argument("tokens of a sample; default 256, on a GPU 1024", "T", positive)
-    ] = None,
-    repeats: Annotated[
-        int | None, Argument("timed steps; default 15, on a GPU 20", "N", positive)
-    ] = None,
+    batch_size: Positive | None = None,
+    sequence_length: Positive | None = None,
+    repeats: Positive | None = None,
     compile: Compile = False,
-    feed_forward: Annotated[
-        Literal["mumoe-cp", "mumoe-tr", "smoe-16", "smoe-64"] | None,
-        Argument(
-            "256 factorized experts, or sparse ones of the same active width, beside our dense "
-            "step; default: dense beside a peer"
-        ),
-    ] = None,
-    peer: Annotated[
-        Literal["transformers", "nanogpt"] | None,
-        Argument("what the dense step is compared with; default transformers"),
-    ] = None,
-    profile: Annotated[
-        bool,
-        Argument(
-            "say where a step's time goes: products, attention, loss, optimizer, exchange, gaps"
-        ),
-    ] = False,
+    feed_forward: Literal["mumoe-cp", "mumoe-tr", "smoe-16", "smoe-64"] | None = None,
+    peer: Literal["transformers", "nanogpt"] | None = None,
+    profile: bool = False,
     json: Json = None,
 ) -> None:
-    """Times a training step of GPT-2 124M beside another's, or with experts."""
+    """Times a training step of GPT-2 124M beside another's, or with experts.
+
+    Args:
+        batch_size (B): samples of a step; default 2, on a GPU 16.
+        sequence_length (T): tokens of a sample; default 256, on a GPU 1024.
+        repeats: timed steps; default 15, on a GPU 20.
+        feed_forward: 256 factorized experts, or sparse ones of the same active width, beside our
+            dense step; default: dense beside a peer.
+        peer: what the dense step is compared with; default transformers.
+        profile: say where a step's time goes: products, attention, loss, optimizer, exchange, gaps.
+    """
     if (sequence_length or 0) > 1024:
         raise ConfigError(f"--sequence-length: {sequence_length}: GPT-2 has 1024 positions")
     if feed_forward and peer:
