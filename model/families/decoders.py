@@ -442,7 +442,9 @@ def _sparse(experts: str, size: str = "intermediate_size") -> tuple[Key, ...]:
 
 
 def _qwen_routes(tree: Tree, block: int) -> bool:
-    step = tree.get("decoder_sparse_step") or 1
+    step = tree["decoder_sparse_step"]
+    if step is None or step < 1:
+        raise WeightsError(f"decoder_sparse_step: {step} is not allowed; it must be at least 1")
     return block not in (tree.get("mlp_only_layers") or []) and (block + 1) % step == 0
 
 

@@ -83,7 +83,7 @@ def test_a_run_over_two_hosts_survives_the_death_of_one_worker(hosts, configs, p
     assert [agent.returncode for agent in agents] == [0, 0], ends
     assert f"{STEPS} steps done" in "".join(out for out, _ in ends)
     for host, (_, said) in zip(hosts, ends, strict=True):
-        assert f"GLOO_SOCKET_IFNAME={host.interface} " in said.splitlines()[0]
+        assert f"GLOO_SOCKET_IFNAME={host.interface} " in said.splitlines()[1]
     assert manifest.stat().st_mtime_ns == saved  # it went on from there, not from the start
     uninterrupted = losses_of_one_host(polyad, configs[1])
     assert sorted(uninterrupted) == list(range(1, STEPS + 1))
