@@ -24,6 +24,7 @@ from polyad.model.families.tensors import Piece, Rule, Shape
 from polyad.model.feedforward import DenseFeedForwardConfig
 from polyad.model.settings import ModelSettings
 from polyad.model.smoe.config import SparseMoEConfig
+from polyad.model.vision import ImageModelSettings
 
 CONFIG_FILE = "config.json"
 OUR_NAMES = "use `--to safetensors` to write the weights under Polyad's names"
@@ -253,7 +254,7 @@ class Family:
         """
         again = self.read_config(self.write_config(config, Known()), lambda name: None, CONFIG_FILE)
         free = self.free(config) | ({"bias"} if self.always_has_bias else set())
-        if isinstance(config, DecoderSettings):
+        if isinstance(config, DecoderSettings | ImageModelSettings):
             free -= {"head"}
         ours, theirs = (comparable(each, free, is_written=True) for each in (config, again))
         return [

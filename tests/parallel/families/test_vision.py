@@ -1,6 +1,7 @@
 """ViT, DINO and CLIP from transformers, and back, bitwise."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from safetensors.torch import load_file
 from polyad.data.images.augmentation import available, evaluation_image
 from polyad.data.images.config import ImageDataConfig
 from polyad.model.families.keys import WeightsError
+from polyad.model.families.registry import family_of_model
 from polyad.parallel.families import FamilyWeights
 from polyad.parallel.weights import load_model, open_weights
 from polyad.train.config.run import load_config
@@ -198,3 +200,9 @@ def test_a_clip_tower_has_the_activation_that_its_weights_say(transformers, tmp_
     convert(folder, tmp_path / "ours", "polyad")
     with pytest.raises(WeightsError, match=r"ViT has model\.pre_norm: False in"):
         convert(tmp_path / "ours", tmp_path / "back", "huggingface")
+
+
+def test_a_factorized_head_is_not_written_as_transformers_vit():
+    config = load_config(Path("finetune/dino-s16-mumoe-cp"), ["model.num_classes=1000"])
+    with pytest.raises(WeightsError, match=r"ViT has model\.head\."):
+        family_of_model(config.model)
