@@ -106,21 +106,6 @@ class AttentionTrace(NamedTuple):
     output_bias_D: Tensor | None = None
     """The bias of the output projection, which is part of the output."""
 
-    @property
-    def q_BATH(self) -> Tensor:
-        """Queries."""
-        return self.qkv_BT3AH.select(2, 0).transpose(1, 2)
-
-    @property
-    def k_BATH(self) -> Tensor:
-        """Keys."""
-        return self.qkv_BT3AH.select(2, 1).transpose(1, 2)
-
-    @property
-    def v_BATH(self) -> Tensor:
-        """Values."""
-        return self.qkv_BT3AH.select(2, 2).transpose(1, 2)
-
 
 class Heads(NamedTuple):
     """Queries, keys and values of new tokens, and those of a traced head."""

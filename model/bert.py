@@ -10,7 +10,7 @@ Shapes: B batch, T tokens in a sequence, P scored positions, D width, V vocabula
 blocks.
 """
 
-from typing import Annotated, ClassVar, Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 import torch
 from pydantic import Field
@@ -64,14 +64,6 @@ HeadConfig: TypeAlias = Annotated[
 
 class BertConfig(TransformerSettings):
     """BERT; the defaults are those of BERT-base, without dropout."""
-
-    embeddings: ClassVar[tuple[str, ...]] = (
-        "token_embedding",
-        "position_embedding",
-        "segment_embedding",
-        "embedding_norm",
-        "head",
-    )
 
     kind: Literal["bert"] = "bert"
     """The kind of model."""
@@ -198,13 +190,6 @@ class Bert(nn.Module):
             logits_BK: Tensor = self.head(x_BTD)
             return logits_BK
         return x_BTD
-
-    def pooled(self, x_BTD: Tensor) -> Tensor:
-        """Returns the representation of a whole sequence [B, D] from the last block's output."""
-        pooler = self.head.pooler
-        assert isinstance(pooler, Pooler), "neither a class nor the encoder's pooler is asked for"
-        pooled_BD: Tensor = pooler(x_BTD)
-        return pooled_BD
 
 
 def _build_head(config: BertConfig) -> nn.Module:

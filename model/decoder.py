@@ -61,7 +61,6 @@ class DecoderParts(NamedTuple):
 class DecoderSettings(TransformerSettings, ABC):
     """The base class of decoder configurations."""
 
-    embeddings: ClassVar[tuple[str, ...]] = ("token_embedding", "position_embedding", "head")
     causal: ClassVar[bool] = True
 
     sequence_length: Count = 1024

@@ -22,8 +22,6 @@ FEED_FORWARD = "model.feed_forward"
 class ModelSettings(Config, ABC):
     """The base class of model configurations. A batch consists of samples."""
 
-    embeddings: ClassVar[tuple[str, ...]] = ()
-    """Name prefixes of the parameters that are embeddings or output heads."""
     causal: ClassVar[bool] = False
     """Whether tokens do not attend to later tokens."""
 

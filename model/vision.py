@@ -6,7 +6,7 @@ if there is one), D width, K classes, L blocks.
 
 import math
 from abc import ABC, abstractmethod
-from typing import Annotated, ClassVar, Literal, Self, TypeAlias
+from typing import Annotated, Literal, Self, TypeAlias
 
 import torch
 from pydantic import Field, model_validator
@@ -66,13 +66,6 @@ class ImageSettings(ModelSettings):
 
 class ImageModelSettings(ImageSettings):
     """The keys of every model that cuts images into patches."""
-
-    embeddings: ClassVar[tuple[str, ...]] = (
-        "patch_embedding",
-        "position_embedding",
-        "class_token",
-        "head",
-    )
 
     patch_size: Count = 16
     """Side of a square patch, in pixels; each patch becomes one token."""

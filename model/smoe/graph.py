@@ -253,7 +253,7 @@ def head_entropies(
     Returns:
         [G] in nats; no gradient.
     """
-    query, key = attention.q_BATH.detach(), attention.k_BATH.detach()
+    query, key, _ = attention.qkv_BT3AH.detach().transpose(1, 3).unbind(2)
     dtype = router_dtype(query.dtype)
     measured = _measured_rows(query.shape[-2], query.device, real)
     scale, seen_BS = query.shape[-1] ** -0.5, _seen(real, causal)

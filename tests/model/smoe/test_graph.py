@@ -41,16 +41,16 @@ def similarity_matrix(u_BTD, config, causal):
 
 def attention_matrix(trace, head, causal):
     """The attention of one head."""
-    q_BTH, k_BTH = trace.q_BATH[:, head], trace.k_BATH[:, head]
+    q_BTH, k_BTH, _ = trace.qkv_BT3AH[..., head, :].unbind(2)
     logits_BTT = q_BTH @ k_BTH.transpose(1, 2) / q_BTH.shape[-1] ** 0.5
     return logits_BTT.masked_fill(~seen_by(q_BTH.shape[1], causal), -torch.inf).softmax(-1)
 
 
 def posterior_matrix(trace, head, config, causal):
     """S of the attention-aware graph, by its definition: prior times likelihood, normalized."""
-    heads, size = trace.q_BATH.shape[1], trace.q_BATH.shape[-1]
+    heads, size = trace.qkv_BT3AH.shape[3:]
     weight_DH = trace.output_weight_DM[:, head * size : (head + 1) * size]
-    m_BTD = trace.v_BATH[:, head] @ weight_DH.T
+    m_BTD = trace.qkv_BT3AH[:, :, 2, head] @ weight_DH.T
     if config.head_mean:
         m_BTD = heads * m_BTD
     o_BTD = trace.output_BTD
@@ -164,7 +164,7 @@ def test_output_bias_is_no_part_of_the_posterior():
     # o_i is what the heads add up to: (1 / A) sum_h A W_h (A_h v_h).
     heads_BTD = sum(
         attention_matrix(trace, head, causal=True)
-        @ trace.v_BATH[:, head]
+        @ trace.qkv_BT3AH[:, :, 2, head]
         @ attention.projection.weight[:, 4 * head : 4 * head + 4].T
         for head in range(3)
     )
