@@ -132,7 +132,7 @@ class Attention(nn.Module, ABC):
             to no token.
     """
 
-    projection: nn.Linear
+    projection: Linear
     """Projects all heads to the residual stream; the last layer that a subclass creates."""
 
     def __init__(
@@ -202,7 +202,7 @@ class Attention(nn.Module, ABC):
             expanded = (x.repeat_interleave(groups, 1) for x in (k_BGTH, v_BGTV))
             qkv_BT3AH = torch.stack((q_BATH, *expanded), 1).permute(0, 3, 1, 2, 4)
             of_head_BT3H = qkv_BT3AH.index_select(3, traced_head).squeeze(3)
-        weight_DM, bias_D = _matrix_of(self.projection), self.projection.bias
+        weight_DM, bias_D = self.projection.merged_weight(), self.projection.bias
         return y_BTD, AttentionTrace(
             qkv_BT3AH.detach(), of_head_BT3H, projected_BTD, weight_DM, bias_D
         )
@@ -329,13 +329,6 @@ class SelfAttention(Attention):
             qkv_BT3AH,
             of_head_BT3H,
         )
-
-
-def _matrix_of(layer: nn.Linear) -> Tensor:
-    """Returns the matrix of a layer, including LoRA's update; see `model/lora.py`."""
-    merged = getattr(layer, "merged_weight", None)
-    matrix: Tensor = layer.weight if merged is None else merged()
-    return matrix
 
 
 class _Traced(torch.autograd.Function):

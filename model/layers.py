@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding, layer_norm
+from torch.nn.functional import embedding, layer_norm, linear
 
 from polyad.model.initialization import ONES, ZEROS, Initializer, constant
 from polyad.model.kernels.switch import on_cpu
@@ -98,7 +98,7 @@ class _Embed(torch.autograd.Function):
 
 
 class Linear(nn.Linear):
-    """PyTorch's Linear with initial values of its own.
+    """PyTorch's Linear with initial values of its own, and an adapter if there is one.
 
     Args:
         inputs: Number of input values.
@@ -119,10 +119,21 @@ class Linear(nn.Linear):
     ) -> None:
         super().__init__(inputs, outputs, bias=bias)
         self.start, self.start_bias = start, start_bias
+        self.lora: Any = None
+        """LoRA's adapter of the weight; see `model/lora.py`."""
 
     def initializers(self) -> dict[str, Initializer]:
         """Returns the initializers of the weight and the bias."""
         return {"weight": self.start, "bias": self.start_bias}
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Applies the layer and its adapter."""
+        y = linear(x, self.weight, self.bias)
+        return y if self.lora is None else y + self.lora(x)
+
+    def merged_weight(self) -> Tensor:
+        """Returns the weight plus the adapter's update of it, [O, I]."""
+        return self.weight if self.lora is None else self.weight + self.lora.merged()
 
 
 class LayerNorm(nn.LayerNorm):

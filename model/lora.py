@@ -28,8 +28,7 @@ from polyad.model.attention import Attention
 from polyad.model.config import Config
 from polyad.model.feedforward import DenseFeedForward
 from polyad.model.initialization import ZEROS, Initializer, uniform
-from polyad.model.kernels.grouped import ExpertWeights
-from polyad.model.layers import Region, same
+from polyad.model.layers import Linear, Region, same
 from polyad.model.mumoe.factorizations import Factorized, contract
 from polyad.model.patterns import PatternError, kinds, matched
 from polyad.model.smoe.experts import Experts
@@ -144,61 +143,6 @@ class LowRank(Adapter):
         return self.delta(self.A, self.regions.merged_B(self.B))
 
 
-class LoRALinear(nn.Linear):
-    """A linear layer with an adapter.
-
-    Args:
-        layer: The layer, whose parameters are taken over.
-        config: Rank and alpha.
-    """
-
-    def __init__(self, layer: nn.Linear, config: LoRAConfig) -> None:
-        super().__init__(layer.in_features, layer.out_features, bias=layer.bias is not None)
-        self.weight, self.bias = layer.weight, layer.bias
-        self.initializers: Callable[[], dict[str, Initializer]] = getattr(
-            layer, "initializers", dict
-        )
-        self.lora = LowRank(layer.weight, config)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Applies the layer and its adapter."""
-        added: Tensor = self.lora(x)
-        return super().forward(x) + added
-
-    def merged_weight(self) -> Tensor:
-        """Returns the weight plus its update, [O, I]."""
-        added: Tensor = self.lora.merged()
-        return self.weight + added
-
-
-class LoRAScore(LinearScore):
-    """A linear score of a router with an adapter of its logits.
-
-    Args:
-        score: The score, whose parameters are taken over.
-        config: Rank and alpha.
-    """
-
-    def __init__(self, score: LinearScore, config: LoRAConfig) -> None:
-        nn.Module.__init__(self)
-        self.in_features, self.out_features = score.in_features, score.out_features
-        self.weight, self.bias = score.weight, score.bias
-        self.start, self.start_bias = score.start, score.start_bias
-        self.in_model_dtype = score.in_model_dtype
-        self.lora = LowRank(score.weight, config)
-
-    def columns(self, features: Tensor | None = None) -> Tensor:
-        """Returns the weight plus its update, [E, D]."""
-        added: Tensor = self.lora.merged()
-        return self.weight + added
-
-    def forward(self, u_ND: Tensor, features: Tensor | None = None) -> Tensor:
-        """See `Score.forward`."""
-        logits_NE = super().forward(u_ND, features)
-        added: Tensor = self.lora(u_ND if self.in_model_dtype else u_ND.to(logits_NE.dtype))
-        return logits_NE + added
-
-
 class ExpertsLowRank(Adapter):
     """The adapter of a layer of stacked experts: A [E, I, r] and B [E, r, O], one per expert.
 
@@ -222,39 +166,11 @@ class ExpertsLowRank(Adapter):
         return self.scale * (A @ B)
 
     def matrices(self) -> tuple[Tensor, Tensor]:
-        """Returns A and scale B, the factors by which rows are multiplied."""
-        return self.regions.A(self.A), self.scale * self.regions.B(self.B)
-
-
-def _aligned(A_EIr: Tensor, B_ErO: Tensor) -> tuple[Tensor, Tensor]:
-    """Pads the rank of both with zeros to a multiple of 16 bytes, as grouped products require."""
-    rest = -A_EIr.shape[2] % (16 // A_EIr.element_size())
-    return (pad(A_EIr, (0, rest)), pad(B_ErO, (0, 0, 0, rest))) if rest else (A_EIr, B_ErO)
-
-
-class LoRAExperts(Experts):
-    """Experts with an adapter for every layer of each.
-
-    Args:
-        experts: The experts, whose parameters are taken over.
-        config: Rank and alpha.
-    """
-
-    def __init__(self, experts: Experts, config: LoRAConfig) -> None:
-        super().__init__(experts.config, experts.context)
-        for name in self.inner_axes:
-            setattr(self, name, getattr(experts, name))
-        self.up_lora = ExpertsLowRank("up", experts.up, config)
-        self.down_lora = ExpertsLowRank("down", experts.down, config)
-        self.gate_lora: ExpertsLowRank | None = None
-        if experts.gate is not None:
-            self.gate_lora = ExpertsLowRank("gate", experts.gate, config)
-
-    def stacked(self) -> ExpertWeights:
-        """See `StackedExperts.stacked`."""
-        beside = [self.up_lora, self.down_lora, *([self.gate_lora] if self.gate_lora else [])]
-        low_rank = tuple(x for adapter in beside for x in _aligned(*adapter.matrices()))
-        return super().stacked()._replace(low_rank=low_rank)
+        """Returns A and scale B, the factors by which rows are multiplied; their rank is padded
+        with zeros to a multiple of 16 bytes, as grouped products require."""
+        A_EIr, B_ErO = self.regions.A(self.A), self.scale * self.regions.B(self.B)
+        rest = -A_EIr.shape[2] % (16 // A_EIr.element_size())
+        return (pad(A_EIr, (0, rest)), pad(B_ErO, (0, 0, 0, rest))) if rest else (A_EIr, B_ErO)
 
 
 class FactorLowRank(Adapter):
@@ -309,8 +225,8 @@ class _Place(NamedTuple):
     """The smaller side of the matrix; the rank must be less."""
     owner: nn.Module
     attribute: str
-    """The attribute of `owner` that becomes the module made by `build`."""
-    build: Callable[[LoRAConfig], nn.Module]
+    """The attribute of `owner` that becomes the adapter made by `build`."""
+    build: Callable[[LoRAConfig], Adapter]
 
 
 def add_lora(model: nn.Module, config: LoRAConfig) -> None:
@@ -353,17 +269,14 @@ def add_lora(model: nn.Module, config: LoRAConfig) -> None:
 
 def _places(model: nn.Module) -> Iterator[tuple[str, _Place]]:
     """Lists the layers and factors that targets can name."""
-    build: Callable[[LoRAConfig], nn.Module]
     for path, module in model.named_modules():
         before = f"{path}." if path else ""
         if isinstance(module, Attention | DenseFeedForward):
-            layers = {n: each for n, each in module.named_children() if isinstance(each, nn.Linear)}
+            layers = {n: each for n, each in module.named_children() if isinstance(each, Linear)}
             for name in sorted(layers, key=lambda name: name in ("projection", "down")):
-                side, build = min(layers[name].weight.shape), partial(LoRALinear, layers[name])
-                yield f"{before}{name}", _Place(side, module, name, build)
-        elif isinstance(module, Router) and type(score := module.score) is LinearScore:
-            side, build = min(score.weight.shape), partial(LoRAScore, score)
-            yield f"{before}score", _Place(side, module, "score", build)
+                yield f"{before}{name}", _of_linear(layers[name])
+        elif isinstance(module, Router) and type(module.score) is LinearScore:
+            yield f"{before}score", _of_linear(module.score)
         elif isinstance(module, Factorized):
             for name in ("input_factor", "output_factor"):
                 shape, modes = module.get_parameter(name).shape, _modes(module, name)
@@ -373,12 +286,19 @@ def _places(model: nn.Module) -> Iterator[tuple[str, _Place]]:
                 yield f"{before}{name}", _Place(side, module, attribute, build)
 
 
+def _of_linear(layer: Linear) -> _Place:
+    return _Place(min(layer.weight.shape), layer, "lora", partial(LowRank, layer.weight))
+
+
 def _expert_places(model: nn.Module) -> Iterator[tuple[str, _Place]]:
     """Lists the layers of sparse experts, not groups of units of a dense feed-forward."""
     for path, module in model.named_modules():
-        if type(experts := getattr(module, "experts", None)) is Experts:
-            side, build = min(experts.up.shape[1:]), partial(LoRAExperts, experts)
-            yield f"{path}.experts", _Place(side, module, "experts", build)
+        if isinstance(module, Experts):
+            for name in ("up", "down", "gate"):
+                if (weight := getattr(module, name)) is not None:
+                    build = partial(ExpertsLowRank, name, weight)
+                    side = min(weight.shape[1:])
+                    yield f"{path}.{name}", _Place(side, module, f"{name}_lora", build)
 
 
 def _modes(layer: Factorized, factor: str) -> int:

@@ -41,8 +41,9 @@ def parallelize_experts(
     """
     experts = layer.experts
     both: list[nn.Parameter] = []
-    if stack_gates and type(experts) is Experts and experts.gate is not None:
-        both = [each for each in (experts.gate, experts.up) if each.requires_grad]
+    if stack_gates and isinstance(experts, Experts) and experts.up_lora is None:
+        weights = (experts.gate, experts.up)
+        both = [each for each in weights if each is not None and each.requires_grad]
     for name, inner in experts.inner_axes.items():
         if (whole := getattr(experts, name)) is not None:
             cut(experts, name, Placement.of_experts(tuple(whole.shape), world, inner))

@@ -23,10 +23,11 @@ from polyad.model.feedforward import DenseFeedForward
 from polyad.model.heads import MaskedLanguageHead, VocabularyHead
 from polyad.model.kernels.linear_cross_entropy import VocabularyPart
 from polyad.model.layers import Region, embed, same
-from polyad.model.lora import AdapterRegions, FactorLowRank, LoRAExperts, LowRank
+from polyad.model.lora import AdapterRegions, FactorLowRank, LowRank
 from polyad.model.mumoe.factorizations import Factorized
 from polyad.model.mxd import SparseTable
 from polyad.model.rotary_attention import GroupedAttention, LatentAttention
+from polyad.model.smoe.experts import Experts
 from polyad.model.smoe.layer import SelectingMoE
 from polyad.parallel import comm
 from polyad.parallel.megatron import tensor_parallel_library
@@ -247,7 +248,7 @@ def cut_adapters(model: nn.Module, world: comm.World) -> None:
         world: this rank.
     """
     for module in list(model.modules()):
-        if isinstance(module, LoRAExperts):
+        if isinstance(module, Experts) and module.up_lora is not None:
             _cut_beside_experts(module, world)
         if world.tensor_parallel_size == 1:
             continue
@@ -279,7 +280,7 @@ def _cut_beside_linear(layer: nn.Module, tokens: Tokens | None) -> None:
         adapter.regions = AdapterRegions(B=of_whole, narrow=narrow, merged_B=summed)
 
 
-def _cut_beside_experts(experts: LoRAExperts, world: comm.World) -> None:
+def _cut_beside_experts(experts: Experts, world: comm.World) -> None:
     if world.tensor_parallel_size > 1:
         summed = tensor_group().sum_gradient
         experts.up_lora.regions = AdapterRegions(A=summed)

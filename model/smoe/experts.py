@@ -16,7 +16,8 @@ import functools
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import ClassVar, NamedTuple
+from itertools import chain
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -138,6 +139,10 @@ class Experts(StackedExperts):
             self.activation = functools.partial(
                 clamped_swiglu, alpha=config.swiglu_alpha, limit=config.swiglu_limit
             )
+        self.up_lora: Any = None
+        """LoRA's adapters of each layer; see `model/lora.py`."""
+        self.down_lora: Any = None
+        self.gate_lora: Any = None
 
     def initializers(self) -> dict[str, Initializer]:
         """Returns the initializer of each parameter, per expert; see `model/initialization.py`."""
@@ -157,8 +162,10 @@ class Experts(StackedExperts):
             biases = tuple(x for x in (self.gate_bias, self.up_bias) if x is not None)
             bias_EH = torch.cat(biases, 1) if biases else None
             return ExpertWeights(self.up.flatten(2), bias_EH, self.down)
+        adapters = (self.up_lora, self.down_lora, self.gate_lora)
+        low_rank = (each.matrices() for each in adapters if each is not None)
         return ExpertWeights(
-            self.up, self.up_bias, self.down, gate=self.gate, gate_bias=self.gate_bias
+            self.up, self.up_bias, self.down, self.gate, self.gate_bias, tuple(chain(*low_rank))
         )
 
 

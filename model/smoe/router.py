@@ -91,15 +91,16 @@ class LinearScore(Linear, Score):
 
     def columns(self, features: Tensor | None = None) -> Tensor:
         """Returns the weight."""
-        return self.weight
+        return self.merged_weight()
 
     def forward(self, u_ND: Tensor, features: Tensor | None = None) -> Tensor:
         """See `Score.forward`."""
         dtype = router_dtype(u_ND.dtype)
-        if self.in_model_dtype:
-            return linear(u_ND, self.weight, self.bias).to(dtype)
-        bias = None if self.bias is None else self.bias.to(dtype)
-        return linear(u_ND.to(dtype), self.weight.to(dtype), bias)
+        if not self.in_model_dtype:
+            u_ND = u_ND.to(dtype)
+        bias = None if self.bias is None else self.bias.to(u_ND.dtype)
+        logits_NE = linear(u_ND, self.weight.to(u_ND.dtype), bias).to(dtype)
+        return logits_NE if self.lora is None else logits_NE + self.lora(u_ND)
 
 
 class CosineScore(Score):

@@ -13,13 +13,12 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from polyad.model.kernels import grouped, switch
 from polyad.model.kernels.cpu.experts import experts_on_cpu
 from polyad.model.kernels.grouped import ExpertWeights, by_products
-from polyad.model.lora import LoRAConfig, LoRAExperts
+from polyad.model.lora import LoRAConfig, add_lora
 from polyad.model.smoe.experts import Experts
 from tests.helpers.definitions import by_definition
 from tests.helpers.routing import make, make_config, make_context
@@ -165,14 +164,13 @@ def test_experts_compute_what_is_wanted(wanted, kind):
 
 def lora_experts(rank, dtype):
     config = make_config(num_experts=4, expert_hidden_size=32)
-    experts = make(Experts, config, make_context(hidden_size=16), dtype)
-    adapted = LoRAExperts(experts, LoRAConfig(rank=rank, alpha=2.0, experts=True)).to(dtype)
-    generator = torch.Generator().manual_seed(rank)
-    for name, parameter in adapted.named_parameters():
-        parameter.requires_grad_("lora" in name)
-        if "lora" in name:
-            nn.init.normal_(parameter, std=0.3, generator=generator)
-    return adapted
+
+    def adapted(*given):
+        experts = Experts(*given)
+        add_lora(experts, LoRAConfig(rank=rank, alpha=2.0, targets=(), experts=True))
+        return experts
+
+    return make(adapted, config, make_context(hidden_size=16), dtype)
 
 
 def lora_step(rank, dtype):
