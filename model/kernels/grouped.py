@@ -149,7 +149,8 @@ def grouped_linear(
     output_MF: Tensor = _grouped_mm(rows_MD, weight_EDF, offsets_E)
     if bias_EF is None:
         return output_MF
-    return output_MF + _of_each_row(bias_EF, offsets_E, rows_MD.shape[0])
+    bias_MF: Tensor = _OfEachRow.apply(bias_EF, offsets_E, len(rows_MD))  # type: ignore[no-untyped-call]
+    return output_MF + bias_MF
 
 
 def _takes_grouped(x: Tensor) -> bool:
@@ -179,17 +180,10 @@ def _by_loop(a: Tensor, b: Tensor, offsets_E: Tensor) -> Tensor:
     return product
 
 
-def _of_each_row(bias_EF: Tensor, offsets_E: Tensor, num_rows: int) -> Tensor:
-    """Returns the bias of each row's expert: [M, F]."""
-    bias_MF: Tensor = _OfEachRow.apply(  # type: ignore[no-untyped-call]
-        bias_EF, offsets_E, num_rows
-    )
-    return bias_MF
-
-
 class _OfEachRow(torch.autograd.Function):
-    """Bias lookup with its own backward pass: autograd would sum the rows of an expert one by one,
-    in bf16 and on a GPU in any order. A product with ones sums them in fp32.
+    """The bias of each row's expert, [M, F], with its own backward pass: autograd would sum the
+    rows of an expert one by one, in bf16 and on a GPU in any order. A product with ones sums them
+    in fp32.
     """
 
     @staticmethod
@@ -274,12 +268,14 @@ def take_by_definition(tokens_ND: Tensor, assignment_M: Tensor, top_k: int) -> T
     return tokens_ND.index_select(0, assignment_M if top_k == 1 else assignment_M // top_k)
 
 
-def combine_by_definition(
-    rows_MD: Tensor, weights_NK: Tensor, assignment_M: Tensor, row_A: Tensor
-) -> Tensor:
+def combine_by_definition(rows_MD: Tensor, weights_NK: Tensor, row_A: Tensor) -> Tensor:
     """`combine` in plain PyTorch."""
-    rows_NKD = rows_MD.index_select(0, row_A).view(*weights_NK.shape, rows_MD.shape[1])
-    return (weights_NK.unsqueeze(-1) * rows_NKD).sum(1)
+    return (weights_NK.unsqueeze(-1) * _by_token(rows_MD, row_A, weights_NK.shape[1])).sum(1)
+
+
+def _by_token(rows_MD: Tensor, row_A: Tensor, top_k: int) -> Tensor:
+    """Returns the rows of each token, [N, K, D]."""
+    return rows_MD.index_select(0, row_A).view(-1, top_k, rows_MD.shape[1])
 
 
 def take(tokens_ND: Tensor, assignment_M: Tensor, row_A: Tensor, top_k: int) -> Tensor:
@@ -313,31 +309,9 @@ def combine(rows_MD: Tensor, weights_NK: Tensor, assignment_M: Tensor, row_A: Te
         [N, D].
     """
     if switch.REFERENCE:
-        return combine_by_definition(rows_MD, weights_NK, assignment_M, row_A)
+        return combine_by_definition(rows_MD, weights_NK, row_A)
     y_ND: Tensor = _Combine.apply(rows_MD, weights_NK, assignment_M, row_A)  # type: ignore[no-untyped-call]
     return y_ND
-
-
-def _sum_rows(rows_MD: Tensor, row_NK: Tensor, weights_NK: Tensor | None = None) -> Tensor:
-    """Computes sum_k weight_nk row_nk, in fp32 at least; the plain sum without weights. [N, D]."""
-    num_tokens, top_k = row_NK.shape
-    if top_k == 1 and weights_NK is None:  # a permutation: nothing is summed
-        return rows_MD.index_select(0, row_NK.view(-1))
-    if not row_NK.numel():  # a rank without any rows
-        return rows_MD.new_zeros(num_tokens, rows_MD.shape[1])
-    rows_NKD = rows_MD.index_select(0, row_NK.view(-1)).view(num_tokens, top_k, -1)
-    if weights_NK is None:
-        return rows_NKD.sum(1)
-    if torch.compiler.is_compiling():  # one kernel, as below
-        return (weights_NK.unsqueeze(-1) * rows_NKD).sum(1)
-    return torch.bmm(weights_NK.unsqueeze(1), rows_NKD).squeeze(1)
-
-
-def _products(x_MD: Tensor, y_MD: Tensor) -> Tensor:
-    """Computes x_m . y_m, rounded once. [M]."""
-    if torch.compiler.is_compiling():  # one kernel, whose products and sums are in fp32
-        return (x_MD * y_MD).sum(1)
-    return torch.bmm(x_MD.unsqueeze(1), y_MD.unsqueeze(2)).view(-1)
 
 
 class _Take(torch.autograd.Function):
@@ -353,7 +327,9 @@ class _Take(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         (row_A,) = ctx.saved_tensors
-        return _sum_rows(gradients[0], row_A.view(-1, ctx.top_k)), None, None, None
+        rows_NKD = _by_token(gradients[0], row_A, ctx.top_k)
+        # With one row for a token nothing is summed.
+        return rows_NKD.squeeze(1) if ctx.top_k == 1 else rows_NKD.sum(1), None, None, None
 
 
 class _Combine(torch.autograd.Function):
@@ -362,7 +338,10 @@ class _Combine(torch.autograd.Function):
         ctx: Any, rows_MD: Tensor, weights_NK: Tensor, assignment_M: Tensor, row_A: Tensor
     ) -> Tensor:
         ctx.save_for_backward(rows_MD, weights_NK, assignment_M, row_A)
-        y_ND = _sum_rows(rows_MD, row_A.view_as(weights_NK), weights_NK)
+        if torch.compiler.is_compiling():  # one kernel, whose products and sums are in fp32
+            return combine_by_definition(rows_MD, weights_NK, row_A)
+        rows_NKD = _by_token(rows_MD, row_A, weights_NK.shape[1])
+        y_ND = torch.bmm(weights_NK.unsqueeze(1), rows_NKD).squeeze(1)
         return y_ND.to(rows_MD.dtype)  # under autocast it is in another precision
 
     @staticmethod
@@ -378,6 +357,9 @@ class _Combine(torch.autograd.Function):
         if of_rows:
             for_rows_MD = gradient_MD * weight_M.unsqueeze(1)
         if of_weights:
-            products_M = _products(rows_MD, gradient_MD)
+            if torch.compiler.is_compiling():  # see `forward`
+                products_M = (rows_MD * gradient_MD).sum(1)
+            else:
+                products_M = torch.bmm(rows_MD.unsqueeze(1), gradient_MD.unsqueeze(2)).view(-1)
             for_weights_NK = products_M.index_select(0, row_A).view_as(weights_NK)
         return for_rows_MD, for_weights_NK, None, None

@@ -56,15 +56,6 @@ class VocabularyPart(NamedTuple):
         return logits_BTV.masked_fill(padding_V, torch.finfo(logits_BTV.dtype).min)
 
 
-class TokenScores(NamedTuple):
-    """The model's score of each target."""
-
-    losses_N: Tensor
-    """Negative log-likelihood, in nats, fp32."""
-    best_N: Tensor
-    """Whether no other token has a higher logit."""
-
-
 def by_definition(
     x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, bias_V: Tensor | None = None
 ) -> Tensor:
@@ -107,16 +98,17 @@ def token_scores(
     targets_N: Tensor,
     part: VocabularyPart | None = None,
     bias_V: Tensor | None = None,
-) -> TokenScores:
-    """Computes the loss of each target, and whether it has the highest logit; without gradients."""
+) -> tuple[Tensor, Tensor]:
+    """Computes the loss of each target [N], and whether no other token has a higher logit [N];
+    without gradients."""
     if switch.REFERENCE and part is None:
         logits_NV = linear(x_ND, weight_VD, bias_V).float()
         best_N = logits_NV.gather(1, targets_N.unsqueeze(1)).squeeze(1) >= logits_NV.amax(1)
-        return TokenScores(cross_entropy(logits_NV, targets_N, reduction="none"), best_N)
+        return cross_entropy(logits_NV, targets_N, reduction="none"), best_N
     size = _chunk_size(x_ND, weight_VD)
     pairs = zip(torch.split(x_ND, size), torch.split(targets_N, size), strict=True)
-    chunks = [_chunk(x, weight_VD, targets, part, bias_V)[0] for x, targets in pairs]
-    return TokenScores(*map(torch.cat, zip(*chunks, strict=True)))
+    losses, best, _ = zip(*(_chunk(x, weight_VD, t, part, bias_V) for x, t in pairs), strict=True)
+    return torch.cat(losses), torch.cat(best)
 
 
 def losses(
@@ -159,10 +151,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         total = torch.zeros((), dtype=torch.float32, device=x_ND.device)
         for first in range(0, num_tokens, size):
             x_CD, targets_C = (each[first : first + size] for each in (x_ND, targets_N))
-            scores, grad_CV = _chunk(
+            losses_C, _, grad_CV = _chunk(
                 x_CD, weight_VD, targets_C, part, bias_V, grad=of_x or of_weight or of_bias
             )
-            total += scores.losses_N.sum()
+            total += losses_C.sum()
             if grad_CV is None:
                 continue
             grad_CV.div_(num_tokens)
@@ -205,43 +197,32 @@ def _chunk(
     bias_V: Tensor | None,
     *,
     grad: bool = False,
-) -> tuple[TokenScores, Tensor | None]:
-    """Scores each token; with `grad` also returns the gradient of the losses' sum for the
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Returns what `token_scores` does; with `grad` also the gradient of the losses' sum for the
     logits."""
+    part = part or VocabularyPart(0, len(weight_VD))
     logits_CV = linear(x_CD, weight_VD, bias_V).float()
-    own_C1 = targets_C.unsqueeze(1)
-    has_C1 = None
     # Comparisons are part of one compiled kernel. A scatter, or a change of a part, would have all
     # logits, or their gradients in fp32, written before it and read again after it.
     is_compiled = torch.compiler.is_compiling()
-    number_V = torch.arange(weight_VD.shape[0], device=own_C1.device)
-    if part is not None:
-        if is_compiled:
-            logits_CV = logits_CV.masked_fill(number_V >= part.real, -torch.inf)
-        else:
-            logits_CV[:, part.real :] = -torch.inf
-        own_C1 = own_C1 - part.first
-        has_C1 = (own_C1 >= 0) & (own_C1 < part.real)
-        own_C1 = own_C1.masked_fill(~has_C1, 0)
-    highest_C1 = logits_CV.amax(1, keepdim=True)
-    if part is not None:
-        highest_C1 = part.highest(highest_C1)
-    logits_CV -= highest_C1
-    target_C1 = logits_CV.gather(1, own_C1)
+    number_V = torch.arange(len(weight_VD), device=logits_CV.device)
+    if not is_compiled:
+        logits_CV[:, part.real :] = -torch.inf
+    elif part.real < len(weight_VD):
+        logits_CV = logits_CV.masked_fill(number_V >= part.real, -torch.inf)
+    own_C1 = targets_C.unsqueeze(1) - part.first
+    has_C1 = (own_C1 >= 0) & (own_C1 < part.real)
+    own_C1 = own_C1.masked_fill(~has_C1, 0)
+    logits_CV -= part.highest(logits_CV.amax(1, keepdim=True))
+    target_C1 = logits_CV.gather(1, own_C1).masked_fill(~has_C1, 0)
     exp_CV = logits_CV.exp_()
-    sum_C1 = exp_CV.sum(1, keepdim=True)
-    if part is not None:
-        assert has_C1 is not None
-        target_C1 = target_C1.masked_fill(~has_C1, 0)
-        both_C2 = part.total(torch.cat([sum_C1, target_C1], dim=1))
-        sum_C1, target_C1 = both_C2[:, :1], both_C2[:, 1:]
+    both_C2 = part.total(torch.cat([exp_CV.sum(1, keepdim=True), target_C1], dim=1))
+    sum_C1, target_C1 = both_C2[:, :1], both_C2[:, 1:]
     # The highest logit is 0 after the subtraction; the target's was read before the exponential.
-    scores = TokenScores((sum_C1.log() - target_C1).squeeze(1), (target_C1 >= 0).squeeze(1))
+    losses_C, best_C = (sum_C1.log() - target_C1).squeeze(1), (target_C1 >= 0).squeeze(1)
     if not grad:
-        return scores, None
+        return losses_C, best_C, None
     grad_CV = exp_CV.div_(sum_C1)
     if is_compiled:
-        is_own_CV = number_V == own_C1
-        return scores, grad_CV - (is_own_CV if has_C1 is None else is_own_CV & has_C1).float()
-    ones_C1 = torch.ones_like(target_C1) if has_C1 is None else has_C1.to(grad_CV.dtype)
-    return scores, grad_CV.scatter_add_(1, own_C1, -ones_C1)
+        return losses_C, best_C, grad_CV - ((number_V == own_C1) & has_C1).float()
+    return losses_C, best_C, grad_CV.scatter_add_(1, own_C1, -has_C1.to(grad_CV.dtype))

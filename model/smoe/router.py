@@ -470,14 +470,6 @@ def within(p_NE: Tensor, pool_NE: Tensor) -> Tensor:
     return kept_NE / kept_NE.sum(-1, keepdim=True)
 
 
-class Routing(NamedTuple):
-    """The output of a router."""
-
-    selected: Selected
-    stats: RoutingStats
-    """The statistics, with an empty name."""
-
-
 class Router(StatisticsModule):
     """Scores each token, mixes the scores over a graph of tokens, and selects experts by them.
 
@@ -511,7 +503,7 @@ class Router(StatisticsModule):
 
     def forward(
         self, u_BTD: Tensor, given: BlockInput = NOTHING_ELSE, features: Tensor | None = None
-    ) -> Routing:
+    ) -> tuple[Selected, RoutingStats]:
         """Selects the experts of every token.
 
         Args:
@@ -520,7 +512,7 @@ class Router(StatisticsModule):
             features: Values of the experts that the score reads; see `Score.features`.
 
         Returns:
-            Experts and weights of the N real tokens, and statistics.
+            Experts and weights of the N real tokens, and statistics with an empty name.
         """
         real = given.real
         u_ND = pack(u_BTD.flatten(0, 1), real)
@@ -581,7 +573,7 @@ class Router(StatisticsModule):
             losses=losses,
             measures=measures,
         )
-        return Routing(selected, self.with_samples(stats, [own_NE], u_BTD, real))
+        return selected, self.with_samples(stats, [own_NE], u_BTD, real)
 
     def _of_sequences(self, own_NE: Tensor, u_BTD: Tensor, real: RealTokens | None) -> Tensor:
         """Computes the balance loss within sequences, without noise, graph, groups and bias."""

@@ -155,7 +155,7 @@ def compare_sparse(
     module = layers["polyad"].module
     assert isinstance(module, SparseMoE)
     with torch.no_grad():
-        ids_NK = module.router(tokens_ND.unsqueeze(0)).selected.expert_ids_NK
+        ids_NK = module.router(tokens_ND.unsqueeze(0))[0].expert_ids_NK
     rows_E = ids_NK.flatten().bincount(minlength=num_experts)
     gradient_ND = make_tokens(*tokens_ND.shape).to(tokens_ND)
     rows = compare(layers, tokens_ND, gradient_ND, repeats, "dense", compiled=compiled)

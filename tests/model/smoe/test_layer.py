@@ -100,7 +100,7 @@ def test_experts_drop_inner_units_and_outputs_in_training_only():
     u_BTD = torch.randn(2, 9, 12)
     torch.manual_seed(6)
     y_ND = layer(u_BTD, u_BTD)[0].flatten(0, 1)
-    weights_NK, ids_NK, counts_E = layer.router(u_BTD).selected
+    (weights_NK, ids_NK, counts_E), _ = layer.router(u_BTD)
     plan = make_plan(ids_NK, counts_E)
     torch.manual_seed(6)
     masks = [dropout(torch.ones(18 * 2, n), 0.3)[plan.row_A].view(18, 2, n) for n in (20, 12)]

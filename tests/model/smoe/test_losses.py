@@ -46,7 +46,7 @@ def test_the_balance_of_sequences_is_of_scores_without_bias_groups_noise_and_gra
     u_BTD = torch.randn(3, 9, 12, dtype=torch.float64)
     asked = frozenset({"sequence_loss"})
     for router in (plain, other):
-        assert router(u_BTD).stats.losses.get("sequence_loss") is None
+        assert router(u_BTD)[1].losses.get("sequence_loss") is None
         ask_for_statistics(router, losses=asked, samples=False)
     (ids, loss), (others, theirs) = (
         (selected.expert_ids_NK, stats.losses["sequence_loss"])
@@ -61,7 +61,7 @@ def test_the_balance_of_sequences_is_of_scores_without_bias_groups_noise_and_gra
     torch.testing.assert_close(loss, by_hand / 3)
     torch.testing.assert_close(theirs, loss)
     router = plain.eval()
-    assert router(u_BTD).stats.losses.get("sequence_loss") is None
+    assert router(u_BTD)[1].losses.get("sequence_loss") is None
 
 
 def test_z_loss_equals_numbers_worked_out_by_hand():
@@ -129,9 +129,9 @@ def test_a_noisy_router_reports_the_losses_of_its_own_noise(graph):
     torch.testing.assert_close(stats.losses["z_loss"], router_z_loss(logits_NE))
     router.eval()
     plain = make(make_router, make_config(graph=graph)).eval()
-    stats = router(u_BTD).stats
+    stats = router(u_BTD)[1]
     assert not stats.losses
-    assert torch.equal(router(u_BTD).selected.weights_NK, plain(u_BTD).selected.weights_NK)
+    assert torch.equal(router(u_BTD)[0].weights_NK, plain(u_BTD)[0].weights_NK)
 
 
 @pytest.mark.parametrize("asked", [set(), {"z_loss"}, {"balance_loss", "load_loss"}])
@@ -139,10 +139,10 @@ def test_losses_that_are_not_asked_for_have_a_value_and_no_gradient(asked):
     router = make(make_router, make_config(router_noise=1.5, graph="similarity"))
     u_BTD = torch.randn(2, 9, 12, dtype=torch.float64)
     torch.manual_seed(5)
-    every = router(u_BTD).stats.losses
+    every = router(u_BTD)[1].losses
     ask_for_statistics(router, losses=frozenset(asked), samples=False)
     torch.manual_seed(5)
-    some = router(u_BTD).stats.losses
+    some = router(u_BTD)[1].losses
     for name in AUXILIARY_LOSSES:
         assert torch.equal(some[name], every[name]), name
         assert some[name].requires_grad == (name in asked), name
