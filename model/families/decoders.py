@@ -72,7 +72,7 @@ GPT2 = Family(
         field("layer_norm_epsilon", "layer_norm_epsilon"),
         field("initializer_range", "initializer_range"),
         field("tie_word_embeddings", "tied_embeddings"),
-        inner_size("n_inner", may_be_null=True),
+        field("n_inner", "feed_forward.hidden_size"),
         dropouts("resid_pdrop", "embd_pdrop", "attn_pdrop"),
         only("activation_function", "gelu_new"),
         only("scale_attn_weights", True),
@@ -174,40 +174,10 @@ GPT_OSS: Rules = {
 }
 
 
-def heads(*, sized: bool = True) -> Key:
-    """The number of key and value heads, and the head size.
-
-    Args:
-        sized: Whether the file may contain a head size.
-    """
-
-    def read(tree: Tree) -> dict[str, Any]:
-        width, count, size = tree["hidden_size"], tree["num_attention_heads"], tree.get("head_dim")
-        values = {"num_key_value_heads": tree["num_key_value_heads"]}
-        if sized:
-            return values | {"head_size": size}
-        if size is not None and width and count and size != width // count:
-            raise WeightsError(
-                f"head_dim: {size} is not supported; it must be absent, or hidden_size / "
-                f"num_attention_heads: {width // count}"
-            )
-        return values
-
-    def write(config: DecoderConfig) -> dict[str, Any]:
-        values = {"num_key_value_heads": config.known_key_value_heads()}
-        return values | ({"head_dim": config.known_head_size()} if sized else {})
-
-    names = {"num_key_value_heads": "num_key_value_heads", "head_size": "head_dim"}
-    return Key(names, read, write)
-
-
-def rope(
-    *, pairs: str = "halves", dtype: str = "model", is_latent: bool = False, scales: bool = False
-) -> Key:
+def rope(*, dtype: str = "model", is_latent: bool = False, scales: bool = False) -> Key:
     """Rotary positions.
 
     Args:
-        pairs: Which units are rotated together.
         dtype: The precision of the rotation.
         is_latent: Whether YaRN scales logits, and the file says which units are rotated together.
         scales: Whether the library scales them by default.
@@ -220,8 +190,8 @@ def rope(
             raise WeightsError(f"rope_type: {kind!r:.60} is not supported; supported: {known}")
         implied(partial_rotary_factor=1.0).read(parameters)
         values: dict[str, Any] = {"theta": parameters["rope_theta"], "dtype": dtype}
-        of_file = "neighbours" if tree.get("rope_interleave", True) else "halves"
-        values["pairs"] = of_file if is_latent else pairs
+        if is_latent:
+            values["pairs"] = "neighbours" if tree.get("rope_interleave", True) else "halves"
         if kind != "default":
             longest = tree["max_position_embeddings"]
             values["scaling"] = _read_scaling(parameters, longest, is_latent)
@@ -253,7 +223,6 @@ def _read_scaling(parameters: Tree, longest: Any, is_latent: bool) -> dict[str, 
         is_latent: See `rope`.
     """
     values = {key: value for key, value in parameters.items() if value is not None}
-    values.setdefault("original_max_position_embeddings", longest)
     if "factor" not in values and longest is not None:
         values["factor"] = longest / values["original_max_position_embeddings"]
     kind = parameters["rope_type"]
@@ -296,8 +265,6 @@ def window(*, is_optional: bool = False) -> Key:
 
     def read(tree: Tree) -> dict[str, Any]:
         size, types = tree.get("sliding_window"), tree.get("layer_types")
-        if is_optional and not tree.get("use_sliding_window"):
-            size = None
         listed = [block for block, kind in enumerate(types or ()) if kind == "sliding_attention"]
         if not size or (types and not listed):
             return {}
@@ -361,16 +328,6 @@ def shared_experts() -> Key:
     return Key({"feed_forward.shared_hidden_size": "n_shared_experts"}, read, write)
 
 
-def biases() -> Key:
-    """Whether attention has biases: one key of the library for two of ours, which must be equal."""
-    ours, theirs = ("attention_bias", "attention_output_bias"), "attention_bias"
-    return Key(
-        dict.fromkeys(ours, theirs),
-        lambda tree: dict.fromkeys(ours, tree[theirs]),
-        lambda config: {theirs: config.attention_bias},
-    )
-
-
 def padding() -> Key:
     """The token whose embedding gets no gradient."""
     return Key(
@@ -409,6 +366,18 @@ SHAPE = (
     padding(),
 )
 """The keys of all families."""
+HEADS = (
+    field("num_key_value_heads", "num_key_value_heads"),
+    field("head_dim", "head_size"),
+)
+LLAMA_KEYS = (*SHAPE, *HEADS, rope())
+HEAD_NORMS = (constant(query_key_norm="head"), implied(use_qk_norm=True))
+BIASES = (
+    field("attention_bias", "attention_bias"),
+    field("attention_bias", "attention_output_bias"),
+)
+"""Whether attention has biases: one key of the library for two of ours, which must be equal."""
+SUM_TO_ONE = (constant(feed_forward__combine="sum_to_one"), implied(norm_topk_prob=True))
 NORMALIZED = field(
     "norm_topk_prob",
     "feed_forward.combine",
@@ -416,10 +385,7 @@ NORMALIZED = field(
     lambda value: value == "sum_to_one",
 )
 """Whether the weights of a token's experts are divided by their sum."""
-DENSE = (
-    constant(feed_forward__kind="dense"),
-    field("intermediate_size", "feed_forward.hidden_size"),
-)
+DENSE = inner_size("intermediate_size")
 
 
 def _sparse(experts: str, size: str = "intermediate_size") -> tuple[Key, ...]:
@@ -445,7 +411,7 @@ def _qwen_routes(tree: Tree, block: int) -> bool:
     step = tree["decoder_sparse_step"]
     if step is None or step < 1:
         raise WeightsError(f"decoder_sparse_step: {step} is not allowed; it must be at least 1")
-    return block not in (tree.get("mlp_only_layers") or []) and (block + 1) % step == 0
+    return block not in tree["mlp_only_layers"] and (block + 1) % step == 0
 
 
 QWEN_BLOCKS = placement(
@@ -466,8 +432,19 @@ DENSE_BLOCKS = Key(
 """The width of dense blocks."""
 
 
+QWEN_EXPERTS = (
+    *_sparse("num_experts", "moe_intermediate_size"),
+    NORMALIZED, DENSE_BLOCKS, QWEN_BLOCKS, window(is_optional=True),
+)  # fmt: skip
+
+
 def _groups_of_heads(tree: Tree) -> dict[str, Any]:
     return implied(num_key_value_heads=tree["num_attention_heads"]).read(tree)
+
+
+def groups(theirs: str, ours: str) -> Key:
+    """A number of DeepSeek's groups of experts, which is null without groups."""
+    return field(theirs, f"feed_forward.{ours}", lambda value: 1 if value is None else value)
 
 
 DEEPSEEK = (
@@ -477,7 +454,7 @@ DEEPSEEK = (
     field("qk_nope_head_dim", "latent_attention.plain_size"),
     field("qk_rope_head_dim", "latent_attention.rotated_size"),
     field("v_head_dim", "latent_attention.value_size"),
-    biases(),
+    *BIASES,
     Key({}, _groups_of_heads, lambda config: {"num_key_value_heads": config.num_heads},
         reads=("num_key_value_heads", "qk_head_dim", "num_nextn_predict_layers", "ep_size",
                "aux_loss_alpha", "seq_aux")),
@@ -490,6 +467,9 @@ DEEPSEEK = (
         "first_k_dense_replace",
     ),
     shared_experts(),
+    field("routed_scaling_factor", "feed_forward.routed_scaling_factor"),
+    groups("n_group", "num_groups"),
+    groups("topk_group", "top_groups"),
     only("moe_layer_freq", 1),
     only("mlp_bias", False),
 )  # fmt: skip
@@ -523,68 +503,49 @@ def _decoder(
 
 LLAMA_FAMILY = _decoder(
     "llama", "Llama", "Llama",
-    (*SHAPE, heads(), rope(), *DENSE,
-     biases(),
-     field("mlp_bias", "mlp_bias")),
+    (*LLAMA_KEYS, DENSE, *BIASES, field("mlp_bias", "mlp_bias")),
 )  # fmt: skip
 MISTRAL_FAMILY = _decoder(
     "mistral", "Mistral", "Mistral",
-    (*SHAPE, heads(), rope(), *DENSE, window()),
+    (*LLAMA_KEYS, DENSE, window()),
 )  # fmt: skip
 QWEN2_FAMILY = _decoder(
     "qwen2", "Qwen2", "Qwen2",
-    (*SHAPE, heads(sized=False), rope(), *DENSE,
-     window(is_optional=True), constant(attention_bias=True),
+    (*LLAMA_KEYS, DENSE, window(is_optional=True), constant(attention_bias=True),
      Key({}, reads=("attention_bias", "qkv_bias"))),  # the library ignores both
 )  # fmt: skip
 QWEN3_FAMILY = _decoder(
     "qwen3", "Qwen3", "Qwen3",
-    (*SHAPE, heads(), rope(), *DENSE,
-     window(is_optional=True), constant(query_key_norm="head"),
-     implied(use_qk_norm=True),
-     biases()),
+    (*LLAMA_KEYS, DENSE, window(is_optional=True), *HEAD_NORMS, *BIASES),
 )  # fmt: skip
 OLMOE_FAMILY = _decoder(
     "olmoe", "OLMoE", "Olmoe",
-    (*SHAPE, heads(sized=False), rope(),
-     *_sparse("num_experts"), NORMALIZED,
-     field("clip_qkv", "query_key_value_clip"), constant(query_key_norm="all"),
-     implied(use_qk_norm=True),
-     biases()),
-    ROUTED, other_forms=(FUSED,),
+    (*LLAMA_KEYS, *_sparse("num_experts"), NORMALIZED, *BIASES,
+     constant(query_key_norm="all"), implied(use_qk_norm=True),
+     field("clip_qkv", "query_key_value_clip")),
+    ROUTED, other_form=FUSED,
 )  # fmt: skip
 MIXTRAL_FAMILY = _decoder(
     "mixtral", "Mixtral", "Mixtral",
-    (*SHAPE, heads(), rope(), *_sparse("num_local_experts"), window(),
-     constant(feed_forward__combine="sum_to_one"), implied(norm_topk_prob=True)),
-    MIXTRAL, other_forms=({"feed_forward.router.score": "mlp.gate", **FUSED},),
+    (*LLAMA_KEYS, *_sparse("num_local_experts"), *SUM_TO_ONE, window()),
+    MIXTRAL, other_form={"feed_forward.router.score": "mlp.gate", **FUSED},
 )  # fmt: skip
 QWEN2_MOE_FAMILY = _decoder(
     "qwen2_moe", "Qwen2-MoE", "Qwen2Moe",
-    (*SHAPE, heads(sized=False), rope(),
-     *_sparse("num_experts", "moe_intermediate_size"), DENSE_BLOCKS, QWEN_BLOCKS,
+    (*LLAMA_KEYS, *QWEN_EXPERTS,
      field("shared_expert_intermediate_size", "feed_forward.shared_hidden_size"),
-     constant(feed_forward__shared_gate=True), NORMALIZED,
-     field("qkv_bias", "attention_bias"),
-     window(is_optional=True)),
-    ROUTED, _shared("mlp.shared_expert"), other_forms=(FUSED,),
+     constant(feed_forward__shared_gate=True),
+     field("qkv_bias", "attention_bias")),
+    ROUTED, _shared("mlp.shared_expert"), other_form=FUSED,
 )  # fmt: skip
 QWEN3_MOE_FAMILY = _decoder(
     "qwen3_moe", "Qwen3-MoE", "Qwen3Moe",
-    (*SHAPE, heads(), rope(),
-     *_sparse("num_experts", "moe_intermediate_size"), Key({}, reads=("num_local_experts",)),
-     DENSE_BLOCKS, QWEN_BLOCKS, NORMALIZED, window(is_optional=True),
-     constant(query_key_norm="head"), implied(use_qk_norm=True),
-     biases()),
-    ROUTED, other_forms=(FUSED,),
+    (*LLAMA_KEYS, *QWEN_EXPERTS, Key({}, reads=("num_local_experts",)), *HEAD_NORMS, *BIASES),
+    ROUTED, other_form=FUSED,
 )  # fmt: skip
 _GRANITE = (
-    *SHAPE, heads(sized=False), rope(),
-    *_sparse("num_local_experts"), constant(feed_forward__combine="sum_to_one"),
-    implied(
-        norm_topk_prob=True, position_embedding_type="rope", normalization_function="rmsnorm"
-    ),
-    biases(),
+    *LLAMA_KEYS, *_sparse("num_local_experts"), *SUM_TO_ONE, *BIASES,
+    implied(position_embedding_type="rope", normalization_function="rmsnorm"),
     field("embedding_multiplier", "embedding_multiplier"),
     field("residual_multiplier", "residual_multiplier"),
     field("attention_multiplier", "attention_scale"),
@@ -595,23 +556,15 @@ _GRANITE_FORM = {
     **_experts("block_sparse_moe.experts.gate_up_proj", "block_sparse_moe.experts.down_proj"),
 }
 GRANITE_FAMILY = _decoder(
-    "granitemoe", "GraniteMoE", "GraniteMoe", _GRANITE, GRANITE, other_forms=(_GRANITE_FORM,)
+    "granitemoe", "GraniteMoE", "GraniteMoe", _GRANITE, GRANITE, other_form=_GRANITE_FORM
 )
 GRANITE_SHARED_FAMILY = _decoder(
     "granitemoeshared", "GraniteMoE with a shared expert", "GraniteMoeShared",
     (*_GRANITE,
      field("shared_intermediate_size", "feed_forward.shared_hidden_size",
            lambda value: value or None, lambda value: value or 0)),
-    GRANITE, other_forms=(_GRANITE_FORM,),
+    GRANITE, other_form=_GRANITE_FORM,
 )  # fmt: skip
-
-
-def groups(theirs: str, ours: str) -> Key:
-    """A number of DeepSeek's groups of experts, which is null without groups."""
-    return field(theirs, f"feed_forward.{ours}", lambda value: 1 if value is None else value)
-
-
-GROUPS = (groups("n_group", "num_groups"), groups("topk_group", "top_groups"))
 
 
 def _v2_groups(tree: Tree) -> dict[str, Any]:
@@ -627,38 +580,32 @@ def _v2_groups(tree: Tree) -> dict[str, Any]:
 
 DEEPSEEK_V2_FAMILY = _decoder(
     "deepseek_v2", "DeepSeek-V2", "DeepseekV2",
-    (*DEEPSEEK, rope(pairs="neighbours", dtype="fp32", is_latent=True),
+    (*DEEPSEEK, rope(dtype="fp32", is_latent=True),
      constant(feed_forward__combine="scores"),
-     field("routed_scaling_factor", "feed_forward.routed_scaling_factor"),
      only("scoring_func", "softmax"),
-     *GROUPS,
      Key({}, _v2_groups,
          lambda config: {"topk_method": "greedy" if config.feed_forward.num_groups == 1
                          else "group_limited_greedy"},
          reads=("topk_method", "norm_topk_prob"))),
-    ROUTED, _shared("mlp.shared_experts"), LATENT, other_forms=(FUSED,),
+    ROUTED, _shared("mlp.shared_experts"), LATENT, other_form=FUSED,
 )  # fmt: skip
 DEEPSEEK_V3_FAMILY = _decoder(
     "deepseek_v3", "DeepSeek-V3", "DeepseekV3",
-    (*DEEPSEEK, rope(pairs="neighbours", is_latent=True), NORMALIZED,
+    (*DEEPSEEK, rope(is_latent=True), NORMALIZED,
      constant(feed_forward__score_function="sigmoid", feed_forward__selection_bias=True,
               feed_forward__group_score="best_two"),
-     field("routed_scaling_factor", "feed_forward.routed_scaling_factor"),
      only("scoring_func", "sigmoid"),
-     only("topk_method", "noaux_tc"), *GROUPS),
-    ROUTED, _shared("mlp.shared_experts"), LATENT, other_forms=(FUSED,), extra_blocks=True,
+     only("topk_method", "noaux_tc")),
+    ROUTED, _shared("mlp.shared_experts"), LATENT, other_form=FUSED, extra_blocks=True,
 )  # fmt: skip
 GPT_OSS_FAMILY = _decoder(
     "gpt_oss", "gpt-oss", "GptOss",
-    (*SHAPE, heads(),
-     rope(scales=True),
-     *_sparse("num_local_experts"), window(),
-     constant(feed_forward__activation="clamped_swiglu", feed_forward__combine="sum_to_one",
-              mlp_bias=True, attention_sinks=True, norm="rms_rounded_last"),
-     biases(),
+    (*SHAPE, *HEADS, rope(scales=True),
+     *_sparse("num_local_experts"), *SUM_TO_ONE, window(), *BIASES,
+     constant(feed_forward__activation="clamped_swiglu", mlp_bias=True, attention_sinks=True,
+              norm="rms_rounded_last"),
      field("swiglu_alpha", "feed_forward.swiglu_alpha"),
      field("swiglu_limit", "feed_forward.swiglu_limit"),
-     implied(norm_topk_prob=True),
      Key({}, reads=("experts_per_token", "initial_context_length"))),
     GPT_OSS, quantized="mxfp4",
 )  # fmt: skip

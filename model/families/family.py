@@ -114,8 +114,8 @@ class Family:
     known_keys: frozenset[str] | None = None
     """Keys without effect: a folder with a key that is neither here nor in `keys` is refused,
     unless the key is null, false or empty. None: other keys are ignored."""
-    other_forms: tuple[Rules, ...] = ()
-    """Alternative rules for parameters in a block, each replacing those of the same names; see
+    other_form: Rules = field(default_factory=dict)
+    """Alternative rules for parameters in a block, which replace those of the same names; see
     `for_names`."""
     quantized: str | None = None
     """The `quant_method` that its files may have; None if they may have none."""
@@ -128,7 +128,7 @@ class Family:
     free: Callable[[Any], frozenset[str]] = lambda config: FREE
     """Returns our keys that only matter in training, or select the head, which may be new."""
     architecture: Callable[[Any], str | None] = lambda config: None
-    """Returns the class that a model is written as; None if files name none, or are read-only."""
+    """Returns the class that a model is written as; None if none is written."""
     written: Callable[[Any, Known], dict[str, Any]] = lambda config, known: {}
     """Returns the keys that are written after `keys`."""
 
@@ -235,9 +235,7 @@ class Family:
         assert config.left_to_data() is None
         if isinstance(config, DecoderConfig):
             config = config.filled()
-        tree: dict[str, Any] = {}
-        if (architecture := self.architecture(config)) is not None:
-            tree = {"architectures": [architecture], "model_type": self.model_types[0]}
+        tree = {"architectures": [self.architecture(config)], "model_type": self.model_types[0]}
         try:
             for key in self.keys:
                 tree |= key.write(config)
@@ -269,19 +267,14 @@ class Family:
         Args:
             names: Plain names of all tensors.
         """
-        for form in self.other_forms:
-            rule = next(rule for name, rule in form.items() if ".experts." in name)
-            assert isinstance(rule, Rule)
-            if any(name.endswith(rule.names[0]) for name in names):
-                return replace(self, inside={**self.inside, **form})
+        rule = self.other_form.get("feed_forward.experts.gate")
+        if isinstance(rule, Rule) and any(name.endswith(rule.names[0]) for name in names):
+            return self.in_memory()
         return self
 
     def in_memory(self) -> "Family":
         """Returns the family with the names of the model in memory, where experts are stacked."""
-        inside = dict(self.inside)
-        for form in self.other_forms:
-            inside |= form
-        return replace(self, inside=inside, other_forms=())
+        return replace(self, inside={**self.inside, **self.other_form})
 
     def num_classes(self, config: ModelSettings) -> int:
         """Returns the number of classes of the head; 0 without one."""

@@ -5,6 +5,7 @@ What is read has been read by the library before, with its defaults; writing wri
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, TypeAlias
 
 Tree: TypeAlias = Mapping[str, Any]
@@ -77,13 +78,6 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
     return section
 
 
-def value_at(config: Any, key: str) -> Any:
-    """Returns the value of a dotted key of our configuration."""
-    for name in key.split("."):
-        config = getattr(config, name)
-    return config
-
-
 def _nothing(_: Any) -> dict[str, Any]:
     return {}
 
@@ -120,7 +114,7 @@ def field(
     return Key(
         {ours: theirs},
         lambda tree: {ours: read(tree.get(theirs))},
-        lambda config: {theirs: write(value_at(config, ours))},
+        lambda config: {theirs: write(attrgetter(ours)(config))},
     )
 
 
@@ -162,22 +156,14 @@ def implied(**values: Any) -> Key:
     return Key({}, read, reads=tuple(values))
 
 
-def inner_size(theirs: str, *, may_be_null: bool = False) -> Key:
-    """The inner width of dense feed-forwards.
-
-    Args:
-        theirs: Their key.
-        may_be_null: Whether it may be null there, which means four times the width as here.
-    """
-
-    def write(config: Any) -> dict[str, Any]:
-        dense = config.feed_forward
-        return {theirs: dense.hidden_size if may_be_null else dense.inner_size(config.hidden_size)}
-
+def inner_size(theirs: str) -> Key:
+    """The inner width of dense feed-forwards, which is a number there; null here means four times
+    the width."""
+    ours = "feed_forward.hidden_size"
     return Key(
-        {"feed_forward.hidden_size": theirs},
-        lambda tree: {"feed_forward": {"kind": "dense", "hidden_size": tree.get(theirs)}},
-        write,
+        {ours: theirs},
+        lambda tree: {ours: tree.get(theirs)},
+        lambda config: {theirs: config.feed_forward.hidden_size or 4 * config.hidden_size},
     )
 
 

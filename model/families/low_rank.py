@@ -15,7 +15,6 @@ Shapes: E experts (1 for a linear layer), R rank in the file, I inputs, O output
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from polyad.model.families.tensors import Piece
@@ -132,6 +131,4 @@ def of_rows(factors: Factors, rows: slice) -> Factors:
         factors: Factors for all outputs.
         rows: The outputs.
     """
-    return Factors(
-        factors.A_ERI, torch.narrow(factors.B_EOR, 1, rows.start, rows.stop - rows.start)
-    )
+    return Factors(factors.A_ERI, factors.B_EOR[:, rows])

@@ -146,7 +146,6 @@ def test_a_size_that_is_none_is_refused(case, tmp_path):
         ("qwen3", {"layer_types": ["linear_attention"] * 4}, "layer_types: "),
         ("qwen3", {"rope_parameters": {"rope_theta": "x"}}, "rope_theta: "),
         ("qwen2_moe", {"norm_topk_prob": "false"}, "norm_topk_prob"),
-        ("olmoe", {"head_dim": 4}, "head_dim: 4"),
         ("deepseek_v2", {"num_key_value_heads": 2}, "num_key_value_heads: 2"),
         ("mixtral", {"depth_gate": 0.5}, "depth_gate: 0.5"),
         ("deepseek_v3", {"first_k_dense_replace": 9}, "first_k_dense_replace: 9"),
