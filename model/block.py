@@ -34,7 +34,7 @@ from polyad.model.mumoe.layer import MuMoE
 from polyad.model.mxd import (
     MixtureOfDecoders,
     MixtureOfDecodersConfig,
-    Transcoder,
+    SparseTable,
     TranscoderConfig,
 )
 from polyad.model.output import RoutingStats
@@ -58,7 +58,7 @@ FEED_FORWARDS: dict[str, FeedForwardKind] = {
     "smoe": FeedForwardKind(SparseMoEConfig, SparseMoE),
     "emoe": FeedForwardKind(EmergentMoEConfig, EmergentMoE),
     "mxd": FeedForwardKind(MixtureOfDecodersConfig, MixtureOfDecoders),
-    "transcoder": FeedForwardKind(TranscoderConfig, Transcoder),
+    "transcoder": FeedForwardKind(TranscoderConfig, SparseTable),
 }
 
 FeedForwardConfig: TypeAlias = Annotated[

@@ -1,6 +1,7 @@
 """The base class of every configuration model in this package."""
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Union
 
@@ -39,6 +40,22 @@ def whole_number_or(least: int, *others: object) -> BeforeValidator:
         return value
 
     return BeforeValidator(check)
+
+
+def divisors(number: int) -> list[int]:
+    """Lists all divisors of a number, in order.
+
+    Args:
+        number: At least 1.
+    """
+    low = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
+    return sorted({*low, *(number // size for size in low)})
+
+
+def nearest_two(numbers: Iterable[int], wanted: int) -> str:
+    """Lists the two of some numbers that are nearest to another, for an error."""
+    near = sorted(numbers, key=lambda number: abs(number - wanted))[:2]
+    return ", ".join(map(str, sorted(near)))
 
 
 class SectionError(ValueError):

@@ -19,7 +19,6 @@ Shapes: N tokens, D width, E experts or groups, K experts of a token, F inner un
 in k-means F keys; U = E F units of all.
 """
 
-import math
 from collections.abc import Callable
 from typing import ClassVar, Literal, Self, TypeAlias
 
@@ -30,7 +29,7 @@ from pydantic import model_validator
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from polyad.model.config import Count, SectionError
+from polyad.model.config import Count, SectionError, divisors, nearest_two
 from polyad.model.feedforward import GATED, DenseFeedForwardConfig, FeedForwardContext
 from polyad.model.initialization import ZEROS, Initializer, normal
 from polyad.model.kernels.grouped import ExpertWeights
@@ -92,12 +91,10 @@ class EmergentMoEConfig(SelectingConfig):
         """Checks that experts have equal sizes; nothing is filled in."""
         inner = self.inner_size(width)
         if inner % self.num_experts:
-            small = [n for n in range(1, math.isqrt(inner) + 1) if inner % n == 0]
-            divisors = {*small, *(inner // n for n in small)} - {1}
-            near = sorted(sorted(divisors, key=lambda n: abs(n - self.num_experts))[:2])
+            near = nearest_two(divisors(inner)[1:], self.num_experts)
             raise SectionError(
                 f"@num_experts: {self.num_experts} does not divide the inner width {inner} "
-                f"(@hidden_size); nearest that do: {', '.join(map(str, near))}"
+                f"(@hidden_size); nearest that do: {near}"
             )
         return self
 

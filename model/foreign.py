@@ -15,7 +15,9 @@ ids. A measure that reads again from some block on reads everything again.
 Shapes: B windows, T tokens, V vocabulary, N tokens of a layer, E experts, K of a token, D width.
 """
 
+import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from typing import Any, Literal
 
 import torch
@@ -144,6 +146,8 @@ class TheirExperts(SelectingMoE):
         self.scored: Callable[[Tensor], Tensor] | None = None
         """Computes scores of all experts from logits; None if their form is not known."""
         self._logits: _Logits | None = None
+        self.watch = ExitStack()
+        """Watches what lies between the router and the experts, until it is closed."""
         self._selected: Selected | None = None
         self._tokens_ND = torch.empty(0)
         experts.register_forward_pre_hook(self._before, with_kwargs=True)
@@ -152,18 +156,11 @@ class TheirExperts(SelectingMoE):
             router.register_forward_pre_hook(self._begin)
 
     def _begin(self, module: nn.Module, arguments: Any) -> None:
-        self.end()
-        self._logits = _Logits(self)
-        self._logits.__enter__()  # type: ignore[no-untyped-call]
-
-    def end(self) -> None:
-        """Ends the watch over what lies between the router and the experts."""
-        if self._logits is not None and self._logits.active:
-            self._logits.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-            self._logits.active = False
+        self.watch.close()
+        self._logits = self.watch.enter_context(_Logits(self))
 
     def _before(self, module: nn.Module, arguments: Any, named: Any) -> Any:
-        self.end()
+        self.watch.close()
         values = [*arguments, *named.values()]
         tensors = {n: each for n, each in enumerate(values) if isinstance(each, Tensor)}
         at = next(n for n, each in tensors.items() if not each.is_floating_point())
@@ -255,7 +252,7 @@ class _Logits(TorchFunctionMode):
 
     def __init__(self, layer: TheirExperts) -> None:
         super().__init__()
-        self.layer, self.experts, self.active = layer, layer.config.num_experts, True
+        self.layer, self.experts = layer, layer.config.num_experts
         self.logits_NE: Tensor | None = None
         self.removed_NE: Tensor | None = None
 
@@ -343,7 +340,7 @@ class TheirModel(nn.Module):
             )
         finally:
             for layer in self._layers:
-                layer.end()
+                layer.watch.close()
         if cache is not None:
             cache.values = output.past_key_values
         logits_BTV: Tensor = output.logits
@@ -368,10 +365,10 @@ class TheirModel(nn.Module):
         self, input_ids_BT: Tensor, cache: Past | None = None, target_ids_BT: Tensor | None = None
     ) -> ModelOutput:
         """Returns logits [B, T, V], or with targets the loss of each [B, T]."""
-        logits_BTV = self._logits(input_ids_BT, cache)
-        if target_ids_BT is None:
-            return ModelOutput(logits_BTV, ())
-        return ModelOutput(_losses(logits_BTV, target_ids_BT), ())
+        scored = self._logits(input_ids_BT, cache)
+        if target_ids_BT is not None:
+            scored = _losses(scored, target_ids_BT)
+        return ModelOutput(scored, ())
 
     @torch.inference_mode()
     def learn(self) -> "TheirModel":
@@ -386,8 +383,8 @@ class TheirModel(nn.Module):
     @property
     def without_scores(self) -> list[int]:
         """Numbers of the blocks whose scores of all experts are not known."""
-        routed = {n: getattr(b, "feed_forward", None) for n, b in enumerate(self.blocks)}
-        return [n for n, layer in routed.items() if layer is not None and layer.scored is None]
+        layers = (getattr(block, "feed_forward", None) for block in self.blocks)
+        return [n for n, layer in enumerate(layers) if layer is not None and layer.scored is None]
 
 
 MODELS[KIND] = ModelKind(TheirConfig, TheirModel)
@@ -435,7 +432,7 @@ def _router_beside(theirs: nn.Module, name: str, experts: Any) -> nn.Module | No
     within = set(experts.modules())
     while "." in name and not name.rpartition(".")[2].isdigit():
         name = name.rpartition(".")[0]
-        beside = [
+        found = [
             (path, module)
             for path, module in theirs.get_submodule(name).named_modules()
             if module not in within
@@ -444,10 +441,8 @@ def _router_beside(theirs: nn.Module, name: str, experts: Any) -> nn.Module | No
                 for parameter in module.parameters(recurse=False)
             )
         ]
-        named = [each for path, each in beside if "gate" in path or "rout" in path]
-        if named or beside:
-            found: nn.Module = (named or [module for _, module in beside])[0]
-            return found
+        if found:  # the first that is called so, or else the first
+            return min(found, key=lambda each: re.search("gate|rout", each[0]) is None)[1]
     return None
 
 

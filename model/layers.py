@@ -187,17 +187,16 @@ class RMSNorm(nn.Module):
         return weight * normalized.to(x.dtype)
 
 
-def build_norm(name: NormName, size: int, epsilon: float, bias: bool = True) -> nn.Module:
+def build_norm(name: NormName, size: int, epsilon: float) -> nn.Module:
     """Builds a norm of the last dimension, on the current default device.
 
     Args:
         name: The kind of norm.
         size: Size of the last dimension.
         epsilon: Epsilon added to the variance or the mean square.
-        bias: Whether a LayerNorm has a bias.
     """
     if name == "layer":
-        return LayerNorm(size, eps=epsilon, bias=bias)
+        return LayerNorm(size, eps=epsilon)
     return RMSNorm(size, epsilon, rounded_last=name == "rms_rounded_last")
 
 

@@ -68,10 +68,6 @@ class AdaptConfig(Config):
     weights are trained."""
 
 
-class LoRAError(PatternError):
-    """Adapters without effect, or that do not fit: a one-line error."""
-
-
 class AdapterRegions(NamedTuple):
     """Where ranks that share an adapter exchange tensors; see `model/layers.py`."""
 
@@ -198,10 +194,6 @@ class FactorLowRank(Adapter):
         matrix = A.flatten(0, -2) @ B.flatten(1)
         return self.scale * matrix.view(*A.shape[:-1], *B.shape[1:])
 
-    def matrices(self) -> tuple[Tensor, Tensor]:
-        """Returns A and B."""
-        return self.regions.A(self.A), self.regions.B(self.B)
-
     def forward(self, x_MC: Tensor, bias: bool, activated: bool) -> Tensor:
         """Computes the update of the product of tokens with the factor.
 
@@ -213,7 +205,7 @@ class FactorLowRank(Adapter):
         Returns:
             [M, ...], the factor's other modes flattened.
         """
-        A, B = self.matrices()
+        A, B = self.regions.A(self.A), self.regions.B(self.B)
         narrow_MR = contract(x_MC, A, modes=self.modes, bias=bias, activated=activated)
         return self.scale * contract(narrow_MR, B)
 
@@ -243,20 +235,20 @@ def add_lora(model: nn.Module, config: LoRAConfig) -> None:
     own = [name for name, _ in model.named_parameters()]
     chosen = matched("adapt.lora.targets", config.targets, places)
     if config.experts and not experts:
-        raise LoRAError(
+        raise PatternError(
             "adapt.lora.experts: true is not allowed with a model that has no sparse experts; "
             "allowed: false"
         )
     trained = set(matched("adapt.lora.trained", config.trained, own))
     if not chosen and not config.experts:
-        raise LoRAError(
+        raise PatternError(
             "adapt.lora: neither targets nor experts name a layer; there are "
             f"{', '.join(kinds(places))}"
         )
     wanted = {name: places[name] for name in chosen} | (experts if config.experts else {})
     for name, place in wanted.items():
         if config.rank >= place.smaller_side:
-            raise LoRAError(
+            raise PatternError(
                 f"adapt.lora.rank: {config.rank} is not less than the smaller side of {name}, "
                 f"{place.smaller_side}, so it would not be a low rank"
             )

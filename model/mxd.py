@@ -122,7 +122,6 @@ class MixtureOfDecodersConfig(SparseTableConfig):
 
     def inner_size(self, width: int) -> int:
         """Returns the inner width H of the dense part, once it is a number."""
-        assert self.hidden_size != MATCH_DENSE, "of_model() fills it in"
         return self._dense().inner_size(width)
 
     def cut_sizes(self, width: int) -> list[dict[str, int]]:
@@ -158,7 +157,7 @@ class MixtureOfDecodersConfig(SparseTableConfig):
         return self.model_copy(update={"hidden_size": size})
 
     def _dense(self) -> DenseFeedForwardConfig:
-        assert self.hidden_size != MATCH_DENSE
+        assert self.hidden_size != MATCH_DENSE, "of_model() fills it in"
         return DenseFeedForwardConfig(hidden_size=self.hidden_size)
 
 
@@ -229,7 +228,8 @@ def sum_of_rows(rows_ND: Tensor, ids_MK: Tensor, weights_MK: Tensor, *, whole: b
 
 
 class SparseTable(FeedForward, StatisticsModule):
-    """The base class of both kinds: a sparse gate over the rows of a table.
+    """A transcoder, and the base class of a mixture of decoders: a sparse gate over the rows of a
+    table, whose sum is the output.
 
     Args:
         config: Its own configuration, filled in.
@@ -305,17 +305,6 @@ class SparseTable(FeedForward, StatisticsModule):
             tokens=None if real is None else counted(real, load_E.dtype),
             measures={"active": self.config.top_k * load_E.sum()} if self.measures else {},
         )
-
-
-class Transcoder(SparseTable):
-    """A sparse sum of output vectors.
-
-    Args:
-        config: Its own configuration.
-        context: Settings of the model.
-    """
-
-    config: TranscoderConfig
 
 
 class MixtureOfDecoders(SparseTable):

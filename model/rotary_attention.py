@@ -5,7 +5,6 @@ Shapes: B batch, T tokens in a sequence, D width, A query heads, G key and value
 one head, V width of its values, C width of the latent vector, R rotated units of a head.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -78,7 +77,8 @@ class GroupedAttention(RotaryAttention):
         self.query = Linear(width, of_queries, start, bias=bias)
         self.key = Linear(width, of_keys, start, bias=bias)
         self.value = Linear(width, of_keys, start, bias=bias)
-        self.query_norm = self.key_norm = None
+        self.query_norm: Any = None
+        self.key_norm: Any = None
         if norm != "none":
             sizes = (of_queries, of_keys) if norm == "all" else (self.head_size,) * 2
             self.query_norm, self.key_norm = (RMSNorm(size, config.norm_epsilon) for size in sizes)
@@ -91,21 +91,19 @@ class GroupedAttention(RotaryAttention):
         """Returns rotated queries and keys, each key head read by several query heads."""
         norm_of, clip = self.config.query_key_norm, self.config.query_key_value_clip
         rotary = self.config.rotary
-        parts = [self.query(x_BTD), self.key(x_BTD), self.value(x_BTD)]
-        norms: list[Callable[[Tensor], Tensor] | None] = [self.query_norm, self.key_norm, None]
+        q, k, v = self.query(x_BTD), self.key(x_BTD), self.value(x_BTD)
         if norm_of == "all":
-            parts = [x if norm is None else norm(x) for x, norm in zip(parts, norms, strict=True)]
+            q, k = self.query_norm(q), self.key_norm(k)
         if clip is not None:
-            parts = [x.clamp(-clip, clip) for x in parts]
-        parts = [x.unflatten(-1, (-1, self.head_size)) for x in parts]
+            q, k, v = (x.clamp(-clip, clip) for x in (q, k, v))
+        q, k, v = (x.unflatten(-1, (-1, self.head_size)) for x in (q, k, v))
         if norm_of == "head":
-            parts = [x if norm is None else norm(x) for x, norm in zip(parts, norms, strict=True)]
-        assert (rotation is None) == (rotary is None)
-        if rotation is not None and rotary is not None:
+            q, k = self.query_norm(q), self.key_norm(k)
+        if rotation is not None:
             # Before the transpose, so that fused attention reads and writes tokens in their order.
             of_token = Rotation(*(x_TR.unsqueeze(1) for x_TR in rotation))
-            parts = [*(of_token.turn(x, rotary) for x in parts[:2]), parts[2]]
-        q_BATH, k_BGTH, v_BGTH = (x.transpose(1, 2) for x in parts)
+            q, k = of_token.turn(q, rotary), of_token.turn(k, rotary)
+        q_BATH, k_BGTH, v_BGTH = (x.transpose(1, 2) for x in (q, k, v))
         return Heads(q_BATH, self.own_heads(k_BGTH), self.own_heads(v_BGTH))
 
 

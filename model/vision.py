@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from polyad.model.config import Config, Count, SectionError
+from polyad.model.config import Config, Count, SectionError, divisors, nearest_two
 from polyad.model.feedforward import Activation
 from polyad.model.heads import HEAD
 from polyad.model.initialization import ZEROS, Initializer, constant, normal
@@ -103,11 +103,10 @@ class ImageModelSettings(ImageSettings):
                 f"{self.head.kind}, which has no such bias; allowed: 0"
             )
         if self.image_size % self.patch_size:
-            sizes = [n for n in range(1, self.image_size + 1) if self.image_size % n == 0]
-            near = sorted(sorted(sizes, key=lambda n: abs(n - self.patch_size))[:2])
+            near = nearest_two(divisors(self.image_size), self.patch_size)
             raise ValueError(
                 f"model.patch_size: {self.patch_size} does not divide model.image_size: "
-                f"{self.image_size}; nearest that do: {', '.join(map(str, near))}"
+                f"{self.image_size}; nearest that do: {near}"
             )
         return self
 

@@ -1,7 +1,8 @@
 """Parallel degrees and ranks: plain arithmetic, to check a layout before any process starts."""
 
-import math
 from dataclasses import dataclass
+
+from polyad.model.config import divisors
 
 
 class LayoutError(ValueError):
@@ -61,13 +62,3 @@ class Dims:
                 f"{self.data_parallel_size} = {at_once}; allowed: multiples of it"
             )
         return global_batch_size // at_once
-
-
-def divisors(number: int) -> list[int]:
-    """Lists all divisors of a number, in order.
-
-    Args:
-        number: at least 1.
-    """
-    low = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
-    return sorted({*low, *(number // size for size in low)})

@@ -18,10 +18,11 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._pytree import tree_leaves, tree_map
 
 from polyad.model.build import build_model, count_parameters, matrix_dimensions
+from polyad.model.config import divisors
 from polyad.model.decoder import DecoderSettings
 from polyad.model.output import ModelOutput
 from polyad.model.smoe.layer import SelectingMoE
-from polyad.parallel.dims import Dims, LayoutError, divisors
+from polyad.parallel.dims import Dims, LayoutError
 from polyad.parallel.expert import connect_without_engine
 from polyad.parallel.parallelize import split_layers
 from polyad.parallel.plan import (

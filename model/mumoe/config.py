@@ -67,7 +67,8 @@ class FactorizedExperts(Config):
         return Sizes(inputs=inputs, outputs=outputs, **keys)
 
     def nearest_rank(self, parameters: Callable[[Self], int], dense: int) -> Self:
-        """Returns a copy with the rank whose parameter count is closest to that without experts.
+        """Returns a copy with the rank, if it is `match-dense`, whose parameter count is closest to
+        that without experts.
 
         Args:
             parameters: Counts the parameters of a layer; the count grows with the rank.
@@ -80,6 +81,8 @@ class FactorizedExperts(Config):
         def excess(rank: int) -> int:
             return parameters(self.model_copy(update={"rank": rank})) - dense
 
+        if self.rank != "match-dense":
+            return self
         if excess(1) > 0:
             raise SectionError(
                 f"@rank: match-dense is not allowed with @num_experts: {list(self.num_experts)}: "
@@ -146,8 +149,6 @@ class MuMoEConfig(FactorizedExperts, FeedForwardSettings):
 
     def of_model(self, *, width: int, bias: bool) -> Self:
         """See `FeedForwardSettings.of_model`: replaces `match-dense` by the rank as a number."""
-        if self.rank != "match-dense":
-            return self
         dense = DenseFeedForwardConfig(hidden_size=self.hidden_size)
         gated = self.activation in GATED
         return self.nearest_rank(

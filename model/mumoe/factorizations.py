@@ -376,23 +376,13 @@ class TensorRing(Factorized):
     def mix(self, contracted: Tensor, coefficients: Sequence[Tensor]) -> Tensor:
         """See `Factorized.mix`; [M, Q R] to [M, P R]."""
         input_MQR = contracted.view(-1, self.sizes.expert_rank, self.sizes.rank)
-        chosen_MPQ = self.regions.experts(self.mix_experts(coefficients))
-        return (chosen_MPQ @ input_MQR).flatten(1)
-
-    def mix_experts(self, coefficients: Sequence[Tensor]) -> Tensor:
-        """Computes the matrix that a token's coefficients select: a product over levels.
-
-        Args:
-            coefficients: The coefficients of each level, [M, N].
-
-        Returns:
-            [M, P, Q].
-        """
-        first_MPQ, *further = (
+        # The matrix that a token's coefficients select is a product over levels.
+        of_levels = (
             contract(a_MN, factor_NPQ).view(-1, *factor_NPQ.shape[1:])
             for a_MN, factor_NPQ in zip(coefficients, self.expert_factors(), strict=True)
         )
-        return functools.reduce(torch.matmul, further, first_MPQ)
+        chosen_MPQ = self.regions.experts(functools.reduce(torch.matmul, of_levels))
+        return (chosen_MPQ @ input_MQR).flatten(1)
 
 
 class TensorTrain(TensorRing):

@@ -119,10 +119,6 @@ class ScoreNorm(nn.Module, ABC):
         super().__init__()
         self.num_experts, self.epsilon = list(num_experts), epsilon
 
-    def initializers(self) -> dict[str, Initializer]:
-        """Returns the initializer of each buffer; see `model/initialization.py`."""
-        return {}
-
     @abstractmethod
     def forward(self, scores_MS: Tensor) -> GateOutput:
         """Normalizes scores.

@@ -122,8 +122,6 @@ class MuMoEHeadConfig(FactorizedExperts):
         Raises:
             SectionError: No rank is small enough to match a linear head.
         """
-        if self.rank != "match-dense":
-            return self
         return self.nearest_rank(
             lambda config: config.parameters(width, classes), (width + 1) * classes
         )

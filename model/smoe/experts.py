@@ -17,7 +17,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from itertools import chain
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -170,37 +170,24 @@ class Experts(StackedExperts):
 
 
 _COPIED = {
-    "experts.up": ("up.weight", True),
-    "experts.up_bias": ("up.bias", False),
-    "experts.gate": ("gate.weight", True),
-    "experts.gate_bias": ("gate.bias", False),
-    "experts.down": ("down.weight", True),
-    "output_bias": ("down.bias", False),
-}
+    "experts.up": "up.weight", "experts.up_bias": "up.bias",
+    "experts.gate": "gate.weight", "experts.gate_bias": "gate.bias",
+    "experts.down": "down.weight", "output_bias": "down.bias",
+}  # fmt: skip
 
 
-class DenseTensor(NamedTuple):
-    """The parameter of a dense model that is copied into the experts."""
-
-    name: str
-    is_weight: bool
-    """True for a matrix, which experts store transposed and which may get noise; else a bias."""
-
-
-def dense_tensor(name: str) -> DenseTensor | None:
+def dense_tensor(name: str) -> str | None:
     """Finds the dense parameter from which a parameter of a sparse layer is copied.
 
     Args:
         name: The parameter's name in the sparse model, as in `named_parameters`.
 
     Returns:
-        The dense parameter; None if it is not copied: a router's, or outside of sparse layers.
+        The name of the dense parameter; None if it is not copied: a router's, or outside of sparse
+        layers. Experts store a weight transposed, and may get noise in it.
     """
     parts = re.fullmatch(r"(blocks\.\d+\.\w*feed_forward)\.(.+)", name)
-    if parts is None or parts[2] not in _COPIED:
-        return None
-    dense, is_weight = _COPIED[parts[2]]
-    return DenseTensor(f"{parts[1]}.{dense}", is_weight)
+    return f"{parts[1]}.{_COPIED[parts[2]]}" if parts and parts[2] in _COPIED else None
 
 
 def copies(value: Tensor, num_experts: int, noise: float, seed: int, name: str) -> Tensor:

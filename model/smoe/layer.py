@@ -78,19 +78,17 @@ def make_plan(
     # A GPU sorts by a few bits at a time.
     key_A = expert_A.to(torch.int16) if num_experts <= 2**15 else expert_A
     total = expert_A.numel()
-    sorted_A, assignment_A = key_A.sort(stable=True)
-    rank_A = torch.arange(total, device=expert_A.device)
-    if capacity_factor is None:
-        return Plan(
-            assignment_A, torch.empty_like(rank_A).scatter(0, assignment_A, rank_A), counts_E
-        )
-    # In floating point 1.1 x 50 / 5 is slightly more than 11; the result must be 11.
-    capacity = math.ceil(capacity_factor * total / num_experts - 1e-9)
-    first_E = counts_E.cumsum(0) - counts_E
-    dropped_A = rank_A - first_E[sorted_A.long()] >= capacity
-    assignment_M = assignment_A[dropped_A.to(torch.uint8).sort(stable=True).indices]
-    row_A = torch.empty_like(rank_A).scatter(0, assignment_M, rank_A)
-    return Plan(assignment_M, row_A, counts_E.clamp_max(capacity), drops=True)
+    sorted_M, assignment_M = key_A.sort(stable=True)
+    rank_M = torch.arange(total, device=expert_A.device)
+    if capacity_factor is not None:
+        # In floating point 1.1 x 50 / 5 is slightly more than 11; the result must be 11.
+        capacity = math.ceil(capacity_factor * total / num_experts - 1e-9)
+        first_E = counts_E.cumsum(0) - counts_E
+        dropped_M = rank_M - first_E[sorted_M.long()] >= capacity
+        assignment_M = assignment_M[dropped_M.to(torch.uint8).sort(stable=True).indices]
+        counts_E = counts_E.clamp_max(capacity)
+    row_A = torch.empty_like(rank_M).scatter(0, assignment_M, rank_M)
+    return Plan(assignment_M, row_A, counts_E, drops=capacity_factor is not None)
 
 
 class DispatchRegions(NamedTuple):

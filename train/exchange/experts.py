@@ -91,9 +91,9 @@ class Upcycled(Changed):
         source, start = dense_tensor(name), self._start
         if source is None:
             return self.begun(name)
-        value = self._weights.whole(source.name)
+        value = self._weights.whole(source)
         num_experts = self._shapes[name][0]
-        if not source.is_weight:
+        if source.endswith(".bias"):
             return copies(value, num_experts, 0.0, start.seed, name)
         return copies(value.T, num_experts, start.noise, start.seed, name)
 
