@@ -145,9 +145,7 @@ class FamilyWeights(FolderWeights):
 
     def stored_names(self, name: str) -> list[str]:
         """Returns the names of the folder's tensors for one of our weights."""
-        if self.is_new(name):
-            return []
-        return [piece.name for piece in self._pieces(name) if not self._lacks(piece)]
+        return [piece.name for piece in self._stored_pieces(name)]
 
     def unread(self) -> tuple[str, ...]:
         """Lists the folder's tensors that none of our weights or buffers uses, in order."""
@@ -157,9 +155,7 @@ class FamilyWeights(FolderWeights):
         """Returns the folder's tensors that weights and buffers are read from."""
         wanted = dict[str, Wanted]()
         for name in self._shapes:
-            if not self.is_new(name):
-                pieces = (piece for piece in self._pieces(name) if not self._lacks(piece))
-                wanted |= {piece.name: Wanted(piece.shape) for piece in pieces}
+            wanted |= {piece.name: Wanted(piece.shape) for piece in self._stored_pieces(name)}
         for name, buffer in self._model.named_buffers():
             if (rule := self.family.find(name)) is not None:
                 wanted[rule.names[0]] = Wanted(tuple(buffer.shape))
@@ -236,6 +232,11 @@ class FamilyWeights(FolderWeights):
 
     def _pieces(self, name: str) -> Iterator[Piece]:
         return self.family.pieces(name, self._shapes[name])
+
+    def _stored_pieces(self, name: str) -> list[Piece]:
+        """Returns the pieces of a weight that the folder has; none of a new one."""
+        pieces = () if self.is_new(name) else self._pieces(name)
+        return [piece for piece in pieces if not self._lacks(piece)]
 
     def _lacks(self, piece: Piece) -> bool:
         """Returns whether an optional tensor is missing."""

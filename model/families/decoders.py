@@ -15,6 +15,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from polyad.model.config import Config
 from polyad.model.decoder_config import DecoderConfig, GPT2Config
 from polyad.model.families.family import FP32_TEXT, FREE, Family, Rules
 from polyad.model.families.keys import (
@@ -29,6 +30,7 @@ from polyad.model.families.keys import (
     only,
 )
 from polyad.model.families.tensors import Rule, every_other, half, parameter, per_expert, transposed
+from polyad.model.rotary import LinearScaling, Llama3Scaling, YarnScaling
 
 HEAD = "lm_head.weight"
 
@@ -202,10 +204,9 @@ def rope(*, dtype: str = "model", is_latent: bool = False, scales: bool = False)
         none = {"rope_type": "default"} if scales else None
         written: dict[str, Any] = {"rope_theta": config.rotary.theta, "rope_scaling": none}
         if (scaling := config.rotary.scaling) is not None:
-            names = _SCALINGS[scaling.kind]
-            values = {theirs: getattr(scaling, ours) for theirs, ours in names.items()}
-            stated = {key: value for key, value in values.items() if value is not None}
-            written["rope_scaling"] = {"rope_type": scaling.kind, **stated}
+            stated = scaling.model_dump(exclude={"kind", "scaled_logits"}, exclude_none=True)
+            named = {_THEIRS.get(ours, ours): value for ours, value in stated.items()}
+            written["rope_scaling"] = {"rope_type": scaling.kind, **named}
         if is_latent:
             written["rope_interleave"] = config.rotary.pairs == "neighbours"
         return written
@@ -214,46 +215,33 @@ def rope(*, dtype: str = "model", is_latent: bool = False, scales: bool = False)
     return Key(names, read, write, reads=("rope_parameters", "rope_interleave"))
 
 
+_SCALINGS: dict[str, type[Config]] = {
+    "linear": LinearScaling, "llama3": Llama3Scaling, "yarn": YarnScaling,
+}  # fmt: skip
+_THEIRS = {
+    "original_length": "original_max_position_embeddings",
+    "low_frequency_factor": "low_freq_factor",
+    "high_frequency_factor": "high_freq_factor",
+    "rounded": "truncate",
+}
+"""The library's scaling keys by ours, where they differ."""
+
+
 def _read_scaling(parameters: Tree, longest: Any, is_latent: bool) -> dict[str, Any]:
     """Reads a section `rotary.scaling`.
 
     Args:
-        found: The parameters of rotary positions, in the newer form.
+        parameters: The parameters of rotary positions, in the newer form.
         longest: `max_position_embeddings`.
         is_latent: See `rope`.
     """
-    values = {key: value for key, value in parameters.items() if value is not None}
-    if "factor" not in values and longest is not None:
-        values["factor"] = longest / values["original_max_position_embeddings"]
-    kind = parameters["rope_type"]
-    section: dict[str, Any] = {"kind": kind}
-    for theirs, ours in _SCALINGS[kind].items():
-        value = values.get(theirs)
-        if value or isinstance(value, bool):  # mscale: 0 means none
-            section[ours] = value
-    return section | ({"scaled_logits": is_latent} if kind == "yarn" else {})
-
-
-_SCALINGS: dict[str, dict[str, str]] = {
-    "linear": {"factor": "factor"},
-    "llama3": {
-        "factor": "factor",
-        "original_max_position_embeddings": "original_length",
-        "low_freq_factor": "low_frequency_factor",
-        "high_freq_factor": "high_frequency_factor",
-    },
-    "yarn": {
-        "factor": "factor",
-        "original_max_position_embeddings": "original_length",
-        "beta_fast": "beta_fast",
-        "beta_slow": "beta_slow",
-        "attention_factor": "attention_factor",
-        "mscale": "mscale",
-        "mscale_all_dim": "mscale_all_dim",
-        "truncate": "rounded",
-    },
-}
-"""Our scaling keys by the library's."""
+    values, kind = dict(parameters), parameters["rope_type"]
+    if values.get("factor") is None and longest is not None:
+        values["factor"] = longest / (values.get("original_max_position_embeddings") or longest)
+    named = {ours: values.get(_THEIRS.get(ours, ours)) for ours in _SCALINGS[kind].model_fields}
+    # mscale: 0 means none.
+    stated = {ours: each for ours, each in named.items() if each or isinstance(each, bool)}
+    return stated | {"kind": kind} | ({"scaled_logits": is_latent} if kind == "yarn" else {})
 
 
 def window(*, is_optional: bool = False) -> Key:

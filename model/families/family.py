@@ -161,10 +161,10 @@ class Family:
             rules, before, name = self.inside, self.block.format(inside[1]), inside[2]
         owner, _, kind = name.rpartition(".")
         rule, after = _rule(rules, name), ""
-        if rule is None or rule.of_module:
+        if rule is None:
             rule, after = _rule(rules, owner), f".{kind}"
-            if rule is None or not rule.of_module:
-                return None
+        if rule is None:
+            return None
         return replace(rule, names=tuple(f"{before}{each}{after}" for each in rule.names))
 
     def pieces(self, name: str, shape: Shape) -> Iterator[Piece]:
