@@ -184,7 +184,7 @@ def run_blocks(
     Args:
         blocks: The model's `blocks`.
         x_BTD: The residual stream.
-        recompute: The model's `recompute` setting; ignored with a cache.
+        recompute: The model's `recompute` setting; nothing is recomputed without gradients.
         given: Further inputs.
         cache: In generation, keys and values of earlier tokens.
 
@@ -197,10 +197,8 @@ def run_blocks(
     else:
         statistics = []
         for index, block in enumerate(blocks):
-            if cache is None:
-                x_BTD, stats = run_block(block, x_BTD, recompute, given)
-            else:
-                x_BTD, stats = block(x_BTD, given._replace(cache=cache.blocks[index]))
+            of_block = given if cache is None else given._replace(cache=cache.blocks[index])
+            x_BTD, stats = run_block(block, x_BTD, recompute, of_block)
             statistics.append(stats)
     # Named here: blocks that knew their names could not share compiled code.
     routing = [

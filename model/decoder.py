@@ -275,7 +275,8 @@ class Decoder(nn.Module):
         if stops:
             return ModelOutput(x_BTD.new_zeros(()), routing)
         if self.last_token is not None:
-            return ModelOutput(self.classify(x_BTD, mask_BT), routing)
+            last_BD = self.last_token(x_BTD, mask_BT)
+            return ModelOutput(self.head(self.final_norm(last_BD)), routing)
         return ModelOutput(self.score(x_BTD, target_ids_BT), routing)
 
     def given(
@@ -312,10 +313,4 @@ class Decoder(nn.Module):
         if self.parts.logits_multiplier != 1:
             normalized_BTD = normalized_BTD * self.parts.logits_multiplier
         scored: Tensor = self.head(normalized_BTD, embedding_VD, target_ids_BT)
-        return scored
-
-    def classify(self, x_BTD: Tensor, mask_BT: Tensor | None) -> Tensor:
-        """Scores sequences [B, K] from the last block's output at their last real tokens."""
-        assert self.last_token is not None
-        scored: Tensor = self.head(self.final_norm(self.last_token(x_BTD, mask_BT)))
         return scored

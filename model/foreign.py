@@ -349,17 +349,13 @@ class TheirModel(nn.Module):
     def score(
         self,
         logits_BTV: Tensor,
-        places_BP: Tensor | None = None,
-        target_ids_BP: Tensor | None = None,
+        places_BT: Tensor | None = None,
+        target_ids_BT: Tensor | None = None,
     ) -> Tensor:
-        """Returns logits, or with targets the loss of each in nats [B, P, 1]."""
-        if places_BP is None or target_ids_BP is None:
+        """Returns logits, or with targets, of all places, the loss of each in nats [B, T, 1]."""
+        if target_ids_BT is None:
             return logits_BTV
-        places_BPV = places_BP.unsqueeze(-1).expand(-1, -1, logits_BTV.shape[-1])
-        chosen_BPV = logits_BTV
-        if places_BP.shape[1] != logits_BTV.shape[1]:
-            chosen_BPV = logits_BTV.gather(1, places_BPV)
-        return _losses(chosen_BPV, target_ids_BP).unsqueeze(-1)
+        return _losses(logits_BTV, target_ids_BT).unsqueeze(-1)
 
     def forward(
         self, input_ids_BT: Tensor, cache: Past | None = None, target_ids_BT: Tensor | None = None

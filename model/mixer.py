@@ -62,17 +62,14 @@ class MixerConfig(ImageModelSettings):
 
     def cut_sizes(self) -> CutSizes:
         """Sizes of both feed-forwards."""
-        sections = self.feed_forwards()
-        widths: CutSizes = []
-        if sections[TOKENS].kind == "mumoe":  # its gate is split along its input
-            widths.append({"(model.image_size / model.patch_size)^2": self.num_patches})
-        if sections[CHANNELS].kind == "mumoe":
-            widths.append({"model.hidden_size": self.hidden_size})
-        return [
-            *widths,
-            *cut_sizes_of(TOKENS, sections[TOKENS], self.num_patches),
-            *cut_sizes_of(CHANNELS, sections[CHANNELS], self.hidden_size),
-        ]
+        sizes: CutSizes = []
+        names = {TOKENS: "(model.image_size / model.patch_size)^2", CHANNELS: "model.hidden_size"}
+        for key, section in self.feed_forwards().items():
+            width = self._widths()[key]
+            if section.kind == "mumoe":  # its gate is split along its input
+                sizes.append({names[key]: width})
+            sizes += cut_sizes_of(key, section, width)
+        return sizes
 
 
 class MixerBlock(nn.Module):

@@ -103,17 +103,6 @@ class NetworkConfig(Config):
         return [channels * self.sides(image_size)[-1] ** 2, *self.hidden_sizes]
 
 
-class NetworkOutput(NamedTuple):
-    """The output of a small network."""
-
-    hidden_BD: Tensor
-    """The last hidden layer before its ReLU."""
-    output_BO: Tensor | None
-    """The output, or None for a network without an output layer."""
-    moments: list[dict[str, Tensor]]
-    """Those over images and pixels of the input of each BatchNorm, as in `GateOutput`."""
-
-
 class SmallNetwork(nn.Module):
     """A small network.
 
@@ -140,11 +129,16 @@ class SmallNetwork(nn.Module):
         self.hidden = nn.ModuleList(Linear(*sizes) for sizes in pairwise(widths))
         self.output = None if outputs is None else Linear(widths[-1], outputs)
 
-    def forward(self, x_BCHW: Tensor) -> NetworkOutput:
+    def forward(self, x_BCHW: Tensor) -> tuple[Tensor, Tensor | None, list[dict[str, Tensor]]]:
         """Runs the network.
 
         Args:
             x_BCHW: Images.
+
+        Returns:
+            The last hidden layer before its ReLU [B, D]; the output [B, O], or None for a network
+            without an output layer; and the moments over images and pixels of the input of each
+            BatchNorm, as in `GateOutput`.
         """
         moments = []
         for convolution in self.convolutions:
@@ -154,7 +148,7 @@ class SmallNetwork(nn.Module):
         for number, layer in enumerate(self.hidden):
             hidden_BD = layer(relu(hidden_BD) if number else hidden_BD)
         output_BO = None if self.output is None else self.output(relu(hidden_BD))
-        return NetworkOutput(hidden_BD, output_BO, moments)
+        return hidden_BD, output_BO, moments
 
     def train(self, mode: bool = True) -> "SmallNetwork":
         """Sets training mode, unless everything is frozen."""
@@ -363,24 +357,22 @@ class Mixture(StatisticsModule):
         Returns:
             Log-probabilities of the classes [B, K], and the statistics of the gate.
         """
-        config = self.config
-        gate: NetworkOutput = run_block(self.gate.network, x_BCHW, config.recompute)
-        ran = [run_block(expert, x_BCHW, config.recompute) for expert in self.experts]
-        experts_BMD = torch.stack([each.hidden_BD for each in ran], dim=1)
-        shares = self.gate(gate.hidden_BD, experts_BMD)
-        o_BMK = torch.stack([each.output_BO for each in ran], dim=1)
-        log_p_BMK = o_BMK.to(shares.log_p_BM.dtype).log_softmax(-1)
+        networks = (self.gate.network, *self.experts)
+        ran = (run_block(network, x_BCHW, self.config.recompute) for network in networks)
+        (gate_BG, *hidden), (_, *outputs), (of_gate, *moments) = zip(*ran, strict=True)
+        shares = self.gate(gate_BG, torch.stack(hidden, dim=1))
+        log_p_BMK = torch.stack(outputs, dim=1).to(shares.log_p_BM.dtype).log_softmax(-1)
         log_p_BK = (shares.log_p_BM.unsqueeze(-1) + log_p_BMK).logsumexp(1)
-        return log_p_BK, self._statistics(shares, gate, [*ran, gate])
+        of_norms = [of_norm for each in (*moments, of_gate) for of_norm in each]
+        return log_p_BK, self._statistics(shares, gate_BG, of_norms)
 
     def _statistics(
-        self, shares: Shares, gate: NetworkOutput, ran: list[NetworkOutput]
+        self, shares: Shares, gate_BG: Tensor, moments: list[dict[str, Tensor]]
     ) -> RoutingStats:
         scores_BM, log_p_BM = shares
         before_BM = scores_BM.softmax(-1)
         best_BK = log_p_BM.topk(self.config.top_k or 1, dim=-1).indices
         load_M = count(best_BK, log_p_BM.shape[1]).to(scores_BM.dtype) / best_BK.numel()
-        moments = [of_norm for each in ran for of_norm in each.moments]
         losses = {
             "balance_loss": load_balance_loss(
                 self.for_loss("balance_loss", before_BM).mean(0), load_M
@@ -396,7 +388,7 @@ class Mixture(StatisticsModule):
                 for name in ("mean", "square")
             }
             stats = stats._replace(measures=stats.measures | of_all)
-        return self.with_samples(stats, [before_BM], gate.hidden_BD.unsqueeze(1))
+        return self.with_samples(stats, [before_BM], gate_BG.unsqueeze(1))
 
     def update(self, stats: RoutingStats, progress: float) -> None:
         """Updates the running statistics of the BatchNorms; called once after each optimizer step.

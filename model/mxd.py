@@ -63,14 +63,6 @@ class SparseTableConfig(FeedForwardSettings, ABC):
         at_most("top_k", self.top_k, "@num_experts", self.num_experts)
         return self
 
-    def gate_parameters(self, width: int) -> int:
-        """Counts the parameters of the gate and its bias, the table, and the output bias.
-
-        Args:
-            width: D.
-        """
-        return self.num_experts * (2 * width + 1) + width
-
 
 class TranscoderConfig(SparseTableConfig):
     """A transcoder: a wide, sparse replacement for a trained feed-forward with interpretable
@@ -90,14 +82,6 @@ class TranscoderConfig(SparseTableConfig):
     def cut_sizes(self, width: int) -> list[dict[str, int]]:
         """Returns the number of experts, which tensor parallelism splits."""
         return [{"num_experts": self.num_experts}]
-
-    def parameters(self, width: int) -> int:
-        """Counts the parameters of a block's feed-forward.
-
-        Args:
-            width: D.
-        """
-        return self.gate_parameters(width)
 
 
 class MixtureOfDecodersConfig(SparseTableConfig):
@@ -136,7 +120,8 @@ class MixtureOfDecodersConfig(SparseTableConfig):
             bias: Whether the dense part's first layer has a bias.
         """
         dense = self._dense().parameters(width, bias, self.activation in GATED)
-        return self.gate_parameters(width) + dense - bias * width
+        # The gate and its bias, and the table; there is an output bias in any case.
+        return self.num_experts * (2 * width + 1) + dense + width - bias * width
 
     def of_model(self, *, width: int, bias: bool) -> Self:
         """Replaces `match-dense` by the inner width as a number."""

@@ -34,8 +34,9 @@ def check_placement(value: object) -> object:
         ValueError: The value is not a placement.
     """
     numbers, least = (value, 0) if isinstance(value, list) else ([value], 1)
-    if any(type(number) is not int or number < least for number in numbers):
-        raise ValueError("1 or more, or a list of block numbers from 0")
+    is_number = all(type(number) is int and number >= least for number in numbers)
+    if not is_number or len(set(numbers)) < len(numbers):
+        raise ValueError("1 or more, or a list of block numbers from 0, each once")
     return value
 
 
@@ -107,12 +108,8 @@ class SelectingConfig(FeedForwardSettings, ABC):
                 any other one needs, and whether it is there.
 
         Raises:
-            SectionError: A block is listed twice, a token uses more experts than there are, or a
-                key is ineffective.
+            SectionError: A token uses more experts than there are, or a key is ineffective.
         """
-        placement = self._placement()
-        if isinstance(placement, list) and len(set(placement)) < len(placement):
-            raise SectionError(f"@{self.placement_key}: {placement} names a block twice")
         at_most(top_key, self.known_final_top_k(), "@num_experts", self.num_experts)
         capacity = (
             "evaluation_capacity_factor",

@@ -43,7 +43,7 @@ class MeasuredRows(NamedTuple):
     """Rows spread evenly over each sequence, including its last: a sample of all rows."""
 
     rows: Tensor
-    """[M], M = min(T, MEASURED_ROWS), or [B, M] if sequences have padding."""
+    """[1, M], M = min(T, MEASURED_ROWS), or [B, M] if sequences have padding."""
     weights_BM: Tensor | None = None
     """The share of the real tokens that each row represents; None if all are equal."""
 
@@ -60,8 +60,8 @@ def _measured_rows(
 ) -> MeasuredRows:
     if real is None:
         count = min(length, MEASURED_ROWS)
-        part_M = torch.arange(1, count + 1, device=device)
-        return MeasuredRows((part_M * length).div(count, rounding_mode="floor") - 1)
+        part_1M = torch.arange(1, count + 1, device=device).unsqueeze(0)
+        return MeasuredRows((part_1M * length).div(count, rounding_mode="floor") - 1)
     # The rows that each sequence would have without padding; of M, only the first `count` are used.
     length_B1 = real.lengths_B.unsqueeze(1)
     count_B1 = length_B1.clamp(max=MEASURED_ROWS)
@@ -117,7 +117,8 @@ class Features(NamedTuple):
         """Computes the matrix S, or some of its rows.
 
         Args:
-            rows: Indices of the T rows, [M], or [B, M] for separate ones per B; None for all.
+            rows: Indices of the T rows, [B, M], with as many dimensions as the features before T; B
+                may be 1. None for all.
 
         Returns:
             [B, M, S], each row summing to 1.
@@ -127,11 +128,8 @@ class Features(NamedTuple):
         token_S = torch.arange(length, device=query_BTF.device)
         token_M = token_S[length - new :]
         if rows is not None:
-            token_M = token_M[rows]  # [M] or [B, M]
-            if rows.dim() == 1:
-                query_BTF = query_BTF.index_select(-2, rows)
-            else:
-                query_BTF = query_BTF.take_along_dim(rows.unsqueeze(-1), -2)
+            token_M = token_M[rows]
+            query_BTF = query_BTF.take_along_dim(rows.unsqueeze(-1), -2)
         exponents_BMS = scale * (query_BTF @ key_BSF.mT)
         if causal:
             exponents_BMS = exponents_BMS.masked_fill(token_S > token_M[..., None], -torch.inf)
@@ -143,7 +141,7 @@ class Features(NamedTuple):
     def row_entropies(self, measured: MeasuredRows) -> Tensor:
         """Computes the entropies of measured rows of S, [..., M], without gradient."""
         rows = measured.rows
-        if rows.dim() > 1 and self.query_BTF.dim() > 3:
+        if self.query_BTF.dim() > 3:
             rows = rows.unsqueeze(1)  # the same rows for every head
         with torch.no_grad():  # a compiler cannot trace a decorated method of a tuple
             return entropy(self.matrix(rows))

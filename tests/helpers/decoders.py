@@ -271,9 +271,7 @@ class Choices:
         self.ids: list[Tensor] = []
         for block in model.blocks:
             if (router := getattr(block.feed_forward, "router", None)) is not None:
-                router.register_forward_hook(
-                    lambda m, i, o: self.ids.append(o.selected.expert_ids_NK)
-                )
+                router.register_forward_hook(lambda m, i, o: self.ids.append(o[0].expert_ids_NK))
 
 
 def in_double(case: str, folder: Path) -> tuple[float, list[tuple[str, Tensor, Tensor]]]:

@@ -372,5 +372,5 @@ def _scaled(layer: SparseTable, x_MD: Tensor, expert: int) -> Tensor:
 
 def _network(mixture: Mixture, images_MCHW: Tensor, expert: int) -> Tensor:
     """A network's class probabilities, or its logits if those are mixed."""
-    logits_MK: Tensor = mixture.experts[expert](images_MCHW).output_BO
+    logits_MK: Tensor = mixture.experts[expert](images_MCHW)[1]
     return logits_MK.softmax(-1)

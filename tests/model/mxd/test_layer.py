@@ -1,11 +1,13 @@
 """Mixtures of decoders and transcoders against materialized experts and against our CP."""
 
+import dataclasses
+
 import pytest
 import torch
 from torch.nn.functional import gelu, normalize, silu
 
 from polyad.model.block import build_feedforward
-from polyad.model.build import build_model, initial_values, materialize
+from polyad.model.build import build_model, count_parameters, initial_values, materialize
 from polyad.model.decoder_config import GPT2Config
 from polyad.model.feedforward import FeedForwardContext
 from polyad.model.mxd import (
@@ -123,7 +125,10 @@ def test_parameters_are_those_of_the_paper():
     for width, experts in ((768, 21_490), (1024, 28_658), (2048, 57_330)):
         assert round(2 * width**2 * 28 / (2 * width + 1)) == experts
     assert MixtureOfDecodersConfig(num_experts=21_490).parameters(768, True) == 37_752_562
-    assert TranscoderConfig(num_experts=24_576).parameters(768) == 37_774_080
+    with torch.device("meta"):
+        wide = dataclasses.replace(context(), hidden_size=768)
+        transcoder = build_feedforward(TranscoderConfig(num_experts=24_576), wide)
+    assert count_parameters(transcoder) == 37_774_080
     for config in (
         MixtureOfDecodersConfig(num_experts=12, top_k=3),
         MixtureOfDecodersConfig(num_experts=9, top_k=3, hidden_size=5, activation="geglu"),

@@ -67,7 +67,7 @@ def test_shares_are_those_of_the_routers_by_hand(workers, runs, prepared_path):
     for step in (3, 6):
         model, seen = load_model(checkpoint(runs["smoe"], step)), []
         model.blocks[0].feed_forward.router.register_forward_hook(
-            lambda module, given, output, seen=seen: seen.append(output.selected.expert_ids_NK)
+            lambda module, given, output, seen=seen: seen.append(output[0].expert_ids_NK)
         )
         for read, _ in windows:
             with torch.no_grad():
