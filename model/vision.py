@@ -8,7 +8,6 @@ import math
 from abc import ABC, abstractmethod
 from typing import Annotated, Literal, Self, TypeAlias
 
-import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.nn.functional import linear
@@ -150,7 +149,7 @@ class ImageModelSettings(ImageSettings):
         return self.drop_path * block / max(1, self.num_layers - 1)
 
 
-class PatchEmbedding(nn.Module):
+class PatchEmbedding(nn.Conv2d):
     """A linear map of every patch.
 
     The weight has the shape of a convolution's, as in other libraries.
@@ -160,11 +159,9 @@ class PatchEmbedding(nn.Module):
     """
 
     def __init__(self, config: ImageModelSettings) -> None:
-        super().__init__()
-        self.side, self._config = config.patch_size, config
-        shape = (config.hidden_size, config.channels, self.side, self.side)
-        self.weight = nn.Parameter(torch.empty(shape))
-        self.bias = nn.Parameter(torch.empty(config.hidden_size))
+        side = config.patch_size
+        super().__init__(config.channels, config.hidden_size, side, stride=side)
+        self.side, self._config = side, config
 
     def initializers(self) -> dict[str, Initializer]:
         """Returns the initializer of the weight: LeCun normal, with variance 1 / inputs."""

@@ -76,12 +76,9 @@ GPT2 = Family(
         field("tie_word_embeddings", "tied_embeddings"),
         field("n_inner", "feed_forward.hidden_size"),
         dropouts("resid_pdrop", "embd_pdrop", "attn_pdrop"),
-        only("activation_function", "gelu_new"),
-        only("scale_attn_weights", True),
-        only("scale_attn_by_inverse_layer_idx", False),
-        only("reorder_and_upcast_attn", False),
-        only("add_cross_attention", False),
-        only("is_encoder_decoder", False),
+        only(activation_function="gelu_new", scale_attn_weights=True),
+        only(scale_attn_by_inverse_layer_idx=False, reorder_and_upcast_attn=False),
+        only(add_cross_attention=False, is_encoder_decoder=False),
     ),
     free=_free,
     architecture=lambda config: "GPT2LMHeadModel",
@@ -350,7 +347,7 @@ SHAPE = (
     field("tie_word_embeddings", "tied_embeddings"),
     field("initializer_range", "initializer_range"),
     field("attention_dropout", "dropout"),
-    only("hidden_act", "silu"),
+    only(hidden_act="silu"),
     padding(),
 )
 """The keys of all families."""
@@ -458,8 +455,7 @@ DEEPSEEK = (
     field("routed_scaling_factor", "feed_forward.routed_scaling_factor"),
     groups("n_group", "num_groups"),
     groups("topk_group", "top_groups"),
-    only("moe_layer_freq", 1),
-    only("mlp_bias", False),
+    only(moe_layer_freq=1, mlp_bias=False),
 )  # fmt: skip
 """The keys of both DeepSeek versions."""
 
@@ -570,7 +566,7 @@ DEEPSEEK_V2_FAMILY = _decoder(
     "deepseek_v2", "DeepSeek-V2", "DeepseekV2",
     (*DEEPSEEK, rope(dtype="fp32", is_latent=True),
      constant(feed_forward__combine="scores"),
-     only("scoring_func", "softmax"),
+     only(scoring_func="softmax"),
      Key({}, _v2_groups,
          lambda config: {"topk_method": "greedy" if config.feed_forward.num_groups == 1
                          else "group_limited_greedy"},
@@ -582,8 +578,7 @@ DEEPSEEK_V3_FAMILY = _decoder(
     (*DEEPSEEK, rope(is_latent=True), NORMALIZED,
      constant(feed_forward__score_function="sigmoid", feed_forward__selection_bias=True,
               feed_forward__group_score="best_two"),
-     only("scoring_func", "sigmoid"),
-     only("topk_method", "noaux_tc")),
+     only(scoring_func="sigmoid", topk_method="noaux_tc")),
     ROUTED, _shared("mlp.shared_experts"), LATENT, other_form=FUSED, extra_blocks=True,
 )  # fmt: skip
 GPT_OSS_FAMILY = _decoder(

@@ -128,15 +128,20 @@ def constant(**values: Any) -> Key:
     return Key({}, lambda tree: ours)
 
 
-def only(theirs: str, value: Any) -> Key:
-    """An option of theirs of which only one value is supported."""
+def only(**values: Any) -> Key:
+    """Options of theirs of which only one value is supported.
+
+    Args:
+        values: These values by their keys.
+    """
 
     def read(tree: Tree) -> dict[str, Any]:
-        if (found := tree.get(theirs, value)) != value:
-            raise WeightsError(f"{theirs}: {found!r:.60} is not supported; supported: {value!r}")
+        for key, value in values.items():
+            if (found := tree.get(key, value)) != value:
+                raise WeightsError(f"{key}: {found!r:.60} is not supported; supported: {value!r}")
         return {}
 
-    return Key({}, read, lambda config: {theirs: value}, reads=(theirs,))
+    return Key({}, read, lambda config: values, reads=tuple(values))
 
 
 def implied(**values: Any) -> Key:
@@ -148,10 +153,7 @@ def implied(**values: Any) -> Key:
     """
 
     def read(tree: Tree) -> dict[str, Any]:
-        for theirs, value in values.items():
-            if tree.get(theirs) is not None:
-                only(theirs, value).read(tree)
-        return {}
+        return only(**values).read({key: each for key, each in tree.items() if each is not None})
 
     return Key({}, read, reads=tuple(values))
 

@@ -38,7 +38,7 @@ _KEYS = (
     field("num_channels", "channels"),
     field("layer_norm_eps", "layer_norm_epsilon"),
     dropouts("hidden_dropout_prob", "attention_probs_dropout_prob", is_read=False),
-    only("qkv_bias", True),
+    only(qkv_bias=True),
 )
 """The keys that ViT and CLIP share."""
 
