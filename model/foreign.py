@@ -428,7 +428,7 @@ def _router_beside(theirs: nn.Module, name: str, experts: Any) -> nn.Module | No
     within = set(experts.modules())
     while "." in name and not name.rpartition(".")[2].isdigit():
         name = name.rpartition(".")[0]
-        found = [
+        found: list[tuple[str, nn.Module]] = [
             (path, module)
             for path, module in theirs.get_submodule(name).named_modules()
             if module not in within

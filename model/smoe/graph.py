@@ -23,7 +23,7 @@ from torch.nn.functional import normalize, pad, scaled_dot_product_attention
 
 from polyad.model.attention import AttentionTrace
 from polyad.model.feedforward import NOTHING_ELSE, BlockInput, FeedForwardContext, refuse_autocast
-from polyad.model.initialization import ZEROS, Initializer, constant
+from polyad.model.initialization import ONES, ZEROS, Initializer
 from polyad.model.layers import RealTokens
 from polyad.model.output import NO_TENSORS, StatisticsModule, entropy
 from polyad.model.smoe.config import GRAPHS, SparseMoEConfig
@@ -289,7 +289,6 @@ class AttentionGraph(MixingGraph):
     """
 
     head_entropy: Tensor
-    fixed_head: Tensor
 
     def __init__(self, config: SparseMoEConfig, context: FeedForwardContext) -> None:
         super().__init__(config, context)
@@ -297,20 +296,18 @@ class AttentionGraph(MixingGraph):
         self.num_heads = context.num_heads
         self.factor = context.num_heads if config.head_mean else 1
         self.chooses = config.fixed_head is None
-        if self.chooses:
-            # Initialized to zero, all heads' means are too small by the same factor, so their order
-            # is right.
-            self.register_buffer("head_entropy", torch.empty(context.num_heads))
-        else:
-            # A buffer only to be on the device; its value comes from the configuration, not a
-            # checkpoint.
-            head = torch.empty(1, dtype=torch.int64)
-            self.register_buffer("fixed_head", head, persistent=False)
+        # A fixed head comes from the configuration, not a checkpoint.
+        head_entropy = torch.empty(context.num_heads)
+        self.register_buffer("head_entropy", head_entropy, persistent=self.chooses)
 
     def initializers(self) -> dict[str, Initializer]:
-        """Returns the initializer: zero, so the first head is chosen until there are statistics."""
-        fixed = constant(self.config.fixed_head or 0)
-        return {"head_entropy": ZEROS, "fixed_head": fixed}
+        """Returns the initializer: zero, so the first head is chosen until there are statistics; or
+        zero for a fixed head and one for the others, which stay so.
+
+        All heads' means start too small by the same factor, so their order is right.
+        """
+        fixed = self.config.fixed_head
+        return {"head_entropy": ZEROS if fixed is None else ONES.without_row(fixed)}
 
     @torch.no_grad()
     def update(self, measures: Mapping[str, Tensor]) -> None:
@@ -320,7 +317,7 @@ class AttentionGraph(MixingGraph):
 
     def chosen_head(self) -> Tensor:
         """Returns [1], the index among all heads of the model of the head that defines S."""
-        return self.head_entropy.argmin(keepdim=True) if self.chooses else self.fixed_head
+        return self.head_entropy.argmin(keepdim=True)
 
     def attention_head(self) -> Tensor:
         """See `FeedForward.attention_head`."""
