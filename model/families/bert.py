@@ -13,7 +13,7 @@ from typing import Any
 
 from polyad.model.bert import BertConfig
 from polyad.model.families.family import FP32_TEXT, Family, Known, ShapeOf, label_keys
-from polyad.model.families.keys import Tree, activation, dropouts, field, inner_size, only
+from polyad.model.families.keys import Tree, activation, dropouts, field, inner_size, only, same
 from polyad.model.families.tensors import rows
 from polyad.model.heads import ClassificationHeadConfig
 
@@ -90,14 +90,12 @@ BERT = Family(
     mentioned=("pooler", "cls.seq_relationship"),
     copies=_copies,
     keys=(
-        field("vocab_size", "vocab_size"),
-        field("hidden_size", "hidden_size"),
+        *same("vocab_size", "hidden_size", "initializer_range"),
         field("num_hidden_layers", "num_layers"),
         field("num_attention_heads", "num_heads"),
         field("max_position_embeddings", "sequence_length"),
         field("type_vocab_size", "num_segments"),
         field("layer_norm_eps", "layer_norm_epsilon"),
-        field("initializer_range", "initializer_range"),
         inner_size("intermediate_size"),
         activation("hidden_act"),
         dropouts("hidden_dropout_prob", "attention_probs_dropout_prob"),

@@ -28,6 +28,7 @@ from polyad.model.families.keys import (
     implied,
     inner_size,
     only,
+    same,
 )
 from polyad.model.families.tensors import Rule, every_other, half, parameter, per_expert, transposed
 from polyad.model.rotary import LinearScaling, Llama3Scaling, YarnScaling
@@ -66,13 +67,11 @@ GPT2 = Family(
     copies=lambda config: {HEAD: "wte.weight"} if config.tied_embeddings else {},
     always_has_bias=True,
     keys=(
-        field("vocab_size", "vocab_size"),
+        *same("vocab_size", "layer_norm_epsilon", "initializer_range"),
         field("n_positions", "sequence_length"),
         field("n_embd", "hidden_size"),
         field("n_layer", "num_layers"),
         field("n_head", "num_heads"),
-        field("layer_norm_epsilon", "layer_norm_epsilon"),
-        field("initializer_range", "initializer_range"),
         field("tie_word_embeddings", "tied_embeddings"),
         field("n_inner", "feed_forward.hidden_size"),
         dropouts("resid_pdrop", "embd_pdrop", "attn_pdrop"),
@@ -338,14 +337,12 @@ def _layer_types(tree: Tree) -> dict[str, Any]:
 _LAYER_TYPES = ("full_attention", "sliding_attention", "attention")
 SHAPE = (
     Key({}, _layer_types, reads=("layer_types",)),
-    field("vocab_size", "vocab_size"),
-    field("hidden_size", "hidden_size"),
+    *same("vocab_size", "hidden_size", "initializer_range"),
     field("num_hidden_layers", "num_layers"),
     field("num_attention_heads", "num_heads"),
     field("max_position_embeddings", "sequence_length"),
     field("rms_norm_eps", "norm_epsilon"),
     field("tie_word_embeddings", "tied_embeddings"),
-    field("initializer_range", "initializer_range"),
     field("attention_dropout", "dropout"),
     only(hidden_act="silu"),
     padding(),
@@ -487,7 +484,7 @@ def _decoder(
 
 LLAMA_FAMILY = _decoder(
     "llama", "Llama", "Llama",
-    (*LLAMA_KEYS, DENSE, *BIASES, field("mlp_bias", "mlp_bias")),
+    (*LLAMA_KEYS, DENSE, *BIASES, *same("mlp_bias")),
 )  # fmt: skip
 MISTRAL_FAMILY = _decoder(
     "mistral", "Mistral", "Mistral",
@@ -530,8 +527,7 @@ QWEN3_MOE_FAMILY = _decoder(
 _GRANITE = (
     *LLAMA_KEYS, *_sparse("num_local_experts"), *SUM_TO_ONE, *BIASES,
     implied(position_embedding_type="rope", normalization_function="rmsnorm"),
-    field("embedding_multiplier", "embedding_multiplier"),
-    field("residual_multiplier", "residual_multiplier"),
+    *same("embedding_multiplier", "residual_multiplier"),
     field("attention_multiplier", "attention_scale"),
     field("logits_scaling", "logits_divisor"),
 )  # fmt: skip

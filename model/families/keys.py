@@ -118,6 +118,11 @@ def field(
     )
 
 
+def same(*keys: str) -> tuple[Key, ...]:
+    """Values whose keys are the same on either side."""
+    return tuple(field(key, key) for key in keys)
+
+
 def constant(**values: Any) -> Key:
     """Values of ours that are the same for every model of a family.
 

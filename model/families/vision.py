@@ -19,6 +19,7 @@ from polyad.model.families.keys import (
     field,
     inner_size,
     only,
+    same,
 )
 from polyad.model.families.tensors import parameter, rows
 from polyad.model.vit import ViTConfig
@@ -28,13 +29,11 @@ FREE_OF_IMAGES = FREE | {"num_classes", "head_bias", "drop_path"}
 
 
 _KEYS = (
-    field("hidden_size", "hidden_size"),
+    *same("hidden_size", "image_size", "patch_size"),
     field("num_hidden_layers", "num_layers"),
     field("num_attention_heads", "num_heads"),
     inner_size("intermediate_size"),
     activation("hidden_act"),
-    field("image_size", "image_size"),
-    field("patch_size", "patch_size"),
     field("num_channels", "channels"),
     field("layer_norm_eps", "layer_norm_epsilon"),
     dropouts("hidden_dropout_prob", "attention_probs_dropout_prob", is_read=False),

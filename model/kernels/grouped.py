@@ -70,17 +70,6 @@ def grouped(
     is_fast = switch.on_cpu(rows_MD) and has_gelu(rows_MD.dtype)
     if is_plain and is_fast and not switch.REFERENCE and not torch.compiler.is_compiling():
         return experts_on_cpu(rows_MD, *weights[:3], counts_E)
-    return by_products(rows_MD, weights, counts_E, activation, drop)
-
-
-def by_products(
-    rows_MD: Tensor,
-    weights: ExpertWeights,
-    counts_E: Tensor,
-    activation: Callable[..., Tensor] | None = None,
-    drop: Drop | None = None,
-) -> Tensor:
-    """Computes `grouped` layer by layer, on any device."""
     inner_MF = inner_units(rows_MD, weights, counts_E, activation)
     inner_MF = drop(inner_MF) if drop else inner_MF
     return _adapted_linear(inner_MF, weights.down, counts_E, None, weights.low_rank[2:4])

@@ -3,13 +3,13 @@ gradients of many tokens are added up in fp32: 256 + 1 is 256 there.
 """
 
 import re
+from contextlib import nullcontext
 
 import pytest
 import torch
 
-from polyad.model.kernels.grouped import by_products
 from polyad.model.mumoe.config import FACTORIZATIONS
-from polyad.model.smoe import experts
+from tests.helpers.definitions import by_products
 from tests.model.test_contract import ROUTED, ROUTERS, SECTIONS
 
 MUMOE = SECTIONS["mumoe"] | {"kind": "mumoe"}
@@ -88,16 +88,13 @@ def gradients(model, ids_BT):
 
 
 @pytest.mark.parametrize("name", [*FEED_FORWARDS, "grouped"])
-def test_a_batch_of_equal_sequences_has_their_summed_gradient(
-    small_model, random_ids, monkeypatch, name
-):
-    if name == "grouped":  # as on a GPU
-        name = "smoe"
-        monkeypatch.setattr(experts, "grouped", by_products)
+def test_a_batch_of_equal_sequences_has_their_summed_gradient(small_model, random_ids, name):
+    section = FEED_FORWARDS["smoe" if name == "grouped" else name]
     one_BT = random_ids(1, 8)
-    model = small_model(torch.bfloat16, num_layers=1, feed_forward=FEED_FORWARDS[name])
-    expected = gradients(model, one_BT)
-    found = gradients(model, one_BT.expand(SEQUENCES, -1))
+    model = small_model(torch.bfloat16, num_layers=1, feed_forward=section)
+    with by_products() if name == "grouped" else nullcontext():
+        expected = gradients(model, one_BT)
+        found = gradients(model, one_BT.expand(SEQUENCES, -1))
     assert expected.keys() == found.keys()
     for parameter, gradient in expected.items():
         error = (found[parameter] / SEQUENCES - gradient).norm()

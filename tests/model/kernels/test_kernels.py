@@ -17,10 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from polyad.model.kernels import grouped, switch
 from polyad.model.kernels.cpu.experts import experts_on_cpu
-from polyad.model.kernels.grouped import ExpertWeights, by_products
+from polyad.model.kernels.grouped import ExpertWeights
 from polyad.model.lora import LoRAConfig, add_lora
 from polyad.model.smoe.experts import Experts
-from tests.helpers.definitions import by_definition
+from tests.helpers.definitions import by_definition, by_products
 from tests.helpers.routing import make, make_config, make_context
 
 COUNTS = torch.tensor([5, 0, 9, 3])
@@ -147,7 +147,8 @@ def test_experts_compute_what_is_wanted(wanted, kind):
     def run(rows_MD, *weights):
         if kind == "cpu":
             return experts_on_cpu(rows_MD, *weights, counts_E)
-        return by_products(rows_MD, ExpertWeights(*weights), counts_E)
+        with by_products():
+            return grouped.grouped(rows_MD, ExpertWeights(*weights), counts_E)
 
     expected, *_ = gradients(run, leaves(), (True,) * 4)
     found, did, multiplied = gradients(run, leaves(), wanted)

@@ -10,10 +10,9 @@ import torch
 
 from polyad.model.kernels import grouped as kernels
 from polyad.model.kernels.cpu import experts as on_cpu
-from polyad.model.kernels.grouped import by_products
 from polyad.model.smoe.experts import Experts
 from tests.helpers.allocated import saved_bytes
-from tests.helpers.definitions import by_definition
+from tests.helpers.definitions import by_definition, by_products
 from tests.helpers.routing import make, make_config, make_context
 
 COUNTS = {
@@ -44,7 +43,12 @@ def test_experts_equal_numbers_worked_out_by_hand():
 
 def on_device(experts):
     """The grouped product of a GPU, on this processor."""
-    return lambda rows_MD, counts_E: by_products(rows_MD, experts.stacked(), counts_E)
+
+    def compute(rows_MD, counts_E):
+        with by_products():
+            return experts(rows_MD, counts_E)
+
+    return compute
 
 
 def run(kind, counts, bias, dtype, inner=24):
