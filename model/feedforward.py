@@ -13,7 +13,7 @@ from typing import Annotated, Literal, NamedTuple, Self, TypeAlias
 import torch
 from pydantic import Field
 from torch import Tensor, nn
-from torch.nn.functional import gelu, silu
+from torch.nn.functional import gelu, relu, silu
 
 from polyad.model.attention import AttentionTrace, BlockCache
 from polyad.model.config import Config
@@ -230,19 +230,16 @@ class DenseFeedForwardConfig(FeedForwardSettings):
         return (2 + gated) * width * inner + bias * ((1 + gated) * inner + width)
 
 
-class QuickGELU(nn.Module):
+def quick_gelu(x: Tensor) -> Tensor:
     """x sigmoid(1.702 x), as in CLIP."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Applies the function elementwise."""
-        return x * torch.sigmoid(1.702 * x)
+    return x * torch.sigmoid(1.702 * x)
 
 
-ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
-    "gelu": nn.GELU,
-    "gelu_tanh": functools.partial(nn.GELU, approximate="tanh"),
-    "quick_gelu": QuickGELU,
-    "relu": nn.ReLU,
+ACTIVATIONS: dict[str, Callable[..., Tensor]] = {
+    "gelu": gelu,
+    "gelu_tanh": functools.partial(gelu, approximate="tanh"),
+    "quick_gelu": quick_gelu,
+    "relu": relu,
 }
 
 
@@ -296,7 +293,7 @@ class DenseFeedForward(FeedForward):
             self.gate = Linear(context.hidden_size, inner_size, start, bias=context.bias)
             self.combine = combine
         else:
-            self.activation = ACTIVATIONS[context.activation]()
+            self.activation = ACTIVATIONS[context.activation]
         self.up = Linear(context.hidden_size, inner_size, start, bias=context.bias)
         self.down = Linear(inner_size, context.hidden_size, end, bias=context.bias)
         self.dropout = nn.Dropout(context.dropout)

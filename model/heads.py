@@ -142,7 +142,7 @@ class MaskedLanguageHead(nn.Module):
     ) -> None:
         super().__init__()
         self.transform = Linear(width, width, normal(initializer_std))
-        self.activation = ACTIVATIONS[activation]()
+        self.activation = ACTIVATIONS[activation]
         self.norm = LayerNorm(width, eps=epsilon)
         self.decoder = VocabularyHead(vocab_size, bias=True, ranked=True)
 

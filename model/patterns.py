@@ -4,6 +4,7 @@ A pattern is a name, or the end of one after a dot, with * for any characters, i
 pattern that matches nothing is an error, since it would silently have no effect.
 """
 
+import re
 from collections.abc import Iterable
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -55,9 +56,4 @@ def kinds(names: Iterable[str]) -> list[str]:
     Args:
         names: Names of parameters or layers.
     """
-    return list(dict.fromkeys(_without_number(name) for name in names))
-
-
-def _without_number(name: str) -> str:
-    first, *rest = name.split(".")
-    return ".".join(rest[1:]) if first == "blocks" and rest and rest[0].isdecimal() else name
+    return list(dict.fromkeys(re.sub(r"^blocks\.\d+(\.|$)", "", name) for name in names))

@@ -223,7 +223,9 @@ class FamilyWeights(FolderWeights):
 
     @property
     def _num_classes(self) -> int:
-        return self.family.num_classes(self.config)
+        """The number of classes of its head; 0 without one."""
+        values = self.config.from_data()
+        return values.get("num_classes") or values.get("head.num_classes") or 0
 
     def _shape(self, name: str) -> Shape | None:
         """Returns the shape of a tensor of the folder; None if it does not exist."""

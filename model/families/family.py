@@ -276,11 +276,6 @@ class Family:
         """Returns the family with the names of the model in memory, where experts are stacked."""
         return replace(self, inside={**self.inside, **self.other_form})
 
-    def num_classes(self, config: ModelSettings) -> int:
-        """Returns the number of classes of the head; 0 without one."""
-        values = config.from_data()
-        return values.get("num_classes") or values.get("head.num_classes") or 0
-
     def _refuse_quantized(self, section: Tree) -> None:
         about = section.get("quantization_config")
         method = about.get("quant_method") if isinstance(about, dict) else about

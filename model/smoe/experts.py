@@ -64,11 +64,11 @@ class StackedExperts(nn.Module, ABC):
         super().__init__()
         self.config, self.context = config, context
         self.dropout = nn.Dropout(dropout)
-        self.activation: Callable[..., Tensor] | None = GATED.get(activation)
+        self.activation: Callable[..., Tensor] | None = None
         """Of the first layer, or of the gate's and the first layer's output; None for the kernels'
         built-in GELU approximated by tanh."""
-        if activation in ACTIVATIONS and activation != "gelu_tanh":
-            self.activation = ACTIVATIONS[activation]()
+        if activation != "gelu_tanh":
+            self.activation = (ACTIVATIONS | GATED)[activation]
 
     @abstractmethod
     def stacked(self) -> ExpertWeights:
