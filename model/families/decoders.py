@@ -312,15 +312,6 @@ def shared_experts() -> Key:
     return Key({"feed_forward.shared_hidden_size": "n_shared_experts"}, read, write)
 
 
-def padding() -> Key:
-    """The token whose embedding gets no gradient."""
-    return Key(
-        {"pad_id": "pad_token_id"},
-        lambda tree: {"pad_id": _within(tree["pad_token_id"], tree["vocab_size"])},
-        lambda config: {"pad_token_id": config.pad_id},
-    )
-
-
 def _within(pad_id: Any, vocab_size: Any) -> Any:
     """Converts a padding token counted from the end to one counted from the start."""
     return pad_id + vocab_size if isinstance(pad_id, int) and pad_id < 0 else pad_id
@@ -345,7 +336,11 @@ SHAPE = (
     field("tie_word_embeddings", "tied_embeddings"),
     field("attention_dropout", "dropout"),
     only(hidden_act="silu"),
-    padding(),
+    Key(
+        {"pad_id": "pad_token_id"},
+        lambda tree: {"pad_id": _within(tree["pad_token_id"], tree["vocab_size"])},
+        lambda config: {"pad_token_id": config.pad_id},
+    ),
 )
 """The keys of all families."""
 HEADS = (
@@ -420,10 +415,6 @@ QWEN_EXPERTS = (
 )  # fmt: skip
 
 
-def _groups_of_heads(tree: Tree) -> dict[str, Any]:
-    return implied(num_key_value_heads=tree["num_attention_heads"]).read(tree)
-
-
 def groups(theirs: str, ours: str) -> Key:
     """A number of DeepSeek's groups of experts, which is null without groups."""
     return field(theirs, f"feed_forward.{ours}", lambda value: 1 if value is None else value)
@@ -437,7 +428,8 @@ DEEPSEEK = (
     field("qk_rope_head_dim", "latent_attention.rotated_size"),
     field("v_head_dim", "latent_attention.value_size"),
     *BIASES,
-    Key({}, _groups_of_heads, lambda config: {"num_key_value_heads": config.num_heads},
+    Key({}, lambda tree: implied(num_key_value_heads=tree["num_attention_heads"]).read(tree),
+        lambda config: {"num_key_value_heads": config.num_heads},
         reads=("num_key_value_heads", "qk_head_dim", "num_nextn_predict_layers", "ep_size",
                "aux_loss_alpha", "seq_aux")),
     *_sparse("n_routed_experts", "moe_intermediate_size"),

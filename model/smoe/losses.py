@@ -92,9 +92,5 @@ def load_loss(logits_NE: Tensor, noisy_NE: Tensor, noise_std: float, top_k: int)
     last_N1 = noisy_NE.topk(top_k, dim=-1).values[:, -1:]
     deviations_NE = (last_N1 - logits_NE) / noise_std
     chance_NE = 0.5 * torch.special.erfc(deviations_NE / math.sqrt(2))
-    return _squared_variation(chance_NE.mean(0))
-
-
-def _squared_variation(values_E: Tensor) -> Tensor:
-    """Returns variance over squared mean; 0 if all values are equal."""
-    return values_E.var(correction=0) / values_E.mean().square()
+    load_E = chance_NE.mean(0)
+    return load_E.var(correction=0) / load_E.mean().square()
