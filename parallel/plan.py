@@ -31,7 +31,7 @@ from torch.distributed import distributed_c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from polyad.model.build import initial_value, place
 from polyad.model.kernels import switch
@@ -343,7 +343,7 @@ def allocate(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 @contextmanager
-def pretended_world(dims: Dims, rank: int = 0) -> Iterator[comm.World]:
+def pretended_world(dims: Dims) -> Iterator[comm.World]:
     """Creates a process group of `dims.world_size` within the context; nothing is sent.
 
     Libraries keep groups in globals, which are restored when the context ends. There must be no
@@ -351,22 +351,21 @@ def pretended_world(dims: Dims, rank: int = 0) -> Iterator[comm.World]:
 
     Args:
         dims: The layout.
-        rank: The rank of this process.
 
     Yields:
-        This rank, on a CPU.
+        Its rank 0, on a CPU.
     """
     os.environ["DS_ACCELERATOR"] = "cpu"
     os.environ.setdefault("LOCAL_RANK", "0")
     import_engine()
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=dims.world_size)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=dims.world_size)
     cut = dims.tensor_parallel_size
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # this kind of group does not support a timeout
             if cut > 1:
                 join_groups(cut)
-            yield comm.World(**vars(dims), rank=rank, local_rank=0, device=torch.device("cpu"))
+            yield comm.World(**vars(dims), rank=0, local_rank=0, device=torch.device("cpu"))
     finally:
         if cut > 1:
             forget_groups()
@@ -429,27 +428,6 @@ class Held:
         return peak
 
 
-def axes_of(dims: Dims, rank: int) -> dict[str, frozenset[int]]:
-    """Returns the groups of a rank by what their members share; of equal groups the first counts.
-
-    Args:
-        dims: The layout.
-        rank: The rank.
-    """
-    cut, experts = dims.tensor_parallel_size, dims.expert_parallel_size
-    here, together = rank // cut, rank % cut
-    first = here - here % experts
-    return {
-        "data": frozenset(range(together, dims.world_size, cut)),
-        "tensor": frozenset(range(here * cut, here * cut + cut)),
-        "expert": frozenset(cut * r + together for r in range(first, first + experts)),
-        "expert data": frozenset(
-            range((here % experts) * cut + together, dims.world_size, experts * cut)
-        ),
-        "world": frozenset(range(dims.world_size)),
-    }
-
-
 _SECOND_IS_SENT = {
     *("reduce_scatter", "reduce_scatter_base", "reduce_scatter_tensor_coalesced"),
     *("alltoall", "alltoall_base"),
@@ -462,14 +440,22 @@ class Traffic:
 
     Args:
         dims: The layout.
-        rank: This rank.
 
     Attributes:
-        sent: Bytes sent, by group of `axes_of`; see `sent_bytes`.
+        sent: Bytes sent, by what the members of a group share; see `sent_bytes`.
     """
 
-    def __init__(self, dims: Dims, rank: int = 0) -> None:
-        self._axes = axes_of(dims, rank)
+    def __init__(self, dims: Dims) -> None:
+        cut, experts = dims.tensor_parallel_size, dims.expert_parallel_size
+        data = dims.data_parallel_size
+        self._axes = {
+            "data": (data, cut),
+            "tensor": (cut, 1),
+            "expert": (experts, cut),
+            "expert data": (data // experts, experts * cut),
+            "world": (dims.world_size, 1),
+        }
+        """The size of a group, and the distance of its ranks; of equal groups the first counts."""
         self.sent: dict[str, int] = {}
 
     def __call__(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
@@ -479,8 +465,11 @@ class Traffic:
         name = func._schema.name.rpartition("::")[2].strip("_")
         if name in {"wait_tensor", "barrier"}:
             return
-        ranks = frozenset(dist.get_process_group_ranks(_group_of((*args, *kwargs.values()))))
-        equal = [axis for axis, members in self._axes.items() if members == ranks]
+        ranks = dist.get_process_group_ranks(_group_of((*args, *kwargs.values())))
+        if len(ranks) == 1:
+            return
+        group = len(ranks), ranks[1] - ranks[0]
+        equal = [axis for axis, members in self._axes.items() if members == group]
         if "all" in name and "to" in name and "expert" in equal:
             equal = ["expert"]  # only these exchange rows
         payload = sum(
@@ -535,30 +524,24 @@ def forward_flops(
     Returns:
         FLOPs of matrix products; a multiply-add counts as two.
     """
-    total = 0
-
-    def count(func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
-        nonlocal total
-        name = func._schema.name
-        if name in _OTHERS:
-            total += _OTHERS[name](args)
-        elif func.overloadpacket in flop_registry:
-            total += int(flop_registry[func.overloadpacket](*args, **kwargs, out_val=result))
-
-    with torch.no_grad(), shapes_only(count):
+    counter = FlopCounterMode(display=False, custom_mapping=_OTHERS)
+    with torch.no_grad(), shapes_only(), counter:
         allocate(model, torch.float32)
         ask_for_statistics(model, losses=frozenset(), samples=False, record_is_due=False)
         run(model.train(), tree_map(torch.empty_like, inputs))
-    return total
+    return counter.get_total_flops()
 
 
-def _attention(args: Any) -> int:
-    *batch, queries, width = args[0].shape
-    return 4 * prod(batch) * queries * args[1].shape[-2] * width
+def _attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    return sdpa_flop_count(query, key, value)
 
 
-_OTHERS: dict[str, Callable[[Any], int]] = {
-    "aten::_scaled_dot_product_flash_attention_for_cpu": _attention,
-    "polyad::grouped_mm": lambda args: 2 * prod(args[0].shape) * args[1].shape[-1],
+def _grouped_mm(rows: Any, matrices: Any, *_: Any, **__: Any) -> int:
+    return 2 * prod(rows) * matrices[-1]
+
+
+_OTHERS: dict[Any, Callable[..., int]] = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    torch.ops.polyad.grouped_mm: _grouped_mm,
 }
-"""FLOPs of operations that torch does not count, as functions of the arguments."""
+"""FLOPs of operations that torch does not count, as functions of the shapes of the arguments."""

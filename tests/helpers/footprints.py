@@ -37,7 +37,7 @@ def second_step(config: RunConfig) -> tuple[dict[str, int], dict[str, int]]:
     """Bytes that this process sends in the second step of a run, and what it holds after it."""
     engine, dims = _built(config)
     for step in range(2):
-        traffic = Traffic(dims, engine.world.rank)
+        traffic = Traffic(dims)
         batches = list(random_micro_batches(config, engine.world, step))
         with Observed(traffic):
             _take_step(engine, config, batches, losses_for(config.model))
