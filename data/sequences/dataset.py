@@ -9,15 +9,6 @@ import numpy as np
 
 from polyad.data.errors import DataError, listed
 from polyad.data.sequences.config import ALLOWED_METRICS, Schema, SequenceDataConfig
-from polyad.data.sequences.labels import (
-    Labels,
-    class_labels,
-    class_names,
-    domains_of,
-    held_out,
-    labels_are_hidden,
-    numeric_labels,
-)
 from polyad.data.sequences.samples import (
     Encoded,
     Form,
@@ -26,7 +17,7 @@ from polyad.data.sequences.samples import (
     encode_rows,
     form_of,
 )
-from polyad.data.sequences.tables import Table, read_tables
+from polyad.data.sequences.tables import Labels, Table, read_tables
 from polyad.data.text.tokenizers.tokenizer import Tokenizer
 
 HOLD_OUT = "data.held_out: 0.1 holds a tenth of the training rows out"
@@ -80,17 +71,19 @@ class SequenceData:
         self._to_longest = settings.padding == "longest"
         tables, self.notes = read_tables(settings.path, self.schema)
         if settings.held_out and "train" in tables and "validation" not in tables:
-            tables["train"], tables["validation"] = held_out(tables["train"], settings.held_out)
+            tables["train"], tables["validation"] = tables["train"].held_out(settings.held_out)
         self._tables = tables
         self.class_names: list[str] = []
         if self.schema.task == "classification":
-            self.class_names = list(classes or self._classes())
+            if not classes and "train" not in tables:
+                raise DataError(f"{settings.path}: has no split 'train'")
+            self.class_names = list(classes or tables["train"].classes(self.schema.label))
         else:
             self._check_numbers()
         self._labels = {
             name: self._labels_of(table)
             for name, table in self._tables.items()
-            if name != "test" or not labels_are_hidden(table, self.schema.label)
+            if name != "test" or not table.labels_are_hidden(self.schema.label)
         }
 
     @property
@@ -126,7 +119,7 @@ class SequenceData:
     def domains(self, name: str) -> list[str] | None:
         """Returns the domain of each row of a split; None if rows have no domains."""
         column = self.schema.domain
-        return None if column is None else domains_of(self._tables[name], column)
+        return None if column is None else self._tables[name].domains(column)
 
     @functools.cache  # noqa: B019  # a run has one
     def encoded(self, name: str) -> Encoded:
@@ -186,11 +179,6 @@ class SequenceData:
             order_N = order_N[np.arange(most) * len(rows) // most]
         return PaddedRows(rows, to_longest=self._to_longest, order_N=order_N)
 
-    def _classes(self) -> list[str]:
-        if "train" not in self._tables:
-            raise DataError(f"{self.settings.path}: has no split 'train'")
-        return class_names(self._tables["train"], self.schema.label)
-
     def _check_numbers(self) -> None:
         """Checks that numbers mean the same in all splits."""
         label = self.schema.label
@@ -205,10 +193,9 @@ class SequenceData:
     def _labels_of(self, table: Table) -> Labels:
         column = self.schema.label
         if self.schema.task == "classification":
-            return class_labels(table, column, self.class_names)
-        return numeric_labels(
-            table, column, self.choices if self.schema.task == "multiple_choice" else None
-        )
+            return table.class_labels(column, self.class_names)
+        is_choice = self.schema.task == "multiple_choice"
+        return table.numeric_labels(column, self.choices if is_choice else None)
 
 
 def _check_task(schema: Schema) -> None:

@@ -22,8 +22,7 @@ from torch.utils.data import Dataset
 
 from polyad.data.errors import DataError
 from polyad.data.sequences.config import Schema
-from polyad.data.sequences.labels import Labels
-from polyad.data.sequences.tables import Table
+from polyad.data.sequences.tables import Labels, Table
 from polyad.data.text.tokenizers.tokenizer import Tokenizer
 
 Ids = list[int]
@@ -218,8 +217,6 @@ class SequenceBatch(NamedTuple):
     """True for the tokens of a second text, including its end token."""
     labels_B: Tensor
     """Classes, right choices (int64), or values (fp32)."""
-    numbers_B: Tensor
-    """The number under which each sample was requested."""
 
     @property
     def real_tokens(self) -> Tensor:
@@ -252,7 +249,7 @@ class PaddedRows(Dataset[SequenceBatch]):
 
     def __getitem__(self, number: int) -> SequenceBatch:
         """Returns a single sample, padded to the full length."""
-        return self._padded(number, self.row_of(number), self._rows.max_length)
+        return self._padded(self.row_of(number), self._rows.max_length)
 
     def __getitems__(self, numbers: Sequence[int]) -> list[SequenceBatch]:
         """Returns the samples of a batch, all of one length; called by torch's loader."""
@@ -261,14 +258,12 @@ class PaddedRows(Dataset[SequenceBatch]):
         if self._to_longest:
             longest = max(int(self._lengths_N[row]) for row in rows)
             length = min(length, -(-longest // STEP) * STEP)
-        return [
-            self._padded(number, row, length) for number, row in zip(numbers, rows, strict=True)
-        ]
+        return [self._padded(row, length) for row in rows]
 
     def __len__(self) -> int:
         return len(self._rows if self._order_N is None else self._order_N)
 
-    def _padded(self, number: int, row: int, length: int) -> SequenceBatch:
+    def _padded(self, row: int, length: int) -> SequenceBatch:
         rows, first = self._rows, row * self._rows.choices
         starts_C1 = rows.starts_R1[first : first + rows.choices + 1]
         place_T, second_C = np.arange(length), rows.second_R[first : first + rows.choices]
@@ -276,12 +271,10 @@ class PaddedRows(Dataset[SequenceBatch]):
         second_CT = mask_CT & (place_T >= second_C[:, None])
         ids_CT = np.full((rows.choices, length), self._rows.padding, dtype=np.int64)
         ids_CT[mask_CT] = rows.ids_S[starts_C1[0] : starts_C1[-1]]
-        labels_N = rows.labels_N
-        label = torch.zeros((), dtype=torch.int64)
-        if labels_N is not None:
-            label = torch.tensor(labels_N[row].item())  # int64 or fp32
+        # int64 or fp32
+        label = torch.tensor(0 if rows.labels_N is None else rows.labels_N[row].item())
         ids, mask, second = map(torch.from_numpy, (ids_CT, mask_CT, second_CT))
-        return SequenceBatch(ids, mask, second, label, torch.tensor(number))
+        return SequenceBatch(ids, mask, second, label)
 
 
 class TrainingRows(PaddedRows):

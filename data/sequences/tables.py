@@ -1,17 +1,31 @@
-"""Tables of labelled rows by split, as `datasets` holds them, and what their columns are called."""
+"""Tables of labelled rows by split, as `datasets` holds them: columns, labels and domains.
 
+A label is a class, a value, or the index of the right choice; another column holds the domain.
+
+Shapes: N rows.
+"""
+
+import math
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 
 from polyad.data.errors import DataError, listed, nearest
 from polyad.data.names import each_once
-from polyad.data.sequences.config import BENCHMARKS, Schema
+from polyad.data.sequences.config import BENCHMARKS, HIDDEN_LABEL, Schema
 from polyad.data.tables import library_errors, open_tables
 
 ENDINGS = (".csv", ".tsv", ".jsonl", ".parquet", ".arrow")
 """The endings of files that are tables of rows."""
+
+Labels = npt.NDArray[np.generic]
+"""Labels: [N] int64 for classes and choices, float64 for values."""
+_HIDDEN = (f"{HIDDEN_LABEL}", f"{float(HIDDEN_LABEL)}")
+"""How different kinds of files write a hidden label."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +69,144 @@ class Table:
     def fault(self, row: int, fault: str) -> DataError:
         """Returns the error for a row, from 0."""
         return DataError(f"{self.place}, row {row + 1}: {fault}")
+
+    def labels_are_hidden(self, column: str) -> bool:
+        """Returns whether all labels of a column are hidden, as in GLUE's test splits."""
+        if column not in self.rows.column_names:
+            return True
+        return all(str(value) in _HIDDEN for value in self.column(column))
+
+    def classes(self, column: str) -> list[str]:
+        """Returns the classes of training rows: those named by the data set, or all in its rows.
+
+        Args:
+            column: The column of the labels.
+
+        Returns:
+            Class names, sorted by number if all are whole numbers, else alphabetically.
+
+        Raises:
+            DataError: There are no labels, or only one class.
+        """
+        words = set(self.labels_in_words(column))
+        if len(words) < 2:
+            raise DataError(
+                f"{self.place}: all {len(self):,} rows have the label {next(iter(words))!r}: with "
+                f"one class there is nothing to learn"
+            )
+        if names := self.class_names(column):
+            return names
+        numbers = all(re.fullmatch(r"-?\d{1,18}", name) for name in words)
+        # Sorted twice, for names such as 1 and 01.
+        return sorted(sorted(words), key=int) if numbers else sorted(words)
+
+    def labels_in_words(self, column: str) -> list[str]:
+        """Returns the name of each row's class.
+
+        Raises:
+            DataError: A label is missing or hidden, or is neither text nor a number of a class.
+        """
+        names = self.class_names(column)
+        words = []
+        for row, value in enumerate(self._labels(column)):
+            if names is not None and not 0 <= value < len(names):
+                raise self.fault(
+                    row, f"the label {value!r} is not the number of one of the {len(names)} classes"
+                )
+            if not isinstance(value, str | int | float) or value != value:
+                raise self.fault(row, f"the label {value!r:.60} is not a class: text or a number")
+            words.append(_word(value) if names is None else names[int(value)])
+        return words
+
+    def class_labels(self, column: str, names: Sequence[str]) -> Labels:
+        """Returns the class of each row, matched by name: splits may number classes differently.
+
+        Raises:
+            DataError: A label is missing, or is not among the classes.
+        """
+        number_of = {name: number for number, name in enumerate(names)}
+        words = self.labels_in_words(column)
+        for row, name in enumerate(words):
+            if name not in number_of:
+                raise self.fault(
+                    row,
+                    f"the label {name!r} is not among the {len(names)} of the training rows: "
+                    f"{listed(names, 5)}{nearest(name, names)}",
+                )
+        return np.array([number_of[name] for name in words], dtype=np.int64)
+
+    def numeric_labels(self, column: str, choices: int | None = None) -> Labels:
+        """Returns the value of each row, or the index of its right choice.
+
+        Args:
+            column: The column of the labels.
+            choices: How many choices a row has; None: labels are values.
+
+        Raises:
+            DataError: A label is not a finite number, or not the index of a choice.
+        """
+        wanted = "a finite number" if choices is None else f"a choice from 0 to {choices - 1}"
+        numbers = []
+        for row, value in enumerate(self._labels(column)):
+            try:
+                number = float(value)
+            except (TypeError, ValueError):
+                number = math.nan
+            right = math.isfinite(number) if choices is None else number in range(choices)
+            if not right:
+                raise self.fault(row, f"the label {value!r:.60} is not {wanted}")
+            numbers.append(number)
+        return np.array(numbers, dtype=np.float64 if choices is None else np.int64)
+
+    def _labels(self, column: str) -> Sequence[Any]:
+        """Returns the labels, after checking that none is missing or hidden."""
+        labels = self.column(column)
+        # Without class names, -1 is an ordinary value.
+        unknown = (None, "") if self.class_names(column) is None else (None, "", HIDDEN_LABEL)
+        for row, value in enumerate(labels):
+            if value in unknown:
+                raise self.fault(
+                    row,
+                    f"has no label, or a hidden one ({value!r}): {column!r} has to be known in "
+                    "every row that is trained on or scored",
+                )
+        return labels
+
+    def domains(self, column: str) -> list[str]:
+        """Returns the domain of each row.
+
+        Raises:
+            DataError: The column does not exist, or a cell is empty.
+        """
+        words = []
+        for row, value in enumerate(self.column(column)):
+            word = "" if value is None else _word(value).strip()
+            if not word or value != value:  # NaN marks an empty cell of numbers
+                raise self.fault(row, f"has no domain: {column!r} (data.columns.domain)")
+            words.append(word)
+        return words
+
+    def held_out(self, share: float) -> "tuple[Table, Table]":
+        """Holds rows out, evenly; the choice is deterministic.
+
+        Args:
+            share: The fraction of rows to hold out.
+
+        Returns:
+            The remaining rows and the held-out rows, each in their order.
+        """
+        out = list[int]()
+        for row in range(1, len(self)):
+            if len(out) < share * (row + 1):
+                out.append(row)
+        stay = np.setdiff1d(np.arange(len(self)), out)
+        return self.select(stay), self.select(out, f"{self.place} (held out)")
+
+
+def _word(value: Any) -> str:
+    """Returns a cell as text: a whole number has no fraction."""
+    whole = isinstance(value, float) and value.is_integer()
+    return str(int(value)) if whole else str(value)
 
 
 def read_tables(path: str, schema: Schema) -> tuple[dict[str, Table], list[str]]:

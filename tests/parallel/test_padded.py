@@ -44,11 +44,9 @@ def padded_batch(step: int, rows: slice) -> SequenceBatch:
     longest = int(length_B1.max())
     mask_BT = torch.arange(longest) < length_B1
     ids_BT = ids_BT[rows, :longest].where(mask_BT, 0)
-    number_B = torch.arange(GLOBAL_BATCH)[rows]
     mask_B1T = mask_BT.unsqueeze(1)
-    return SequenceBatch(
-        ids_BT.unsqueeze(1), mask_B1T, torch.zeros_like(mask_B1T), labels_B[rows], number_B
-    )
+    second_B1T = torch.zeros_like(mask_B1T)
+    return SequenceBatch(ids_BT.unsqueeze(1), mask_B1T, second_B1T, labels_B[rows])
 
 
 def class_losses(model: Any, batch: SequenceBatch) -> tuple[Tensor, tuple[RoutingStats, ...]]:

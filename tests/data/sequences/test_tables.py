@@ -10,14 +10,6 @@ import pytest
 
 from polyad.data.errors import DataError
 from polyad.data.sequences.config import BENCHMARKS, Schema, SequenceDataConfig
-from polyad.data.sequences.labels import (
-    class_labels,
-    class_names,
-    domains_of,
-    held_out,
-    labels_are_hidden,
-    numeric_labels,
-)
 from polyad.data.sequences.tables import Table, read_tables
 from tests.helpers.sequences import folder_of, rows, write
 
@@ -79,7 +71,7 @@ def test_splits_of_a_folder_are_told_by_names_and_what_is_not_read_is_said(tmp_p
 
 def test_a_share_is_held_out_evenly(tmp_path):
     table = tables_of(write(tmp_path / "all.csv", rows(30, 0)))["train"]
-    stay, out = held_out(table, 0.1)
+    stay, out = table.held_out(0.1)
     assert (len(stay), len(out)) == (27, 3)
     both = sorted([*stay.column("text"), *out.column("text")])
     assert both == sorted(table.column("text"))
@@ -94,38 +86,38 @@ def test_numbers_are_classes_in_their_order_and_words_by_the_alphabet():
         ([1.0, 0.0], ["0", "1"]),
         (["--1", "2", "9" * 5000], ["--1", "2", "9" * 5000]),
     ):
-        assert class_names(made(labels), "label") == names
-    assert class_labels(made(["a", "10"]), "label", ["10", "a", "b"]).tolist() == [1, 0]
+        assert made(labels).classes("label") == names
+    assert made(["a", "10"]).class_labels("label", ["10", "a", "b"]).tolist() == [1, 0]
 
 
 def test_values_and_choices_are_numbers():
-    assert numeric_labels(made(["1.5", "-2"]), "label").tolist() == [1.5, -2.0]
-    assert numeric_labels(made(["1", "0"]), "label", 2).dtype == np.int64
+    assert made(["1.5", "-2"]).numeric_labels("label").tolist() == [1.5, -2.0]
+    assert made(["1", "0"]).numeric_labels("label", 2).dtype == np.int64
 
 
 def test_hidden_labels_are_told_from_minus_one_in_every_form():
     for labels in ([-1, -1], [-1.0, -1.0], ["-1", "-1"]):
-        assert labels_are_hidden(made(labels), "label")
+        assert made(labels).labels_are_hidden("label")
     for labels in ([-1, 0, 1], ["-1", "0", "1"], [-1.0, 0.0, 1.0]):
-        assert not labels_are_hidden(made(labels), "label")
-        assert class_names(made(labels), "label") == ["-1", "0", "1"]
-        assert numeric_labels(made(labels), "label").tolist() == [-1.0, 0.0, 1.0]
+        assert not made(labels).labels_are_hidden("label")
+        assert made(labels).classes("label") == ["-1", "0", "1"]
+        assert made(labels).numeric_labels("label").tolist() == [-1.0, 0.0, 1.0]
 
 
 @pytest.mark.parametrize(
     ("read", "table"),
     [
-        (class_names, made(["a", ""])),
-        (class_names, made([[1], [2]])),
-        (class_names, made([1.0, float("nan")])),
-        (class_names, made(["a", "a"])),
-        (lambda t, c: class_labels(t, c, ["bad", "good"]), made(["goods"])),
-        (lambda t, c: class_labels(t, c, ["no", "yes"]), made([0, -1], ["no", "yes"])),
-        (numeric_labels, made(["1", "nan"])),
-        (numeric_labels, made(["high", "1"])),
-        (lambda t, c: numeric_labels(t, c, 2), made(["0", "2"])),
-        (lambda t, c: numeric_labels(t, c, 2), made(["0.5", "1"])),
-        (lambda t, c: class_names(t, "lable"), made(["a", "b"])),
+        (Table.classes, made(["a", ""])),
+        (Table.classes, made([[1], [2]])),
+        (Table.classes, made([1.0, float("nan")])),
+        (Table.classes, made(["a", "a"])),
+        (lambda t, c: t.class_labels(c, ["bad", "good"]), made(["goods"])),
+        (lambda t, c: t.class_labels(c, ["no", "yes"]), made([0, -1], ["no", "yes"])),
+        (Table.numeric_labels, made(["1", "nan"])),
+        (Table.numeric_labels, made(["high", "1"])),
+        (lambda t, c: t.numeric_labels(c, 2), made(["0", "2"])),
+        (lambda t, c: t.numeric_labels(c, 2), made(["0.5", "1"])),
+        (lambda t, c: t.classes("lable"), made(["a", "b"])),
     ],
 )
 def test_bad_labels_are_one_line_that_names_table_and_row(read, table):
@@ -151,8 +143,8 @@ CAT_DOG, DOG_CAT = ["cat", "dog"], ["dog", "cat"]
 
 def labels_of(path, split):
     tables = tables_of(path)
-    names = class_names(tables["train"], "label")
-    return [names[n] for n in class_labels(tables[split], "label", names)]
+    names = tables["train"].classes("label")
+    return [names[n] for n in tables[split].class_labels("label", names)]
 
 
 @pytest.mark.parametrize("split", ["test", "validation"])
@@ -214,7 +206,7 @@ def test_a_domain_is_a_word(tmp_path):
         ([3, 4], ["3", "4"]),
         ([2.0, 3.5], ["2", "3.5"]),
     ):
-        assert domains_of(Table("t", datasets.Dataset.from_dict({"d": cells})), "d") == words
+        assert Table("t", datasets.Dataset.from_dict({"d": cells})).domains("d") == words
     for cells in (["a", None], ["a", ""], [1.0, float("nan")]):
         with pytest.raises(DataError, match="t, row 2: has no domain"):
-            domains_of(Table("t", datasets.Dataset.from_dict({"d": cells})), "d")
+            Table("t", datasets.Dataset.from_dict({"d": cells})).domains("d")
