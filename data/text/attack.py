@@ -5,7 +5,6 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
@@ -19,16 +18,6 @@ from polyad.data.text.writer import encode_documents
 REPLACEMENT = "AAA"
 """The word of TextAttack's word swap, which the papers use."""
 _WORD = re.compile(r"\S+")
-
-
-class Swapped(NamedTuple):
-    """A text after the attack."""
-
-    text: str
-    words: int
-    """Words of the text."""
-    replaced: int
-    """How many of its words were replaced."""
 
 
 @dataclass(frozen=True)
@@ -51,35 +40,24 @@ class WordSwap:
     def __post_init__(self) -> None:
         check_attack(self.rate, self.seed)
 
-    def __call__(self, text: str, document: int) -> Swapped:
-        """Attacks a document."""
+    def __call__(self, text: str, document: int) -> tuple[str, int]:
+        """Attacks a document; returns its text, and how many words were replaced."""
         draw = random.Random(f"{self.seed}/{document}").random
-        words = replaced = 0
+        replaced = 0
 
         def replace(match: re.Match[str]) -> str:
-            nonlocal words, replaced
-            words += 1
+            nonlocal replaced
             if draw() >= self.rate:
                 return match[0]
             replaced += 1
             return REPLACEMENT
 
-        return Swapped(_WORD.sub(replace, text), words, replaced)
+        return _WORD.sub(replace, text), replaced
 
 
-class AttackedSplit(NamedTuple):
-    """A split after the attack."""
-
-    stream: TokenStream
-    info: SplitInfo
-    """Counts of the attacked text: its tokens, words and bytes."""
-    words: int
-    """Words of the split."""
-    replaced: int
-    """How many of its words were replaced."""
-
-
-def attacked_split(stream: TokenStream, tokenizer: Tokenizer, attack: WordSwap) -> AttackedSplit:
+def attacked_split(
+    stream: TokenStream, tokenizer: Tokenizer, attack: WordSwap
+) -> tuple[TokenStream, SplitInfo, int]:
     """Decodes the documents of a split, attacks each, and encodes them again, in memory.
 
     Args:
@@ -87,17 +65,20 @@ def attacked_split(stream: TokenStream, tokenizer: Tokenizer, attack: WordSwap) 
         tokenizer: The tokenizer that made it.
         attack: The attack on each text.
 
+    Returns:
+        The attacked text, its counts, and how many words were replaced.
+
     Raises:
         DataError: The tokenizer has no token for a word that the attack inserts.
     """
-    counts = Counter(words=0, replaced=0, bytes=0)
+    counts = Counter[str]()
 
     def swapped() -> Iterator[Document]:
         for number in range(stream.num_documents):
             *ids, _ = stream.read_document(number).tolist()
             begins = bool(tokenizer.before) and ids[:1] == tokenizer.before
-            text, words, replaced = attack(tokenizer.decode(ids[1:] if begins else ids), number)
-            counts.update(words=words, replaced=replaced, bytes=len(text.encode()))
+            text, replaced = attack(tokenizer.decode(ids[1:] if begins else ids), number)
+            counts.update(words=len(text.split()), bytes=len(text.encode()), replaced=replaced)
             yield Document(f"document {number}", text)
 
     try:
@@ -114,4 +95,4 @@ def attacked_split(stream: TokenStream, tokenizer: Tokenizer, attack: WordSwap) 
         words=counts["words"],
         bytes=counts["bytes"],
     )
-    return AttackedSplit(attacked, info, counts["words"], counts["replaced"])
+    return attacked, info, counts["replaced"]

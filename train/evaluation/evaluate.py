@@ -123,8 +123,8 @@ def _attacked(
     stream, _ = task.split(split)
     try:
         tokenizer = task.data.parts[0].data.tokenizer()
-        text = attacked_split(stream, tokenizer, attack)
+        text, info, replaced = attacked_split(stream, tokenizer, attack)
     except DataError as error:
         raise ConfigError(f"--attack: {error}") from None
-    about = {"kind": "word-swap", **about, "words": text.words, "replaced": text.replaced}
-    return task.attacked(split, text.stream, text.info), about
+    about = {"kind": "word-swap", **about, "words": info.words, "replaced": replaced}
+    return task.attacked(split, text, info), about
