@@ -22,7 +22,7 @@ from polyad.data.text.manifest import (
     TokenizerInfo,
     digests_of,
 )
-from polyad.data.text.sources import EMPTY, UNREADABLE, Document, Source, open_source, open_splits
+from polyad.data.text.sources import EMPTY, UNREADABLE, Document, Source, open_splits
 from polyad.data.text.splits import Sources, documents_needed
 from polyad.data.text.tokenizers.files import chat_renderer, load_tokenizer
 from polyad.data.text.tokenizers.tokenizer import END_OF_TEXT
@@ -122,7 +122,8 @@ def _opened(config: PrepareConfig, render: Callable[[Any], str] | None) -> dict[
     }
     for name, spec in held_out.items():
         if spec is not None:
-            by_split[name] = open_source(spec, config, split=name, render=render)
+            splits = open_splits(spec, config, render)
+            by_split[name] = splits.get(name) or splits["train"]
     return {name: by_split[name] for name in SPLITS if name in by_split}
 
 

@@ -115,8 +115,6 @@ class TrainingSamples(Dataset[torch.Tensor]):
 
     def _bounds(self, sample: int) -> tuple[int, int]:
         """Returns the positions in the stream of a sample's first token and of its end."""
-        if sample < 0:
-            raise IndexError(f"sample {sample}")
         epoch, position = divmod(sample, self.samples_per_epoch)
         number = shuffled(position, self.samples_per_epoch, f"{self._seed}/{epoch}")
         start = number * self._sequence_length

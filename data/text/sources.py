@@ -210,28 +210,6 @@ def open_splits(
     return splits
 
 
-def open_source(
-    spec: str,
-    options: ReadOptions | None = None,
-    *,
-    split: SplitName = "train",
-    render: Callable[[Any], str] | None = None,
-) -> Source:
-    """Opens one split of a source; train if it does not have this one.
-
-    Args:
-        spec: As for `open_splits`.
-        options: How it is read.
-        split: The split of a data set that has several.
-        render: As for `open_splits`.
-
-    Raises:
-        DataError: As for `open_splits`.
-    """
-    splits = open_splits(spec, options or ReadOptions(), render)
-    return splits.get(split) or splits["train"]
-
-
 def _rows(spec: str, path: str, options: ReadOptions, column: Column) -> dict[SplitName, Source]:
     """Opens a data set of the hub, or one that was saved."""
     tables = open_tables(path, (), streaming=options.streaming)

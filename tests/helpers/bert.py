@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from polyad.data.text.prepare import prepare
-from polyad.data.text.sources import open_source
 from polyad.model.bert import Bert, BertConfig
 from polyad.model.build import build_model, materialize
+from tests.helpers.prepared import open_source
 from tests.helpers.routing import scatter
 from tests.helpers.training import Case, build_engine
 

@@ -6,9 +6,15 @@ from pathlib import Path
 from typing import Any
 
 from polyad.data.text.dataset import PreparedData
-from polyad.data.text.manifest import MANIFEST_FILE
+from polyad.data.text.manifest import MANIFEST_FILE, ReadOptions
+from polyad.data.text.sources import Source, open_splits
 
 Tree = dict[str, Any]
+
+
+def open_source(spec: str, options: ReadOptions | None = None, split: str = "train") -> Source:
+    """Opens one split of a source."""
+    return open_splits(spec, options or ReadOptions())[split]
 
 
 def jsonl(path: Path, texts: Iterable[str]) -> str:

@@ -11,8 +11,9 @@ from polyad.data.names import SPLITS
 from polyad.data.text.dataset import PreparedData
 from polyad.data.text.manifest import ReadOptions
 from polyad.data.text.prepare import prepare
-from polyad.data.text.sources import join_articles, open_source
+from polyad.data.text.sources import join_articles
 from polyad.data.text.sources import open_splits as open_all
+from tests.helpers.prepared import open_source
 
 datasets = pytest.importorskip("datasets")
 RAW, UNK = "wikitext-103-raw-v1", "wikitext-103-v1"

@@ -11,12 +11,11 @@ from polyad.data.names import SPLITS
 from polyad.data.text.dataset import PreparedData, TokenStream, index_bytes, token_dtype
 from polyad.data.text.manifest import MANIFEST_FILE, Manifest
 from polyad.data.text.prepare import prepare
-from polyad.data.text.sources import open_source
 from polyad.data.text.splits import split_by_bytes
 from polyad.data.text.tokenizers.training import train_tokenizer
 from polyad.launch.commands.data import prepared_table
 from tests.helpers.everyday import everyday
-from tests.helpers.prepared import jsonl
+from tests.helpers.prepared import jsonl, open_source
 
 PREPARE_SLOWLY = """
 import sys, time, polyad.data.text.writer

@@ -15,7 +15,8 @@ import yaml
 
 from polyad.data.errors import DataError
 from polyad.data.text.manifest import ReadOptions
-from polyad.data.text.sources import LEFT_OUT, PYTHON_STDLIB, Document, open_source
+from polyad.data.text.sources import LEFT_OUT, PYTHON_STDLIB, Document
+from tests.helpers.prepared import open_source
 
 
 def read(path: Path, **options: str) -> list[str]:
