@@ -82,12 +82,11 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def writing(path: Path, what_to_do: str = "") -> Iterator[None]:
+def writing(path: Path) -> Iterator[None]:
     """Turns disk errors while a file or folder is written into a one-line `DataError`.
 
     Args:
         path: The file or folder.
-        what_to_do: How to continue once there is room, if that is not obvious.
 
     Raises:
         DataError: The disk refuses the write.
@@ -95,8 +94,7 @@ def writing(path: Path, what_to_do: str = "") -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        advice = f"; {what_to_do}" if what_to_do else ""
-        raise DataError(f"{path}: cannot be written: {error.strerror or error}{advice}") from error
+        raise DataError(f"{path}: cannot be written: {error.strerror or error}") from error
 
 
 def flush_to_disk(path: Path) -> None:

@@ -168,7 +168,12 @@ _MISSING = (
 
 
 @functools.cache
-def _transforms() -> Any:
+def transforms() -> Any:
+    """Imports torchvision's transforms.
+
+    Raises:
+        DataError: torchvision is not installed.
+    """
     try:
         importlib.import_module("torchvision")
     except ImportError:
@@ -196,20 +201,6 @@ def _declare_operators() -> None:
     _declared.append(library)
 
 
-def available() -> bool:
-    """Whether torchvision can be imported."""
-    try:
-        _transforms()
-    except DataError:
-        return False
-    return True
-
-
-@functools.cache
-def _operation(operations: int, magnitude: int) -> Any:
-    return _transforms().RandAugment(operations, magnitude)
-
-
 def randaugment(image_CHW: Tensor, chosen: RandAugmentConfig, seeds: tuple[int, ...]) -> Tensor:
     """Applies RandAugment.
 
@@ -222,7 +213,7 @@ def randaugment(image_CHW: Tensor, chosen: RandAugmentConfig, seeds: tuple[int, 
     Raises:
         DataError: torchvision is not installed.
     """
-    operation = _operation(chosen.operations, chosen.magnitude)
+    operation = transforms().RandAugment(chosen.operations, chosen.magnitude)
     generator = torch.default_generator
     state = generator.get_state()
     drawn = np.random.SeedSequence((*seeds, 1)).generate_state(1, np.uint64)[0]
