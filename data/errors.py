@@ -1,7 +1,8 @@
-"""The error of `data` for bad input, and checks of paths and names."""
+"""The error of `data` for bad input, checks of paths and names, and lines for the user."""
 
 import difflib
 import re
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -65,6 +66,11 @@ def check_attack(rate: float, seed: int) -> None:
         raise DataError(f"rate: {rate} is not allowed; a number from 0 to 1")
     if seed < 0:
         raise DataError(f"seed: {seed} is not allowed; at least 0")
+
+
+def say(line: str) -> None:
+    """Prints a note or a warning to standard error."""
+    print(f"polyad: {line}", file=sys.stderr, flush=True)
 
 
 def one_line(error: BaseException, most: int | None = None) -> str:

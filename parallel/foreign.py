@@ -1,8 +1,6 @@
 """Folders of transformers' models that are no family of ours: read, pruned and written."""
 
 import re
-import shutil
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,6 +9,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from polyad.data.errors import say
+from polyad.data.files import staged_folder
 from polyad.model.build import build_model
 from polyad.model.families.family import CONFIG_FILE
 from polyad.model.families.keys import WeightsError, configurations
@@ -132,10 +132,9 @@ class TheirWeights(StoredWeights):
                 theirs = theirs.to(device)
         model = TheirModel(self.config, theirs.eval()).learn()
         if blocks := model.without_scores:
-            print(
-                f"polyad: {self.folder}: in blocks {', '.join(map(str, blocks))} the scores of all "
-                "experts are not known: those shown are the weights of the chosen ones",
-                file=sys.stderr,
+            say(
+                f"{self.folder}: in blocks {', '.join(map(str, blocks))} the scores of all experts "
+                "are not known: those shown are the weights of the chosen ones"
             )
         return model
 
@@ -224,20 +223,17 @@ def write_with_fewer(
         ):
             _keep(part, shares)
         _count(theirs.config, before, count)
-    staging = output.with_name(f"{output.name}.part")
-    shutil.rmtree(staging, ignore_errors=True)
-    try:
-        theirs.save_pretrained(staging)
-    except RuntimeError as error:  # of some, experts of text and of pictures are one tensor
-        shutil.rmtree(staging, ignore_errors=True)
-        raise WeightsError(
-            f"{weights.folder}: cannot be written with fewer experts: {error}"
-        ) from None
-    for path in weights.files_folder.iterdir():
-        is_small = path.suffix in (".json", ".model", ".txt", ".jinja")
-        if is_small and path.name != INDEX_FILE and not (staging / path.name).exists():
-            (staging / path.name).write_bytes(path.read_bytes())
-    staging.rename(output)
+    with staged_folder(output) as staging:
+        try:
+            theirs.save_pretrained(staging)
+        except RuntimeError as error:  # of some, experts of text and of pictures are one tensor
+            raise WeightsError(
+                f"{weights.folder}: cannot be written with fewer experts: {error}"
+            ) from None
+        for path in weights.files_folder.iterdir():
+            is_small = path.suffix in (".json", ".model", ".txt", ".jinja")
+            if is_small and path.name != INDEX_FILE and not (staging / path.name).exists():
+                (staging / path.name).write_bytes(path.read_bytes())
     return sum(parameter.numel() for parameter in theirs.parameters())
 
 

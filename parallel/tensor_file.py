@@ -5,6 +5,7 @@ import math
 import struct
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
@@ -92,20 +93,17 @@ def write_tensors(
         The first byte of each tensor, from the beginning of the file, and the file's record.
     """
     header: dict[str, object] = {"__metadata__": metadata} if metadata else {}
-    end = 0
-    for tensor in tensors:
-        begin, end = end, end + tensor.nbytes
+    ends = list(accumulate((tensor.nbytes for tensor in tensors), initial=0))
+    for tensor, begin, end in zip(tensors, ends, ends[1:], strict=False):
         header[tensor.key] = {
             "dtype": DTYPE_NAMES[tensor.dtype], "shape": tensor.shape, "data_offsets": [begin, end]
         }  # fmt: skip
     encoded = json.dumps(header).encode()
     encoded += b" " * (-len(encoded) % 8)
-    begins: list[int] = []
+    head = memoryview(struct.pack("<Q", len(encoded)) + encoded)
     digest = xxhash.xxh3_64()
 
     def pieces() -> Iterator[memoryview]:
-        position = 8 + len(encoded)
-        head = memoryview(struct.pack("<Q", len(encoded)) + encoded)
         digest.update(head)
         yield head
         for number, tensor in enumerate(tensors):
@@ -115,9 +113,8 @@ def write_tensors(
                 check(number, piece)
                 digest.update(piece)
                 yield piece
-            begins.append(position)
-            position += tensor.nbytes
             del data  # else it would stay in memory together with the next one
 
-    total = write_file(path, pieces())
-    return begins, FileRecord(bytes=total, xxh3=digest.hexdigest())
+    write_file(path, pieces())
+    begins = [len(head) + begin for begin in ends[:-1]]
+    return begins, FileRecord(bytes=len(head) + ends[-1], xxh3=digest.hexdigest())

@@ -8,7 +8,6 @@ code. `../README.md` describes the format and its guarantees.
 
 import math
 import os
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -20,6 +19,7 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
+from polyad.data.errors import say
 from polyad.model.config_yaml import ConfigYamlError, load
 from polyad.model.settings import ModelSettings
 from polyad.parallel import comm
@@ -47,7 +47,7 @@ from polyad.parallel.checkpoint.manage import (
     step_folders,
 )
 from polyad.parallel.fragments import persistent_buffers
-from polyad.parallel.source import StoredWeights, described_config
+from polyad.parallel.source import StoredWeights, described_config, differing_shapes
 from polyad.parallel.tensor_file import TORCH_DTYPES, mapped
 
 T = TypeVar("T")
@@ -76,8 +76,6 @@ class Checkpoint(StoredWeights):
         self.verified: set[str] = set()
         """The files whose bytes were compared with the manifest: they are not digested again."""
         self._chosen = MASTER
-        self.has_average = any(EMA in fields for fields in self.tensors.values())
-        """Whether there is a moving average of the weights; a frozen weight is its own average."""
 
     def model_config(self) -> ModelSettings:
         """Returns the configuration of its model, complete.
@@ -126,7 +124,7 @@ class Checkpoint(StoredWeights):
         If there is no average of a weight, the weight is returned for it.
 
         Raises:
-            CheckpointError: the tensor is missing or has another shape, or its file is damaged.
+            CheckpointError: the tensor is missing, or its file is damaged.
         """
         name, field, shape, offset, size = box
         if field == EMA and EMA not in self.tensors.get(name, {}):
@@ -134,11 +132,7 @@ class Checkpoint(StoredWeights):
         about = self.tensors.get(name, {}).get(field)
         if about is None:
             raise CheckpointError(f"{self.folder}: has no {field} of {name}")
-        if about.shape != tuple(shape):
-            raise CheckpointError(
-                f"{self.folder}: {name} has shape {list(about.shape)} there, "
-                f"{list(shape)} in this model"
-            )
+        assert about.shape == tuple(shape), name  # `check_model` has compared
         values = torch.empty(size, dtype=TORCH_DTYPES[about.dtype])
         missing = math.prod(size)
         chunks, places = about.chunks, (len(about.chunks), len(shape))  # scalars have no axes
@@ -171,7 +165,7 @@ class Checkpoint(StoredWeights):
         Raises:
             CheckpointError: there is none.
         """
-        if not self.has_average:
+        if not any(EMA in fields for fields in self.tensors.values()):
             raise CheckpointError(
                 f"{self.folder}: has no moving average of its weights, which only runs with "
                 "train.ema keep; use the trained weights"
@@ -185,16 +179,11 @@ class Checkpoint(StoredWeights):
             ValueError: they differ; the first few differences are named.
         """
         super().check_model(module, without)
-        for name, buffer in persistent_buffers(module):
-            if name.startswith(without):
-                continue
-            stored = self.tensors.get(name, {}).get(BUFFER)
-            if stored is None or stored.shape != tuple(buffer.shape):
-                there = "missing" if stored is None else list(stored.shape)
-                raise CheckpointError(
-                    f"{self.folder}: is a different model: buffer {name} {there} there, "
-                    f"{list(buffer.shape)} here"
-                )
+        ours = {name: tuple(buffer.shape) for name, buffer in persistent_buffers(module)}
+        stored = ((name, self.tensors.get(name, {}).get(BUFFER)) for name in ours)
+        theirs = {name: about.shape for name, about in stored if about is not None}
+        if differing := differing_shapes(theirs, ours, without):
+            raise CheckpointError(f"{self.folder}: is a different model: buffer {differing}")
 
     def buffer(self, name: str) -> torch.Tensor:
         """Returns a whole persistent buffer of the model."""
@@ -312,25 +301,16 @@ def read_newest(path: Path, read: Callable[[Path], T], choose: Choose = newest_o
         except (ValueError, OSError):
             if chosen.exists() or choose(path) == path:
                 raise
-            print(
-                f"polyad: {chosen} was deleted while it was being read; reading what {path} "
-                f"has now",
-                file=sys.stderr,
-                flush=True,
-            )
+            say(f"{chosen} was deleted while it was being read; reading what {path} has now")
 
 
 def _say_if_another_is_best(run: Path) -> None:
-    if not (run / "checkpoints" / BEST_FILE).is_file():
-        return
     with suppress(CheckpointError):
         best, newest = best_checkpoint(run), newest_of(run)
         if best != newest:
-            print(
-                f"polyad: reading the newest checkpoint of {run}, {newest.name}; its best "
-                f"validation was that of {best}, which --best, or this path, reads",
-                file=sys.stderr,
-                flush=True,
+            say(
+                f"reading the newest checkpoint of {run}, {newest.name}; its best validation was "
+                f"that of {best}, which --best, or this path, reads"
             )
 
 
@@ -373,8 +353,7 @@ def newest_that_opens(
             reasons.append(str(error))
             continue
         for reason in reasons if os.environ.get("RANK", "0") == "0" else ():
-            line = f"polyad: warning: {reason}; the run continues from {path.name}"
-            print(line, file=sys.stderr, flush=True)
+            say(f"warning: {reason}; the run continues from {path.name}")
         return checkpoint
     if reasons:
         raise DamagedCheckpoint(
@@ -394,9 +373,9 @@ def shared(checkpoint: Checkpoint | None) -> Checkpoint | None:
         checkpoint: the checkpoint on rank 0; ignored on the others.
     """
     contents = comm.from_main(None if checkpoint is None else checkpoint.contents)
-    if contents is None or comm.rank() == 0:
-        return checkpoint if comm.rank() == 0 else None
-    return Checkpoint(contents.folder, contents)
+    if comm.rank() == 0:
+        return checkpoint
+    return None if contents is None else Checkpoint(contents.folder, contents)
 
 
 def newest_verified(checkpoint: Checkpoint | None, folder: Path) -> Checkpoint | None:

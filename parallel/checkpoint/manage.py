@@ -9,12 +9,12 @@ import contextlib
 import os
 import re
 import secrets
-import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from polyad.data.errors import say
 from polyad.data.files import named
 from polyad.parallel.checkpoint.format import MANIFEST_FILE, CheckpointError, read_contents
 
@@ -110,17 +110,14 @@ def remove_or_warn(path: Path, way: Callable[[Path], None]) -> None:
     try:
         way(path)
     except OSError as error:
-        print(
-            f"polyad: warning: {path}: could not be removed: {reason_of(error)}; the next start "
-            f"of the run will try again",
-            file=sys.stderr,
+        say(
+            f"warning: {path}: could not be removed: {reason_of(error)}; the next start of the "
+            f"run will try again"
         )
 
 
 def _step(path: Path) -> int:
-    match = STEP_FOLDER.fullmatch(path.name)
-    assert match
-    return int(match[1])
+    return int(path.name.removeprefix("step-"))
 
 
 def _is_good(path: Path) -> bool:
@@ -135,7 +132,7 @@ def reason_of(error: OSError) -> str:
     return f"{error.filename}: {error.strerror}" if error.filename else str(error)
 
 
-def write_file(path: Path, parts: Iterable[Any], *, replace: bool = False) -> int:
+def write_file(path: Path, parts: Iterable[Any], *, replace: bool = False) -> None:
     """Writes a file and waits until its content, but not yet its name, is on disk.
 
     Args:
@@ -143,26 +140,20 @@ def write_file(path: Path, parts: Iterable[Any], *, replace: bool = False) -> in
         parts: its content, piece by piece, as bytes or buffers.
         replace: whether it may exist; it is then truncated first.
 
-    Returns:
-        Bytes written.
-
     Raises:
         OSError: with the name of the file.
     """
     existing = os.O_TRUNC if replace else os.O_EXCL
-    total = 0
     with named(path):  # write and fsync report a descriptor
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | existing, 0o644)
         try:
             for part in parts:
                 rest = memoryview(part)
-                total += len(rest)
                 while len(rest):
                     rest = rest[os.write(descriptor, rest) :]
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-    return total
 
 
 def sync_folder(path: Path) -> None:

@@ -61,7 +61,8 @@ def test_convert_writes_the_average_by_choice(averaged, tmp_path, to):
     for name, parameter in load_model(tmp_path / "new").named_parameters():
         assert torch.equal(parameter, stored.whole(name, "ema"))
         assert not torch.equal(parameter, stored.whole(name))
-    assert to != "polyad" or not Checkpoint(tmp_path / "new").has_average
+    if to == "polyad":
+        assert not any("ema" in fields for fields in Checkpoint(tmp_path / "new").tensors.values())
 
 
 def test_a_run_without_an_average_is_one_line(finished, exported, tmp_path, refused):
