@@ -451,9 +451,7 @@ def from_all(value: T) -> list[T]:
 
 def gather_to_main(value: T) -> list[T] | None:
     """Gathers every rank's value in rank order, on rank 0; None on the others."""
-    everyone: list[T | None] | None = (
-        [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    )
+    everyone: list[T | None] | None = [None] * size() if rank() == 0 else None
     dist.gather_object(value, everyone, dst=0)
     return everyone  # type: ignore[return-value]
 

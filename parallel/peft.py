@@ -85,20 +85,17 @@ class PeftWeights(FamilyWeights):
         place = adapters / ADAPTER_CONFIG_FILE
         tree = read_json(place)
         self._settings = _settings(tree, place)
-        named = tree.get("base_model_name_or_path")
-        folder = Path(str(named)) if base is None else base
-        if not is_huggingface_folder(folder):
-            said = (
-                f"{place}: base_model_name_or_path: {folder}"
-                if base is None
-                else f"--base: {folder}"
-            )
+        said = "--base"
+        if base is None:
+            base = Path(str(tree.get("base_model_name_or_path")))
+            said = f"{place}: base_model_name_or_path"
+        if not is_huggingface_folder(base):
             raise WeightsError(
-                f"{said} is not a Hugging Face folder; use `--base FOLDER` to name that of the "
-                "base model"
+                f"{said}: {base} is not a Hugging Face folder; use `--base FOLDER` to name that of "
+                "the base model"
             )
-        super().__init__(folder)
-        self.base, self.folder = folder, adapters
+        super().__init__(base)
+        self.base, self.folder = base, adapters
         self._matrices = TensorFolder(adapters, single=ADAPTER_FILE)
         self._beside = self._located()
 
@@ -215,8 +212,7 @@ def _settings(tree: dict[str, Any], place: Path) -> _AdapterConfig:
     """
     fields = _AdapterConfig.model_fields
     for key, value in tree.items():
-        is_known = key in fields or key in _HARMLESS
-        if not is_known and value not in (None, False, [], {}):
+        if key not in {*fields, *_HARMLESS} and value not in (None, False, [], {}):
             raise WeightsError(
                 f"{place}: {key}: {value!r:.60} is not supported; it must be null or false"
             )

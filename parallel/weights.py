@@ -132,18 +132,6 @@ class AdaptedCheckpoint(Checkpoint):
         self._last = None
 
 
-def lora_of(checkpoint: Checkpoint) -> LoRAConfig | None:
-    """Returns the adapters of a checkpoint, from its configuration; None if it has whole weights.
-
-    Raises:
-        CheckpointError: another version wrote its configuration.
-    """
-    try:
-        return AdaptConfig.model_validate(checkpoint.section("adapt")).lora
-    except ValidationError as error:
-        raise damaged(checkpoint.folder / CONFIG_FILE, f"adapt.{fault_of(error)}") from None
-
-
 Weights: TypeAlias = Checkpoint | FamilyWeights | PlainWeights | TheirWeights
 """A model's weights in any format: names, shapes and whole tensors, read one at a time."""
 Choice = Literal["trained", "ema"]
@@ -190,36 +178,6 @@ def _without_adapters(path: Path, base: Path) -> CheckpointError:
     )
 
 
-def _opened(path: Path, base_folder: Path | None) -> Checkpoint:
-    """Opens a checkpoint, with its base if it consists of adapters.
-
-    Args:
-        path: as in `open_checkpoint`.
-        given: the base's path, if it differs from the configured one.
-    """
-    checkpoint = read_newest(path, lambda chosen: Checkpoint(find_checkpoint(chosen)))
-    lora = lora_of(checkpoint)
-    if lora is None:
-        if base_folder is not None:
-            raise _without_adapters(checkpoint.folder, base_folder)
-        return checkpoint
-    folder, config = checkpoint.folder, checkpoint.model_config()
-    place = (
-        Path(checkpoint.section("checkpoint")["init_from"]) if base_folder is None else base_folder
-    )
-    named = "checkpoint.init_from" if base_folder is None else "--base"
-    try:
-        base = open_weights(place)
-        ours = {name for name, _ in build_model(config).named_parameters()}
-        unused = base.shapes().keys() - ours  # such as the head of a model with another one
-        check_fits(base, config, (*checkpoint.shapes(), *unused))  # it has the former
-    except ValueError as error:
-        raise CheckpointError(
-            f"{folder}: holds adapters, and their base ({named}) cannot be used: {error}"
-        ) from None
-    return AdaptedCheckpoint(folder, checkpoint.contents, base, lora)
-
-
 def origin_of(weights: Weights) -> dict[str, Any] | None:
     """Returns what a run keeps of another library's folder, for a model that is or was trained from
     its decoder: an `Origin` as JSON values; None if the weights do not come from such a folder."""
@@ -258,18 +216,50 @@ def open_checkpoint(path: Path, choice: Choice = "trained", base: Path | None = 
     Raises:
         ValueError: with an `exit_status` of 2: it does not exist, or cannot be used.
     """
-    checkpoint = _opened(path, base)
+    checkpoint = read_newest(path, lambda chosen: Checkpoint(find_checkpoint(chosen)))
+    try:
+        lora = AdaptConfig.model_validate(checkpoint.section("adapt")).lora
+    except ValidationError as error:
+        place = checkpoint.folder / CONFIG_FILE
+        raise damaged(place, f"adapt.{fault_of(error)}") from None
+    if lora is not None:
+        checkpoint = _on_base(checkpoint, lora, base)
+    elif base is not None:
+        raise _without_adapters(checkpoint.folder, base)
     checkpoint.check_model(build_model(checkpoint.model_config()))
     if choice == "ema":
         checkpoint.take_average()
     return checkpoint
 
 
+def _on_base(checkpoint: Checkpoint, lora: LoRAConfig, base_folder: Path | None) -> Checkpoint:
+    """Opens the base of a checkpoint of adapters.
+
+    Args:
+        checkpoint: the checkpoint.
+        lora: its adapters.
+        base_folder: the base's path, if it differs from the configured one.
+    """
+    config, named = checkpoint.model_config(), "--base"
+    if base_folder is None:
+        named = "checkpoint.init_from"
+        base_folder = Path(checkpoint.section("checkpoint")["init_from"])
+    try:
+        base = open_weights(base_folder)
+        ours = {name for name, _ in build_model(config).named_parameters()}
+        unused = base.shapes().keys() - ours  # such as the head of a model with another one
+        check_fits(base, config, (*checkpoint.shapes(), *unused))  # it has the former
+    except ValueError as error:
+        raise CheckpointError(
+            f"{checkpoint.folder}: holds adapters, and their base ({named}) cannot be used: {error}"
+        ) from None
+    return AdaptedCheckpoint(checkpoint.folder, checkpoint.contents, base, lora)
+
+
 def load_model(
     source: Path | str | Weights,
     device: torch.device | str = "cpu",
     precision: Precision = "fp32",
-    choice: Choice = "trained",
 ) -> nn.Module:
     """Loads a model with weights on one device, in evaluation mode.
 
@@ -277,16 +267,13 @@ def load_model(
         source: an argument or a result of `open_weights`.
         device: the device.
         precision: precision of its parameters.
-        choice: the weights to use of a checkpoint that is not open yet; its buffers are the same
-            for both.
 
     Returns:
         The model; no process group is needed.
     """
     if isinstance(source, Path | str):
         return read_newest(
-            Path(source),
-            lambda chosen: load_model(open_weights(chosen, choice), device, precision),
+            Path(source), lambda chosen: load_model(open_weights(chosen), device, precision)
         )
     if isinstance(source, TheirWeights):
         return source.load(device, precision)
