@@ -118,17 +118,6 @@ class Quantized:
     scales: MappedTensor
     dtype: ClassVar[str] = "BF16"
 
-    def fault(self) -> str | None:
-        """Returns why the two are not the blocks and scales of one matrix; None if they are."""
-        shape, scales = list(self.blocks.shape), list(self.scales.shape)
-        if self.blocks.dtype != "U8" or len(shape) != 4 or shape[-1] != _BYTES:
-            form = f"U8 [experts, out, in / 32, {_BYTES}]"
-            return f"{BLOCKS} is {self.blocks.dtype} {shape}, but MXFP4 has {form}"
-        if self.scales.dtype != "U8" or scales != shape[:-1]:
-            held = f"{self.scales.dtype} {scales}"
-            return f"{SCALES} is {held}, but {BLOCKS} {shape} needs U8 {shape[:-1]}"
-        return None
-
     @property
     def shape(self) -> tuple[int, ...]:
         """[E, in, out]."""
@@ -141,6 +130,12 @@ class Quantized:
         parts = ((slice(expert, expert + 1), outputs) for expert in range(self.shape[0])[experts])
         values = [dequantize(self.blocks.read(part), self.scales.read(part)) for part in parts]
         return torch.cat([each[..., inputs] for each in values]).mT
+
+
+def _are_of_one_matrix(blocks: MappedTensor, scales: MappedTensor | None) -> bool:
+    if scales is None or not blocks.dtype == scales.dtype == "U8":
+        return False
+    return len(scales.shape) == 3 and blocks.shape == (*scales.shape, _BYTES)
 
 
 class TensorFolder(dict[str, MappedTensor | Quantized]):
@@ -176,15 +171,12 @@ class TensorFolder(dict[str, MappedTensor | Quantized]):
                         f"{folder}: {shorten(name)} appears twice, also as {name} in {path.name}"
                     )
                 self[shorten(name)] = tensor
-        stems = [name.removesuffix(BLOCKS) for name in self if name.endswith(BLOCKS)]
-        for stem in sorted(stem for stem in stems if stem + SCALES in self):
-            blocks, scales = (self.pop(stem + end) for end in (BLOCKS, SCALES))
-            assert isinstance(blocks, MappedTensor)
-            assert isinstance(scales, MappedTensor)
-            matrix = Quantized(blocks, scales)
-            if reason := matrix.fault():
-                raise WeightsError(f"{folder}: {stem}: {reason}")
-            self[stem] = matrix
+        for stem in [name.removesuffix(BLOCKS) for name in self if name.endswith(BLOCKS)]:
+            blocks: Any = self[stem + BLOCKS]
+            scales: Any = self.get(stem + SCALES)
+            if _are_of_one_matrix(blocks, scales):
+                self[stem] = Quantized(blocks, scales)
+                del self[stem + BLOCKS], self[stem + SCALES]
 
     def faults(self, wanted: Mapping[str, Wanted], config_file: str) -> list[str]:
         """Lists missing tensors and differences from a configuration; extra tensors are allowed.
