@@ -5,7 +5,7 @@ identity as the default (`model/layers.py`). Splitting it puts a function of thi
 Each says what its gradient is reduced over. Random numbers for split activations are here, too.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from polyad.model.layers import Region
 from polyad.parallel import comm
 from polyad.parallel.megatron import (
     data_parallel_group,
@@ -44,17 +43,11 @@ class Group(NamedTuple):
             part: This rank's part, equal in size on all ranks.
             axis: The axis along which the parts are concatenated.
         """
-        return _with_gradient(
-            part,
-            lambda x: self._gathered(x, axis),
-            lambda gradient: self._summed_part(gradient, axis),
-        )
+        return _with_gradient(part, self._gathered, self._summed_part, axis)
 
     def gather_equal(self, part: Tensor, axis: int) -> Tensor:
         """Gathers the parts; backward takes this rank's part of a gradient equal on all ranks."""
-        return _with_gradient(
-            part, lambda x: self._gathered(x, axis), lambda gradient: self._own(gradient, axis)
-        )
+        return _with_gradient(part, self._gathered, self._own, axis)
 
     def sum_and_scatter(self, whole: Tensor, axis: int) -> Tensor:
         """Reduce-scatters a tensor; backward gathers the gradients.
@@ -64,17 +57,11 @@ class Group(NamedTuple):
             axis: The axis along which the sum is split; its size is a multiple of the number of
                 ranks.
         """
-        return _with_gradient(
-            whole,
-            lambda x: self._summed_part(x, axis),
-            lambda gradient: self._gathered(gradient, axis),
-        )
+        return _with_gradient(whole, self._summed_part, self._gathered, axis)
 
     def scatter(self, whole: Tensor, axis: int) -> Tensor:
         """Takes this rank's part of a tensor equal on all ranks; backward gathers the gradients."""
-        return _with_gradient(
-            whole, lambda x: self._own(x, axis), lambda gradient: self._gathered(gradient, axis)
-        )
+        return _with_gradient(whole, self._own, self._gathered, axis)
 
     def sum_gradient(self, x: Tensor) -> Tensor:
         """The identity; backward all-reduces the gradient, in fp32. For small parameters.
@@ -239,16 +226,19 @@ class OwnDropout(nn.Dropout):
 
 class _WithGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, forward: Region, backward: Region) -> Tensor:
-        ctx.function = backward
-        return forward(x)
+    def forward(ctx: Any, x: Tensor, forward: Any, backward: Any, *axis: int) -> Tensor:
+        ctx.function, ctx.axis = backward, axis
+        return forward(x, *axis)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.function(gradient), None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.function(gradient, *ctx.axis), None, None, *(None for _ in ctx.axis)
 
 
-def _with_gradient(x: Tensor, forward: Region, backward: Region) -> Tensor:
-    """Applies a function whose gradient is another function of the gradient of its result."""
-    return _WithGradient.apply(x, forward, backward)
+def _with_gradient(
+    x: Tensor, forward: Callable[..., Tensor], backward: Callable[..., Tensor], *axis: int
+) -> Tensor:
+    """Applies a function whose gradient is another function of the gradient of its result; both get
+    the axis."""
+    return _WithGradient.apply(x, forward, backward, *axis)
