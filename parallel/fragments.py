@@ -5,22 +5,23 @@ all ranks cover every parameter.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from polyad.model.build import buffers_changed
-from polyad.parallel.checkpoint.format import MASTER, Box
+from polyad.parallel import comm
+from polyad.parallel.checkpoint.format import MASTER
 from polyad.parallel.regions import Group
-from polyad.parallel.shard import Placement, placement_of
+from polyad.parallel.shard import Placement
 from polyad.parallel.source import Source
 from polyad.parallel.zero import Engine, Fragment, fragments, own_range, refresh, replica_group
 
 
 @torch.no_grad()
-def fill(engine: Engine, source: Source, *, frozen: bool = True) -> None:
+def fill(engine: Engine, source: Source) -> None:
     """Sets master weights, optimizer state and step counters, then the weights of the forward pass.
 
     Every rank reads only the boxes of its own fragments.
@@ -28,16 +29,14 @@ def fill(engine: Engine, source: Source, *, frozen: bool = True) -> None:
     Args:
         engine: the engine whose weights are set.
         source: the source of the values.
-        frozen: whether to set frozen weights too, which have no masters and never change.
     """
     engine.about_to_change()
     held = fragments(engine)
     for name, fragment in held.items():
-        for field, flat in fragment.values.items():
-            _read_range(flat, name, field, fragment.placement, fragment.start, source)
+        _read(fragment, source)
         if fragment.counter is not None:
             fragment.counter.fill_(source.step(name))
-    refresh(engine, held, _fill_frozen(engine, source) if frozen else [])
+    refresh(engine, [*held.values(), *_fill_frozen(engine, source)])
     for name, buffer in persistent_buffers(engine.module):
         buffer.copy_(source.buffer(name))
     buffers_changed(engine.module)
@@ -51,56 +50,43 @@ def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                 yield f"{prefix}.{name}" if prefix else name, buffer
 
 
-def _fill_frozen(engine: Engine, source: Source) -> list[tuple[Any, torch.Tensor]]:
+def _fill_frozen(engine: Engine, source: Source) -> Iterator[Fragment]:
     """Sets frozen weights, which have no masters, and keeps those that this rank writes.
 
-    Returns:
-        In stage 3, where weights are set in `refresh`: parameters, and the values of this rank's
-        part of each.
+    Yields:
+        This rank's part of each; in stage 3 the weights themselves are set in `refresh`.
     """
-    parts: list[tuple[Any, torch.Tensor]] = []
     named = [(n, p) for n, p in engine.module.named_parameters() if not p.requires_grad]
-    owned = _owned_frozen(engine, named)
     engine.frozen.clear()
-    for name, parameter in named:
-        placement = placement_of(parameter)
-        whole = math.prod(placement.shape)
+    for number, (name, parameter) in enumerate(named):
+        start, values = 0, parameter.detach().view(-1)
         if engine.stage == 3:
             start, stop = own_range(parameter)
-            part = torch.zeros(max(0, stop - start), device=engine.device)
-            _read_range(part, name, MASTER, placement, start, source)
-            parts.append((parameter, part))
-        else:
-            _read_range(parameter.detach().view(-1), name, MASTER, placement, 0, source)
-        if name in owned:
-            exact = engine.stage < 3 and parameter.dtype == torch.float32
-            if exact:
-                engine.frozen[name] = parameter.detach().view(-1)
-            else:
-                engine.frozen[name] = torch.zeros(whole)  # on the CPU: it is only stored
-                _read_range(engine.frozen[name], name, MASTER, placement, 0, source)
-    return parts
+            values = torch.zeros(max(0, stop - start), device=engine.device)
+        own = Fragment(name, parameter, start, {MASTER: values})
+        _read(own, source)
+        yield own
+        if name in engine.left_out or not _is_written_here(engine.world, number, own.placement):
+            continue
+        if engine.stage == 3 or parameter.dtype != torch.float32:
+            values = torch.zeros(math.prod(own.placement.shape))  # on the CPU: it is only stored
+            own = Fragment(name, parameter, 0, {MASTER: values})
+            _read(own, source)
+        engine.frozen.append(own)
 
 
-def _read_range(
-    flat: torch.Tensor, name: str, field: str, placement: Placement, start: int, source: Source
-) -> None:
-    """Sets elements of a shard, from `start` on, to the values of a source."""
-    for each, shape, (offset, size), view in placement.views(name, flat, start):
-        view.copy_(source.read(Box(each, field, shape, offset, size)))
+def _read(fragment: Fragment, source: Source) -> None:
+    """Sets the elements of a fragment to the values of a source."""
+    for box, view in fragment.boxes():
+        view.copy_(source.read(box))
 
 
-def _owned_frozen(engine: Engine, named: Sequence[tuple[str, nn.Parameter]]) -> set[str]:
-    """Returns the frozen weights that this rank writes: each whole, by one rank that has it."""
-    world, owned = engine.world, set[str]()
-    for number, (name, parameter) in enumerate(named):
-        placement = placement_of(parameter)
-        parts = placement.expert_parallel_size
-        rank, copies = world.data_parallel_rank // parts, world.data_parallel_size // parts
-        is_first = not placement.replicated or world.tensor_parallel_rank == 0
-        if is_first and number % copies == rank and name not in engine.left_out:
-            owned.add(name)
-    return owned
+def _is_written_here(world: comm.World, number: int, placement: Placement) -> bool:
+    """Returns whether this rank writes a frozen weight: each whole, by one rank that has it."""
+    parts = placement.expert_parallel_size
+    rank, copies = world.data_parallel_rank // parts, world.data_parallel_size // parts
+    is_first = not placement.replicated or world.tensor_parallel_rank == 0
+    return is_first and number % copies == rank
 
 
 def written(engine: Engine) -> Iterator[Fragment]:
@@ -114,17 +100,7 @@ def written(engine: Engine) -> Iterator[Fragment]:
     for fragment in fragments(engine).values():
         if is_first or not fragment.placement.replicated:
             yield fragment
-    for name, parameter in engine.module.named_parameters():
-        if (flat := engine.frozen.get(name)) is not None:
-            yield Fragment(
-                name=name,
-                parameter=parameter,
-                placement=placement_of(parameter),
-                start=0,
-                numel=flat.numel(),
-                values={MASTER: flat},
-                counter=None,
-            )
+    yield from engine.frozen
 
 
 # Whole matrices of the flat parts that stages 1 and 2 leave, for an optimizer that needs matrices:

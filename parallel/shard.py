@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from polyad.parallel import comm
+from polyad.parallel.checkpoint.format import Box
 
-Box = tuple[tuple[int, ...], tuple[int, ...]]
+Extent = tuple[tuple[int, ...], tuple[int, ...]]
 """Offset and size."""
 
 ROWS = 128
@@ -176,7 +177,7 @@ class Placement:
         """The shape of the global tensor, without padding."""
         return tuple(axis.whole for axis in self.axes)
 
-    def boxes(self, start: int, stop: int) -> Iterator[tuple[int, Box]]:
+    def boxes(self, start: int, stop: int) -> Iterator[tuple[int, Extent]]:
         """Yields a row-major range of the shard's elements as boxes of the global tensor.
 
         Args:
@@ -207,31 +208,32 @@ class Placement:
                 low += math.prod(size)
 
     def views(
-        self, name: str, flat: Tensor, start: int
-    ) -> Iterator[tuple[str, tuple[int, ...], Box, Tensor]]:
+        self, name: str, field: str, flat: Tensor, start: int
+    ) -> Iterator[tuple[Box, Tensor]]:
         """Yields boxes of the global tensor, or of those that are stacked in it.
 
         Args:
             name: The parameter's name.
+            field: What of it, for the boxes.
             flat: A range of the shard's elements, contiguous.
             start: The position of its first element in the shard.
 
         Yields:
-            The name and shape of a global tensor, a box of it, and a view of the box's values.
+            A box of a global tensor, and a view of its values.
         """
         shape, strides = self.global_shape, torch.empty(self.shape, device="meta").stride()
         for first, (offset, size) in self.boxes(start, start + flat.numel()):
             view = flat.as_strided(size, strides, flat.storage_offset() + first - start)
             if not self.stacked:
-                yield name, shape, (offset, size), view
+                yield Box(name, field, shape, offset, size), view
                 continue
-            of_one, *box = (x[:2] + x[3:] for x in (shape, offset, size))
+            of_one = [x[:2] + x[3:] for x in (shape, offset, size)]
             for number, part in enumerate(view.unbind(2), offset[2]):
                 stem = name.removesuffix(self.stacked[-1])
-                yield stem + self.stacked[number], of_one, (box[0], box[1]), part
+                yield Box(stem + self.stacked[number], field, *of_one), part
 
 
-def boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
+def boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Extent]:
     """Splits elements start .. stop of a row-major tensor into at most 2 * dims - 1 boxes.
 
     Args:

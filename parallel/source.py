@@ -5,7 +5,7 @@ Sources are checkpoints, folders of weights, initial values, and combinations of
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -181,6 +181,9 @@ class WeightsOnly(Source):
 class Joined(Source):
     """Some parameters and buffers from one source, and the rest from others.
 
+    A run with adapters has frozen weights from its base, and the rest from initial adapters or a
+    checkpoint of them.
+
     Args:
         source_of: returns the source of a parameter or buffer, by its name.
     """
@@ -199,15 +202,3 @@ class Joined(Source):
     def buffer(self, name: str) -> torch.Tensor:
         """See `Source.buffer`."""
         return self._source_of(name).buffer(name)
-
-
-def on_base(base: Source, own: Source, names: Collection[str]) -> Source:
-    """Returns the source of a run with adapters: some weights from the base, the rest its own.
-
-    Args:
-        base: the source of frozen weights, and of those initialized from it.
-        own: the source of the rest: initial adapters, or a checkpoint of them with their moments.
-        names: names of the weights and buffers from the base.
-    """
-    frozen = WeightsOnly(base)
-    return Joined(lambda name: frozen if name in names else own)

@@ -10,9 +10,8 @@ import logging
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Literal, NamedTuple
 from unittest.mock import patch
@@ -23,7 +22,7 @@ from torch import nn
 
 from polyad.model.output import ModelOutput
 from polyad.parallel import comm
-from polyad.parallel.checkpoint.format import EMA, MASTER
+from polyad.parallel.checkpoint.format import EMA, MASTER, Box
 from polyad.parallel.config import ParallelConfig
 from polyad.parallel.megatron import deepspeed_mpu
 from polyad.parallel.shard import Placement, group_name, placement_of
@@ -72,13 +71,12 @@ def import_deepspeed() -> Any:
     return deepspeed
 
 
-@contextmanager
-def quick_import() -> Iterator[None]:
-    """Suppresses warnings of imported libraries, and keeps torch's compiler from being imported.
+def import_engine() -> None:
+    """Imports libraries that building an engine and its first step need, without their warnings.
 
-    Parts of DeepSpeed decorate functions, none of which is called here, with `torch.compile`. The
-    first such decorator imports all of torch's compiler, which takes more than a second; within the
-    block the decorators do nothing. Earlier imports are not affected.
+    Doing it at one point makes the time measurable. Parts of DeepSpeed, such as its Muon, decorate
+    functions, none of which is called here, with `torch.compile`. The first such decorator would
+    import all of torch's compiler, which takes more than a second; here the decorators do nothing.
     """
 
     def as_it_is(function: Any = None, **_: Any) -> Any:
@@ -86,16 +84,6 @@ def quick_import() -> Iterator[None]:
 
     with warnings.catch_warnings(), patch.object(torch, "compile", as_it_is):
         warnings.simplefilter("ignore")
-        yield
-
-
-def import_engine() -> None:
-    """Imports libraries that building an engine and its first step need.
-
-    Doing it at one point makes the time measurable. DeepSpeed's Muon, which is not used here, would
-    import torch's compiler; see `quick_import`.
-    """
-    with quick_import():
         import_deepspeed()
         for name in LATE:
             import_module(name)
@@ -228,8 +216,8 @@ class Engine:
     ) -> None:
         deepspeed = import_deepspeed()
         self.left_out = left_out
-        self.frozen: dict[str, torch.Tensor] = {}
-        """Frozen weights that this rank writes to checkpoints, by name: exact, flat, fp32."""
+        self.frozen: list[Fragment] = []
+        """Frozen weights that this rank writes to checkpoints: exact, fp32."""
         self.world, self.device = world, world.device
         self.cross_entropy = cross_entropy
         self.stage: int = config["zero_optimization"]["stage"]
@@ -565,21 +553,28 @@ def replica_group(parameter: Any) -> Any:
     return groups._get_sequence_data_parallel_group()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Fragment:
-    """Elements start .. start + numel, row-major, of this rank's shard of a parameter."""
+class Fragment(NamedTuple):
+    """Elements of this rank's shard of a parameter, row-major."""
 
     name: str
     parameter: nn.Parameter
-    placement: Placement
-    """The position of the shard in the global tensor."""
     start: int
-    numel: int
+    """The position of the first element in the shard."""
     values: Mapping[str, torch.Tensor]
     """The elements of the master weight, of its moving average and of each optimizer state, flat,
     by field; these are views: call `Engine.about_to_change` before writing to them."""
-    counter: torch.Tensor | None
+    counter: torch.Tensor | None = None
     """The optimizer's step count of the weight; None if it keeps none."""
+
+    @property
+    def placement(self) -> Placement:
+        """The position of the shard in the global tensor."""
+        return placement_of(self.parameter)
+
+    def boxes(self) -> Iterator[tuple[Box, torch.Tensor]]:
+        """Yields boxes of global tensors, and views of their values here."""
+        for field, flat in self.values.items():
+            yield from self.placement.views(self.name, field, flat, self.start)
 
     @property
     def steps(self) -> float:
@@ -616,15 +611,8 @@ def fragments(engine: Engine) -> dict[str, Fragment]:
             state[key].setdefault("step", torch.zeros((), device=place))
         tensors = {MASTER: key} | {field: state[key][field] for field in fields}
         here = slice(position, position + numel)
-        held[name] = Fragment(
-            name=name,
-            parameter=parameter,
-            placement=placement_of(parameter),
-            start=start,
-            numel=numel,
-            values={field: whole.detach().view(-1)[here] for field, whole in tensors.items()},
-            counter=state[key].get("step"),
-        )
+        values = {field: whole.detach().view(-1)[here] for field, whole in tensors.items()}
+        held[name] = Fragment(name, parameter, start, values, state[key].get("step"))
     return held
 
 
@@ -635,18 +623,15 @@ def own_range(parameter: Any) -> tuple[int, int]:
     return start, min(start + size, parameter.ds_numel)
 
 
-def refresh(
-    engine: Engine, held: dict[str, Fragment], frozen: Sequence[tuple[Any, torch.Tensor]]
-) -> None:
+def refresh(engine: Engine, held: Iterable[Fragment]) -> None:
     """Copies the master weights, and in stage 3 the frozen ones, to the forward pass's weights."""
     optimizer = engine.deepspeed.optimizer
     if engine.stage == 3:
         optimizer.checkpoint_event_prologue()  # drops the gathered copies of small parameters
-        for fragment in held.values():
-            partition: torch.Tensor = fragment.parameter.ds_tensor  # type: ignore[attr-defined]
-            partition[: fragment.numel] = fragment.values[MASTER]
-        for parameter, part in frozen:
-            parameter.ds_tensor[: part.numel()] = part
+        for fragment in held:
+            parameter: Any = fragment.parameter
+            values = fragment.values[MASTER]
+            parameter.ds_tensor[: values.numel()] = values
         optimizer.checkpoint_event_epilogue()  # gathers them again
     else:
         optimizer.update_lp_params()

@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 
 from polyad.parallel import comm
+from polyad.parallel.checkpoint import manage
 from polyad.parallel.checkpoint.format import (
     BUFFER,
     CONFIG_FILE,
@@ -32,29 +32,11 @@ from polyad.parallel.checkpoint.format import (
     record_of,
     render,
 )
-from polyad.parallel.checkpoint.manage import (
-    BEST_FILE,
-    LATEST_FILE,
-    Retention,
-    make_folder,
-    prune,
-    remove_file,
-    remove_or_warn,
-    remove_tree,
-    rename,
-    replace_file,
-    set_aside,
-    staging_folder,
-    step_folder,
-    sync_folder,
-    write_file,
-)
+from polyad.parallel.checkpoint.manage import BEST_FILE, LATEST_FILE, Retention, step_folder
 from polyad.parallel.checkpoint.snapshot import Copy, HeldBox, SnapshotMemory, Task
 from polyad.parallel.fragments import persistent_buffers, written
 from polyad.parallel.tensor_file import DTYPE_NAMES, FileTensor, write_tensors
 from polyad.parallel.zero import Engine
-
-NO_FILES: Mapping[str, bytes] = MappingProxyType({})
 
 
 class SaveError(RuntimeError):
@@ -87,7 +69,6 @@ def save(
     *,
     state: dict[str, Any],
     config_yaml: str,
-    files: Mapping[str, bytes] = NO_FILES,
 ) -> Path:
     """Writes `folder/step-NNNNNNNN` from all ranks, and waits for it; all of them call it.
 
@@ -96,7 +77,7 @@ def save(
     Returns:
         The folder of the checkpoint.
     """
-    Saver(engine, folder, keep=Retention()).save(step, state, config_yaml, files)
+    Saver(engine, folder, keep=Retention()).save(step, state, config_yaml, {})
     return folder / step_folder(step)
 
 
@@ -108,7 +89,7 @@ def save_weights(
     buffers: Mapping[str, torch.Tensor],
     state: dict[str, Any],
     config_yaml: str,
-    files: Mapping[str, bytes] = NO_FILES,
+    files: Mapping[str, bytes],
 ) -> None:
     """Writes a checkpoint of weights only, at step 0, from this process and without an engine.
 
@@ -171,7 +152,7 @@ def write_shard(
                 f"{held.box.name} ({held.box.field}) has numbers that are not finite"
             )
 
-    make_folder(staging)
+    manage.make_folder(staging)
     path = staging / f"rank-{rank:05d}.safetensors"
     tensors = [FileTensor(held.box.key, held.dtype, held.box.size, held.values) for held in boxes]
     begins, record = write_tensors(path, tensors, check=check_piece)
@@ -194,10 +175,10 @@ def write_rest(staging: Path, step: int, shards: Sequence[Shard], others: dict[s
     index = json.dumps({"tensors": tensors}).encode()
     files = {shard.name: shard.record for shard in shards}
     for name, content in ({INDEX_FILE: index} | others).items():
-        write_file(staging / name, [content])
+        manage.write_file(staging / name, [content])
         files[name] = record_of(content)
-    write_file(staging / MANIFEST_FILE, [render(step, files)])
-    sync_folder(staging)
+    manage.write_file(staging / MANIFEST_FILE, [render(step, files)])
+    manage.sync_folder(staging)
 
 
 def commit(
@@ -220,31 +201,30 @@ def commit(
     write_rest(staging, step, shards, others)
     # The folder exists if this step was saved before, and was damaged, not judged, or the run went
     # back. Until the new one has its name, the old one can be restored: see `put_back`.
-    replaced = set_aside(final, "replaced") if final.exists() else None
+    replaced = manage.set_aside(final, "replaced") if final.exists() else None
     try:
-        rename(staging, final)
+        manage.rename(staging, final)
     except OSError:
         if replaced is not None and not final.exists():
             with contextlib.suppress(OSError):  # done at the next start of the run
-                rename(replaced, final)
+                manage.rename(replaced, final)
         raise
-    replace_file(folder / LATEST_FILE, f"{final.name}\n".encode())
+    manage.replace_file(folder / LATEST_FILE, f"{final.name}\n".encode())
     if keep.best is not None and (folder / step_folder(keep.best) / MANIFEST_FILE).is_file():
-        replace_file(folder / BEST_FILE, f"{step_folder(keep.best)}\n".encode())
+        manage.replace_file(folder / BEST_FILE, f"{step_folder(keep.best)}\n".encode())
     elif (folder / BEST_FILE).is_file():  # a checkpoint that is no longer the best, or was not kept
-        remove_file(folder / BEST_FILE)
+        manage.remove_file(folder / BEST_FILE)
     if replaced is not None:
-        remove_or_warn(replaced, remove_tree)
-    prune(folder, step, keep)
+        manage.remove_or_warn(replaced, manage.remove_tree)
+    manage.prune(folder, step, keep)
     return final
 
 
 def held_boxes(engine: Engine) -> Iterator[HeldBox]:
     """Yields the boxes that this rank writes; each element is written by exactly one rank."""
     for part in written(engine):
-        for field, flat in part.values.items():
-            for name, shape, box, view in part.placement.views(part.name, flat, part.start):
-                yield held(Box(name, field, shape, *box), view, part.steps, by_optimizer=True)
+        for box, view in part.boxes():
+            yield held(box, view, part.steps, by_optimizer=True)
     if comm.rank() == 0:
         for name, buffer in persistent_buffers(engine.module):
             yield _held_buffer(name, buffer)
@@ -339,7 +319,7 @@ class Saver:
         if self._memory is not None:
             boxes, copies = self._memory.take(boxes)
             self._engine.before_change(self._settle)
-        staging = comm.from_main(staging_folder(self._folder, step))
+        staging = comm.from_main(manage.staging_folder(self._folder, step))
         task = Task(partial(write_shard, staging, comm.rank(), boxes), copies, self._engine.device)
         self._pending = _Pending(step, staging, small_files(state, config_yaml, files), task)
         if self._memory is None:
@@ -420,6 +400,6 @@ class Saver:
         self.close()
         if comm.rank() == 0:
             with contextlib.suppress(OSError):
-                remove_tree(pending.staging)
+                manage.remove_tree(pending.staging)
         first = min(reasons)
         raise SaveError(f"step {pending.step} could not be saved: rank {first}: {reasons[first]}")

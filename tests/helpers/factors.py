@@ -34,7 +34,7 @@ def cut_model(
     model = build_model(config)
     assert isinstance(model, Decoder)
     if parts > 1:
-        parallelize_tensors(model, world)
+        parallelize_tensors(model, world, None)
         for block in model.blocks:
             parallelize_factors(block.feed_forward, world)
     if synchronized:
@@ -176,6 +176,6 @@ def train_as_it_is(case: Case) -> dict[str, Any]:
 def shard_of(placement: Placement, whole: torch.Tensor) -> torch.Tensor:
     """Cuts a shard out of a global tensor; padding is 0."""
     part = whole.new_zeros(placement.shape)
-    for *_, (offset, size), view in placement.views("", part.view(-1), 0):
-        view.copy_(whole[tuple(slice(a, a + n) for a, n in zip(offset, size, strict=True))])
+    for box, view in placement.views("", "", part.view(-1), 0):
+        view.copy_(whole[box.slices])
     return part

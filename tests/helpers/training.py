@@ -29,7 +29,7 @@ from polyad.parallel.checkpoint.save import save
 from polyad.parallel.config import ParallelConfig
 from polyad.parallel.fragments import fill
 from polyad.parallel.parallelize import parallelize
-from polyad.parallel.source import InitialWeights, Source, on_base
+from polyad.parallel.source import InitialWeights, Joined, Source
 from polyad.parallel.zero import Engine
 from polyad.train.loop.losses import LossConfig
 from polyad.train.loop.optimizer import GroupConfig, OptimizerConfig, build_optimizer, freeze
@@ -171,7 +171,8 @@ def whole_model(case: Case) -> nn.Module:
 def resumed(case: Case, checkpoint: Checkpoint) -> Source:
     """A checkpoint as a source; frozen weights that it leaves out are the initial ones."""
     model = whole_model(case)
-    return on_base(InitialWeights(model, 7), checkpoint, of_base(model))
+    initial, base = InitialWeights(model, 7), of_base(model)
+    return Joined(lambda name: initial if name in base else checkpoint)
 
 
 def optimizer_of(case: Case) -> OptimizerConfig:
@@ -322,7 +323,7 @@ def go_back(case: Case) -> tuple[float, float]:
     assert case.resume
     checkpoint = Checkpoint(Path(case.resume))
     engines = build_engine(case)[0], build_engine(case, resumed(case, checkpoint))[0]
-    fill(engines[0], checkpoint, frozen=False)
+    fill(engines[0], resumed(case, checkpoint))
     losses = []
     for engine in engines:
         engine.train(False)

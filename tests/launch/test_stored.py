@@ -21,7 +21,7 @@ def folder(tmp_path):
         path = tmp_path / "run" / "checkpoints" / name
         path.mkdir(parents=True)
         save_weights(
-            path, {"weight": (1000,)}, lambda name: values, buffers={}, config_yaml="",
+            path, {"weight": (1000,)}, lambda name: values, files={}, buffers={}, config_yaml="",
             state={"saved_at": 1.8e9, "world_size": 2},
         )  # fmt: skip
     (tmp_path / "run" / "checkpoints" / "latest").write_text(f"{NAMES[-1]}\n")

@@ -31,11 +31,8 @@ def test_a_stack_is_stored_as_the_parameters_in_it():
     shard = torch.stack([each[2:, :, :3] for each in whole.values()], 2).flatten()
     for start, stop in itertools.combinations(range(len(shard) + 1), 2):
         seen = 0
-        for name, shape, (offset, size), view in placement.views(
-            "layer.up", shard[start:stop], start
-        ):
-            assert shape == (4, 3, 6)
-            slices = tuple(slice(a, a + n) for a, n in zip(offset, size, strict=True))
-            assert torch.equal(whole[name][slices], view)
+        for box, view in placement.views("layer.up", "master", shard[start:stop], start):
+            assert box.shape == (4, 3, 6)
+            assert torch.equal(whole[box.name][box.slices], view)
             seen += view.numel()
         assert seen == stop - start

@@ -29,7 +29,13 @@ def write(folder, *, without=(), other_shape=(), step="step-00000001"):
     path.mkdir(parents=True)
     text = yaml.safe_dump({"model": MODEL.model_dump(mode="json")})
     save_weights(
-        path, shapes, lambda name: torch.ones(shapes[name]), buffers={}, state={}, config_yaml=text
+        path,
+        shapes,
+        lambda name: torch.ones(shapes[name]),
+        files={},
+        buffers={},
+        state={},
+        config_yaml=text,
     )
     return path
 

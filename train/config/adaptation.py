@@ -16,7 +16,7 @@ from polyad.parallel import comm
 from polyad.parallel.checkpoint.load import Checkpoint
 from polyad.parallel.fragments import persistent_buffers
 from polyad.parallel.parallelize import parallelize
-from polyad.parallel.source import InitialWeights, Joined, Source, WeightsOnly, on_base
+from polyad.parallel.source import InitialWeights, Joined, Source, WeightsOnly
 from polyad.parallel.weights import Weights
 from polyad.parallel.zero import Engine
 from polyad.train.config.run import RunConfig
@@ -140,10 +140,12 @@ def source_of(
     if config.adapt.lora is None:
         return resume or start or InitialWeights(model, config.seed)
     assert start is not None
-    if resume is not None:
-        return on_base(start, resume, of_base(model))
-    plain = {name for name, _ in (*plain_model.named_parameters(), *model.named_buffers())}
-    return on_base(start, InitialWeights(model, config.seed), plain)
+    base, own, of_start = start, resume or InitialWeights(model, config.seed), of_base(model)
+    if resume is None:
+        of_start = frozenset(
+            name for name, _ in (*plain_model.named_parameters(), *model.named_buffers())
+        )
+    return Joined(lambda name: base if name in of_start else own)
 
 
 def engine_of(

@@ -28,7 +28,13 @@ def make(folder, steps, damaged):
         path = folder / f"step-{step:08d}"
         path.mkdir(parents=True)
         save_weights(
-            path, {"w": (3,)}, lambda name: torch.ones(3), buffers={}, state={}, config_yaml=""
+            path,
+            {"w": (3,)},
+            lambda name: torch.ones(3),
+            files={},
+            buffers={},
+            state={},
+            config_yaml="",
         )
         if step in damaged:
             (path / "rank-00000.safetensors").write_bytes(b"")
