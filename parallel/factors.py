@@ -73,23 +73,20 @@ def _regions(factors: Factorized, group: Group, *, is_first: bool) -> FactorRegi
     shapes = factors.factor_shapes(factors.sizes)
     axes = factors.rank_axes(factors.sizes, group.size)
     # A narrow mode split along its second axis consists of one split block per row of its first.
+    exchange: Callable[[Tensor, int], Tensor]
     if is_first:
         blocks = shapes["input_factor"][1] if axes["input_factor"] == 2 else 1
-        regions = FactorRegions(input=copy)
-        crossing = _by_blocks(group.gather, blocks)
+        regions, exchange = FactorRegions(input=copy), group.gather
     else:
         blocks = shapes["output_factor"][0] if axes["output_factor"] == 1 else 1
-        regions = FactorRegions(output=sum_parts)
-        crossing = _by_blocks(group.sum_and_scatter, blocks)
-    if factors.mixes_parts:
-        if is_first:
-            return regions._replace(mixed=crossing)
-        return regions._replace(contracted=crossing)
-    # Every rank computes the mixed expert factors identically, and multiplies a part by them.
-    regions = regions._replace(experts=copy, core=lambda core: group.gather(core, 0))
-    if is_first:
-        return regions._replace(contracted=crossing)
-    return regions._replace(mixed=crossing)
+        regions, exchange = FactorRegions(output=sum_parts), group.sum_and_scatter
+    if not factors.mixes_parts:
+        # Every rank computes the mixed expert factors identically, and multiplies a part by them.
+        regions = regions._replace(experts=copy, core=lambda core: group.gather(core, 0))
+    crossing = _by_blocks(exchange, blocks)
+    if is_first == factors.mixes_parts:
+        return regions._replace(mixed=crossing)
+    return regions._replace(contracted=crossing)
 
 
 def _by_blocks(crossing: Callable[[Tensor, int], Tensor], blocks: int) -> Region:

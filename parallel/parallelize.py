@@ -29,7 +29,7 @@ from polyad.parallel.megatron import deepspeed_mpu
 from polyad.parallel.regions import data_group
 from polyad.parallel.sequence import Tokens, cut_sequence, sum_gradients
 from polyad.parallel.source import Source
-from polyad.parallel.tensor import cut_adapters, pad_vocabulary, parallelize_tensors, token_losses
+from polyad.parallel.tensor import cut_adapters, cut_vocabulary, parallelize_tensors, token_losses
 from polyad.parallel.zero import (
     DTYPES,
     CrossEntropy,
@@ -155,6 +155,7 @@ def split_layers(
     """
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     tokens = Tokens(world) if parallel.sequence_parallel else None
+    cut_vocabulary(model, world, tokens)
     if world.tensor_parallel_size > 1:
         parallelize_tensors(model, world, tokens)
         for module in model.modules():
@@ -163,7 +164,6 @@ def split_layers(
             elif isinstance(module, SparseTable):
                 parallelize_table(module, world)
     else:
-        pad_vocabulary(model)
         pad_ranks(model)
     synchronize_norms(model, world)
     routed = [module for module in model.modules() if isinstance(module, SelectingMoE)]

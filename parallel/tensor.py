@@ -43,8 +43,9 @@ from polyad.parallel.sequence import Tokens
 from polyad.parallel.shard import Axis, Placement, cut, placement_of
 
 
-def parallelize_tensors(model: nn.Module, world: comm.World, tokens: Tokens | None = None) -> None:
-    """Splits the layers of a model over the tensor-parallel ranks, in place.
+def parallelize_tensors(model: nn.Module, world: comm.World, tokens: Tokens | None) -> None:
+    """Splits the layers of a model over the tensor-parallel ranks, in place, except for its
+    vocabulary.
 
     In image models, the patch embedding and the head are small and replicated; so are BERT's heads,
     except for their products with the vocabulary.
@@ -54,7 +55,6 @@ def parallelize_tensors(model: nn.Module, world: comm.World, tokens: Tokens | No
         world: this rank, with its tensor-parallel rank.
         tokens: for a GPT-2, how tokens are split between these layers; None if every rank has all.
     """
-    cut_vocabulary(model, world, tokens)
     layers, whole = _Layers(world, tokens), _Layers(world, None)
     # Shared experts, and the layers that a table scales, receive all tokens, like their parent
     # layer.
@@ -149,15 +149,12 @@ class _Layers:
             from megatron.core import ModelParallelConfig
         self.tokens = tokens
         self.rank, self.parts = world.tensor_parallel_rank, world.tensor_parallel_size
-        self.settings = {
-            "config": ModelParallelConfig(
-                tensor_model_parallel_size=self.parts,
-                use_cpu_initialization=True,
-                perform_initialization=False,
-                params_dtype=torch.float32,
-            ),
-            "init_method": nn.init.zeros_,
-        }
+        self.config = ModelParallelConfig(
+            tensor_model_parallel_size=self.parts,
+            use_cpu_initialization=True,
+            perform_initialization=False,
+            params_dtype=torch.float32,
+        )
 
     @property
     def gathered(self) -> Region:
@@ -170,30 +167,27 @@ class _Layers:
 
     def column(self, layer: nn.Linear, fused: int = 1) -> nn.Module:
         """Splits a layer by output; the input is replicated, the output is split."""
-        made = _linear_classes()[0](
-            layer.in_features,
-            layer.out_features,
-            bias=layer.bias is not None,
-            gather_output=False,
-            **self.settings,
-        )
         rows = Axis.part_of_each(layer.out_features, fused, self.rank, self.parts)
-        return self._cut(made, layer, weight=(0, rows), bias=(0, rows))
+        keys = {"gather_output": False}
+        return self._cut(_linear_classes()[0], keys, layer, weight=(0, rows), bias=(0, rows))
 
     def row(self, layer: nn.Linear) -> nn.Module:
         """Splits a layer by input; the output is summed over ranks, and the bias added once."""
-        made = _linear_classes()[1](
+        columns = Axis.part(layer.in_features, self.rank, self.parts)
+        keys = {"input_is_parallel": True, "skip_bias_add": False}
+        return self._cut(_linear_classes()[1], keys, layer, weight=(1, columns))
+
+    def _cut(
+        self, kind: Any, keys: dict[str, bool], layer: nn.Linear, **cuts: tuple[int, Axis]
+    ) -> nn.Module:
+        made = kind(
             layer.in_features,
             layer.out_features,
             bias=layer.bias is not None,
-            input_is_parallel=True,
-            skip_bias_add=False,
-            **self.settings,
+            config=self.config,
+            init_method=nn.init.zeros_,
+            **keys,
         )
-        columns = Axis.part(layer.in_features, self.rank, self.parts)
-        return self._cut(made, layer, weight=(1, columns))
-
-    def _cut(self, made: Any, layer: nn.Linear, **cuts: tuple[int, Axis]) -> nn.Module:
         for name, (number, axis) in cuts.items():
             if (whole := getattr(layer, name)) is not None:
                 cut(made, name, Placement.cut(tuple(whole.shape), {number: axis}))
@@ -324,23 +318,10 @@ def _beside_back(placement: Placement, modes: int, rank: int) -> Placement:
 # Embedding and output head with a vocabulary that is split over ranks, or padded on one.
 
 
-def pad_vocabulary(model: nn.Module) -> None:
-    """Pads the rows of a text model's embedding and output head, in place, if both are unsplit.
-
-    As in a layout that splits them, padding exists only here: checkpoints and counts exclude it.
-
-    Args:
-        model: the model on the meta device.
-    """
-    if isinstance(model, Decoder | Bert):
-        words = model.token_embedding.weight.shape[0]
-        axis = Axis.part_of_vocabulary(words, 0, 1)
-        if axis.size != words:
-            _cut_rows(model, axis, VocabularyPart(0, words), replicated=True)
-
-
 def cut_vocabulary(model: nn.Module, world: comm.World, tokens: Tokens | None) -> None:
     """Splits a text model's embedding and output head over the tensor-parallel ranks, in place.
+
+    Rows are padded, also on one rank; padding exists only here: checkpoints and counts exclude it.
 
     Args:
         model: the model on the meta device.
@@ -349,28 +330,25 @@ def cut_vocabulary(model: nn.Module, world: comm.World, tokens: Tokens | None) -
     """
     if not isinstance(model, Decoder | Bert):
         return
-    words = model.token_embedding.weight.shape[0]
-    rank, parts = world.tensor_parallel_rank, world.tensor_parallel_size
-    axis = Axis.part_of_vocabulary(words, rank, parts)
-    first, real = (axis.runs[0].there, axis.runs[0].length) if axis.runs else (0, 0)
-    part = VocabularyPart(first, real, highest_in_place, total_in_place)
-    _cut_rows(model, axis, part, replicated=False)
-    model.token_embedding.lookup = _PartOfRows(first, real, tokens)
-    if (head := _head(model)) is not None:
-        head.input = copy if tokens is None else tokens.gather
-
-
-def _cut_rows(model: Decoder | Bert, axis: Axis, part: VocabularyPart, *, replicated: bool) -> None:
-    """Keeps this rank's rows of the embedding, and of the head's own parameters."""
+    words, is_cut = model.token_embedding.weight.shape[0], world.tensor_parallel_size > 1
+    axis = Axis.part_of_vocabulary(words, world.tensor_parallel_rank, world.tensor_parallel_size)
+    if not is_cut and axis.size == words:
+        return
     head = _head(model)
     owners: list[tuple[nn.Module, str]] = [(model.token_embedding, "weight")]
     if head is not None:
         owners += [(head, name) for name, _ in head.named_parameters()]
     for owner, name in owners:
         shape = tuple(owner.get_parameter(name).shape)
-        cut(owner, name, Placement.cut(shape, {0: axis}, replicated=replicated))
+        cut(owner, name, Placement.cut(shape, {0: axis}, replicated=not is_cut))
+    first, real = (axis.runs[0].there, axis.runs[0].length) if axis.runs else (0, 0)
+    if is_cut:
+        model.token_embedding.lookup = _PartOfRows(first, real, tokens)
     if head is not None:
-        head.part = part
+        head.part = VocabularyPart(first, real)
+        if is_cut:
+            head.part = VocabularyPart(first, real, highest_in_place, total_in_place)
+            head.input = copy if tokens is None else tokens.gather
 
 
 def _head(model: Decoder | Bert) -> VocabularyHead | None:

@@ -29,7 +29,8 @@ from polyad.model.feedforward import DenseFeedForwardConfig
 from polyad.model.mumoe.config import MuMoEConfig
 from polyad.model.output import RoutingStats
 from polyad.model.smoe.config import SparseMoEConfig
-from polyad.parallel.tensor import pad_vocabulary
+from polyad.parallel import comm
+from polyad.parallel.tensor import cut_vocabulary
 from polyad.parallel.zero import DTYPES
 from polyad.train.errors import ConfigError, RunError
 from polyad.train.guard.failures import is_out_of_memory
@@ -158,7 +159,8 @@ def _mark_loss(head: nn.Module) -> None:
 
 def _ours(config: GPT2Config, device: str, precision: str) -> tuple[nn.Module, Call]:
     module = build_model(config)
-    pad_vocabulary(module)  # as in training
+    world = comm.World(world_size=1, rank=0, local_rank=0, device=torch.device(device))
+    cut_vocabulary(module, world, None)  # padded, as in training
     materialize(module, seed=0, device=device, dtype=DTYPES[precision])
 
     def call(ids_BT: Tensor, targets_BT: Tensor) -> tuple[Tensor, tuple[RoutingStats, ...]]:

@@ -15,7 +15,7 @@ from polyad.parallel.factors import parallelize_factors
 from polyad.parallel.parallelize import synchronize_norms
 from polyad.parallel.shard import Placement, placement_of
 from polyad.parallel.source import InitialWeights
-from polyad.parallel.tensor import parallelize_tensors
+from polyad.parallel.tensor import cut_vocabulary, parallelize_tensors
 from tests.helpers.training import Case, build_engine, take_step, train
 
 
@@ -34,6 +34,7 @@ def cut_model(
     model = build_model(config)
     assert isinstance(model, Decoder)
     if parts > 1:
+        cut_vocabulary(model, world, None)
         parallelize_tensors(model, world, None)
         for block in model.blocks:
             parallelize_factors(block.feed_forward, world)
