@@ -101,8 +101,7 @@ def flat_groups(
         dims: The layout.
         averaged: Whether a moving average of the weights is kept.
     """
-    all_fields = state_fields(optimizer)
-    counter = 4 if "exp_avg" in all_fields else 0
+    counter = 4 if "exp_avg" in state_fields(optimizer) else 0
 
     def flat(parameters: Sequence[nn.Parameter], fields: int, counter: int) -> Flat:
         cut = placement_of(parameters[0]).expert_parallel_size
@@ -117,8 +116,8 @@ def flat_groups(
         split_expert_groups(optimizer)
     groups = []
     for group in optimizer.param_groups:
-        kept = len(group.get(STATE_TENSORS, all_fields))
-        groups.append(flat(group["params"], 1 + kept + averaged, counter))
+        fields = 1 + len(group[STATE_TENSORS]) + averaged
+        groups.append(flat(group["params"], fields, counter))
     frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
     return groups + [flat([parameter], 0, 0) for parameter in frozen]
 

@@ -33,8 +33,7 @@ CrossEntropy = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 RATE_FACTOR = "learning_rate_factor"
 """The key in an optimizer's parameter group for the factor of its learning rate."""
 STATE_TENSORS = "state_tensors"
-"""The key in an optimizer's parameter group for the names of the state tensors of each weight, if
-groups differ in these."""
+"""The key in an optimizer's parameter group for the names of the state tensors of each weight."""
 LATE = ("torch._dynamo", "deepspeed.runtime.zero.muon.muon_optimizer")
 """Modules that optimizers of torch and DeepSpeed import only when they are constructed."""
 DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -110,7 +109,6 @@ def deepspeed_config(
         "gradient_accumulation_steps": accumulation_steps,
         "gradient_clipping": clip_grad_norm,
         "zero_allow_untested_optimizer": True,
-        "steps_per_print": None,
         "bf16": {"enabled": precision == "bf16"},
         "communication_data_type": "fp32",  # for gradients; the default is the model's dtype
         # DeepSpeed's timer synchronizes at every forward pass and step; `train/` has its own.
@@ -123,8 +121,6 @@ def deepspeed_config(
             # Buckets are reduced during the backward pass, each part to the rank that owns it: half
             # of the traffic of an all-reduce. Stage 1 has no buckets; see `FlatGradients`.
             "overlap_comm": stage > 1,
-            "contiguous_gradients": True,
-            "reduce_scatter": True,
             "use_multi_rank_bucket_allreduce": False,
         },
     }
@@ -229,7 +225,6 @@ class Engine:
         """Maximum norm, where a fused update clips; 0: DeepSpeed does, in a pass of its own."""
         self._replicas = 1
         """Divisor of DeepSpeed's gradients: 1 if they are means, else the number of summands."""
-        self._order: InOneOrder | None = None
         # In every stage DeepSpeed computes the norm, lets this optimizer update masters and moments
         # group by group, and then updates the weights of the forward pass.
         optimizer.register_step_pre_hook(self._before_update)
@@ -257,7 +252,7 @@ class Engine:
                 self._clip_in_update, zero.clip_grad = zero.clip_grad, 0.0
         else:
             trained = [p for p in self.module.parameters() if p.requires_grad]
-            self._order = InOneOrder(self.deepspeed.optimizer, trained)
+            InOneOrder(self.deepspeed.optimizer, trained)
         if config["bf16"]["enabled"] and self.stage == 2:
             # DeepSpeed would divide by the number of ranks in bf16 before it sums in fp32, which
             # rounds unless the number is a power of two.
@@ -317,8 +312,6 @@ class Engine:
         The loss is multiplied by 1, or by NaN if it is not finite: then the gradients are NaN too,
         and every rank skips the step, whichever micro-batch it was.
         """
-        if self._order is not None:
-            self._order.begin()
         self.deepspeed.backward(loss * (1 + 0 * loss.detach()))
 
     def step(self, learning_rate: float, refuse_above: float = math.inf) -> StepResult | None:
@@ -419,13 +412,7 @@ def _changed_deepspeed() -> Iterator[None]:
 
 def state_fields(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
     """Returns the names of the tensors that an optimizer keeps for every weight, or for some."""
-    if all(STATE_TENSORS in group for group in optimizer.param_groups):
-        return tuple(sorted({field for g in optimizer.param_groups for field in g[STATE_TENSORS]}))
-    if isinstance(optimizer, torch.optim.AdamW):
-        return ("exp_avg", "exp_avg_sq")
-    if isinstance(optimizer, torch.optim.SGD):
-        return ("momentum_buffer",) if optimizer.defaults["momentum"] else ()
-    raise TypeError(f"no checkpoint is known for {type(optimizer).__name__}")
+    return tuple(sorted({field for g in optimizer.param_groups for field in g[STATE_TENSORS]}))
 
 
 class FlatGradients:
@@ -518,11 +505,6 @@ class InOneOrder:
         self._arrived: dict[int, tuple[Any, ...]] = {}
         self._next = 0
 
-    def begin(self) -> None:
-        """Must be called before the backward pass of each micro-batch."""
-        self._arrived.clear()
-        self._next = 0
-
     def arrive(self, parameter: nn.Parameter, *group: int) -> None:
         """Called when a gradient is complete; stage 2 also passes the index of its group.
 
@@ -539,7 +521,8 @@ class InOneOrder:
         """Called when the backward pass of a micro-batch has ended."""
         for place in sorted(self._arrived):
             self._reduce(*self._arrived[place])
-        self.begin()
+        self._arrived.clear()
+        self._next = 0
         self._finish()
 
 
@@ -593,7 +576,6 @@ def fragments(engine: Engine) -> dict[str, Fragment]:
     fields_of_weight = {
         id(weight): tuple(f for f in engine.state_fields if f in (*group[STATE_TENSORS], EMA))
         for group in engine.optimizer.param_groups
-        if STATE_TENSORS in group  # groups that differ in these
         for weight in group["params"]
     }
     for name, parameter in engine.module.named_parameters():

@@ -45,13 +45,6 @@ class SaveError(RuntimeError):
     exit_status = 1
 
 
-def held(
-    box: Box, values: torch.Tensor, step: float = 0.0, *, by_optimizer: bool = False
-) -> HeldBox:
-    """Returns a box for values in memory, without copying them."""
-    return HeldBox(box, values.dtype, lambda: values, step, by_optimizer)
-
-
 class Shard(NamedTuple):
     """The part that one rank wrote; it is sent to the rank that writes the index."""
 
@@ -183,7 +176,7 @@ def write_rest(staging: Path, step: int, shards: Sequence[Shard], others: dict[s
 
 def commit(
     staging: Path, step: int, shards: Sequence[Shard], others: dict[str, bytes], keep: Retention
-) -> Path:
+) -> None:
     """Turns a staging folder whose shards are all on disk into a checkpoint.
 
     Args:
@@ -192,9 +185,6 @@ def commit(
         shards: the shards of all ranks.
         others: the small files, by name.
         keep: the rule for keeping checkpoints.
-
-    Returns:
-        The folder of the checkpoint.
     """
     folder = staging.parent
     final = folder / step_folder(step)
@@ -217,24 +207,23 @@ def commit(
     if replaced is not None:
         manage.remove_or_warn(replaced, manage.remove_tree)
     manage.prune(folder, step, keep)
-    return final
 
 
 def held_boxes(engine: Engine) -> Iterator[HeldBox]:
     """Yields the boxes that this rank writes; each element is written by exactly one rank."""
     for part in written(engine):
         for box, view in part.boxes():
-            yield held(box, view, part.steps, by_optimizer=True)
+            yield HeldBox(box, view.dtype, view.detach, part.steps, by_optimizer=True)
     if comm.rank() == 0:
         for name, buffer in persistent_buffers(engine.module):
             yield _held_buffer(name, buffer)
     for name, state in random_states(engine.device).items():
         full_name = f"rank-{comm.rank():05d}.{name}"
-        yield held(Box.whole(full_name, RANDOM, (state.numel(),)), state)
+        yield HeldBox(Box.whole(full_name, RANDOM, (state.numel(),)), state.dtype, state.detach)
 
 
 def _held_buffer(name: str, buffer: torch.Tensor) -> HeldBox:
-    return held(Box.whole(name, BUFFER, tuple(buffer.shape)), buffer)
+    return HeldBox(Box.whole(name, BUFFER, tuple(buffer.shape)), buffer.dtype, buffer.detach)
 
 
 def random_states(device: torch.device) -> dict[str, torch.Tensor]:

@@ -7,7 +7,7 @@ from polyad.parallel import comm
 from polyad.parallel.checkpoint.format import MASTER
 from polyad.parallel.config import ParallelConfig
 from polyad.parallel.parallelize import _allocate
-from polyad.parallel.zero import DTYPES, Engine, deepspeed_config, fragments
+from polyad.parallel.zero import DTYPES, STATE_TENSORS, Engine, deepspeed_config, fragments
 from tests.helpers.training import Case, build_engine
 
 SIZE = 61
@@ -44,7 +44,7 @@ def mean_gradient(stage: int, gradients: list[list[float]]) -> tuple[list[float]
     _allocate(module, world, DTYPES["bf16"], config, None)
     engine = Engine(
         module,
-        torch.optim.SGD(module.parameters(), lr=1.0),
+        torch.optim.SGD([{"params": module.parameters(), STATE_TENSORS: ()}], lr=1.0),
         config,
         world=world,
         cross_entropy=lambda logits, targets: logits,

@@ -190,6 +190,9 @@ def build_optimizer(
             matrix = matrix_of(name, tuple(parameter.shape), shape)
         by_kind.setdefault((decay, factor, steps, matrix), []).append(parameter)
     ordered = sorted(by_kind.items(), key=lambda each: each[0][:3], reverse=True)
+    kept: tuple[str, ...] = OF_OTHERS
+    if config.kind == "sgd":
+        kept = ("momentum_buffer",) if config.momentum else ()
     groups: list[dict[str, Any]] = [
         {
             "params": some,
@@ -197,13 +200,12 @@ def build_optimizer(
             "lr": config.learning_rate * factor,
             RATE_FACTOR: factor,
             WARMUP: (factor, steps),
+            STATE_TENSORS: kept if matrix is None else OF_MATRICES,
+            "matrix": matrix,
         }
-        for (decay, factor, steps, _), some in ordered
+        for (decay, factor, steps, matrix), some in ordered
     ]
     if config.kind == "muon":
-        for settings, ((_, _, _, matrix), _) in zip(groups, ordered, strict=True):
-            kept = OF_OTHERS if matrix is None else OF_MATRICES
-            settings |= {"matrix": matrix, STATE_TENSORS: kept}
         return Muon(groups, config.betas, config.epsilon)
     if config.kind == "sgd":
         return torch.optim.SGD(groups, lr=config.learning_rate, momentum=config.momentum)
