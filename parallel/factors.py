@@ -144,7 +144,7 @@ def pad_ranks(model: nn.Module) -> None:
         layer.sizes = replace(layer.sizes, rank=rank)
         for name, shape in layer.factor_shapes(layer.sizes).items():
             if shape != before[name]:
-                cut(layer, name, Placement.padded(shape, before[name]))
+                cut(layer, name, Placement.whole(before[name], shape))
         for adapter in (layer.input_lora, layer.output_lora):
             if isinstance(adapter, FactorLowRank):
                 _pad_adapter(layer, adapter, before[adapter.adapts])
@@ -159,7 +159,7 @@ def _pad_adapter(layer: Factorized, adapter: FactorLowRank, before: tuple[int, .
     }
     for name, (shape, real) in shapes.items():
         if shape != real:
-            cut(adapter, name, Placement.padded(shape, real))
+            cut(adapter, name, Placement.whole(real, shape))
 
 
 def parallelize_table(layer: SparseTable, world: comm.World) -> None:

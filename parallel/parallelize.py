@@ -21,7 +21,7 @@ from polyad.model.mumoe.layer import MuMoE
 from polyad.model.mxd import SparseTable
 from polyad.model.smoe.graph import AttentionGraph
 from polyad.model.smoe.layer import SelectingMoE
-from polyad.parallel import comm, expert
+from polyad.parallel import comm, expert, zero
 from polyad.parallel.config import ParallelConfig
 from polyad.parallel.factors import pad_ranks, parallelize_factors, parallelize_table
 from polyad.parallel.fragments import fill, name_parts
@@ -30,17 +30,6 @@ from polyad.parallel.regions import data_group
 from polyad.parallel.sequence import Tokens, cut_sequence, sum_gradients
 from polyad.parallel.source import Source
 from polyad.parallel.tensor import cut_adapters, cut_vocabulary, parallelize_tensors, token_losses
-from polyad.parallel.zero import (
-    DTYPES,
-    CrossEntropy,
-    Engine,
-    Precision,
-    deepspeed_config,
-    forget_expert_groups,
-    gather_with,
-    partitioner,
-    split_expert_groups,
-)
 
 # (parameter name, parameter, number of dimensions as in `matrix_dimensions`)
 NamedParameters = list[tuple[str, nn.Parameter, int]]
@@ -53,17 +42,17 @@ def parallelize(
     *,
     world: comm.World,
     make_optimizer: OptimizerFactory,
-    precision: Precision,
+    precision: zero.Precision,
     global_batch_size: int,
     micro_batch_size: int,
     clip_grad_norm: float,
     source: Source,
-    cross_entropy: CrossEntropy,
+    cross_entropy: zero.CrossEntropy,
     compiled: bool = False,
     cuda_graph: bool = False,
     average_decay: float | None = None,
     stack_gates: bool = False,
-) -> Engine:
+) -> zero.Engine:
     """Distributes a model over all ranks.
 
     Args:
@@ -87,7 +76,7 @@ def parallelize(
     Returns:
         The engine, ready for its first step.
     """
-    config = deepspeed_config(
+    config = zero.deepspeed_config(
         parallel,
         precision=precision,
         micro_batch_size=micro_batch_size,
@@ -104,7 +93,7 @@ def parallelize(
     tokens = split_layers(model, parallel, world, stack_gates=stack_gates)
     if world.tensor_parallel_size > 1:
         mpu, cross_entropy = deepspeed_mpu(), token_losses
-    _allocate(model, world, DTYPES[precision], config, mpu)
+    _allocate(model, world, zero.DTYPES[precision], config, mpu)
     if parallel.zero_stage == 3:
         _gather_what_others_read(model)
     if tokens is not None:
@@ -119,9 +108,9 @@ def parallelize(
     named = [(name, p, dimensions[name]) for name, p in model.named_parameters()]
     optimizer = make_optimizer(named)
     if world.expert_parallel_size > 1:
-        split_expert_groups(optimizer)
+        zero.split_expert_groups(optimizer)
     groups = [list(group["params"]) for group in optimizer.param_groups]
-    engine = Engine(
+    engine = zero.Engine(
         model,
         optimizer,
         config,
@@ -168,7 +157,7 @@ def split_layers(
     synchronize_norms(model, world)
     routed = [module for module in model.modules() if isinstance(module, SelectingMoE)]
     if routed:
-        forget_expert_groups(world.tensor_parallel_size)
+        zero.forget_expert_groups(world.tensor_parallel_size)
     for layer in routed:
         expert.parallelize_experts(layer, world, stack_gates=stack_gates)
     cut_adapters(model, world)
@@ -199,9 +188,9 @@ def _gather_what_others_read(model: nn.Module) -> None:
     for block in model.modules():
         layer = getattr(block, "feed_forward", None)
         if isinstance(layer, SelectingMoE):
-            gather_with(layer, layer.experts)  # scores read them
+            zero.gather_with(layer, layer.experts)  # scores read them
             if isinstance(layer.router.graph, AttentionGraph):
-                gather_with(block, block.get_submodule("attention.projection"))
+                zero.gather_with(block, block.get_submodule("attention.projection"))
 
 
 def _allocate(
@@ -210,7 +199,7 @@ def _allocate(
     """Allocates parameters one at a time; in stage 3 only this rank's part of each is kept."""
     placed = None
     if config["zero_optimization"]["stage"] == 3:
-        placed = partitioner(config, dtype, mpu)
+        placed = zero.partitioner(config, dtype, mpu)
 
     named = list(model.named_parameters())
     zeros = ((name, torch.zeros(p.shape, dtype=dtype, device=world.device)) for name, p in named)

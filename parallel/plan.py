@@ -37,21 +37,12 @@ from polyad.model.build import initial_value, place
 from polyad.model.kernels import switch
 from polyad.model.output import ask_for_statistics
 from polyad.model.smoe.layer import SelectingMoE
-from polyad.parallel import comm
+from polyad.parallel import comm, zero
 from polyad.parallel.config import ParallelConfig
 from polyad.parallel.dims import Dims
 from polyad.parallel.expert import Counts, RowExchange
 from polyad.parallel.megatron import forget_groups, join_groups
 from polyad.parallel.shard import placement_of
-from polyad.parallel.zero import (
-    DTYPES,
-    STATE_TENSORS,
-    Precision,
-    forget_world,
-    import_engine,
-    split_expert_groups,
-    state_fields,
-)
 
 ALIGNMENT = 2
 """DeepSpeed pads each flat group to a multiple of this number times its ranks."""
@@ -101,7 +92,7 @@ def flat_groups(
         dims: The layout.
         averaged: Whether a moving average of the weights is kept.
     """
-    counter = 4 if "exp_avg" in state_fields(optimizer) else 0
+    counter = 4 if "exp_avg" in zero.state_fields(optimizer) else 0
 
     def flat(parameters: Sequence[nn.Parameter], fields: int, counter: int) -> Flat:
         cut = placement_of(parameters[0]).expert_parallel_size
@@ -113,17 +104,17 @@ def flat_groups(
         )
 
     if dims.expert_parallel_size > 1:
-        split_expert_groups(optimizer)
+        zero.split_expert_groups(optimizer)
     groups = []
     for group in optimizer.param_groups:
-        fields = 1 + len(group[STATE_TENSORS]) + averaged
+        fields = 1 + len(group[zero.STATE_TENSORS]) + averaged
         groups.append(flat(group["params"], fields, counter))
     frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
     return groups + [flat([parameter], 0, 0) for parameter in frozen]
 
 
 def model_states(
-    flat: Sequence[Flat], parallel: ParallelConfig, precision: Precision, buffer_bytes: int
+    flat: Sequence[Flat], parallel: ParallelConfig, precision: zero.Precision, buffer_bytes: int
 ) -> dict[str, int]:
     """Returns bytes that a rank holds between steps: `weights`, `gradients` and `optimizer`.
 
@@ -133,7 +124,7 @@ def model_states(
         precision: Of the forward pass.
         buffer_bytes: Bytes of the model's buffers.
     """
-    stage, size = parallel.zero_stage, DTYPES[precision].itemsize
+    stage, size = parallel.zero_stage, zero.DTYPES[precision].itemsize
     kept = sum(each.part(3) if stage == 3 else each.padded for each in flat)
     trained = [each for each in flat if each.fields]
     return {
@@ -146,7 +137,7 @@ def model_states(
 def peak_memory(
     flat: Sequence[Flat],
     parallel: ParallelConfig,
-    precision: Precision,
+    precision: zero.Precision,
     *,
     states: dict[str, int],
     computed: Sequence[tuple[int, int]],
@@ -172,7 +163,7 @@ def peak_memory(
     Returns:
         Bytes at the peak, by part.
     """
-    stage, size = parallel.zero_stage, DTYPES[precision].itemsize
+    stage, size = parallel.zero_stage, zero.DTYPES[precision].itemsize
     trained = [each for each in flat if each.fields]
     bucket = min(parallel.bucket_size, max(num_parameters, 1))
     total = sum(each.total for each in trained)
@@ -219,7 +210,9 @@ def _update(trained: Sequence[Flat], stage: int, temporaries: int) -> int:
     )
 
 
-def zero_traffic(flat: Sequence[Flat], stage: int, precision: Precision, micro_batches: int) -> int:
+def zero_traffic(
+    flat: Sequence[Flat], stage: int, precision: zero.Precision, micro_batches: int
+) -> int:
     """Returns the bytes that a rank sends in a step to those with the same weights.
 
     Gradients are reduced once in stage 1, else in each micro-batch; in stages 1 and 2 the updated
@@ -232,7 +225,7 @@ def zero_traffic(flat: Sequence[Flat], stage: int, precision: Precision, micro_b
         precision: Of the forward pass.
         micro_batches: Micro-batches of a rank in a step.
     """
-    size, sent = DTYPES[precision].itemsize, 0
+    size, sent = zero.DTYPES[precision].itemsize, 0
     times = 2 if sum(each.total for each in flat) > LIVE else 1
     for each in flat:
         others = each.copies - 1
@@ -356,7 +349,7 @@ def pretended_world(dims: Dims) -> Iterator[comm.World]:
     """
     os.environ["DS_ACCELERATOR"] = "cpu"
     os.environ.setdefault("LOCAL_RANK", "0")
-    import_engine()
+    zero.import_engine()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=dims.world_size)
     cut = dims.tensor_parallel_size
     try:
@@ -368,7 +361,7 @@ def pretended_world(dims: Dims) -> Iterator[comm.World]:
     finally:
         if cut > 1:
             forget_groups()
-        forget_world()
+        zero.forget_world()
         dist.destroy_process_group()
 
 

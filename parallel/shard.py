@@ -50,22 +50,16 @@ class Axis(NamedTuple):
         return cls(whole if size is None else size, whole, (Run(0, whole, 0),))
 
     @classmethod
-    def part(cls, whole: int, rank: int, parts: int) -> "Axis":
-        """Returns one of `parts` equal parts; `parts` must divide `whole`."""
-        assert whole % parts == 0
-        size = whole // parts
-        return cls(size, whole, (Run(0, size, rank * size),))
-
-    @classmethod
-    def part_of_each(cls, whole: int, fused: int, rank: int, parts: int) -> "Axis":
-        """Returns an equal part of each of several matrices that are stacked.
+    def part(cls, whole: int, rank: int, parts: int, fused: int = 1) -> "Axis":
+        """Returns an equal part of a matrix, or of each of several matrices that are stacked.
 
         Args:
             whole: Total number of rows.
-            fused: Number of matrices (3 for q, k, v).
             rank: The index of the part.
-            parts: Number of parts.
+            parts: Number of parts, which must divide the rows of a matrix.
+            fused: Number of matrices (3 for q, k, v).
         """
+        assert whole % (fused * parts) == 0
         rows = whole // fused
         size = rows // parts
         runs = (Run(i * size, size, i * rows + rank * size) for i in range(fused))
@@ -111,9 +105,14 @@ class Placement:
     """For a stack of parameters along axis 2: the name of each, the last one being its own."""
 
     @classmethod
-    def whole(cls, shape: tuple[int, ...]) -> "Placement":
-        """A parameter that is not split: each rank has the whole."""
-        return cls(tuple(map(Axis.uncut, shape)), True)
+    def whole(cls, shape: tuple[int, ...], padded: tuple[int, ...] | None = None) -> "Placement":
+        """A parameter that is not split: each rank has the whole.
+
+        Args:
+            shape: The global shape.
+            padded: The shape with padding at the end of some axes; None: there is none.
+        """
+        return cls(tuple(map(Axis.uncut, shape, padded or shape)), True)
 
     @classmethod
     def cut(
@@ -134,17 +133,6 @@ class Placement:
         """
         cuts = tuple(axes.get(number, Axis.uncut(size)) for number, size in enumerate(shape))
         return cls(cuts, replicated, expert_parallel_size)
-
-    @classmethod
-    def padded(cls, shape: tuple[int, ...], global_shape: tuple[int, ...]) -> "Placement":
-        """A parameter that is not split, padded at the end of any axes.
-
-        Args:
-            shape: The shape with padding.
-            global_shape: The shape without padding.
-        """
-        sizes = zip(global_shape, shape, strict=True)
-        return cls(tuple(Axis.uncut(whole, size) for whole, size in sizes), True)
 
     @classmethod
     def of_experts(

@@ -167,7 +167,7 @@ class _Layers:
 
     def column(self, layer: nn.Linear, fused: int = 1) -> nn.Module:
         """Splits a layer by output; the input is replicated, the output is split."""
-        rows = Axis.part_of_each(layer.out_features, fused, self.rank, self.parts)
+        rows = Axis.part(layer.out_features, self.rank, self.parts, fused)
         keys = {"gather_output": False}
         return self._cut(_linear_classes()[0], keys, layer, weight=(0, rows), bias=(0, rows))
 
