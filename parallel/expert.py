@@ -10,7 +10,7 @@ F inner width of an expert, P ranks that share the experts, X experts of each.
 """
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -26,7 +26,7 @@ from polyad.model.smoe.layer import Dispatcher, DispatchRegions, Plan, Selecting
 from polyad.parallel import comm
 from polyad.parallel.regions import Group, OwnDropout, copy, sum_parts, tensor_group
 from polyad.parallel.shard import Axis, Placement, cut, placement_of
-from polyad.parallel.zero import connect, expert_group, import_deepspeed
+from polyad.parallel.zero import expert_group, import_deepspeed
 
 
 def parallelize_experts(
@@ -72,18 +72,6 @@ def parallelize_experts(
         graph = layer.router.graph
         if isinstance(graph, AttentionGraph):
             layer.router.graph = TensorParallelAttentionGraph(graph, world)
-
-
-def connect_without_engine(layers: Iterable[SelectingMoE], tensor_parallel_size: int = 1) -> None:
-    """Sets up the groups for exchanging rows, as building an engine does.
-
-    Args:
-        layers: layers split by `parallelize_experts`. All ranks call it.
-        tensor_parallel_size: number of ranks that share each layer.
-    """
-    connect(tensor_parallel_size)
-    for layer in layers:
-        layer.dispatcher.set_deepspeed_parallelism()  # type: ignore[operator]
 
 
 class TensorParallelAttentionGraph(AttentionGraph):

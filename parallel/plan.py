@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from math import ceil, prod
 from typing import Any, TypeVar
 
@@ -30,7 +31,7 @@ from torch._subclasses.fake_tensor import (
 from torch.distributed import distributed_c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from polyad.model.build import initial_value, place
@@ -239,14 +240,6 @@ def zero_traffic(
     return sent
 
 
-def buffer_bytes(model: nn.Module) -> int:
-    """Returns the bytes of a model's buffers."""
-    storages: dict[Any, int] = {
-        id(b.untyped_storage()): b.untyped_storage().nbytes() for b in model.buffers()
-    }
-    return sum(storages.values())
-
-
 # A model that is run on shapes.
 
 Inputs = TypeVar("Inputs", bound=tuple[Tensor, ...])
@@ -278,7 +271,9 @@ class _Shapes(TorchDispatchMode):
         tensors = tensors_in((args, kwargs))
         if func.namespace == "c10d":
             with unset_fake_temporarily():
-                empty = _without_elements((args, kwargs))
+                empty = tree_map_only(
+                    Tensor, lambda x: torch.empty(0, dtype=x.dtype), (args, kwargs)
+                )
                 result = func(*empty[0], **empty[1])
             return (args[0], *result[1:]) if isinstance(result, tuple) else result
         if tensors and not any(isinstance(tensor, FakeTensor) for tensor in tensors):
@@ -290,10 +285,6 @@ class _Shapes(TorchDispatchMode):
             if func is not torch.ops.aten._local_scalar_dense.default:
                 raise
             return 1.0 if args[0].is_floating_point() else 0
-
-
-def _without_elements(tree: Any) -> Any:
-    return tree_map(lambda x: torch.empty(0, dtype=x.dtype) if isinstance(x, Tensor) else x, tree)
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
@@ -369,20 +360,15 @@ def assume_even_rows(model: nn.Module) -> None:
     """Makes expert-parallel layers exchange equal numbers of rows with all ranks, in place."""
     for layer in model.modules():
         if isinstance(layer, SelectingMoE) and isinstance(layer.dispatcher, RowExchange):
-            _assume_even(layer.dispatcher, min(1.0, layer.config.capacity_factor or 1.0))
+            exchange: Any = layer.dispatcher
+            share = min(1.0, layer.config.capacity_factor or 1.0)
+            exchange.begin = partial(_begin_evenly, exchange.begin, exchange.parts, share)
 
 
-def _assume_even(exchange: Any, share: float) -> None:
-    begin = exchange.begin
-
-    def even(plan: Any) -> Counts:
-        begun: Counts = begin(plan)
-        rows = round(plan.assignment_M.shape[0] * share)
-        parts = exchange.parts
-        way = [rows // parts + (part < rows % parts) for part in range(parts)]
-        return begun._replace(numbers=torch.tensor([way, way]))
-
-    exchange.begin = even
+def _begin_evenly(begin: Callable[[Any], Counts], parts: int, share: float, plan: Any) -> Counts:
+    rows = round(plan.assignment_M.shape[0] * share)
+    way = [rows // parts + (part < rows % parts) for part in range(parts)]
+    return begin(plan)._replace(numbers=torch.tensor([way, way]))
 
 
 # What is observed.

@@ -29,16 +29,8 @@ from polyad.model.mxd import SparseTable
 from polyad.model.rotary_attention import GroupedAttention, LatentAttention
 from polyad.model.smoe.experts import Experts
 from polyad.model.smoe.layer import SelectingMoE
-from polyad.parallel import comm
+from polyad.parallel import comm, regions
 from polyad.parallel.megatron import tensor_parallel_library
-from polyad.parallel.regions import (
-    copy,
-    highest_in_place,
-    own_random_numbers,
-    sum_parts,
-    tensor_group,
-    total_in_place,
-)
 from polyad.parallel.sequence import Tokens
 from polyad.parallel.shard import Axis, Placement, cut, placement_of
 
@@ -64,7 +56,7 @@ def parallelize_tensors(model: nn.Module, world: comm.World, tokens: Tokens | No
         for layer in list(model.modules()):
             if isinstance(layer, Attention):
                 layer.add_module("projection", layers.row(layer.projection))
-                layer.random_numbers = functools.partial(own_random_numbers, world)
+                layer.random_numbers = functools.partial(regions.own_random_numbers, world)
             if isinstance(layer, SelfAttention):
                 layer.add_module("qkv", layers.column(layer.qkv, fused=3))
             elif isinstance(layer, GroupedAttention):
@@ -98,7 +90,7 @@ def _cut_grouped(layer: GroupedAttention, layers: "_Layers", world: comm.World) 
         layer.own_heads = lambda x_BGTH: x_BGTH.narrow(1, own, 1)
     if layer.query_norm is None or layer.key_norm is None:
         return
-    group = tensor_group()
+    group = regions.tensor_group()
     for norm, of_part in ((layer.query_norm, True), (layer.key_norm, is_cut)):
         if layer.config.query_key_norm == "all" and of_part:
             _cut_vector(norm, "weight", world)
@@ -127,7 +119,7 @@ class SharedLinear(nn.Linear):
     def __init__(self, layer: nn.Linear, gathered: Region) -> None:
         super().__init__(layer.in_features, layer.out_features, bias=layer.bias is not None)
         self.weight, self.bias = layer.weight, layer.bias
-        self.gathered, self.summed = gathered, tensor_group().sum_gradient
+        self.gathered, self.summed = gathered, regions.tensor_group().sum_gradient
         self.lora = getattr(layer, "lora", None)
         if self.lora is not None:
             self.lora.regions = AdapterRegions(A=self.summed, B=self.summed)
@@ -159,7 +151,7 @@ class _Layers:
     @property
     def gathered(self) -> Region:
         """Gathers all tokens for a layer whose output a rank only uses for its own heads."""
-        return copy if self.tokens is None else self.tokens.gather
+        return regions.copy if self.tokens is None else self.tokens.gather
 
     def shared(self, layer: nn.Linear) -> nn.Module:
         """Replicates a layer on every rank."""
@@ -261,41 +253,38 @@ def _cut_beside_linear(layer: nn.Module, tokens: Tokens | None) -> None:
     if placement.replicated:  # a replicated layer
         return
     # If tokens are split, the replicated matrix is only applied to this rank's tokens.
-    summed = tensor_group().sum_gradient
+    summed = regions.tensor_group().sum_gradient
     of_whole = same if tokens is None else summed
     if placement.axes[0].size < placement.axes[0].whole:  # split by output
         cut(adapter, "B", _beside_front(placement, 1, len(adapter.A)))
-        narrow: Region = copy if tokens is None else tokens.gather
+        narrow: Region = regions.copy if tokens is None else tokens.gather
         adapter.regions = AdapterRegions(A=of_whole, narrow=narrow)
     else:
         cut(adapter, "A", _beside_back(placement, 1, len(adapter.A)))
-        narrow = sum_parts if tokens is None else tokens.sum_and_scatter
+        narrow = regions.sum_parts if tokens is None else tokens.sum_and_scatter
         # Each rank computes only its columns of the merged weight.
         adapter.regions = AdapterRegions(B=of_whole, narrow=narrow, merged_B=summed)
 
 
 def _cut_beside_experts(experts: Experts, world: comm.World) -> None:
-    if world.tensor_parallel_size > 1:
-        summed = tensor_group().sum_gradient
-        experts.up_lora.regions = AdapterRegions(A=summed)
-        experts.down_lora.regions = AdapterRegions(B=summed)
-        if experts.gate_lora is not None:
-            experts.gate_lora.regions = AdapterRegions(A=summed)
-    inner_axes = {"up_lora": {"A": None, "B": 2}, "down_lora": {"A": 1, "B": None}}
-    if experts.gate_lora is not None:
-        inner_axes["gate_lora"] = inner_axes["up_lora"]
-    for adapter, axes in inner_axes.items():
-        owner = experts.get_submodule(adapter)
-        for name, inner in axes.items():
-            shape = tuple(owner.get_parameter(name).shape)
-            cut(owner, name, Placement.of_experts(shape, world, inner))
+    for name, whole, part, axis in (
+        ("up_lora", "A", "B", 2),
+        ("gate_lora", "A", "B", 2),
+        ("down_lora", "B", "A", 1),
+    ):
+        adapter = getattr(experts, name)
+        if adapter is None:
+            continue
+        if world.tensor_parallel_size > 1:
+            adapter.regions = AdapterRegions(**{whole: regions.tensor_group().sum_gradient})
+        for matrix, inner in ((whole, None), (part, axis)):
+            shape = tuple(adapter.get_parameter(matrix).shape)
+            cut(adapter, matrix, Placement.of_experts(shape, world, inner))
 
 
 def _cut_beside_factor(layer: Factorized, adapter: FactorLowRank) -> None:
-    placement, summed = (
-        placement_of(layer.get_parameter(adapter.adapts)),
-        tensor_group().sum_gradient,
-    )
+    placement = placement_of(layer.get_parameter(adapter.adapts))
+    summed = regions.tensor_group().sum_gradient
     number = next(number for number, axis in enumerate(placement.axes) if axis.size != axis.whole)
     if number < adapter.modes:
         cut(adapter, "A", _beside_front(placement, adapter.modes, len(adapter.B)))
@@ -347,8 +336,10 @@ def cut_vocabulary(model: nn.Module, world: comm.World, tokens: Tokens | None) -
     if head is not None:
         head.part = VocabularyPart(first, real)
         if is_cut:
-            head.part = VocabularyPart(first, real, highest_in_place, total_in_place)
-            head.input = copy if tokens is None else tokens.gather
+            head.part = VocabularyPart(
+                first, real, regions.highest_in_place, regions.total_in_place
+            )
+            head.input = regions.copy if tokens is None else tokens.gather
 
 
 def _head(model: Decoder | Bert) -> VocabularyHead | None:
@@ -376,7 +367,7 @@ class _PartOfRows:
         own_pad = pad_id - self._first if pad_id is not None and is_here else None
         x_BTD = embed(own_BT, weight_VD, own_pad).masked_fill(elsewhere_BT.unsqueeze(-1), 0)
         if self._tokens is None:
-            return sum_parts(x_BTD)
+            return regions.sum_parts(x_BTD)
         self._tokens.shape = ids_BT.shape[0], ids_BT.shape[1]
         return self._tokens.sum_and_scatter(x_BTD)
 

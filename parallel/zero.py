@@ -163,7 +163,7 @@ def partitioner(
             # of all data-parallel ranks, and adds up the norms of different experts.
             parameter.ds_zero_placement_family = "autoep_expert"
             parameter.ds_zero_partition_group_name = group_name(size)
-            _make_expert_groups(size)
+            expert_group(size)
             parameter.ds_zero_partition_process_group = replica_group(parameter)
         init._convert_to_zero_parameters([parameter])
 
@@ -639,18 +639,14 @@ def _located(engine: Engine, parameter: Any) -> tuple[torch.Tensor, int, int, in
 
 
 def expert_group(expert_parallel_size: int) -> Any:
-    """Returns the group of the ranks that together have all experts, creating it if needed."""
-    from deepspeed.utils import groups
+    """Returns the group of the ranks that together have all experts.
 
-    _make_expert_groups(expert_parallel_size)
-    return groups._get_expert_parallel_group(group_name(expert_parallel_size))
-
-
-def _make_expert_groups(expert_parallel_size: int) -> None:
-    """Creates the groups of ranks with all experts, and of ranks with the same ones, if needed."""
+    It is created if needed, and so are the groups of ranks with the same experts.
+    """
     from deepspeed.utils import groups
 
     groups._create_expert_data_and_model_parallel(expert_parallel_size, mpu=groups.mpu)
+    return groups._get_expert_parallel_group(group_name(expert_parallel_size))
 
 
 def forget_expert_groups(tensor_parallel_size: int) -> None:
@@ -680,8 +676,13 @@ def split_expert_groups(optimizer: torch.optim.Optimizer) -> None:
     optimizer.param_groups = [group for group in split if group["params"]]
 
 
-def connect(tensor_parallel_size: int = 1) -> None:
-    """Lets DeepSpeed use the process group, as building an engine does."""
+def connect_without_engine(layers: Iterable[Any], tensor_parallel_size: int = 1) -> None:
+    """Lets DeepSpeed use the process group, and layers exchange rows, as building an engine does.
+
+    Args:
+        layers: mixtures of experts from `parallelize_experts`. All ranks call it.
+        tensor_parallel_size: number of ranks that share each layer.
+    """
     deepspeed = import_deepspeed()
     from deepspeed.utils import groups
 
@@ -689,6 +690,8 @@ def connect(tensor_parallel_size: int = 1) -> None:
     with comm.quiet():
         deepspeed.init_distributed(verbose=False)
     groups.mpu = deepspeed_mpu() if tensor_parallel_size > 1 else None
+    for layer in layers:
+        layer.dispatcher.set_deepspeed_parallelism()
 
 
 def forget_world() -> None:

@@ -23,14 +23,12 @@ from polyad.model.decoder import DecoderSettings
 from polyad.model.output import ModelOutput
 from polyad.model.smoe.layer import SelectingMoE
 from polyad.parallel.dims import Dims, LayoutError
-from polyad.parallel.expert import connect_without_engine
 from polyad.parallel.parallelize import split_layers
 from polyad.parallel.plan import (
     Held,
     Traffic,
     allocate,
     assume_even_rows,
-    buffer_bytes,
     flat_groups,
     model_states,
     peak_memory,
@@ -40,7 +38,7 @@ from polyad.parallel.plan import (
 )
 from polyad.parallel.sequence import sum_gradients
 from polyad.parallel.tensor import token_losses
-from polyad.parallel.zero import DTYPES, StepResult
+from polyad.parallel.zero import DTYPES, StepResult, connect_without_engine
 from polyad.train.config.adaptation import model_of
 from polyad.train.config.distillation import open_teacher
 from polyad.train.config.rules import validate
@@ -142,10 +140,11 @@ def footprints(
         )
         flat = flat_groups(model, optimizer, dims, averaged=averaged)
         computed = _micro_batch(config, dims, model, on_gpu=on_gpu)
+    buffer_bytes = sum(buffer.nbytes for buffer in model.buffers())
     sent = {key: micro_batches * size for key, size in computed.sent.items()}
     for stage in stages:
         parallel = config.parallel.model_copy(update={"zero_stage": stage})
-        states = model_states(flat, parallel, train.precision, buffer_bytes(model))
+        states = model_states(flat, parallel, train.precision, buffer_bytes)
         memory = peak_memory(
             flat,
             parallel,

@@ -217,21 +217,16 @@ def held_boxes(engine: Engine) -> Iterator[HeldBox]:
     if comm.rank() == 0:
         for name, buffer in persistent_buffers(engine.module):
             yield _held_buffer(name, buffer)
-    for name, state in random_states(engine.device).items():
+    states = {"torch": torch.get_rng_state()}  # training draws from both
+    if engine.device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(engine.device)
+    for name, state in states.items():
         full_name = f"rank-{comm.rank():05d}.{name}"
         yield HeldBox(Box.whole(full_name, RANDOM, (state.numel(),)), state.dtype, state.detach)
 
 
 def _held_buffer(name: str, buffer: torch.Tensor) -> HeldBox:
     return HeldBox(Box.whole(name, BUFFER, tuple(buffer.shape)), buffer.dtype, buffer.detach)
-
-
-def random_states(device: torch.device) -> dict[str, torch.Tensor]:
-    """Returns the states of the random generators that training draws from, as bytes."""
-    states = {"torch": torch.get_rng_state()}
-    if device.type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state(device)
-    return states
 
 
 @dataclass

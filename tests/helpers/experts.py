@@ -11,7 +11,7 @@ from polyad.model.decoder import Decoder
 from polyad.model.decoder_config import GPT2Config
 from polyad.model.smoe.layer import Dispatcher, SparseMoE
 from polyad.model.smoe.router import Selected
-from polyad.parallel import comm, expert
+from polyad.parallel import comm, expert, zero
 from tests.helpers.factors import place_shards
 from tests.helpers.training import Case, build_engine
 
@@ -27,7 +27,7 @@ def expert_parallel_model(
     for layer in layers:
         expert.parallelize_experts(layer, world)
     if expert_parallel_size > 1:
-        expert.connect_without_engine(layers)
+        zero.connect_without_engine(layers)
 
     place_shards(model, config, dtype)
     return model, world
