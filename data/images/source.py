@@ -20,6 +20,7 @@ import xxhash
 from polyad.data.errors import DataError, listed
 from polyad.data.files import is_hidden
 from polyad.data.images.decoding import Pixels, decode
+from polyad.data.json_reader import read_bytes
 from polyad.data.names import SPLIT_NAMES, each_once
 
 Labels = npt.NDArray[np.integer]
@@ -83,10 +84,7 @@ class ImageSplit:
         image, name = self.images(self._number_of(number)), self.name_of(number)
         content = image.get("bytes")
         if content is None and image.get("path"):
-            try:
-                content = Path(self.place, image["path"]).read_bytes()
-            except OSError as error:
-                raise DataError(f"{name}: cannot be read: {error.strerror}") from None
+            content = read_bytes(Path(self.place, image["path"]))
         return decode(content or b"", name)
 
     def name_of(self, number: int) -> str:

@@ -222,11 +222,9 @@ def read_tables(path: str, schema: Schema) -> tuple[dict[str, Table], list[str]]
     Raises:
         DataError: The source does not exist, cannot be read, or has no rows.
     """
-    source = path
-    if path in BENCHMARKS:
-        source = BENCHMARKS[path].source or path
+    benchmark = BENCHMARKS.get(path, Schema(source=path))
     renamed = {name: split for split, name in schema.splits.items()}
-    tables = open_tables(source, ENDINGS, renamed)
+    tables = open_tables(benchmark.source or path, ENDINGS, renamed)
     if tables is None:
         raise DataError(f"{path}: holds no table; a table is {', '.join(ENDINGS)}")
     for split, rows in tables.splits.items():
