@@ -27,7 +27,6 @@ from polyad.parallel.checkpoint.format import Box
 from polyad.parallel.checkpoint.load import Checkpoint
 from polyad.parallel.checkpoint.save import save
 from polyad.parallel.config import ParallelConfig
-from polyad.parallel.fragments import fill
 from polyad.parallel.parallelize import parallelize
 from polyad.parallel.source import InitialWeights, Joined, Source
 from polyad.parallel.zero import Engine
@@ -316,22 +315,6 @@ def moved_though_frozen(case: Case) -> list[str]:
     for step in range(case.last_step):
         take_step(engine, world, case, step)
     return [n for n, p in named if torch.equal(p, before[n]) == p.requires_grad]
-
-
-def go_back(case: Case) -> tuple[float, float]:
-    """The loss of a batch after training has gone back to a checkpoint, and of one that has it."""
-    assert case.resume
-    checkpoint = Checkpoint(Path(case.resume))
-    engines = build_engine(case)[0], build_engine(case, resumed(case, checkpoint))[0]
-    fill(engines[0], resumed(case, checkpoint))
-    losses = []
-    for engine in engines:
-        engine.train(False)
-        batch = local_batches(0, engine.world, case.model)[0]
-        with torch.no_grad():
-            logits = engine(batch[:, :-1]).logits
-            losses.append(engine.cross_entropy(logits, batch[:, 1:].contiguous()).mean().item())
-    return losses[0], losses[1]
 
 
 @contextmanager

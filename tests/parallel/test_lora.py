@@ -13,7 +13,6 @@ from tests.helpers.small_decoders import small_decoder
 from tests.helpers.training import (
     MODEL,
     Case,
-    go_back,
     moved_though_frozen,
     optimizer_of,
     tensors,
@@ -28,15 +27,6 @@ LINEAR = LoRAConfig(
 )
 MIXTURE = LINEAR.model_copy(update={"trained": (), "experts": True})
 ADAPTED = SGD.but(lora=LINEAR)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("stage", "tensor"), [(3, 1), (1, 2)])
-def test_going_back_leaves_frozen_weights_alone(workers, whole_runs, stage, tensor):
-    _, checkpoint = whole_runs(ADAPTED)
-    case = ADAPTED.but(stage=stage, tensor=tensor, resume=str(checkpoint))
-    for after, expected in workers(2).run(go_back, case):
-        assert after == expected
 
 
 @pytest.mark.slow
