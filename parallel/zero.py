@@ -433,12 +433,11 @@ class FlatGradients:
         self._optimizer, self._replicas = optimizer, replicas
         self._flat: dict[int, torch.Tensor] = {}
         """The sums of a step so far, by group, from the first gradient to the reduction."""
+        groups = zip(
+            optimizer.round_robin_bit16_groups, optimizer.round_robin_bit16_offsets, strict=True
+        )
         self._offsets = {
-            id(parameter): offset
-            for parameters, offsets in zip(
-                optimizer.round_robin_bit16_groups, optimizer.round_robin_bit16_offsets, strict=True
-            )
-            for parameter, offset in zip(parameters, offsets, strict=True)
+            id(p): offset for group in groups for p, offset in zip(*group, strict=True)
         }
         optimizer.process_gradients = self.add
         optimizer.reduce_gradients = self.reduce

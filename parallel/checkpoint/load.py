@@ -204,19 +204,15 @@ class Checkpoint(StoredWeights):
             Whether the checkpoint has them: the same on all ranks.
         """
         shared = self.section("parallel").get("tensor_parallel_size", 1)
-        names = [name for name, fields in self.tensors.items() if RANDOM in fields]
-        ranks = sum(name.endswith(".torch") for name in names)
+        ranks = sum(
+            name.endswith(".torch") and RANDOM in fields for name, fields in self.tensors.items()
+        )
         if (ranks, shared) != (world.size, world.tensor_parallel_size):
             return False
-        prefix = f"rank-{world.rank:05d}."
-        stored = {
-            name.removeprefix(prefix): self.whole(name, RANDOM)
-            for name in names
-            if name.startswith(prefix)
-        }
-        torch.set_rng_state(stored["torch"])
-        if world.device.type == "cuda" and "cuda" in stored:
-            torch.cuda.set_rng_state(stored["cuda"], world.device)
+        cpu, cuda = (f"rank-{world.rank:05d}.{name}" for name in ("torch", "cuda"))
+        torch.set_rng_state(self.whole(cpu, RANDOM))
+        if world.device.type == "cuda" and cuda in self.tensors:
+            torch.cuda.set_rng_state(self.whole(cuda, RANDOM), world.device)
         return True
 
     def _stored(self, about: StoredTensor, box: StoredBox) -> torch.Tensor:
