@@ -26,6 +26,7 @@ from torch.nn.functional import linear, normalize
 
 from polyad.model.feedforward import NOTHING_ELSE, BlockInput, FeedForwardContext
 from polyad.model.initialization import ZEROS, Initializer, constant, normal, uniform
+from polyad.model.kernels import switch
 from polyad.model.layers import Linear, RealTokens, Region, counted, pack, same, unpack
 from polyad.model.output import RoutingStats, StatisticsModule, entropy, mean_of_samples
 from polyad.model.smoe.config import GRAPHS, SCORES, SelectingConfig, SparseMoEConfig
@@ -258,6 +259,30 @@ class Selection(nn.Module, ABC):
         """
 
 
+MOST_ROUNDS = 8
+"""Largest K for which `in_rounds` replaces sorting."""
+
+
+def in_rounds(ranked_NE: Tensor, top_k: int) -> Tensor:
+    """Finds the K highest of each row by K rounds of a maximum, which a compiler makes part of the
+    kernel that computes the scores; `topk` has kernels of its own.
+
+    Args:
+        ranked_NE: Scores, without gradient.
+        top_k: K.
+
+    Returns:
+        Their numbers [N, K], the highest first; of equal scores the lowest number.
+    """
+    expert_E = torch.arange(ranked_NE.shape[-1], device=ranked_NE.device)
+    ranked_NE = ranked_NE.clamp_min(torch.finfo(ranked_NE.dtype).min)  # -inf marks those found
+    found: list[Tensor] = []
+    for _ in range(top_k):
+        found.append(ranked_NE.argmax(-1, keepdim=True))
+        ranked_NE = ranked_NE.masked_fill(expert_E == found[-1], -torch.inf)
+    return torch.cat(found, -1)
+
+
 class TopK(Selection):
     """Selects the K highest scores, optionally within the best groups, weighted by `combine`.
 
@@ -323,7 +348,12 @@ class TopK(Selection):
                 ranked_NE = ranked_NE.masked_fill(scores_NE == 0, -torch.inf)
         if self.config.num_groups > 1:
             ranked_NE = self._within_groups(ranked_NE)
-        best_NK = self.agreed(ranked_NE.topk(self.top_k, dim=-1).indices)
+        is_fixed = self.config.final_top_k is None and self.top_k <= MOST_ROUNDS
+        if is_fixed and switch.compiled_on_gpu(ranked_NE):
+            best_NK = in_rounds(ranked_NE.detach(), self.top_k)
+        else:
+            best_NK = ranked_NE.topk(self.top_k, dim=-1).indices
+        best_NK = self.agreed(best_NK)
         expert_ids_NK = self.forced(best_NK)
         weights_NK = scores_NE.gather(-1, expert_ids_NK)
         combine = self.config.combine

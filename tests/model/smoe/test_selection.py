@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from polyad.model.build import materialize, place
-from polyad.model.smoe.router import TopK
+from polyad.model.kernels import switch
+from polyad.model.smoe.router import MOST_ROUNDS, TopK, in_rounds
 from tests.helpers.routing import make_config
 
 SCORES = torch.tensor([[0.1, 0.5, 0.15, 0.25]], dtype=torch.float64)
@@ -41,6 +42,26 @@ def test_experts_whose_scores_are_0_keep_that_weight():
     module.balancing_bias.copy_(torch.tensor([1.0, 0.0, 1.0, 0.0]))
     scores_NE = torch.tensor([[0.0, 0.6, 0.0, 0.4]], dtype=torch.float64)
     assert module(scores_NE).weights_NK.tolist() == [[0.0, 0.0]]
+
+
+@pytest.mark.parametrize("combine", ["auto", "scores"])
+@pytest.mark.parametrize("top_k", [1, 3, MOST_ROUNDS, 16])
+def test_a_gpu_selects_in_rounds_what_sorting_selects(top_k, combine):
+    module = selection(num_experts=16, top_k=top_k, combine=combine, balancing_rate=0.01)
+    scores_NE = torch.randn(300, 16).softmax(-1).requires_grad_()
+    results = []
+    for compiled in (False, True):
+        with switch.without_numbers(on_gpu=True, compiled=compiled):
+            selected = module(scores_NE)
+        (gradient_NE,) = torch.autograd.grad(selected.weights_NK.square().sum(), scores_NE)
+        results.append((selected.expert_ids_NK, selected.weights_NK, gradient_NE))
+    assert all(map(torch.equal, *results))
+
+
+def test_of_equal_scores_rounds_take_the_lowest_number_and_none_twice():
+    none = -torch.inf
+    scores_NE = torch.tensor([[1.0, 3.0, 3.0, 1.0], [none, none, 2.0, none], [none] * 4])
+    assert in_rounds(scores_NE, 3).tolist() == [[1, 2, 0], [2, 0, 1], [0, 1, 2]]
 
 
 def test_balancing_bias_chooses_and_weighs_nothing():
