@@ -2,7 +2,6 @@
 
 import re
 from abc import ABC, abstractmethod
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,6 +33,8 @@ class Change(ABC):
     """Name of the change in a checkpoint's state."""
     text: str = "true"
     """The value of the option."""
+    seed: int = 0
+    """The seed of weights that are initialized as in a new run."""
 
     def error(self, message: str) -> ConfigError:
         """An error about this option."""
@@ -44,11 +45,27 @@ class Change(ABC):
         return None
 
     @abstractmethod
-    def of(self, weights: Weights) -> "Changed":
-        """Returns the weights of the changed model.
+    def model_config(self, weights: Weights) -> ModelSettings:
+        """Returns the complete configuration of the changed model.
+
+        Args:
+            weights: the first model's weights.
 
         Raises:
-            ConfigError: It cannot be made from these.
+            ConfigError: it cannot be made from these.
+        """
+
+    @abstractmethod
+    def made(self, model: "Changed", name: str) -> torch.Tensor:
+        """A weight, fp32, or a persistent buffer that the first model lacks, or has in another
+        shape."""
+
+    @abstractmethod
+    def notes(self, config: ModelSettings) -> list[str]:
+        """Notes whether the outputs equal the first model's.
+
+        Args:
+            config: the changed model's configuration.
         """
 
 
@@ -94,25 +111,46 @@ class Option(Change):
             self.start: Any = self.controls.model_validate({n: self.keys.pop(n) for n in names})
         except ValidationError as error:
             raise self.error(describe(error, RunConfig)) from None
+        self.seed = self.start.seed
 
     def error(self, message: str) -> ConfigError:
         """An error about this value of the option."""
         return ConfigError(f"{self.name} {self.text}: {message}")
 
-    def model_config(self, dense: ModelSettings, folder: Path) -> tuple[str, ModelSettings]:
-        """Returns the configuration of the changed model.
-
-        Args:
-            dense: the dense model's complete configuration.
-            folder: folder of its weights, for errors.
-
-        Returns:
-            The name of the changed feed-forward, and the configuration.
+    def section_of(self, model: ModelSettings) -> str:
+        """Returns the name of the feed-forward to change, in the dense or in the changed model.
 
         Raises:
-            ConfigError: that feed-forward is not dense, or the keys do not fit it.
+            ConfigError: there is none.
         """
-        section, inner = dense_section(self, dense, folder)
+        sections = [key.removeprefix("model.") for key in model.feed_forwards()]
+        if not sections:
+            raise self.error(f"model.kind: {model.kind} has no feed-forward")
+        section: str = self.start.section or sections[-1]
+        if section not in sections:
+            raise self.error(
+                f"section: {section!r} is not allowed: model.kind: {model.kind} has "
+                f"{' and '.join(sections)}"
+            )
+        return section
+
+    def model_config(self, weights: Weights) -> ModelSettings:
+        """Returns the complete configuration of the changed model.
+
+        Raises:
+            ConfigError: its feed-forward is not dense, or the keys do not fit it.
+        """
+        dense, folder = weights.model_config(), weights.folder
+        section = self.section_of(dense)
+        feed_forward = getattr(dense, section)
+        if not isinstance(feed_forward, DenseFeedForwardConfig):
+            raise self.error(
+                f"{folder}: model.{section}.kind: {feed_forward.kind!r} is not allowed: a dense "
+                f"model is {self.done}"
+            )
+        layer = build_model(dense).get_submodule(f"blocks.0.{section}")
+        assert isinstance(layer, DenseFeedForward)
+        inner = layer.up.out_features
         keys = {"kind": self.kind} | self.keys_of(dense) | self.keys
         keys |= {key: inner for key in self.widths if self.keys.get(key) is None}
         try:
@@ -126,104 +164,69 @@ class Option(Change):
                     f"model.{section}.{key}: {width} does not fit: the dense weights of {folder} "
                     f"have {inner} inner units, and the experts made from them need the same number"
                 )
-        return section, config
+        return config
 
     def keys_of(self, dense: ModelSettings) -> dict[str, Any]:
         """Keys that the dense model determines, unless the option sets them."""
         return {}
 
 
-class Changed(ABC):
-    """A model's weights with other feed-forwards.
+class Changed:
+    """A model's weights, after a change if there is one.
 
-    Weights of both models are kept, and a subclass makes the rest on demand, one at a time.
+    Weights that both models have are kept, and the change makes the rest on demand, one at a time.
 
     Args:
         weights: the first model's weights, in any format.
-        change: the change.
-        config: the changed model's configuration.
-        seed: seed of weights that are initialized as in a new run.
+        change: the change; None: no change.
+
+    Attributes:
+        before: the first model's weights.
+        config: the changed model's complete configuration.
+        shapes: shapes of its weights by name, in the model's order (a checkpoint has its shards'
+            order).
 
     Raises:
-        ConfigError: the new model is too large.
+        ConfigError: the new model cannot be made from these, or is too large.
     """
 
-    def __init__(
-        self, weights: Weights, change: Change, config: ModelSettings, seed: int = 0
-    ) -> None:
-        before = build_model(weights.model_config())
-        self.folder = weights.folder
-        self._weights, self._config, self._seed = weights, config, seed
-        self._own_buffers = frozenset(name for name, _ in persistent_buffers(before))
+    def __init__(self, weights: Weights, change: Change | None) -> None:
+        self.folder, self.before, self.change = weights.folder, weights, change
+        first = weights.model_config()
+        self.config = change.model_config(weights) if change else first
         try:
-            self._model = build_model(config)
-        except ModelSizeError:
-            raise change.error("asks for more elements than a tensor can have") from None
-        self._shapes = {name: tuple(p.shape) for name, p in self._model.named_parameters()}
-
-    def model_config(self) -> ModelSettings:
-        """The changed model's complete configuration."""
-        return self._config
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of its weights by name."""
-        return self._shapes
+            self._model = build_model(self.config)
+        except ModelSizeError as error:
+            why = "asks for more elements than a tensor can have"
+            raise change.error(why) if change else error from None
+        self._own_buffers = {n: each.shape for n, each in persistent_buffers(build_model(first))}
+        self.shapes = {name: tuple(p.shape) for name, p in self._model.named_parameters()}
+        self._buffers: dict[str, torch.Tensor] = {}
 
     def whole(self, name: str) -> torch.Tensor:
         """A whole weight, fp32: the first model's, or a new one."""
-        return self._weights.whole(name) if name in self._weights.shapes() else self.made(name)
+        if self.change is None or self.before.shapes().get(name) == self.shapes[name]:
+            return self.before.whole(name)
+        return self.change.made(self, name)
 
     def buffer(self, name: str) -> torch.Tensor:
         """A persistent buffer: the first model's (of a section changed earlier, for example), or a
         new one."""
-        own = name in self._own_buffers
-        return self._weights.buffer(name) if own else self.made_buffer(name)
+        if name not in self._buffers:
+            buffer = self._model.get_buffer(name)
+            is_own = self._own_buffers.get(name) == buffer.shape
+            if self.change is None or is_own:
+                return self.before.buffer(name)
+            self._buffers[name] = self.change.made(self, name).to(buffer.dtype)
+        return self._buffers[name]
 
-    def made(self, name: str) -> torch.Tensor:
-        """A weight that the first model lacks, fp32; by default as in a new run."""
-        return self.begun(name)
-
-    def made_buffer(self, name: str) -> torch.Tensor:
-        """A buffer that the first model lacks; by default as in a new run."""
-        return self.begun(name).to(self._model.get_buffer(name).dtype)
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """All persistent buffers of the model."""
+        return {name: self.buffer(name) for name, _ in persistent_buffers(self._model)}
 
     def begun(self, name: str) -> torch.Tensor:
-        """The initial value of a parameter or buffer in a new run with the seed."""
-        return initial_value(self._model, name, self._seed)
-
-    @abstractmethod
-    def notes(self) -> list[str]:
-        """Notes whether the outputs equal the first model's; called after all weights have been
-        made."""
-
-
-def dense_section(option: Option, model: ModelSettings, folder: Path) -> tuple[str, int]:
-    """Finds the feed-forward to change, which must be dense.
-
-    Returns:
-        Its name, and its inner width.
-
-    Raises:
-        ConfigError: there is none, or it is not dense.
-    """
-    sections = [key.removeprefix("model.") for key in model.feed_forwards()]
-    if not sections:
-        raise option.error(f"{folder}: model.kind: {model.kind} has no feed-forward")
-    section = option.start.section or sections[-1]
-    if section not in sections:
-        raise option.error(
-            f"section: {section!r} is not allowed: model.kind: {model.kind} has "
-            f"{' and '.join(sections)}"
-        )
-    feed_forward = getattr(model, section)
-    if not isinstance(feed_forward, DenseFeedForwardConfig):
-        raise option.error(
-            f"{folder}: model.{section}.kind: {feed_forward.kind!r} is not allowed: a dense model "
-            f"is {option.done}"
-        )
-    layer = build_model(model).get_submodule(f"blocks.0.{section}")
-    assert isinstance(layer, DenseFeedForward)
-    return section, layer.up.out_features
+        """The initial value of a parameter or buffer in a new run with the change's seed."""
+        return initial_value(self._model, name, self.change.seed if self.change else 0)
 
 
 def activation_of(model: ModelSettings) -> Activation | GatedActivation:

@@ -17,7 +17,7 @@ from polyad.parallel.weights import AdaptedCheckpoint, Choice, Weights, open_wei
 from polyad.train.errors import ConfigError
 from polyad.train.exchange.change import Change
 from polyad.train.exchange.experts import Merging, is_split
-from polyad.train.exchange.writers import WRITERS, Format, Source, write_classes
+from polyad.train.exchange.writers import WRITERS, Format, Source
 from polyad.train.results import aligned
 
 
@@ -84,9 +84,8 @@ def convert(
             )
         with named(destination), closing(weights.progress), _staging(destination) as staging:
             WRITERS[to](weights, staging, destination)
-            if to in ("huggingface", "safetensors"):
-                write_classes(weights, staging)
-        weights.note_what_was_made()
+        if applied:
+            weights.notes += applied.notes(weights.config)
         parameters = num_parameters(weights.config)
         if to == "peft":
             beside = [adapter for _, adapter in weights.adapted.adapters.values()]

@@ -8,7 +8,6 @@ a buffer, so that `--merge` restores them bit for bit. For the grouping see
 `model/emoe.py`.
 """
 
-import re
 from typing import Annotated, Any, Literal
 
 import torch
@@ -58,10 +57,6 @@ class Upcycling(Option):
     kind, widths = "smoe", ("expert_hidden_size", "dense_hidden_size")
     controls = _Copying
 
-    def of(self, weights: Weights) -> "Upcycled":
-        """The sparse model's weights."""
-        return Upcycled(weights, self)
-
     def keys_of(self, dense: ModelSettings) -> dict[str, Any]:
         """The activation of the dense layers; for a decoder also a router like Qwen3-MoE's, so that
         transformers has such a model."""
@@ -73,39 +68,26 @@ class Upcycling(Option):
                 keys["combine"] = "sum_to_one"
         return keys
 
-
-class Upcycled(Changed):
-    """A dense model's weights with its feed-forwards copied to experts.
-
-    Raises:
-        ConfigError: they are not dense, or do not fit.
-    """
-
-    def __init__(self, weights: Weights, upcycling: Upcycling) -> None:
-        self._section, config = upcycling.model_config(weights.model_config(), weights.folder)
-        super().__init__(weights, upcycling, config, upcycling.start.seed)
-        self._start = upcycling.start
-
-    def made(self, name: str) -> torch.Tensor:
+    def made(self, model: Changed, name: str) -> torch.Tensor:
         """Copies of a weight, or a router's initial value."""
-        source, start = dense_tensor(name), self._start
+        source, start = dense_tensor(name), self.start
         if source is None:
-            return self.begun(name)
-        value = self._weights.whole(source)
-        num_experts = self._shapes[name][0]
+            return model.begun(name)
+        value = model.before.whole(source)
+        num_experts = model.shapes[name][0]
         if source.endswith(".bias"):
             return copies(value, num_experts, 0.0, start.seed, name)
         return copies(value.T, num_experts, start.noise, start.seed, name)
 
-    def notes(self) -> list[str]:
+    def notes(self, config: ModelSettings) -> list[str]:
         """Says whether the sparse model starts with the dense model's outputs."""
-        experts: SparseMoEConfig = getattr(self._config, self._section)
+        experts: SparseMoEConfig = getattr(config, self.section_of(config))
         is_equal = (
             experts.top_k > 1
             and experts.combine != "scores"
             and experts.capacity_factor is None
-            and not self._start.noise
-            and experts.activation == activation_of(self._config)
+            and not self.start.noise
+            and experts.activation == activation_of(config)
         )
         if is_equal:
             return ["its initial logits equal the dense model's, up to rounding"]
@@ -130,74 +112,37 @@ class Splitting(Option):
     name, done, kind = "--split", "split", "emoe"
     controls = _Grouping
 
-    def of(self, weights: Weights) -> "Split":
-        """The split model's weights."""
-        return Split(weights, self)
+    def made(self, model: Changed, name: str) -> torch.Tensor:
+        """The dense model's units in groups, their places, or the initial value of a learned
+        score."""
+        layer, own = _layer_of(name)
+        names = dense_names(gated=activation_of(model.config) in GATED)
+        groups = getattr(model.config, self.section_of(model.config)).num_experts
+        if own == UNIT:
+            return self._grouped(model, f"{layer}.{names['experts.keys']}", groups)
+        if own not in names:
+            return model.begun(name)
+        dense = model.before.whole(f"{layer}.{names[own]}")
+        return split(names[own], dense, model.buffer(f"{layer}.{UNIT}"), groups)
 
-
-class Split(Changed):
-    """A dense model's weights with the units of its feed-forwards in groups.
-
-    Args:
-        weights: the dense model's weights, in any format.
-        splitting: how to group units.
-
-    Raises:
-        ConfigError: they are not dense, or cannot be grouped in this way.
-    """
-
-    def __init__(self, weights: Weights, splitting: Splitting) -> None:
-        section, config = splitting.model_config(weights.model_config(), weights.folder)
-        super().__init__(weights, splitting, config, splitting.start.seed)
-        self._splitting = splitting
-        self._pattern = re.compile(rf"(blocks\.\d+\.{section})\.(.+)")
-        self._feed_forward: EmergentMoEConfig = getattr(config, section)
-        self._is_gated = activation_of(config) in GATED
-        self._names = dense_names(gated=self._is_gated)
-        self._units: dict[str, torch.Tensor] = {}
-
-    def made(self, name: str) -> torch.Tensor:
-        """The dense model's units in groups, or the initial value of a learned score."""
-        parts = self._pattern.fullmatch(name)
-        assert parts is not None
-        layer, own = parts[1], parts[2]
-        if (dense_name := self._names.get(own)) is None:
-            return self.begun(name)
-        dense = self._weights.whole(f"{layer}.{dense_name}")
-        return split(dense_name, dense, self._unit(layer), self._feed_forward.num_experts)
-
-    def made_buffer(self, name: str) -> torch.Tensor:
-        """The places of units."""
-        parts = self._pattern.fullmatch(name)
-        assert parts is not None
-        assert parts[2] == UNIT
-        return self._unit(parts[1])
-
-    def _unit(self, layer: str) -> torch.Tensor:
-        """The number of the dense unit at each place of a layer."""
-        if layer not in self._units:
-            self._units[layer] = self._grouped(layer)
-        return self._units[layer]
-
-    def _grouped(self, layer: str) -> torch.Tensor:
-        start, groups = self._splitting.start, self._feed_forward.num_experts
-        name = f"{layer}.{self._names['experts.keys']}"
-        seed = seeded_generator(start.seed, name).initial_seed()
-        keys = self._weights.whole(name)
-        if start.by == "random":
+    def _grouped(self, model: Changed, name: str, groups: int) -> torch.Tensor:
+        """The number of the dense unit at each place of a layer, grouped by its keys' name."""
+        seed = seeded_generator(self.seed, name).initial_seed()
+        keys = model.before.whole(name)
+        if self.start.by == "random":
             group_U = random_groups(len(keys), groups, seed)
         elif keys.isfinite().all():
             group_U = balanced_kmeans(keys.double().numpy(), groups, seed)
         else:
-            raise self._splitting.error(
-                f"{self.folder}: NaN or infinity in {name}, whose rows cannot be clustered; "
+            raise self.error(
+                f"{model.folder}: NaN or infinity in {name}, whose rows cannot be clustered; "
                 "by=random does not need them"
             )
         return torch.from_numpy(group_U).argsort(stable=True)
 
-    def notes(self) -> list[str]:
+    def notes(self, config: ModelSettings) -> list[str]:
         """Notes whether the split model's outputs equal the dense one's."""
-        experts = self._feed_forward
+        experts: EmergentMoEConfig = getattr(config, self.section_of(config))
         is_equal = (
             experts.used_experts() == experts.num_experts
             and experts.score == "avg_k"
@@ -218,37 +163,30 @@ class Merging(Change):
 
     name, done = "--merge", "merged"
 
-    def of(self, weights: Weights) -> "Merged":
-        """The dense model's weights."""
-        return Merged(weights, self)
-
-
-class Merged(Changed):
-    """A split model's weights, as those of a dense one.
-
-    Raises:
-        ConfigError: they are not split.
-    """
-
-    def __init__(self, weights: Weights, merging: Merging) -> None:
-        split_config = weights.model_config()
-        sections = {
-            key.removeprefix("model."): each
-            for key, each in split_config.feed_forwards().items()
+    def model_config(self, weights: Weights) -> ModelSettings:
+        """The dense model's configuration."""
+        config = weights.model_config()
+        dense: dict[str, Any] = {
+            key.removeprefix("model."): each.dense()
+            for key, each in config.feed_forwards().items()
             if isinstance(each, EmergentMoEConfig)
         }
-        self._names = dense_names(gated=activation_of(split_config) in GATED)
-        dense: dict[str, Any] = {name: each.dense() for name, each in sections.items()}
-        super().__init__(weights, merging, split_config.model_copy(update=dense))
+        return config.model_copy(update=dense)
 
-    def made(self, name: str) -> torch.Tensor:
+    def made(self, model: Changed, name: str) -> torch.Tensor:
         """The units of a layer in their original order."""
-        layer, *ends = name.rsplit(".", 2)
-        dense_name = ".".join(ends)
-        (stacked,) = (theirs for theirs, ours in self._names.items() if ours == dense_name)
-        unit_U = self._weights.buffer(f"{layer}.{UNIT}")
-        return merge(dense_name, self._weights.whole(f"{layer}.{stacked}"), unit_U)
+        layer, dense_name = _layer_of(name)
+        names = dense_names(gated=activation_of(model.config) in GATED)
+        (stacked,) = (theirs for theirs, ours in names.items() if ours == dense_name)
+        unit_U = model.before.buffer(f"{layer}.{UNIT}")
+        return merge(dense_name, model.before.whole(f"{layer}.{stacked}"), unit_U)
 
-    def notes(self) -> list[str]:
+    def notes(self, config: ModelSettings) -> list[str]:
         """Notes what is left out."""
         return ["every token uses all units again, as in the dense model"]
+
+
+def _layer_of(name: str) -> tuple[str, str]:
+    """The name of a tensor's feed-forward, such as blocks.3.feed_forward, and its name in it."""
+    *layer, own = name.split(".", 3)
+    return ".".join(layer), own

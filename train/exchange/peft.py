@@ -25,11 +25,9 @@ from polyad.model.families.tensors import Piece
 from polyad.model.lora import ExpertsLowRank, LowRank
 from polyad.parallel.families import FamilyWeights
 from polyad.parallel.fragments import persistent_buffers
-from polyad.parallel.peft import ADAPTER_CONFIG_FILE, ADAPTER_FILE, BEFORE
+from polyad.parallel.peft import BEFORE
 from polyad.parallel.weights import AdaptedCheckpoint
 from polyad.train.errors import ConfigError
-
-__all__ = ["ADAPTER_CONFIG_FILE", "ADAPTER_FILE", "peft_files"]
 
 
 class _Theirs(NamedTuple):

@@ -5,7 +5,7 @@ Each writes into a folder that becomes the destination once it is complete, one 
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -18,7 +18,6 @@ from polyad.data.images.config import NORMALIZATIONS, ImageDataConfig
 from polyad.data.text.manifest import TOKENIZER_FILE
 from polyad.data.text.tokenizers.tokenizer import Tokenizer
 from polyad.model.bert import BertConfig
-from polyad.model.build import build_model
 from polyad.model.config_yaml import dump
 from polyad.model.decoder import DecoderSettings
 from polyad.model.decoder_config import DecoderConfig
@@ -30,7 +29,7 @@ from polyad.parallel.checkpoint.format import CONFIG_FILE as OUR_CONFIG_FILE
 from polyad.parallel.checkpoint.load import Checkpoint
 from polyad.parallel.checkpoint.save import save_weights
 from polyad.parallel.families import Origin, stored_entries
-from polyad.parallel.fragments import persistent_buffers
+from polyad.parallel.peft import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 from polyad.parallel.source import differing_shapes
 from polyad.parallel.tensor_file import FileTensor, write_tensors
 from polyad.parallel.tensor_folder import WEIGHTS_FILE
@@ -38,7 +37,7 @@ from polyad.parallel.weights import AdaptedCheckpoint, Weights, origin_of
 from polyad.train.config.run import RunConfig, config_of_checkpoint
 from polyad.train.errors import ConfigError
 from polyad.train.exchange.change import Change, Changed
-from polyad.train.exchange.peft import ADAPTER_CONFIG_FILE, ADAPTER_FILE, peft_files
+from polyad.train.exchange.peft import peft_files
 from polyad.train.guard.run_folder import RunFolderConfig
 from polyad.train.loop.optimizer import TrainConfig
 from polyad.train.state import TrainState
@@ -50,7 +49,7 @@ BATCH_SIZE = 8
 """Batch size in a converted checkpoint's configuration, for `polyad evaluate`."""
 
 
-class Source:
+class Source(Changed):
     """Weights to convert, with checks and notes about them.
 
     Args:
@@ -59,13 +58,8 @@ class Source:
     """
 
     def __init__(self, weights: Weights, change: Change | None) -> None:
-        self._opened, self.change = weights, change
-        self._weights = change.of(weights) if change else weights
-        self.folder, self.config = weights.folder, self._weights.model_config()
-        self._model = build_model(self.config)
-        self.shapes = {name: tuple(p.shape) for name, p in self._model.named_parameters()}
-        """Shapes by name, in the model's order (a checkpoint has its shards' order)."""
-        if differing := differing_shapes(self._weights.shapes(), self.shapes):
+        super().__init__(weights, change)
+        if not change and (differing := differing_shapes(weights.shapes(), self.shapes)):
             raise ConfigError(f"{self.folder}: does not match its configuration: {differing}")
         self.bytes = 4 * sum(map(math.prod, self.shapes.values()))
         self.progress = tqdm(
@@ -77,8 +71,8 @@ class Source:
     @property
     def adapted(self) -> AdaptedCheckpoint:
         """The same as a checkpoint of adapters, for `--to peft`."""
-        assert isinstance(self._opened, AdaptedCheckpoint)
-        return self._opened
+        assert isinstance(self.before, AdaptedCheckpoint)
+        return self.before
 
     @property
     def class_names(self) -> list[str] | None:
@@ -87,7 +81,7 @@ class Source:
         Raises:
             ConfigError: Their number differs from the model's number of classes.
         """
-        names = names_of(self._opened)
+        names = names_of(self.before)
         config: Any = self.config
         classes = getattr(config, "num_classes", None)
         classes = classes or getattr(getattr(config, "head", None), "num_classes", None)
@@ -100,37 +94,27 @@ class Source:
     @property
     def data(self) -> DataSettings | None:
         """The data settings of the run that trained them; None for other libraries' weights."""
-        opened = self._opened
+        opened = self.before
         return config_of_checkpoint(opened).data if isinstance(opened, Checkpoint) else None
 
     @property
     def is_trained(self) -> bool:
         """Whether they were trained by a run, not just converted."""
-        return isinstance(self._opened, Checkpoint) and self._opened.training_step > 0
+        return isinstance(self.before, Checkpoint) and self.before.training_step > 0
 
     def origin(self) -> Origin | None:
         """Contents beside the weights of the other library's folder; None: they are not from such a
         folder of a decoder, or the kind of model has changed."""
-        if (contents := origin_of(self._opened)) is None:
+        if (contents := origin_of(self.before)) is None:
             return None
         origin = Origin.model_validate(contents)
         return origin if self.change is None else self.change.origin(origin)
 
     def whole(self, name: str) -> torch.Tensor:
         """A whole weight."""
-        value = self._weights.whole(name)
+        value = super().whole(name)
         self.progress.update(value.nbytes)
         return value
-
-    def buffers(self) -> dict[str, torch.Tensor]:
-        """The persistent buffers of the model."""
-        names = [name for name, _ in persistent_buffers(self._model)]
-        return {name: self._weights.buffer(name) for name in names}
-
-    def note_what_was_made(self) -> None:
-        """Adds the change's notes on its weights."""
-        if isinstance(self._weights, Changed):
-            self.notes += self._weights.notes()
 
 
 def _to_huggingface(weights: Source, staging: Path, destination: Path) -> None:
@@ -159,22 +143,12 @@ def _to_huggingface(weights: Source, staging: Path, destination: Path) -> None:
         lambda name: weights.whole(name) if name in weights.shapes else buffers.get(name),
         origin,
     )
-    if isinstance(config, ImageSettings):
-        _write_pixels(weights, config, staging)
     _write_json(staging / CONFIG_FILE, tree)
-    write_tensors(staging / WEIGHTS_FILE, entries, {"format": "pt"})
-    _write_tokenizer(weights, staging)
+    _write_folder(weights, staging, entries)
     for name, text in (origin.files if origin else {}).items():
         (staging / name).write_text(text, encoding="utf-8")
     if origin and origin.dtype != "F32" and weights.is_trained:
         weights.notes.append(f"weights are rounded to {origin.dtype}, as in the original model")
-
-
-def _write_pixels(weights: Source, config: ImageSettings, staging: Path) -> None:
-    """Writes the preprocessing of images, if it is known."""
-    settings = _pixels_of(weights)
-    if settings is not None:
-        _write_json(staging / PREPROCESSOR_FILE, transformers_file(settings, config.image_size))
 
 
 def _to_safetensors(weights: Source, staging: Path, destination: Path) -> None:
@@ -186,18 +160,21 @@ def _to_safetensors(weights: Source, staging: Path, destination: Path) -> None:
         entries.append(FileTensor(name, value.dtype, tuple(value.shape), value.detach))
     section = {"model": weights.config.model_dump(mode="json")}
     (staging / OUR_CONFIG_FILE).write_text(dump(section), encoding="utf-8")
-    config = weights.config
-    if isinstance(config, ImageSettings):
-        _write_pixels(weights, config, staging)
+    _write_folder(weights, staging, entries)
+
+
+def _write_folder(weights: Source, staging: Path, entries: Sequence[FileTensor]) -> None:
+    """Writes tensors, and beside them what is known of pixels, classes and the tokenizer."""
     write_tensors(staging / WEIGHTS_FILE, entries, {"format": "pt"})
-    _write_tokenizer(weights, staging)
-
-
-def _write_tokenizer(weights: Source, staging: Path) -> None:
-    tokenizer = weights.tokenizer
+    config, tokenizer = weights.config, weights.tokenizer
+    if isinstance(config, ImageSettings) and (settings := _pixels_of(weights, config)):
+        _write_json(staging / PREPROCESSOR_FILE, transformers_file(settings, config.image_size))
+    if weights.class_names is not None:
+        text = json.dumps(weights.class_names, ensure_ascii=False)
+        (staging / CLASSES_FILE).write_text(text, encoding="utf-8")
     if tokenizer is None:
         return
-    assert isinstance(weights.config, DecoderSettings | BertConfig)
+    assert isinstance(config, DecoderSettings | BertConfig)
     tokenizer.save(staging / tokenizer.file)
     # The class in transformers that reads a SentencePiece model depends on the model.
     is_json = tokenizer.file == TOKENIZER_FILE
@@ -205,9 +182,9 @@ def _write_tokenizer(weights: Source, staging: Path) -> None:
     _write_json(
         staging / "tokenizer_config.json",
         about
-        | _special_tokens(weights.config, tokenizer)
+        | _special_tokens(config, tokenizer)
         | {
-            "model_max_length": weights.config.sequence_length,
+            "model_max_length": config.sequence_length,
             "clean_up_tokenization_spaces": False,
         },
     )
@@ -253,11 +230,9 @@ def _data_of(model: ModelSettings, folder: Path) -> tuple[DataSettings, list[str
     return settings, notes
 
 
-def _pixels_of(weights: Source) -> ImageDataConfig | None:
+def _pixels_of(weights: Source, config: ImageSettings) -> ImageDataConfig | None:
     """The preprocessing of images with which weights were trained; None, with a note, if
     unknown."""
-    config = weights.config
-    assert isinstance(config, ImageSettings)
     if isinstance(weights.data, ImageDataConfig):
         return weights.data
     keys, notes = read_pixels(weights.folder, config.image_size)
@@ -322,13 +297,6 @@ def _to_peft(weights: Source, staging: Path, destination: Path) -> None:
     ]
     _write_json(staging / ADAPTER_CONFIG_FILE, tree)
     write_tensors(staging / ADAPTER_FILE, entries, {"format": "pt"})
-
-
-def write_classes(weights: Source, staging: Path) -> None:
-    """Writes the class names beside weights, as in a checkpoint."""
-    if weights.class_names is not None:
-        text = json.dumps(weights.class_names, ensure_ascii=False)
-        (staging / CLASSES_FILE).write_text(text, encoding="utf-8")
 
 
 def _write_json(path: Path, tree: dict[str, Any]) -> None:

@@ -101,7 +101,7 @@ class Removal(Analysis):
         check_adapters(opened.weights, format_of(opened.weights), merge=False)
         # Made of any experts: whatever is wrong with the smaller model is known before the reading.
         kept = [{expert: 1.0} for expert in range(*left)]
-        Pruning({"": kept}, self.text).of(opened.weights)
+        Changed(opened.weights, Pruning({"": kept}, self.text))
 
     def run(
         self, opened: EvaluationContext, split: str, model: nn.Module, world: comm.World
@@ -185,7 +185,7 @@ class Removal(Analysis):
             "destination": str(self.output),
             "format": "huggingface",
             "parameters": write_with_fewer(weights, groups, self.output),
-            "notes": change.notes(),
+            "notes": change.notes(weights.model_config()),
         }
 
     def _scores(
@@ -307,15 +307,40 @@ class Pruning(Change):
         """An error about the options."""
         return ConfigError(f"{self.text}: {message}")
 
-    def notes(self) -> list[str]:
+    def notes(self, config: ModelSettings) -> list[str]:
         """Notes how outputs compare with the first model's."""
         if any(len(group) > 1 for groups in self.groups.values() for group in groups):
             return ["merged experts are averages of weights and compute something new"]
         return ["tokens of removed experts go to their next best; the other experts are unchanged"]
 
-    def of(self, weights: Weights) -> "Pruned":
-        """The smaller model's weights."""
-        return Pruned(weights, self)
+    def model_config(self, weights: Weights) -> ModelSettings:
+        """The configuration with fewer experts."""
+        config = weights.model_config()
+        tree = config.model_dump(mode="json")
+        for key, section in config.feed_forwards().items():
+            if not isinstance(section, SparseMoEConfig):
+                continue
+            # The default is half of the experts, but existing keys keep their width.
+            width = {"score_width": section.score_size()} if section.score != "linear" else {}
+            pool = {"pool_least": section.pool_least, "pool_most": section.pool_most}
+            bounds = {name: min(d, self.num_experts) for name, d in pool.items() if d is not None}
+            tree[key.removeprefix("model.")] |= {"num_experts": self.num_experts} | width | bounds
+        try:
+            return Tree.model_validate({"model": tree}).model
+        except ValidationError as error:
+            raise self.error(describe(error, RunConfig)) from None
+
+    def made(self, model: Changed, name: str) -> Tensor:
+        """The part of a weight or buffer that belongs to the remaining experts."""
+        is_weight = name in model.shapes
+        value = model.before.whole(name) if is_weight else model.before.buffer(name)
+        layer = next(layer for layer in self.groups if name.startswith(f"{layer}."))
+        rows = []
+        for group in self.groups[layer]:
+            share_E = torch.tensor([*group.values()], dtype=torch.float64)
+            mean = torch.tensordot(share_E, value[[*group]].double(), 1)
+            rows.append(mean.to(value.dtype))
+        return torch.stack(rows)
 
     def origin(self, origin: Origin) -> Origin:
         """The files of the weights' folder, with fewer experts."""
@@ -324,56 +349,3 @@ class Pruning(Change):
             if key in config:
                 config[key] = self.num_experts
         return origin.model_copy(update={"config": config})
-
-
-class Pruned(Changed):
-    """The weights of a model with fewer experts.
-
-    Raises:
-        ConfigError: a model cannot have so few.
-    """
-
-    def __init__(self, weights: Weights, pruning: Pruning) -> None:
-        self._groups, self._pruning = pruning.groups, pruning
-        super().__init__(weights, pruning, _smaller(weights.model_config(), pruning))
-
-    def whole(self, name: str) -> Tensor:
-        """A whole weight, fp32, of the remaining experts."""
-        value = self._weights.whole(name)
-        return value if tuple(value.shape) == self._shapes[name] else self._kept(name, value)
-
-    def buffer(self, name: str) -> Tensor:
-        """A persistent buffer, of the remaining experts."""
-        value = self._weights.buffer(name)
-        shape = self._model.get_buffer(name).shape
-        return value if value.shape == shape else self._kept(name, value)
-
-    def _kept(self, name: str, value: Tensor) -> Tensor:
-        layer = next(layer for layer in self._groups if name.startswith(f"{layer}."))
-        rows = []
-        for group in self._groups[layer]:
-            share_E = torch.tensor([*group.values()], dtype=torch.float64)
-            mean = torch.tensordot(share_E, value[[*group]].double(), 1)
-            rows.append(mean.to(value.dtype))
-        return torch.stack(rows)
-
-    def notes(self) -> list[str]:
-        """Notes how outputs compare with the first model's."""
-        return self._pruning.notes()
-
-
-def _smaller(config: ModelSettings, pruning: Pruning) -> ModelSettings:
-    """The configuration with fewer experts."""
-    tree = config.model_dump(mode="json")
-    for key, section in config.feed_forwards().items():
-        if not isinstance(section, SparseMoEConfig):
-            continue
-        # The default is half of the experts, but existing keys keep their width.
-        width = {"score_width": section.score_size()} if section.score != "linear" else {}
-        pool = {"pool_least": section.pool_least, "pool_most": section.pool_most}
-        bounds = {name: min(d, pruning.num_experts) for name, d in pool.items() if d is not None}
-        tree[key.removeprefix("model.")] |= {"num_experts": pruning.num_experts} | width | bounds
-    try:
-        return Tree.model_validate({"model": tree}).model
-    except ValidationError as error:
-        raise pruning.error(describe(error, RunConfig)) from None
