@@ -124,24 +124,5 @@ def last_fluctuation(records: Records) -> dict[str, float]:
     return {}
 
 
-def validations(records: Records, score: str, units: str) -> list[dict[str, Any]]:
-    """Returns the validations of a run during training, oldest first.
-
-    Args:
-        records: a run's records.
-        score: the key of the score.
-        units: the key of the amount of data seen, such as `tokens`.
-
-    Returns:
-        `step`, the units and `score` of each step where the score is finite and the units are
-        known.
-    """
-    return [
-        {"step": record["step"], units: record[units], "score": float(record[score])}
-        for record in records
-        if record.get(score) is not None and units in record
-    ]
-
-
 def _is_load(key: str) -> bool:
     return key.startswith("routing/") and key.endswith("/load")

@@ -440,11 +440,12 @@ def _result(study: Study, run: Run, scores: Mapping[str, Any] | None) -> dict[st
     """
     task, lines = study.task, records.read_records(run.folder)
     unit, keep_best = f"{task.unit.name}s", run.config.checkpoint.keep_best
-    curve = records.validations(lines, task.validation_score, unit)
+    scored = (record.get(task.validation_score) for record in lines)
+    curve = [score for score in scored if score is not None]
     validation = None
     if scores is not None and curve:
         best = max if task.higher_is_better else min
-        validation = best(each["score"] for each in curve) if keep_best else curve[-1]["score"]
+        validation = best(curve) if keep_best else curve[-1]
     more = {f"routing/{name}": value for name, value in records.last_routing(lines).items()}
     changed = records.last_fluctuation(lines)
     more |= {f"fluctuation/{name}": value for name, value in changed.items()}

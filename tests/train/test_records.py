@@ -15,9 +15,7 @@ from polyad.train.records import (
     median_rate,
     peak_memory,
     read_records,
-    validations,
 )
-from polyad.train.report.command import read_training
 
 GOOD = [
     {"step": step, "loss": 1.0 / step, "routing/load": [0.5, None], "spike": {"a": "b"}}
@@ -37,8 +35,6 @@ def test_a_line_that_is_no_record_is_left_out_by_every_reader(tmp_path, last):
         lines.insert(3 if last else 1, other)
         path.write_bytes(b"\n".join(lines) + (b"" if last else b"\n"))
         assert read_records(tmp_path) == GOOD, other
-        training = read_training(tmp_path, "validation_loss")
-        assert training.losses == [(1, 1.0), (2, 0.5), (3, 1 / 3)]
         assert runs.last_loss(path) == "last loss 0.3333; "
         drop_records_after(path, 2)
         assert [json.loads(line) for line in path.read_text().splitlines()] == GOOD[:2]
@@ -83,13 +79,3 @@ def test_shared_experts_are_of_the_mean_load_over_steps_that_tell_it() -> None:
     last["routing/effective_experts"] = 1.25  # what a token uses, another measure
     found = last_routing([first, record(2), last])  # the second had no line
     assert found == {"shared_experts": pytest.approx(3.0), "effective_experts": 1.25}
-
-
-def test_validations_are_the_records_with_a_finite_score() -> None:
-    records = [
-        {"step": 1, "tokens": 8, "loss": 3.0},
-        {"step": 2, "tokens": 16, "loss": 2.0, "validation_loss": 2.5},
-        {"step": 3, "tokens": 24, "loss": 2.0, "validation_loss": None},
-    ]
-    found = validations(records, "validation_loss", "tokens")
-    assert found == [{"step": 2, "tokens": 16, "score": 2.5}]
