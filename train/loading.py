@@ -92,23 +92,21 @@ def load(
     if precision not in DTYPES:
         raise ConfigError(f"precision: {precision!r} is not allowed: {', '.join(DTYPES)}")
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if isinstance(path, nn.Module) or from_pretrained:
-        theirs = (
-            TheirWeights.of_model(path, tokenizer)
-            if isinstance(path, nn.Module)
-            else TheirWeights(on_disk(Path(path).expanduser()), from_pretrained)
-        )
-        named = None if isinstance(path, nn.Module) else tokenizer
-        model = load_model(theirs, place, precision)
-        return Run(theirs, model, weights, precision, named, progress)
+    if isinstance(path, nn.Module):
+        theirs = TheirWeights.of_model(path, tokenizer)
+        return Run(theirs, load_model(theirs, place, precision), weights, precision, None, progress)
+    folder = on_disk(Path(path).expanduser())
 
     def read(chosen: Path) -> Run:
-        opened = open_weights(chosen, weights, None if base is None else Path(base))
-        model = whole_model(opened, place, precision, "what is asked of it runs all blocks")
+        if from_pretrained:
+            opened: Weights = TheirWeights(chosen, from_pretrained)
+            model = load_model(opened, place, precision)
+        else:
+            opened = open_weights(chosen, weights, None if base is None else Path(base))
+            model = whole_model(opened, place, precision, "what is asked of it runs all blocks")
         return Run(opened, model, weights, precision, tokenizer, progress)
 
-    choose = best_checkpoint if best else newest_of
-    return read_newest(on_disk(Path(path).expanduser()), read, choose)
+    return read_newest(folder, read, best_checkpoint if best else newest_of)
 
 
 def train(config: str | Path | Mapping[str, Any], **keys: Any) -> "Run":
@@ -227,14 +225,15 @@ class Run:
             ConfigError: the model does not read text or has no experts, or the text is empty or too
                 long.
         """
-        found, coder = [], self.tokenizer
-        for document in _documents(text):
+        coder = self.tokenizer
+
+        def read(document: str) -> TextExperts:
             ids = self._read_ids(document, special_tokens)
             tokens = [coder.text_within(one) or coder.decode([one]) for one in ids]
             layers, _ = read_experts(self.model, ids, top)
-            each = TextExperts(tokens=tokens, token_ids=torch.tensor(ids), layers=Layers(layers))
-            found.append(each)
-        return found if isinstance(text, list | tuple) else found[0]
+            return TextExperts(tokens=tokens, token_ids=torch.tensor(ids), layers=Layers(layers))
+
+        return _of_each(text, read)
 
     @overload
     def show(self, text: str, **options: Any) -> TextView: ...
@@ -269,8 +268,9 @@ class Run:
                 long, or an intervention is not possible.
         """
         language_model(self._weights)
-        views = [
-            view_text(
+        return _of_each(
+            text,
+            lambda one: view_text(
                 self.model,
                 self.tokenizer,
                 str(self.path),
@@ -278,10 +278,8 @@ class Run:
                 interventions=_parsed(interventions),
                 top=top,
                 means=means,
-            )
-            for one in _documents(text)
-        ]
-        return views if isinstance(text, list | tuple) else views[0]
+            ),
+        )
 
     def _read_ids(self, text: Any, special_tokens: SpecialTokens) -> list[int]:
         """The token ids of a text for `experts`."""
@@ -344,13 +342,9 @@ class Run:
             "special_tokens": special_tokens,
             "name": str(self.path),
         }
-        for text in _documents(prompt):
-            check_text(text, "prompt")
-        found = [
-            continue_text(self.model, self.tokenizer, text, **options).text
-            for text in _documents(prompt)
-        ]
-        return found if isinstance(prompt, list | tuple) else found[0]
+        return _of_each(
+            prompt, lambda one: continue_text(self.model, self.tokenizer, one, **options).text
+        )
 
     @_by_name
     def predict(self, inputs: Sequence[str | Path | tuple[str, str]]) -> Sequence[Prediction]:
@@ -403,8 +397,9 @@ class Run:
         """
         opened = self._open_data(data, batch_size)
         with comm.left_again():
-            result: dict[str, Any] = json_value(evaluate(opened, split, model=self.model))
-            return result
+            values, _ = evaluate(opened, split, model=self.model)
+        scores: dict[str, Any] = json_value(values)
+        return scores
 
     @_by_name
     def measure(
@@ -575,9 +570,9 @@ def predictor_of(run: Run) -> Predictor:
     return Predictor(run._weights, run.model, lambda: run.tokenizer)
 
 
-def _documents(text: Any) -> Sequence[Any]:
-    """The documents that are given: a list of texts, or one text."""
-    return text if isinstance(text, list | tuple) else [text]
+def _of_each(text: Any, answer: Callable[[Any], Any]) -> Any:
+    """The answer to a text, or a list of those to each text of a list."""
+    return [answer(one) for one in text] if isinstance(text, list | tuple) else answer(text)
 
 
 def _parsed(interventions: Sequence[str | Intervention]) -> list[Intervention]:

@@ -73,8 +73,7 @@ class Evaluate(CheckpointOptions):
         if self.attack is not None and self.rate is not None:
             kind = WordSwap if self.attack == "word-swap" else GaussianNoise
             attack = kind(self.rate, self.seed or 0)
-        result = evaluate(self.opened(checkpoint), self.split, attack=attack)
-        return result, result.text()
+        return evaluate(self.opened(checkpoint), self.split, attack=attack)
 
 
 @command(

@@ -134,8 +134,8 @@ def evaluation_error(path: Path, **options: Any) -> tuple[str, int]:
 def evaluated(path: Path, **options: Any) -> tuple[dict[str, Any], str]:
     """`polyad evaluate`: the values for programs, and the text for people."""
     opened, split = _opened(path, options), options.pop("split", "validation")
-    found = evaluate(opened, split, **options)
-    return json_value(found), found.text()
+    values, text = evaluate(opened, split, **options)
+    return json_value(values), text
 
 
 def _opened(path: Path, options: dict[str, Any]) -> EvaluationContext:

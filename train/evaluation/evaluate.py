@@ -2,8 +2,6 @@
 
 import math
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -23,31 +21,13 @@ from polyad.train.tasks.language import LanguageModelling
 from polyad.train.tasks.task import Task
 
 
-@dataclass(frozen=True)
-class Evaluation:
-    """Scores of a checkpoint on held-out data, and how they were measured."""
-
-    values: Mapping[str, Any]
-    """Values of `--json`."""
-    rows: Sequence[tuple[str, str]]
-    """Names and values for display."""
-
-    def to_json(self) -> Mapping[str, Any]:
-        """The result as JSON values."""
-        return self.values
-
-    def text(self) -> str:
-        """The result as text."""
-        return "\n".join(aligned(self.rows, "<"))
-
-
 def evaluate(
     opened: EvaluationContext,
     split: SplitName = "validation",
     *,
     model: nn.Module | None = None,
     attack: WordSwap | GaussianNoise | None = None,
-) -> Evaluation:
+) -> tuple[dict[str, Any], str]:
     """Evaluates weights, in one process or under torchrun.
 
     Args:
@@ -57,7 +37,8 @@ def evaluate(
         attack: perturbation of the text or images before they are read.
 
     Returns:
-        The same on every process.
+        The values of `--json`, scores and how they were measured, and the same as text; equal on
+        every process.
     """
     opened.task.check_split(split)
     with opened.loaded(f"evaluating {split}", split, model, needs_whole=None) as (model, world):
@@ -83,16 +64,10 @@ def evaluate(
     speed = scores[f"{units}_scored"] / seconds
     interventions = [str(each) for each in opened.interventions]
     average = [("weights", "their moving average (train.ema)")] if opened.choice == "ema" else []
-    about = opened.about() | {
-        "weights": opened.choice,
-        "data_kind": opened.config.data.kind,
-        "data": task.name,
-        "split": split,
-        "attack": attacked,
-    }
+    about = opened.about(split) | {"attack": attacked}
     if interventions:
         about["interventions"] = [each.to_json() for each in opened.interventions]
-    how = {"precision": opened.config.train.precision, "processes": world.size, "seconds": seconds}
+    how = {"processes": world.size, "seconds": seconds}
     rows = [
         ("checkpoint", about["checkpoint"]),
         *average,
@@ -103,7 +78,8 @@ def evaluate(
         ("speed", f"{speed:,.0f} {units}/s"),
         ("processes", f"{world.size}"),
     ]
-    return Evaluation({**about, **scores, **how, f"{units}_per_second": speed}, rows)
+    values = {**about, **scores, **how, f"{units}_per_second": speed}
+    return values, "\n".join(aligned(rows, "<"))
 
 
 def _attacked(
