@@ -23,19 +23,14 @@ _PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n
 _PICTURES |= dict.fromkeys(range(127, 160), 0x2421)
 
 
-def page(template: str, **values: object) -> str:
-    """Fills the template of a whole page; like `render` for a part."""
-    return _environment().get_template(template).render(values)
-
-
 def render(template: str, **values: object) -> Markup:
-    """Fills the template of a part of a page.
+    """Fills the template of a page, or of a part of one.
 
     Args:
         template: its path in the package, such as `train/experts/view.html`.
         values: its variables; escaped unless they are `Markup`, as charts are.
     """
-    return Markup(page(template, **values))
+    return Markup(_environment().get_template(template).render(values))
 
 
 @functools.cache

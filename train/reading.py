@@ -59,15 +59,24 @@ class EvaluationContext(NamedTuple):
     task: Task[Any]
     choice: Choice
     """Which weights of a checkpoint."""
-    data_is_named: bool
-    """Whether the data was given explicitly, in place of the configuration's."""
     interventions: Sequence[Intervention] = ()
     """Changes to experts whenever the model reads."""
 
-    def about(self) -> dict[str, Any]:
-        """Keys of a result that identify the weights; a folder of weights counts as step 0."""
-        step = self.weights.training_step if isinstance(self.weights, Checkpoint) else 0
-        return {"checkpoint": str(self.weights.folder), "step": step}
+    def about(self, split: str | None) -> dict[str, Any]:
+        """Keys of a result that identify weights and data; a folder of weights counts as step 0.
+
+        Args:
+            split: the split that is read; None: no data is read.
+        """
+        about = {
+            "checkpoint": str(self.weights.folder),
+            "step": self.weights.training_step if isinstance(self.weights, Checkpoint) else 0,
+            "weights": self.choice,
+            "precision": self.config.train.precision,
+        }
+        if split is not None:
+            about |= {"data": self.task.name, "data_kind": self.config.data.kind, "split": split}
+        return about
 
     @property
     def batch_size(self) -> int:
@@ -181,7 +190,7 @@ def open_data_for(
     config = parse_config(original.to_yaml(), overrides, origin=origin)
     _refuse_other_keys(original, config)
     task = TASKS[config.data.kind].open_held_out(config.for_task(), opened)
-    return EvaluationContext(opened, config, task, choice, data is not None)
+    return EvaluationContext(opened, config, task, choice)
 
 
 def config_from_weights(weights: Weights) -> RunConfig:
@@ -367,14 +376,22 @@ class Subject(NamedTuple):
                         row_N=samples.row_N(batch),
                     )
 
-    def moments(self, world: comm.World) -> Mapping[str, Moments]:
+    def moments(self, world: comm.World | None = None) -> Mapping[str, Moments]:
         """Reads the samples for the moments of expert outputs, by layer name; all processes call
         this.
 
         Args:
-            world: this process.
+            world: the processes that share the samples; None: this one reads all, without output
+                on the console.
         """
-        moments = ExpertMoments(self.layers)
-        for forward_pass in self.read(world, label="read experts"):
-            moments.add(forward_pass.decisions)
-        return moments.result(lambda values: comm.sum_over_samples(values.to(world.device), world))
+        moments = {layer.name: ExpertMoments(layer) for layer in self.layers}
+        for forward_pass in self.read(world, label="read experts" if world else ""):
+            for name, decision in forward_pass.decisions.items():
+                moments[name].add(decision)
+
+        def summed(values: Tensor) -> Tensor:
+            return (
+                values if world is None else comm.sum_over_samples(values.to(world.device), world)
+            )
+
+        return {name: each.result(summed) for name, each in moments.items()}

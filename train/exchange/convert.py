@@ -1,8 +1,7 @@
 """`polyad convert`: converts weights to other formats and back, one tensor at a time."""
 
 import shutil
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -82,8 +81,14 @@ def convert(
             raise applied.error(
                 f"makes {weights.bytes:,} bytes, and {free:,} are free in {existing}"
             )
-        with named(destination), closing(weights.progress), _staging(destination) as staging:
+        beside = destination.absolute().parent  # where the complete folder is renamed
+        with (
+            named(destination),
+            closing(weights.progress),
+            temporary_folder(f".{destination.name}.", beside, ".partial") as staging,
+        ):
             WRITERS[to](weights, staging, destination)
+            staging.rename(destination.absolute())
         if applied:
             weights.notes += applied.notes(weights.config)
         parameters = num_parameters(weights.config)
@@ -136,15 +141,6 @@ def check_adapters(weights: Weights, to: Format, *, merge: bool) -> None:
             f"{weights.folder}: holds adapters: give --merge to merge them into the weights, or "
             "--to peft to write them alone"
         )
-
-
-@contextmanager
-def _staging(destination: Path) -> Iterator[Path]:
-    """Yields a folder that becomes `destination` once complete, and is removed on failure."""
-    destination = destination.absolute()
-    with temporary_folder(f".{destination.name}.", destination.parent, ".partial") as staging:
-        yield staging
-        staging.rename(destination)
 
 
 def refuse_what_is_there(destination: Path) -> None:

@@ -28,7 +28,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -45,7 +45,6 @@ How = Literal[
     "zero", "renormalize", "swap", "mean", "prune", "scale", "clamp", "force", "avoid",
     "steer",
 ]  # fmt: skip
-HOWS: tuple[How, ...] = get_args(How)
 RANKING: tuple[How, ...] = ("force", "avoid")
 """Actions that change the order in which a router ranks experts."""
 MARGIN = 0.01

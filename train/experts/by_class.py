@@ -7,6 +7,7 @@ Shapes: N tokens, A all samples read, Y classes, S experts of all levels side by
 true ones first, then shuffled ones, G groups of samples.
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -38,14 +39,11 @@ LEAST_EXPECTED = 5.0
 class LevelByClass:
     """The experts of one level of a layer, and the classes."""
 
-    experts: list[str]
-    """Their names; see `RoutedLayer.expert_name`."""
     groups: list[str]
     """Names of the classes."""
-    counts_SY: Matrix
-    """Number of tokens of each class that every expert gets; for shares their sums."""
     counts_GSY: Matrix
-    """The same per group of sequences or images, for intervals."""
+    """Number of tokens of each class that every expert gets, per group of sequences or images; for
+    shares their sums."""
     highest_GSY: Matrix | None = None
     """If tokens weight every expert: number of tokens for which each has the highest share."""
     samples: int
@@ -54,6 +52,12 @@ class LevelByClass:
     """Mean `information` over labels shuffled among the sequences or images."""
     highest_by_chance: float | None = None
     """The same for `highest_GSY`."""
+
+    @functools.cached_property
+    def counts_SY(self) -> Matrix:
+        """The counts of all groups together."""
+        counts_SY: Matrix = self.counts_GSY.sum(0)
+        return counts_SY
 
     @property
     def information(self) -> float:
@@ -112,10 +116,10 @@ class LevelByClass:
 
 
 class ExpertCounts:
-    """Accumulates what experts get of each class in one pass, by labels of single tokens.
+    """Accumulates what a layer's experts get of each class in one pass, by labels of single tokens.
 
     Args:
-        layers: the layers to count.
+        layer: the layer to count.
         groups: class names.
         samples: number of sequences, images or windows read, over all processes.
         device: the decisions' device.
@@ -123,27 +127,23 @@ class ExpertCounts:
 
     def __init__(
         self,
-        layers: Sequence[RoutedLayer],
+        layer: RoutedLayer,
         groups: Sequence[str],
         samples: int,
         device: torch.device | str = "cpu",
     ) -> None:
-        self._layers, self._groups, self._samples = layers, list(groups), samples
-        self._counts: dict[str, GroupedSums] = {}
-        """What each layer's experts get of each class [G, Y, S], or 2 S, as `assigned`."""
-        self._shuffled: dict[str, Tensor] = {}
-        """The same with shuffled labels [SHUFFLES, Y, S], over all samples."""
-        for layer in layers:
-            shape = (len(groups), layer.num_experts * (2 if layer.shares else 1))
-            size = len(groups) * layer.num_experts
-            counts = self._counts[layer.name] = GroupedSums(samples, shape, device, numbers=size)
-            self._shuffled[layer.name] = counts.sums_G.new_zeros(SHUFFLES, *shape)
+        self._layer, self._groups, self._samples = layer, list(groups), samples
+        shape = (len(groups), layer.num_experts * (2 if layer.shares else 1))
+        size = len(groups) * layer.num_experts
+        self._counts = GroupedSums(samples, shape, device, numbers=size)
+        """What the experts get of each class [G, Y, S], or 2 S, as `assigned`."""
+        self._shuffled_PYS = self._counts.sums_G.new_zeros(SHUFFLES, *shape)
+        """The same with shuffled labels, over all samples."""
 
-    def count(self, name: str, assigned_NS: Tensor, label_PN: Tensor, number_N: Tensor) -> None:
+    def count(self, assigned_NS: Tensor, label_PN: Tensor, number_N: Tensor) -> None:
         """Adds tokens.
 
         Args:
-            name: the layer's name.
             assigned_NS: each token's counts per expert, fp64, [N, S] or 2 S; see `assigned`.
             label_PN: its class, and shuffled ones; -1: not counted.
             number_N: the number of its sample.
@@ -152,14 +152,13 @@ class ExpertCounts:
             counted_N = label_N >= 0
             label_C, assigned_CS = label_N[counted_N], assigned_NS[counted_N]
             if shuffle:
-                self._shuffled[name][shuffle - 1].index_add_(0, label_C, assigned_CS)
+                self._shuffled_PYS[shuffle - 1].index_add_(0, label_C, assigned_CS)
                 continue
-            counts = self._counts[name]
-            row_C = counts.group_of(number_N[counted_N]) * len(self._groups) + label_C
-            counts.sums_G.flatten(0, 1).index_add_(0, row_C, assigned_CS)
+            row_C = self._counts.group_of(number_N[counted_N]) * len(self._groups) + label_C
+            self._counts.sums_G.flatten(0, 1).index_add_(0, row_C, assigned_CS)
 
-    def result(self, summed: Summed = lambda counts: counts) -> dict[str, list[LevelByClass]]:
-        """Returns the levels of each layer, by layer name.
+    def result(self, summed: Summed = lambda counts: counts) -> list[LevelByClass]:
+        """Returns the levels of the layer.
 
         Args:
             summed: sums over processes.
@@ -167,37 +166,28 @@ class ExpertCounts:
         Raises:
             ConfigError: coefficients are not finite.
         """
-        by_layer: dict[str, list[LevelByClass]] = {}
-        for layer in self._layers:
-            counts_GYS = self._counts[layer.name].result(summed, not_finite(layer))
-            shuffled_PYS = summed(self._shuffled[layer.name]).cpu().numpy()
-            first, levels = 0, []
-            for size in layer.levels:
-                columns = slice(first, first + size)
-                counts_GSY, shuffled_PSY = (
-                    each[..., columns].swapaxes(1, 2) for each in (counts_GYS, shuffled_PYS)
+        layer = self._layer
+        counts_GSY = self._counts.result(summed, not_finite(layer)).swapaxes(1, 2)
+        shuffled_PSY = summed(self._shuffled_PYS).cpu().numpy().swapaxes(1, 2)
+        levels = []
+        for own in layer.columns:
+            highest: dict[str, Any] = {}
+            if layer.shares:
+                beside = slice(own.start + layer.num_experts, own.stop + layer.num_experts)
+                highest = {
+                    "highest_GSY": counts_GSY[:, beside],
+                    "highest_by_chance": _mean_bits(shuffled_PSY[:, beside]),
+                }
+            levels.append(
+                LevelByClass(
+                    groups=self._groups,
+                    counts_GSY=counts_GSY[:, own],
+                    samples=self._samples,
+                    by_chance=_mean_bits(shuffled_PSY[:, own]),
+                    **highest,
                 )
-                highest: dict[str, Any] = {}
-                if layer.shares:
-                    columns = slice(layer.num_experts + first, layer.num_experts + first + size)
-                    highest = {
-                        "highest_GSY": counts_GYS[..., columns].swapaxes(1, 2),
-                        "highest_by_chance": _mean_bits(shuffled_PYS[..., columns].swapaxes(1, 2)),
-                    }
-                levels.append(
-                    LevelByClass(
-                        experts=[layer.expert_name(first + column) for column in range(size)],
-                        groups=self._groups,
-                        counts_SY=counts_GSY.sum(0),
-                        counts_GSY=counts_GSY,
-                        samples=self._samples,
-                        by_chance=_mean_bits(shuffled_PSY),
-                        **highest,
-                    )
-                )
-                first += size
-            by_layer[layer.name] = levels
-        return by_layer
+            )
+        return levels
 
 
 def shuffled_classes(class_A: Tensor) -> Tensor:

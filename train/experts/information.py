@@ -203,42 +203,38 @@ def not_finite(layer: RoutedLayer) -> str:
 
 
 class GateEntropies:
-    """Accumulates the probabilities of gates and their entropies.
+    """Accumulates the probabilities of a layer's gate and their entropies.
 
     Probabilities are the scores before top-K, divided by their sum, or the coefficients of a muMoE.
 
     Args:
-        layers: the layers to measure.
+        layer: the layer to measure.
         samples: number of samples read, over all processes.
         device: the decisions' device.
     """
 
     def __init__(
-        self, layers: Sequence[RoutedLayer], samples: int, device: torch.device | str = "cpu"
+        self, layer: RoutedLayer, samples: int, device: torch.device | str = "cpu"
     ) -> None:
-        self._layers, self._samples = layers, samples
-        self._sums = {
-            layer.name: GroupedSums(samples, [layer.num_experts + len(layer.levels) + 1], device)
-            for layer in layers
-        }
+        self._layer, self._samples = layer, samples
+        width = layer.num_experts + len(layer.levels) + 1
+        self._sums = GroupedSums(samples, [width], device)
 
-    def add(self, name: str, decision: Decision, number_N: Tensor) -> None:
-        """Adds what a layer decided for a batch.
+    def add(self, decision: Decision, number_N: Tensor) -> None:
+        """Adds what the layer decided for a batch.
 
         Args:
-            name: the layer's name.
             decision: decisions for tokens.
             number_N: the number of each token's sample.
         """
         levels = decision.probabilities()
         bits = [entropy(p_NE).unsqueeze(-1) / math.log(2) for p_NE in levels]
         rows = torch.cat([*levels, *bits, torch.ones_like(bits[0])], dim=-1)
-        sums = self._sums[name]
-        sums.sums_G.index_add_(0, sums.group_of(number_N), rows)
+        self._sums.sums_G.index_add_(0, self._sums.group_of(number_N), rows)
 
-    def result(self, summed: Summed = lambda sums: sums) -> dict[str, list[dict[str, float]]]:
-        """Returns columns for each level of each layer, by layer name: `entropy_bits` (H_s) and
-        `usage_entropy_bits` (H_u) with their intervals.
+    def result(self, summed: Summed = lambda sums: sums) -> list[dict[str, float]]:
+        """Returns columns for each level: `entropy_bits` (H_s) and `usage_entropy_bits` (H_u) with
+        their intervals.
 
         Args:
             summed: sums over processes.
@@ -246,18 +242,15 @@ class GateEntropies:
         Raises:
             ConfigError: probabilities are not finite.
         """
-        entropies = {}
-        for layer in self._layers:
-            sums_G = self._sums[layer.name].result(summed, not_finite(layer))
-            ends = np.cumsum([*layer.levels, len(layer.levels)])
-            *levels, bits_GL, tokens_G1 = np.split(sums_G, ends, axis=1)
-            own = [np.concatenate([bits_G[:, None], tokens_G1], 1) for bits_G in bits_GL.T]
-            entropies[layer.name] = [
-                measured("entropy_bits", _mean, bits_G2, self._samples)
-                | measured("usage_entropy_bits", entropy_bits, p_GE, self._samples)
-                for bits_G2, p_GE in zip(own, levels, strict=True)
-            ]
-        return entropies
+        sums_G = self._sums.result(summed, not_finite(self._layer))
+        sizes = self._layer.levels
+        *levels, bits_GL, tokens_G1 = np.split(sums_G, np.cumsum([*sizes, len(sizes)]), axis=1)
+        own = [np.concatenate([bits_G[:, None], tokens_G1], 1) for bits_G in bits_GL.T]
+        return [
+            measured("entropy_bits", _mean, bits_G2, self._samples)
+            | measured("usage_entropy_bits", entropy_bits, p_GE, self._samples)
+            for bits_G2, p_GE in zip(own, levels, strict=True)
+        ]
 
 
 def _mean(sums_2: Matrix) -> Matrix:

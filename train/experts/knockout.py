@@ -171,8 +171,8 @@ class LayerWithout:
         import pandas as pd
 
         rows = [row for row, columns in enumerate(self.sets) if len(columns) == 1]
-        places = [(self.layer.name, *self.layer.place(self.sets[row][0])) for row in rows]
         names = ["module", "level", "expert"]
+        places = [self.layer.named(self.sets[row][0]) for row in rows]
         experts = pd.DataFrame(places, index=rows, columns=names)
         changes = experts.join(self.changes.set_index("row"), how="inner")
         of_all = changes[changes["by"] == "all"]
@@ -213,6 +213,9 @@ class KnockOut:
         classes: class names of each labeling of tokens.
         windows: number of windows that all processes read together.
         action: the action on the experts.
+
+    Attributes:
+        sums: the changes, and the losses of windows read by the unchanged model.
     """
 
     def __init__(
@@ -232,7 +235,7 @@ class KnockOut:
         for row, experts in enumerate(sets):
             self._chosen_ES[row, list(experts)] = True
         self._chosen_ES = self._chosen_ES.to(device)
-        self._sums = ChangeSums(len(sets), classes, windows, device)
+        self.sums = ChangeSums(len(sets), classes, windows, device)
         self._again = torch.zeros(1, dtype=torch.float64, device=device)
         self._drops = may_drop(model)
 
@@ -254,7 +257,7 @@ class KnockOut:
             loss_BP: loss of the unchanged model.
             decision: the layer's decision.
         """
-        self.add_whole(passages, label_JBP, loss_BP)
+        self.sums.add_whole(label_JBP, passages.number_B, loss_BP)
         has_BTE = self.uses(decision, x_BTD.shape[0])
         for row_R, window_R in self.pairs(has_BTE):
             with self.without(row_R):
@@ -280,19 +283,6 @@ class KnockOut:
         has_BTS = a_MS.view(windows, -1, a_MS.shape[-1]) != 0
         return has_BTS.float() @ self._chosen_ES.T.float() > 0
 
-    def changed(self, has_BTE: Tensor) -> Tensor:
-        """Which windows the action on each set can change [E, B].
-
-        Args:
-            has_BTE: the result of `uses`.
-        """
-        has_EB = has_BTE.any(1).T
-        if self._action.how in RESCORING:
-            return torch.ones_like(has_EB)
-        if self._drops:  # a capacity counts whole batches, so keep them
-            return has_EB.any(1, keepdim=True).expand_as(has_EB)
-        return has_EB
-
     def pairs(self, has_BTE: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields pairs of a set and a window to recompute, as many at a time as there are windows.
 
@@ -302,7 +292,12 @@ class KnockOut:
         Yields:
             The rows of sets [R], and the windows [R].
         """
-        row_N, window_N = self.changed(has_BTE).nonzero().unbind(-1)
+        can_change_EB = has_BTE.any(1).T
+        if self._action.how in RESCORING:
+            can_change_EB = torch.ones_like(can_change_EB)
+        elif self._drops:  # a capacity counts whole batches, so keep them
+            can_change_EB = can_change_EB.any(1, keepdim=True).expand_as(can_change_EB)
+        row_N, window_N = can_change_EB.nonzero().unbind(-1)
         self._again += len(row_N)
         if len(row_N):
             parts = (torch.split(each_N, len(has_BTE)) for each_N in (row_N, window_N))
@@ -318,10 +313,6 @@ class KnockOut:
         with intervening(self._model, self.layer, self._action) as intervene:
             intervene(self._chosen_ES[row_R], None)
             yield
-
-    def add_whole(self, passages: Passages, label_JBP: Tensor, loss_BP: Tensor) -> None:
-        """Adds windows read by the unchanged model; see `add`."""
-        self._sums.add_whole(label_JBP, passages.number_B, loss_BP)
 
     def add_changed(
         self,
@@ -341,7 +332,7 @@ class KnockOut:
             own_RT: which tokens use an expert of the set.
         """
         own_RP = own_RT.gather(1, passages.places_BP)
-        self._sums.add(label_JRP, passages.number_B, row_R, change_RP, own_RP)
+        self.sums.add(label_JRP, passages.number_B, row_R, change_RP, own_RP)
 
     def result(self, summed: Summed = lambda counts: counts) -> LayerWithout:
         """Returns the result.
@@ -356,7 +347,7 @@ class KnockOut:
             layer=self.layer,
             sets=self.sets,
             windows_again=int(summed(self._again)),
-            changes=self._sums.result(f"without an expert of {self.layer.name}", summed),
+            changes=self.sums.result(f"without an expert of {self.layer.name}", summed),
         )
 
 

@@ -137,9 +137,8 @@ class LeaveOneOut:
         experts = []
         for column, (p, class_) in enumerate(zip(p_S.tolist(), class_S.tolist(), strict=True)):
             if class_ >= 0:
-                level, expert = layer.place(column)
-                named = {"module": layer.name, "level": level, "expert": expert}
-                experts.append(named | {"polysemanticity": p, "class": self.classes[class_]})
+                of_class = {"polysemanticity": p, "class": self.classes[class_]}
+                experts.append(layer.named(column) | of_class)
         row = {
             "module": layer.name,
             "experts": layer.num_experts,

@@ -9,6 +9,7 @@ side by side, K experts of a token, D width of an output.
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -18,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from polyad.model.emoe import EmergentMoE
-from polyad.model.feedforward import FeedForward
 from polyad.model.mixture import Mixture, MixtureGate, Shares
 from polyad.model.mumoe.gating import Gate
 from polyad.model.mumoe.layer import MuMoE, MuMoEHead
@@ -71,6 +71,12 @@ class RoutedLayer:
         """The number of experts over all levels."""
         return sum(self.levels)
 
+    @functools.cached_property
+    def columns(self) -> list[slice]:
+        """The columns of each level's experts, of all levels side by side."""
+        ends = list(itertools.accumulate(self.levels, initial=0))
+        return [slice(*each) for each in itertools.pairwise(ends)]
+
     def expert_name(self, column: int) -> str:
         """An expert's name on the command line: its number, or LEVEL.NUMBER with several levels."""
         level, number = self.place(column)
@@ -78,35 +84,34 @@ class RoutedLayer:
 
     def place(self, column: int) -> tuple[int, int]:
         """An expert's level, and its number in it."""
-        level = 0
-        while column >= self.levels[level]:
-            column -= self.levels[level]
-            level += 1
-        return level, column
+        level = next(level for level, own in enumerate(self.columns) if column < own.stop)
+        return level, column - self.columns[level].start
+
+    def named(self, column: int) -> dict[str, Any]:
+        """The columns of a table that name an expert."""
+        level, expert = self.place(column)
+        return {"module": self.name, "level": level, "expert": expert}
 
 
-def routed_layers(model: nn.Module) -> list[RoutedLayer]:
-    """Returns the layers with experts, in the model's order.
+def every_layer(model: nn.Module) -> list[RoutedLayer]:
+    """Returns all layers with experts, in the model's order, with the head of a classifier.
 
     Args:
         model: any model.
     """
     layers = []
     for name, module in model.named_modules():
-        if isinstance(module, FeedForward):
-            for part in module.children():
-                if isinstance(part, Gate):
-                    levels = tuple(part.norm.num_experts)
-                    layers.append(RoutedLayer(name=name, levels=levels, shares=True))
-                elif isinstance(part, SparseGate):
-                    levels = (part.num_experts,)
-                    layers.append(RoutedLayer(name=name, levels=levels, shares=True))
-                elif isinstance(part, Router):
-                    experts = part.selection.num_experts
-                    layers.append(RoutedLayer(name=name, levels=(experts,)))
-        elif isinstance(module, Mixture):
-            levels = (module.config.num_experts,)
-            layers.append(RoutedLayer(name=name, levels=levels, shares=True))
+        for part in module.children():
+            if isinstance(part, Router):
+                layers.append(RoutedLayer(name=name, levels=(part.selection.num_experts,)))
+            elif isinstance(part, Gate):
+                levels = tuple(part.norm.num_experts)
+                layers.append(RoutedLayer(name=name, levels=levels, shares=True))
+            elif isinstance(part, SparseGate):
+                layers.append(RoutedLayer(name=name, levels=(part.num_experts,), shares=True))
+            elif isinstance(module, Mixture) and part is module.gate:
+                levels = (module.config.num_experts,)
+                layers.append(RoutedLayer(name=name, levels=levels, shares=True))
     return layers
 
 
@@ -116,11 +121,20 @@ def routed_head(model: nn.Module) -> RoutedLayer | None:
     Args:
         model: any model.
     """
-    for name, module in model.named_modules():
-        if isinstance(module, MuMoEHead):
-            levels = tuple(module.gate.norm.num_experts)
-            return RoutedLayer(name=name, levels=levels, shares=True)
+    for layer in every_layer(model):
+        if isinstance(model.get_submodule(layer.name), MuMoEHead):
+            return layer
     return None
+
+
+def routed_layers(model: nn.Module) -> list[RoutedLayer]:
+    """Returns the layers with experts other than a head.
+
+    Args:
+        model: any model.
+    """
+    head = routed_head(model)
+    return [layer for layer in every_layer(model) if layer != head]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -310,31 +324,25 @@ def columns_of(layer: RoutedLayer, experts: Sequence[str]) -> list[int]:
     return [column for column in every if not experts or layer.expert_name(column) in experts]
 
 
-def _parts(layer: nn.Module) -> tuple[nn.Module, Callable[[Any, int, int, Tensor], Tensor]]:
-    """The module with the experts' inputs, and a function from its arguments to their outputs."""
+def _parts(layer: nn.Module) -> tuple[nn.Module, Callable[..., Tensor]]:
+    """The module with the experts' inputs, and a function from its arguments, a level, an expert
+    and rows to the expert's outputs."""
     # Parts are called through `forward`, which does not run hooks again.
     if isinstance(layer, SelectingMoE):
-        return layer.dispatcher, lambda read, level, expert, rows_M: _sparse(
-            layer, read[0][rows_M], expert
-        )
+        return layer.dispatcher, functools.partial(_sparse, layer)
     if isinstance(layer, MuMoE):
-        return layer.up, lambda read, level, expert, rows_M: _multilinear(
-            layer, *_with_one(read, level, expert, rows_M)
-        )
+        return layer.up, functools.partial(_multilinear, layer)
     if isinstance(layer, SparseTable):
-        return layer.gate, lambda read, level, expert, rows_M: _scaled(
-            layer, read[0][rows_M], expert
-        )
+        return layer.gate, functools.partial(_scaled, layer)
     if isinstance(layer, MuMoEHead):
-        return layer.layer, lambda read, level, expert, rows_M: layer.layer.forward(
-            *_with_one(read, level, expert, rows_M)
-        )
+        return layer.layer, functools.partial(_of_head, layer)
     assert isinstance(layer, Mixture)
-    return layer, lambda read, level, expert, rows_M: _network(layer, read[0][rows_M], expert)
+    return layer, functools.partial(_network, layer)
 
 
-def _sparse(layer: SelectingMoE, tokens_MD: Tensor, expert: int) -> Tensor:
+def _sparse(layer: SelectingMoE, read: Any, level: int, expert: int, rows_M: Tensor) -> Tensor:
     """An expert's output with its own bias; a split feed-forward's single bias belongs to none."""
+    tokens_MD = read[0][rows_M]
     weights_M1 = tokens_MD.new_ones(len(tokens_MD), 1)
     ids_M1 = torch.full_like(weights_M1, expert, dtype=torch.int64)
     alone = Selected.of(weights_M1, ids_M1, layer.config.num_experts)
@@ -353,16 +361,22 @@ def _with_one(read: Any, level: int, expert: int, rows_M: Tensor) -> tuple[Tenso
     return read[0][rows_M], coefficients
 
 
-def _multilinear(layer: MuMoE, x_MD: Tensor, coefficients: list[Tensor]) -> Tensor:
+def _multilinear(layer: MuMoE, *place: Any) -> Tensor:
+    x_MD, coefficients = _with_one(*place)
     inner_MF = layer.up.forward(x_MD, coefficients)
     if layer.up_gate is not None:
         inner_MF = layer.combine(layer.up_gate.forward(x_MD, coefficients), inner_MF)
     return layer.down.forward(inner_MF, coefficients)
 
 
-def _scaled(layer: SparseTable, x_MD: Tensor, expert: int) -> Tensor:
+def _of_head(head: MuMoEHead, *place: Any) -> Tensor:
+    return head.layer.forward(*_with_one(*place))
+
+
+def _scaled(layer: SparseTable, read: Any, level: int, expert: int, rows_M: Tensor) -> Tensor:
     """The contribution of one expert of weight 1: its row, times what it scales, without the
     bias."""
+    x_MD = read[0][rows_M]
     row_D = layer.row(expert).to(x_MD.dtype)
     if layer.dense is None:
         return row_D.expand(len(x_MD), -1)
@@ -370,7 +384,7 @@ def _scaled(layer: SparseTable, x_MD: Tensor, expert: int) -> Tensor:
     return row_D * y_1MD.squeeze(0)
 
 
-def _network(mixture: Mixture, images_MCHW: Tensor, expert: int) -> Tensor:
+def _network(mixture: Mixture, read: Any, level: int, expert: int, rows_M: Tensor) -> Tensor:
     """A network's class probabilities, or its logits if those are mixed."""
-    logits_MK: Tensor = mixture.experts[expert](images_MCHW)[1]
+    logits_MK: Tensor = mixture.experts[expert](read[0][rows_M])[1]
     return logits_MK.softmax(-1)

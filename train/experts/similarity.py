@@ -11,9 +11,6 @@ biased form approaches 1 for any two experts if outputs are wider than there are
 Shapes: N tokens of a group, D width of an output, E experts of a level, G groups.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -32,35 +29,11 @@ MOST_EXPERTS = 64
 """Maximum number of experts per level, evenly spaced."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class LevelSimilarity:
-    """Similarity of the experts of one level."""
-
-    experts: list[str]
-    """Names of the compared experts."""
-    tokens: int
-    """Number of tokens on which they were compared."""
-    sums_GEE: Matrix
-    """Sums of cosines, HSIC and number of tokens of all pairs, by group [G, 3, E, E]."""
-
-    def columns(self) -> dict[str, float]:
-        """Columns of a table: the means over pairs of two experts, with their intervals."""
-        sums_G, bounds = self.sums_GEE, {"lowest": -1.0, "highest": 1.0}
-        return {
-            "compared_experts": len(self.experts),
-            "compared_tokens": self.tokens,
-            **measured("cosine", lambda s: _of_pairs(_cosine(s)), sums_G, len(sums_G), **bounds),
-            **measured(
-                "cka", lambda s: _of_pairs(_cka(s[..., 1, :, :])), sums_G, len(sums_G), **bounds
-            ),
-        }
-
-
 class ExpertSimilarity:
-    """Accumulates similarities of expert outputs over some batches.
+    """Accumulates similarities of a layer's expert outputs over some batches.
 
     Args:
-        layers: the layers to measure.
+        layer: the layer to measure.
         samples: number of images, sequences or windows that all processes read together.
         batch_size: samples per forward pass.
         device: the decisions' device.
@@ -68,33 +41,28 @@ class ExpertSimilarity:
 
     def __init__(
         self,
-        layers: Sequence[RoutedLayer],
+        layer: RoutedLayer,
         samples: int,
         batch_size: int,
         device: torch.device | str = "cpu",
     ) -> None:
-        self._layers, self._batch_size = layers, batch_size
+        self._batch_size = batch_size
         batches = -(-samples // batch_size)
         chosen = np.linspace(0, batches - 1, min(GROUPS, batches)).round().astype(int)
         self._group = {int(batch): group for group, batch in enumerate(chosen)}
-        groups = len(self._group)
-
-        def zeros(*sizes: int) -> Tensor:
-            return torch.zeros(sizes, dtype=torch.float64, device=device)
-
-        self._tokens = {layer.name: zeros(groups) for layer in layers}
-        self._levels: dict[str, list[tuple[Tensor, list[int]]]] = {}
-        """The sums of each layer's levels, and the compared experts."""
-        for layer in layers:
-            compared = [_compared(size) for size in layer.levels]
-            self._levels[layer.name] = [(zeros(groups, 3, len(e), len(e)), e) for e in compared]
+        sums_G = torch.zeros(len(chosen), dtype=torch.float64, device=device)
+        self._tokens_G = sums_G
+        """Number of tokens of each group."""
+        self._compared = [_compared(size) for size in layer.levels]
+        """Numbers of the compared experts of each level."""
+        self._levels = [sums_G.new_zeros(len(chosen), 3, len(e), len(e)) for e in self._compared]
+        """Sums of cosines, HSIC and number of tokens of all pairs of each level [G, 3, E, E]."""
 
     @torch.no_grad()
-    def add(self, name: str, decision: Decision, number_N: Tensor) -> None:
-        """Adds a layer's outputs for a batch, if it is one of the batches to use.
+    def add(self, decision: Decision, number_N: Tensor) -> None:
+        """Adds the layer's outputs for a batch, if it is one of the batches to use.
 
         Args:
-            name: the layer's name.
             decision: decisions for tokens.
             number_N: the number of each token's sample.
         """
@@ -106,31 +74,37 @@ class ExpertSimilarity:
             return
         rows_N = torch.linspace(0, count - 1, min(TOKENS, count)).round().long()
         rows_N = rows_N.to(number_N.device)
-        self._tokens[name][group] = len(rows_N)
-        for level, (sums, experts) in enumerate(self._levels[name]):
+        self._tokens_G[group] = len(rows_N)
+        for level, experts in enumerate(self._compared):
             outputs = [decision.output(level, expert, rows_N).double() for expert in experts]
-            sums[group] = _sums(torch.stack(outputs))
+            self._levels[level][group] = _sums(torch.stack(outputs))
 
-    def result(self, summed: Summed = lambda sums: sums) -> dict[str, list[LevelSimilarity]]:
-        """Returns the levels of each layer, by layer name.
+    def sums(self, summed: Summed = lambda sums: sums) -> list[Matrix]:
+        """Returns the sums of each level, by group [G, 3, E, E].
 
         Args:
             summed: sums over processes, which have read different batches.
         """
-        levels: dict[str, list[LevelSimilarity]] = {}
-        for layer in self._layers:
-            tokens = int(summed(self._tokens[layer.name]).sum())
-            read_G = summed(self._tokens[layer.name]).cpu().numpy() > 0  # some groups are too small
-            first = np.cumsum([0, *layer.levels])
-            levels[layer.name] = [
-                LevelSimilarity(
-                    experts=[layer.expert_name(int(first[level]) + e) for e in experts],
-                    tokens=tokens,
-                    sums_GEE=summed(sums).cpu().numpy()[read_G],
-                )
-                for level, (sums, experts) in enumerate(self._levels[layer.name])
-            ]
-        return levels
+        read_G = summed(self._tokens_G).cpu().numpy() > 0  # some groups are too small
+        return [summed(sums).cpu().numpy()[read_G] for sums in self._levels]
+
+    def result(self, summed: Summed = lambda sums: sums) -> list[dict[str, float]]:
+        """Returns columns for each level: the means over pairs of two experts, with intervals.
+
+        Args:
+            summed: as for `sums`.
+        """
+        tokens = int(summed(self._tokens_G).sum())
+        bounds = {"lowest": -1.0, "highest": 1.0}
+        return [
+            {
+                "compared_experts": sums_GEE.shape[-1],
+                "compared_tokens": tokens,
+                **measured("cosine", _mean_cosine, sums_GEE, len(sums_GEE), **bounds),
+                **measured("cka", _mean_cka, sums_GEE, len(sums_GEE), **bounds),
+            }
+            for sums_GEE in self.sums(summed)
+        ]
 
 
 def _sums(outputs_END: Tensor) -> Tensor:
@@ -149,6 +123,16 @@ def _sums(outputs_END: Tensor) -> Tensor:
     return torch.stack([directions_ED @ directions_ED.T, hsic_EE, torch.full_like(hsic_EE, tokens)])
 
 
+def _mean_cosine(sums_EE: Matrix) -> Matrix:
+    """The mean over pairs of the cosine, from sums [..., 3, E, E]."""
+    return _of_pairs(_cosine(sums_EE))
+
+
+def _mean_cka(sums_EE: Matrix) -> Matrix:
+    """The mean over pairs of the alignment, from sums [..., 3, E, E]."""
+    return _of_pairs(_cka(sums_EE))
+
+
 def _cosine(sums_EE: Matrix) -> Matrix:
     """The mean cosine of each pair, from sums [..., 3, E, E]; NaN where nothing was read."""
     tokens_EE = np.where(sums_EE[..., 2, :, :] > 0, sums_EE[..., 2, :, :], np.nan)
@@ -156,7 +140,9 @@ def _cosine(sums_EE: Matrix) -> Matrix:
     return cosine_EE
 
 
-def _cka(hsic_EE: Matrix) -> Matrix:
+def _cka(sums_EE: Matrix) -> Matrix:
+    """The alignment of each pair, from sums [..., 3, E, E]; NaN for constant outputs."""
+    hsic_EE = sums_EE[..., 1, :, :]
     own_E = np.diagonal(hsic_EE, axis1=-2, axis2=-1)
     own_E = np.sqrt(np.where(own_E > 0, own_E, np.nan))
     cka_EE: Matrix = hsic_EE / (own_E[..., None] * own_E[..., None, :])

@@ -81,10 +81,10 @@ def experts_of(layer: RoutedLayer, decision: Decision, top: int) -> LayerExperts
         experts_NK = decision.selected.expert_ids_NK.cpu()
         weights_NK = decision.selected.weights_NK.float().cpu()
         return LayerExperts(layer=layer, experts=experts_NK, weights=weights_NK, scores=scores_NS)
-    chosen, first = [], 0
-    for level_NE in torch.split(scores_NS, list(layer.levels), dim=-1):
-        chosen.append(level_NE.topk(min(top, level_NE.shape[-1]), dim=-1).indices + first)
-        first += level_NE.shape[-1]
+    chosen = [
+        scores_NS[:, own].topk(min(top, own.stop - own.start), dim=-1).indices + own.start
+        for own in layer.columns
+    ]
     experts_NK = torch.cat(chosen, dim=-1)
     weights_NK = scores_NS.gather(1, experts_NK)
     return LayerExperts(layer=layer, experts=experts_NK, weights=weights_NK, scores=scores_NS)
@@ -118,15 +118,14 @@ def norms(decision: Decision, experts: LayerExperts, row_M: Tensor) -> Tensor:
         row_M: the tokens to use, on the CPU; the norms of others are 0.
     """
     norm_NK = torch.zeros_like(experts.weights)
-    experts_MK, first = experts.experts[row_M], 0
-    for level, size in enumerate(experts.layer.levels):
-        for expert in range(size):
-            at_M, slot_M = (experts_MK == first + expert).nonzero(as_tuple=True)
-            if len(at_M):
-                rows = row_M[at_M]
-                y_MD = decision.output(level, expert, rows.to(decision.levels[0].device))
-                norm_NK[rows, slot_M] = y_MD.float().norm(dim=-1).cpu()
-        first += size
+    experts_MK, layer = experts.experts[row_M], experts.layer
+    for column in range(layer.num_experts):
+        at_M, slot_M = (experts_MK == column).nonzero(as_tuple=True)
+        if len(at_M):
+            rows = row_M[at_M]
+            on_device = rows.to(decision.levels[0].device)
+            y_MD = decision.output(*layer.place(column), on_device)
+            norm_NK[rows, slot_M] = y_MD.float().norm(dim=-1).cpu()
     return norm_NK
 
 

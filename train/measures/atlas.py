@@ -20,7 +20,6 @@ import numpy as np
 from torch import nn
 
 from polyad.parallel import comm
-from polyad.train.errors import ConfigError
 from polyad.train.experts.actions import Action, How, check_action, experts_of_a_token
 from polyad.train.experts.knockout import LayerWithout
 from polyad.train.experts.moments import STATISTICS, Moments
@@ -30,10 +29,9 @@ from polyad.train.experts.probing import (
     check_experts,
     choose_layers,
     columns_of,
-    routed_layers,
 )
 from polyad.train.measures import knockout
-from polyad.train.measures.measure import Analysis
+from polyad.train.measures.measure import Analysis, layers_of
 from polyad.train.reading import TOKENS, EvaluationContext, Subject
 from polyad.train.results import Tables
 from polyad.train.tasks.samples import TextSamples
@@ -81,9 +79,7 @@ class Atlas(Analysis):
         self, opened: EvaluationContext, split: str, model: nn.Module, world: comm.World
     ) -> Tables:
         """Reads the text twice: for the statistics, and for the changes in loss."""
-        if not (routed := routed_layers(model)):
-            raise ConfigError(f"{opened.weights.folder}: its model has no experts")
-        layers = choose_layers(routed, self.layers)
+        layers = choose_layers(layers_of(opened, model), self.layers)
         check_experts(layers, self.experts)
         for layer in layers:
             check_action(layer, Action(how=self.how), f"--how {self.how}")

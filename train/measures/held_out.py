@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from polyad.model.smoe.layer import SelectingMoE
 from polyad.train.errors import ConfigError
 from polyad.train.experts.actions import intervening
-from polyad.train.experts.moments import ExpertMoments
-from polyad.train.experts.probing import RoutedLayer, routed_head, routed_layers
+from polyad.train.experts.probing import RoutedLayer, every_layer
 from polyad.train.experts.token_classes import labellings
 from polyad.train.experts.trace import TOP
 from polyad.train.measures.trace import TraceRows, check_extra
@@ -45,9 +44,7 @@ class HeldOut:
         opened.task.check_split(split)
         self._opened, self._model = opened, model
         self._samples = samples_of(opened.task, split, tokens)
-        head = routed_head(model)
-        layers = [*routed_layers(model), *([head] if head else [])]
-        self._layers = {each.name: each for each in layers}
+        self._layers = {each.name: each for each in every_layer(model)}
 
     @torch.inference_mode()
     def trace(self, *extra: str, top: int = TOP) -> Any:
@@ -75,17 +72,12 @@ class HeldOut:
         import pandas as pd
 
         layers = list(self._layers.values())
-        moments = ExpertMoments(layers)
-        for forward_pass in self._subject(layers).read():
-            moments.add(forward_pass.decisions)
         tables = []
-        for name, each in moments.result().items():
+        for name, each in self._subject(layers).moments().items():
             layer = self._layers[name]
-            level, expert = zip(*map(layer.place, range(layer.num_experts)), strict=True)
             columns = {key: value_S.numpy() for key, value_S in each.statistics().items()}
-            tables.append(
-                pd.DataFrame({"module": name, "level": level, "expert": expert} | columns)
-            )
+            places = map(layer.named, range(layer.num_experts))
+            tables.append(pd.DataFrame(places).assign(**columns))
         return pd.concat(tables, ignore_index=True)
 
     @torch.inference_mode()
@@ -215,10 +207,10 @@ class HeldOut:
             batch and the `column` of their expert; and the inputs of blocks.
         """
         table = rows.reset_index(drop=True)
-        first = {name: np.cumsum([0, *layer.levels]) for name, layer in self._layers.items()}
         level = table["level"] if "level" in table else np.zeros(len(table), dtype=np.int64)
         table["column"] = table["expert"] + [
-            first[name][at] for name, at in zip(table["module"], level, strict=True)
+            self._layers[name].columns[at].start
+            for name, at in zip(table["module"], level, strict=True)
         ]
         windows = sorted(table["window"].unique().tolist())
         table["window"] = np.searchsorted(windows, table["window"])

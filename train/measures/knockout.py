@@ -129,7 +129,7 @@ def _block_by_block(
                 passages = on_device(batch, model.device)
                 loss_of.append(losses(model, x_BTD.to(model.device), passages))
                 for each in without.values():
-                    each.add_whole(passages, columns(passages), loss_of[-1])
+                    each.sums.add_whole(columns(passages), passages.number_B, loss_of[-1])
     total, done = sum(blocks - block + 1 for block in without), 0
     report = Progress(LABEL, total, "blocks")
     for block, each in without.items():

@@ -20,7 +20,7 @@ from polyad.data.text.manifest import SplitName
 from polyad.parallel import comm
 from polyad.train.errors import ConfigError
 from polyad.train.experts.information import Summed
-from polyad.train.experts.probing import RoutedLayer, routed_head, routed_layers
+from polyad.train.experts.probing import RoutedLayer, every_layer
 from polyad.train.reading import EvaluationContext, ForwardPass, Subject
 from polyad.train.results import Tables
 from polyad.train.tasks.samples import samples_of
@@ -95,7 +95,7 @@ class Measure(Analysis):
 
     def subject_of(self, opened: EvaluationContext, split: str, model: nn.Module) -> Subject:
         """Returns what is read: by default all layers with experts, and all samples; see `run`."""
-        layers = every_layer(opened, model)
+        layers = layers_of(opened, model)
         return Subject(model, layers, samples_of(opened.task, split), opened.batch_size)
 
     def begin(self, subject: Subject) -> None:
@@ -128,7 +128,7 @@ class Measure(Analysis):
         """
 
 
-def every_layer(opened: EvaluationContext, model: nn.Module) -> list[RoutedLayer]:
+def layers_of(opened: EvaluationContext, model: nn.Module) -> list[RoutedLayer]:
     """Returns all layers with experts, in blocks and as the head.
 
     Args:
@@ -138,13 +138,11 @@ def every_layer(opened: EvaluationContext, model: nn.Module) -> list[RoutedLayer
     Raises:
         ConfigError: there are none.
     """
-    head = routed_head(model)
-    layers = [*routed_layers(model), *([head] if head else [])]
-    if not layers:
-        raise ConfigError(
-            f"{opened.weights.folder}: its model has no experts, in blocks or as its head"
-        )
-    return layers
+    if layers := every_layer(model):
+        return layers
+    raise ConfigError(
+        f"{opened.weights.folder}: its model has no experts, in blocks or as its head"
+    )
 
 
 def examine(
@@ -169,26 +167,14 @@ def examine(
         ValueError: with an `exit_status` of 2: one line says what is wrong.
     """
     analysis.check(opened, split)
-    if analysis.reads_split:
-        opened.task.check_split(split)
-    started, reads = time.monotonic(), split if analysis.reads_split else None
-    whole = analysis.needs_whole
+    reads = split if analysis.reads_split else None
+    if reads is not None:
+        opened.task.check_split(reads)
+    started, whole = time.monotonic(), analysis.needs_whole
     with opened.loaded(analysis.doing, reads, model, needs_whole=whole) as (model, world):
         result = analysis.run(opened, split, model, world)
         seconds = time.monotonic() - started
-    about = opened.about()
-    if analysis.reads_split:
-        about |= {
-            "data": opened.task.name,
-            "data_kind": opened.config.data.kind,
-            "split": split,
-        }
+    about = opened.about(reads)
     if opened.interventions:
         about["interventions"] = [str(each) for each in opened.interventions]
-    how = {
-        "weights": opened.choice,
-        "precision": opened.config.train.precision,
-        "processes": world.size,
-        "seconds": seconds,
-    }
-    return result.with_facts(about, how)
+    return result.with_facts(about, {"processes": world.size, "seconds": seconds})

@@ -53,17 +53,13 @@ class Rewrite(NamedTuple):
             return self.by
         return float(experts if self.of[self.output] else -experts)
 
-    def members(self, labels_BK: Tensor) -> Tensor:
-        """Which images belong to the subpopulation [B], whatever they have of the output's
-        attribute."""
-        others = [number for number in self.of if number != self.output]
-        values = torch.tensor([self.of[number] for number in others], device=labels_BK.device)
-        return ((labels_BK[:, others] == 1) == values).all(-1)
-
     def group(self, labels_BK: Tensor) -> Tensor:
         """The subpopulation [B] of images: twice the value of the output's attribute, plus whether
         they meet the other conditions."""
-        return 2 * (labels_BK[:, self.output] == 1).long() + self.members(labels_BK).long()
+        others = [number for number in self.of if number != self.output]
+        values = torch.tensor([self.of[number] for number in others], device=labels_BK.device)
+        is_member_B = ((labels_BK[:, others] == 1) == values).all(-1)
+        return 2 * (labels_BK[:, self.output] == 1).long() + is_member_B.long()
 
 
 def read_rewrite(text: str, names: Sequence[str]) -> Rewrite:
@@ -209,9 +205,8 @@ class Rewriting(Analysis):
             }
         )
         means = [
-            {"module": head.name, "level": level, "expert": expert, "mean_coefficient": value}
+            {**head.named(column), "mean_coefficient": value}
             for column, value in enumerate(mean_S.tolist())
-            for level, expert in [head.place(column)]
         ]
         return Tables(
             facts=facts,

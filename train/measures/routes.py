@@ -21,6 +21,7 @@ from polyad.data.json_reader import parse_json
 from polyad.data.text.dataset import TokenStream
 from polyad.data.text.tokenizers.files import load_tokenizer
 from polyad.model.smoe.router import Selected, spread
+from polyad.parallel import comm
 from polyad.train.errors import ConfigError
 from polyad.train.experts.probing import Decision, RoutedLayer
 from polyad.train.experts.trace import COLUMNS, FORMAT, METADATA, trace_schema
@@ -99,30 +100,32 @@ def trace_of_routes(file: Path, output: Path, tokenizer: str | None) -> Tables:
     import pyarrow as pa
     from pyarrow import parquet
 
-    texts, frames = read_routes(file), []
-    _, count, used = texts[0].experts_TLK.shape
-    experts = 1 + max(int(each.experts_TLK.max()) for each in texts)
+    texts = read_routes(file)
+    lengths = [len(each.ids_T) for each in texts]
+    experts_NLK = np.concatenate([each.experts_TLK for each in texts])
+    experts, (_, count, _) = 1 + int(experts_NLK.max()), experts_NLK.shape
     layers = [RoutedLayer(name=f"blocks.{n}.feed_forward", levels=(experts,)) for n in range(count)]
-    for number, (ids_T, experts_TLK) in enumerate(texts):
-        place_T = np.arange(len(ids_T))
-        of_token = {"position": place_T, "offset": place_T, "token_id": ids_T}
-        for block, layer in enumerate(layers):
-            rows = {name: each.repeat(used) for name, each in of_token.items()}
-            rows |= {"slot": np.tile(np.arange(used), len(ids_T))}
-            rows |= {"expert": experts_TLK[:, block].reshape(-1)}
-            about = {"window": number, "document": number, "layer": block, "module": layer.name}
-            frames.append(pd.DataFrame(rows).assign(**about))
-    columns = [name for name in COLUMNS if name in frames[0]]
+    of_tokens = pd.DataFrame({"window": np.repeat(np.arange(len(texts)), lengths)})
+    of_tokens["document"] = of_tokens["window"]
+    of_tokens["position"] = of_tokens["offset"] = np.concatenate([*map(np.arange, lengths)])
+    of_tokens["token_id"] = np.concatenate([each.ids_T for each in texts])
+    token_A, layer_A, slot_A = (each.ravel() for each in np.indices(experts_NLK.shape))
+    frame = of_tokens.loc[token_A].assign(
+        layer=layer_A,
+        module=np.array([layer.name for layer in layers])[layer_A],
+        slot=slot_A,
+        expert=experts_NLK.ravel(),
+    )
+    columns = [name for name in COLUMNS if name in frame]
     about = {"routes": str(file), "tokenizer": tokenizer}
-    frame = pd.concat(frames, ignore_index=True)[columns]
-    frame = frame.astype({name: COLUMNS[name] for name in columns})
+    frame = frame[columns].astype({name: COLUMNS[name] for name in columns})
     with whole_file(output) as partial:
         table = pa.Table.from_pandas(frame, trace_schema(layers, columns, about), False)
         parquet.write_table(table, partial, compression="zstd")
     facts = {
         "output": str(output),
         "rows": len(frame),
-        "tokens_traced": sum(len(each.ids_T) for each in texts),
+        "tokens_traced": len(of_tokens),
         "layers": count,
         "experts": f"{experts}, by the highest number",
         "columns": columns,
@@ -179,9 +182,6 @@ class TracedText(TextSamples):
         """The tokenizer of the ids."""
         return load_tokenizer(self._tokenizer)
 
-    def classes(self) -> None:
-        """Text has no classes."""
-
     def counted_BT(self, batch: Passages) -> Tensor:
         """Which tokens count: those of the trace."""
         return batch.scored_BP
@@ -190,26 +190,38 @@ class TracedText(TextSamples):
         """The place of each token in the trace; -1: it does not count."""
         return self.place_BT[batch.number_B].where(batch.scored_BP, -1)
 
-    def read(self, layers: Sequence[RoutedLayer]) -> Iterator[ForwardPass]:
-        """Yields the decisions of some layers, as `Subject.read` does those of a model."""
-        weighted = "weight" in self._frame
-        routes: dict[str, tuple[Tensor, Tensor]] = {}
-        for layer in layers:
-            rows = self._frame[self._frame["module"] == layer.name]
-            expert_NK = torch.tensor(rows["expert"].to_numpy(np.int64)).view(self.amount, -1)
-            weight_NK = torch.ones(expert_NK.shape)
-            if weighted:
-                weight_NK = torch.tensor(rows["weight"].to_numpy()).view_as(weight_NK)
-            routes[layer.name] = expert_NK, weight_NK
-        for number_B in torch.split(torch.arange(self.rows), AT_ONCE):
-            real_BT, place_N = (
-                self.real_BT[number_B],
-                self.place_BT[number_B].clamp_min(0).flatten(),
-            )
-            ids_BT = self.ids_BT[number_B]
-            batch = Passages(number_B, ids_BT, ids_BT, ids_BT, real_BT)
+    def routes(self, layer: RoutedLayer) -> tuple[Tensor, Tensor]:
+        """The experts and weights of each token of the trace in a layer, [N, K]."""
+        rows = self._frame[self._frame["module"] == layer.name]
+        expert_NK = torch.tensor(rows["expert"].to_numpy(np.int64)).view(self.amount, -1)
+        if "weight" not in self._frame:
+            return expert_NK, torch.ones(expert_NK.shape)
+        return expert_NK, torch.tensor(rows["weight"].to_numpy()).view_as(expert_NK)
+
+    def subject(self, layers: Sequence[RoutedLayer]) -> Subject:
+        """What is read, without a model."""
+        return _Trace(nn.Module(), layers, self, AT_ONCE)
+
+
+class _Trace(Subject):
+    """What is read of a trace, as decisions of some layers of a model."""
+
+    def read(
+        self,
+        world: comm.World | None = None,
+        *,
+        label: str = "",
+        blocks: Sequence[int] = (),
+    ) -> Iterator[ForwardPass]:
+        """Yields the decisions, as `Subject.read` does those of a model."""
+        text = self.samples
+        assert isinstance(text, TracedText)
+        routes = {layer.name: text.routes(layer) for layer in self.layers}
+        for number_B in torch.split(torch.arange(text.rows), self.batch_size):
+            real_BT, ids_BT = text.real_BT[number_B], text.ids_BT[number_B]
+            place_N = text.place_BT[number_B].clamp_min(0).flatten()
             decisions = {}
-            for layer in layers:
+            for layer in self.layers:
                 expert_NK, weight_NK = (each[place_N] for each in routes[layer.name])
                 selected = Selected.of(weight_NK, expert_NK, layer.num_experts)
                 scores_NE = spread(selected, layer.num_experts)
@@ -217,16 +229,12 @@ class TracedText(TextSamples):
             row_N = torch.arange(len(number_B)).unsqueeze(1).where(real_BT, -1).flatten()
             yield ForwardPass(
                 number_R=number_B,
-                batch=batch,
+                batch=Passages(number_B, ids_BT, ids_BT, ids_BT, real_BT),
                 output=None,
                 of_all_tokens=decisions,
                 entering={},
                 row_N=row_N,
             )
-
-    def subject(self, layers: Sequence[RoutedLayer]) -> Subject:
-        """What is read, without a model."""
-        return Subject(nn.Module(), layers, self, AT_ONCE)
 
 
 def specialization_of_trace(path: Path, tokenizer: str | None = None) -> Tables:
@@ -239,6 +247,5 @@ def specialization_of_trace(path: Path, tokenizer: str | None = None) -> Tables:
     samples = TracedText(path, tokenizer)
     measure = Specialization(counts_only=True)
     measure.begin(samples.subject(samples.layers))
-    for reading in samples.read(samples.layers):
-        measure.add(reading)
+    measure.read()
     return measure.result()

@@ -55,10 +55,12 @@ class Specialization(Measure):
         super().begin(subject)
         model, layers, samples, batch_size = subject
         device = torch.device("cpu") if self.counts_only else device_of(model)
-        if not self.counts_only:
-            self._entropies = GateEntropies(layers, samples.rows, device)
-            rows = batch_size * samples.rows_of_sample
-            self._similarity = ExpertSimilarity(layers, samples.rows, rows, device)
+        self._measures: dict[str, list[GateEntropies | ExpertSimilarity]] = {}
+        for layer in layers:
+            rows, batch = samples.rows, batch_size * samples.rows_of_sample
+            similarity = ExpertSimilarity(layer, rows, batch, device)
+            both = [GateEntropies(layer, rows, device), similarity]
+            self._measures[layer.name] = [] if self.counts_only else both
         self._tokens = torch.zeros(1, dtype=torch.float64, device=device)
         self._labellings: list[Labelling] = []
         self._left_out: list[LeaveOneOut] = []
@@ -71,8 +73,11 @@ class Specialization(Measure):
             self._shifts = Shifts(samples.rows, samples.length, SHUFFLES)
             names |= {each.name: each.classes for each in self._labellings}
         self._counts = {
-            by: ExpertCounts(layers, of_label, samples.rows, device)
-            for by, of_label in names.items()
+            layer.name: {
+                by: ExpertCounts(layer, classes_of, samples.rows, device)
+                for by, classes_of in names.items()
+            }
+            for layer in layers
         }
         if self.leave_out and classes is not None and isinstance(samples, ImageSamples):
             self._left_out = [
@@ -88,17 +93,16 @@ class Specialization(Measure):
             self._tokens += len(forward_pass.counted_M)
         for name, decision in forward_pass.decisions.items():
             number_N = forward_pass.numbers_of(decision)
-            if not self.counts_only:
-                self._entropies.add(name, decision, number_N)
-                self._similarity.add(name, decision, number_N)
+            for measure in self._measures[name]:
+                measure.add(decision, number_N)
             assigned_NS = assigned(decision)
-            for by, counts in self._counts.items():
+            for by, counts in self._counts[name].items():
                 label_PM = (
                     self._class_PA[:, number_N]
                     if by == "class"
                     else labels[by][:, forward_pass.counted_M]
                 )
-                counts.count(name, assigned_NS, label_PM, number_N)
+                counts.count(assigned_NS, label_PM, number_N)
         for each in self._left_out:
             each.add(forward_pass.batch.images_BCHW, forward_pass.batch.labels_B)
 
@@ -121,31 +125,21 @@ class Specialization(Measure):
         Args:
             summed: sums over processes.
         """
-        counts = {name: each.result(summed) for name, each in self._counts.items()}
-        return {
-            layer.name: [
-                {label: each[layer.name][level] for label, each in counts.items()}
+        labels = {}
+        for layer in self.subject.layers:
+            levels = {by: each.result(summed) for by, each in self._counts[layer.name].items()}
+            labels[layer.name] = [
+                {by: each[level] for by, each in levels.items()}
                 for level in range(len(layer.levels))
             ]
-            for layer in self.subject.layers
-        }
+        return labels
 
     def result(self, summed: Summed = lambda values: values) -> Tables:
         """The result."""
-        return self.tables(self.labels(summed), summed)
-
-    def tables(
-        self, labels_of: Mapping[str, list[Labels]], summed: Summed = lambda values: values
-    ) -> Tables:
-        """The same as tables; all processes call this.
-
-        Args:
-            labels_of: the result of `labels`.
-            summed: sums over processes.
-        """
         import pandas as pd
 
         samples, facts = self.subject.samples, dict[str, Any]()
+        labels_of = self.labels(summed)
         if isinstance(samples, TextSamples):
             facts = {"tokens_scored": int(summed(self._tokens)), "windows_scored": samples.rows}
         else:
@@ -155,15 +149,14 @@ class Specialization(Measure):
             facts["not_measured"] = "information and purity: they need one class per image"
         if self.counts_only:
             facts["not_measured"] = "entropies and similarity: a trace has no scores and outputs"
-        else:
-            entropies, similar = self._entropies.result(summed), self._similarity.result(summed)
         levels, labels, counts = [], [], []
         for layer in self.subject.layers:
+            measured = [each.result(summed) for each in self._measures[layer.name]]
             for number, size in enumerate(layer.levels):
                 of = {"module": layer.name, "level": number}
                 row = {**of, "experts": size, "highest_entropy_bits": math.log2(size)}
-                if not self.counts_only:
-                    row |= entropies[layer.name][number] | similar[layer.name][number].columns()
+                for each in measured:
+                    row |= each[number]
                 levels.append(row)
                 for by, level in labels_of[layer.name][number].items():
                     labels.append({**of, "by": by, **level.columns()})

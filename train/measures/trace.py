@@ -25,7 +25,7 @@ from polyad.train.experts.trace import (
     trace_rows,
     trace_schema,
 )
-from polyad.train.measures.measure import Analysis, every_layer
+from polyad.train.measures.measure import Analysis, layers_of
 from polyad.train.reading import TOKENS, EvaluationContext, ForwardPass, Subject
 from polyad.train.results import Tables
 from polyad.train.tasks.language import LanguageModelling
@@ -88,7 +88,7 @@ class Trace(Analysis):
         import pyarrow as pa
         from pyarrow.parquet import ParquetWriter
 
-        layers = choose_layers(every_layer(opened, model), self.layers or (EVERY,))
+        layers = choose_layers(layers_of(opened, model), self.layers or (EVERY,))
         samples = samples_of(opened.task, split, self.tokens)
         subject = Subject(model, layers, samples, opened.batch_size)
         rows, path = TraceRows(subject, self.extra, self.top or TOP), self.output
@@ -242,16 +242,11 @@ def _of_sequences(sequences: SequenceSamples, forward_pass: ForwardPass) -> tupl
 def _about(opened: EvaluationContext, split: str, samples: Samples) -> dict[str, Any]:
     """Metadata of a file about weights and data."""
     about = {
-        **opened.about(),
+        **opened.about(split),
         "interventions": [each.to_json() for each in opened.interventions],
         "digest": folder_digest(opened.weights.folder),
-        "weights": opened.choice,
-        "precision": opened.config.train.precision,
         "model_kind": opened.weights.model_config().kind,
-        "data": opened.task.name,
-        "data_kind": opened.config.data.kind,
         "data_fingerprint": opened.task.fingerprint,
-        "split": split,
     }
     if isinstance(samples, TextSamples):
         about |= {"windows": samples.rows, "sequence_length": samples.length}

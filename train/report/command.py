@@ -5,9 +5,7 @@ are what it shows, and the records of training with their charts.
 """
 
 import math
-from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +23,7 @@ from polyad.train.experts.probing import (
     RoutedLayer,
     check_experts,
     choose_layers,
-    routed_head,
-    routed_layers,
+    every_layer,
 )
 from polyad.train.measures.routes import TracedText
 from polyad.train.page import (
@@ -37,10 +34,10 @@ from polyad.train.page import (
     line_chart,
     load_matrix,
     number,
-    page,
+    render,
 )
 from polyad.train.reading import config_from_weights
-from polyad.train.records import LAST, METRICS_FILE, last_loss, records_of
+from polyad.train.records import LAST, Records, last_loss, read_records
 from polyad.train.report.experts import ExpertRow, expert_rows
 from polyad.train.report.held_out import Options, ReportData, read_held_out, read_trace
 from polyad.train.results import json_value
@@ -55,59 +52,9 @@ ROWS_SHOWN = 48
 """Number of experts listed; the others are in a fold."""
 
 
-@dataclass(kw_only=True)
-class Training:
-    """A run's records."""
-
-    losses: list[tuple[int, float]] = field(default_factory=list)
-    """Training loss by step."""
-    validations: list[tuple[int, float]] = field(default_factory=list)
-    """Validation score by step."""
-    newest: dict[str, Any] = field(default_factory=dict)
-    """The newest value of each key; empty for weights without a run."""
-    final_loss: float = math.nan
-    """Mean training loss of the last steps."""
-
-    def routing(self) -> dict[str, dict[str, Any]]:
-        """The newest routing statistics by layer and measure; see
-        `polyad.train.loop.step.measures`."""
-        routing: dict[str, dict[str, Any]] = {}
-        for key, value in self.newest.items():
-            section, _, name = key.partition("/")
-            layer, _, measure = name.rpartition("/")
-            if section == "routing" and layer:
-                routing.setdefault(layer, {})[measure] = value
-        return routing
-
-
-def read_training(run: Path, score: str) -> Training:
-    """Reads a run's records.
-
-    Args:
-        run: the run's folder.
-        score: the key of the validation score.
-
-    Raises:
-        ConfigError: there is no record.
-    """
-    training, recent = Training(), deque[dict[str, Any]](maxlen=LAST)
-    if not (run / METRICS_FILE).is_file():
-        raise ConfigError(f"{run}: has no {METRICS_FILE}, which `polyad train` writes")
-    for record in records_of(run / METRICS_FILE):
-        recent.append(record)
-        training.newest |= {key: each for key, each in record.items() if each is not None}
-        for key, points in (("loss", training.losses), (score, training.validations)):
-            if record.get(key) is not None:
-                points.append((record["step"], record[key]))
-    if not recent:
-        raise ConfigError(f"{run / METRICS_FILE}: contains no record of a step yet")
-    training.final_loss = last_loss(list(recent))
-    return training
-
-
 def render_report(
     content: Mapping[str, Any],
-    training: Training,
+    records: Records,
     task: type[Task[Any]],
     loss_unit: str,
     routed: Sequence[RoutedLayer],
@@ -118,7 +65,7 @@ def render_report(
 
     Args:
         content: the values of `--json`.
-        training: the run's records.
+        records: the run's; empty for weights without a run.
         task: the training task.
         loss_unit: the unit of the training loss; empty: no unit.
         routed: the layers with experts, in the model's order; empty for a dense model.
@@ -128,12 +75,12 @@ def render_report(
     changes = [row.effect.value for row in rows if row.effect]
     is_knockout = read is not None and read.knockout is not None
     axis = interval_axis([each for change in changes for each in change], of_ratios=not is_knockout)
-    loads = _loads(routed, training.routing())
-    curves = {"training loss": _means(training.losses)}
+    loads = _loads(routed, content.get("routing", {}))
+    curves = {"training loss": _means(_points(records, "loss"))}
     if not task.higher_is_better and loss_unit == task.loss_unit:
-        curves["validation loss"] = training.validations
+        curves["validation loss"] = _points(records, task.validation_score)
     curves = {name: points for name, points in curves.items() if points}
-    return page(
+    return render(
         "train/report/report.html",
         content=content,
         routed=routed,
@@ -147,12 +94,12 @@ def render_report(
         bar=lambda change: interval(axis, *change),
         loads=loads and load_matrix("Load of each layer", loads),
         curves=curves and line_chart("Loss over steps", curves),
-        facts=facts(content, training, task, loss_unit),
+        facts=facts(content, task, loss_unit, is_run=bool(records)),
     )
 
 
 def facts(
-    content: Mapping[str, Any], training: Training, task: type[Task[Any]], loss_unit: str
+    content: Mapping[str, Any], task: type[Task[Any]], loss_unit: str, *, is_run: bool
 ) -> list[tuple[str, str, str]]:
     """Facts of the run: names, values, and descriptions; see `render_report`."""
     if "parameters" not in content:  # a trace
@@ -162,7 +109,7 @@ def facts(
     if active != parameters:
         used = f"{active:,} active per token"
     size = ("Parameters", f"{parameters:,}", used)
-    if not training.newest:  # weights without a run
+    if not is_run:
         return [size]
     unit, in_unit = task.unit.name, f"{loss_unit}, " if loss_unit else ""
     units, score = content[f"{unit}s"], content[task.validation_score]
@@ -170,7 +117,7 @@ def facts(
         ("Steps", f"{content['step']:,}", f"of {content['total_steps']:,}"),
         (f"{unit.title()}s", f"{units:,}" if units else "unknown", "seen in training"),
         size,
-        ("Training loss", _or_none(training.final_loss), f"{in_unit}last {LAST} steps"),
+        ("Training loss", _or_none(content["loss"]), f"{in_unit}last {LAST} steps"),
         (
             task.validation_score.replace("_", " ").capitalize(),
             _or_none(math.nan if score is None else score),
@@ -181,6 +128,22 @@ def facts(
 
 def _or_none(value: float) -> str:
     return "not yet" if math.isnan(value) else number(value, 5)
+
+
+def _points(records: Records, key: str) -> Points:
+    """The values of a key by step."""
+    return [(each["step"], each[key]) for each in records if each.get(key) is not None]
+
+
+def _routing(newest: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The newest routing statistics by layer and measure; see `polyad.train.loop.step.measures`."""
+    routing: dict[str, dict[str, Any]] = {}
+    for key, value in newest.items():
+        section, _, name = key.partition("/")
+        layer, _, measure = name.rpartition("/")
+        if section == "routing" and layer:
+            routing.setdefault(layer, {})[measure] = value
+    return routing
 
 
 def _means(points: Points) -> Points:
@@ -196,11 +159,9 @@ def _loads(
     loads = {}
     for layer in routed:
         values = [0.0 if v is None else v for v in routing.get(layer.name, {}).get("load", ())]
-        first = 0
-        for level, size in enumerate(layer.levels if len(values) == layer.num_experts else ()):
+        for level, own in enumerate(layer.columns if len(values) == layer.num_experts else ()):
             name = layer.title + (f".{level}" if len(layer.levels) > 1 else "")
-            loads[name] = [size * value for value in values[first : first + size]]
-            first += size
+            loads[name] = [layer.levels[level] * value for value in values[own]]
     return loads
 
 
@@ -226,26 +187,27 @@ def report(
     Raises:
         ValueError: with an `exit_status` of 2: one line says what is wrong.
     """
-    if path.suffix == ".parquet":
-        target = path.with_suffix(".html") if output is None else output
-        content, text = report_of_trace(path, tokenizer, Options(**options))
+
+    def write(target: Path, content: dict[str, Any], text: str) -> dict[str, Any]:
         with writing(target):
             write_whole(target, text)
         return {"output": str(target), **content}
+
+    if path.suffix == ".parquet":
+        of_trace = report_of_trace(path, tokenizer, Options(**options))
+        return write(output or path.with_suffix(".html"), *of_trace)
     run = path.absolute().parents[1] if STEP_FOLDER.fullmatch(path.name) else path
     if not (is_weights_folder(run) or (run / "config.yaml").is_file()):
         wrong = "is not the folder of a run" if run.exists() else "there is no such folder"
         raise ConfigError(f"{run}: {wrong}: it has no config.yaml")
-    target = run / OUTPUT_FILE if output is None else output
-
-    def written(chosen: Path) -> dict[str, Any]:
-        content, text = read_report(run, chosen, Options(**options))
-        with writing(target):
-            write_whole(target, text)
-        return {"output": str(target), **content}
-
     keeps_best = (path / "checkpoints" / BEST_FILE).is_file()
-    return read_newest(path, written, best_checkpoint if keeps_best else newest_of)
+    return read_newest(
+        path,
+        lambda chosen: write(
+            output or run / OUTPUT_FILE, *read_report(run, chosen, Options(**options))
+        ),
+        best_checkpoint if keeps_best else newest_of,
+    )
 
 
 def report_of_trace(
@@ -273,7 +235,7 @@ def report_of_trace(
         "specialization": read.specialization,
         "experts": rows,
     }
-    page = render_report(content, Training(), LanguageModelling, "", text.layers, rows, read)
+    page = render_report(content, [], LanguageModelling, "", text.layers, rows, read)
     return json_value(content), page
 
 
@@ -288,8 +250,7 @@ def read_report(run: Path, checkpoint: Path, options: Options) -> tuple[dict[str
     weights = open_checkpoint(checkpoint) if is_run else open_weights(checkpoint)
     config = load_config(run / "config.yaml") if is_run else config_from_weights(weights)
     model, task = build_model(weights.model_config()), TASKS[config.data.kind]
-    head = routed_head(model)
-    routed = routed_layers(model) + ([] if head is None else [head])
+    routed = every_layer(model)
     layers = choose_layers(routed, options.layers)
     check_experts(layers, options.experts)
     if options.knockout and not issubclass(task, TextTask):
@@ -298,10 +259,11 @@ def read_report(run: Path, checkpoint: Path, options: Options) -> tuple[dict[str
     if not reads and (options.knockout or options.data):
         option = "--knockout" if options.knockout else f"--data {options.data}"
         raise ConfigError(f"{option}: is not allowed where no data is read for experts")
-    training = read_training(run, task.validation_score) if is_run else Training()
+    records = read_records(run) if is_run else []
+    newest = {key: each for record in records for key, each in record.items() if each is not None}
     read = read_held_out(weights, layers, options) if reads else None
     rows = [] if read is None else expert_rows(layers, read)
-    parameters, newest = count_parameters(model), training.newest
+    parameters = count_parameters(model)
     units, score = f"{task.unit.name}s", task.validation_score
     is_best = (run / "checkpoints" / BEST_FILE).is_file() and best_checkpoint(run) == checkpoint
     content = {
@@ -315,9 +277,9 @@ def read_report(run: Path, checkpoint: Path, options: Options) -> tuple[dict[str
         "step": newest.get("step", 0),
         "total_steps": config.train.steps,
         units: newest.get(units),
-        "loss": training.final_loss,
+        "loss": last_loss(records),
         score: newest.get(score),
-        "routing": training.routing(),
+        "routing": _routing(newest),
         "data": read and read.data,
         "split": read and read.split,
         "units_read": read and read.units,
@@ -329,7 +291,7 @@ def read_report(run: Path, checkpoint: Path, options: Options) -> tuple[dict[str
     }
     blocks = config.distill.blocks
     loss_unit = f"distill.blocks: {blocks}" if blocks else task.loss_unit
-    page = render_report(content, training, task, loss_unit, routed, rows, read)
+    page = render_report(content, records, task, loss_unit, routed, rows, read)
     return json_value(content), page
 
 

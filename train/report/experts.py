@@ -110,7 +110,7 @@ def _of_layer(
             yield ExpertRow(layer, name, expert.share, None, expert.top)
         return
     for number, labels in enumerate(read.labels[layer.name]):
-        names = next(iter(labels.values())).experts
+        names = [layer.expert_name(n) for n in range(layer.num_experts)[layer.columns[number]]]
         shares = next(iter(labels.values())).share_S.tolist()
         lifts = _lifts(labels)
         for column, (name, share, lift) in enumerate(zip(names, shares, lifts, strict=True)):
@@ -150,29 +150,29 @@ def harms(knockout: Tables) -> dict[tuple[Any, ...], Effect]:
     tokens, frames = knockout.facts["tokens_scored"], knockout.frames
     sides = {by.partition(" ")[0] for by in frames["classes"]["by"]} & set(SIDES)
     classes = len(sides) * (len(CHARACTERS) + BINS)
-    columns = ["change", "change_low", "change_high"]
-    effects: dict[tuple[Any, ...], list[Effect]] = {}
-    for row in frames["experts"].to_dict("records"):
-        change = Change(*(row[name] for name in columns))
-        effects[tuple(row[name] for name in EXPERT)] = [Effect("", "", change, None)]
-    for row in frames["harmed"].to_dict("records"):
-        of_expert = effects[tuple(row[name] for name in EXPERT)]
-        change = Change(*(row[name] for name in columns))
-        if (others := tokens - row["tokens"]) > 0:
-            of_others = tokens * of_expert[0].value.value - row["tokens"] * change.value
-            elsewhere = of_others / others
-            if is_beyond(change, max(0.0, elsewhere), classes):
-                of_expert.append(Effect(row["by"], row["class"], change, elsewhere))
-    return {
-        place: max(of_expert[1:] or of_expert, key=lambda each: each.value.value)
-        for place, of_expert in effects.items()
+    effects = {
+        tuple(row[name] for name in EXPERT): Effect("", "", _change(row), None)
+        for row in frames["experts"].to_dict("records")
     }
+    of_all = {place: effect.value.value for place, effect in effects.items()}
+    for row in frames["harmed"].sort_values("change").to_dict("records"):  # the largest is last
+        place, change = tuple(row[name] for name in EXPERT), _change(row)
+        if (others := tokens - row["tokens"]) > 0:
+            of_others = tokens * of_all[place] - row["tokens"] * change.value
+            if is_beyond(change, max(0.0, of_others / others), classes):
+                effects[place] = Effect(row["by"], row["class"], change, of_others / others)
+    return effects
+
+
+def _change(row: Mapping[str, Any]) -> Change:
+    """The change in a row of a table."""
+    return Change(row["change"], row["change_low"], row["change_high"])
 
 
 def _lifts(labels: Mapping[str, LevelByClass]) -> list[Effect | None]:
     """For each expert the class with the highest lift, if that exceeds 1 beyond noise."""
     classes = sum(len(level.groups) for level in labels.values())
-    best: list[Effect | None] = [None] * len(next(iter(labels.values())).experts)
+    best: list[Effect | None] = [None] * len(next(iter(labels.values())).counts_SY)
     for by, level in labels.items():
         of_class_Y, whole = level.counts_SY.sum(0), level.counts_SY.sum()
         for row, (class_, lift) in enumerate(zip(*level.highest_lifts(), strict=True)):

@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
 
 from polyad.data.config import DataConfig
 from polyad.data.text.manifest import SplitName
@@ -88,8 +87,11 @@ def read_held_out(weights: Weights, layers: Sequence[RoutedLayer], options: Opti
         folders = ", ".join(source.path for source in data.mixture)
         raise ConfigError(f"data.mixture: choose one folder to read with --data, out of {folders}")
     opened.task.check_split(split)
+    task = opened.task
     with opened.loaded(f"reading {split}", split, needs_whole=None) as (model, _):
-        return _read(model, opened.task, layers, options, opened.batch_size)
+        subject = Subject(model, layers, _samples(task, options), opened.batch_size)
+        about = {"data": task.name, "split": split, "of_units": task.units_of(split)}
+        return _read(subject, options, unit=task.unit.name, task=task, **about)
 
 
 def read_trace(text: TracedText, layers: Sequence[RoutedLayer], options: Options) -> ReportData:
@@ -100,85 +102,55 @@ def read_trace(text: TracedText, layers: Sequence[RoutedLayer], options: Options
         layers: the layers of `options.layers`.
         options: which experts and how many contexts; the rest is of held-out data.
     """
-    specialization = Specialization(counts_only=True)
-    specialization.begin(text.subject(layers))
-    top_text = TopText(layers, text, options.top, "cpu")
-    for reading in text.read(layers):
-        specialization.add(reading)
-        top_text.add(reading)
-    labels = specialization.labels()
-    return ReportData(
-        data=str(text.stream.prefix),
-        split=text.about.get("split", "whole"),
-        unit="token",
-        units=text.amount,
-        of_units=text.amount,
-        labels=labels,
-        specialization=specialization.tables(labels),
-        knockout=None,
-        shown=top_text.result(options.experts),
-    )
+    about = {"data": str(text.stream.prefix), "split": text.about.get("split", "whole")}
+    return _read(text.subject(layers), options, unit="token", of_units=text.amount, **about)
 
 
 @torch.inference_mode()
 def _read(
-    model: nn.Module,
-    task: Task[Any],
-    layers: Sequence[RoutedLayer],
-    options: Options,
-    batch_size: int,
+    subject: Subject, options: Options, *, task: Task[Any] | None = None, **about: Any
 ) -> ReportData:
-    samples, device = _samples(task, options), str(device_of(model))
-    subject = Subject(model, layers, samples, batch_size)
-    readers: list[Any] = []
-    specialization = top_text = top_images = knockout = None
+    """Reads the samples once; `about` has further fields of the result, and a trace no task."""
+    model, layers, samples, _ = subject
+    device = str(torch.device("cpu") if task is None else device_of(model))
+    specialization, readers = None, list[Any]()
     if isinstance(samples, TextSamples) or samples.classes() is not None:
-        specialization = Specialization(leave_out=False)
+        specialization = Specialization(leave_out=False, counts_only=task is None)
         specialization.begin(subject)
         readers.append(specialization)
+    top: TopText | TopImages | None = None
     if isinstance(samples, TextSamples):
-        top_text = TopText(layers, samples, options.top, device)
-        readers.append(top_text)
+        top = TopText(layers, samples, options.top, device)
     elif isinstance(samples, ImageSamples):
-        top_images = TopImages(layers, samples, options.top, device)
-        readers.append(top_images)
+        top = TopImages(layers, samples, options.top, device)
+    readers += [top] if top else []
     for forward_pass in subject.read(label=f"read {options.split}"):
         for each in readers:
             each.add(forward_pass)
-    shown: dict[str, list[ShownExpert]] = {}
-    images, units = None, samples.amount
-    if top_text is not None:
-        shown, units = top_text.result(options.experts), top_text.tokens
-    elif top_images is not None:
-        shown, images = top_images.result(model, options.experts)
-    if options.knockout:
-        knockout = _without_experts(subject, task, shown, options)
-    labels = None if specialization is None else specialization.labels()
+    shown = top.result(options.experts) if top else {}
     return ReportData(
-        data=task.name,
-        split=options.split,
-        unit=task.unit.name,
-        units=units,
-        of_units=task.units_of(options.split),
-        labels=labels,
-        specialization=None if specialization is None else specialization.tables(labels or {}),
-        knockout=knockout,
+        units=top.tokens if isinstance(top, TopText) else samples.amount,
+        labels=specialization and specialization.labels(),
+        specialization=specialization and specialization.result(),
+        knockout=_without_experts(subject, task, shown, options) if options.knockout else None,
         shown=shown,
-        images=images,
+        images=top.pictures(model, shown) if isinstance(top, TopImages) else None,
+        **about,
     )
 
 
 def _samples(task: Task[Any], options: Options) -> Samples:
+    most = options.tokens
     if isinstance(task, TextTask):
-        return TextSamples(task, options.split, options.tokens or TEXT_TOKENS)
-    if isinstance(task, ImageClassification):
-        return ImageSamples(task, options.split, min(options.tokens or MOST_IMAGES, MOST_IMAGES))
-    return samples_of(task, options.split, options.tokens)
+        most = most or TEXT_TOKENS
+    elif isinstance(task, ImageClassification):
+        most = min(most or MOST_IMAGES, MOST_IMAGES)
+    return samples_of(task, options.split, most)
 
 
 def _without_experts(
     subject: Subject,
-    task: Task[Any],
+    task: Task[Any] | None,
     shown: Mapping[str, list[ShownExpert]],
     options: Options,
 ) -> Tables | None:

@@ -5,8 +5,9 @@ Shapes: B images, T tokens of an image, S experts of all levels side by side.
 """
 
 import base64
+import functools
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -15,10 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from polyad.model.vision import ImageModelSettings, ImageSettings
+from polyad.model.vision import ImageModelSettings
 from polyad.train.experts.probing import Decision, RoutedLayer
 from polyad.train.reading import ForwardPass, Subject
-from polyad.train.report.top_tokens import ShownExpert, TopTokens
+from polyad.train.report.top_tokens import Highest, ShownExpert, TopTokens
 from polyad.train.tasks.samples import ImageSamples
 
 MAPPED = 6
@@ -106,10 +107,6 @@ def _by_image(decision: Decision, images: int) -> Tensor:
     return a_MS.view(images, -1, a_MS.shape[-1])
 
 
-def _grid(model: ImageSettings) -> int:
-    return model.image_size // model.patch_size if isinstance(model, ImageModelSettings) else 1
-
-
 def _tokens_before_patches(name: str, tokens: int, grid: int) -> int | None:
     """Number of class tokens, which precede the patches; None if the tokens are not patches."""
     before = tokens - grid * grid
@@ -132,6 +129,10 @@ class TopImages:
         self._layers, self._samples = layers, samples
         self._tops = {each.name: TopTokens(each, top, device, WHOLE_IMAGE) for each in layers}
         self._tokens: dict[str, int] = {}
+        model = samples.task.model
+        is_grid = isinstance(model, ImageModelSettings)
+        self._grid = model.image_size // model.patch_size if is_grid else 1
+        self._in_words = samples.task.labels_in_words(samples.split)
 
     def add(self, forward_pass: ForwardPass) -> None:
         """Adds a batch."""
@@ -143,57 +144,52 @@ class TopImages:
             place_T = torch.arange(length, device=number_R.device)
             top.add(a_BTS, of_split_R.unsqueeze(-1) * length + place_T)
 
-    def result(
-        self, model: nn.Module, experts: Sequence[str]
-    ) -> tuple[dict[str, list[ShownExpert]], ImagePass]:
-        """Returns the experts to show in each layer, and the pictures.
+    def result(self, experts: Sequence[str]) -> dict[str, list[ShownExpert]]:
+        """Returns the experts to show in each layer.
 
         Args:
-            model: reads a few images again, to map their patches.
             experts: names of experts to show in every layer; empty: some are picked.
 
         Raises:
             ConfigError: weights are not finite.
         """
-        task, split = self._samples.task, self._samples.split
-        grid, in_words = _grid(task.model), task.labels_in_words(split)
-        layers = {
-            name: self._experts(top, experts, grid, in_words) for name, top in self._tops.items()
+        return {
+            name: top.shown(experts, functools.partial(self._images, name))
+            for name, top in self._tops.items()
         }
+
+    def pictures(self, model: nn.Module, shown: Mapping[str, list[ShownExpert]]) -> ImagePass:
+        """Returns the pictures of a page.
+
+        Args:
+            model: reads a few images again, to map their patches.
+            shown: the experts to show in each layer.
+        """
+        task, split = self._samples.task, self._samples.split
         some, maps = ImageSamples(task, split, MAPPED), dict[str, list[RoutingMap]]()
         for forward_pass in Subject(model, self._layers, some, MAPPED).read():
             of_split = [some.numbers[number] for number in forward_pass.number_R.tolist()]
             for name, decision in forward_pass.decisions.items():
                 a_BTS = _by_image(decision, len(of_split))
-                before = _tokens_before_patches(name, a_BTS.shape[1], grid)
+                before = _tokens_before_patches(name, a_BTS.shape[1], self._grid)
                 if before is not None:
                     first_BT = a_BTS[:, before:].argmax(-1).tolist()
                     maps.setdefault(name, []).extend(
-                        RoutingMap(number, in_words(number), first_T)
+                        RoutingMap(number, self._in_words(number), first_T)
                         for number, first_T in zip(of_split, first_BT, strict=True)
                     )
-        numbers = {image.number for each in layers.values() for e in each for image in e.top}
+        numbers = {image.number for each in shown.values() for e in each for image in e.top}
         numbers |= {each.number for of_layer in maps.values() for each in of_layer}
         images = task.held_out(split)
         pixels = {n: images[n].images_BCHW.permute(1, 2, 0).numpy() for n in sorted(numbers)}
-        return layers, ImagePass(grid=grid, maps=maps, pixels=pixels)
+        return ImagePass(grid=self._grid, maps=maps, pixels=pixels)
 
-    def _experts(
-        self,
-        top: TopTokens,
-        experts: Sequence[str],
-        grid: int,
-        in_words: Callable[[int], str],
-    ) -> list[ShownExpert]:
-        tokens = self._tokens[top.layer.name]
-        before = _tokens_before_patches(top.layer.name, tokens, grid)
-
-        def image(weight: float, position: int) -> TopImage:
+    def _images(self, name: str, highest: Highest) -> list[TopImage]:
+        """The images with the highest weights of an expert of a layer."""
+        tokens, images = self._tokens[name], []
+        before = _tokens_before_patches(name, tokens, self._grid)
+        for weight, position in highest:
             number, token = divmod(position, tokens)
             patch = None if before is None or token < before else token - before
-            return TopImage(weight, number, in_words(number), patch)
-
-        return [
-            top.shown(column, [image(*each) for each in top.highest(column)])
-            for column in top.columns(experts)
-        ]
+            images.append(TopImage(weight, number, self._in_words(number), patch))
+        return images

@@ -8,14 +8,15 @@ side, K tokens kept.
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from polyad.train.errors import ConfigError
-from polyad.train.experts.probing import RoutedLayer
+from polyad.train.experts.information import not_finite
+from polyad.train.experts.probing import RoutedLayer, columns_of
 from polyad.train.reading import ForwardPass
 from polyad.train.tasks.samples import TextSamples
 
@@ -25,6 +26,8 @@ LEAST_LOAD = 0.05
 """Share of the mean load below which experts are shown only if named."""
 SHOWN = 8
 """Number of experts picked in a layer, unless they are named."""
+Highest: TypeAlias = list[tuple[float, int]]
+"""Weights and positions of tokens, the highest weight first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +94,7 @@ class TopTokens:
             self._key_KS.copy_(key_KS)
             self._position_KS.copy_(positions.gather(0, rows_KS))
 
-    def highest(self, expert: int) -> list[tuple[float, int]]:
+    def highest(self, expert: int) -> Highest:
         """Weights above 0 and positions of one expert, the highest first."""
         keys, positions = self._key_KS[:, expert].float(), self._position_KS[:, expert]
         pairs = zip(keys.tolist(), positions.tolist(), strict=True)
@@ -107,32 +110,30 @@ class TopTokens:
         of_levels = torch.split(self._given_S.cpu(), list(self.layer.levels))
         return [sums / sums.sum().clamp_min(1e-300) for sums in of_levels]
 
-    def columns(self, experts: Sequence[str]) -> list[int]:
-        """Returns the columns of the experts to show.
+    def shown(
+        self, experts: Sequence[str], describe: Callable[[Highest], list[Any]]
+    ) -> list[ShownExpert]:
+        """Returns the experts to show.
 
         Args:
             experts: their names; empty: `SHOWN` are picked; see `choose_experts`.
+            describe: returns what is shown of the highest weights of one.
 
         Raises:
             ConfigError: weights are not finite.
         """
         if not self._given_S.isfinite().all():
-            raise ConfigError(
-                f"the coefficients of {self.layer.name} are not finite: the weights hold NaN or "
-                "inf, or are too large"
+            raise ConfigError(not_finite(self.layer))
+        shares = self.shares()
+        columns = columns_of(self.layer, experts) if experts else choose_experts(shares, SHOWN)
+        return [
+            ShownExpert(
+                name=self.layer.expert_name(column),
+                share=float(torch.cat(shares)[column]),
+                top=describe(self.highest(column)),
             )
-        names = {self.layer.expert_name(column): column for column in range(self.layer.num_experts)}
-        return [names[expert] for expert in experts] or choose_experts(self.shares(), SHOWN)
-
-    def shown(self, column: int, top: list[Any]) -> ShownExpert:
-        """Returns one expert.
-
-        Args:
-            column: its column.
-            top: what it weights most.
-        """
-        share = float(torch.cat(self.shares())[column])
-        return ShownExpert(name=self.layer.expert_name(column), share=share, top=top)
+            for column in columns
+        ]
 
 
 def _drawn(position: Tensor) -> Tensor:
@@ -248,23 +249,16 @@ class TopText:
         Raises:
             ConfigError: weights are not finite.
         """
-        return {
-            name: [
-                top.shown(column, [self._context(*at) for at in self._places(top, column)])
-                for column in top.columns(experts)
-            ]
-            for name, top in self._tops.items()
-        }
+        return {name: top.shown(experts, self._contexts) for name, top in self._tops.items()}
 
-    def _places(self, top: TopTokens, column: int) -> list[tuple[float, int, int, int]]:
-        """Weight, position, document and offset of an expert's tokens."""
-        places, of_document = list[tuple[float, int, int, int]](), Counter[int]()
-        for weight, position in top.highest(column):
+    def _contexts(self, highest: Highest) -> list[Context]:
+        contexts, of_document = list[Context](), Counter[int]()
+        for weight, position in highest:
             (document,), (offset,) = self._text.stream.locate(np.array([position]))
             of_document[document] += 1
-            if of_document[document] <= OF_ONE_DOCUMENT and len(places) < self._top:
-                places.append((weight, position, int(document), int(offset)))
-        return places
+            if of_document[document] <= OF_ONE_DOCUMENT and len(contexts) < self._top:
+                contexts.append(self._context(weight, position, int(document), int(offset)))
+        return contexts
 
     def _context(self, weight: float, position: int, document: int, offset: int) -> Context:
         stream, tokenizer = self._text.stream, self._text.tokenizer

@@ -23,11 +23,11 @@ def test_chance_is_that_of_whole_sequences():
     ):
         ids_N1 = expert_A[row_N].unsqueeze(-1)
         selected = Selected.of(torch.ones_like(ids_N1, dtype=torch.float32), ids_N1, 2)
-        counts = ExpertCounts([layer], ["a", "b"], rows)
+        counts = ExpertCounts(layer, ["a", "b"], rows)
         decision = Decision(levels=[torch.zeros(rows * length, 2)], selected=selected)
         label_PN = shuffled_classes(label_A)[:, row_N]
-        counts.count(layer.name, assigned(decision), label_PN, row_N)
-        (level,) = counts.result()[layer.name]
+        counts.count(assigned(decision), label_PN, row_N)
+        (level,) = counts.result()
         assert level.counts_SY.sum() == rows * length
         assert low <= level.information <= high
         # Of 640 tokens that were each on its own it would be 1 / (2 ln 2 640) = 0.0011 bits.
@@ -42,10 +42,10 @@ def test_shares_tell_less_than_which_is_the_highest():
     layer = RoutedLayer(name="mixture", levels=(2,), shares=True)
     label_A = torch.tensor([0, 1] * 32)
     shares_AM = torch.tensor([[0.6, 0.4], [0.4, 0.6]])[label_A]
-    counts = ExpertCounts([layer], ["a", "b"], 64)
+    counts = ExpertCounts(layer, ["a", "b"], 64)
     assigned_NS = assigned(Decision(levels=[shares_AM], selected=None))
-    counts.count(layer.name, assigned_NS, shuffled_classes(label_A), torch.arange(64))
-    (level,) = counts.result()[layer.name]
+    counts.count(assigned_NS, shuffled_classes(label_A), torch.arange(64))
+    (level,) = counts.result()
     entropy = -(0.6 * np.log2(0.6) + 0.4 * np.log2(0.4))
     assert level.information == pytest.approx(1 - entropy)
     columns = level.columns()

@@ -107,10 +107,9 @@ def decided(*levels, selected=None):
 def entropies_of(*levels, samples, selected=None):
     """By level: the mean entropy of a token, and that of the mean."""
     layer = RoutedLayer(name="blocks.0.feed_forward", levels=tuple(len(p[0]) for p in levels))
-    gates = GateEntropies([layer], samples=3)
-    gates.add(layer.name, decided(*levels, selected=selected), torch.tensor(samples))
-    results = gates.result()[layer.name]
-    return [(each["entropy_bits"], each["usage_entropy_bits"]) for each in results]
+    gates = GateEntropies(layer, samples=3)
+    gates.add(decided(*levels, selected=selected), torch.tensor(samples))
+    return [(each["entropy_bits"], each["usage_entropy_bits"]) for each in gates.result()]
 
 
 def test_entropies_of_gates_by_hand():

@@ -1,13 +1,14 @@
 """Interventions: equal to numbers worked out by hand, and to models whose weights were changed."""
 
 import copy
+from typing import get_args
 
 import pytest
 import torch
 
 from polyad.model.build import build_model, materialize
 from polyad.train.errors import ConfigError
-from polyad.train.experts.actions import CONTRIBUTION, HOWS, KEYS, Action, intervening
+from polyad.train.experts.actions import CONTRIBUTION, KEYS, Action, How, intervening
 from polyad.train.experts.interventions import Intervention, intervened, parse_intervention
 from polyad.train.experts.probing import deciding, routed_layers
 from tests.helpers.random_model import random_model
@@ -214,7 +215,7 @@ def test_shares_of_a_level_by_hand(how):
     assert (expected != a_MN).any()
 
 
-@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("how", get_args(How))
 @torch.no_grad()
 def test_rows_and_places_are_changed_one_by_one(how):
     """Rows with experts of their own, at one token: as each row alone, nothing before the token."""

@@ -89,7 +89,7 @@ def compared(outputs_BEND, batch_size=2):
     """Batches of outputs, as two samples each."""
     batches, experts, tokens, _ = outputs_BEND.shape
     layer = RoutedLayer(name="blocks.0.feed_forward", levels=(experts,))
-    similarity = ExpertSimilarity([layer], batches * batch_size, batch_size)
+    similarity = ExpertSimilarity(layer, batches * batch_size, batch_size)
     for number, outputs_END in enumerate(outputs_BEND):
         decision = Decision(
             levels=[torch.zeros(tokens, experts)],
@@ -97,25 +97,27 @@ def compared(outputs_BEND, batch_size=2):
             outputs=lambda _, expert, rows, of=outputs_END: of[expert][rows],
         )
         sample_N = number * batch_size + torch.arange(tokens) * batch_size // tokens
-        similarity.add(layer.name, decision, sample_N)
-    (level,) = similarity.result()[layer.name]
-    return level
+        similarity.add(decision, sample_N)
+    return similarity
 
 
-def cosines(level):
+def cosines(similarity):
     """Of each pair of experts."""
-    return _cosine(level.sums_GEE.sum(0))
+    (sums_GEE,) = similarity.sums()
+    return _cosine(sums_GEE.sum(0))
 
 
-def alignments(level):
-    return _cka(level.sums_GEE[:, 1].sum(0))
+def alignments(similarity):
+    (sums_GEE,) = similarity.sums()
+    return _cka(sums_GEE.sum(0))
 
 
 def test_cosine_and_alignment_are_those_of_the_definitions():
     outputs = torch.randn(3, 4, 6, 5, generator=torch.Generator().manual_seed(3)).double()
     outputs[:, 1] += outputs[:, 0]
     level = compared(outputs)
-    assert level.tokens == 18
+    (columns,) = level.result()
+    assert columns["compared_tokens"] == 18
     for first, second in itertools.combinations(range(4), 2):
         cosine = cosine_similarity(outputs[:, first], outputs[:, second], dim=-1).mean()
         assert cosines(level)[first, second] == pytest.approx(float(cosine))
@@ -125,7 +127,6 @@ def test_cosine_and_alignment_are_those_of_the_definitions():
         )
         assert alignments(level)[first, second] == pytest.approx(across / (own * other) ** 0.5)
     above = np.triu_indices(4, 1)
-    columns = level.columns()
     assert columns["cosine"] == pytest.approx(cosines(level)[above].mean())
     assert columns["cka"] == pytest.approx(alignments(level)[above].mean())
     assert columns["cka_low"] < columns["cka"] < columns["cka_high"]
@@ -148,8 +149,10 @@ def test_an_expert_that_says_the_same_of_all_tokens_has_no_alignment():
     outputs[:, 2] = 1.0
     level = compared(outputs)
     assert np.isnan(alignments(level)[0, 2])
-    assert level.columns()["cka"] == pytest.approx(alignments(level)[0, 1])  # the pair that has one
-    assert np.isnan(compared(outputs[:, :1]).columns()["cka"])
+    assert level.result()[0]["cka"] == pytest.approx(
+        alignments(level)[0, 1]
+    )  # the pair that has one
+    assert np.isnan(compared(outputs[:, :1]).result()[0]["cka"])
 
 
 @pytest.mark.parametrize("last", [20, 3])
@@ -157,16 +160,15 @@ def test_a_smaller_last_batch_leaves_the_interval_narrow(last):
     """Nearly equal experts: a draw is divided by its own tokens, and too few are left out."""
     torch.manual_seed(0)
     layer = RoutedLayer(name="blocks.0.feed_forward", levels=(2,))
-    similarity = ExpertSimilarity([layer], samples=16 * 8, batch_size=8)
+    similarity = ExpertSimilarity(layer, samples=16 * 8, batch_size=8)
     for batch in range(16):
         tokens = 128 if batch < 15 else last
         outputs = torch.randn(tokens, 6)
         both = torch.stack([outputs, outputs + 0.1 * torch.randn(tokens, 6)])
         decision = SimpleNamespace(output=lambda _, expert, rows, both=both: both[expert][rows])
-        similarity.add(layer.name, decision, torch.full((tokens,), batch * 8))
-    (level,) = similarity.result()[layer.name]
-    assert level.tokens == 15 * 128 + (last if last > 3 else 0)
-    columns = level.columns()
+        similarity.add(decision, torch.full((tokens,), batch * 8))
+    (columns,) = similarity.result()
+    assert columns["compared_tokens"] == 15 * 128 + (last if last > 3 else 0)
     for name in ("cosine", "cka"):
         value, low, high = (columns[f"{name}{end}"] for end in ("", "_low", "_high"))
         assert 0.95 < low <= value <= high <= 1.0

@@ -124,7 +124,7 @@ def test_merged_experts_are_means_by_use(finished, tmp_path):
     for layer in layers:
         groups = list(frame_of(result, "kept", module=layer.name)["made_of"])
         assert sorted(expert for group in groups for expert in group) == list(range(8))
-        used_S = moments[layer.name].used_S
+        used_S = moments[layer.name].statistics()["frequency"]
         for number, group in enumerate(groups):
             share = used_S[group] / used_S[group].sum()
             if not used_S[group].sum():

@@ -19,7 +19,7 @@ from polyad.data.text.dataset import PreparedData
 from polyad.data.text.tokenizers.files import load_tokenizer
 from polyad.parallel.weights import load_model, open_weights
 from polyad.train.errors import ConfigError
-from polyad.train.experts.probing import deciding, routed_head, routed_layers
+from polyad.train.experts.probing import deciding, every_layer, routed_layers
 from polyad.train.experts.trace import EXTRA
 from polyad.train.measures.trace import Trace
 from polyad.train.reading import open_data_for
@@ -247,7 +247,7 @@ def test_images_are_named_with_their_patches(kind, workers, tmp_path):
     samples = ImageSamples(opened.task, "validation", 9)
     model = load_model(about["checkpoint"])
     ((_, batch),) = samples.batches(16, 0, 1, torch.device("cpu"))
-    layers = [*routed_layers(model), *filter(None, [routed_head(model)])]
+    layers = every_layer(model)
     with deciding(model, layers) as decisions, torch.inference_mode():
         samples.forward(model, batch, {})
     assert set(result["module"]) == set(decisions)

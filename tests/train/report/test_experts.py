@@ -128,7 +128,7 @@ def test_the_class_that_is_named_loses_more_than_all_others():
     def named(*classes, change):
         frames = {
             "experts": pd.DataFrame([place | change_of(change, 0)]),
-            "harmed": pd.DataFrame([*classes]),
+            "harmed": pd.DataFrame([*classes], columns=[*harmed("", 0, 0, 0)]),
             "classes": pd.DataFrame(
                 [{"by": "predicted characters"}, {"by": "predicted frequency"}]
             ),
@@ -157,15 +157,13 @@ def test_the_highest_lift_and_its_interval_by_hand():
     # Two experts, two classes, four equal samples: draws are all the same.
     counts_SY = np.array([[30.0, 10.0], [10.0, 50.0]])
     level = LevelByClass(
-        experts=["0", "1"], groups=["a", "b"], counts_SY=4 * counts_SY,
-        counts_GSY=np.stack([counts_SY] * 4), samples=4, by_chance=0.0,
-    )  # fmt: skip
+        groups=["a", "b"], counts_GSY=np.stack([counts_SY] * 4), samples=4, by_chance=0.0
+    )
     classes, lifts = level.highest_lifts()
     assert classes == [0, 1]
     # 30/40 over 40/100; 50/60 over 60/100.
     np.testing.assert_allclose(lifts, [[1.875] * 3, [50 / 36] * 3])
     few = LevelByClass(
-        experts=["0", "1"], groups=["a", "b"], counts_SY=counts_SY / 20,
-        counts_GSY=np.stack([counts_SY / 80] * 4), samples=4, by_chance=0.0,
-    )  # fmt: skip
+        groups=["a", "b"], counts_GSY=np.stack([counts_SY / 80] * 4), samples=4, by_chance=0.0
+    )
     assert np.isnan(few.highest_lifts()[1]).all()  # fewer than 5 tokens are expected

@@ -14,7 +14,7 @@ from polyad.train.exchange.convert import convert
 from polyad.train.exchange.experts import Splitting
 from polyad.train.experts.knockout import Change
 from polyad.train.experts.probing import RoutedLayer
-from polyad.train.report.command import Training, render_report, report
+from polyad.train.report.command import render_report, report
 from polyad.train.report.experts import Effect, ExpertRow
 from polyad.train.report.held_out import ReportData
 from polyad.train.report.top_tokens import Context
@@ -124,7 +124,7 @@ def test_classes_and_contexts_that_look_like_markup_are_text():
     layer = RoutedLayer(name="blocks.0.feed_forward", levels=(1,))
     effect = Effect("class", "<i>bad</i>", Change(2.0, 1.5, 2.5), 0.5)
     row = ExpertRow(layer, "0", 1.0, effect, [Context(0.5, 0, 0, 0, "<b>", "</code>", "<i>")])
-    text = render_report(CONTENT, Training(), SequenceTask, "", [layer], [row], read)
+    text = render_report(CONTENT, [], SequenceTask, "", [layer], [row], read)
     assert not Page(text).tags & {"i", "u"}
     for part in ("class &lt;i&gt;bad&lt;/i&gt;", "&lt;b&gt;", "&lt;/code&gt;"):
         assert part in text
