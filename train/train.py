@@ -84,7 +84,7 @@ def _run(path: Path, overrides: Sequence[str], stop: StopSignals) -> TrainState:
 
 def _train(plan: Plan, state: TrainState, world: comm.World, stop: StopSignals) -> None:
     """Builds the model in its layout and trains it, updating the state."""
-    config, task, train = plan.config, plan.task, plan.config.train
+    config, task = plan.config, plan.task
     allow_tf32(config.train.tf32, world.device)
     batches = _batches(plan, world, state)  # before the engine: loader workers start meanwhile
     with explain_out_of_memory(lambda: "building the engine", world):
@@ -115,9 +115,6 @@ def _train(plan: Plan, state: TrainState, world: comm.World, stop: StopSignals) 
                 engine=engine,
                 task=task,
                 micro_batches=batches,
-                accumulation_steps=plan.dims.accumulation_steps(
-                    train.global_batch_size, train.micro_batch_size
-                ),
                 state=state,
                 saver=saver,
                 fluctuation=fluctuation,

@@ -217,9 +217,9 @@ def highest_memory(rank: int, size: int) -> tuple[int, int]:
     peak = peak_memory_bytes(world.device)
     step = StepStatistics(world.device)
     step.add(torch.zeros(()), ())
-    numbers = step.exchange([memory_of_step(world.device)]).numbers
+    step.exchange([memory_of_step(world.device)])
     del ballast
-    return numbers.highest[0], peak
+    return step.numbers.highest[0], peak
 
 
 FEED_FORWARDS: dict[str, dict[str, Any]] = {

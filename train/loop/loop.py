@@ -2,13 +2,13 @@
 
 import gc
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import InitVar, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from polyad.parallel.checkpoint.save import Saver
-from polyad.parallel.zero import Engine, StepResult
+from polyad.parallel.zero import Engine
 from polyad.train.config.run import RunConfig
 from polyad.train.errors import RunError
 from polyad.train.guard.failures import expect_progress, explain_out_of_memory
@@ -29,14 +29,6 @@ MEMORY = "memory_bytes"
 """Key of a record: peak memory since the step before, of the process that used most."""
 
 
-class Pending(NamedTuple):
-    """A step that was issued but whose numbers have not been read yet."""
-
-    record: dict[str, Any]
-    """The part of its record that is known without these numbers."""
-    issued: IssuedStep
-
-
 @dataclass(kw_only=True)
 class TrainLoop:
     """Trains until `train.steps`, or until a signal stops it.
@@ -52,8 +44,6 @@ class TrainLoop:
     task: Task[Any]
     micro_batches: InitVar[Iterator[Any]]
     """This process's micro-batches, in order."""
-    accumulation_steps: int
-    """Number of micro-batches per step and process."""
     state: TrainState
     """Progress so far; updated after every step."""
     saver: Saver
@@ -70,6 +60,9 @@ class TrainLoop:
         self._train, self._evaluation = config.train, config.evaluation
         self._folder, self._config_yaml = Path(config.run.folder), config.to_yaml()
         self._batches = Prefetch(micro_batches, self.engine.device)
+        self._accumulation_steps = world.accumulation_steps(
+            config.train.global_batch_size, config.train.micro_batch_size
+        )
         self._world, self._files = world, task.kept().files
         self._units_per_sample = task.model.units_per_sample()
         self._peak = None
@@ -85,7 +78,8 @@ class TrainLoop:
         self._owes_save = False
         """Whether a checkpoint was due in a skipped step, and no step was applied since."""
         self._timer = StepTimer()
-        self._pending: Pending | None = None
+        self._pending: tuple[dict[str, Any], IssuedStep] | None = None
+        """A step whose numbers have not been read yet, with what its record has without them."""
         self._signal = 0
         """The signal that some process had in the last step whose numbers were read; 0: none."""
 
@@ -126,13 +120,16 @@ class TrainLoop:
                     self._save()
                     return signal or self.stop.agreed()
                 expect_progress(self._limit)
-                issued = self._issue()
+                record, issued = self._issue()
                 tick()
                 self._settle()
-                self._pending = issued
-                if self._waits_for(issued):
-                    self._pending = None
-                    self._finish(self._close(issued))
+                due = self._is_due(self._evaluation.every)
+                due = due or self._is_due(self.config.checkpoint.every) or self._owes_save
+                if due or self._holds or not issued.result.applied:
+                    # The next step can be issued only after this one's numbers are read.
+                    self._finish(self._close(record, issued))
+                else:
+                    self._pending = record, issued
                 if state.step == first + WARM and self._world.device.type == "cuda":
                     # What imports and compilers made stays: Python's garbage collector would look
                     # through it again and again, while the GPU waits.
@@ -146,29 +143,24 @@ class TrainLoop:
     def _is_over(self) -> bool:
         return self.state.is_over(self._evaluation.patience)
 
-    def _waits_for(self, pending: Pending) -> bool:
-        """Whether the next step can be issued only after this one's numbers are read."""
-        step = self.state.step
-        done = step == self._train.steps
-        scores = is_due(step, self._evaluation.every, done)
-        due = scores or is_due(step, self.config.checkpoint.every, done)
-        return due or self._owes_save or self._holds or not pending.issued.result.applied
+    def _is_due(self, every: int) -> bool:
+        return is_due(self.state.step, every, self._train.steps)
 
-    def _issue(self) -> Pending:
+    def _issue(self) -> tuple[dict[str, Any], IssuedStep]:
         """Issues one step, whose numbers are read after the next one is issued."""
         state, train, config = self.state, self._train, self.config
         peak = config.optimizer.learning_rate
         rate = learning_rate(config.schedule, peak, state.step, train.steps)
         warm_up(self.engine.optimizer, state.step)
         limits = limits_of(config.monitor, state) if self._holds else NO_LIMITS
-        step, done = state.step + 1, state.step + 1 == train.steps
-        has_statistics = is_due(step, config.log.every, done)
-        has_statistics = has_statistics or is_due(step, self._evaluation.every, done)
+        step = state.step + 1
+        has_statistics = is_due(step, config.log.every, train.steps)
+        has_statistics = has_statistics or is_due(step, self._evaluation.every, train.steps)
         issued = issue_step(
             self.engine,
             self.task.losses,
             self._batches,
-            self.accumulation_steps,
+            self._accumulation_steps,
             rate,
             losses=config.loss,
             progress=step / train.steps,
@@ -191,30 +183,38 @@ class TrainLoop:
             **self.task.counted(state.samples),
             "mfu": flops / (self._peak * self._world.size) if self._peak else None,
         }
-        return Pending(record, issued)
+        return record, issued
 
     def _settle(self) -> None:
         """Reads the pending step's numbers, if any, and writes its record."""
         pending, self._pending = self._pending, None
         if pending is not None:
-            self._write(self._close(pending))
+            self._write(self._close(*pending))
 
-    def _close(self, pending: Pending) -> dict[str, Any]:
-        """The record of a step."""
-        state, step = self.state, pending.record["step"]
-        result, numbers = pending.issued.result, pending.issued.exchanged.numbers
-        loss, norm = numbers.loss, result.grad_norm
+    def _close(self, record: dict[str, Any], issued: IssuedStep) -> dict[str, Any]:
+        """Updates the state with a step's numbers, and returns its whole record."""
+        state, step = self.state, record["step"]
+        applied, norm = issued.result
+        numbers = issued.statistics.numbers
+        loss = numbers.loss
         self._signal, memory = numbers.highest
         if self._signal:
             self.stop.heard()
         limits = limits_of(self.config.monitor, state)
         spike = limits.exceeded(loss, norm)
-        self._advance(loss, result, spike=spike)
-        record: dict[str, Any] = {
-            **pending.record,
+        not_finite = not applied and not spike
+        state.skipped_steps += not_finite
+        state.skipped_in_a_row = state.skipped_in_a_row + 1 if not_finite else 0
+        state.spikes += spike
+        state.spikes_in_a_row = state.spikes_in_a_row + 1 if spike and not applied else 0
+        if applied:
+            remember(self.config.monitor, state, loss, norm)
+        if state.first_loss is None:
+            state.first_loss = loss
+        record |= {
             "loss": loss,
             "grad_norm": norm,
-            "skipped": not result.applied,
+            "skipped": not applied,
             "skipped_steps": state.skipped_steps,
             MEMORY: memory,
         }
@@ -242,8 +242,8 @@ class TrainLoop:
         """
         state = self.state
         reason = self._why_to_end()
-        done, better = state.step == self._train.steps, False
-        due = reason is None and is_due(state.step, self._evaluation.every, done)
+        better = False
+        due = reason is None and self._is_due(self._evaluation.every)
         if due and self.task.has_validation:
             try:
                 scores = self._validate()
@@ -251,12 +251,15 @@ class TrainLoop:
                 state.unfinished = {k: v for k, v in record.items() if k != MEMORY}
                 return
             record |= scores
-            score = scores[self.task.validation_score]
-            reason = not_finite(scores, self.task.validation_score)
-            better = state.judge(score, higher_is_better=self.task.higher_is_better)
+            name = self.task.validation_score
+            # The loss is checked, too, since an accuracy is finite whatever the logits are.
+            for key in ("validation_loss", name):
+                if not math.isfinite(scores.get(key, 0.0)):
+                    reason = f"{key} is {scores[key]}, which is not finite"
+            better = state.judge(scores[name], higher_is_better=self.task.higher_is_better)
             if self._is_over() and self.metrics is not None:
                 self.metrics.say(f"polyad: {state.why_it_is_over(self._evaluation.patience)}")
-        saves = saves and reason is None and self._saves_now(record["skipped"], done)
+        saves = saves and reason is None and self._saves_now(record["skipped"])
         if reason is None and ((better and self.config.checkpoint.keep_best) or self._is_over()):
             saves, self._saved_at = True, -1  # even if already saved before validation
         if saves and self.fluctuation is not None:
@@ -271,14 +274,14 @@ class TrainLoop:
         if saves:
             self._save()
 
-    def _saves_now(self, skipped: bool, done: bool) -> bool:
+    def _saves_now(self, skipped: bool) -> bool:
         """Whether a checkpoint is due; one that is due in a skipped step waits for the next step.
 
         Steps may be skipped because the weights are damaged, and their checkpoint would replace a
         good one. If they are not damaged, a skipped step has changed nothing.
         """
-        due = self._owes_save or is_due(self.state.step, self.config.checkpoint.every, done)
-        self._owes_save = due and skipped and not done
+        due = self._owes_save or self._is_due(self.config.checkpoint.every)
+        self._owes_save = due and skipped and self.state.step < self._train.steps
         return due and not self._owes_save
 
     def _save(self) -> None:
@@ -341,30 +344,3 @@ class TrainLoop:
                 f"before and were skipped (monitor.max_skips: {allowed})"
             )
         return None
-
-    def _advance(self, loss: float, result: StepResult, *, spike: bool) -> None:
-        """Updates the state after a step's numbers were read."""
-        state, not_finite = self.state, not result.applied and not spike
-        state.skipped_steps += not_finite
-        state.skipped_in_a_row = state.skipped_in_a_row + 1 if not_finite else 0
-        state.spikes += spike
-        state.spikes_in_a_row = state.spikes_in_a_row + 1 if spike and not result.applied else 0
-        if result.applied:
-            remember(self.config.monitor, state, loss, result.grad_norm)
-        if state.first_loss is None:
-            state.first_loss = loss
-
-
-def not_finite(scores: Mapping[str, float], validation_score: str) -> str | None:
-    """Says which score of a validation is NaN or infinite; None if all are finite.
-
-    The loss is checked, too, since an accuracy is finite whatever the logits are.
-
-    Args:
-        scores: the validation's scores.
-        validation_score: the most important key of them.
-    """
-    for key in (validation_score, "validation_loss"):
-        if key in scores and not math.isfinite(scores[key]):
-            return f"{key} is {scores[key]}, which is not finite"
-    return None

@@ -27,7 +27,6 @@ from polyad.train.console import Clock, Console, bar, duration
 from polyad.train.errors import ConfigError, one_line
 from polyad.train.guard.run_folder import gone
 from polyad.train.loop.profiling import ProfileConfig
-from polyad.train.loop.step import console_summary
 from polyad.train.records import METRICS_FILE, records_of
 from polyad.train.results import json_value
 from polyad.train.tasks.task import Unit
@@ -296,7 +295,7 @@ class Metrics:
         """
         step, rate = record["step"], f"{self._unit.name}s_per_second"
         self._rates.append(record[rate])
-        due = is_due(step, self._every, step == self._total) or self._validation_score in record
+        due = is_due(step, self._every, self._total) or self._validation_score in record
         if not due:
             record = {name: value for name, value in record.items() if not isinstance(value, list)}
         try:
@@ -318,15 +317,15 @@ class Metrics:
         self._trackers.close()
 
 
-def is_due(step: int, every: int, done: bool) -> bool:
+def is_due(step: int, every: int, total: int) -> bool:
     """Whether something is due in a step: one of its multiples, or the run's last.
 
     Args:
         step: its number, from 1.
         every: steps from one time to the next; 0: only in the last.
-        done: whether it is the last.
+        total: steps of the whole run.
     """
-    return done or (every > 0 and step % every == 0)
+    return step == total or (every > 0 and step % every == 0)
 
 
 def drop_records_after(path: Path, step: int) -> None:
@@ -334,6 +333,18 @@ def drop_records_after(path: Path, step: int) -> None:
     if path.exists():
         records = [record for record in records_of(path) if record["step"] <= step]
         write_whole(path, "".join(json.dumps(record) + "\n" for record in records))
+
+
+SHOWN = {
+    "routing/load_max": "load {:.2f}x",
+    "routing/unused": "unused {:.0%}",
+    "routing/nmse": "nmse {:.4f}",
+    "routing/effective_experts": "experts {:.1f}",
+    "routing/dropped": "dropped {:.1%}",
+    "routing/effective_neighbours": "neighbours {:.1f}",
+    "fluctuation/top1": "changed {:.1%}",
+}
+"""Keys of a record that are part of a console line if they are not 0, and how."""
 
 
 def console_line(
@@ -354,7 +365,7 @@ def console_line(
     parts.append(f"{record['memory_bytes'] / 2**30:.2f} GiB")
     if validation_score in record:
         parts.append(f"val {record[validation_score]:.4f}")
-    parts += console_summary(record)
+    parts += [text.format(record[key]) for key, text in SHOWN.items() if record.get(key)]
     if record["skipped"]:
         parts.append(f"SKIPPED ({record['skipped_steps']} not finite so far)")
     parts.append(f"{duration(seconds_left)} left")

@@ -15,10 +15,10 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from polyad.model.feedforward import FeedForward
 from polyad.model.mixture import Mixture
@@ -51,7 +51,7 @@ MOST_LOADS = 4096
 
 
 class StepNumbers(NamedTuple):
-    """The vectors on the CPU."""
+    """The two vectors on the CPU."""
 
     loss: float
     routing: Routing
@@ -60,47 +60,18 @@ class StepNumbers(NamedTuple):
     """The maximum over processes of each of their own numbers."""
 
 
-class Exchanged:
-    """The vectors after their exchange, the same on every process.
-
-    Args:
-        vector: Loss and statistics, on the device.
-        routing: A micro-batch's statistics, which have the same shapes as the step's.
-        highest: The processes' own numbers, on the device.
-    """
-
-    def __init__(self, vector: Tensor, routing: Routing, highest: Tensor) -> None:
-        self._shapes = routing
-        self.routing = _cut(vector, routing)
-        """Averaged over the step, on the device."""
-        self._ready: torch.cuda.Event | None = None
-        self._cpu = [vector, highest]
-        if vector.is_cuda:
-            self._cpu = [torch.empty_like(x, device="cpu", pin_memory=True) for x in self._cpu]
-            self._cpu[0].copy_(vector, non_blocking=True)
-            self._cpu[1].copy_(highest, non_blocking=True)
-            self._ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._ready.record()
-
-    @functools.cached_property
-    def numbers(self) -> StepNumbers:
-        """The vectors on the CPU; waits for the copies."""
-        if self._ready is not None:
-            self._ready.synchronize()
-        vector, highest = self._cpu
-        return StepNumbers(vector[0].item(), _cut(vector, self._shapes), highest.tolist())
-
-
 class StepStatistics:
-    """Sums over the micro-batches of a step.
+    """Loss and statistics of a step: sums over its micro-batches, then what processes exchange.
 
     If all micro-batches have equally many tokens, means of means are means over tokens. If not,
     because of padding, each is weighted by its tokens."""
 
     def __init__(self, device: torch.device) -> None:
-        self._last: Routing = ()
+        self.routing: Routing = ()
+        """The last micro-batch's; once exchanged, averaged over the step, on the device."""
         self._sum = torch.zeros(1, device=device)
         self._count = 0
+        self._ready: torch.cuda.Event | None = None
 
     def add(self, loss: Tensor, routing: Routing) -> None:
         """Adds a micro-batch."""
@@ -112,9 +83,9 @@ class StepStatistics:
                 parts.append(value)
         flat = torch.cat([part.detach().reshape(-1).float() for part in parts])
         self._sum = flat if self._count == 0 else self._sum + flat
-        self._last, self._count = routing, self._count + 1
+        self.routing, self._count = routing, self._count + 1
 
-    def exchange(self, own: Sequence[int] = ()) -> Exchanged:
+    def exchange(self, own: Sequence[int] = ()) -> None:
         """Averages over micro-batches and processes; every process calls it.
 
         Args:
@@ -125,7 +96,23 @@ class StepStatistics:
         highest = numbers.to(mean.device, non_blocking=True)
         if own:
             highest = comm.max_over_ranks(highest)
-        return Exchanged(comm.sum_over_ranks(mean), self._last, highest)
+        vector = comm.sum_over_ranks(mean)
+        self.routing = _cut(vector, self.routing)
+        self._cpu = [vector, highest]
+        if vector.is_cuda:
+            self._cpu = [torch.empty_like(x, device="cpu", pin_memory=True) for x in self._cpu]
+            self._cpu[0].copy_(vector, non_blocking=True)
+            self._cpu[1].copy_(highest, non_blocking=True)
+            self._ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._ready.record()
+
+    @functools.cached_property
+    def numbers(self) -> StepNumbers:
+        """The exchanged vectors, the same on every process; waits for the copies to the CPU."""
+        if self._ready is not None:
+            self._ready.synchronize()
+        vector, highest = self._cpu
+        return StepNumbers(vector[0].item(), _cut(vector, self.routing), highest.tolist())
 
 
 def _cut(vector: Tensor, like: Routing) -> Routing:
@@ -141,20 +128,6 @@ def _cut(vector: Tensor, like: Routing) -> Routing:
             values = {n: v if n in OF_MICRO_BATCHES else v / tokens for n, v in values.items()}
         routing.append(stats.with_tensors(values))
     return tuple(routing)
-
-
-def update_routers(module: nn.Module, routing: Routing, progress: float) -> None:
-    """Updates buffers that routers read in their forward pass; called after each optimizer step.
-
-    Args:
-        module: The model.
-        routing: Averaged over the step, on the module's device.
-        progress: Share of the run's steps done.
-    """
-    for stats in routing:
-        layer = module.get_submodule(stats.name)
-        assert isinstance(layer, FeedForward | MuMoEHead | Mixture)
-        layer.update(stats, progress)
 
 
 def routing_record(routing: Routing, ranks: int = 1) -> dict[str, Any]:
@@ -243,52 +216,32 @@ def _short(numbers: list[float]) -> list[float]:
     return [float(f"{number:.6g}") for number in numbers]
 
 
-def console_summary(record: dict[str, Any]) -> list[str]:
-    """Returns the routing part of a step's console line.
-
-    Args:
-        record: Includes the keys of `routing_record`, if the model routes.
-    """
-    shown = {
-        "routing/load_max": "load {:.2f}x",
-        "routing/unused": "unused {:.0%}",
-        "routing/nmse": "nmse {:.4f}",
-        "routing/effective_experts": "experts {:.1f}",
-        "routing/dropped": "dropped {:.1%}",
-        "routing/effective_neighbours": "neighbours {:.1f}",
-        "fluctuation/top1": "changed {:.1%}",
-    }
-    return [text.format(record[name]) for name, text in shown.items() if record.get(name)]
-
-
 NO_OTHER_LOSS = LossConfig()
 REFUSE = -1.0
 """A limit of the gradient norm that rejects every step, because a norm is never negative."""
-
-
-TaskLosses: TypeAlias = Callable[[Predictor, Batch], tuple[Tensor, tuple[RoutingStats, ...]]]
 
 
 class IssuedStep(NamedTuple):
     """An optimizer step over the global batch, which a GPU may not have finished yet."""
 
     result: StepResult
-    exchanged: Exchanged
+    statistics: StepStatistics
+    """Exchanged."""
 
     @property
     def loss(self) -> float:
         """The mean over the targets of all samples, the same on every process; waits for it."""
-        return self.exchanged.numbers.loss
+        return self.statistics.numbers.loss
 
     @property
     def routing(self) -> Routing:
         """The statistics averaged over the step, on the CPU; empty in a dense model; waits."""
-        return self.exchanged.numbers.routing
+        return self.statistics.numbers.routing
 
 
 def issue_step(
     engine: Engine,
-    task_losses: TaskLosses[Batch],
+    task_losses: Callable[[Predictor, Batch], tuple[Tensor, Routing]],
     micro_batches: Iterator[Batch],
     accumulation_steps: int,
     learning_rate: float,
@@ -345,13 +298,16 @@ def issue_step(
         if auxiliary is not None:
             loss = loss + auxiliary
         engine.backward(loss)
-    exchanged = statistics.exchange(own())
-    refused = math.isfinite(limits.loss) and exchanged.numbers.loss > limits.loss
+    statistics.exchange(own())
+    refused = math.isfinite(limits.loss) and statistics.numbers.loss > limits.loss
     result = engine.step(learning_rate, REFUSE if refused else limits.grad_norm)
     assert result is not None
     if result.applied:
-        update_routers(engine.module, exchanged.routing, progress)
-    return IssuedStep(result, exchanged)
+        for stats in statistics.routing:  # updates buffers that routers read in their forward pass
+            layer = engine.module.get_submodule(stats.name)
+            assert isinstance(layer, FeedForward | MuMoEHead | Mixture)
+            layer.update(stats, progress)
+    return IssuedStep(result, statistics)
 
 
 def _mean_tokens(

@@ -17,9 +17,9 @@ RECORD = {
 
 
 def test_a_line_has_progress_rate_and_time_left():
-    line = console_line(RECORD, 20, 75, TOKEN, "validation_loss")
+    line = console_line(RECORD | {"routing/load_max": 2.4}, 20, 75, TOKEN, "validation_loss")
     assert line.startswith("step  5/20 [####------------]  loss 3.2500")
-    for part in ("1,234 tok/s", "mfu 12.5%", "1.00 GiB", "1:15 left"):
+    for part in ("1,234 tok/s", "mfu 12.5%", "1.00 GiB", "load 2.40x", "1:15 left"):
         assert part in line
     skipped = RECORD | {"skipped": True, "skipped_steps": 2, "mfu": None, "loss": math.nan}
     line = console_line(skipped, 20, math.nan, TOKEN, "validation_loss")
