@@ -23,7 +23,7 @@ from polyad.model.settings import ModelSettings
 from polyad.parallel import comm
 from polyad.train.errors import ConfigError
 from polyad.train.tasks.registry import TASKS
-from polyad.train.tasks.task import Predictor, Score, Sections, Share, Task, Unit
+from polyad.train.tasks.task import Predictor, Score, Scoring, Sections, Task, Unit
 
 HELD_OUT = {"validation": 300, "test": 101}
 """Vectors of each split."""
@@ -132,24 +132,15 @@ class VectorTask(Task[VectorBatch]):
     def has_validation(self) -> bool:
         return True
 
-    def validate(
-        self, model: Predictor, *, batch_size: int, world: comm.World, report: Share
-    ) -> dict[str, float]:
-        found = self.score(model, "validation", batch_size=batch_size, world=world, report=report)
+    def validate(self, scoring: Scoring) -> dict[str, float]:
+        found = self.score(scoring, "validation")
         return {"validation_accuracy": found["accuracy"], "validation_loss": found["loss"]}
 
     @torch.no_grad()
-    def score(
-        self,
-        model: Predictor,
-        split: str,
-        *,
-        batch_size: int,
-        world: comm.World,
-        report: Share | None = None,
-    ) -> dict[str, Any]:
+    def score(self, scoring: Scoring, split: str) -> dict[str, Any]:
+        model, world = scoring.model, scoring.world
         total = torch.zeros(3, dtype=torch.float64, device=world.device)
-        batches = list(self._held_out(split, batch_size, world))
+        batches = list(self._held_out(split, scoring.batch_size, world))
         for done, (vectors_BD, labels_B, counts_B) in enumerate(batches, start=1):
             logits_BC, _ = model(vectors_BD)
             losses_B = model.cross_entropy(logits_BC, labels_B)
@@ -157,8 +148,8 @@ class VectorTask(Task[VectorBatch]):
             total += torch.stack(
                 [losses_B[counts_B].double().sum(), right_B[counts_B].sum(), counts_B.sum()]
             )
-            if report is not None:
-                report(done / len(batches))
+            if scoring.report is not None:
+                scoring.report(done / len(batches))
         loss, right, count = comm.sum_over_samples(total, world).tolist()
         return {"accuracy": right / count, "loss": loss / count, "vectors_scored": int(count)}
 

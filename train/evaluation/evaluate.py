@@ -18,7 +18,7 @@ from polyad.train.results import aligned, in_words
 from polyad.train.streaming import predicting
 from polyad.train.tasks.images import ImageClassification
 from polyad.train.tasks.language import LanguageModelling
-from polyad.train.tasks.task import Task
+from polyad.train.tasks.task import Scoring, Task
 
 
 def evaluate(
@@ -49,7 +49,7 @@ def evaluate(
         scores = predicting(
             model,
             lambda predictor, progress: task.score(
-                predictor, split, batch_size=opened.batch_size, world=world, report=progress
+                Scoring(predictor, opened.batch_size, world, progress), split
             ),
             report,
         )

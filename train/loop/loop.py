@@ -21,7 +21,7 @@ from polyad.train.loop.profiling import Prefetch, StepTimer, memory_of_step, pro
 from polyad.train.loop.step import IssuedStep, issue_step, routing_record
 from polyad.train.state import TrainState
 from polyad.train.tasks.random_input import training_flops
-from polyad.train.tasks.task import Task
+from polyad.train.tasks.task import Scoring, Task
 
 WARM = 3
 """Steps after which everything has been imported and compiled."""
@@ -317,11 +317,9 @@ class TrainLoop:
                 explain_out_of_memory(lambda: "in validation", self._world),
                 self._timer.paused(),
             ):
+                size = self._evaluation.batch_size or self._train.micro_batch_size
                 return self.task.validate(
-                    self.engine,
-                    batch_size=self._evaluation.batch_size or self._train.micro_batch_size,
-                    world=self._world,
-                    report=self._expect_progress,
+                    Scoring(self.engine, size, self._world, self._expect_progress)
                 )
         finally:
             self.engine.train()

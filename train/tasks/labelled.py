@@ -20,7 +20,7 @@ from polyad.data.sequences.dataset import SequenceData
 from polyad.parallel import comm
 from polyad.train.results import aligned
 from polyad.train.tasks.distillation import DistillableTask
-from polyad.train.tasks.task import Batch, Predictor, Share, Task, held_out_batches
+from polyad.train.tasks.task import Batch, Predictor, Scoring, Task
 
 Outcomes = npt.NDArray[np.float64]
 """What scores are computed from, a row for each sample [N, F]."""
@@ -87,31 +87,15 @@ class LabelledTask(DistillableTask, Task[Batch]):
         """Further JSON values about a scored split, such as the scores of each class."""
 
     @torch.no_grad()
-    def score(
-        self,
-        model: Predictor,
-        split: str,
-        *,
-        batch_size: int,
-        world: comm.World,
-        report: Share | None = None,
-        most: int | None = None,
-    ) -> dict[str, Any]:
+    def score(self, scoring: Scoring, split: str, most: int | None = None) -> dict[str, Any]:
         """Scores a split, or at most `most` samples spread evenly over it, and each domain."""
         (samples, domains), units = self.spread(split, most), f"{self.unit.name}s"
+        world = scoring.world
         # Each sample has a row of its own. Every process fills those of its samples, so the sum
         # over processes is exact.
         outcomes_NF: Tensor | None = None
-        for batch, own_B, number_B in held_out_batches(
-            samples,
-            batch_size,
-            world.data_parallel_rank,
-            world.data_parallel_size,
-            world.device,
-            report=report,
-            num_workers=self.settings.num_workers,
-        ):
-            outcomes_BF = self.outcomes(model, batch)
+        for batch, own_B, number_B in scoring.batches(samples, self.settings.num_workers):
+            outcomes_BF = self.outcomes(scoring.model, batch)
             if outcomes_NF is None:
                 outcomes_NF = outcomes_BF.new_zeros(len(samples), outcomes_BF.shape[1])
             outcomes_NF[number_B.to(world.device)] = outcomes_BF[own_B]
@@ -131,13 +115,9 @@ class LabelledTask(DistillableTask, Task[Batch]):
             "left_out": self.data.left_out,
         }
 
-    def validate(
-        self, model: Predictor, *, batch_size: int, world: comm.World, report: Share
-    ) -> dict[str, float]:
+    def validate(self, scoring: Scoring) -> dict[str, float]:
         """Scores the validation split, or a part of it, and each domain."""
-        scores = self.score(
-            model, "validation", batch_size=batch_size, world=world, report=report, most=self._most
-        )
+        scores = self.score(scoring, "validation", self._most)
         whole = {f"validation_{name}": scores[name] for name in self.validated}
         of_domains = {
             f"validation_{name}/{domain}": own[name]

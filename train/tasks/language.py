@@ -20,11 +20,10 @@ from polyad.data.text.windows import EvaluationWindows, WindowBatch
 from polyad.model.decoder import DecoderSettings
 from polyad.model.output import RoutingStats
 from polyad.model.settings import ModelSettings
-from polyad.parallel import comm
 from polyad.parallel.weights import Weights
 from polyad.train.errors import ConfigError
 from polyad.train.tasks.distillation import BlockTeacher, DistillableTask, Teacher
-from polyad.train.tasks.task import Predictor, Score, Sections, Share
+from polyad.train.tasks.task import Predictor, Score, Scoring, Sections
 from polyad.train.tasks.text import (
     TextTask,
     perplexities,
@@ -136,11 +135,9 @@ class LanguageModelling(DistillableTask, TextTask[TextBatch]):
         """The loss in nats per token."""
         return {"loss": sums[0] / sums[1]}
 
-    def validate(
-        self, model: Predictor, *, batch_size: int, world: comm.World, report: Share
-    ) -> dict[str, float]:
+    def validate(self, scoring: Scoring) -> dict[str, float]:
         """Loss and perplexity of the validation split; for a mixture also of each source."""
-        losses = super().validate(model, batch_size=batch_size, world=world, report=report)
+        losses = super().validate(scoring)
         return losses | {
             name.replace("validation_loss", "validation_perplexity", 1): perplexity(loss)
             for name, loss in losses.items()
@@ -164,21 +161,11 @@ class LanguageModelling(DistillableTask, TextTask[TextBatch]):
         task._attacked = {name: (stream, counts)}
         return task
 
-    def score(
-        self,
-        model: Predictor,
-        split: str,
-        *,
-        batch_size: int,
-        world: comm.World,
-        report: Share | None = None,
-    ) -> dict[str, Any]:
+    def score(self, scoring: Scoring, split: str) -> dict[str, Any]:
         """Perplexities of a split; see `polyad.train.tasks.text.perplexities`."""
         stream, counts = self.split(split)
         windows = self.windows(stream)
-        nats, tokens = self.scored(
-            model, windows, batch_size=batch_size, world=world, report=report
-        )
+        nats, tokens = self.scored(scoring, windows)
         return {
             **perplexities(nats, tokens=int(tokens), words=counts.words, bytes_=counts.bytes),
             "tokens_scored": int(tokens),

@@ -22,9 +22,8 @@ from polyad.data.text.masking import (
 from polyad.data.text.samples import MixedSamples, TrainingData
 from polyad.model.bert import BertConfig, MaskedLanguageHeadConfig
 from polyad.model.output import RoutingStats
-from polyad.parallel import comm
 from polyad.train.errors import ConfigError
-from polyad.train.tasks.task import Predictor, Score, Sections, Share
+from polyad.train.tasks.task import Predictor, Score, Scoring, Sections
 from polyad.train.tasks.text import TextTask, with_vocabulary
 
 
@@ -99,19 +98,11 @@ class MaskedLanguageModelling(TextTask[MaskedBatch]):
         loss, right, tokens = sums
         return {"loss": loss / tokens, "accuracy": right / tokens}
 
-    def score(
-        self,
-        model: Predictor,
-        split: str,
-        *,
-        batch_size: int,
-        world: comm.World,
-        report: Share | None = None,
-    ) -> dict[str, Any]:
+    def score(self, scoring: Scoring, split: str) -> dict[str, Any]:
         """Loss and accuracy of a split."""
         stream, counts = self.split(split)
         windows = self.windows(stream)
-        sums = self.scored(model, windows, batch_size=batch_size, world=world, report=report)
+        sums = self.scored(scoring, windows)
         return {
             **self.means(sums),
             "tokens_scored": int(sums[-1]),

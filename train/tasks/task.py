@@ -127,7 +127,6 @@ def held_out_batches(
     rank: int,
     ranks: int,
     device: torch.device,
-    *,
     report: Share | None = None,
     num_workers: int = 0,
 ) -> Iterator[HeldOutBatch]:
@@ -153,6 +152,27 @@ def held_out_batches(
         yield HeldOutBatch(batch, own_B.to(device), number_B[own_B])
         if report is not None:
             report(min(1.0, (done + 1) * size * ranks / total))
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """A model to score on held-out samples; all processes score together."""
+
+    model: Predictor
+    """In evaluation mode."""
+    batch_size: int
+    """Samples per forward pass."""
+    world: comm.World
+    """This process."""
+    report: Share | None = None
+    """Called with the share of the samples done."""
+
+    def batches(self, samples: Dataset[Any], num_workers: int = 0) -> Iterator[HeldOutBatch]:
+        """Yields this process's batches of samples, as `held_out_batches` does."""
+        rank, ranks = self.world.data_parallel_rank, self.world.data_parallel_size
+        return held_out_batches(
+            samples, self.batch_size, rank, ranks, self.world.device, self.report, num_workers
+        )
 
 
 class Task(ABC, Generic[Batch]):
@@ -249,16 +269,11 @@ class Task(ABC, Generic[Batch]):
         """Whether there is data for validation during training."""
 
     @abstractmethod
-    def validate(
-        self, model: Predictor, *, batch_size: int, world: comm.World, report: Share
-    ) -> dict[str, float]:
+    def validate(self, scoring: Scoring) -> dict[str, float]:
         """Scores held-out data during training; all processes call it together.
 
         Args:
-            model: In evaluation mode.
-            batch_size: Samples per forward pass.
-            world: This process.
-            report: Called with the share done.
+            scoring: The model, and how it is scored.
 
         Returns:
             Keys to add to the step's record, including `validation_score`; the same on each
@@ -266,23 +281,12 @@ class Task(ABC, Generic[Batch]):
         """
 
     @abstractmethod
-    def score(
-        self,
-        model: Predictor,
-        split: str,
-        *,
-        batch_size: int,
-        world: comm.World,
-        report: Share | None = None,
-    ) -> dict[str, Any]:
+    def score(self, scoring: Scoring, split: str) -> dict[str, Any]:
         """Scores a whole split for `polyad evaluate`; all processes call it together.
 
         Args:
-            model: In evaluation mode.
+            scoring: The model, and how it is scored.
             split: `train`, `validation` or `test`.
-            batch_size: Samples per forward pass.
-            world: This process.
-            report: Called with the share done.
 
         Returns:
             JSON values by key, the same on each process: the scores that `scores` names, and

@@ -28,11 +28,10 @@ from polyad.train.tasks.task import (
     CheckpointExtras,
     EvaluationConfig,
     Predictor,
+    Scoring,
     Sections,
-    Share,
     Task,
     Unit,
-    held_out_batches,
 )
 from polyad.train.tasks.vocabulary import check_tokenizer
 
@@ -141,38 +140,23 @@ class TextTask(Task[Batch]):
         """The scores that a validation reports, from the `sums` of a split."""
 
     @torch.no_grad()
-    def scored(
-        self,
-        model: Predictor,
-        windows: Any,
-        *,
-        batch_size: int,
-        world: comm.World,
-        report: Share | None,
-    ) -> list[float]:
+    def scored(self, scoring: Scoring, windows: Any) -> list[float]:
         """Adds the `sums` of a split over all processes, which run equally many forward passes."""
-        total = torch.zeros((), dtype=torch.float64, device=world.device)
-        rank, ranks = world.data_parallel_rank, world.data_parallel_size
-        for batch, own_B, _ in held_out_batches(
-            windows, batch_size, rank, ranks, world.device, report=report
-        ):
-            total = total + self.sums(model, batch, own_B)
-        sums: list[float] = comm.sum_over_samples(total, world).tolist()
+        total = torch.zeros((), dtype=torch.float64, device=scoring.world.device)
+        for batch, own_B, _ in scoring.batches(windows):
+            total = total + self.sums(scoring.model, batch, own_B)
+        sums: list[float] = comm.sum_over_samples(total, scoring.world).tolist()
         if not sums[-1]:
             raise DataError(f"{self.place}: the split has no text, only special tokens")
         return sums
 
-    def validate(
-        self, model: Predictor, *, batch_size: int, world: comm.World, report: Share
-    ) -> dict[str, float]:
+    def validate(self, scoring: Scoring) -> dict[str, float]:
         """Scores the validation split; for a mixture the mean weighted by the shares of its
         sources, and each source."""
         parts, scores = self.data.validation(), {}
         for part in parts:
             windows = self.windows(part.stream, self.evaluation.max_windows)
-            scores[part.name] = self.means(
-                self.scored(model, windows, batch_size=batch_size, world=world, report=report)
-            )
+            scores[part.name] = self.means(self.scored(scoring, windows))
         record = {}
         for name in scores[parts[0].name]:
             record[f"validation_{name}"] = sum(
