@@ -20,8 +20,9 @@ from polyad.parallel.zero import Engine, Precision
 from polyad.train.config.run import RunConfig, config_of_checkpoint
 from polyad.train.config.text import flatten
 from polyad.train.errors import ConfigError
-from polyad.train.tasks.distillation import BlockTeacher, DistillableTask, Teacher
+from polyad.train.tasks.distillation import BlockTeacher, Teacher
 from polyad.train.tasks.images import ImageClassification
+from polyad.train.tasks.labelled import LabelledTask
 from polyad.train.tasks.language import LanguageModelling
 from polyad.train.tasks.sequences import SequenceTask
 from polyad.train.tasks.task import Task
@@ -164,7 +165,7 @@ def set_teacher(
     """
     if teacher is None:
         return
-    assert isinstance(task, DistillableTask)
+    assert isinstance(task, LanguageModelling | LabelledTask)
     loaded = load_teacher(teacher.folder, config, engine.device)
     if isinstance(loaded, BlockTeacher):
         assert isinstance(task, LanguageModelling)

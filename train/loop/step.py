@@ -34,7 +34,7 @@ from polyad.train.loop.losses import (
     with_counts_of_all,
     with_sample_similarity,
 )
-from polyad.train.tasks.task import Batch, Predictor, real_tokens
+from polyad.train.tasks.task import Batch, Predictor
 
 Routing = tuple[RoutingStats, ...]
 OF_MICRO_BATCHES = frozenset({"tokens", "similarity_loss", "sequence_loss"})
@@ -319,10 +319,9 @@ def _mean_tokens(
     may be large images, one is read and nothing is exchanged, since all have equally many tokens.
     """
     first = next(micro_batches)
-    if real_tokens(first) is None:
+    if not hasattr(first, "real_tokens"):
         return None, itertools.chain([first], micro_batches)
-    rest = itertools.islice(micro_batches, accumulation_steps - 1)
-    batches = [first, *rest]
-    counts = [tokens for batch in batches if (tokens := real_tokens(batch)) is not None]
-    total = comm.sum_over_ranks(torch.stack(counts).sum().float())
+    batches: list[Any] = [first, *itertools.islice(micro_batches, accumulation_steps - 1)]
+    counts = torch.stack([batch.real_tokens for batch in batches])
+    total = comm.sum_over_ranks(counts.sum().float())
     return total / (len(batches) * comm.size()), iter(batches)

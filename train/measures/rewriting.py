@@ -25,7 +25,7 @@ from polyad.train.experts.probing import routed_head
 from polyad.train.measures.measure import Analysis
 from polyad.train.reading import EvaluationContext, ForwardPass, Subject
 from polyad.train.results import Tables
-from polyad.train.tasks.attributes import AttributeClassification
+from polyad.train.tasks.images import AttributeClassification
 from polyad.train.tasks.samples import ImageSamples
 
 FORM = "class=NAME,of=NAME[:0]+NAME[:0]...[,by=NUMBER]"

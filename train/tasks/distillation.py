@@ -109,13 +109,6 @@ class Teacher:
         return (1 - weight) * losses_B + weight * kl_B
 
 
-class DistillableTask:
-    """A task that can learn from a teacher."""
-
-    teacher: Teacher | None = None
-    """The teacher, if any; None: the task learns from the data alone."""
-
-
 def distillation_loss(teacher_BK: Tensor, student_BK: Tensor, temperature: float) -> Tensor:
     """T^2 KL(teacher || student) of each sample [B], in nats."""
     theirs_BK = (teacher_BK / temperature).log_softmax(-1)

@@ -1,6 +1,7 @@
-"""Image classification.
+"""Image classification, and which of several attributes each image has, as in CelebA.
 
-Shapes: B images of a micro-batch, C channels, H x W pixels, K classes.
+Shapes: B images of a micro-batch, N of a split, C channels, H x W pixels, K classes or attributes,
+F numbers about each image.
 """
 
 import copy
@@ -8,13 +9,14 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.utils.data import Subset
 
 from polyad.data.images.augmentation import GaussianNoise
-from polyad.data.images.config import ImageDataConfig
+from polyad.data.images.config import AttributeDataConfig, ImageDataConfig
 from polyad.data.images.dataset import ImageData
 from polyad.data.images.samples import EvaluationImages, ImageBatch, ImageSamples
 from polyad.model.heads import HEAD
@@ -34,7 +36,6 @@ class ImageClassification(LabelledTask[ImageBatch]):
     """Predicts the class of each image.
 
     Args:
-        data: The images.
         sections: Sections of the configuration.
     """
 
@@ -58,7 +59,7 @@ class ImageClassification(LabelledTask[ImageBatch]):
     has_attributes: ClassVar[bool] = False
     """Whether an image may have any number of the classes, which are then attributes."""
 
-    def __init__(self, data: ImageData, sections: Sections) -> None:
+    def __init__(self, sections: Sections) -> None:
         settings, model = sections.data, sections.model
         assert isinstance(settings, ImageDataConfig)
         if not isinstance(model, ImageSettings):
@@ -71,11 +72,22 @@ class ImageClassification(LabelledTask[ImageBatch]):
                 f"data.loss: sigmoid is not allowed with model.kind: {model.kind}, which mixes "
                 "probabilities that sum to 1: it learns one class of each image"
             )
-        self.data, self.settings = data, settings
+        self.data, self.settings = ImageData.open(settings), settings
         self._noise: GaussianNoise | None = None
         self._seed, self._most = sections.seed, sections.evaluation.max_windows
-        self.model = with_classes(model, data, self.place)
-        if data.has_attributes != self.has_attributes:
+        classes = len(self.data.class_names)
+        if model.num_classes not in (None, classes):
+            raise ConfigError(
+                f"model.num_classes: {model.num_classes} is not the number of classes of "
+                f"{self.place}, which is {classes}; null takes it from the data"
+            )
+        if model.channels != 3:
+            raise ConfigError(
+                f"model.channels: {model.channels} is not allowed with {self.place}, whose images "
+                "have 3 channels: red, green and blue"
+            )
+        self.model = model.model_copy(update={"num_classes": classes}).filled()
+        if self.data.has_attributes != self.has_attributes:
             holds, allowed = ("one class", "images") if self.has_attributes else ("attributes",) * 2
             raise ConfigError(
                 f"data.kind: {settings.kind} is not allowed with {self.place}, whose images have "
@@ -85,9 +97,7 @@ class ImageClassification(LabelledTask[ImageBatch]):
     @classmethod
     def open(cls, sections: Sections) -> "ImageClassification":
         """Lists the images."""
-        settings = sections.data
-        assert isinstance(settings, ImageDataConfig)
-        return cls(ImageData.open(settings), sections)
+        return cls(sections)
 
     @functools.cached_property
     def samples(self) -> ImageSamples:
@@ -271,26 +281,51 @@ class ImageClassification(LabelledTask[ImageBatch]):
         return {self.name: sorted({self.samples.number_of(sample) for sample in samples})}
 
 
-def with_classes(model: ImageSettings, data: ImageData, place: str) -> ImageSettings:
-    """Completes a model's configuration with the number of classes.
+class AttributeClassification(ImageClassification):
+    """Predicts the attributes of each image, with one logit per attribute."""
 
-    Args:
-        model: Its `num_classes` may be None.
-        data: The images.
-        place: Names the data in the error.
+    data_settings = AttributeDataConfig
+    scores = (
+        Score("accuracy", "accuracy", 4, "of attributes"),
+        Score("all_right", "all correct", 4, "of images"),
+        Score("loss", "loss", 4, "nats per image"),
+    )
+    validation_score: ClassVar[str] = "validation_accuracy"
+    validated = ("accuracy", "all_right", "loss")
+    per_class = "per_attribute"
+    has_attributes = True
 
-    Raises:
-        ConfigError: The model has another number of classes, or other channels.
-    """
-    classes = len(data.class_names)
-    if model.num_classes is not None and model.num_classes != classes:
-        raise ConfigError(
-            f"model.num_classes: {model.num_classes} is not the number of classes of {place}, "
-            f"which is {classes}; null takes it from the data"
-        )
-    if model.channels != 3:
-        raise ConfigError(
-            f"model.channels: {model.channels} is not allowed with {place}, whose images have 3 "
-            "channels: red, green and blue"
-        )
-    return model.model_copy(update={"num_classes": classes}).filled()
+    def outcomes(self, model: Predictor, batch: ImageBatch) -> Tensor:
+        """Loss, then the attributes, then those predicted: a logit above 0 counts as yes."""
+        logits_BK, losses_B = self.logits(model, batch)
+        parts = (losses_B.unsqueeze(1), batch.labels_B > 0, logits_BK > 0)
+        return torch.cat([part.double() for part in parts], dim=1)
+
+    def scores_of(self, outcomes_NF: Outcomes) -> dict[str, float]:
+        """Accuracy over attributes and over whole images, and the loss."""
+        losses_N, has_NK, predicted_NK = _parts(outcomes_NF)
+        right_NK = has_NK == predicted_NK
+        return {
+            "accuracy": float(right_NK.mean()),
+            "all_right": float(right_NK.all(1).mean()),
+            "loss": float(losses_N.mean()),
+        }
+
+    def by_class(self, outcomes_NF: Outcomes) -> dict[str, dict[str, Any]]:
+        """Of each attribute the accuracy, how many images have it, and which share of these is
+        found; None without such images."""
+        _, has_NK, predicted_NK = _parts(outcomes_NF)
+        scores = {}
+        for name, has_N, predicted_N in zip(
+            self.data.class_names, has_NK.T, predicted_NK.T, strict=True
+        ):
+            rate = float(predicted_N[has_N].mean()) if has_N.any() else None
+            accuracy, images = float((has_N == predicted_N).mean()), int(has_N.sum())
+            scores[name] = {"accuracy": accuracy, "images": images, "true_positive_rate": rate}
+        return scores
+
+
+def _parts(outcomes_NF: Outcomes) -> tuple[Any, Any, Any]:
+    """Losses [N], and attributes and those predicted [N, K]."""
+    has_NK, predicted_NK = np.split(outcomes_NF[:, 1:] > 0, 2, axis=1)
+    return outcomes_NF[:, 0], has_NK, predicted_NK

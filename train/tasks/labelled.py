@@ -19,19 +19,21 @@ from polyad.data.sequences.config import SequenceDataConfig
 from polyad.data.sequences.dataset import SequenceData
 from polyad.parallel import comm
 from polyad.train.results import aligned
-from polyad.train.tasks.distillation import DistillableTask
+from polyad.train.tasks.distillation import Teacher
 from polyad.train.tasks.task import Batch, Predictor, Scoring, Task
 
 Outcomes = npt.NDArray[np.float64]
 """What scores are computed from, a row for each sample [N, F]."""
 
 
-class LabelledTask(DistillableTask, Task[Batch]):
+class LabelledTask(Task[Batch]):
     """A task on the samples of one source, each with a label."""
 
     higher_is_better: ClassVar[bool] = True
     data: ImageData | SequenceData
     settings: ImageDataConfig | SequenceDataConfig
+    teacher: Teacher | None = None
+    """None: the task learns from the labels alone."""
     _most: int | None
     """Samples that a validation during training reads; None: all."""
 

@@ -22,15 +22,9 @@ from polyad.model.output import RoutingStats
 from polyad.model.settings import ModelSettings
 from polyad.parallel.weights import Weights
 from polyad.train.errors import ConfigError
-from polyad.train.tasks.distillation import BlockTeacher, DistillableTask, Teacher
+from polyad.train.tasks.distillation import BlockTeacher, Teacher
 from polyad.train.tasks.task import Predictor, Score, Scoring, Sections
-from polyad.train.tasks.text import (
-    TextTask,
-    perplexities,
-    perplexity,
-    with_end_of_text,
-    with_vocabulary,
-)
+from polyad.train.tasks.text import TextTask, perplexities, perplexity, with_vocabulary
 
 
 class TextBatch(NamedTuple):
@@ -71,7 +65,7 @@ class TextSamples(Dataset[TextBatch]):
         return TextBatch.of(self.tokens[sample])
 
 
-class LanguageModelling(DistillableTask, TextTask[TextBatch]):
+class LanguageModelling(TextTask[TextBatch]):
     """Predicts the next token, on one prepared folder or a mixture of several.
 
     Args:
@@ -88,6 +82,8 @@ class LanguageModelling(DistillableTask, TextTask[TextBatch]):
     )
     loss_unit = "nats per token"
     model: DecoderSettings
+    teacher: Teacher | None = None
+    """None: the task learns from the text alone."""
 
     def __init__(self, data: TrainingData, sections: Sections) -> None:
         super().__init__(data, sections)
@@ -100,9 +96,15 @@ class LanguageModelling(DistillableTask, TextTask[TextBatch]):
         self._attacked: dict[str, tuple[TokenStream, SplitInfo]] = {}
         self.block_teacher: BlockTeacher | None = None
         """Teacher of the replaced blocks' feed-forwards, in place of the loss on the text."""
-        about = data.tokenizer
-        complete = with_vocabulary(model, about.vocab_size, self.place)
-        self.model = with_end_of_text(complete, about.end_of_text_id, self.place)
+        end = data.tokenizer.end_of_text_id
+        self.model = with_vocabulary(model, data.tokenizer.vocab_size, self.place)
+        if model.reads_documents():
+            if model.end_of_text_id not in (None, end):
+                raise ConfigError(
+                    f"model.end_of_text_id: {model.end_of_text_id} is not the token that ends "
+                    f"documents in {self.place}, {end}; set it to null to use that one"
+                )
+            self.model = self.model.model_copy(update={"end_of_text_id": end})
 
     @functools.cached_property
     def samples(self) -> TextSamples:

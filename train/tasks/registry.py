@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from polyad.train.tasks.attributes import AttributeClassification
-from polyad.train.tasks.images import ImageClassification
+from polyad.train.tasks.images import AttributeClassification, ImageClassification
 from polyad.train.tasks.language import LanguageModelling
 from polyad.train.tasks.masked_language import MaskedLanguageModelling
 from polyad.train.tasks.sequences import SequenceTask

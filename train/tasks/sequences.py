@@ -24,7 +24,6 @@ from polyad.model.config_yaml import load
 from polyad.model.decoder import DecoderSettings
 from polyad.model.heads import HEAD, ClassificationHeadConfig
 from polyad.model.output import RoutingStats
-from polyad.model.settings import ModelSettings
 from polyad.parallel.checkpoint.load import Checkpoint
 from polyad.parallel.families import FamilyWeights
 from polyad.parallel.weights import Weights, open_weights
@@ -33,7 +32,7 @@ from polyad.train.tasks.distillation import cross_entropy
 from polyad.train.tasks.labelled import LabelledTask, Outcomes, file_of_classes
 from polyad.train.tasks.scores import TITLES, class_scores, metric_of
 from polyad.train.tasks.task import CheckpointExtras, Predictor, Score, Sections, Unit
-from polyad.train.tasks.text import with_vocabulary
+from polyad.train.tasks.text import kept_with_tokenizer, with_vocabulary
 from polyad.train.tasks.vocabulary import (
     CLASSES_FILE,
     class_names_of,
@@ -70,8 +69,9 @@ class SequenceTask(LabelledTask[SequenceBatch]):
     """Predicts the label of each row of a table: a class, a number, or the right choice.
 
     Args:
-        data: The rows and their labels.
         sections: Sections of the configuration.
+        tokenizer: Encodes the rows.
+        classes: The classes by number; None: those of the data.
     """
 
     data_settings = SequenceDataConfig
@@ -82,15 +82,42 @@ class SequenceTask(LabelledTask[SequenceBatch]):
     data: SequenceData
     settings: SequenceDataConfig
 
-    def __init__(self, data: SequenceData, sections: Sections) -> None:
-        assert isinstance(sections.data, SequenceDataConfig)
-        self.data, self.settings = data, sections.data
+    def __init__(
+        self, sections: Sections, tokenizer: Tokenizer, classes: Sequence[str] | None = None
+    ) -> None:
+        settings, model = sections.data, sections.model
+        assert isinstance(settings, SequenceDataConfig)
+        head = getattr(model, "head", None)
+        if not isinstance(model, ScoringConfig) or not isinstance(head, ClassificationHeadConfig):
+            read = f"model.kind: {model.kind} and model.head.kind: {getattr(head, 'kind', None)}"
+            raise ConfigError(
+                f"data.kind: sequences is not allowed with {read}; allowed: gpt2, decoder or bert "
+                "with classification"
+            )
+        if settings.max_length is not None and settings.max_length > model.sequence_length:
+            raise ConfigError(
+                f"data.max_length: {settings.max_length} is more than model.sequence_length: "
+                f"{model.sequence_length}"
+            )
+        self.settings = settings
+        self.data = data = SequenceData(
+            settings,
+            tokenizer,
+            model_kind=model.kind,
+            max_length=settings.max_length or model.sequence_length,
+            classes=classes,
+        )
         self.schema = data.schema
         self._seed, self._most = sections.seed, sections.evaluation.max_windows
-        model = with_vocabulary(
-            _scoring(sections.model), data.tokenizer.vocab_size, f"{self.place} and data.tokenizer"
-        )
-        self.model = with_outputs(model, len(data.class_names) or 1, self.place)
+        model = with_vocabulary(model, tokenizer.vocab_size, f"{self.place} and data.tokenizer")
+        outputs = len(data.class_names) or 1
+        if head.num_classes not in (None, outputs):
+            raise ConfigError(
+                f"model.head.num_classes: {head.num_classes} is not {outputs}, the outputs that "
+                f"{self.place} needs; null takes it from the data"
+            )
+        head = head.model_copy(update={"num_classes": outputs})
+        self.model = model.model_copy(update={"head": head})
         two_texts = self.schema.pair is not None or bool(self.schema.choices)
         if two_texts and isinstance(model, BertConfig) and model.num_segments < 2:
             raise ConfigError(
@@ -114,7 +141,7 @@ class SequenceTask(LabelledTask[SequenceBatch]):
                 "data.tokenizer: is missing; allowed: a file, a folder or a name on the Hugging "
                 "Face hub; null takes that of checkpoint.init_from, if it has one"
             )
-        task = cls(_open(sections, tokenizer), sections)
+        task = cls(sections, tokenizer)
         for split in ("train", "validation"):
             if split == "train" or split in task.data.splits:
                 task.data.encoded(split)
@@ -126,7 +153,7 @@ class SequenceTask(LabelledTask[SequenceBatch]):
         tokenizer = tokenizer_of(weights)
         if tokenizer is None:
             raise ConfigError(f"{weights.folder}: contains no tokenizer")
-        return cls(_open(sections, tokenizer, names_of(weights)), sections)
+        return cls(sections, tokenizer, names_of(weights))
 
     @functools.cached_property
     def samples(self) -> TrainingRows:
@@ -251,17 +278,10 @@ class SequenceTask(LabelledTask[SequenceBatch]):
 
     def kept(self) -> CheckpointExtras:
         """The tokenizer's file, the names of the classes, and fingerprints."""
-        tokenizer = self.data.tokenizer
-        state = {
-            "data_fingerprint": self.fingerprint,
-            "tokenizer_fingerprint": tokenizer.fingerprint,
-            "end_of_text": tokenizer.end_of_text,
-            "vocab_size": tokenizer.vocab_size,
-        }
-        files: dict[str, bytes] = {tokenizer.file: tokenizer.file_bytes()}
-        if self.data.class_names:
-            files[CLASSES_FILE] = file_of_classes(self.data.class_names)
-        return CheckpointExtras(state=state, files=files)
+        tokenizer, names = self.data.tokenizer, self.data.class_names
+        kept = kept_with_tokenizer(self.fingerprint, tokenizer, tokenizer.file_bytes())
+        classes = {CLASSES_FILE: file_of_classes(names)} if names else {}
+        return CheckpointExtras(kept.state, {**kept.files, **classes})
 
     def check_weights(self, weights: Weights, owner: str) -> None:
         """Checks that the weights were trained with these token ids."""
@@ -300,60 +320,3 @@ def _task_of(weights: Weights) -> str | None:
     if not data or data.get("kind") != "sequences":
         return None
     return SequenceDataConfig.model_validate(data).schema_of.task
-
-
-def _open(
-    sections: Sections, tokenizer: Tokenizer, classes: Sequence[str] | None = None
-) -> SequenceData:
-    """Opens the data, for a model that scores sequences."""
-    settings, model = sections.data, _scoring(sections.model)
-    assert isinstance(settings, SequenceDataConfig)
-    if settings.max_length is not None and settings.max_length > model.sequence_length:
-        raise ConfigError(
-            f"data.max_length: {settings.max_length} is more than model.sequence_length: "
-            f"{model.sequence_length}"
-        )
-    return SequenceData(
-        settings,
-        tokenizer,
-        model_kind=model.kind,
-        max_length=settings.max_length or model.sequence_length,
-        classes=classes,
-    )
-
-
-def _scoring(model: ModelSettings) -> ScoringConfig:
-    """Checks that a model scores whole sequences, and returns its configuration.
-
-    Raises:
-        ConfigError: It does not.
-    """
-    head = getattr(model, "head", None)
-    if not isinstance(model, ScoringConfig) or not isinstance(head, ClassificationHeadConfig):
-        read = f"model.kind: {model.kind} and model.head.kind: {getattr(head, 'kind', None)}"
-        raise ConfigError(
-            f"data.kind: sequences is not allowed with {read}; allowed: gpt2, decoder or bert with "
-            "classification"
-        )
-    return model
-
-
-def with_outputs(model: ScoringConfig, outputs: int, place: str) -> ScoringConfig:
-    """Completes a model's configuration with the number of its outputs.
-
-    Args:
-        model: `head.num_classes` may be None.
-        outputs: Classes of the data, or 1.
-        place: Names the data in the error.
-
-    Raises:
-        ConfigError: The model has another number.
-    """
-    assert isinstance(model.head, ClassificationHeadConfig)
-    if model.head.num_classes not in (None, outputs):
-        raise ConfigError(
-            f"model.head.num_classes: {model.head.num_classes} is not {outputs}, the outputs that "
-            f"{place} needs; null takes it from the data"
-        )
-    head = model.head.model_copy(update={"num_classes": outputs})
-    return model.model_copy(update={"head": head})

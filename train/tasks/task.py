@@ -25,7 +25,8 @@ from polyad.parallel.weights import Weights
 from polyad.parallel.zero import CrossEntropy
 
 Batch = TypeVar("Batch", bound=tuple[Tensor, ...])
-"""A micro-batch. If its samples are padded, it has `real_tokens`, like `SequenceBatch`."""
+"""A micro-batch. If its samples are padded, it has the number of others as `real_tokens`, like
+`SequenceBatch`."""
 Share = Callable[[float], None]
 """Progress callback: called with the share of the work done, from 0 to 1."""
 
@@ -94,7 +95,7 @@ class Sections:
     """The weights that a new run starts from."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class CheckpointExtras:
     """What a checkpoint stores for a task."""
 
@@ -102,12 +103,6 @@ class CheckpointExtras:
     """Fields of `TrainState`."""
     files: Mapping[str, bytes] = field(default_factory=dict)
     """Contents of small files by name, for example of a tokenizer."""
-
-
-def real_tokens(batch: tuple[Tensor, ...]) -> Tensor | None:
-    """Counts the tokens of a micro-batch without padding; None: batches of this kind have none."""
-    tokens: Tensor | None = getattr(batch, "real_tokens", None)
-    return tokens
 
 
 class HeldOutBatch(NamedTuple):

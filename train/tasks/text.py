@@ -16,8 +16,9 @@ from torch import Tensor
 from polyad.data.config import DataConfig
 from polyad.data.errors import DataError
 from polyad.data.text.dataset import TokenStream
-from polyad.data.text.manifest import SplitInfo, SplitName
+from polyad.data.text.manifest import SplitInfo, SplitName, TokenizerInfo
 from polyad.data.text.samples import MixedSamples, TrainingData
+from polyad.data.text.tokenizers.tokenizer import Tokenizer
 from polyad.model.bert import BertConfig
 from polyad.model.decoder import DecoderSettings
 from polyad.parallel import comm
@@ -182,16 +183,8 @@ class TextTask(Task[Batch]):
 
     def kept(self) -> CheckpointExtras:
         """The tokenizer's file, and fingerprints of the tokenizer and of the data."""
-        about = self.data.tokenizer
-        state = {
-            "data_fingerprint": self.fingerprint,
-            "tokenizer_fingerprint": about.fingerprint,
-            "end_of_text": about.end_of_text,
-            "vocab_size": about.vocab_size,
-        }
-        return CheckpointExtras(
-            state=state, files={about.file: self.data.tokenizer_path.read_bytes()}
-        )
+        content = self.data.tokenizer_path.read_bytes()
+        return kept_with_tokenizer(self.fingerprint, self.data.tokenizer, content)
 
     def check_weights(self, weights: Weights, owner: str) -> None:
         """Checks that the weights were trained with these token ids."""
@@ -223,25 +216,22 @@ def with_vocabulary(model: TextModel, vocab_size: int, place: str) -> TextModel:
     return cast(TextModel, complete)  # of the same class
 
 
-def with_end_of_text(model: DecoderSettings, end_of_text_id: int, place: str) -> DecoderSettings:
-    """Completes a model's configuration with the token that ends documents, if it uses it.
+def kept_with_tokenizer(
+    fingerprint: str, tokenizer: Tokenizer | TokenizerInfo, content: bytes
+) -> CheckpointExtras:
+    """Returns what a checkpoint stores for data of tokens.
 
     Args:
-        model: Its `end_of_text_id` may be None.
-        end_of_text_id: The tokenizer's.
-        place: Names the data in the error.
-
-    Raises:
-        ConfigError: The model has another one.
+        fingerprint: The data's.
+        tokenizer: Its tokenizer.
+        content: The tokenizer's file.
     """
-    if not model.reads_documents():
-        return model
-    if model.end_of_text_id not in (None, end_of_text_id):
-        raise ConfigError(
-            f"model.end_of_text_id: {model.end_of_text_id} is not the token that ends documents in "
-            f"{place}, {end_of_text_id}; set it to null to use that one"
-        )
-    return model.model_copy(update={"end_of_text_id": end_of_text_id})
+    state = {
+        "data_fingerprint": fingerprint,
+        "tokenizer_fingerprint": tokenizer.fingerprint,
+        "end_of_text": tokenizer.end_of_text,
+    }
+    return CheckpointExtras(state, {tokenizer.file: content})
 
 
 def perplexities(nats: float, *, tokens: int, words: int, bytes_: int) -> dict[str, float]:
