@@ -191,12 +191,12 @@ class Launcher:
         from polyad.train.config.rules import validate
         from polyad.train.config.run import load_config
         from polyad.train.describe import exports_to
-        from polyad.train.start import plan_run
+        from polyad.train.start import find_start, open_plan
 
         nodes = self.nodes
         try:
             if self.command[0] == "train":
-                config = plan_run(path, self.overrides, nodes * processes).config
+                config = find_start(open_plan(path, self.overrides, nodes * processes)).config
             else:
                 config = load_config(path, self.overrides)
                 validate(config, nodes * processes)

@@ -21,7 +21,7 @@ from polyad.train.console import counted, in_bytes
 from polyad.train.errors import ConfigError
 from polyad.train.plan import flops_per_step, footprint
 from polyad.train.results import aligned
-from polyad.train.start import plan_run
+from polyad.train.start import find_start, open_plan
 from polyad.train.tasks.random_input import flops_of_unit
 from polyad.train.tasks.registry import TASKS
 
@@ -46,7 +46,7 @@ def describe_run(
         ValueError: with an `exit_status` of 2: one line says what is wrong.
     """
     if with_data:
-        plan = plan_run(path, overrides, world_size)
+        plan = find_start(open_plan(path, overrides, world_size))
         config, dims = plan.config, plan.dims
         epoch = plan.task.samples_per_epoch
         step = plan.resume.training_step if plan.resume else 0

@@ -16,7 +16,6 @@ from polyad.parallel.checkpoint.load import (
     Checkpoint,
     newest_that_opens,
     newest_verified,
-    shared,
     verify_together,
 )
 from polyad.parallel.checkpoint.manage import complete_checkpoints
@@ -90,23 +89,24 @@ class Plan:
 
     def start_state(self) -> TrainState:
         """Returns the state of a run that continues from its checkpoint, or starts."""
-        checkpoint = self.resume
-        state = TrainState.from_json(checkpoint.state.model_dump()) if checkpoint else TrainState()
-        if checkpoint is not None:
+        values: dict[str, Any] = {}
+        if self.resume is not None:
+            values |= self.resume.state.model_dump()
             before, now = (
                 (each.evaluation.max_windows, each.evaluation.stride, each.checkpoint.keep_best)
-                for each in (config_of_checkpoint(checkpoint), self.config)
+                for each in (config_of_checkpoint(self.resume), self.config)
             )
             if before != now:  # other scores, or a best checkpoint that was not kept
-                state.best_score, state.validations_since_best = None, 0
-        for name, value in self.task.kept().state.items():
-            setattr(state, name, value)
-        state.world_size = self.dims.world_size
-        state.base_digest = self.base_digest
-        state.teacher_step = None if self.teacher is None else self.teacher.step
-        if checkpoint is None and self.init is not None:
-            state.huggingface = origin_of(self.init)
-        return state
+                values |= {"best_score": None, "validations_since_best": 0}
+        elif self.init is not None:
+            values["huggingface"] = origin_of(self.init)
+        values |= {
+            **self.task.kept().state,
+            "world_size": self.dims.world_size,
+            "base_digest": self.base_digest,
+            "teacher_step": None if self.teacher is None else self.teacher.step,
+        }
+        return TrainState(**values)
 
 
 def open_plan(path: Path, overrides: Sequence[str], world_size: int) -> Plan:
@@ -139,22 +139,9 @@ def open_plan(path: Path, overrides: Sequence[str], world_size: int) -> Plan:
     return Plan(config=config, dims=dims, task=task)
 
 
-def plan_run(path: Path, overrides: Sequence[str], world_size: int) -> Plan:
-    """Checks everything that can be checked without a process group and before allocating memory.
-
-    Args:
-        path: the configuration.
-        overrides: `key=value`.
-        world_size: number of processes.
-
-    Raises:
-        ValueError: with an `exit_status` of 2: one line says what is wrong.
-    """
-    return find_start(open_plan(path, overrides, world_size))
-
-
 def find_start(plan: Plan) -> Plan:
-    """Finds and checks what a run starts from: a checkpoint, other weights, a teacher.
+    """Finds and checks what a run starts from: a checkpoint, other weights, a teacher. Needs no
+    process group and little memory.
 
     Args:
         plan: the run's plan.
@@ -208,8 +195,7 @@ def find_start_together(plan: Plan, world: comm.World) -> Plan:
         check_same_checkpoint("distill.teacher", teacher.folder)
     if place is not None and not world.is_main:
         init = _open_init(plan.config, plan.task, place)
-    resume = shared(started.resume)
-    return replace(plan, resume=resume, init=init, base_digest=base_digest, teacher=teacher)
+    return replace(plan, resume=started.resume, init=init, base_digest=base_digest, teacher=teacher)
 
 
 def verify_start(plan: Plan) -> Plan:
@@ -217,7 +203,7 @@ def verify_start(plan: Plan) -> Plan:
     starts; all processes call this.
 
     Returns:
-        The plan with the newest intact checkpoint.
+        The plan with the newest intact checkpoint, which only rank 0 has looked for so far.
     """
     resume = newest_verified(plan.resume, plan.checkpoints)
     if resume is not None and (plan.resume is None or resume.folder != plan.resume.folder):

@@ -3,73 +3,47 @@
 import math
 import platform
 import time
-from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from typing import Any
+
+from pydantic import ConfigDict, Field
+
+from polyad.parallel.checkpoint.format import State
 
 PACKAGES = ("torch", "deepspeed", "megatron-core", "tokenizers", "numpy", "pydantic")
 
 
-@dataclass
-class TrainState:
-    """Progress of a run. The data position follows from `step` and the batch size."""
+class TrainState(State):
+    """Progress of a run. The data position follows from `step` and the batch size.
 
-    step: int = 0
-    """Optimizer steps done, including skipped ones, each of which has consumed its global batch."""
+    `step` counts optimizer steps including skipped ones, each of which has consumed its global
+    batch. `unfinished` is set if a signal interrupted the validation of the last step.
+    """
+
+    model_config = ConfigDict(frozen=False, extra="ignore")
+
     samples: int = 0
     """Samples consumed."""
     skipped_steps: int = 0
     """Steps skipped because a loss or gradient was not finite."""
     skipped_in_a_row: int = 0
-    recent_losses: list[float] = field(default_factory=list)
+    recent_losses: list[float] = Field(default_factory=list)
     """Losses of the last applied steps, against which spikes are judged."""
-    recent_grad_norms: list[float] = field(default_factory=list)
-    spikes: int = 0
-    """Number of spikes in loss or gradient, whatever the reaction."""
+    recent_grad_norms: list[float] = Field(default_factory=list)
     spikes_in_a_row: int = 0
     """Steps skipped for a spike since the last applied step."""
-    unfinished: dict[str, Any] | None = None
-    """The record of the last step if a signal interrupted its validation; otherwise None."""
     best_score: float | None = None
     """The best validation so far; None before there is one."""
     best_step: int = 0
     """The step of that validation."""
     validations_since_best: int = 0
     """Number of validations since then, none of them better."""
-    first_loss: float | None = None
-    """Training loss of the run's first step, in nats."""
-    seconds: float = 0.0
-    """Time spent in training steps, over all starts of the run."""
-    data_fingerprint: str = ""
     tokenizer_fingerprint: str | None = ""
     """None if the checkpoint was converted from a model without a tokenizer."""
-    end_of_text: str | None = None
-    """The token that ends each document of the data."""
-    base_digest: str | None = None
-    """A digest of the frozen weights in a run with LoRA."""
-    teacher_step: int | None = None
-    """The step of the teacher's checkpoint, if there is one."""
-    vocab_size: int = 0
-    huggingface: dict[str, Any] | None = None
-    """Contents beside the weights of the other library's folder from which the run started: see
-    `polyad.parallel.families.Origin`."""
-    world_size: int = 1
-    """Number of processes that wrote this."""
-    versions: dict[str, str] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """JSON values, for `state.json`."""
-        return asdict(self) | {"versions": package_versions(), "saved_at": time.time()}
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> "TrainState":
-        """Restores the state from `to_json`; keys of other versions are ignored."""
-        fields: dict[str, Any] = {
-            name: list(values[name]) if isinstance(values[name], tuple) else values[name]
-            for name in cls.__dataclass_fields__
-            if name in values
-        }
-        return cls(**fields)
+        return self.model_dump() | {"versions": package_versions(), "saved_at": time.time()}
 
     def judge(self, score: float, *, higher_is_better: bool) -> bool:
         """Records a validation.

@@ -149,7 +149,7 @@ class Index(Record):
 class State(Record):
     """The keys of `state.json` that are read by themselves.
 
-    `polyad.train.state.TrainState` documents all keys.
+    `polyad.train.state.TrainState` adds the others.
     """
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=True)
@@ -160,9 +160,13 @@ class State(Record):
     data_fingerprint: str = ""
     tokenizer_fingerprint: str | None = None
     end_of_text: str | None = None
+    """The token that ends each document of the data."""
     base_digest: str | None = None
+    """A digest of the frozen weights in a run with LoRA."""
     teacher_step: int | None = None
+    """The step of the teacher's checkpoint, if there is one."""
     world_size: int = 1
+    """Number of processes that wrote this."""
     saved_at: float | None = None
     huggingface: dict[str, Any] | None = None
     """The `Origin` of initial weights from another library's folder, as JSON."""

@@ -7,7 +7,7 @@ from unittest import mock
 import torch
 
 from polyad.model.kernels import linear_cross_entropy as kernel
-from polyad.train.start import plan_run
+from polyad.train.start import find_start, open_plan
 from polyad.train.tasks.distillation import cross_entropy
 from polyad.train.train import main
 from tests.helpers.runs import run_and_listen, run_expecting_error
@@ -44,7 +44,7 @@ def error_with_bad_batches(
 
 def spoiling(config: Path, what: str, bad: tuple[int, ...]) -> Callable[..., torch.Tensor]:
     """The loss as ever, but for the samples of bad batches, known by their targets."""
-    plan = plan_run(config, ["run.folder=" + str(config.parent / "no-such-run")], 1)
+    plan = find_start(open_plan(config, ["run.folder=" + str(config.parent / "no-such-run")], 1))
     size, samples = plan.config.train.global_batch_size, plan.task.samples
     rows = torch.stack([samples[b * size + i].target_ids_BT for b in bad for i in range(size)])
 

@@ -17,13 +17,12 @@ def test_a_state_is_what_the_loop_writes():
         "routing/load_max": 1.5, "routing/blocks.0/load": [0.5, 0.5], "spike": {"step": 7},
     }  # fmt: skip
     state = TrainState(
-        step=7, recent_losses=[2.5], recent_grad_norms=[0.5], first_loss=math.nan,
-        versions={"torch": "2"}, end_of_text="<eos>", unfinished=unfinished,
+        step=7, recent_losses=[2.5], recent_grad_norms=[0.5], best_score=math.nan,
+        end_of_text="<eos>", unfinished=unfinished,
     )  # fmt: skip
-    assert State.model_fields.keys() - {"saved_at"} <= TrainState.__dataclass_fields__.keys()
     content = json.dumps(state.to_json() | {"of_a_newer_version": 1}).encode()
-    back = TrainState.from_json(State.model_validate_json(content).model_dump())
-    back.versions = state.versions
+    back = TrainState(**State.model_validate_json(content).model_dump())
+    back.saved_at = None
     assert repr(back) == repr(state)
 
 

@@ -267,7 +267,6 @@ def _to_polyad(weights: Source, staging: Path, destination: Path) -> None:
     state = TrainState(
         tokenizer_fingerprint=tokenizer.fingerprint if tokenizer else None,
         end_of_text=tokenizer.end_of_text if tokenizer else None,
-        vocab_size=tokenizer.vocab_size if tokenizer else getattr(config, "vocab_size", None) or 0,
     )
     origin: dict[str, Any] = {"converted_from": str(weights.folder)}
     if (of_folder := weights.origin()) is not None:

@@ -171,7 +171,6 @@ class TrainLoop:
         seconds = self._timer.step()
         state.step = step
         state.samples += train.global_batch_size
-        state.seconds += seconds
         units_per_second = train.global_batch_size * self._units_per_sample / seconds
         flops = self._flops_per_unit * units_per_second
         record = {
@@ -205,12 +204,9 @@ class TrainLoop:
         not_finite = not applied and not spike
         state.skipped_steps += not_finite
         state.skipped_in_a_row = state.skipped_in_a_row + 1 if not_finite else 0
-        state.spikes += spike
         state.spikes_in_a_row = state.spikes_in_a_row + 1 if spike and not applied else 0
         if applied:
             remember(self.config.monitor, state, loss, norm)
-        if state.first_loss is None:
-            state.first_loss = loss
         record |= {
             "loss": loss,
             "grad_norm": norm,
