@@ -89,20 +89,6 @@ class Progress:
             self._console.end()
 
 
-class Clock:
-    """Estimates the time left, from the steps of this process."""
-
-    def __init__(self, done: int, total: int) -> None:
-        self._start, self._done, self._total = time.monotonic(), done, total
-
-    def left(self, done: int) -> float:
-        """Seconds until all steps are done, at the rate so far; NaN before the first one."""
-        if done <= self._done:
-            return float("nan")
-        rate = (time.monotonic() - self._start) / (done - self._done)
-        return rate * (self._total - done)
-
-
 def bar(share: float, width: int = 16) -> str:
     """A progress bar."""
     full = min(width, int(share * width))

@@ -12,6 +12,7 @@ import json
 import math
 import os
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import harmonic_mean
@@ -23,7 +24,7 @@ from pydantic import Field
 
 from polyad.data.files import named, write_whole
 from polyad.model.config import Config
-from polyad.train.console import Clock, Console, bar, duration
+from polyad.train.console import Console, bar, duration
 from polyad.train.errors import ConfigError, one_line
 from polyad.train.guard.run_folder import gone
 from polyad.train.loop.profiling import ProfileConfig
@@ -187,60 +188,6 @@ def check_trackers(names: Sequence[str]) -> None:
             )
 
 
-class Trackers:
-    """All trackers of a run."""
-
-    def __init__(
-        self, names: Sequence[str], folder: Path, about: Mapping[str, Any], done_steps: int
-    ) -> None:
-        self._open: dict[str, TensorBoard | Experiment] = {}
-        for name in names:
-            with self._kept_going(name):
-                if name == "tensorboard":
-                    self._open[name] = TensorBoard(folder, done_steps)
-                else:
-                    self._open[name] = Experiment(name, folder, about)
-
-    @contextlib.contextmanager
-    def _kept_going(self, name: str) -> Iterator[None]:
-        """Drops a tracker that fails, except for a full disk, which concerns the whole run."""
-        try:
-            yield
-        except Exception as error:
-            if name == "tensorboard" and isinstance(error, OSError):
-                raise
-            self._open.pop(name, None)
-            line = f"log.trackers: {name} failed and is no longer used: {one_line(error)}"
-            print(f"polyad: warning: {line}", file=sys.stderr, flush=True)
-
-    def log(self, record: Mapping[str, Any]) -> None:
-        """Adds a step's record to each.
-
-        Args:
-            record: JSON values by name; values other than finite numbers and lists of them are left
-                out.
-        """
-        step, numbers, lists = record["step"], {}, {}
-        for name, value in record.items():
-            if name == "step":
-                continue
-            if isinstance(value, list):
-                if value and all(map(math.isfinite, value)):
-                    lists[name] = value
-            elif isinstance(value, int | float) and math.isfinite(value):
-                numbers[name] = value
-        for name, tracker in list(self._open.items()):
-            with self._kept_going(name):
-                tracker.log(step, numbers, lists)
-
-    def close(self) -> None:
-        """Sends what is still buffered, and closes."""
-        for name, tracker in list(self._open.items()):
-            with self._kept_going(name):
-                tracker.close()
-        self._open = {}
-
-
 class Metrics:
     """Writes the record of every step; exists only on the main process.
 
@@ -265,15 +212,33 @@ class Metrics:
         validation_score: str,
         about: Mapping[str, Any],
     ) -> None:
-        self._every, self._total = config.every, total_steps
+        self._every, self._total, self._done = config.every, total_steps, done_steps
         self._unit, self._validation_score = unit, validation_score
-        self._clock = Clock(done_steps, total_steps)
+        self._start = time.monotonic()
         self._rates = list[float]()
         """Rates of the steps since the last console line."""
         self._folder, self._path = folder, folder / METRICS_FILE
         self._console = Console(sys.stderr)
         drop_records_after(self._path, done_steps)
-        self._trackers = Trackers(config.trackers, folder, about, done_steps)
+        self._trackers: dict[str, TensorBoard | Experiment] = {}
+        for name in config.trackers:
+            with self._kept_going(name):
+                if name == "tensorboard":
+                    self._trackers[name] = TensorBoard(folder, done_steps)
+                else:
+                    self._trackers[name] = Experiment(name, folder, about)
+
+    @contextlib.contextmanager
+    def _kept_going(self, name: str) -> Iterator[None]:
+        """Drops a tracker that fails, except for a full disk, which concerns the whole run."""
+        try:
+            yield
+        except Exception as error:
+            if name == "tensorboard" and isinstance(error, OSError):
+                raise
+            self._trackers.pop(name, None)
+            line = f"log.trackers: {name} failed and is no longer used: {one_line(error)}"
+            print(f"polyad: warning: {line}", file=sys.stderr, flush=True)
 
     def say(self, line: str) -> None:
         """Prints a permanent line between those of steps."""
@@ -304,17 +269,34 @@ class Metrics:
         except FileNotFoundError:
             raise gone(self._folder) from None
         if due:
-            self._trackers.log(record)
-            left = self._clock.left(step)
+            self._track(record)
+            seconds = (time.monotonic() - self._start) / (step - self._done)
+            left = seconds * (self._total - step)
             shown = record | {rate: harmonic_mean(self._rates)}
             self._rates.clear()
             line = console_line(shown, self._total, left, self._unit, self._validation_score)
             self._console.show(line)
 
+    def _track(self, record: Mapping[str, Any]) -> None:
+        """Sends a record to each tracker, except values other than finite numbers and lists of
+        them."""
+        numbers, lists = {}, {}
+        for name, value in record.items():
+            if isinstance(value, list):
+                if value and all(map(math.isfinite, value)):
+                    lists[name] = value
+            elif name != "step" and isinstance(value, int | float) and math.isfinite(value):
+                numbers[name] = value
+        for name, tracker in list(self._trackers.items()):
+            with self._kept_going(name):
+                tracker.log(record["step"], numbers, lists)
+
     def close(self) -> None:
         """Ends the console's line, and closes the trackers."""
         self._console.end()
-        self._trackers.close()
+        for name, tracker in list(self._trackers.items()):
+            with self._kept_going(name):
+                tracker.close()
 
 
 def is_due(step: int, every: int, total: int) -> bool:

@@ -4,7 +4,6 @@ import math
 
 import torch
 
-from polyad.train.console import Clock
 from polyad.train.loop.metrics import LogConfig, Metrics, console_line, peak_flops
 from polyad.train.records import METRICS_FILE, records_of
 from polyad.train.tasks.task import Unit
@@ -42,11 +41,16 @@ def test_a_line_has_the_rate_since_the_one_before(tmp_path, capfd):
     ]  # fmt: skip
 
 
-def test_time_left_counts_this_processs_steps_alone(monkeypatch):
+def test_time_left_counts_this_processs_steps_alone(tmp_path, capfd, monkeypatch):
     now = iter([100.0, 110.0])
-    monkeypatch.setattr("polyad.train.console.time.monotonic", lambda: next(now))
+    monkeypatch.setattr("polyad.train.loop.metrics.time.monotonic", lambda: next(now))
+    metrics = Metrics(
+        tmp_path, LogConfig(trackers=()), 10, 100,
+        unit=TOKEN, validation_score="validation_loss", about={},
+    )  # fmt: skip
+    metrics.write(RECORD | {"step": 15})
     # 5 steps in 10 seconds after going on at 10: 2 seconds a step, 85 to go.
-    assert Clock(10, 100).left(15) == 170.0
+    assert "  2:50 left" in capfd.readouterr().err
 
 
 def test_mfu_refers_to_the_named_device_or_number():

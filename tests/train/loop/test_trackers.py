@@ -10,7 +10,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from polyad.train.loop import metrics
-from polyad.train.loop.metrics import Trackers
+from polyad.train.loop.metrics import LogConfig, Metrics
+from polyad.train.tasks.task import Unit
 from tests.helpers.runs import FEED_FORWARDS, records, run, write_config
 
 RECORDS = [
@@ -99,9 +100,12 @@ class Failing:
 
 def test_a_tracker_that_fails_is_left_out_and_the_others_go_on(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(metrics, "Experiment", Failing)
-    found = Trackers(["wandb", "tensorboard"], tmp_path, {}, 0)
+    found = Metrics(
+        tmp_path, LogConfig(trackers=("wandb", "tensorboard")), 0, 2,
+        unit=Unit("token", "tok"), validation_score="validation_loss", about={},
+    )  # fmt: skip
     for record in RECORDS:
-        found.log(record)
+        found._track(record)
     found.close()
     assert in_tensorboard(tmp_path) == {"loss": {1: 2.5, 2: 2.0}, "grad_norm": {2: 0.5}}
     (line,) = capsys.readouterr().err.splitlines()
