@@ -74,16 +74,6 @@ class Footprint:
         return sum(self.memory.values())
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Computed:
-    """What a micro-batch takes, whatever the ZeRO stage."""
-
-    gradients: list[tuple[int, int]]
-    sent: dict[str, int]
-    teacher: int
-    batch: int
-
-
 class _ShapeEngine:
     """Stands in for `Engine` in a step on shapes: gradients vanish as soon as they are complete."""
 
@@ -139,9 +129,8 @@ def footprints(
             config.optimizer, [(n, p, dimensions[n]) for n, p in model.named_parameters()]
         )
         flat = flat_groups(model, optimizer, dims, averaged=averaged)
-        computed = _micro_batch(config, dims, model, on_gpu=on_gpu)
+        gradients, sent, teacher, batch = _micro_batch(config, dims, model, on_gpu=on_gpu)
     buffer_bytes = sum(buffer.nbytes for buffer in model.buffers())
-    sent = {key: micro_batches * size for key, size in computed.sent.items()}
     for stage in stages:
         parallel = config.parallel.model_copy(update={"zero_stage": stage})
         states = model_states(flat, parallel, train.precision, buffer_bytes)
@@ -150,25 +139,32 @@ def footprints(
             parallel,
             train.precision,
             states=states,
-            computed=computed.gradients,
-            batch=computed.batch,
+            computed=gradients,
+            batch=batch,
             num_parameters=num_parameters,
             accumulates=micro_batches > 1,
             temporaries=0 if on_gpu and isinstance(optimizer, torch.optim.AdamW) else 2,
         )
-        if computed.teacher:
-            memory["teacher"] = computed.teacher
+        if teacher:
+            memory["teacher"] = teacher
         others = {"data": zero_traffic(flat, stage, train.precision, micro_batches)}
         yield Footprint(
             states=states,
             memory=memory,
-            sent={key: sent.get(key, 0) for key in GROUPS} | others,
+            sent={key: micro_batches * sent.get(key, 0) for key in GROUPS} | others,
             parameters=sum(each.total for each in flat),
         )
 
 
-def _micro_batch(config: RunConfig, dims: Dims, model: nn.Module, *, on_gpu: bool) -> _Computed:
-    """Runs a micro-batch of a split model; its parameters are allocated."""
+def _micro_batch(
+    config: RunConfig, dims: Dims, model: nn.Module, *, on_gpu: bool
+) -> tuple[list[tuple[int, int]], dict[str, int], int, int]:
+    """Runs a micro-batch of a split model; its parameters are allocated.
+
+    Returns:
+        What it takes, whatever the ZeRO stage: the bytes held when each gradient arrives, with its
+        elements; the bytes sent by group; the bytes of the teacher, and of the batch.
+    """
     train, held, traffic = config.train, Held(), Traffic(dims)
     experts = [layer for layer in model.modules() if isinstance(layer, SelectingMoE)]
     if dims.expert_parallel_size > 1:
@@ -202,12 +198,8 @@ def _micro_batch(config: RunConfig, dims: Dims, model: nn.Module, *, on_gpu: boo
             )
             engine.gradients.append((held.restart(), 0))
     gradients = [(most - base, elements) for most, elements in engine.gradients]
-    return _Computed(
-        gradients=gradients,
-        sent=dict(traffic.sent),
-        teacher=teacher_bytes,
-        batch=sum(part.nbytes for part in tree_leaves(batch) if isinstance(part, Tensor)),
-    )
+    batch_bytes = sum(part.nbytes for part in tree_leaves(batch) if isinstance(part, Tensor))
+    return gradients, dict(traffic.sent), teacher_bytes, batch_bytes
 
 
 def _teacher(config: RunConfig) -> Teacher | BlockTeacher | None:

@@ -15,26 +15,17 @@ LAST = 10
 """Number of last records over which final values are averaged, since single steps vary."""
 
 
-def record_of(line: bytes) -> dict[str, Any] | None:
-    """Returns the record in a line; None if it has none, as when it is incomplete.
-
-    Args:
-        line: a line of the file.
-    """
-    try:
-        tree = json.loads(line)
-    except ValueError:
-        return None
-    is_record = isinstance(tree, dict) and type(tree.get("step")) is int and tree["step"] >= 0
-    return tree if is_record else None
-
-
 def records_of(path: Path) -> Iterator[dict[str, Any]]:
-    """Yields all records of a file, oldest first; other lines are skipped."""
+    """Yields all records of a file, oldest first; other lines, such as an incomplete one, are
+    skipped."""
     with path.open("rb") as file:
         for line in file:
-            if (record := record_of(line)) is not None:
-                yield record
+            try:
+                tree = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(tree, dict) and type(tree.get("step")) is int and tree["step"] >= 0:
+                yield tree
 
 
 def read_records(run: Path) -> list[dict[str, Any]]:

@@ -104,7 +104,7 @@ def _train(plan: Plan, state: TrainState, world: comm.World, stop: StopSignals) 
         plan.resume.restore_random_states(world)
     metrics = _open_run_folder(plan, state) if world.is_main else None
     fluctuation = _fluctuation(plan, state, engine)
-    stop.wait_for_steps()
+    stop.at_once = False
     try:
         with (
             explain_stall(config.parallel.timeout_minutes),

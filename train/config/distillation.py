@@ -170,9 +170,7 @@ def set_teacher(
     if isinstance(loaded, BlockTeacher):
         assert isinstance(task, LanguageModelling)
         loaded.attach_to(engine.module)
-        task.block_teacher = loaded
-    else:
-        task.teacher = loaded
+    task.teacher = loaded
 
 
 def load_teacher(folder: Path, config: RunConfig, device: torch.device) -> Teacher | BlockTeacher:

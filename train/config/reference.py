@@ -59,7 +59,8 @@ def sections(kind: type[Config]) -> list[Section]:
         places.setdefault(name, {})[place] = None
         inner = []
         for key, field in nodes[name]["properties"].items():
-            dotted = f"{place}.{key}".removeprefix(".") + ("[]" if _is_list(field) else "")
+            is_list = "array" in [each.get("type") for each in (field, *field.get("anyOf", ()))]
+            dotted = f"{place}.{key}".removeprefix(".") + ("[]" if is_list else "")
             inner += [(dotted, each) for each in _references(field)]
         waiting = inner + waiting
     return [_section(nodes[name], tuple(where)) for name, where in places.items()]
@@ -109,12 +110,15 @@ def _wrapped(text: str, indent: str) -> list[str]:
 
 def _section(node: dict[str, Any], places: tuple[str, ...]) -> Section:
     kind = node["properties"].get("kind", {}).get("const")
-    about, required = node.get("description", "").partition("\n\n")[0], node.get("required", ())
-    keys = [
-        _key(name, field, required=name in required)
-        for name, field in node["properties"].items()
-        if "description" in field or not list(_references(field))
-    ]
+    about, keys = node.get("description", "").partition("\n\n")[0], []
+    for name, field in node["properties"].items():
+        if "description" in field or not list(_references(field)):
+            default = json.dumps(field.get("default")).strip('"')
+            if name in node.get("required", ()):
+                default = "required"
+            elif default.startswith("{"):
+                default = "see its keys"
+            keys.append(Key(name, _type(field), default, field.get("description", "")))
     return Section(places, kind, about, tuple(keys))
 
 
@@ -128,17 +132,6 @@ def _references(node: Any) -> Iterator[str]:
     elif isinstance(node, list):
         for each in node:
             yield from _references(each)
-
-
-def _is_list(node: dict[str, Any]) -> bool:
-    return any(each.get("type") == "array" for each in [node, *node.get("anyOf", ())])
-
-
-def _key(name: str, field: dict[str, Any], *, required: bool) -> Key:
-    default = "required" if required else json.dumps(field.get("default")).strip('"')
-    if default.startswith("{"):
-        default = "see its keys"
-    return Key(name, _type(field), default, field.get("description", ""))
 
 
 def _type(node: dict[str, Any]) -> str:

@@ -84,32 +84,6 @@ def _middle(values: Sequence[float]) -> tuple[float, float]:
     return median, 1.4826 * statistics.median([abs(value - median) for value in values])
 
 
-def spike_event(
-    config: MonitorConfig,
-    step: int,
-    limits: Limits,
-    loss: float,
-    grad_norm: float,
-    documents: dict[str, list[int]],
-) -> dict[str, Any]:
-    """Describes a spike after which the run continues, for the step's record.
-
-    Args:
-        config: the reaction.
-        step: the number of the step, from 1.
-        limits: its limits.
-        loss: its loss.
-        grad_norm: the norm of its gradient.
-        documents: the documents of its global batch, by the name of their data.
-    """
-    return {
-        "step": step, "batch": step - 1, "action": config.spike_action,
-        "loss": loss, "loss_limit": limits.loss,
-        "grad_norm": grad_norm, "grad_norm_limit": limits.grad_norm,
-        "documents": documents,
-    }  # fmt: skip
-
-
 def spike_line(event: dict[str, Any]) -> str:
     """Formats a spike as a console line."""
     done = {"warn": "the step was applied", "skip": "the step was skipped"}[event["action"]]

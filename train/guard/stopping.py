@@ -25,7 +25,7 @@ class StopSignals:
     """Handles signals within a `with` block of the main thread; does nothing in other threads.
 
     Args:
-        world_size: number of processes. Before `wait_for_steps` a single process stops at once;
+        world_size: number of processes. While `at_once`, a single process stops at once;
             several do so until they have connected, and then have to agree first.
         launched: whether a command of Polyad, or torchrun, started this process. A launcher
             forwards signals that the process may have got already as a member of its process group,
@@ -37,10 +37,14 @@ class StopSignals:
         """The signal that this process got, or 0."""
         self.kept: Callable[[], str] = lambda: "run the same command to start it again"
         """Returns in words where the run continues."""
-        self._at_once = True
+        self.at_once = True
+        """Whether there is no step yet that could be saved: later ones are handled after the
+        current step."""
+        self.only_saves = False
+        """Whether the run only saves, which further signals do not interrupt: all processes know
+        that one got a signal."""
         self._alone = world_size == 1
         self._by_hand = world_size == 1 and not launched
-        self._saving = False
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "StopSignals":
@@ -62,15 +66,6 @@ class StopSignals:
         if peer_ended and self.number and comm.environment_world_size() > 1:
             raise Stopped(self.number, f"other processes had ended; {self.kept()}") from None
 
-    def wait_for_steps(self) -> None:
-        """From now on signals are handled after the current step, so that it can be saved."""
-        self._at_once = False
-
-    def heard(self) -> None:
-        """Called by all processes when they know that one got a signal: from now on the run only
-        saves, which further signals do not interrupt."""
-        self._saving = True
-
     def agreed(self) -> int:
         """The signal that some process got, or 0. All processes call this, and all get the same
         number.
@@ -79,30 +74,21 @@ class StopSignals:
         """
         number = self.number if comm.size() == 1 else comm.highest(self.number)
         if number:
-            self.heard()
+            self.only_saves = True
         return number
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
         """A context for writing a checkpoint, which no signal interrupts."""
-        before, self._saving = self._saving, True
+        before, self.only_saves = self.only_saves, True
         try:
             yield
         finally:
-            self._saving = before
-
-    def check(self) -> None:
-        """Called by all processes during work that may be aborted.
-
-        Raises:
-            StopAsked: on all of them, if some process has a signal.
-        """
-        if self.agreed():
-            raise StopAsked
+            self.only_saves = before
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         again, self.number = self.number, self.number or number
         twice = bool(again) and number == signal.SIGINT and self._by_hand  # a second Ctrl-C
-        at_once = self._at_once and (self._alone or not comm.is_joined())
-        if not self._saving and (twice or (at_once and not again)):
+        at_once = self.at_once and (self._alone or not comm.is_joined())
+        if not self.only_saves and (twice or (at_once and not again)):
             end_at_once(number, self.kept())

@@ -13,7 +13,7 @@ from polyad.train.config.run import RunConfig
 from polyad.train.errors import RunError
 from polyad.train.guard.failures import expect_progress, explain_out_of_memory
 from polyad.train.guard.run_folder import last_checkpoint
-from polyad.train.guard.spikes import NO_LIMITS, limits_of, remember, spike_event, spike_line
+from polyad.train.guard.spikes import NO_LIMITS, limits_of, remember, spike_line
 from polyad.train.guard.stopping import StopAsked, StopSignals
 from polyad.train.loop.metrics import Metrics, is_due, peak_flops
 from polyad.train.loop.optimizer import learning_rate, warm_up
@@ -198,7 +198,7 @@ class TrainLoop:
         loss = numbers.loss
         self._signal, memory = numbers.highest
         if self._signal:
-            self.stop.heard()
+            self.stop.only_saves = True
         limits = limits_of(self.config.monitor, state)
         spike = limits.exceeded(loss, norm)
         not_finite = not applied and not spike
@@ -219,8 +219,12 @@ class TrainLoop:
         record |= routing_record(numbers.routing, self._world.expert_parallel_size)
         if spike:
             size = self._train.global_batch_size
-            documents = self.task.sources(range((step - 1) * size, step * size))
-            record["spike"] = spike_event(self.config.monitor, step, limits, loss, norm, documents)
+            record["spike"] = {
+                "step": step, "batch": step - 1, "action": self.config.monitor.spike_action,
+                "loss": loss, "loss_limit": limits.loss,
+                "grad_norm": norm, "grad_norm_limit": limits.grad_norm,
+                "documents": self.task.sources(range((step - 1) * size, step * size)),
+            }  # fmt: skip
             self.metrics.say(spike_line(record["spike"]))
         return record
 
@@ -322,7 +326,8 @@ class TrainLoop:
 
     def _expect_progress(self, share: float) -> None:
         expect_progress(self._limit)
-        self.stop.check()
+        if self.stop.agreed():
+            raise StopAsked
 
     def _why_to_end(self) -> str | None:
         """The reason to end the run if too many consecutive steps were skipped; else None."""

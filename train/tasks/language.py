@@ -82,8 +82,9 @@ class LanguageModelling(TextTask[TextBatch]):
     )
     loss_unit = "nats per token"
     model: DecoderSettings
-    teacher: Teacher | None = None
-    """None: the task learns from the text alone."""
+    teacher: Teacher | BlockTeacher | None = None
+    """The teacher of the logits or, in place of the loss on the text, of the replaced blocks; None:
+    the task learns from the text alone."""
 
     def __init__(self, data: TrainingData, sections: Sections) -> None:
         super().__init__(data, sections)
@@ -94,8 +95,6 @@ class LanguageModelling(TextTask[TextBatch]):
                 "which does not predict the next token; allowed: gpt2 and decoder without a head"
             )
         self._attacked: dict[str, tuple[TokenStream, SplitInfo]] = {}
-        self.block_teacher: BlockTeacher | None = None
-        """Teacher of the replaced blocks' feed-forwards, in place of the loss on the text."""
         end = data.tokenizer.end_of_text_id
         self.model = with_vocabulary(model, data.tokenizer.vocab_size, self.place)
         if model.reads_documents():
@@ -119,12 +118,12 @@ class LanguageModelling(TextTask[TextBatch]):
     def losses(self, model: Predictor, batch: TextBatch) -> tuple[Tensor, tuple[RoutingStats, ...]]:
         """Negative log-likelihood of each token in nats, with the distillation loss added if there
         is a teacher; with a block teacher the loss of its blocks."""
-        return text_losses(model, batch, self.block_teacher or self.teacher)
+        return text_losses(model, batch, self.teacher)
 
     @property
     def trains_whole_model(self) -> bool:
         """Whether the loss is that of the model's output, not of single blocks."""
-        return self.block_teacher is None
+        return not isinstance(self.teacher, BlockTeacher)
 
     def sums(self, model: Predictor, batch: WindowBatch, own_B: Tensor) -> Tensor:
         """The negative log-likelihood of the scored tokens, and their number."""
