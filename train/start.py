@@ -220,15 +220,11 @@ def _open_init(config: RunConfig, task: Task[Any], path: Path) -> Weights:
         weights.seed = config.seed
     anew = reinitialized_prefixes(task, weights, config)
     check_fits(weights, config.model, (*anew, *graph_statistics(weights, config.model)[1]))
-    lost = [
-        name
-        for name in sorted(of_base(model_of(config)))
-        if name.startswith(anew) or (isinstance(weights, FamilyWeights) and weights.is_new(name))
-    ]
-    if lost:
-        raise ConfigError(
-            f"adapt.lora.trained: {lost[0]} starts from random values and would never be trained"
-        )
+    for name in sorted(of_base(model_of(config))):
+        if name.startswith(anew) or (isinstance(weights, FamilyWeights) and weights.is_new(name)):
+            raise ConfigError(
+                f"adapt.lora.trained: {name} starts from random values and would never be trained"
+            )
     task.check_weights(weights, "checkpoint.init_from")
     return weights
 
@@ -282,13 +278,12 @@ def say_first_lines(plan: Plan, state: TrainState) -> None:
     """Prints where the run starts, and warnings; called only by the main process."""
     lines = [_first_line(plan, state)]
     if not nothing_is_left(plan, state):
-        lines += [line] if (line := trained_line(model_of(plan.config))) else []
-        notes = [*plan.task.notes]
+        if line := trained_line(model_of(plan.config)):
+            lines.append(line)
+        lines += [f"polyad: {note}" for note in plan.task.notes]
         if not plan.task.has_validation:
-            notes.append("the data has no validation split to score")
-        lines += [f"polyad: {note}" for note in notes]
-    for line in lines:
-        print(line, file=sys.stderr, flush=True)
+            lines.append("polyad: the data has no validation split to score")
+    print(*lines, sep="\n", file=sys.stderr, flush=True)
 
 
 def _first_line(plan: Plan, state: TrainState) -> str:

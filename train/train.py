@@ -48,38 +48,34 @@ def main(path: Path, overrides: Sequence[str] = (), *, launched: bool = False) -
     Returns:
         The run's state at its end.
     """
-    with StopSignals(comm.environment_world_size(), launched=launched) as stop:
+    world_size = comm.environment_world_size()
+    with StopSignals(world_size, launched=launched) as stop:
         try:
-            return _run(path, overrides, stop)
+            plan = open_plan(path, overrides, world_size)
+            config, dims = plan.config, plan.dims
+            stop.kept = plan.what_is_kept
+            import_engine()
+            world = comm.initialize(
+                config.parallel.timeout_minutes,
+                dims.tensor_parallel_size,
+                dims.expert_parallel_size,
+                agreed_facts(config, plan.task) if world_size > 1 else None,
+            )
+            comm.on_main(lambda: put_back_replaced(plan.folder))
+            plan = find_start_together(plan, world)
+            with run_lock(plan.folder, world):  # no other start is active
+                plan = verify_start(plan)
+                state = plan.start_state()
+                if world.is_main:
+                    say_first_lines(plan, state)
+                if not nothing_is_left(plan, state):
+                    _train(plan, state, world, stop)
+            return state
         except (OSError, SaveError) as error:
             if isinstance(error, OSError) and error.errno not in OUTPUT_ERRORS:
                 raise
             reason = reason_of(error) if isinstance(error, OSError) else str(error)
             raise RunError(f"{reason}; {stop.kept()}") from error
-
-
-def _run(path: Path, overrides: Sequence[str], stop: StopSignals) -> TrainState:
-    """Checks that all processes agree on the run and that no other start is active, and trains."""
-    plan = open_plan(path, overrides, comm.environment_world_size())
-    config, dims = plan.config, plan.dims
-    stop.kept = plan.what_is_kept
-    import_engine()
-    world = comm.initialize(
-        config.parallel.timeout_minutes,
-        dims.tensor_parallel_size,
-        dims.expert_parallel_size,
-        agreed_facts(config, plan.task) if dims.world_size > 1 else None,
-    )
-    comm.on_main(lambda: put_back_replaced(plan.folder))
-    plan = find_start_together(plan, world)
-    with run_lock(plan.folder, world):
-        plan = verify_start(plan)
-        state = plan.start_state()
-        if world.is_main:
-            say_first_lines(plan, state)
-        if not nothing_is_left(plan, state):
-            _train(plan, state, world, stop)
-    return state
 
 
 def _train(plan: Plan, state: TrainState, world: comm.World, stop: StopSignals) -> None:

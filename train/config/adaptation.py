@@ -27,9 +27,7 @@ from polyad.train.tasks.task import Task
 
 GRAPH = ".router.graph."
 """Name part of parameters and buffers of a token graph."""
-OF_STEPS = (
-    f"{GRAPH}started", ".router.selection.num_selected",
-)  # fmt: skip
+OF_STEPS = (f"{GRAPH}started", ".router.selection.num_selected")
 """Name suffixes of buffers that depend on a run's step: whether a graph is on, and
 the number of selected experts."""
 

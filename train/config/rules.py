@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 
+from polyad.model.config import Config
 from polyad.model.decoder_config import DecoderConfig
 from polyad.model.emoe import EmergentMoEConfig
 from polyad.model.foreign import KIND
-from polyad.model.settings import ModelSettings
 from polyad.model.smoe.config import SelectingConfig, SparseMoEConfig
 from polyad.parallel.dims import Dims
 from polyad.parallel.foreign import READ_ONLY
@@ -197,7 +197,7 @@ def validate(config: RunConfig, world_size: int) -> Dims:
         The layout.
 
     Raises:
-        ConfigError: two keys contradict each other.
+        ConfigError: two keys contradict each other, or a degree does not divide what it cuts.
         LayoutError: degrees or batch sizes do not fit the processes.
     """
     dims = Dims(
@@ -209,25 +209,7 @@ def validate(config: RunConfig, world_size: int) -> Dims:
         _check(config, rule)
     if config.model.kind == KIND:
         raise ConfigError(f"model.kind: {KIND}: {READ_ONLY}")
-    check_tensor_parallel(config.model, dims.tensor_parallel_size)
-    check_experts(config, dims.expert_parallel_size)
-    dims.accumulation_steps(config.train.global_batch_size, config.train.micro_batch_size)
-    sections = config.model.feed_forwards().values()
-    mixes = any(getattr(each, "gate_norm", "layer") == "batch" for each in sections)
-    if config.train.cuda_graph and mixes and dims.data_parallel_size > 1:
-        raise ConfigError(
-            "train.cuda_graph: true is not allowed with gate_norm: batch on several processes, "
-            "which talk in each block"
-        )
-    return dims
-
-
-def check_tensor_parallel(model: ModelSettings, size: int) -> None:
-    """Checks that everything that tensor parallelism shards has equal parts.
-
-    Raises:
-        ConfigError: it does not divide heads, width, inner width or the ranks of factors.
-    """
+    size, model = dims.tensor_parallel_size, config.model
     for choices in model.cut_sizes() or ():
         if all(value % size for value in choices.values()):
             sizes = " nor ".join(f"{key}: {value}" for key, value in choices.items())
@@ -238,33 +220,30 @@ def check_tensor_parallel(model: ModelSettings, size: int) -> None:
             f"parallel.tensor_parallel_size: {size} neither divides model.num_key_value_heads: "
             f"{groups} nor is a multiple of it"
         )
+    for key, each in model.feed_forwards().items():
+        _check_feed_forward(config, dims, key, each)
+    dims.accumulation_steps(config.train.global_batch_size, config.train.micro_batch_size)
+    return dims
 
 
-def check_experts(config: RunConfig, size: int) -> None:
-    """Checks the number of experts of each feed-forward.
-
-    Args:
-        config: the run's configuration.
-        size: number of processes over which experts are distributed.
-
-    Raises:
-        ConfigError: they cannot be divided evenly, or the weight of a token's only expert never
-            changes, so that its router would get no gradient.
-    """
-    for key, each in config.model.feed_forwards().items():
-        if isinstance(each, SelectingConfig) and each.num_experts % size:
-            raise ConfigError(
-                f"parallel.expert_parallel_size: {size} does not divide "
-                f"{key}.num_experts: {each.num_experts}"
-            )
-        if not isinstance(each, EmergentMoEConfig) or each.score == "avg_k":
-            continue
-        if each.used_experts() == 1:
-            raise ConfigError(
-                f"{key}.score: {each.score} is not allowed with one expert per token, whose weight "
-                "is always 1, so the router would learn nothing; use avg_k, or a top_k of 2 or "
-                "more"
-            )
+def _check_feed_forward(config: RunConfig, dims: Dims, key: str, each: Config) -> None:
+    size = dims.expert_parallel_size
+    if isinstance(each, SelectingConfig) and each.num_experts % size:
+        raise ConfigError(
+            f"parallel.expert_parallel_size: {size} does not divide "
+            f"{key}.num_experts: {each.num_experts}"
+        )
+    if isinstance(each, EmergentMoEConfig) and each.score != "avg_k" and each.used_experts() == 1:
+        raise ConfigError(
+            f"{key}.score: {each.score} is not allowed with one expert per token, whose weight is "
+            "always 1, so the router would learn nothing; use avg_k, or a top_k of 2 or more"
+        )
+    mixes = getattr(each, "gate_norm", "layer") == "batch"
+    if config.train.cuda_graph and mixes and dims.data_parallel_size > 1:
+        raise ConfigError(
+            "train.cuda_graph: true is not allowed with gate_norm: batch on several processes, "
+            "which talk in each block"
+        )
 
 
 def refuse_changes(saved: RunConfig, now: RunConfig, origin: Path) -> None:

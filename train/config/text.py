@@ -234,27 +234,14 @@ def _unknown(key: str, known: set[str]) -> str:
     gone = GONE.get(f"study.{name}") if "variants" in known else GONE.get(name) or GONE.get(last)
     if gone:
         return f"{key}: went with {gone}; see CHANGELOG"
-    if near := _nearest_key(section, last, known):
-        return f"unknown key {shortened(key)}; the nearest is {near}"
-    siblings = ", ".join(sorted(_siblings(section, known)))
-    return f"unknown key {shortened(key)}; there are {shortened(siblings)}"
-
-
-def _nearest_key(section: str, name: str, known: set[str]) -> str | None:
-    """The key that may be meant, in this section or in another one; None if none is similar."""
     # Of equal names in several sections the outermost is meant.
-    everywhere = {
-        key.rpartition(".")[2]: key for key in sorted(known, key=lambda key: -key.count("."))
-    }
-    for names, cutoff in ((_siblings(section, known), NEAR), (everywhere, NEAR_ELSEWHERE)):
-        if close := difflib.get_close_matches(name.lower()[:100], names, n=1, cutoff=cutoff):
-            return names[close[0]]
-    return None
-
-
-def _siblings(section: str, known: set[str]) -> dict[str, str]:
-    """The dotted keys of a section by their last part."""
-    return {key.rpartition(".")[2]: key for key in known if key.rpartition(".")[0] == section}
+    outermost = sorted(known, key=lambda key: -key.count("."))
+    everywhere = {key.rpartition(".")[2]: key for key in outermost}
+    siblings = {key.rpartition(".")[2]: key for key in known if key.rpartition(".")[0] == section}
+    for names, cutoff in ((siblings, NEAR), (everywhere, NEAR_ELSEWHERE)):
+        if close := difflib.get_close_matches(last.lower()[:100], names, n=1, cutoff=cutoff):
+            return f"unknown key {shortened(key)}; the nearest is {names[close[0]]}"
+    return f"unknown key {shortened(key)}; there are {shortened(', '.join(sorted(siblings)))}"
 
 
 def _without_index(sections: list[str]) -> str:

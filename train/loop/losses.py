@@ -32,11 +32,8 @@ from torch import Tensor
 from polyad.model.config import Config
 from polyad.model.output import ModelOutput, RoutingStats
 from polyad.model.smoe.losses import load_balance_loss
-from polyad.parallel.zero import CrossEntropy
 from polyad.train.tasks.task import Predictor
 
-NOT_OF_TOKENS = frozenset({"sequence_loss"})
-"""Losses that are not weighted by the number of unpadded tokens."""
 ROWS = 256
 """Number of rows of the distance matrix that are in memory at a time."""
 
@@ -67,13 +64,9 @@ class InputRecorder:
 
     def __init__(self, model: Predictor, as_read: Callable[[Tensor], Tensor] | None = None) -> None:
         self._model, self._as_read = model, as_read
+        self.cross_entropy = model.cross_entropy
         self.inputs: Tensor | None = None
         """The first input, whose first axis counts samples."""
-
-    @property
-    def cross_entropy(self) -> CrossEntropy:
-        """The cross-entropy for the predictor's logits."""
-        return self._model.cross_entropy
 
     def __call__(self, *inputs: Tensor, **named: Tensor) -> ModelOutput:
         """The forward pass."""
@@ -271,8 +264,10 @@ def routing_loss(
     """
     terms = []
     if config.load_balance and config.load_balance_over == "model":
-        pooled = config.load_balance * _balance_of_model(routing)
-        terms.append(_by_tokens(pooled, routing[0], mean_tokens))
+        sparse = [(stats.usage_E, stats.load_E) for stats in routing if stats.usage_E is not None]
+        usages, loads = zip(*sparse, strict=True)
+        pooled = load_balance_loss(torch.stack(usages).mean(0), torch.stack(loads).mean(0))
+        terms.append(_by_tokens(config.load_balance * pooled, routing[0], mean_tokens))
     for stats in routing:
         for name, coefficient in config.coefficients().items():
             if (value := stats.losses.get(name)) is None:
@@ -280,7 +275,7 @@ def routing_loss(
             if name == "importance_loss" and config.importance_form == "plain":
                 value = _root(value)
             term = coefficient * value
-            of_tokens = name not in NOT_OF_TOKENS
+            of_tokens = name != "sequence_loss"
             terms.append(_by_tokens(term, stats, mean_tokens) if of_tokens else term)
         if "similarity_loss" in stats.losses:  # over pairs of samples; includes its coefficients
             terms.append(stats.losses["similarity_loss"])
@@ -320,13 +315,6 @@ def with_counts_of_all(
                 stats = stats._replace(losses=stats.losses | {"balance_loss": balance})
         changed.append(stats)
     return tuple(changed)
-
-
-def _balance_of_model(routing: tuple[RoutingStats, ...]) -> Tensor:
-    """The load-balancing loss over the tokens of all layers with sparse experts together."""
-    sparse = [(stats.usage_E, stats.load_E) for stats in routing if stats.usage_E is not None]
-    usages, loads = zip(*sparse, strict=True)
-    return load_balance_loss(torch.stack(usages).mean(0), torch.stack(loads).mean(0))
 
 
 def _by_tokens(term: Tensor, stats: RoutingStats, mean_tokens: Tensor | None) -> Tensor:

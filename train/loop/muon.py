@@ -159,19 +159,16 @@ class Muon(torch.optim.Optimizer):
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
             for parameter in parameters:
-                self._begin(parameter, group[STATE_TENSORS])
+                state = self.state[parameter]
+                for name in group[STATE_TENSORS]:
+                    if name not in state:
+                        state[name] = torch.zeros_like(parameter)
+                state.setdefault("step", torch.zeros(()))
             if group["matrix"] is None:
                 self._adamw(parameters, group)
             else:
                 for parameter in parameters:
                     self._muon(parameter, group)
-
-    def _begin(self, parameter: Tensor, kept: tuple[str, ...]) -> None:
-        state = self.state[parameter]
-        for name in kept:
-            if name not in state:
-                state[name] = torch.zeros_like(parameter)
-        state.setdefault("step", torch.zeros(()))
 
     def _muon(self, parameter: Tensor, group: dict[str, Any]) -> None:
         gradient, state = parameter.grad, self.state[parameter]

@@ -29,7 +29,7 @@ from polyad.train.tasks.labelled import LabelledTask, Outcomes, file_of_classes
 from polyad.train.tasks.pixels import mix_images, normalize, soft_targets
 from polyad.train.tasks.scores import calibration_error, class_scores
 from polyad.train.tasks.task import CheckpointExtras, Predictor, Score, Sections, Unit
-from polyad.train.tasks.vocabulary import CLASSES_FILE, differing, names_of
+from polyad.train.tasks.vocabulary import CLASSES_FILE
 
 
 class ImageClassification(LabelledTask[ImageBatch]):
@@ -261,20 +261,6 @@ class ImageClassification(LabelledTask[ImageBatch]):
             is_new = HEAD in self.reinitialized_prefixes(weights)
         if not is_new:
             self.check_classes(weights, owner)
-
-    def check_classes(self, weights: Weights, owner: str) -> None:
-        """Checks that weights were trained with these classes in this order, if they record that.
-
-        Args:
-            weights: An image model's.
-            owner: Name of the weights in the error.
-
-        Raises:
-            ConfigError: They were trained with other classes.
-        """
-        names, ours = names_of(weights), list(self.data.class_names)
-        if names not in (None, ours):
-            raise ConfigError(f"{self.place} has {differing(ours, names, owner)}")
 
     def sources(self, samples: Sequence[int]) -> dict[str, list[int]]:
         """Numbers of the images in the training split."""

@@ -18,9 +18,12 @@ from polyad.data.images.dataset import ImageData
 from polyad.data.sequences.config import SequenceDataConfig
 from polyad.data.sequences.dataset import SequenceData
 from polyad.parallel import comm
+from polyad.parallel.weights import Weights
+from polyad.train.errors import ConfigError
 from polyad.train.results import aligned
 from polyad.train.tasks.distillation import Teacher
 from polyad.train.tasks.task import Batch, Predictor, Scoring, Task
+from polyad.train.tasks.vocabulary import differing, names_of
 
 Outcomes = npt.NDArray[np.float64]
 """What scores are computed from, a row for each sample [N, F]."""
@@ -127,6 +130,20 @@ class LabelledTask(Task[Batch]):
             for name in self.validated
         }
         return whole | of_domains
+
+    def check_classes(self, weights: Weights, owner: str) -> None:
+        """Checks that weights were trained with these classes in this order, if they record that.
+
+        Args:
+            weights: A labelled task's.
+            owner: Name of the weights in the error.
+
+        Raises:
+            ConfigError: They were trained with other classes.
+        """
+        names, ours = names_of(weights), list(self.data.class_names)
+        if names not in (None, ours):
+            raise ConfigError(f"{self.place} has {differing(ours, names, owner)}")
 
     def domain_rows(
         self, scores: Mapping[str, Any], titles: Mapping[str, str]

@@ -10,7 +10,7 @@ Shapes: B images of a micro-batch, C channels, H x W pixels, K classes.
 
 import functools
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -115,28 +115,23 @@ MOST_RESIZE = 4.0
 """Upper limit of `data.evaluation_resize`."""
 
 
-class Pixels(NamedTuple):
-    """Preprocessing that a folder describes."""
-
-    keys: dict[str, Any]
-    """The keys of `data:` that it sets."""
-    notes: list[str]
-    """What these keys cannot express, in at most one line."""
-
-
-def read_pixels(folder: Path, image_size: int) -> Pixels:
+def read_pixels(folder: Path, image_size: int) -> tuple[dict[str, Any], list[str]]:
     """Reads a folder's preprocessing of pixels.
 
     Args:
         folder: Of a model of transformers, or one that Polyad wrote.
         image_size: The side that the model reads, in pixels.
 
+    Returns:
+        The keys of `data:` that it sets; and what these cannot express, in at most one line.
+
     Raises:
         WeightsError: Its file is not JSON.
     """
+    keys, notes = dict[str, Any](), list[str]()
     if not (folder / PREPROCESSOR_FILE).is_file():
-        return Pixels({}, [])
-    keys, tree = dict[str, Any](), read_json(folder / PREPROCESSOR_FILE)
+        return keys, notes
+    tree = read_json(folder / PREPROCESSOR_FILE)
     others = [name for name, ours in FIXED.items() if tree.get(name, ours) != ours]
     try:
         statistics = np.array([tree["image_mean"], tree["image_std"]], dtype=float)
@@ -152,17 +147,14 @@ def read_pixels(folder: Path, image_size: int) -> Pixels:
         keys["evaluation_resize"] = min(MOST_RESIZE, max(1.0, shorter / side))
         if side != image_size or not crops:
             others.append("size")
-    if not others:
-        return Pixels(keys, [])
-    values = ", ".join(f"{name}: {tree[name]!r:.60}" for name in others)
-    return Pixels(
-        keys,
-        [
+    if others:
+        values = ", ".join(f"{name}: {tree[name]!r:.60}" for name in others)
+        notes.append(
             f"{PREPROCESSOR_FILE}: {values}, but Polyad resizes the shorter side (bicubic), crops "
             f"{image_size} pixels in the middle, and knows data.normalization: "
             f"{', '.join(NORMALIZATIONS)}"
-        ],
-    )
+        )
+    return keys, notes
 
 
 def _edge(size: Any) -> int | None:
@@ -177,8 +169,8 @@ def normalization_of(weights: Weights, image_size: int) -> str | None:
         data = load(weights.config_yaml).get("data")
         normalization = data.get("normalization") if isinstance(data, dict) else None
         return normalization if isinstance(normalization, str) else None
-    normalization = read_pixels(weights.folder, image_size).keys.get("normalization")
-    return str(normalization) if normalization else None
+    keys, _ = read_pixels(weights.folder, image_size)
+    return keys.get("normalization")
 
 
 def transformers_file(settings: ImageDataConfig, image_size: int) -> dict[str, Any]:

@@ -15,6 +15,8 @@ from polyad.train.loop.losses import (
     weigh_by_distance,
     with_sample_similarity,
 )
+from polyad.train.tasks.distillation import cross_entropy
+from polyad.train.tasks.task import OneDevice
 from tests.helpers.everyday import everyday
 from tests.helpers.training import (
     Case,
@@ -146,7 +148,8 @@ def test_every_layer_of_a_model_gets_it_from_its_own_router(name, of):
     images = pixels.expand(5, 3, 8, 8)
     assert all(stats.sample_scores_BS is None for stats in model(images).routing)
     ask_for_statistics(model, losses=AUXILIARY_LOSSES, samples=True)
-    recorder = InputRecorder(model, getattr(model, "as_read", None))
+    predictor = OneDevice(model, cross_entropy)
+    recorder = InputRecorder(predictor, getattr(model, "as_read", None))
     routing = recorder(images).routing
     settings = config(of=of)
     found = with_sample_similarity(routing, recorder.inputs, settings)
