@@ -88,7 +88,7 @@ def random_steps(
                 progress=0.5,
             )
         if pending is not None:
-            _ = pending.loss  # waits
+            _ = pending.statistics.numbers  # waits
             if not pending.result.applied:
                 raise RunError("a step was skipped: its gradient is not finite")
             yield pending

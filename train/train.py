@@ -24,7 +24,7 @@ from polyad.train.guard.run_folder import gone, put_back_replaced, run_lock
 from polyad.train.guard.stopping import StopSignals
 from polyad.train.loop.loop import TrainLoop
 from polyad.train.loop.metrics import Metrics
-from polyad.train.loop.profiling import allow_tf32
+from polyad.train.loop.profiling import Prefetch, allow_tf32
 from polyad.train.start import (
     Plan,
     find_start_together,
@@ -106,18 +106,19 @@ def _train(plan: Plan, state: TrainState, world: comm.World, stop: StopSignals) 
             explain_stall(config.parallel.timeout_minutes),
             explain_out_of_memory(lambda: f"in step {state.step + 1}", world),
         ):
-            loop = TrainLoop(
+            signal = TrainLoop(
                 config=config,
                 engine=engine,
                 task=task,
-                micro_batches=batches,
+                batches=Prefetch(batches, engine.device),
                 state=state,
                 saver=saver,
                 fluctuation=fluctuation,
                 stop=stop,
                 metrics=metrics,
-            )
-            signal = loop.run()
+            ).run()
+            with stop.saving():
+                saver.finish()
             if signal:
                 comm.barrier()  # until all processes have saved
                 raise stopped(signal, stop.kept())

@@ -141,7 +141,7 @@ def _step(
         progress=(step + 1) / (STEPS + 1),
         record_is_due=step != 1,  # most steps of a run have no record
     )
-    return outcome.loss, outcome.result.grad_norm
+    return outcome.statistics.numbers.loss, outcome.result.grad_norm
 
 
 def _save(engine: Engine, config: RunConfig, folder: Path) -> Path:

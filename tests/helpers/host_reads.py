@@ -116,5 +116,5 @@ def reads_of_a_step(case: Case) -> dict[str, int]:
                 progress=0.1,
                 own=lambda: (0, 1, 2),
             )
-            _ = issued.loss
+            _ = issued.statistics.numbers
     return dict(reads.places)

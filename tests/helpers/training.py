@@ -291,10 +291,10 @@ def train(case: Case, source: Source | None = None) -> dict[str, Any]:
         }  # fmt: skip
         with poisoned(engine, case, world) if step == case.poison_step else nullcontext():
             outcome = take_step(engine, world, case, step, **options)
-        losses.append(outcome.loss)
+        losses.append(outcome.statistics.numbers.loss)
         norms.append(outcome.result.grad_norm)
         applied.append(outcome.result.applied)
-        routing.append(routing_record(outcome.routing))
+        routing.append(routing_record(outcome.statistics.numbers.routing))
     if case.save_to:
         save(engine, Path(case.save_to), case.last_step, state={}, config_yaml=model_yaml(case))
     if case.report_randomness:

@@ -70,9 +70,10 @@ def train_on_padded(case: Case) -> dict[str, Any]:
             losses=case.losses,
             record_is_due=has_record(case, step),
         )
-        found["losses"].append(outcome.loss)
+        found["losses"].append(outcome.statistics.numbers.loss)
         found["norms"].append(outcome.result.grad_norm)
-        found["routing"].append(routing_record(outcome.routing))
+        numbers = outcome.statistics.numbers
+        found["routing"].append(routing_record(numbers.routing))
     if case.save_to:
         save(engine, Path(case.save_to), case.last_step, state={}, config_yaml=model_yaml(case))
     return found

@@ -2,8 +2,8 @@
 
 import gc
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import InitVar, dataclass
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ class TrainLoop:
     engine: Engine
     """Model and optimizer."""
     task: Task[Any]
-    micro_batches: InitVar[Iterator[Any]]
+    batches: Prefetch[Any]
     """This process's micro-batches, in order."""
     state: TrainState
     """Progress so far; updated after every step."""
@@ -55,22 +55,20 @@ class TrainLoop:
     metrics: Metrics | None
     """None except on the main process."""
 
-    def __post_init__(self, micro_batches: Iterator[Any]) -> None:
+    def __post_init__(self) -> None:
         config, task, world = self.config, self.task, self.engine.world
         self._train, self._evaluation = config.train, config.evaluation
         self._folder, self._config_yaml = Path(config.run.folder), config.to_yaml()
-        self._batches = Prefetch(micro_batches, self.engine.device)
         self._accumulation_steps = world.accumulation_steps(
             config.train.global_batch_size, config.train.micro_batch_size
         )
         self._world, self._files = world, task.kept().files
         self._units_per_sample = task.model.units_per_sample()
-        self._peak = None
-        if task.trains_whole_model:
-            self._peak = peak_flops(config.log, config.train.precision, tf32=config.train.tf32)
-        self._flops_per_unit = (
-            training_flops(task.model, *task.sequences_of_sample()) if self._peak else 0
-        )
+        self._peak = peak_flops(config.log, config.train.precision, tf32=config.train.tf32)
+        if self._peak is not None and (sequences := task.sequences_of_sample()):
+            self._flops_per_unit = training_flops(task.model, *sequences)
+        else:
+            self._peak, self._flops_per_unit = None, 0
         self._holds = config.monitor.spike_action == "skip"
         """Whether a step that exceeds its limits must not change the weights."""
         self._limit = 60 * config.parallel.timeout_minutes
@@ -84,22 +82,16 @@ class TrainLoop:
         """The signal that some process had in the last step whose numbers were read; 0: none."""
 
     def run(self) -> int:
-        """Trains, and waits for the last checkpoint.
+        """Trains; the last checkpoint may still be written.
 
         Returns:
             0 at the end of the run. If a signal stopped it earlier, the number from
-            `StopSignals.agreed`, after everything was saved.
+            `StopSignals.agreed`.
 
         Raises:
             RunError: a validation or too many steps in a row were not finite, or there were too
                 many spikes.
         """
-        signal = self._steps()
-        with self.stop.saving():
-            self.saver.finish()
-        return signal
-
-    def _steps(self) -> int:
         state = self.state
         self.engine.train()
         if state.unfinished is not None:
@@ -159,7 +151,7 @@ class TrainLoop:
         issued = issue_step(
             self.engine,
             self.task.losses,
-            self._batches,
+            self.batches,
             self._accumulation_steps,
             rate,
             losses=config.loss,
@@ -178,7 +170,7 @@ class TrainLoop:
             "learning_rate": rate,
             f"{self.task.unit.name}s_per_second": units_per_second,
             "step_seconds": seconds,
-            "data_seconds": self._batches.seconds(),
+            "data_seconds": self.batches.seconds(),
             **self.task.counted(state.samples),
             "mfu": flops / (self._peak * self._world.size) if self._peak else None,
         }

@@ -54,8 +54,9 @@ class StepNumbers(NamedTuple):
     """The two vectors on the CPU."""
 
     loss: float
+    """The mean over the targets of all samples."""
     routing: Routing
-    """On the CPU."""
+    """Averaged over the step; empty in a dense model."""
     highest: list[int]
     """The maximum over processes of each of their own numbers."""
 
@@ -226,17 +227,7 @@ class IssuedStep(NamedTuple):
 
     result: StepResult
     statistics: StepStatistics
-    """Exchanged."""
-
-    @property
-    def loss(self) -> float:
-        """The mean over the targets of all samples, the same on every process; waits for it."""
-        return self.statistics.numbers.loss
-
-    @property
-    def routing(self) -> Routing:
-        """The statistics averaged over the step, on the CPU; empty in a dense model; waits."""
-        return self.statistics.numbers.routing
+    """Exchanged; its `numbers` wait for the GPU."""
 
 
 def issue_step(

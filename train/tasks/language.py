@@ -120,10 +120,9 @@ class LanguageModelling(TextTask[TextBatch]):
         is a teacher; with a block teacher the loss of its blocks."""
         return text_losses(model, batch, self.teacher)
 
-    @property
-    def trains_whole_model(self) -> bool:
-        """Whether the loss is that of the model's output, not of single blocks."""
-        return not isinstance(self.teacher, BlockTeacher)
+    def sequences_of_sample(self) -> tuple[int, int | None] | None:
+        """One whole sequence; None where the loss is that of single blocks."""
+        return None if isinstance(self.teacher, BlockTeacher) else (1, None)
 
     def sums(self, model: Predictor, batch: WindowBatch, own_B: Tensor) -> Tensor:
         """The negative log-likelihood of the scored tokens, and their number."""

@@ -308,12 +308,6 @@ class Task(ABC, Generic[Batch]):
         """Checks that a split can be scored; raises what `units_of` does."""
         self.units_of(split)
 
-    @property
-    def trains_whole_model(self) -> bool:
-        """Whether a step is a forward and a backward pass of the whole model; FLOPs are counted
-        so."""
-        return True
-
     def counted(self, samples: int) -> dict[str, int]:
         """Converts a number of samples to units, as a mapping from the unit's name."""
         return {f"{self.unit.name}s": samples * self.model.units_per_sample()}
@@ -327,9 +321,10 @@ class Task(ABC, Generic[Batch]):
         """Notes on the data to show before a run, a line each."""
         return ()
 
-    def sequences_of_sample(self) -> tuple[int, int | None]:
-        """The number of sequences per sample, and their mean number of tokens without padding, to
-        count FLOPs; None: the model's maximum."""
+    def sequences_of_sample(self) -> tuple[int, int | None] | None:
+        """The number of sequences per sample, and their mean number of tokens without padding
+        (None: the model's maximum), to count FLOPs. None where a step is not a forward and a
+        backward pass of the whole model."""
         return 1, None
 
     def reinitialized_prefixes(self, weights: Weights) -> tuple[str, ...]:
