@@ -11,10 +11,10 @@ import math
 import os
 import signal
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from multiprocessing import resource_tracker
 from multiprocessing.util import Finalize
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -131,32 +131,45 @@ def _begin(parent: int, worker: int) -> None:
     Finalize(None, os._exit, args=(0,), exitpriority=-100)
 
 
-def evaluation_batches(
+class HeldOutBatch(NamedTuple):
+    """A batch of held-out samples of one process."""
+
+    batch: Any
+    """On the model's device."""
+    own_B: Tensor
+    """Which samples count [B], on the model's device; others pad the batch."""
+    number_B: Tensor
+    """The numbers of those that count among all samples, on the CPU."""
+
+
+def held_out_batches(
     samples: Dataset[Any],
-    total: int,
     batch_size: int,
-    *,
-    rank: int = 0,
-    ranks: int = 1,
+    rank: int,
+    ranks: int,
+    device: torch.device,
+    report: Callable[[float], None] | None = None,
     num_workers: int = 0,
-) -> Iterator[tuple[Any, Tensor]]:
-    """Reads each sample once, distributed over all ranks in order.
+) -> Iterator[HeldOutBatch]:
+    """Yields a process's batches of held-out samples; each sample counts once, over all processes.
 
     Args:
-        samples: The samples, which the loader stacks.
-        total: Number of samples.
-        batch_size: B, samples of a batch.
-        rank: This rank, from 0.
-        ranks: The number of ranks that share the evaluation.
+        samples: All held-out samples: NamedTuples of tensors.
+        batch_size: B, samples per forward pass.
+        rank: The process's number.
+        ranks: Number of processes that share the samples.
+        device: The model's.
+        report: Called with the share done after every batch.
         num_workers: Loader processes; 0 reads in this one.
 
-    Returns:
-        Iterator over ceil(total / (B * ranks)) batches, equal in size on all ranks, each with a
-        mask of the samples that count [B]: the last batches are padded with the last sample.
+    Yields:
+        ceil(total / (B * ranks)) batches, in order, equal in size on all ranks: the last ones are
+        padded with the last sample.
 
     Raises:
         DataError: There is no sample.
     """
+    total = len(samples)  # type: ignore[arg-type]
     if total < 1:
         raise DataError("no samples to evaluate on")
     size = min(batch_size, math.ceil(total / ranks))  # not larger than one batch needs
@@ -164,5 +177,9 @@ def evaluation_batches(
     first_R1 = size * (ranks * torch.arange(rounds).unsqueeze(1) + rank)
     number_RB = first_R1 + torch.arange(size)
     batches = _read(samples, number_RB.clamp(max=total - 1).tolist(), num_workers)
-    for batch, number_B in zip(batches, number_RB, strict=True):
-        yield batch, number_B < total
+    for done, (batch, number_B) in enumerate(zip(batches, number_RB, strict=True), start=1):
+        own_B = number_B < total
+        batch = type(batch)(*(part.to(device) for part in batch))
+        yield HeldOutBatch(batch, own_B.to(device), number_B[own_B])
+        if report is not None:
+            report(done / rounds)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from polyad.data.images.samples import EvaluationImages, ImageBatch
+from polyad.data.sampler import held_out_batches
 from polyad.data.sequences.samples import SequenceBatch
 from polyad.data.text.tokenizers.tokenizer import Tokenizer
 from polyad.data.text.windows import EvaluationWindows
@@ -32,7 +33,7 @@ from polyad.train.tasks.distillation import cross_entropy
 from polyad.train.tasks.images import ImageClassification
 from polyad.train.tasks.masked_language import MaskedLanguageModelling
 from polyad.train.tasks.sequences import SequenceTask
-from polyad.train.tasks.task import OneDevice, Task, held_out_batches
+from polyad.train.tasks.task import OneDevice, Task
 from polyad.train.tasks.text import TextTask
 
 

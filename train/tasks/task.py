@@ -10,13 +10,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Generic, NamedTuple, Protocol, Self, TypeVar
 
-import torch
 from pydantic import Field
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from polyad.data.config import DataSettings
-from polyad.data.sampler import evaluation_batches
+from polyad.data.sampler import HeldOutBatch, held_out_batches
 from polyad.model.config import Config
 from polyad.model.output import ModelOutput, RoutingStats
 from polyad.model.settings import ModelSettings
@@ -103,50 +102,6 @@ class CheckpointExtras:
     """Fields of `TrainState`."""
     files: Mapping[str, bytes] = field(default_factory=dict)
     """Contents of small files by name, for example of a tokenizer."""
-
-
-class HeldOutBatch(NamedTuple):
-    """A batch of held-out samples of one process."""
-
-    batch: Any
-    """On the model's device."""
-    own_B: Tensor
-    """Which samples count [B], on the model's device; others pad the batch."""
-    number_B: Tensor
-    """The numbers of those that count among all samples, on the CPU."""
-
-
-def held_out_batches(
-    samples: Dataset[Any],
-    batch_size: int,
-    rank: int,
-    ranks: int,
-    device: torch.device,
-    report: Share | None = None,
-    num_workers: int = 0,
-) -> Iterator[HeldOutBatch]:
-    """Yields a process's batches of held-out samples, equally many on all processes.
-
-    Args:
-        samples: All held-out samples: NamedTuples of tensors.
-        batch_size: Samples per forward pass.
-        rank: The process's number.
-        ranks: Number of processes that share the samples.
-        device: The model's.
-        report: Called with the share done after every batch.
-        num_workers: Loader processes.
-    """
-    total = len(samples)  # type: ignore[arg-type]
-    batches = evaluation_batches(
-        samples, total, batch_size, rank=rank, ranks=ranks, num_workers=num_workers
-    )
-    for done, (batch, own_B) in enumerate(batches):
-        size = len(own_B)
-        number_B = (done * ranks + rank) * size + torch.arange(size)
-        batch = type(batch)(*(part.to(device) for part in batch))
-        yield HeldOutBatch(batch, own_B.to(device), number_B[own_B])
-        if report is not None:
-            report(min(1.0, (done + 1) * size * ranks / total))
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from polyad.data.errors import DataError
-from polyad.data.sampler import evaluation_batches
+from polyad.data.sampler import held_out_batches
 from polyad.data.text.dataset import TokenStream
 from polyad.data.text.windows import EvaluationWindows
 
@@ -41,13 +41,13 @@ def test_ranks_share_the_windows_in_equal_batches(prepared, world_size):
     stream = prepared.split("test")
     windows = EvaluationWindows(stream, 128, 100, 0)
     ranks = [
-        list(evaluation_batches(windows, len(windows), 3, rank=rank, ranks=world_size))
+        list(held_out_batches(windows, 3, rank, world_size, torch.device("cpu")))
         for rank in range(world_size)
     ]
     assert len({len(batches) for batches in ranks}) == 1
-    assert all(field.shape == (3, 128) for batches in ranks for b, _ in batches for field in b)
+    assert all(field.shape == (3, 128) for batches in ranks for b, *_ in batches for field in b)
     dealt = [batches[i] for i in range(len(ranks[0])) for batches in ranks]
-    scored = torch.cat([b.target_BT[b.scored_BT & own_B[:, None]] for b, own_B in dealt])
+    scored = torch.cat([b.target_BT[b.scored_BT & own_B[:, None]] for b, own_B, _ in dealt])
     assert scored.tolist() == stream.read(0, stream.num_tokens).tolist()
 
 
