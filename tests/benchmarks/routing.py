@@ -271,8 +271,9 @@ def routing(
     """Times what a graph of tokens adds to a sparse mixture of experts.
 
     Args:
-        tokens (T): of the block's one sequence, one length after the other; default 512 2048 8192.
-        model_tokens (T): of the whole model's one sequence; default 512.
+        tokens (T): tokens of the block's one sequence, one length after the other; default 512 2048
+            8192.
+        model_tokens (T): tokens of the whole model's one sequence; default 512.
         layers (L): blocks of the whole model; 0: no whole model; default 12, which takes 8 GiB in
             fp32.
         width (D): width of a token; default 768.
