@@ -12,25 +12,23 @@ fields and constants are docstrings too, with the empty lines in them), and blan
 A call passes through a function if its body runs, and through a file if one of its functions does.
 Functions are those written in the rooms of the product: also methods, lambdas, comprehensions and
 generator expressions, which are functions to Python 3.11 (from 3.12 on, only the last are). Each
-counts once however often it runs. Depth is the largest number that are active at once in one
-thread; frames of torch and other libraries between them do not count. A call is run twice and the
-second run is counted, which leaves out imports, with what pydantic does in them, and values that
-are computed once for a process. Blocks run on the CPU, by the kernels that `POLYAD_KERNELS` says.
+counts once however often it runs. A call is run twice and the second run is counted, which leaves
+out imports, with what pydantic does in them, and values that are computed once for a process.
+Blocks run on the CPU, by the kernels that `POLYAD_KERNELS` says.
 """
 
 import argparse
 import contextlib
+import cProfile
 import inspect
 import io
 import itertools
 import subprocess
-import sys
 import tempfile
 import threading
 import tokenize
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
-from types import CodeType, FrameType
 from typing import Any, NamedTuple, TypeAlias
 from unittest import mock
 
@@ -152,90 +150,44 @@ def lines_table(rows: dict[str, Lines]) -> Iterator[str]:
         yield f"{indented:<22}{lines.files:>7}{numbers}{lines.code / lines.files:>13.0f}{meant}"
 
 
-class Passed(NamedTuple):
-    """What a call passed through."""
-
-    functions: tuple[tuple[str, str], ...]
-    """File, relative to the repository, and qualified name with the line that it begins in."""
-    depth: int
-
-    @property
-    def files(self) -> set[str]:
-        """The files of the functions."""
-        return {file for file, _ in self.functions}
-
-
-class Recorder:
-    """Records the functions of some folders that run, in all threads that start meanwhile.
-
-    Use it as a context manager around everything that may start a thread, and `count` within.
+def functions_passed(
+    call: Callable[[], object], root: Path, rooms: Iterable[str] = ROOMS
+) -> list[tuple[str, str]]:
+    """Runs a call twice, and records the second time, in all threads that start meanwhile.
 
     Args:
+        call: What is run.
         root: The repository.
         rooms: The folders in it whose functions count, whatever name they are imported by.
+
+    Returns:
+        File, relative to the repository, and qualified name with the line that it begins in.
     """
+    call()
+    profiles: list[cProfile.Profile] = []
 
-    def __init__(self, root: Path, rooms: Iterable[str] = ROOMS) -> None:
-        self._root = root.resolve()
-        self._rooms = frozenset(rooms)
-        self._files: dict[str, str | None] = {}
-        # By identity: to Python, the code of equal functions in two files is equal.
-        self._codes: dict[int, CodeType] = {}
-        self._active = threading.local()
-        self._depth = 0
-        self._recording = False
+    def begin(*event: object) -> None:
+        profiles.append(cProfile.Profile(builtins=False))
+        profiles[-1].enable()
 
-    def __enter__(self) -> "Recorder":
-        self._before = sys.getprofile()
-        threading.setprofile(self._profile)
-        sys.setprofile(self._profile)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        sys.setprofile(self._before)
-        threading.setprofile(None)
-
-    def count(self, call: Callable[[], object]) -> Passed:
-        """Runs a call twice, and records the second time.
-
-        Args:
-            call: What is run.
-        """
+    threading.setprofile(begin)
+    begin()
+    try:
         call()
-        self._codes, self._active, self._depth = {}, threading.local(), 0
-        self._recording = True
-        try:
-            call()
-        finally:
-            self._recording = False
-        functions = (
-            (str(self._file(code)), f"{code.co_qualname}:{code.co_firstlineno}")
-            for code in self._codes.values()
-        )
-        return Passed(tuple(sorted(functions)), self._depth)
-
-    def _profile(self, frame: FrameType, event: str, argument: Any) -> None:
-        if not self._recording or event not in ("call", "return"):
-            return
-        code = frame.f_code
+    finally:
+        profiles[0].disable()
+        threading.setprofile(None)
+    root, passed = root.resolve(), set()
+    for entry in (each for profile in profiles for each in profile.getstats()):
+        code = entry.code
         # Bodies of modules and classes are not optimized.
-        if not code.co_flags & inspect.CO_OPTIMIZED or self._file(code) is None:
-            return
-        depth = getattr(self._active, "depth", 0) + (1 if event == "call" else -1)
-        self._active.depth = max(0, depth)
-        self._depth = max(self._depth, depth)
-        self._codes[id(code)] = code
-
-    def _file(self, code: CodeType) -> str | None:
-        """The file of a function relative to the root; None if it is in none of the rooms."""
-        name = code.co_filename
-        if name not in self._files:
-            path = Path(name).resolve()
-            inside = path.is_relative_to(self._root) and path.is_file()
-            relative = path.relative_to(self._root) if inside else Path()
-            ours = bool(relative.parts) and relative.parts[0] in self._rooms
-            self._files[name] = relative.as_posix() if ours else None
-        return self._files[name]
+        if isinstance(code, str) or not code.co_flags & inspect.CO_OPTIMIZED:
+            continue
+        path = Path(code.co_filename).resolve()
+        if path.is_file() and any(path.is_relative_to(root / room) for room in rooms):
+            function = f"{code.co_qualname}:{code.co_firstlineno}"
+            passed.add((path.relative_to(root).as_posix(), function))
+    return sorted(passed)
 
 
 GPT2: dict[str, Any] = {
@@ -309,8 +261,8 @@ def training(folder: Path) -> Callable[[], object]:
 SCENARIOS: dict[str, Scenario] = {"token": token, "training": training}
 
 
-def count_scenarios(chosen: Iterable[str]) -> dict[str, Passed]:
-    """Counts what some calls pass through.
+def count_scenarios(chosen: Iterable[str]) -> dict[str, list[tuple[str, str]]]:
+    """The functions that some calls pass through, as `functions_passed` has them.
 
     Args:
         chosen: Their names.
@@ -320,24 +272,26 @@ def count_scenarios(chosen: Iterable[str]) -> dict[str, Passed]:
     torch.set_num_threads(1)  # with more, experts run over as many as the machine has
     found = {}
     for name in chosen:
-        with tempfile.TemporaryDirectory() as folder, Recorder(ROOT) as recorder:
-            found[name] = recorder.count(SCENARIOS[name](Path(folder)))
+        with tempfile.TemporaryDirectory() as folder:
+            found[name] = functions_passed(SCENARIOS[name](Path(folder)), ROOT)
     return found
 
 
-def calls_table(found: dict[str, Passed], *, with_names: bool = False) -> Iterator[str]:
+def calls_table(
+    found: dict[str, list[tuple[str, str]]], *, with_names: bool = False
+) -> Iterator[str]:
     """What `count_scenarios` gave as text.
 
     Args:
         found: What each call passed through.
         with_names: Whether the functions of each follow it.
     """
-    yield f"{'call':<12}{'files':>5}{'functions':>11}{'depth':>7}"
+    yield f"{'call':<12}{'files':>5}{'functions':>11}"
     for name, passed in found.items():
-        numbers = f"{len(passed.files):>5}{len(passed.functions):>11}{passed.depth:>7}"
+        numbers = f"{len({file for file, _ in passed}):>5}{len(passed):>11}"
         yield f"{name:<12}{numbers}   {SCENARIOS[name].__doc__}"
         if with_names:
-            yield from (f"    {file}:{function}" for file, function in passed.functions)
+            yield from (f"    {file}:{function}" for file, function in passed)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

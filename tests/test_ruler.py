@@ -11,11 +11,10 @@ import pytest
 
 from tests.ruler import (
     Lines,
-    Passed,
-    Recorder,
     calls_table,
     count_lines,
     count_scenarios,
+    functions_passed,
     lines_by_room,
     lines_table,
 )
@@ -125,8 +124,8 @@ def load(path: Path) -> ModuleType:
     return module
 
 
-def names(passed: Passed) -> list[str]:
-    return sorted(name.rpartition(":")[0] for _, name in passed.functions)
+def names(passed: list[tuple[str, str]]) -> list[str]:
+    return sorted(name.rpartition(":")[0] for _, name in passed)
 
 
 def theirs(function: Callable[[], object]) -> object:
@@ -138,32 +137,30 @@ TWICE = ["twice", "twice.<locals>.<genexpr>"]
 
 
 @pytest.mark.parametrize(
-    ("call", "functions", "depth"),
+    ("call", "functions"),
     [
-        (lambda m: m.twice(1), TWICE, 2),
+        (lambda m: m.twice(1), TWICE),
         # outer, the lambda, `twice` and its generator; `theirs` is no function of ours.
-        (lambda m: m.outer(theirs), ["outer", "outer.<locals>.<lambda>", *TWICE], 4),
-        (lambda m: m.in_thread(), ["in_thread", *TWICE], 2),
-        (lambda m: theirs(lambda: 1), [], 0),
+        (lambda m: m.outer(theirs), ["outer", "outer.<locals>.<lambda>", *TWICE]),
+        (lambda m: m.in_thread(), ["in_thread", *TWICE]),
+        (lambda m: theirs(lambda: 1), []),
     ],
 )
 def test_a_call_passes_the_functions_that_run(
-    tmp_path: Path, call: Callable[[ModuleType], object], functions: list[str], depth: int
+    tmp_path: Path, call: Callable[[ModuleType], object], functions: list[str]
 ) -> None:
     write(tmp_path, {"model/a.py": MODULE})
     (tmp_path / "package").symlink_to(tmp_path / "model")
-    with Recorder(tmp_path) as recorder:
-        module = load(tmp_path / "package" / "a.py")
-        passed = recorder.count(lambda: call(module))
+    module = load(tmp_path / "package" / "a.py")
+    passed = functions_passed(lambda: call(module), tmp_path)
     assert names(passed) == sorted(functions)
-    assert passed.depth == depth
-    assert passed.files == ({"model/a.py"} if functions else set())
+    assert {file for file, _ in passed} == ({"model/a.py"} if functions else set())
     assert not threading.getprofile()
 
 
 def test_a_token_passes_the_model_alone() -> None:
     (passed,) = count_scenarios(["token"]).values()
-    assert {file.partition("/")[0] for file in passed.files} == {"model"}
+    assert {file.partition("/")[0] for file, _ in passed} == {"model"}
     assert "Block.forward" in names(passed)
     table = "\n".join(calls_table({"token": passed}, with_names=True))
     assert "model/block.py:Block.forward:" in table
