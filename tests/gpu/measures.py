@@ -1,7 +1,7 @@
 """Parts of `speed.py` that compute: `python -m tests.gpu.measures NAME FILE [--tiny]`.
 
-Each row is written as soon as it is known. On a CPU (`--tiny`) sizes are cut down, a clock takes
-the place of a GPU's events, and what needs CUDA says so.
+Each row is written as soon as it is known. On a CPU (`--tiny`) sizes are cut down, and what needs
+CUDA says so.
 
 Shapes: M rows, D width, F inner width, V vocabulary, E experts.
 """
@@ -12,7 +12,6 @@ import gc
 import json
 import math
 import shutil
-import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import grouped_mm, scaled_dot_product_attention
+from torch.utils.benchmark import Timer
 
 from polyad.model.kernels import linear_cross_entropy
 from polyad.parallel import comm
@@ -29,7 +29,7 @@ from tests.gpu.speed import GROUPS, NEEDS_CUDA, keys_of
 
 HAS_CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if HAS_CUDA else "cpu")
-CALLS, BEFORE = (20, 3) if HAS_CUDA else (2, 1)
+CALLS = 20 if HAS_CUDA else 2
 WIDTH = 768
 
 
@@ -54,21 +54,8 @@ class Rows:
 
 
 def milliseconds(call: Callable[[], object]) -> float:
-    """The mean of some calls after others; on a GPU between two of its events."""
-    for _ in range(BEFORE):
-        call()
-    if not HAS_CUDA:
-        began = time.perf_counter()
-        for _ in range(CALLS):
-            call()
-        return 1e3 * (time.perf_counter() - began) / CALLS
-    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    first.record()
-    for _ in range(CALLS):
-        call()
-    last.record()
-    torch.cuda.synchronize()
-    return first.elapsed_time(last) / CALLS
+    """The mean of some calls after others, until the device has done them all."""
+    return 1e3 * Timer("call()", globals={"call": call}).timeit(CALLS).mean
 
 
 def there_and_back(function: Callable[..., Tensor], *inputs: Tensor) -> Callable[[], object]:
