@@ -1,8 +1,5 @@
 """Expert parallelism examined from inside; called in worker processes."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 import torch.distributed as dist
 
@@ -31,33 +28,6 @@ def expert_parallel_model(
 
     place_shards(model, config, dtype)
     return model, world
-
-
-@contextmanager
-def recorded_ids(model: Decoder) -> Iterator[list[torch.Tensor]]:
-    """The experts that each forward pass chooses, block by block."""
-    ids: list[torch.Tensor] = []
-    hooks = [
-        block.feed_forward.router.selection.register_forward_hook(
-            lambda module, args, output: ids.append(output.expert_ids_NK.clone())
-        )
-        for block in model.blocks
-    ]
-    try:
-        yield ids
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def logits_and_ids(
-    config: GPT2Config, expert_parallel_size: int, input_ids_BT: torch.Tensor
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Outputs of a float64 model for token ids, which are the same on all processes."""
-    model, _ = expert_parallel_model(config, expert_parallel_size, torch.float64)
-    with torch.no_grad(), recorded_ids(model) as ids:
-        logits_BTV = model(input_ids_BT).logits
-    return logits_BTV, ids
 
 
 def drops_of_experts(case: Case) -> dict[str, list[float]]:

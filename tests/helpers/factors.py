@@ -146,12 +146,6 @@ def _mean(value: torch.Tensor, world: comm.World) -> torch.Tensor:
     return torch.stack(mine).mean(0)
 
 
-def logits(config: GPT2Config, parts: int, input_ids_BT: torch.Tensor) -> torch.Tensor:
-    """This process's part of what a float64 model makes of token ids."""
-    with torch.no_grad():
-        return cut_model(config, parts)(input_ids_BT).logits
-
-
 def padding_after_training(case: Case) -> dict[str, tuple[tuple[int, ...], float]]:
     """The shape of each factor with a padded rank, and the largest number in its padding, after
     some steps."""

@@ -11,11 +11,6 @@ def test_degrees_by_hand():
     assert Dims(world_size=8, tensor_parallel_size=2).data_parallel_size == 4
 
 
-def test_a_global_batch_that_does_not_divide_names_both_keys():
-    with pytest.raises(LayoutError, match=r"global_batch_size: 10 .*micro_batch_size.*3 x 2 = 6"):
-        Dims(world_size=2).accumulation_steps(10, 3)
-
-
 @pytest.mark.parametrize(
     ("degrees", "line"),
     [

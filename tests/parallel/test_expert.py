@@ -1,7 +1,6 @@
 """Experts over processes compute what one process computes."""
 
 import pytest
-import torch
 
 from polyad.model.build import build_model
 from polyad.model.lora import LoRAConfig, add_lora
@@ -10,26 +9,12 @@ from polyad.parallel.dims import Dims
 from polyad.parallel.parallelize import split_layers
 from polyad.parallel.plan import pretended_world
 from tests.helpers.everyday import everyday
-from tests.helpers.experts import (
-    PATTERNS,
-    dispatch_against_one_process,
-    drops_of_experts,
-    logits_and_ids,
-)
+from tests.helpers.experts import PATTERNS, dispatch_against_one_process, drops_of_experts
 from tests.helpers.parity import assert_near_state, assert_same_course, near
 from tests.helpers.small_decoders import small_decoder
 from tests.helpers.training import Case, moe_model, train, train_one_expert
 
 pytestmark = pytest.mark.distributed
-
-SCORES = ["linear", "cosine", "random"]
-GRAPHS = ["none", "similarity", "attention"]
-
-
-def model(score, graph, **others):
-    # With state of every kind: a balancing bias, head entropies, a frozen score.
-    section = {"score": score, "graph": graph, "similarity": "cosine", "balancing_rate": 0.01}
-    return moe_model(**section | others)
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
@@ -76,17 +61,6 @@ def test_processes_whose_experts_get_no_row_keep_in_step(workers, tmp_path, stag
     for result in workers(4).run(train_one_expert, case):
         assert_same_course(result, expected)
     assert_near_state(tmp_path / "step-00000004", tmp_path / "one" / "step-00000004")
-
-
-@pytest.mark.parametrize("graph", GRAPHS)
-@everyday("score", SCORES, keep=["cosine"])
-def test_spread_experts_choose_and_compute_as_whole_ones_which_see_no_future(workers, score, graph):
-    config = model(score, graph)
-    ids_BT = torch.randint(61, (2, 16), generator=torch.Generator().manual_seed(3))
-    one, one_ids = workers(1).run(logits_and_ids, config, 1, ids_BT)[0]
-    for two, two_ids in workers(2).run(logits_and_ids, config, 2, ids_BT):
-        torch.testing.assert_close(two, one, atol=1e-10, rtol=0)
-        assert all(torch.equal(a, b) for a, b in zip(one_ids, two_ids, strict=True))
 
 
 # Noise and dropout

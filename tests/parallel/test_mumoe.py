@@ -1,7 +1,6 @@
 """Factorized experts over processes: blocks, ranks rounded up, BatchNorm of gates."""
 
 import pytest
-import torch
 
 from polyad.model.decoder_config import GPT2Config
 from polyad.model.mumoe.config import MuMoEConfig
@@ -9,7 +8,6 @@ from tests.helpers.everyday import everyday
 from tests.helpers.factors import (
     batch_norm_against_the_whole,
     block_against_the_whole,
-    logits,
     padding_after_training,
     train_as_it_is,
 )
@@ -50,14 +48,6 @@ ODD = {
 def test_a_cut_block_has_the_output_and_the_gradients_of_the_whole(workers, model, parts):
     results = workers(parts).run(block_against_the_whole, model, parts, 9)
     assert all(max(result.values()) < 1e-10 for result in results)
-
-
-@pytest.mark.parametrize("model", [CP, TR], ids=["cp", "tr"])
-def test_cut_factors_give_the_logits_of_whole_ones_which_see_no_future(workers, model):
-    ids_BT = torch.randint(model.vocab_size, (2, 16), generator=torch.Generator().manual_seed(3))
-    whole = workers(1).run(logits, model, 1, ids_BT)[0]
-    parts = torch.cat(workers(2).run(logits, model, 2, ids_BT), dim=-1)
-    torch.testing.assert_close(parts[..., : model.vocab_size], whole, atol=1e-10, rtol=0)
 
 
 @everyday("model", ODD.values(), keep=["tr"], ids=ODD)

@@ -135,7 +135,7 @@ def test_a_folder_may_be_called_anything_and_keeps_its_name(folder):
 
 
 def test_batches_that_do_not_divide_are_refused():
-    with pytest.raises(LayoutError, match=r"global_batch_size: 8 .*2 x 3 = 6"):
+    with pytest.raises(LayoutError, match=r"global_batch_size: 8 .*micro_batch_size.*2 x 3 = 6"):
         validate(parse(), 3)
     assert validate(parse(), 2).data_parallel_size == 2
 
