@@ -121,10 +121,3 @@ def prepared_path(tmp_path_factory: pytest.TempPathFactory, texts: Path) -> Path
 @pytest.fixture
 def prepared(prepared_path: Path) -> PreparedData:
     return PreparedData.open(prepared_path)
-
-
-@pytest.fixture
-def no_process_group() -> None:
-    """Ends the process group that an earlier test of this process may have left."""
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()

@@ -12,6 +12,7 @@ from polyad.train.guard.failures import SMALLER
 from polyad.train.loop.losses import LossConfig
 from tests.helpers.disk import read_tree
 from tests.helpers.gpu import NEEDS_CUDA, run_expecting_memory_error, wait_nowhere, world
+from tests.helpers.parity import assert_equal_state
 from tests.helpers.runs import records, run, write_config
 from tests.helpers.small_decoders import small_decoder
 from tests.helpers.snapshots import save_both_ways
@@ -22,7 +23,6 @@ from tests.helpers.training import (
     mumoe_model,
     resave,
     table_model,
-    tensors,
     train,
 )
 
@@ -90,9 +90,7 @@ def test_a_checkpoint_of_any_feed_forward_loads_on_a_cpu_bit_for_bit(
     again = case.but(resume=str(saved), save_to=str(tmp_path / "cpu"), first_step=4)
     workers(2).run(resave, again)
     (resaved,) = (tmp_path / "cpu").glob("step-*")
-    before, after = tensors(saved), tensors(resaved)
-    assert before.keys() == after.keys()
-    assert all(torch.equal(before[key], after[key]) for key in before)
+    assert_equal_state(resaved, saved)
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])

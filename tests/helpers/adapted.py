@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from polyad.model.build import build_model, place
@@ -13,6 +14,7 @@ from polyad.parallel.fragments import persistent_buffers
 from polyad.parallel.weights import digest_of, open_weights, origin_of
 from polyad.train.exchange.writers import config_for_model
 from polyad.train.state import TrainState
+from tests.helpers.parity import assert_equal_tensors
 
 
 def adapted_checkpoint(
@@ -62,3 +64,10 @@ def adapted_checkpoint(
         files={},
     )
     return model.eval()
+
+
+def assert_all_loaded(model: nn.Module, folder: Path) -> None:
+    """Checks that a model of peft has the adapters of a folder: what it does not find it leaves out
+    with no more than a warning."""
+    loaded = {n.replace(".default", ""): p for n, p in model.named_parameters() if "lora_" in n}
+    assert_equal_tensors(loaded, load_file(folder / "adapter_model.safetensors"))

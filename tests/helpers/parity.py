@@ -1,9 +1,11 @@
 """Comparisons of results between several processes and another layout, or one process."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 from tests.helpers.training import relative, tensors
 
@@ -50,8 +52,17 @@ def assert_near_state(folder: Path, expected: Path, *, rounding: bool = False) -
         assert max(relative(ours[k].double(), theirs[k].double()) for k in theirs) < 1e-5
 
 
-def assert_equal_state(folder: Path, expected: Path) -> None:
-    """Checks that the tensors of two checkpoints are equal to the last bit."""
-    ours, theirs = tensors(folder), tensors(expected)
+def assert_equal_tensors(ours: Mapping[Any, Any], theirs: Mapping[Any, Any]) -> None:
+    """Checks that the same tensors are there, and equal to the last bit."""
     assert ours.keys() == theirs.keys()
     assert [key for key in theirs if not torch.equal(ours[key], theirs[key])] == []
+
+
+def assert_equal_state(folder: Path, expected: Path) -> None:
+    """Checks that the tensors of two checkpoints are equal to the last bit."""
+    assert_equal_tensors(tensors(folder), tensors(expected))
+
+
+def assert_equal_files(folder: Path, expected: Path) -> None:
+    """Checks that the tensors of two folders of weights are equal to the last bit."""
+    assert_equal_tensors(*(load_file(each / "model.safetensors") for each in (folder, expected)))

@@ -3,7 +3,6 @@
 import contextlib
 import io
 import json
-import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ import numpy as np
 import pandas as pd
 import torch
 import yaml
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from polyad.parallel import comm
 from polyad.parallel.checkpoint.format import MANIFEST_FILE, record_of, render
@@ -205,9 +205,11 @@ def records(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines()]
 
 
-def process_id() -> int:
-    """The worker's."""
-    return os.getpid()
+def in_tensorboard(folder: Path) -> dict[str, dict[int, float]]:
+    """The numbers that a run has in TensorBoard, by name and step."""
+    found = EventAccumulator(str(folder / "tensorboard"))
+    found.Reload()
+    return {n: {e.step: e.value for e in found.Scalars(n)} for n in found.Tags()["scalars"]}
 
 
 def highest_memory(rank: int, size: int) -> tuple[int, int]:

@@ -1,8 +1,6 @@
 """`polyad bench`: what a step of a configuration takes, on random samples."""
 
 import json
-import subprocess
-from collections.abc import Callable
 
 import pytest
 
@@ -10,9 +8,8 @@ from polyad.launch.cli import run
 from polyad.train import bench as measured
 from tests.launch.test_cli import error_line
 
-pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("no_process_group")]
+pytestmark = pytest.mark.distributed
 
-Polyad = Callable[..., subprocess.CompletedProcess[str]]
 GPT2 = "configs/gpt2/124m.yaml"
 SMALL = (
     *("model.num_layers=1", "model.hidden_size=16", "model.num_heads=2"),

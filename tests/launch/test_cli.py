@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,6 @@ from polyad.train.config.run import SHIPPED, load_config, shipped_configs
 from polyad.train.errors import RunError, stopped
 from tests.helpers.everyday import everyday
 
-Polyad = Callable[..., subprocess.CompletedProcess[str]]
 GPT2, WORDS = "configs/gpt2/124m.yaml", "model.vocab_size=64"
 
 

@@ -2,7 +2,6 @@
 
 import copy
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +13,6 @@ from polyad.launch.doctor import Link, findings, rounds
 from tests.helpers.hosts import several_hosts
 from tests.helpers.started import start
 
-Polyad = Callable[..., subprocess.CompletedProcess[str]]
 TWO = ("--processes-per-node", 2)
 
 pytestmark = pytest.mark.distributed

@@ -2,15 +2,10 @@
 
 import json
 import subprocess
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
 from polyad.launch.launch import torchrun
-
-Polyad = Callable[..., subprocess.CompletedProcess[str]]
-Finished = tuple[Path, subprocess.CompletedProcess[str]]
 
 pytestmark = pytest.mark.distributed
 

@@ -11,7 +11,7 @@ SMALL = ("model.vocab_size=1000", "model.num_layers=2", "model.hidden_size=128")
 SMALL += ("model.num_heads=2", "model.sequence_length=64", "train.micro_batch_size=4")
 SMALL += ("train.global_batch_size=256",)
 
-pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("no_process_group")]
+pytestmark = pytest.mark.distributed
 
 
 def planned(*arguments: str, capfd: pytest.CaptureFixture[str]) -> dict:

@@ -2,7 +2,6 @@
 
 import signal
 import socket
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -14,8 +13,6 @@ from tests.helpers.forking import ForkedRun
 from tests.helpers.meeting import join
 
 pytestmark = pytest.mark.distributed
-
-Start = Callable[..., ForkedRun]
 
 
 @pytest.fixture

@@ -46,7 +46,6 @@ def test_losses_are_those_of_whole_logits(workers, vocab_size, length, shared):
         torch.testing.assert_close(torch.tensor(losses), expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.usefixtures("no_process_group")
 @pytest.mark.parametrize(("processes", "tensor"), [(8, 2), (64, 8), (1024, 8)])
 def test_groups_do_not_grow_with_the_number_of_processes(processes, tensor):
     assert groups_of_many_processes(Dims(world_size=processes, tensor_parallel_size=tensor)) == 2

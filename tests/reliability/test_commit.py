@@ -27,8 +27,6 @@ STEPS = {
 }  # the second save removes the first, or replaces it
 TINY = GPT2Config(num_layers=1, hidden_size=12, num_heads=2, sequence_length=9, vocab_size=31)
 CASE = Case(stage=1, model=TINY)
-# While training waits, or by a thread from a snapshot.
-WAYS = ("synchronous", "snapshot")
 
 
 class BrokenPromise(AssertionError):

@@ -9,6 +9,7 @@ import pytest
 
 from polyad.parallel.checkpoint.format import CheckpointError, DamagedCheckpoint, verify_contents
 from polyad.parallel.checkpoint.load import Checkpoint
+from tests.helpers.training import Case, train
 
 pytestmark = pytest.mark.distributed
 
@@ -16,6 +17,14 @@ FILES = (
     "manifest.json", "index.json", "state.json", "config.yaml", "rank-00000.safetensors",
     "rank-00001.safetensors",
 )  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def good_checkpoint(workers, tmp_path_factory):
+    """A checkpoint of two processes, for copying."""
+    folder = tmp_path_factory.mktemp("good")
+    workers(2).run(train, Case(stage=1, last_step=1, save_to=str(folder)))
+    return folder / "step-00000001"
 
 
 @pytest.fixture

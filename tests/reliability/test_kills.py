@@ -15,15 +15,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-import torch
 
 from polyad.parallel.checkpoint.format import verify_contents
 from polyad.parallel.checkpoint.manage import complete_checkpoints
 from tests.helpers.everyday import everyday
 from tests.helpers.forking import ForkedRun
+from tests.helpers.parity import assert_equal_state
 from tests.helpers.runs import records, write_config
 from tests.helpers.snapshots import slow_copies
-from tests.helpers.training import tensors
 
 pytestmark = pytest.mark.distributed
 
@@ -126,9 +125,7 @@ def test_a_run_survives_every_kill(forks, tmp_path, prepared_path, kills, stage,
     ours, theirs = records(run), records(tmp_path / "whole")
     assert [[r.get(k) for k in KEYS] for r in ours] == [[r.get(k) for k in KEYS] for r in theirs]
     last = f"checkpoints/step-{steps:08d}"
-    one, other = tensors(run / last), tensors(tmp_path / "whole" / last)
-    assert one.keys() == other.keys()
-    assert all(torch.equal(one[key], other[key]) for key in other)
+    assert_equal_state(run / last, tmp_path / "whole" / last)
     states = [
         json.loads((at / last / "state.json").read_text()) for at in (run, tmp_path / "whole")
     ]

@@ -14,6 +14,7 @@ from polyad.train.describe import describe_run
 from polyad.train.tasks.distillation import feed_forward_losses
 from polyad.train.verify_layout import small_config
 from tests.helpers.everyday import everyday
+from tests.helpers.parity import assert_equal_state
 from tests.helpers.runs import records, refusal, run, run_and_listen, weights_of, write_config
 
 pytestmark = pytest.mark.distributed
@@ -139,8 +140,7 @@ def test_processes_learn_what_one_learns(workers, tmp_path, prepared_path, teach
         one, two = ([each[key] for each in records(folder)] for folder in folders)
         assert two == pytest.approx(one, rel=2e-5), key
     one, two = (weights_of(folder / "checkpoints" / "step-00000003") for folder in folders)
-    for name in one:
-        torch.testing.assert_close(two[name], one[name], rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(two, one, rtol=1e-4, atol=1e-6)
 
 
 @everyday(("precision", "compiled"), [("bf16", "false"), ("fp32", "true")], [("bf16", "false")])
@@ -172,8 +172,7 @@ def test_a_resumed_run_is_an_uninterrupted_one_though_its_teacher_went_on(
     folders = [tmp_path / name for name in ("whole", "run")]
     one, two = ([each["loss"] for each in records(folder)] for folder in folders)
     assert one == two
-    one, two = (weights_of(folder / "checkpoints" / "step-00000004") for folder in folders)
-    assert all(torch.equal(one[name], two[name]) for name in one)
+    assert_equal_state(*(folder / "checkpoints" / "step-00000004" for folder in folders))
     shutil.rmtree(place / "checkpoints" / "step-00000020")
     said = refusal(workers(1), config, "train.steps=5")
     assert "step-00000020, from which this run started, no longer" in said

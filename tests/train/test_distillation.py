@@ -141,8 +141,7 @@ def test_a_mixture_teaches_another_kind_of_model(workers, config, attentive):
     # The head of a ViT starts at zero: its first probabilities are even, its loss ln 10.
     assert 0 < (one[0] - 0.25 * math.log(10)) / 0.75 < 4 * math.log(10)
     ours, theirs = (weights_of(place / "checkpoints/step-00000002") for place in folders)
-    for name in ours:
-        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
 
 
 def test_the_loss_is_the_divergence_that_torch_computes():

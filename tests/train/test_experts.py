@@ -1,14 +1,13 @@
 """Whole runs with experts: what is recorded, and what can be done with the result."""
 
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from polyad.parallel import comm
 from polyad.parallel.weights import load_model
 from polyad.train.bench import random_steps
 from polyad.train.config.run import load_config
 from polyad.train.loop.step import routing_record
-from tests.helpers.runs import records, run, write_config
+from tests.helpers.runs import in_tensorboard, records, run, write_config
 
 pytestmark = pytest.mark.distributed
 
@@ -48,12 +47,11 @@ def test_every_step_records_its_routing(finished):
         assert line["routing/rank_load_max"] == pytest.approx(2 * max(shares), rel=1e-4)
         assert not any(key.startswith("routing/blocks.0") for key in line)  # dense
     assert load_model(finished / "run").blocks[1].feed_forward.experts.up.shape == (4, 32, 32)
-    events = EventAccumulator(str(finished / "run" / "tensorboard"))
-    events.Reload()
+    scalars = in_tensorboard(finished / "run")
     names = ("routing/load_max", f"{LAYER}/entropy", f"{LAYER}/balance_loss")
     for name in (*names, "routing/rank_load_max"):
-        actual = [event.value for event in events.Scalars(name)]
-        assert actual == pytest.approx([line[name] for line in lines], rel=1e-6)
+        expected = {line["step"]: line[name] for line in lines}
+        assert scalars[name] == pytest.approx(expected, rel=1e-6)
 
 
 def test_between_lines_of_the_console_a_run_trains_alike_and_records_less(

@@ -16,7 +16,9 @@ from polyad.parallel.checkpoint.format import CheckpointError
 from polyad.parallel.checkpoint.load import Checkpoint
 from polyad.parallel.weights import load_model, open_weights
 from polyad.train.exchange.convert import convert
+from tests.helpers.adapted import assert_all_loaded
 from tests.helpers.decoders import tokens
+from tests.helpers.parity import assert_equal_state
 from tests.helpers.runs import (
     FEED_FORWARDS,
     evaluation,
@@ -84,9 +86,7 @@ def test_resuming_is_bitwise_at_any_base_of_equal_weights(
     assert workers(2).run(run, config, "train.steps=3") == [3, 3]
     # The base may have moved, and be in another format: its digest is what counts.
     assert workers(2).run(run, config, f"checkpoint.init_from={exported}") == [6, 6]
-    straight, resumed = (tensors(newest(each)) for each in (adapted[0], tmp_path / "run"))
-    assert straight.keys() == resumed.keys()
-    assert all(torch.equal(straight[key], resumed[key]) for key in straight)
+    assert_equal_state(newest(tmp_path / "run"), newest(adapted[0]))
 
 
 def test_merged_and_unmerged_weights_and_peft_give_equal_logits(
@@ -98,13 +98,7 @@ def test_merged_and_unmerged_weights_and_peft_give_equal_logits(
         convert(folder, tmp_path / name, name, merge=True)
     base = AutoModelForCausalLM.from_pretrained(exported, local_files_only=True)
     theirs = PeftModel.from_pretrained(base, tmp_path / "peft").eval()
-    # What peft does not find it leaves out with no more than a warning.
-    stored = load_file(tmp_path / "peft" / "adapter_model.safetensors")
-    loaded = {
-        name.replace(".default", ""): p for name, p in theirs.named_parameters() if "lora_" in name
-    }
-    assert loaded.keys() == stored.keys()
-    assert all(torch.equal(loaded[name], stored[name]) for name in stored)
+    assert_all_loaded(theirs, tmp_path / "peft")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "huggingface", local_files_only=True)
     others = {"peft": theirs, "transformers": merged.eval(), "run": load_model(folder)}
     others["peft, read"] = load_model(open_weights(tmp_path / "peft", base=exported))

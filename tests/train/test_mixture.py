@@ -3,12 +3,12 @@
 import math
 
 import pytest
-import torch
 
 from polyad.data.text.prepare import prepare
 from polyad.data.text.tokenizers.files import load_tokenizer
 from polyad.parallel.checkpoint.load import Checkpoint
 from polyad.train.tasks.vocabulary import need_tokenizer
+from tests.helpers.parity import assert_equal_state
 from tests.helpers.runs import (
     evaluation,
     evaluation_error,
@@ -18,7 +18,6 @@ from tests.helpers.runs import (
     run,
     write_config,
 )
-from tests.helpers.training import tensors
 
 pytestmark = pytest.mark.distributed
 
@@ -62,9 +61,7 @@ def test_a_mixture_is_validated_by_source_and_resumes_bitwise(
     second = f"run.folder={tmp_path / 'second'}"
     for steps in (3, 6):
         assert workers(2).run(run, config, second, f"train.steps={steps}") == [steps] * 2
-    one, two = (tensors(newest(tmp_path / name)) for name in ("run", "second"))
-    assert one.keys() == two.keys()
-    assert all(torch.equal(one[name], two[name]) for name in one)
+    assert_equal_state(*(newest(tmp_path / name) for name in ("run", "second")))
 
     # A changed mixture is another run.
     def mixed(*weights):

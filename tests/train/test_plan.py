@@ -13,7 +13,7 @@ from polyad.train.verify_layout import small_config
 from tests.helpers.everyday import everyday
 from tests.helpers.footprints import measured_rise, save_start, second_step
 
-pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("no_process_group")]
+pytestmark = pytest.mark.distributed
 
 
 def vocabulary_of(file: str) -> tuple[str, ...]:

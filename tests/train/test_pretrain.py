@@ -9,13 +9,15 @@ import time
 import pytest
 import torch
 import yaml
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from polyad.data.text.prepare import prepare
 from polyad.parallel.checkpoint.manage import complete_checkpoints
 from tests.helpers.everyday import everyday
+from tests.helpers.parity import assert_equal_tensors
+from tests.helpers.prepared import flip
 from tests.helpers.runs import (
     FEED_FORWARDS,
+    in_tensorboard,
     records,
     refusal,
     run,
@@ -71,12 +73,10 @@ def test_every_step_has_a_record_and_tensorboard_the_same_numbers(finished):
     assert ["validation_loss" in line for line in lines] == [False, False, True] * 2
     assert all(line["memory_bytes"] > 50e6 for line in lines)
     assert lines[-1]["loss"] < lines[0]["loss"]
-    events = EventAccumulator(str(finished / "run" / "tensorboard"))
-    events.Reload()
+    scalars = in_tensorboard(finished / "run")
     for name in ("loss", "grad_norm", "learning_rate", "tokens_per_second", "validation_loss"):
         expected = {line["step"]: line[name] for line in lines if name in line}
-        actual = {event.step: event.value for event in events.Scalars(name)}
-        assert actual == pytest.approx(expected, rel=1e-6)
+        assert scalars[name] == pytest.approx(expected, rel=1e-6)
     for line in lines[2::3]:
         assert line["validation_perplexity"] == math.exp(line["validation_loss"])
 
@@ -102,9 +102,7 @@ def test_a_run_goes_on_by_itself_on_another_layout(
     )
     assert list(ours) == [1, 2, 3, 4, 5, 6]  # none twice, none lost
     assert ours == pytest.approx(theirs, rel=1e-5)
-    events = EventAccumulator(str(folder / "tensorboard"))
-    events.Reload()
-    assert [event.step for event in events.Scalars("loss")] == list(ours)
+    assert list(in_tensorboard(folder)["loss"]) == list(ours)
 
 
 def test_a_finished_run_has_nothing_left_to_do(workers, finished):
@@ -249,12 +247,6 @@ def test_a_token_outside_the_vocabulary_is_found_when_it_is_read(
     assert "train.bin: damaged: token" in refusal(workers(1), config, *words)
 
 
-def flip(path, position):
-    data = bytearray(path.read_bytes())
-    data[position] ^= 1
-    path.write_bytes(data)
-
-
 @everyday("damage", ["cut", "flipped", "without manifest"], keep=["flipped"])
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(
     workers, finished, config, tmp_path, damage
@@ -275,8 +267,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(
     (warning,) = [line for line in said.splitlines() if "warning" in line]
     assert warning.startswith(f"polyad: warning: {what}")
     assert warning.endswith("; the run continues from step-00000003")
-    again = tensors(newest)
-    assert all(torch.equal(again[key], good[key]) for key in good)
+    assert_equal_tensors(tensors(newest), good)
 
 
 def test_a_run_without_a_good_checkpoint_is_refused(workers, finished, config, tmp_path):

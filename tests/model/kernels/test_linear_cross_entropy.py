@@ -47,8 +47,7 @@ def test_loss_and_gradients_are_those_of_whole_logits(monkeypatch, operation, ch
     x, weight, targets = drawn()
     ours = gradients(operation, x, weight, targets, factor=3.0)
     theirs = gradients(by_definition, x, weight, targets, factor=3.0)
-    for one, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
 def test_a_compiled_vocabulary_with_padding_has_no_gradient_there():
@@ -57,8 +56,7 @@ def test_a_compiled_vocabulary_with_padding_has_no_gradient_there():
     part = VocabularyPart(0, real)
     ours = gradients(lambda *given: compiled(*given, part), x, weight, targets)
     theirs = gradients(lambda x, w, t: by_definition(x, w[:real], t), x, weight, targets)
-    for one, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
     assert not ours[2][real:].any()
 
 
@@ -112,8 +110,7 @@ def test_a_model_given_targets_returns_its_loss(small_model, random_ids, tied):
     assert each.shape == (3, 16)
     torch.testing.assert_close(each.mean(), expected.detach())
     ours, theirs = (torch.autograd.grad(x, list(model.parameters())) for x in (loss, expected))
-    for one, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
 
 
 def test_memory_of_the_loss_at_full_size():

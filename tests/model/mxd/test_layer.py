@@ -91,8 +91,7 @@ def test_a_table_multiplied_whole_gives_the_same_sums_and_gradients(experts):
         found.append((sums_MD, *torch.autograd.grad(sums_MD.square().sum(), given)))
     expected_MD = (weights_MK[..., None] * rows_ND[ids_MK]).sum(1)
     torch.testing.assert_close(found[0][0], expected_MD)
-    for ours, theirs in zip(*found, strict=True):
-        torch.testing.assert_close(ours, theirs)
+    torch.testing.assert_close(*found)
 
 
 def test_rows_have_unit_length_whatever_their_stored_length():
@@ -160,8 +159,7 @@ def test_weights_of_the_gate_are_relu_of_the_scores_and_have_their_gradient():
     assert torch.equal(selected.counts_E, ids_MK[used_MK].bincount(minlength=12))
     found = torch.autograd.grad(selected.weights_NK.square().sum(), list(gate.parameters()))
     expected = torch.autograd.grad(weights_MK.relu().square().sum(), list(gate.parameters()))
-    for mine, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(mine, theirs)
+    torch.testing.assert_close(found, expected)
 
 
 def test_relu_before_top_k_leaves_fewer_than_k():

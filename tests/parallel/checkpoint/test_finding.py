@@ -5,6 +5,7 @@ import shutil
 import pytest
 
 from polyad.parallel.checkpoint.format import CheckpointError, read_contents
+from tests.helpers.prepared import flip
 from tests.helpers.saving import verify_shares
 from tests.helpers.training import Case, train
 
@@ -35,9 +36,7 @@ def test_what_one_process_finds_all_go_by(workers, checkpoints, tmp_path, name):
     shutil.copytree(checkpoints, folder)
     for step, expected in ((2, "step-00000001"), (1, None)):
         path = folder / f"step-0000000{step}" / name
-        content = bytearray(path.read_bytes())
-        content[len(content) // 2] ^= 8
-        path.write_bytes(content)
+        flip(path, path.stat().st_size // 2, 3)
         answers = {chosen for chosen, _ in workers(2).run(verify_shares, str(folder))}
         if expected is not None:
             assert answers == {expected}

@@ -16,6 +16,7 @@ from polyad.parallel.families import FamilyWeights
 from polyad.parallel.weights import load_model, open_weights
 from polyad.train.exchange.convert import convert
 from tests.helpers.bert import padded_input, their_bert, word_pieces
+from tests.helpers.parity import assert_equal_files
 
 KINDS = {
     "BertModel": "none",
@@ -50,9 +51,7 @@ def test_round_trip_through_a_checkpoint_is_bitwise(saved, tmp_path, kind, keys)
     convert(folder, tmp_path / "ours", "polyad")
     there = convert(tmp_path / "ours", tmp_path / "back", "huggingface")
     assert there["tokenizer"]
-    before, after = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "back"))
-    assert before.keys() == after.keys()
-    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert_equal_files(tmp_path / "back", folder)
     again = getattr(transformers, kind).from_pretrained(tmp_path / "back").eval()
     ids, mask, segments = padded_input(3)
     given = {"attention_mask": mask.long(), "token_type_ids": segments}

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from polyad.data.errors import DataError
 from polyad.data.images.augmentation import evaluation_image, transforms
@@ -18,6 +17,7 @@ from polyad.parallel.weights import load_model, open_weights
 from polyad.train.config.run import load_config
 from polyad.train.exchange.convert import convert
 from polyad.train.tasks.pixels import normalization_of, normalize, read_pixels, transformers_file
+from tests.helpers.parity import assert_equal_files
 
 SIZES = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
          "intermediate_size": 40, "image_size": 16, "patch_size": 4}  # fmt: skip
@@ -31,6 +31,13 @@ def transformers():
     return pytest.importorskip("transformers")
 
 
+@pytest.fixture
+def vit(transformers):
+    """transformers' model of images with five classes."""
+    config = transformers.ViTConfig(**SIZES, num_labels=5, layer_norm_eps=1e-6)
+    return transformers.ViTForImageClassification(config)
+
+
 def saved(model, folder):
     """With every weight drawn anew, biases and norms too."""
     generator = torch.Generator().manual_seed(4)
@@ -41,25 +48,17 @@ def saved(model, folder):
     return folder
 
 
-def same_files(a, b):
-    ours, theirs = (load_file(folder / "model.safetensors") for folder in (a, b))
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-
-
-def test_a_vit_is_the_same_and_comes_back_bitwise(transformers, tmp_path):
-    config = transformers.ViTConfig(**SIZES, num_labels=5, layer_norm_eps=1e-6)
-    theirs = transformers.ViTForImageClassification(config)
-    folder = saved(theirs, tmp_path / "vit")
+def test_a_vit_is_the_same_and_comes_back_bitwise(vit, tmp_path):
+    folder = saved(vit, tmp_path / "vit")
     model = load_model(folder)
     with torch.no_grad():
-        expected = theirs(IMAGES).logits
+        expected = vit(IMAGES).logits
         torch.testing.assert_close(model(IMAGES).logits, expected, rtol=0, atol=1e-5)
     result = convert(folder, tmp_path / "ours", "polyad")
-    assert result["parameters"] == sum(p.numel() for p in theirs.parameters())
+    assert result["parameters"] == sum(p.numel() for p in vit.parameters())
     convert(tmp_path / "ours", tmp_path / "back", "huggingface")
-    same_files(folder, tmp_path / "back")
-    again = transformers.ViTForImageClassification.from_pretrained(tmp_path / "back").eval()
+    assert_equal_files(tmp_path / "back", folder)
+    again = type(vit).from_pretrained(tmp_path / "back").eval()
     with torch.no_grad():
         assert torch.equal(again(IMAGES).logits, expected)
 
@@ -75,11 +74,8 @@ NORMALIZED = [
 
 
 @pytest.mark.parametrize(("said", "expected"), NORMALIZED)
-def test_pixels_are_normalized_as_the_folder_says(transformers, tmp_path, said, expected):
-    theirs = transformers.ViTForImageClassification(
-        transformers.ViTConfig(**SIZES, num_labels=5, layer_norm_eps=1e-6)
-    )
-    folder = saved(theirs, tmp_path / "vit")
+def test_pixels_are_normalized_as_the_folder_says(vit, tmp_path, said, expected):
+    folder = saved(vit, tmp_path / "vit")
     if said is not None:
         (folder / "preprocessor_config.json").write_text(json.dumps(said))
     assert normalization_of(open_weights(folder), 16) == expected
@@ -136,13 +132,12 @@ def test_an_exported_folder_processes_images_as_the_run_did(transformers, tmp_pa
 SAID = {"id2label": {"0": "ant", "1": "bee", "2": "cat", "3": "dog", "4": "eel"}}
 
 
-def test_names_of_classes_come_in_and_go_out(transformers, tmp_path):
-    config = transformers.ViTConfig(**SIZES, num_labels=5, layer_norm_eps=1e-6)
-    folder, said = saved(transformers.ViTForImageClassification(config), tmp_path / "vit"), SAID
+def test_names_of_classes_come_in_and_go_out(vit, tmp_path):
+    folder = saved(vit, tmp_path / "vit")
     assert open_weights(folder).class_names is None
     assert "does not name all 5 classes of its head" in open_weights(folder).note
     tree = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(tree | said))
+    (folder / "config.json").write_text(json.dumps(tree | SAID))
     weights = open_weights(folder)
     assert weights.class_names == ["ant", "bee", "cat", "dog", "eel"]
     assert weights.note is None

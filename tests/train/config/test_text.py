@@ -38,13 +38,6 @@ def test_shipped_files_are_valid_and_name_their_schema(path):
     assert list(SCHEMAS[kind].iter_errors(yaml.safe_load(path.read_text()))) == []
 
 
-def change(tree, key, value):
-    *sections, last = key.split(".")
-    for section in sections:
-        tree = tree.setdefault(section, {})
-    tree[last] = value
-
-
 REFUSED = [
     ("trian", {}), ("train.stps", 3), ("train.steps", "many"), ("train.steps", 0),
     ("model.kind", "gpt3"), ("model.feed_forward.kind", "moe"), ("model.dropout", 1.5),

@@ -17,6 +17,7 @@ from polyad.parallel.weights import load_model
 from polyad.train.exchange.convert import convert
 from tests.helpers.everyday import everyday
 from tests.helpers.huggingface import save_reference
+from tests.helpers.parity import assert_equal_tensors
 from tests.helpers.runs import FEED_FORWARDS, newest, refusal, run, weights_of, write_config
 from tests.helpers.training import tensors
 
@@ -51,9 +52,7 @@ def test_an_export_has_the_tokenizer(exported, prepared_path):
 
 def test_polyad_to_huggingface_to_polyad_is_bitwise(finished, exported, tmp_path):
     convert(exported, tmp_path / "back", "polyad")
-    before, after = weights_of(newest(finished)), weights_of(tmp_path / "back")
-    assert before.keys() == after.keys()
-    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert_equal_tensors(weights_of(tmp_path / "back"), weights_of(newest(finished)))
     original, back = Checkpoint(newest(finished)), Checkpoint(tmp_path / "back")
     assert back.model_config() == original.model_config()
     assert back.state.tokenizer_fingerprint == original.state.tokenizer_fingerprint
@@ -70,8 +69,7 @@ def test_huggingface_to_polyad_to_huggingface_is_bitwise(tmp_path, shard_size, t
     assert second["parameters"] == sum(p.numel() for p in reference.parameters())
     again = load_file(tmp_path / "again" / "model.safetensors")
     expected = dict(reference.named_parameters())
-    assert again.keys() == expected.keys()
-    assert all(torch.equal(again[name], expected[name]) for name in again)
+    assert_equal_tensors(again, expected)
     ours, theirs = (
         json.loads((tmp_path / name / "config.json").read_text()) for name in ("again", "theirs")
     )
@@ -111,9 +109,8 @@ def test_a_run_starts_from_any_form(
         optimizer__learning_rate=1e-30, optimizer__weight_decay=0.0, evaluation__every=0,
     )  # fmt: skip
     workers(processes).run(run, config)
-    before = weights_of(newest(finished))
     after = weights_of(tmp_path / "run" / "checkpoints" / "step-00000001")
-    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert_equal_tensors(after, weights_of(newest(finished)))
 
 
 @pytest.mark.parametrize("kind", ["smoe", "cp", "tr"])

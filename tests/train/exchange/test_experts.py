@@ -20,6 +20,7 @@ from tests.helpers.decoders import hub_folder, theirs, tokens
 from tests.helpers.dense import IMAGES, TEXT, logits_of, with_nan, write_weights
 from tests.helpers.everyday import everyday
 from tests.helpers.huggingface import save_reference
+from tests.helpers.parity import assert_equal_tensors
 from tests.helpers.runs import newest, records, run, weights_of, write_config
 
 MODELS = {
@@ -45,9 +46,7 @@ def sources(tmp_path_factory):
 
 
 def assert_equal_weights(folder, other):
-    ours, expected = (load_model(path).state_dict() for path in (folder, other))
-    assert list(ours) == list(expected)
-    assert all(torch.equal(ours[name], value) for name, value in expected.items())
+    assert_equal_tensors(*(load_model(path).state_dict() for path in (folder, other)))
 
 
 SPLIT = [

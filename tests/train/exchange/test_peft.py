@@ -12,7 +12,7 @@ from polyad.model.families.keys import WeightsError
 from polyad.model.lora import LoRAConfig
 from polyad.parallel.weights import load_model, open_weights
 from polyad.train.exchange.convert import convert
-from tests.helpers.adapted import adapted_checkpoint
+from tests.helpers.adapted import adapted_checkpoint, assert_all_loaded
 from tests.helpers.bert import their_bert
 from tests.helpers.decoders import theirs, tokens
 from tests.helpers.everyday import everyday
@@ -63,11 +63,7 @@ def test_peft_and_merged_weights_compute_what_adapters_do(made, tmp_path, case):
         before = base(tokens()).logits
         model = PeftModel.from_pretrained(base, tmp_path / "peft").eval()
         logits = model(tokens()).logits
-    # What peft does not find it leaves out with no more than a warning.
-    stored = load_file(tmp_path / "peft" / "adapter_model.safetensors")
-    loaded = {n.replace(".default", ""): p for n, p in model.named_parameters() if "lora_" in n}
-    assert loaded.keys() == stored.keys()
-    assert all(torch.equal(loaded[name], stored[name]) for name in stored)
+    assert_all_loaded(model, tmp_path / "peft")
     assert near(logits, wanted)
     assert not near(before, wanted)
     convert(folder / "step-00000000", tmp_path / "merged", "huggingface", merge=True)

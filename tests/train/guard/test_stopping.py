@@ -7,14 +7,13 @@ import signal
 import time
 
 import pytest
-import torch
 
 from polyad.launch.processes import END_WITH_PARENT
 from polyad.parallel.checkpoint.manage import complete_checkpoints
 from tests.helpers.everyday import everyday
 from tests.helpers.interrupting import leave_the_shell, slow_saves, slow_steps
+from tests.helpers.parity import assert_equal_state
 from tests.helpers.runs import records, write_config
-from tests.helpers.training import tensors
 
 pytestmark = pytest.mark.distributed
 
@@ -113,8 +112,7 @@ def test_in_a_validation_the_next_start_does_it(forks, config, tmp_path, last):
     )
     assert ours == theirs
     name = f"checkpoints/step-{steps:08d}"
-    one, other = tensors(tmp_path / "run" / name), tensors(tmp_path / "whole" / name)
-    assert all(torch.equal(one[key], other[key]) for key in other)
+    assert_equal_state(tmp_path / "run" / name, tmp_path / "whole" / name)
 
 
 @everyday(

@@ -7,25 +7,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from polyad.train.loop import metrics
 from polyad.train.loop.metrics import LogConfig, Metrics
 from polyad.train.tasks.task import Unit
-from tests.helpers.runs import FEED_FORWARDS, records, run, write_config
+from tests.helpers.runs import FEED_FORWARDS, in_tensorboard, records, run, write_config
 
 RECORDS = [
     {"step": 1, "loss": 2.5, "grad_norm": math.nan, "routing/load": [0.25, 0.75]},
     {"step": 2, "loss": 2.0, "grad_norm": 0.5, "routing/load": [0.5, 0.5], "note": "text"},
 ]
-
-
-def in_tensorboard(folder: Path) -> dict[str, dict[int, float]]:
-    found = EventAccumulator(str(folder / "tensorboard"))
-    found.Reload()
-    return {
-        name: {e.step: e.value for e in found.Scalars(name)} for name in found.Tags()["scalars"]
-    }
 
 
 LOAD = "routing/blocks.1.feed_forward/load"

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from tests.helpers.everyday import everyday
+from tests.helpers.parity import assert_equal_state
 from tests.helpers.runs import evaluation, records, run, weights_of
 from tests.train.tasks.conftest import MODELS
 
@@ -27,8 +28,7 @@ def test_a_run_in_pieces_is_bitwise_the_run_in_one(workers, task_run, task_confi
     config = task_config(tmp_path, name)
     for steps in (6, 12):
         assert workers(1).run(run, config, f"train.steps={steps}") == [steps]
-    pieces, whole = (weights_of(each / LAST) for each in (tmp_path / "run", task_run(name)))
-    assert all(torch.equal(whole[key], pieces[key]) for key in whole)
+    assert_equal_state(tmp_path / "run" / LAST, task_run(name) / LAST)
     ours, theirs = records(tmp_path / "run"), records(task_run(name))
     assert [line["loss"] for line in ours] == [line["loss"] for line in theirs]
     last = theirs[-1]
@@ -63,8 +63,7 @@ def test_two_processes_train_and_score_as_one(workers, task_config, tmp_path, na
         for key in (key for key in ours if key.startswith(("loss", "grad_norm", "routing/"))):
             assert ours[key] == pytest.approx(theirs[key], rel=2e-5, abs=1e-6), key
     one, two = (weights_of(folder / "checkpoints/step-00000004") for folder in folders)
-    for key, value in one.items():
-        torch.testing.assert_close(two[key], value, rtol=1e-4, atol=1e-6, msg=key)
+    torch.testing.assert_close(two, one, rtol=1e-4, atol=1e-6)
     one, two = (scores_of(workers(n).run(evaluation, folders[0])[0]) for n in (1, 2))
     assert two == pytest.approx(one, rel=1e-5, abs=1e-6)
 
