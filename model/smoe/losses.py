@@ -93,4 +93,5 @@ def load_loss(logits_NE: Tensor, noisy_NE: Tensor, noise_std: float, top_k: int)
     deviations_NE = (last_N1 - logits_NE) / noise_std
     chance_NE = 0.5 * torch.special.erfc(deviations_NE / math.sqrt(2))
     load_E = chance_NE.mean(0)
-    return load_E.var(correction=0) / load_E.mean().square()
+    squared_variation: Tensor = load_E.var(correction=0) / load_E.mean().square()
+    return squared_variation
