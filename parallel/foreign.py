@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from polyad.data.errors import say
-from polyad.data.files import staged_folder
+from polyad.data.files import temporary_folder
 from polyad.model.build import build_model
 from polyad.model.families.family import CONFIG_FILE
 from polyad.model.families.keys import WeightsError, configurations
@@ -223,7 +223,7 @@ def write_with_fewer(
         ):
             _keep(part, shares)
         _count(theirs.config, before, count)
-    with staged_folder(output) as staging:
+    with temporary_folder(f".{output.name}.", output.absolute().parent, ".partial") as staging:
         try:
             theirs.save_pretrained(staging)
         except RuntimeError as error:  # of some, experts of text and of pictures are one tensor
@@ -234,6 +234,7 @@ def write_with_fewer(
             is_small = path.suffix in (".json", ".model", ".txt", ".jinja")
             if is_small and path.name != INDEX_FILE and not (staging / path.name).exists():
                 (staging / path.name).write_bytes(path.read_bytes())
+        staging.rename(output)
     return sum(parameter.numel() for parameter in theirs.parameters())
 
 
