@@ -33,12 +33,21 @@ class Change(ABC):
     """Name of the change in a checkpoint's state."""
     text: str = "true"
     """The value of the option."""
-    seed: int = 0
-    """The seed of weights that are initialized as in a new run."""
 
     def error(self, message: str) -> ConfigError:
         """An error about this option."""
         return ConfigError(f"{self.name}: {message}")
+
+    def validated(self, tree: dict[str, Any]) -> ModelSettings:
+        """Validates the configuration of a changed model.
+
+        Raises:
+            ConfigError: a key does not fit.
+        """
+        try:
+            return _Tree.model_validate({"model": tree}).model
+        except ValidationError as error:
+            raise self.error(describe(error, RunConfig)) from None
 
     def origin(self, origin: Origin) -> Origin | None:
         """The parts of another library's folder to write with the changed model; None: nothing."""
@@ -69,7 +78,7 @@ class Change(ABC):
         """
 
 
-class Tree(Config):
+class _Tree(Config):
     """The place of `model` in a configuration, for errors that name whole keys."""
 
     model: ModelSection
@@ -111,7 +120,6 @@ class Option(Change):
             self.start: Any = self.controls.model_validate({n: self.keys.pop(n) for n in names})
         except ValidationError as error:
             raise self.error(describe(error, RunConfig)) from None
-        self.seed = self.start.seed
 
     def error(self, message: str) -> ConfigError:
         """An error about this value of the option."""
@@ -153,11 +161,7 @@ class Option(Change):
         inner = layer.up.out_features
         keys = {"kind": self.kind} | self.keys_of(dense) | self.keys
         keys |= {key: inner for key in self.widths if self.keys.get(key) is None}
-        try:
-            tree = dense.model_dump(mode="json") | {section: keys}
-            config = Tree.model_validate({"model": tree}).model
-        except ValidationError as error:
-            raise self.error(describe(error, RunConfig)) from None
+        config = self.validated(dense.model_dump(mode="json") | {section: keys})
         for key in self.widths:
             if (width := getattr(getattr(config, section), key)) != inner:
                 raise self.error(
@@ -199,7 +203,8 @@ class Changed:
         except ModelSizeError as error:
             why = "asks for more elements than a tensor can have"
             raise change.error(why) if change else error from None
-        self._own_buffers = {n: each.shape for n, each in persistent_buffers(build_model(first))}
+        before = build_model(first) if change else self._model
+        self._own_buffers = {name: each.shape for name, each in persistent_buffers(before)}
         self.shapes = {name: tuple(p.shape) for name, p in self._model.named_parameters()}
         self._buffers: dict[str, torch.Tensor] = {}
 
@@ -224,9 +229,9 @@ class Changed:
         """All persistent buffers of the model."""
         return {name: self.buffer(name) for name, _ in persistent_buffers(self._model)}
 
-    def begun(self, name: str) -> torch.Tensor:
-        """The initial value of a parameter or buffer in a new run with the change's seed."""
-        return initial_value(self._model, name, self.change.seed if self.change else 0)
+    def begun(self, name: str, seed: int) -> torch.Tensor:
+        """The initial value of a parameter or buffer in a new run with a seed."""
+        return initial_value(self._model, name, seed)
 
 
 def activation_of(model: ModelSettings) -> Activation | GatedActivation:

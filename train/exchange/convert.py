@@ -7,7 +7,6 @@ from typing import Any
 
 from polyad.data.files import named, temporary_folder
 from polyad.model.build import num_parameters
-from polyad.model.decoder import DecoderSettings
 from polyad.parallel.checkpoint.load import read_newest
 from polyad.parallel.families import FamilyWeights
 from polyad.parallel.peft import PeftWeights
@@ -60,13 +59,9 @@ def convert(
         opened = open_weights(chosen, choice, base)
         if format_of(opened) == to and not change and choice == "trained" and not merge:
             raise ConfigError(f"{source}: is in this format already; name another with --to")
-        config = opened.model_config()
+        config: Any = opened.model_config()
         applied = Merging() if merge and change is None and is_split(config) else change
-        if (
-            applied is not None
-            and isinstance(config, DecoderSettings)
-            and config.replaced is not None
-        ):
+        if applied and getattr(config, "replaced", None) is not None:
             raise applied.error(
                 f"{opened.folder}: has model.replaced, which gives the blocks "
                 f"{config.replaced_blocks()} another feed-forward; a model without it is needed"
@@ -81,11 +76,11 @@ def convert(
             raise applied.error(
                 f"makes {weights.bytes:,} bytes, and {free:,} are free in {existing}"
             )
-        beside = destination.absolute().parent  # where the complete folder is renamed
+        parent = destination.absolute().parent
         with (
             named(destination),
             closing(weights.progress),
-            temporary_folder(f".{destination.name}.", beside, ".partial") as staging,
+            temporary_folder(f".{destination.name}.", parent, ".partial") as staging,
         ):
             WRITERS[to](weights, staging, destination)
             staging.rename(destination.absolute())
@@ -95,7 +90,6 @@ def convert(
         if to == "peft":
             beside = [adapter for _, adapter in weights.adapted.adapters.values()]
             parameters = sum(p.numel() for adapter in beside for p in adapter.parameters())
-        files = sorted(destination.iterdir())
         return {
             "source": str(weights.folder),
             "destination": str(destination),
@@ -103,7 +97,7 @@ def convert(
             "parameters": parameters,
             "vocab_size": getattr(weights.config, "vocab_size", None),
             "tokenizer": weights.tokenizer is not None,
-            "files": {path.name: path.stat().st_size for path in files},
+            "files": {path.name: path.stat().st_size for path in sorted(destination.iterdir())},
             "notes": weights.notes,
         }
 

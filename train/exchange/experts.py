@@ -72,7 +72,7 @@ class Upcycling(Option):
         """Copies of a weight, or a router's initial value."""
         source, start = dense_tensor(name), self.start
         if source is None:
-            return model.begun(name)
+            return model.begun(name, start.seed)
         value = model.before.whole(source)
         num_experts = model.shapes[name][0]
         if source.endswith(".bias"):
@@ -121,13 +121,13 @@ class Splitting(Option):
         if own == UNIT:
             return self._grouped(model, f"{layer}.{names['experts.keys']}", groups)
         if own not in names:
-            return model.begun(name)
+            return model.begun(name, self.start.seed)
         dense = model.before.whole(f"{layer}.{names[own]}")
         return split(names[own], dense, model.buffer(f"{layer}.{UNIT}"), groups)
 
     def _grouped(self, model: Changed, name: str, groups: int) -> torch.Tensor:
         """The number of the dense unit at each place of a layer, grouped by its keys' name."""
-        seed = seeded_generator(self.seed, name).initial_seed()
+        seed = seeded_generator(self.start.seed, name).initial_seed()
         keys = model.before.whole(name)
         if self.start.by == "random":
             group_U = random_groups(len(keys), groups, seed)

@@ -91,16 +91,20 @@ class Source(Changed):
             )
         return names
 
+    def files(self) -> dict[str, bytes]:
+        """The tokenizer and the class names, as far as they are known, by file name."""
+        files: dict[str, bytes] = {}
+        if self.tokenizer is not None:
+            files[self.tokenizer.file] = self.tokenizer.file_bytes()
+        if self.class_names is not None:
+            files[CLASSES_FILE] = json.dumps(self.class_names, ensure_ascii=False).encode()
+        return files
+
     @property
     def data(self) -> DataSettings | None:
         """The data settings of the run that trained them; None for other libraries' weights."""
         opened = self.before
         return config_of_checkpoint(opened).data if isinstance(opened, Checkpoint) else None
-
-    @property
-    def is_trained(self) -> bool:
-        """Whether they were trained by a run, not just converted."""
-        return isinstance(self.before, Checkpoint) and self.before.training_step > 0
 
     def origin(self) -> Origin | None:
         """Contents beside the weights of the other library's folder; None: they are not from such a
@@ -147,7 +151,8 @@ def _to_huggingface(weights: Source, staging: Path, destination: Path) -> None:
     _write_folder(weights, staging, entries)
     for name, text in (origin.files if origin else {}).items():
         (staging / name).write_text(text, encoding="utf-8")
-    if origin and origin.dtype != "F32" and weights.is_trained:
+    is_trained = isinstance(weights.before, Checkpoint) and weights.before.training_step > 0
+    if origin and origin.dtype != "F32" and is_trained:
         weights.notes.append(f"weights are rounded to {origin.dtype}, as in the original model")
 
 
@@ -169,13 +174,11 @@ def _write_folder(weights: Source, staging: Path, entries: Sequence[FileTensor])
     config, tokenizer = weights.config, weights.tokenizer
     if isinstance(config, ImageSettings) and (settings := _pixels_of(weights, config)):
         _write_json(staging / PREPROCESSOR_FILE, transformers_file(settings, config.image_size))
-    if weights.class_names is not None:
-        text = json.dumps(weights.class_names, ensure_ascii=False)
-        (staging / CLASSES_FILE).write_text(text, encoding="utf-8")
+    for name, content in weights.files().items():
+        (staging / name).write_bytes(content)
     if tokenizer is None:
         return
     assert isinstance(config, DecoderSettings | BertConfig)
-    tokenizer.save(staging / tokenizer.file)
     # The class in transformers that reads a SentencePiece model depends on the model.
     is_json = tokenizer.file == TOKENIZER_FILE
     about = {"tokenizer_class": "PreTrainedTokenizerFast"} if is_json else {}
@@ -273,11 +276,6 @@ def _to_polyad(weights: Source, staging: Path, destination: Path) -> None:
         origin["huggingface"] = of_folder.model_dump()
     if weights.change:
         origin[weights.change.done] = weights.change.text
-    files: dict[str, bytes] = {}
-    if tokenizer is not None:
-        files[tokenizer.file] = tokenizer.file_bytes()
-    if weights.class_names is not None:
-        files[CLASSES_FILE] = json.dumps(weights.class_names, ensure_ascii=False).encode()
     save_weights(
         staging,
         weights.shapes,
@@ -285,7 +283,7 @@ def _to_polyad(weights: Source, staging: Path, destination: Path) -> None:
         buffers=weights.buffers(),
         state=state.to_json() | origin,
         config_yaml=run.to_yaml(),
-        files=files,
+        files=weights.files(),
     )
 
 
