@@ -6,7 +6,6 @@ intervals on an axis, curves, and a matrix of loads. Their colors are the CSS va
 deterministic: the same input gives the same bytes.
 """
 
-import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +22,25 @@ _PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n
 _PICTURES |= dict.fromkeys(range(127, 160), 0x2421)
 
 
+def signs(text: str) -> str:
+    """Makes line ends and control characters of a text visible.
+
+    Args:
+        text: text of a token or a class.
+    """
+    return text.replace("\r\n", "\n").translate(_PICTURES).replace("\n", f"{END}\n")
+
+
+ENVIRONMENT = Environment(
+    loader=FileSystemLoader(ROOT),
+    autoescape=True,
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
+ENVIRONMENT.filters |= {"thousands": "{:,}".format, "signs": signs}
+
+
 def render(template: str, **values: object) -> Markup:
     """Fills the template of a page, or of a part of one.
 
@@ -30,20 +48,7 @@ def render(template: str, **values: object) -> Markup:
         template: its path in the package, such as `train/experts/view.html`.
         values: its variables; escaped unless they are `Markup`, as charts are.
     """
-    return Markup(_environment().get_template(template).render(values))
-
-
-@functools.cache
-def _environment() -> Environment:
-    environment = Environment(
-        loader=FileSystemLoader(ROOT),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters |= {"thousands": "{:,}".format, "signs": signs}
-    return environment
+    return Markup(ENVIRONMENT.get_template(template).render(values))
 
 
 def number(value: float, digits: int = 4) -> str:
@@ -60,15 +65,6 @@ def number(value: float, digits: int = 4) -> str:
     if abs(value) >= 1000:
         return f"{value:,.0f}"
     return f"{value:.{digits}g}"
-
-
-def signs(text: str) -> str:
-    """Makes line ends and control characters of a text visible.
-
-    Args:
-        text: text of a token or a class.
-    """
-    return text.replace("\r\n", "\n").translate(_PICTURES).replace("\n", f"{END}\n")
 
 
 WIDTH, HEIGHT = 520, 190
@@ -161,8 +157,8 @@ def axis_labels(axis: Axis) -> Markup:
 
 def interval(axis: Axis, value: float, low: float, high: float) -> Markup:
     """Draws a value as a dot and its interval as a bar; without known ends only the dot."""
-    at_none, parts = axis(float(axis.of_ratios)), []
-    parts.append(element("line", css="zero", x1=at_none, x2=at_none, y1=0, y2=16))
+    at_none = axis(float(axis.of_ratios))
+    parts = [element("line", css="zero", x1=at_none, x2=at_none, y1=0, y2=16)]
     if math.isfinite(low) and math.isfinite(high):
         width = max(axis(high) - axis(low), 1.0)
         parts.append(element("rect", css="bar", x=axis(low), y=5, width=width, height=6))

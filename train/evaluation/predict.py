@@ -118,7 +118,6 @@ class Predictor:
         Raises:
             ValueError: one line says what does not fit the model.
         """
-        self._check_texts()
         schema = self._schema
         if schema.choices:
             raise ConfigError(
@@ -145,13 +144,12 @@ class Predictor:
         Raises:
             ValueError: one line says what is wrong with it.
         """
-        self._check_texts()
-        file = user_path(path)
+        schema, file = self._schema, user_path(path)
         if not file.is_file():
             raise DataError(f"{path}: no such file")
         if file.suffix.lower() not in ENDINGS:
             raise DataError(f"{path}: is not a table; allowed: {', '.join(ENDINGS)}")
-        tables, _ = read_tables(str(file), self._schema)
+        tables, _ = read_tables(str(file), schema)
         (table,) = tables.values()
         return self._table(table)
 
@@ -173,16 +171,14 @@ class Predictor:
         each = isinstance(data, AttributeDataConfig)
         apart, parts = each or data.loss == "sigmoid", []
         report = Progress("predict", len(files), "img")
+
+        def pixels(file: Path) -> Tensor:
+            image = decode(file.read_bytes(), str(file))
+            return evaluation_image(image, size, data.evaluation_resize)
+
         for begin in range(0, len(files), BATCH):
-            pixels_BCHW = torch.stack(
-                [
-                    evaluation_image(
-                        decode(file.read_bytes(), str(file)), size, data.evaluation_resize
-                    )
-                    for file in files[begin : begin + BATCH]
-                ]
-            ).to(self._device)
-            inputs_BCHW = normalize(pixels_BCHW, data.mean, data.std)
+            pixels_BCHW = torch.stack([*map(pixels, files[begin : begin + BATCH])])
+            inputs_BCHW = normalize(pixels_BCHW.to(self._device), data.mean, data.std)
             logits_BK = self._model(inputs_BCHW).logits.float()
             parts.append((logits_BK.sigmoid() if apart else logits_BK.softmax(-1)).cpu())
             report(min(1.0, (begin + BATCH) / len(files)))
@@ -196,16 +192,15 @@ class Predictor:
 
     @property
     def _schema(self) -> Schema:
+        """The schema of texts."""
+        if self.reads_images:
+            raise ConfigError(f"{self._weights.folder}: the model reads images, not text")
         data = self._data
         return data.schema_of if isinstance(data, SequenceDataConfig) else Schema()
 
     @cached_property
     def _classes(self) -> list[str] | None:
         return names_of(self._weights)
-
-    def _check_texts(self) -> None:
-        if self.reads_images:
-            raise ConfigError(f"{self._weights.folder}: the model reads images, not text")
 
     @torch.inference_mode()
     def _table(self, table: Table) -> Predictions:
