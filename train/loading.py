@@ -7,9 +7,10 @@ token.
 import functools
 import json
 import re
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar, get_type_hints, overload
@@ -189,7 +190,7 @@ class Run:
             ConfigError: the model does not read text, or has no tokenizer beside it.
         """
         if not isinstance(self._config, DecoderSettings | BertConfig):
-            raise self._not_of_text()
+            raise ConfigError(f"{self.path}: model.kind: {self._config.kind}: reads no text")
         return need_tokenizer(self._weights, self._tokenizer)
 
     @overload
@@ -284,14 +285,13 @@ class Run:
     def _read_ids(self, text: Any, special_tokens: SpecialTokens) -> list[int]:
         """The token ids of a text for `experts`."""
         check_text(text, "text")
-        config = self._config
-        if not isinstance(config, DecoderSettings | BertConfig):
-            raise self._not_of_text()
+        config, coder = self._config, self.tokenizer
+        assert isinstance(config, DecoderSettings | BertConfig)
         if not config.has_experts():
             raise ConfigError(f"{self.path}: the model is dense: it has no experts")
-        ids = ids_of_text(self.tokenizer, text, special_tokens)
+        ids = ids_of_text(coder, text, special_tokens)
         if isinstance(config, BertConfig):
-            vocabulary = self.tokenizer.vocabulary()
+            vocabulary = coder.vocabulary()
             ids = [vocabulary["[CLS]"], *ids, vocabulary["[SEP]"]]
         if not 0 < len(ids) <= config.sequence_length:
             raise ConfigError(
@@ -335,16 +335,12 @@ class Run:
         Raises:
             ConfigError: the model does not predict text, or an argument is out of its range.
         """
-        language_model(self._weights)
         options: dict[str, Any] = {
             "max_tokens": max_tokens if max_new_tokens is None else max_new_tokens,
             "sampling": Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed),
             "special_tokens": special_tokens,
-            "name": str(self.path),
         }
-        return _of_each(
-            prompt, lambda one: continue_text(self.model, self.tokenizer, one, **options).text
-        )
+        return _of_each(prompt, lambda one: continuation_of(self, one, **options)["text"])
 
     @_by_name
     def predict(self, inputs: Sequence[str | Path | tuple[str, str]]) -> Sequence[Prediction]:
@@ -433,11 +429,10 @@ class Run:
         if name not in MEASURES:
             raise ConfigError(f"name: {name!r} is no measure; there are {', '.join(MEASURES)}")
         kind = MEASURES[name]
-        own = fields(kind) if is_dataclass(kind) else ()
-        known = [each.name for each in own]
+        own = {each.name: each for each in fields(kind)}
         for key, value in options.items():
-            if key not in known:
-                raise ConfigError(f"{key}: is no option of {name}; there are {', '.join(known)}")
+            if key not in own:
+                raise ConfigError(f"{key}: is no option of {name}; there are {', '.join(own)}")
             if key in ("layers", "experts"):
                 several = value if isinstance(value, list | tuple | range) else [value]
                 value = tuple(map(str, several))
@@ -446,7 +441,7 @@ class Run:
             except ValidationError as error:
                 reason = error.errors()[0]["msg"]
                 raise ConfigError(f"{key}: {value!r} is not allowed: {reason}") from None
-        needed = [each.name for each in own if each.default is each.default_factory is MISSING]
+        needed = [key for key, f in own.items() if f.default is f.default_factory is MISSING]
         if missing := [key for key in needed if key not in options]:
             raise ConfigError(f"{missing[0]}: is missing; `polyad help experts {name}` explains it")
         opened = self._open_data(data, batch_size)._replace(interventions=_parsed(interventions))
@@ -533,7 +528,8 @@ class Run:
         Raises:
             ValueError: one line says what is wrong.
         """
-        return HeldOut(self._open_data(data, batch_size), self.model, split, tokens)
+        opened = self._open_data(data, batch_size)._replace(split=split)
+        return HeldOut(opened, self.model, tokens)
 
     def intervened(self, *interventions: str | Intervention) -> AbstractContextManager[None]:
         """A context in which experts are changed at every token, for all that the run does in it.
@@ -561,13 +557,58 @@ class Run:
         count = sum(parameter.numel() for parameter in self.model.parameters())
         return f"polyad.Run({str(self.path)!r}: {self._config.kind}, {count:,} parameters)"
 
-    def _not_of_text(self) -> ConfigError:
-        return ConfigError(f"{self.path}: model.kind: {self._config.kind}: reads no text")
-
 
 def predictor_of(run: Run) -> Predictor:
     """Returns what labels inputs by the model of a run."""
     return Predictor(run._weights, run.model, lambda: run.tokenizer)
+
+
+def continuation_of(
+    run: Run,
+    prompt: str,
+    *,
+    sampling: Sampling,
+    interventions: Sequence[Intervention] = (),
+    write: Callable[[str], object] = lambda text: None,
+    **options: Any,
+) -> dict[str, Any]:
+    """Continues a text by the model of a run.
+
+    Args:
+        run: the run.
+        prompt: the text; empty starts a document.
+        sampling: how tokens are sampled.
+        interventions: changes to experts.
+        write: called with the prompt, and with every piece of text as it is generated.
+        options: `max_tokens` and `special_tokens` of `continue_text`.
+
+    Returns:
+        The values of `polyad generate --json`.
+
+    Raises:
+        ValueError: with an `exit_status` of 2: one line says what is wrong.
+    """
+    check_text(prompt)
+    language_model(run._weights)
+    tokenizer = run.tokenizer
+    name = "; --intervene ".join((str(run.path), *map(str, interventions)))
+    options |= {"sampling": sampling, "name": name, "write": write}
+    with intervened(run.model, interventions):
+        write(prompt)
+        started = time.monotonic()
+        continuation = continue_text(run.model, tokenizer, prompt, **options)
+    seconds, count = time.monotonic() - started, len(continuation["token_ids"])
+    return {
+        "checkpoint": str(run.path),
+        "prompt": prompt,
+        **continuation,
+        "ended_by": "max_tokens" if count == options["max_tokens"] else "end_of_text",
+        **vars(sampling),
+        "precision": run._precision,
+        "interventions": list(interventions),
+        "seconds": seconds,
+        "tokens_per_second": count / max(seconds, 1e-9),
+    }
 
 
 def _of_each(text: Any, answer: Callable[[Any], Any]) -> Any:

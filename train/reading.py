@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from polyad.data.text.manifest import SplitName
 from polyad.model.decoder import DecoderSettings
 from polyad.parallel import comm
 from polyad.parallel.checkpoint.load import Checkpoint
@@ -36,8 +37,9 @@ from polyad.train.config.text import flatten
 from polyad.train.console import Progress
 from polyad.train.errors import ConfigError
 from polyad.train.exchange.writers import config_for_model
+from polyad.train.experts.information import Summed
 from polyad.train.experts.interventions import Intervention, intervened, layers_by_block
-from polyad.train.experts.moments import ExpertMoments, Moments
+from polyad.train.experts.moments import Moments
 from polyad.train.experts.probing import Decision, RoutedLayer, deciding
 from polyad.train.guard.failures import explain_out_of_memory
 from polyad.train.loop.profiling import allow_tf32
@@ -45,6 +47,7 @@ from polyad.train.streaming import activations_of, on_device, opened_model, run_
 from polyad.train.tasks.registry import TASKS
 from polyad.train.tasks.samples import Samples, TextSamples, samples_of
 from polyad.train.tasks.task import Share, Task
+from polyad.train.tasks.text import TextTask
 
 TOKENS = 65_536
 """Default for the approximate number of tokens or images to read."""
@@ -61,6 +64,13 @@ class EvaluationContext(NamedTuple):
     """Which weights of a checkpoint."""
     interventions: Sequence[Intervention] = ()
     """Changes to experts whenever the model reads."""
+    split: SplitName = "validation"
+    """The split that is read."""
+
+    def text(self, tokens: int) -> TextSamples:
+        """Returns approximately this many tokens of the split, some of them hidden for a BERT."""
+        assert isinstance(self.task, TextTask)
+        return TextSamples(self.task, self.split, tokens, hidden=True)
 
     def about(self, split: str | None) -> dict[str, Any]:
         """Keys of a result that identify weights and data; a folder of weights counts as step 0.
@@ -384,14 +394,19 @@ class Subject(NamedTuple):
             world: the processes that share the samples; None: this one reads all, without output
                 on the console.
         """
-        moments = {layer.name: ExpertMoments(layer) for layer in self.layers}
+        moments = {layer.name: Moments(layer) for layer in self.layers}
         for forward_pass in self.read(world, label="read experts" if world else ""):
             for name, decision in forward_pass.decisions.items():
                 moments[name].add(decision)
+        return {name: each.result(summing(world)) for name, each in moments.items()}
 
-        def summed(values: Tensor) -> Tensor:
-            return (
-                values if world is None else comm.sum_over_samples(values.to(world.device), world)
-            )
 
-        return {name: each.result(summed) for name, each in moments.items()}
+def summing(world: comm.World | None) -> Summed:
+    """Returns a function that sums over the processes that share samples.
+
+    Args:
+        world: these processes; None: this one reads all.
+    """
+    if world is None:
+        return lambda values: values
+    return lambda values: comm.sum_over_samples(values.to(world.device), world)

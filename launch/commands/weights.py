@@ -54,12 +54,13 @@ def generate(
         special_tokens: whether special tokens in the prompt, such as <|im_start|>, are read as
             their characters (text) or as tokens (parse); default text.
     """
-    from polyad.parallel.checkpoint.load import best_checkpoint, newest_of, read_newest
-    from polyad.train.evaluation.generate import Sampling, generate
+    from polyad.train.evaluation.generate import Sampling
     from polyad.train.experts.interventions import parse_intervention
+    from polyad.train.loading import continuation_of, load
 
     check_json_path(json)
     interventions = [parse_intervention(text) for text in intervene]
+    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     with only_results_on_stdout() as stdout:
 
         def write(text: str) -> None:
@@ -67,24 +68,17 @@ def generate(
                 stdout.write(text)
                 stdout.flush()
 
-        continuation, values = read_newest(
-            path,
-            lambda chosen: generate(
-                chosen,
-                prompt,
-                tokenizer=tokenizer,
-                special_tokens=special_tokens,
-                max_tokens=max_tokens,
-                sampling=Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed),
-                precision=precision,
-                interventions=interventions,
-                base=base,
-                write=write,
-            ),
-            best_checkpoint if best else newest_of,
+        values = continuation_of(
+            load(path, best=best, base=base, tokenizer=tokenizer, precision=precision),
+            prompt,
+            special_tokens=special_tokens,
+            max_tokens=max_tokens,
+            sampling=sampling,
+            interventions=interventions,
+            write=write,
         )
         speed = "{tokens_per_second:,.0f} tokens/s, ended by {ended_by}".format(**values)
-        print(f"\n{len(continuation.token_ids)} tokens, {speed}", file=sys.stderr)
+        print(f"\n{len(values['token_ids'])} tokens, {speed}", file=sys.stderr)
         show(values, "", json, stdout)
 
 

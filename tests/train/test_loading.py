@@ -11,8 +11,9 @@ import torch
 import polyad
 from polyad.launch.cli import run as command
 from polyad.train.errors import ConfigError
-from polyad.train.evaluation.generate import Sampling, generate
+from polyad.train.evaluation.generate import Sampling
 from tests.helpers.everyday import everyday
+from tests.helpers.generated import generated
 from tests.helpers.runs import FEED_FORWARDS, evaluation
 
 pytestmark = pytest.mark.distributed
@@ -89,7 +90,7 @@ def test_a_run_generates_and_evaluates_as_the_commands_do(trained, tmp_path):
     folder, file = trained("smoe"), tmp_path / "scores.json"
     run = polyad.load(folder)
     assert str(run.path) in repr(run)
-    expected, _ = generate(folder, "def ", max_tokens=9, sampling=Sampling(top_k=5, seed=2))
+    expected = generated(folder, "def ", max_tokens=9, sampling=Sampling(top_k=5, seed=2))
     assert run.generate("def ", max_tokens=9, top_k=5, seed=2) == expected.text
     assert command(["evaluate", str(folder), "--json", str(file)]) == 0
     theirs, ours = json.loads(file.read_text()), run.evaluate()

@@ -21,7 +21,7 @@ from polyad.parallel.families import FamilyWeights
 from polyad.train.config.run import load_config
 from polyad.train.describe import inspect
 from polyad.train.errors import ConfigError
-from polyad.train.evaluation.generate import Sampling, generate
+from polyad.train.evaluation.generate import Sampling
 from polyad.train.exchange.convert import convert
 from tests.helpers import sequences
 from tests.helpers.decoders import (
@@ -35,6 +35,7 @@ from tests.helpers.decoders import (
     tokens,
 )
 from tests.helpers.everyday import everyday
+from tests.helpers.generated import generated
 from tests.helpers.runs import compare, evaluation, records, run, write_config
 
 pytestmark = pytest.mark.distributed
@@ -192,21 +193,21 @@ def test_a_token_that_begins_documents_is_read_and_not_scored(tmp_path):
     assert ids[0] == 0
     assert ours.experts("def one(x)").token_ids.tolist() == ids
     for prompt, expected in (("def one(x)", ids), ("", [0])):
-        assert generate(folder, prompt, max_tokens=2)[0].prompt_ids == expected
+        assert generated(folder, prompt, max_tokens=2).prompt_ids == expected
 
 
 def test_more_rows_than_ids_are_never_chosen_and_fewer_are_refused(tmp_path):
     folder = tmp_path / "hub"
     hub_folder(folder, "llama")
     data = prepared_for(folder, tmp_path)
-    found, _ = generate(folder, "x", max_tokens=100, sampling=Sampling(temperature=50.0))
+    found = generated(folder, "x", max_tokens=100, sampling=Sampling(temperature=50.0))
     rows = json.loads((folder / "config.json").read_text())["vocab_size"]
     assert max(found.token_ids) < IDS < rows
     theirs("llama").save_pretrained(folder)  # as many rows as `WORDS`
     with pytest.raises(ConfigError, match=f"vocab_size: {WORDS} is less than the {IDS} tokens"):
         polyad.load(folder).evaluate(data)
     with pytest.raises(ConfigError, match=f"the tokenizer has {IDS} tokens, the model {WORDS}"):
-        generate(folder, "x", max_tokens=1)
+        generated(folder, "x", max_tokens=1)
 
 
 @everyday(
@@ -226,7 +227,7 @@ def test_a_text_ends_where_transformers_ends_it(in_config, in_generation, ends_a
     """Numbers are positions in the text that nothing ends, in place of ids."""
     folder, prompt = tmp_path / "hub", "def number_1(x)"
     model = hub_folder(folder, "llama", eos_token="<|endoftext|>")
-    ids = torch.tensor([generate(folder, prompt, max_tokens=1)[0].prompt_ids])
+    ids = torch.tensor([generated(folder, prompt, max_tokens=1).prompt_ids])
 
     def by_transformers(model):
         given = {"suppress_tokens": list(range(IDS, IDS + 20)), "do_sample": False}
@@ -252,7 +253,7 @@ def test_a_text_ends_where_transformers_ends_it(in_config, in_generation, ends_a
     convert(folder, tmp_path / "ours", "polyad")
     convert(tmp_path / "ours", tmp_path / "back", "huggingface")
     for place in (folder, tmp_path / "ours", tmp_path / "back"):
-        ours, _ = generate(place, prompt, max_tokens=9, sampling=Sampling(temperature=0))
+        ours = generated(place, prompt, max_tokens=9, sampling=Sampling(temperature=0))
         assert ours.token_ids == wanted, place
         text = polyad.load(place).generate(prompt, max_tokens=9, temperature=0)
         assert text == ours.text
@@ -263,7 +264,7 @@ def test_a_token_that_ends_a_text_is_an_id(value, tmp_path):
     hub_folder(tmp_path, "llama")
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
     with pytest.raises(ConfigError, match=r"eos_token_id: .* is no token id"):
-        generate(tmp_path, "def", max_tokens=1)
+        generated(tmp_path, "def", max_tokens=1)
 
 
 def test_a_run_takes_its_model_from_a_folder(workers, tmp_path):

@@ -10,9 +10,10 @@ from polyad.data.text.dataset import PreparedData
 from polyad.data.text.prepare import prepare
 from polyad.launch.cli import run as polyad
 from polyad.parallel.checkpoint.load import Checkpoint, find_checkpoint
-from polyad.train.evaluation.generate import Sampling, generate
+from polyad.train.evaluation.generate import Sampling
 from polyad.train.exchange.convert import convert
 from polyad.train.tasks.vocabulary import need_tokenizer
+from tests.helpers.generated import generated
 from tests.helpers.runs import run, write_config
 
 pytestmark = pytest.mark.distributed
@@ -80,7 +81,7 @@ def test_a_cut_or_changed_file_is_refused_by_name(trained, tmp_path, capfd):
 def test_it_generates_away_from_its_data(trained):
     _, folder, tokenizer, _ = trained
     prompt, greedy = "import the", Sampling(temperature=0)
-    result, _ = generate(find_checkpoint(folder), prompt, max_tokens=8, sampling=greedy)
+    result = generated(find_checkpoint(folder), prompt, max_tokens=8, sampling=greedy)
     assert result.prompt_ids == tokenizer.encode(prompt)
     whole = tokenizer.decode(result.prompt_ids + result.token_ids)
     assert whole == tokenizer.decode(result.prompt_ids) + result.text

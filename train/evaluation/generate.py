@@ -8,11 +8,9 @@ half window. The model reads the same tokens with and without a cache.
 
 import math
 import reprlib
-import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,13 +19,9 @@ from polyad.data.text.tokenizers.tokenizer import Tokenizer
 from polyad.model.attention import KeyValueCache
 from polyad.model.decoder import DecoderSettings
 from polyad.model.foreign import Past, TheirModel
-from polyad.parallel.weights import open_weights
-from polyad.parallel.zero import Precision
 from polyad.train.errors import ConfigError
-from polyad.train.experts.interventions import Intervention, intervened
-from polyad.train.streaming import whole_model
-from polyad.train.tasks.language import language_model
-from polyad.train.tasks.vocabulary import SpecialTokens, ids_of_text, need_tokenizer
+from polyad.train.experts.information import not_finite
+from polyad.train.tasks.vocabulary import SpecialTokens, ids_of_text
 
 _UNFINISHED = "\ufffd"
 """The replacement character, to which an incomplete UTF-8 character decodes."""
@@ -62,10 +56,6 @@ class Sampling:
             if not is_allowed:
                 option = f"--{key.replace('_', '-')}: {getattr(self, key)}"
                 raise ConfigError(f"{option} is not allowed: {allowed}")
-
-    def generator(self) -> torch.Generator:
-        """A random generator that depends on the seed alone."""
-        return torch.Generator().manual_seed(self.seed)
 
 
 def choose(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
@@ -114,27 +104,22 @@ def probabilities(logits_V: Tensor, sampling: Sampling) -> Tensor:
 
 def generate_ids(
     model: nn.Module,
+    tokenizer: Tokenizer,
     prompt: Sequence[int],
     *,
     max_tokens: int,
     sampling: Sampling,
-    stop_ids: Collection[int] = (),
-    vocab_size: int | None = None,
-    unused_ids: Sequence[int] = (),
-    use_cache: bool = True,
     name: str = "the model",
 ) -> Iterator[int]:
     """Continues a prompt.
 
     Args:
         model: a decoder in evaluation mode.
+        tokenizer: names the tokens that end generation, which are not yielded, and those that are
+            not sampled: the ones from `vocab_size` on, and `unused_ids`.
         prompt: token ids, at least one; only the last `sequence_length` are read.
         max_tokens: maximum number of tokens to generate.
         sampling: how tokens are sampled.
-        stop_ids: tokens that end generation; they are not yielded.
-        vocab_size: only ids below it are sampled; None: all of the model's.
-        unused_ids: ids below it that are not sampled either.
-        use_cache: whether to cache keys and values, or run the whole window for every token.
         name: name of the model in errors.
 
     Yields:
@@ -145,29 +130,26 @@ def generate_ids(
     """
     config: DecoderSettings = model.config  # type: ignore[assignment]
     length, device = config.sequence_length, next(model.parameters()).device
-    generator = sampling.generator()
+    generator = torch.Generator().manual_seed(sampling.seed)
     ids = list(prompt)
     start = read = max(0, len(ids) - length)  # start of the window; start of what is not cached
     # A long window may never be filled.
     room = min(length, len(ids) - start + max_tokens)
-    cache = _new_cache(model, room) if use_cache else None
+    cache = _new_cache(model, room)
     for _ in range(max_tokens):
         if len(ids) - start > length:
             start = read = len(ids) - max(1, length // 2)
-            cache = _new_cache(model, length) if use_cache else None
-        first = read if use_cache else start
+            cache = _new_cache(model, length)
         with torch.inference_mode():
-            logits_BTV = model(torch.tensor([ids[first:]], device=device), cache).logits
-            logits_V = logits_BTV[0, -1, :vocab_size].cpu()
+            logits_BTV = model(torch.tensor([ids[read:]], device=device), cache).logits
+            logits_V = logits_BTV[0, -1, : tokenizer.vocab_size].cpu()
         if not logits_V.isfinite().all():
-            raise ConfigError(
-                f"{name}: its logits are not finite: its weights hold NaN or inf, or are too large"
-            )
-        if unused_ids:
-            logits_V = logits_V.index_fill(0, torch.tensor(unused_ids), -math.inf)
+            raise ConfigError(not_finite(f"{name}: its logits"))
+        if tokenizer.unused_ids:
+            logits_V = logits_V.index_fill(0, torch.tensor(tokenizer.unused_ids), -math.inf)
         read = len(ids)
         token = choose(logits_V, sampling, generator)
-        if token in stop_ids:
+        if token in tokenizer.stop_ids:
             return
         yield token
         ids.append(token)
@@ -214,16 +196,6 @@ class TextStream:
         return text
 
 
-class Continuation(NamedTuple):
-    """The text that a model generated after a prompt."""
-
-    prompt_ids: list[int]
-    token_ids: list[int]
-    """The token ids, without the one that ends the text."""
-    text: str
-    """Without the prompt."""
-
-
 def continue_text(
     model: nn.Module,
     tokenizer: Tokenizer,
@@ -232,7 +204,7 @@ def continue_text(
     special_tokens: SpecialTokens = "text",
     write: Callable[[str], object] = lambda text: None,
     **options: Any,
-) -> Continuation:
+) -> dict[str, Any]:
     """Continues a text with a model in memory.
 
     Args:
@@ -243,27 +215,23 @@ def continue_text(
         write: called with every piece of text as it is generated.
         options: `max_tokens`, `sampling` and `name` of `generate_ids`.
 
+    Returns:
+        `text`, without the prompt; `prompt_ids` and `token_ids`, without the one that ends the
+        text.
+
     Raises:
-        ConfigError: the prompt is not text, or the weights are not finite.
+        ConfigError: the weights are not finite.
     """
-    check_text(prompt)
     own = ids_of_text(tokenizer, prompt, special_tokens)
     prompt_ids = own or [tokenizer.end_of_text_id]
     stream, ids, pieces = TextStream(tokenizer, prompt_ids), [], []
-    for token in generate_ids(
-        model,
-        prompt_ids,
-        stop_ids=tokenizer.stop_ids,
-        vocab_size=tokenizer.vocab_size,
-        unused_ids=tokenizer.unused_ids,
-        **options,
-    ):
+    for token in generate_ids(model, tokenizer, prompt_ids, **options):
         ids.append(token)
         pieces.append(stream.push(token))
         write(pieces[-1])
     pieces.append(stream.end())
     write(pieces[-1])
-    return Continuation(prompt_ids, ids, "".join(pieces))
+    return {"text": "".join(pieces), "prompt_ids": prompt_ids, "token_ids": ids}
 
 
 def check_text(text: object, place: str = "--prompt") -> None:
@@ -280,72 +248,3 @@ def check_text(text: object, place: str = "--prompt") -> None:
         str.encode(text)  # type: ignore[arg-type]
     except (TypeError, UnicodeEncodeError):
         raise ConfigError(f"{place}: {reprlib.repr(text)} is not one text in UTF-8") from None
-
-
-def generate(
-    path: Path,
-    prompt: str,
-    *,
-    tokenizer: str | None = None,
-    special_tokens: SpecialTokens = "text",
-    max_tokens: int = 100,
-    sampling: Sampling = Sampling(),  # frozen
-    precision: Precision = "fp32",
-    interventions: Sequence[Intervention] = (),
-    base: Path | None = None,
-    write: Callable[[str], object] = lambda text: None,
-) -> tuple[Continuation, dict[str, Any]]:
-    """Continues a text.
-
-    Args:
-        path: as in `open_weights`: a checkpoint, a run, a folder of weights.
-        prompt: the text; empty starts a document.
-        tokenizer: a tokenizer.json, a SentencePiece .model or its folder; None: the checkpoint's.
-        special_tokens: how special tokens in the prompt are read.
-        max_tokens: maximum number of tokens; an end-of-text token stops earlier.
-        sampling: how tokens are sampled.
-        precision: precision of weights and activations.
-        interventions: changes to experts.
-        base: see `open_weights`.
-        write: called with the prompt, and with every piece of text as it is generated.
-
-    Returns:
-        The text, and the values of `--json`.
-
-    Raises:
-        ValueError: with an `exit_status` of 2: one line says what is wrong.
-    """
-    weights = open_weights(path, base=base)
-    language_model(weights)
-    coder = need_tokenizer(weights, tokenizer)
-    check_text(prompt)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = whole_model(weights, device, precision, "each new token runs all blocks")
-    with intervened(model, interventions):
-        write(prompt)
-        started = time.monotonic()
-        continuation = continue_text(
-            model,
-            coder,
-            prompt,
-            special_tokens=special_tokens,
-            max_tokens=max_tokens,
-            sampling=sampling,
-            name="; --intervene ".join((str(weights.folder), *map(str, interventions))),
-            write=write,
-        )
-    seconds = time.monotonic() - started
-    values = {
-        "checkpoint": str(weights.folder),
-        "prompt": prompt,
-        "text": continuation.text,
-        "prompt_ids": continuation.prompt_ids,
-        "token_ids": continuation.token_ids,
-        "ended_by": "max_tokens" if len(continuation.token_ids) == max_tokens else "end_of_text",
-        **vars(sampling),
-        "precision": precision,
-        "interventions": list(interventions),
-        "seconds": seconds,
-        "tokens_per_second": len(continuation.token_ids) / max(seconds, 1e-9),
-    }
-    return continuation, values

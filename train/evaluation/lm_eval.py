@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from polyad.data.text.tokenizers.tokenizer import Tokenizer
@@ -168,12 +169,9 @@ class PolyadLM(TemplateLM):
         starts = range(0, len(work), self.batch_size)
         for start in tqdm(starts, disable=quiet, desc="scoring"):
             batch = work[start : start + self.batch_size]
-            longest = len(batch[0][1][0]) - 1
-            input_BT = torch.full((len(batch), longest), self.eot_token_id)
-            mask_BT = torch.zeros((len(batch), longest), dtype=torch.bool)
-            for row, (_, (ids, _)) in enumerate(batch):
-                input_BT[row, : len(ids) - 1] = torch.tensor(ids[:-1])
-                mask_BT[row, : len(ids) - 1] = True
+            read = [torch.tensor(ids[:-1]) for _, (ids, _) in batch]
+            input_BT = pad_sequence(read, batch_first=True, padding_value=self.eot_token_id)
+            mask_BT = pad_sequence([torch.ones_like(ids_T).bool() for ids_T in read], True)
             # The mask also keeps padding out of expert choice in models that see later tokens.
             output = self.model(input_BT.to(self._device), mask_BT=mask_BT.to(self._device))
             logits_BTV = output.logits
@@ -204,12 +202,10 @@ class PolyadLM(TemplateLM):
         stream, text = TextStream(self._coder, ids), ""
         for token in generate_ids(
             self.model,
+            self._coder,
             ids,
             max_tokens=max_tokens,
             sampling=sampling,
-            stop_ids=self._coder.stop_ids,
-            vocab_size=self._coder.vocab_size,
-            unused_ids=self._coder.unused_ids,
             name=self._name,
         ):
             text += stream.push(token)

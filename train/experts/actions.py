@@ -26,13 +26,12 @@ levels side by side), K experts of a token, D width.
 import functools
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from polyad.model.mumoe.gating import Gate, GateOutput
 from polyad.model.mxd import SparseGate
@@ -99,40 +98,37 @@ def intervening(
     check_action(layer, action, layer.name)
     chosen, how = _Chosen(action), action.how
     parent: Any = model.get_submodule(layer.name)
-    handles: list[RemovableHandle] = []
+    with ExitStack() as hooks:
 
-    def after(module: nn.Module, hook: Callable[..., Any]) -> None:
-        handles.append(module.register_forward_hook(chosen.active(hook)))
+        def after(module: nn.Module, hook: Callable[..., Any]) -> None:
+            hooks.enter_context(module.register_forward_hook(chosen.active(hook)))
 
-    def before(module: nn.Module, hook: Callable[..., Any]) -> None:
-        handles.append(module.register_forward_pre_hook(chosen.active(hook)))
+        def before(module: nn.Module, hook: Callable[..., Any]) -> None:
+            hooks.enter_context(module.register_forward_pre_hook(chosen.active(hook)))
 
-    if how == "steer":
-        # A model of transformers has blocks of its own.
-        block = getattr(parent, "their_block", model.get_submodule(layer.name.rpartition(".")[0]))
-        before(block, functools.partial(chosen.steered, parent))
-    for part in parent.children() if how != "steer" else ():
-        if isinstance(part, Gate):
-            after(part, chosen.shares)
-        elif isinstance(part, SparseGate):
-            after(part, chosen.selected)
-        elif isinstance(part, Router):
-            if how in RANKING:
-                _check_ranking(part, layer, action)
-                after(part.score, chosen.moved)
-            elif how == "prune":
-                after(part.score, chosen.logits)
-                before(part.selection, chosen.ranked)
-            else:
-                after(part.selection, chosen.selected)
-    if how == "mean":
-        after(parent.dispatcher, chosen.replaced)
-    try:
-        with uncompiled(model):
-            yield chosen.choose
-    finally:
-        for handle in handles:
-            handle.remove()
+        if how == "steer":
+            # A model of transformers has blocks of its own.
+            in_block = model.get_submodule(layer.name.rpartition(".")[0])
+            block = getattr(parent, "their_block", in_block)
+            before(block, functools.partial(chosen.steered, parent))
+        for part in parent.children() if how != "steer" else ():
+            if isinstance(part, Gate):
+                after(part, chosen.shares)
+            elif isinstance(part, SparseGate):
+                after(part, chosen.selected)
+            elif isinstance(part, Router):
+                if how in RANKING:
+                    _check_ranking(part, layer, action)
+                    after(part.score, chosen.moved)
+                elif how == "prune":
+                    after(part.score, chosen.logits)
+                    before(part.selection, chosen.ranked)
+                else:
+                    after(part.selection, chosen.selected)
+        if how == "mean":
+            after(parent.dispatcher, chosen.replaced)
+        hooks.enter_context(uncompiled(model))
+        yield chosen.choose
 
 
 class _Chosen:
@@ -155,8 +151,6 @@ class _Chosen:
     def _of_tokens(self, tokens: int) -> Tensor:
         """Which experts are changed at each token [M, S]; tokens of a row are consecutive."""
         assert self._chosen_BS is not None
-        if self._at_BT is None and len(self._chosen_BS) == 1:
-            return self._chosen_BS.expand(tokens, -1)
         if self._at_BT is None:
             return self._chosen_BS.repeat_interleave(tokens // len(self._chosen_BS), 0)
         chosen_BTS = self._chosen_BS.unsqueeze(1) & self._at_BT.unsqueeze(-1)

@@ -10,7 +10,6 @@ true ones first, then shuffled ones, G groups of samples.
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -24,7 +23,6 @@ from polyad.train.experts.information import (
     intervals,
     measured,
     normalized_information,
-    not_finite,
     purity,
 )
 from polyad.train.experts.probing import Decision, RoutedLayer
@@ -44,25 +42,18 @@ class LevelByClass:
     counts_GSY: Matrix
     """Number of tokens of each class that every expert gets, per group of sequences or images; for
     shares their sums."""
-    highest_GSY: Matrix | None = None
-    """If tokens weight every expert: number of tokens for which each has the highest share."""
     samples: int
     """Number of sequences, images or windows in all groups."""
     by_chance: float
     """Mean `information` over labels shuffled among the sequences or images."""
-    highest_by_chance: float | None = None
-    """The same for `highest_GSY`."""
+    highest: "LevelByClass | None" = None
+    """If tokens weight every expert: the same of tokens for which each has the highest share."""
 
     @functools.cached_property
     def counts_SY(self) -> Matrix:
         """The counts of all groups together."""
         counts_SY: Matrix = self.counts_GSY.sum(0)
         return counts_SY
-
-    @property
-    def information(self) -> float:
-        """I(E; Y) in bits."""
-        return float(information_bits(self.counts_SY))
 
     def columns(self) -> dict[str, float]:
         """Columns of a table: how much an expert reveals about the class, with intervals.
@@ -76,10 +67,10 @@ class LevelByClass:
         columns["information_bits_by_chance"] = self.by_chance
         columns |= measured("normalized_information", normalized_information, counts_GSY, samples)
         columns |= measured("purity", purity, counts_GSY, samples)
-        if self.highest_GSY is not None and self.highest_by_chance is not None:
+        if self.highest is not None:
             name = "information_bits_of_highest"
-            columns |= measured(name, information_bits, self.highest_GSY, samples)
-            columns[f"{name}_by_chance"] = self.highest_by_chance
+            columns |= measured(name, information_bits, self.highest.counts_GSY, samples)
+            columns[f"{name}_by_chance"] = self.highest.by_chance
         return columns
 
     @property
@@ -101,16 +92,16 @@ class LevelByClass:
         )
         best_S = lift_SY.argmax(1)
         experts = np.arange(len(best_S))
-        sums_G4S = np.stack(
-            [
-                self.counts_GSY[:, experts, best_S],
-                self.counts_GSY.sum(2),
-                self.counts_GSY.sum(1)[:, best_S],
-                np.repeat(self.counts_GSY.sum((1, 2))[:, None], len(best_S), 1),
-            ],
-            axis=1,
-        )
-        lift_3S = intervals(_lift, sums_G4S, self.samples)
+
+        def lift(counts_SY: Matrix) -> Matrix:
+            """The share of a class divided by that of all."""
+            with np.errstate(invalid="ignore", divide="ignore"):
+                of_class_S = counts_SY[..., experts, best_S] / counts_SY.sum(-2)[..., best_S]
+                of_all_S = counts_SY.sum(-1) / counts_SY.sum((-2, -1))[..., None]
+                lift_S: Matrix = of_class_S / of_all_S
+            return lift_S
+
+        lift_3S = intervals(lift, self.counts_GSY, self.samples)
         lift_3S[:, lift_SY[experts, best_S] < 0] = np.nan
         return best_S.tolist(), lift_3S.T.tolist()
 
@@ -134,8 +125,7 @@ class ExpertCounts:
     ) -> None:
         self._layer, self._groups, self._samples = layer, list(groups), samples
         shape = (len(groups), layer.num_experts * (2 if layer.shares else 1))
-        size = len(groups) * layer.num_experts
-        self._counts = GroupedSums(samples, shape, device, numbers=size)
+        self._counts = GroupedSums(samples, shape, device)
         """What the experts get of each class [G, Y, S], or 2 S, as `assigned`."""
         self._shuffled_PYS = self._counts.sums_G.new_zeros(SHUFFLES, *shape)
         """The same with shuffled labels, over all samples."""
@@ -167,27 +157,28 @@ class ExpertCounts:
             ConfigError: coefficients are not finite.
         """
         layer = self._layer
-        counts_GSY = self._counts.result(summed, not_finite(layer)).swapaxes(1, 2)
+        counts_GYS = self._counts.result(summed, f"the coefficients of {layer.name}")
+        counts_GSY = counts_GYS.swapaxes(1, 2)
         shuffled_PSY = summed(self._shuffled_PYS).cpu().numpy().swapaxes(1, 2)
-        levels = []
-        for own in layer.columns:
-            highest: dict[str, Any] = {}
-            if layer.shares:
-                beside = slice(own.start + layer.num_experts, own.stop + layer.num_experts)
-                highest = {
-                    "highest_GSY": counts_GSY[:, beside],
-                    "highest_by_chance": _mean_bits(shuffled_PSY[:, beside]),
-                }
-            levels.append(
-                LevelByClass(
-                    groups=self._groups,
-                    counts_GSY=counts_GSY[:, own],
-                    samples=self._samples,
-                    by_chance=_mean_bits(shuffled_PSY[:, own]),
-                    **highest,
-                )
+
+        def level(first: int, stop: int, highest: LevelByClass | None = None) -> LevelByClass:
+            return LevelByClass(
+                groups=self._groups,
+                counts_GSY=counts_GSY[:, first:stop],
+                samples=self._samples,
+                by_chance=_mean_bits(shuffled_PSY[:, first:stop]),
+                highest=highest,
             )
-        return levels
+
+        beside = layer.num_experts
+        return [
+            level(
+                own.start,
+                own.stop,
+                level(own.start + beside, own.stop + beside) if layer.shares else None,
+            )
+            for own in layer.columns
+        ]
 
 
 def shuffled_classes(class_A: Tensor) -> Tensor:
@@ -202,15 +193,6 @@ def shuffled_classes(class_A: Tensor) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     shuffles = [torch.randperm(len(class_A), generator=generator) for _ in range(SHUFFLES)]
     return torch.stack([class_A, *(class_A[order_A] for order_A in shuffles)])
-
-
-def _lift(sums_4: Matrix) -> Matrix:
-    """The share of a class divided by that of all, from the counts of an expert and of all
-    experts."""
-    own, of_expert, of_class, whole = np.moveaxis(sums_4, -2, 0)
-    with np.errstate(invalid="ignore", divide="ignore"):
-        lift: Matrix = (own / of_class) / (of_expert / whole)
-    return lift
 
 
 def _mean_bits(counts_PSY: Matrix) -> float:

@@ -83,11 +83,10 @@ class Differences:
     def add(self, layer: int, now: Codes, before: Codes) -> None:
         """Adds tokens of a layer that both checkpoints read: how many differ in first expert and in
         set, the sums of both entropies, and the number of tokens."""
-        changed = [(now.first_M != before.first_M).sum(), (now.set_M != before.set_M).sum()]
-        entropies = [now.entropy_M.double().sum(), before.entropy_M.double().sum()]
-        sums = torch.stack([*(count.double() for count in changed), *entropies])
-        self._sums_L5[layer, :4] += sums.to(self._sums_L5.device)
-        self._sums_L5[layer, 4] += now.first_M.numel()
+        differ = [now.first_M != before.first_M, now.set_M != before.set_M]
+        each_M = [*differ, now.entropy_M, before.entropy_M, torch.ones_like(now.entropy_M)]
+        sums_5 = torch.stack([values_M.double().sum() for values_M in each_M])
+        self._sums_L5[layer] += sums_5.to(self._sums_L5.device)
 
     def result(self, summed: Summed = lambda sums: sums) -> Any:
         """Returns a table with a row for each layer, its `module`.

@@ -119,6 +119,16 @@ def intervals(measure: Callable[[Matrix], Matrix], sums_G: Matrix, samples: int)
     return np.stack([value, low, high])
 
 
+def interval_columns(
+    name: str, measure: Callable[[Matrix], Matrix], sums_G: Matrix, samples: int
+) -> dict[str, Matrix]:
+    """Returns flattened values and the ends of their intervals as columns of a table; see
+    `intervals`."""
+    ends = intervals(measure, sums_G, samples)
+    named = zip(("", "_low", "_high"), ends, strict=True)
+    return {f"{name}{end}": values.ravel() for end, values in named}
+
+
 def measured(
     name: str,
     measure: Callable[[Matrix], Matrix],
@@ -153,20 +163,12 @@ class GroupedSums:
 
     Args:
         samples: number of images, sequences or windows that all processes read together.
-        shape: shape of a group's sums.
+        shape: shape of a group's sums, whose size limits the number of groups.
         device: device of the accumulators.
-        numbers: number of values per group, which limits the number of groups; None: from `shape`.
     """
 
-    def __init__(
-        self,
-        samples: int,
-        shape: Sequence[int],
-        device: torch.device | str,
-        numbers: int | None = None,
-    ) -> None:
-        numbers = max(1, math.prod(shape) if numbers is None else numbers)
-        wanted = min(GROUPS, max(FEWEST_GROUPS, MOST_NUMBERS // numbers))
+    def __init__(self, samples: int, shape: Sequence[int], device: torch.device | str) -> None:
+        wanted = min(GROUPS, max(FEWEST_GROUPS, MOST_NUMBERS // max(1, math.prod(shape))))
         groups = max(1, min(samples, wanted))
         generator = torch.Generator().manual_seed(0)
         self._group_A = (torch.randperm(samples, generator=generator) % groups).to(device)
@@ -177,29 +179,26 @@ class GroupedSums:
         """Returns the groups of samples, given by number."""
         return self._group_A[number_N.to(self._group_A.device)]
 
-    def result(self, summed: Summed, wrong: str) -> Matrix:
+    def result(self, summed: Summed, what: str) -> Matrix:
         """Returns the sums over all processes.
 
         Args:
             summed: sums over processes.
-            wrong: names what is not finite, for the error.
+            what: names the sums, for the error.
 
         Raises:
             ConfigError: the sums are not finite.
         """
         sums_G = summed(self.sums_G)
         if not sums_G.isfinite().all():
-            raise ConfigError(wrong)
+            raise ConfigError(not_finite(what))
         sums: Matrix = sums_G.cpu().numpy()
         return sums
 
 
-def not_finite(layer: RoutedLayer) -> str:
-    """The error message for a layer whose coefficients are not finite."""
-    return (
-        f"the coefficients of {layer.name} are not finite: its weights hold NaN or inf, or are too "
-        f"large"
-    )
+def not_finite(what: str) -> str:
+    """The error message for numbers that a model has computed and that are not finite."""
+    return f"{what} are not finite: weights hold NaN or inf, or are too large"
 
 
 class GateEntropies:
@@ -242,7 +241,7 @@ class GateEntropies:
         Raises:
             ConfigError: probabilities are not finite.
         """
-        sums_G = self._sums.result(summed, not_finite(self._layer))
+        sums_G = self._sums.result(summed, f"the coefficients of {self._layer.name}")
         sizes = self._layer.levels
         *levels, bits_GL, tokens_G1 = np.split(sums_G, np.cumsum([*sizes, len(sizes)]), axis=1)
         own = [np.concatenate([bits_G[:, None], tokens_G1], 1) for bits_G in bits_GL.T]

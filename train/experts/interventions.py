@@ -166,9 +166,6 @@ def intervened(
     Raises:
         ConfigError: the model does not have these layers or experts.
     """
-    if not interventions:
-        yield
-        return
     by_block = layers_by_block(model)
     _check(model, by_block, interventions)
     to_mean = [each for each in interventions if each.how == "mean"]

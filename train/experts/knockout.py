@@ -14,7 +14,6 @@ labelings side by side), G groups of windows.
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,7 +23,7 @@ from torch import Tensor, nn
 from polyad.model.smoe.layer import SelectingMoE
 from polyad.parallel.weights import device_of
 from polyad.train.experts.actions import CONTRIBUTION, RESCORING, Action, intervening
-from polyad.train.experts.information import GroupedSums, Matrix, Summed, intervals
+from polyad.train.experts.information import GroupedSums, Matrix, Summed, interval_columns
 from polyad.train.experts.probing import Decision, RoutedLayer
 from polyad.train.tasks.samples import Passages, losses, through
 
@@ -124,8 +123,7 @@ class ChangeSums:
         """
         import pandas as pd
 
-        wrong = f"{what}: losses are not finite: weights hold NaN or inf, or are too large"
-        sums_GEC3 = self._sums.result(summed, wrong)
+        sums_GEC3 = self._sums.result(summed, f"{what}: losses")
         whole_C3 = sums_GEC3.sum(0)[self._whole]
         rows = slice(0, self._whole)
 
@@ -140,50 +138,12 @@ class ChangeSums:
         frame.insert(0, "row", np.repeat(np.arange(self._whole), len(names)))
         frame["tokens"] = np.tile(whole_C3[:, 2].astype(int), self._whole)
         frame["loss"] = np.tile(mean_of(whole_C3[:, 0], whole_C3[:, 2]), self._whole)
-        for name, measure in (("change", change), ("own_change", own)):
-            if measure is own:
-                frame["own_tokens"] = sums_GEC3.sum(0)[rows, :, 2].astype(int).ravel()
-            ends = intervals(measure, sums_GEC3, self._windows)
-            for end, values_EC in zip(("", "_low", "_high"), ends, strict=True):
-                frame[name + end] = values_EC.ravel()
+        frame = frame.assign(
+            **interval_columns("change", change, sums_GEC3, self._windows),
+            own_tokens=sums_GEC3.sum(0)[rows, :, 2].astype(int).ravel(),
+            **interval_columns("own_change", own, sums_GEC3, self._windows),
+        )
         return frame[frame["tokens"] > 0].reset_index(drop=True)
-
-
-@dataclass(frozen=True, kw_only=True)
-class LayerWithout:
-    """What the experts of a layer are for."""
-
-    layer: RoutedLayer
-    sets: Sequence[Sequence[int]]
-    """The sets of experts removed together: single experts, and any others."""
-    windows_again: int
-    """Number of windows recomputed, over all sets."""
-    changes: Any
-    """The table of `ChangeSums.result`; rows are the sets."""
-
-    def of_all(self) -> list[float]:
-        """The change over all tokens without each set."""
-        change: list[float] = self.changes.query("by == 'all'")["change"].tolist()
-        return change
-
-    def tables(self) -> dict[str, Any]:
-        """Tables of single `experts`, and of every class (`classes`)."""
-        import pandas as pd
-
-        rows = [row for row, columns in enumerate(self.sets) if len(columns) == 1]
-        names = ["module", "level", "expert"]
-        places = [self.layer.named(self.sets[row][0]) for row in rows]
-        experts = pd.DataFrame(places, index=rows, columns=names)
-        changes = experts.join(self.changes.set_index("row"), how="inner")
-        of_all = changes[changes["by"] == "all"]
-        share = of_all["own_tokens"] / of_all["tokens"]
-        measured = [f"{of}change{end}" for of in ("", "own_") for end in ("", "_low", "_high")]
-        return {
-            "experts": of_all.assign(share_of_tokens=share)[
-                [*names, "share_of_tokens", *measured, "own_tokens"]
-            ],
-            "classes": changes,
-        }
 
 
 def harmed(classes: Any) -> Any:
@@ -204,7 +164,7 @@ def harmed(classes: Any) -> Any:
 
 
 class KnockOut:
-    """Accumulates the loss without experts of a layer.
+    """Accumulates the loss without experts of a layer, which shows what they are for.
 
     Args:
         model: in evaluation mode, not compiled, on one device.
@@ -216,7 +176,12 @@ class KnockOut:
 
     Attributes:
         sums: the changes, and the losses of windows read by the unchanged model.
+        changes: after `result`, the table of `ChangeSums.result`; rows are the sets.
+        windows_again: after `result`, the number of windows recomputed, over all sets.
     """
+
+    changes: Any
+    windows_again: int
 
     def __init__(
         self,
@@ -231,10 +196,9 @@ class KnockOut:
         self._model, self.layer, self.sets = model, layer, sets
         self._action = action
         device = device_of(model)
-        self._chosen_ES = torch.zeros(len(sets), layer.num_experts, dtype=torch.bool)
+        self._chosen_ES = torch.zeros(len(sets), layer.num_experts, dtype=torch.bool, device=device)
         for row, experts in enumerate(sets):
             self._chosen_ES[row, list(experts)] = True
-        self._chosen_ES = self._chosen_ES.to(device)
         self.sums = ChangeSums(len(sets), classes, windows, device)
         self._again = torch.zeros(1, dtype=torch.float64, device=device)
         self._drops = may_drop(model)
@@ -334,8 +298,8 @@ class KnockOut:
         own_RP = own_RT.gather(1, passages.places_BP)
         self.sums.add(label_JRP, passages.number_B, row_R, change_RP, own_RP)
 
-    def result(self, summed: Summed = lambda counts: counts) -> LayerWithout:
-        """Returns the result.
+    def result(self, summed: Summed = lambda counts: counts) -> "KnockOut":
+        """Sums over processes, and returns itself.
 
         Args:
             summed: sums over processes.
@@ -343,12 +307,33 @@ class KnockOut:
         Raises:
             ConfigError: losses are not finite.
         """
-        return LayerWithout(
-            layer=self.layer,
-            sets=self.sets,
-            windows_again=int(summed(self._again)),
-            changes=self.sums.result(f"without an expert of {self.layer.name}", summed),
-        )
+        self.windows_again = int(summed(self._again))
+        self.changes = self.sums.result(f"without an expert of {self.layer.name}", summed)
+        return self
+
+    def of_all(self) -> list[float]:
+        """The change over all tokens without each set."""
+        change: list[float] = self.changes.query("by == 'all'")["change"].tolist()
+        return change
+
+    def tables(self) -> dict[str, Any]:
+        """Tables of single `experts`, and of every class (`classes`)."""
+        import pandas as pd
+
+        rows = [row for row, columns in enumerate(self.sets) if len(columns) == 1]
+        names = ["module", "level", "expert"]
+        places = [self.layer.named(self.sets[row][0]) for row in rows]
+        experts = pd.DataFrame(places, index=rows, columns=names)
+        changes = experts.join(self.changes.set_index("row"), how="inner")
+        of_all = changes[changes["by"] == "all"]
+        share = of_all["own_tokens"] / of_all["tokens"]
+        measured = [f"{of}change{end}" for of in ("", "own_") for end in ("", "_low", "_high")]
+        return {
+            "experts": of_all.assign(share_of_tokens=share)[
+                [*names, "share_of_tokens", *measured, "own_tokens"]
+            ],
+            "classes": changes,
+        }
 
 
 def may_drop(model: nn.Module) -> bool:

@@ -14,6 +14,7 @@ an image and an expert, N experts of a level, S experts of all levels side by si
 experts of a token.
 """
 
+import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -83,10 +84,7 @@ class LeaveOneOut:
     ) -> None:
         self._model, self.layer, self._rows, self.classes = model, layer, rows, classes
         device = next(model.parameters()).device
-
-        def zeros(*sizes: int) -> Tensor:
-            return torch.zeros(sizes, dtype=torch.float64, device=device)
-
+        zeros = functools.partial(torch.zeros, dtype=torch.float64, device=device)
         self.right_K, self.images_K = zeros(len(classes)), zeros(len(classes))
         self.lost_SK = zeros(layer.num_experts, len(classes))
         self._single_SS = torch.eye(layer.num_experts, dtype=torch.bool, device=device)

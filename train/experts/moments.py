@@ -16,59 +16,18 @@ The weight is the one that the layer uses, renormalized and scaled as in the mod
 Shapes: M tokens, R of them that use an expert, S experts of a layer, D width.
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from polyad.train.errors import ConfigError
-from polyad.train.experts.information import Summed
+from polyad.train.experts.information import Summed, not_finite
 from polyad.train.experts.probing import Decision, RoutedLayer
 
 STATISTICS = ("frequency", "mean_weight", "mean_norm", "sum_norm", "reap", "mone")
 """The statistics of an expert, by their names in JSON."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class Moments:
-    """Accumulated moments of a layer's experts, on the CPU in float64."""
-
-    tokens: int
-    """Number of tokens read."""
-    sums_SX: Tensor
-    """[S, 5 + 2 D]: the sum of each expert's scores over all tokens, whether or not they use it;
-    and over those that use it their number, and the sums of its weights, of the norms of its
-    outputs, of weighted norms, of its outputs and of their squares."""
-
-    @property
-    def mean_SD(self) -> Tensor:
-        """The mean output of each expert; 0 for unused experts."""
-        return self._means_SD()[0]
-
-    def statistics(self) -> dict[str, Tensor]:
-        """The statistics of each expert [S]; 0 for unused experts."""
-        counts_S, (mean_SD, square_SD) = self._counts_S(), self._means_SD()
-        probability_S, used_S, weight_S, norm_S, weighted_S = self.sums_SX[:, :5].unbind(-1)
-        spread_S = (square_SD - mean_SD.square()).clamp_min(0).sum(-1).sqrt()
-        return {
-            "frequency": used_S / max(1, self.tokens),
-            "mean_weight": weight_S / counts_S,
-            "mean_norm": norm_S / counts_S,
-            "sum_norm": norm_S,
-            "reap": weighted_S / counts_S,
-            "mone": spread_S * weight_S / counts_S,
-            "probability": probability_S / max(1, self.tokens),
-        }
-
-    def _counts_S(self) -> Tensor:
-        return self.sums_SX[:, 1].clamp_min(1)
-
-    def _means_SD(self) -> tuple[Tensor, ...]:
-        """The means of outputs and of their squares."""
-        return (self.sums_SX[:, 5:] / self._counts_S().unsqueeze(-1)).chunk(2, -1)
-
-
-class ExpertMoments:
     """Accumulates moments of a layer's experts.
 
     Args:
@@ -76,9 +35,15 @@ class ExpertMoments:
     """
 
     def __init__(self, layer: RoutedLayer) -> None:
-        self._layer, self._tokens = layer, 0
+        self._layer = layer
+        self._tokens = 0
+        """Number of tokens read."""
         self._probability_S = torch.zeros(layer.num_experts).double()
+        """Sum of each expert's scores over all tokens, whether or not they use it."""
         self._sums_SX = torch.zeros(layer.num_experts, 0).double()
+        """[S, 4 + 2 D] over the tokens that use it, once there are any: their number, and the sums
+        of its weights, of the norms of its outputs, of weighted norms, of its outputs and of their
+        squares."""
 
     @torch.inference_mode()
     def add(self, decision: Decision) -> None:
@@ -103,8 +68,8 @@ class ExpertMoments:
             self._sums_SX = row_X.new_zeros(len(self._sums_SX), len(row_X))
         self._sums_SX[column] += row_X
 
-    def result(self, summed: Summed = lambda counts: counts) -> Moments:
-        """What was found.
+    def result(self, summed: Summed = lambda counts: counts) -> "Moments":
+        """Sums over processes, and returns itself, on the CPU in float64.
 
         Args:
             summed: sums over processes.
@@ -118,13 +83,36 @@ class ExpertMoments:
         if not sums_SX.numel():
             size = max(4, round(float(columns / processes.clamp_min(1))))
             sums_SX = sums_SX.new_zeros(len(sums_SX), size)
-        sums_SX = torch.cat([self._probability_S.to(sums_SX).unsqueeze(-1), sums_SX], -1)
-        tokens, sums_SX = (
-            summed(each).cpu() for each in (sums_SX.new_tensor([self._tokens]), sums_SX)
-        )
-        if not sums_SX.isfinite().all():
-            raise ConfigError(
-                f"the outputs of experts of {self._layer.name} are not finite: its weights hold "
-                "NaN or inf, or are too large"
-            )
-        return Moments(tokens=int(tokens), sums_SX=sums_SX)
+        self._tokens = int(summed(sums_SX.new_tensor([self._tokens])))
+        self._probability_S = summed(self._probability_S.to(sums_SX)).cpu()
+        self._sums_SX = summed(sums_SX).cpu()
+        if not (self._sums_SX.sum() + self._probability_S.sum()).isfinite():
+            raise ConfigError(not_finite(f"the outputs of experts of {self._layer.name}"))
+        return self
+
+    @property
+    def mean_SD(self) -> Tensor:
+        """The mean output of each expert; 0 for unused experts."""
+        return self._means_SD()[0]
+
+    def statistics(self) -> dict[str, Tensor]:
+        """The statistics of each expert [S]; 0 for unused experts."""
+        counts_S, (mean_SD, square_SD) = self._counts_S(), self._means_SD()
+        used_S, weight_S, norm_S, weighted_S = self._sums_SX[:, :4].unbind(-1)
+        spread_S = (square_SD - mean_SD.square()).clamp_min(0).sum(-1).sqrt()
+        return {
+            "frequency": used_S / max(1, self._tokens),
+            "mean_weight": weight_S / counts_S,
+            "mean_norm": norm_S / counts_S,
+            "sum_norm": norm_S,
+            "reap": weighted_S / counts_S,
+            "mone": spread_S * weight_S / counts_S,
+            "probability": self._probability_S / max(1, self._tokens),
+        }
+
+    def _counts_S(self) -> Tensor:
+        return self._sums_SX[:, 0].clamp_min(1)
+
+    def _means_SD(self) -> tuple[Tensor, ...]:
+        """The means of outputs and of their squares."""
+        return (self._sums_SX[:, 4:] / self._counts_S().unsqueeze(-1)).tensor_split(2, -1)

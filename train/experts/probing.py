@@ -11,7 +11,7 @@ side by side, K experts of a token, D width of an output.
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -212,42 +212,36 @@ def deciding(model: nn.Module, layers: Sequence[RoutedLayer]) -> Iterator[dict[s
     """
     seen: dict[str, Decision] = {}
 
-    def keep(name: str) -> Callable[[nn.Module, Any, Any], None]:
-        def hook(module: nn.Module, arguments: Any, output: Any) -> None:
-            selected = None
-            if isinstance(module, SparseGate):
-                levels = [spread(output, module.num_experts)]
-            elif isinstance(output, Selected):
-                levels, selected = [arguments[0]], output
-            elif isinstance(output, Shares):
-                levels = [output.log_p_BM.exp()]
-            else:
-                levels = output.coefficients
-            seen[name] = Decision(levels=levels, selected=selected)
+    def keep(name: str, module: nn.Module, arguments: Any, output: Any) -> None:
+        selected = None
+        if isinstance(module, SparseGate):
+            levels = [spread(output, module.num_experts)]
+        elif isinstance(output, Selected):
+            levels, selected = [arguments[0]], output
+        elif isinstance(output, Shares):
+            levels = [output.log_p_BM.exp()]
+        else:
+            levels = output.coefficients
+        seen[name] = Decision(levels=levels, selected=selected)
 
-        return hook
+    def keep_outputs(
+        name: str, outputs: Callable[..., Tensor], module: nn.Module, arguments: Any, output: Any
+    ) -> None:
+        seen[name] = replace(seen[name], outputs=functools.partial(outputs, arguments))
 
-    def keep_outputs(name: str, outputs: Callable[..., Tensor]) -> Callable[..., None]:
-        def hook(module: nn.Module, arguments: Any, output: Any) -> None:
-            seen[name] = replace(seen[name], outputs=functools.partial(outputs, arguments))
-
-        return hook
-
-    handles = []
-    for layer in layers:
-        module = model.get_submodule(layer.name)
-        for part in module.children():
-            if isinstance(part, Gate | SparseGate | Router | MixtureGate):
-                gate = part.selection if isinstance(part, Router) else part
-                handles.append(gate.register_forward_hook(keep(layer.name)))
-        inside, outputs = _parts(module)
-        handles.append(inside.register_forward_hook(keep_outputs(layer.name, outputs)))
-    try:
-        with uncompiled(model):
-            yield seen
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as hooks:
+        for layer in layers:
+            module = model.get_submodule(layer.name)
+            for part in module.children():
+                if isinstance(part, Gate | SparseGate | Router | MixtureGate):
+                    gate = part.selection if isinstance(part, Router) else part
+                    hook = functools.partial(keep, layer.name)
+                    hooks.enter_context(gate.register_forward_hook(hook))
+            inside, outputs = _parts(module)
+            hook = functools.partial(keep_outputs, layer.name, outputs)
+            hooks.enter_context(inside.register_forward_hook(hook))
+        hooks.enter_context(uncompiled(model))
+        yield seen
 
 
 def uncompiled(model: nn.Module) -> AbstractContextManager[object]:
@@ -275,19 +269,16 @@ def choose_layers(routed: list[RoutedLayer], blocks: Sequence[str]) -> list[Rout
         if len(routed) <= MOST_LAYERS:
             return routed
         return [routed[0], routed[len(routed) // 2], routed[-1]]
-    by_block: dict[str, list[RoutedLayer]] = {}
-    for layer in routed:
-        if not layer.in_block:  # a whole network of experts, or a head
-            continue
-        by_block.setdefault(str(layer.block), []).append(layer)
     if list(blocks) == [EVERY] and routed:
         return routed
+    in_blocks = [layer for layer in routed if layer.in_block]  # no whole networks, and no head
+    allowed = dict.fromkeys(str(layer.block) for layer in in_blocks)
     for block in blocks:
-        if block not in by_block:
-            names = f"blocks with experts are {', '.join(by_block)}"
-            there = names if by_block else "no block of this run has experts"
+        if block not in allowed:
+            names = f"blocks with experts are {', '.join(allowed)}"
+            there = names if allowed else "no block of this run has experts"
             raise ConfigError(f"--layers: {block} is not allowed: {there}")
-    return [layer for block, each in by_block.items() if block in blocks for layer in each]
+    return [layer for layer in in_blocks if str(layer.block) in blocks]
 
 
 def check_experts(layers: Sequence[RoutedLayer], experts: Sequence[str]) -> None:

@@ -21,6 +21,7 @@ from polyad.train.tasks.samples import Passages, TextSamples
 BINS = 8
 """Number of classes of positions, and of frequencies."""
 CHARACTERS = ("letters", "digits", "punctuation", "space or newline", "other")
+FREQUENCIES = ("most frequent eighth", *(f"eighth {n}" for n in range(2, BINS)), "rarest eighth")
 AT_ONCE = 1 << 22
 """Number of tokens counted at a time."""
 
@@ -28,7 +29,6 @@ AT_ONCE = 1 << 22
 class Labelling(NamedTuple):
     """A labeling of tokens."""
 
-    name: str
     classes: Sequence[str]
     of: Callable[[Tensor], Tensor]
     """Maps token ids [B, T], on the CPU, to class numbers [B, T]."""
@@ -52,21 +52,19 @@ def character_class(text: str) -> int:
     return {"L": 0, "M": 0, "N": 1, "P": 2, "S": 2}.get(category[0], len(CHARACTERS) - 1)
 
 
-def labellings(tokenizer: Tokenizer, stream: TokenStream, length: int) -> list[Labelling]:
-    """Returns all labelings of the tokens of a split.
+def labellings(tokenizer: Tokenizer, stream: TokenStream, length: int) -> dict[str, Labelling]:
+    """Returns all labelings of the tokens of a split, by name.
 
     Args:
         tokenizer: the tokenizer of the ids.
         stream: the split from which frequencies are counted.
         length: T.
     """
-    by_token = classes_of_vocabulary(tokenizer, stream)
-    characters, frequency = (
-        Labelling(name, classes, class_V.__getitem__)
-        for name, (classes, class_V) in by_token.items()
-    )
-    position = Labelling("position", _position_names(length), _by_position)
-    return [characters, position, frequency]
+    by_token = {
+        name: Labelling(classes, class_V.__getitem__)
+        for name, (classes, class_V) in classes_of_vocabulary(tokenizer, stream).items()
+    }
+    return by_token | {"position": Labelling(_position_names(length), _by_position)}
 
 
 def classes_of_vocabulary(
@@ -82,7 +80,7 @@ def classes_of_vocabulary(
     character_V = torch.tensor(list(map(character_class, texts)))
     character_V[tokenizer.end_of_text_id] = CHARACTERS.index("other")
     bin_V = torch.from_numpy(equal_mass(frequencies(stream, tokenizer.vocab_size)))
-    return {"characters": (CHARACTERS, character_V), "frequency": (_frequency_names(), bin_V)}
+    return {"characters": (CHARACTERS, character_V), "frequency": (FREQUENCIES, bin_V)}
 
 
 def frequencies(stream: TokenStream, vocab_size: int) -> npt.NDArray[np.int64]:
@@ -131,7 +129,6 @@ class Shifts:
     def __init__(self, windows: int, length: int, shuffles: int) -> None:
         generator = torch.Generator().manual_seed(0)
         self._by_PW = torch.randint(length, (shuffles, windows), generator=generator)
-        self._length = length
 
     def __call__(self, label_BT: Tensor, number_B: Tensor) -> Tensor:
         """Returns the labels and rotated ones [P, B, T]; -1 where either is missing.
@@ -141,7 +138,7 @@ class Shifts:
             number_B: the windows' numbers.
         """
         by_PB1 = self._by_PW[:, number_B].unsqueeze(-1)
-        from_PBT = (torch.arange(self._length) - by_PB1) % self._length
+        from_PBT = (torch.arange(label_BT.shape[1]) - by_PB1) % label_BT.shape[1]
         moved_PBT = label_BT.expand(len(from_PBT), -1, -1).gather(-1, from_PBT)
         moved_PBT = moved_PBT.where(label_BT >= 0, -1)
         return torch.cat([label_BT.unsqueeze(0), moved_PBT])
@@ -158,13 +155,12 @@ class ClassColumns:
     """
 
     def __init__(self, text: TextSamples) -> None:
-        by_name = {each.name: each for each in labellings(text.tokenizer, text.stream, text.length)}
+        by_name = labellings(text.tokenizer, text.stream, text.length)
         self._of: dict[str, tuple[str, Labelling]] = {}
         for side in ("predicted",) if text.predicts_both_ways else ("predicted", "read"):
             for name in ("characters", "frequency"):
                 self._of[f"{side} {name}"] = side, by_name[name]
         self._of["position"] = "read", by_name["position"]
-        self._text = text
         self.classes: dict[str, list[str]] = {"all": ["all"]}
         """The classes of each labeling; the first has all tokens in one class."""
         self.classes |= {name: list(each.classes) for name, (_, each) in self._of.items()}
@@ -199,8 +195,3 @@ def _position_names(length: int) -> list[str]:
         f"{first} to {last - 1}" if first < last else "none"
         for first, last in itertools.pairwise(edges)
     ]
-
-
-def _frequency_names() -> list[str]:
-    between = [f"eighth {number}" for number in range(2, BINS)]
-    return ["most frequent eighth", *between, "rarest eighth"]

@@ -80,13 +80,13 @@ def experts_of(layer: RoutedLayer, decision: Decision, top: int) -> LayerExperts
     if decision.selected is not None:
         experts_NK = decision.selected.expert_ids_NK.cpu()
         weights_NK = decision.selected.weights_NK.float().cpu()
-        return LayerExperts(layer=layer, experts=experts_NK, weights=weights_NK, scores=scores_NS)
-    chosen = [
-        scores_NS[:, own].topk(min(top, own.stop - own.start), dim=-1).indices + own.start
-        for own in layer.columns
-    ]
-    experts_NK = torch.cat(chosen, dim=-1)
-    weights_NK = scores_NS.gather(1, experts_NK)
+    else:
+        chosen = [
+            scores_NS[:, own].topk(min(top, own.stop - own.start), dim=-1).indices + own.start
+            for own in layer.columns
+        ]
+        experts_NK = torch.cat(chosen, dim=-1)
+        weights_NK = scores_NS.gather(1, experts_NK)
     return LayerExperts(layer=layer, experts=experts_NK, weights=weights_NK, scores=scores_NS)
 
 
@@ -193,7 +193,7 @@ def trace_rows(
 
     layer, weight_MK, expert_MK = experts.layer, experts.weights[row_M], experts.experts[row_M]
     if not weight_MK.isfinite().all():
-        raise ConfigError(not_finite(layer))
+        raise ConfigError(not_finite(f"the coefficients of {layer.name}"))
     first_L = torch.tensor([0, *layer.levels]).cumsum(0)
     level_MK = torch.searchsorted(first_L[1:], expert_MK, right=True)
     # The number of earlier entries of the same level.

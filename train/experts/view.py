@@ -7,6 +7,7 @@ Shapes: T tokens of a text, P of them predicted, V vocabulary, S experts of a la
 by side), K experts shown per token.
 """
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -150,13 +151,10 @@ def view_text(
         with intervened(model, interventions, means):
             changed, changed_TV = _read(model, token_ids, top)
     plain, logits_TV = _read(model, token_ids, top)
-    texts: dict[int, str] = {}
 
+    @functools.cache
     def text(token_id: int) -> str:
-        if token_id not in texts:
-            inside = tokenizer.text_within(token_id)
-            texts[token_id] = inside or tokenizer.decode([token_id])
-        return texts[token_id]
+        return tokenizer.text_within(token_id) or tokenizer.decode([token_id])
 
     return TextView(
         name=name,

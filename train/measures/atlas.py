@@ -21,7 +21,7 @@ from torch import nn
 
 from polyad.parallel import comm
 from polyad.train.experts.actions import Action, How, check_action, experts_of_a_token
-from polyad.train.experts.knockout import LayerWithout
+from polyad.train.experts.knockout import KnockOut
 from polyad.train.experts.moments import STATISTICS, Moments
 from polyad.train.experts.probing import (
     EVERY,
@@ -34,7 +34,6 @@ from polyad.train.measures import knockout
 from polyad.train.measures.measure import Analysis, layers_of
 from polyad.train.reading import TOKENS, EvaluationContext, Subject
 from polyad.train.results import Tables
-from polyad.train.tasks.samples import TextSamples
 from polyad.train.tasks.text import TextTask
 
 SHARES = (4, 2)
@@ -71,20 +70,17 @@ class Atlas(Analysis):
     tokens: int = TOKENS
     """Approximate number of tokens to read, in whole windows, spread evenly over the split."""
 
-    def check(self, opened: EvaluationContext, split: str) -> None:
+    def check(self, opened: EvaluationContext) -> None:
         """Refuses a model that does not predict text."""
         opened.need(f"experts {self.name}", TextTask)
 
-    def run(
-        self, opened: EvaluationContext, split: str, model: nn.Module, world: comm.World
-    ) -> Tables:
+    def run(self, opened: EvaluationContext, model: nn.Module, world: comm.World) -> Tables:
         """Reads the text twice: for the statistics, and for the changes in loss."""
         layers = choose_layers(layers_of(opened, model), self.layers)
         check_experts(layers, self.experts)
         for layer in layers:
             check_action(layer, Action(how=self.how), f"--how {self.how}")
-        assert isinstance(opened.task, TextTask)
-        text = TextSamples(opened.task, split, self.tokens, hidden=True)
+        text = opened.text(self.tokens)
         subject = Subject(model, layers, text, opened.batch_size)
         moments = subject.moments(world)
         columns = [columns_of(layer, self.experts) for layer in layers]
@@ -94,10 +90,7 @@ class Atlas(Analysis):
             for singles, together in zip(columns, chosen, strict=True)
         ]
         actions = [Action(how=self.how, mean_SD=moments[each.name].mean_SD) for each in layers]
-        without = knockout.knock_out(
-            *(subject, sets, actions, world),
-            lambda values: comm.sum_over_samples(values.to(world.device), world),
-        )
+        without = knockout.knock_out(subject, sets, actions, world)
         tables = knockout.knockout_tables(without, text)
         experts = tables.frames["experts"]
         of_layers = [moments[layer.name].statistics() for layer in layers]
@@ -166,7 +159,7 @@ def _predictive(correlations: Any) -> Any:
     )
 
 
-def _together(layers: Sequence[LayerWithout], chosen: Sequence["_Chosen"]) -> dict[str, Any]:
+def _together(layers: Sequence[KnockOut], chosen: Sequence["_Chosen"]) -> dict[str, Any]:
     """Tables of the change of the loss without several experts of a layer at once: of each set, and
     by statistic beside random sets."""
     import pandas as pd

@@ -9,10 +9,10 @@ from torch import nn
 
 from polyad.parallel.checkpoint.load import Checkpoint
 from polyad.parallel.source import differing_shapes
-from polyad.parallel.weights import Weights, device_of, load_model, open_weights
+from polyad.parallel.weights import device_of, load_model, open_weights
 from polyad.train.errors import ConfigError
 from polyad.train.experts.fluctuation import Differences, encode, mean
-from polyad.train.experts.information import Summed
+from polyad.train.experts.information import Summed, not_finite
 from polyad.train.experts.probing import deciding, routed_layers
 from polyad.train.measures.measure import Measure
 from polyad.train.reading import TOKENS, EvaluationContext, ForwardPass, Subject
@@ -37,23 +37,29 @@ class Comparison(Measure):
     """Minimum number of tokens (in whole windows) or images to compare, spread evenly over the
     split."""
 
-    def check(self, opened: EvaluationContext, split: str) -> None:
+    def check(self, opened: EvaluationContext) -> None:
         """Opens both, which must belong to one model with experts."""
         self._opened, self._other = opened, open_weights(self.other)
-        _check_pair(opened, opened.weights, self._other)
+        own, other = opened.weights, self._other
+        if differing := differing_shapes(other.shapes(), own.shapes()):
+            raise ConfigError(
+                f"compare: {other.folder}: is a different model than {own.folder}: {differing}"
+            )
+        if not opened.config.model.has_experts():
+            raise ConfigError(
+                f"compare: {own.folder} has model.feed_forward.kind: dense, and no "
+                f"experts whose choice could be compared"
+            )
+        opened.task.check_weights(other, f"checkpoint of --with {other.folder}")
 
-    def subject_of(self, opened: EvaluationContext, split: str, model: nn.Module) -> Subject:
-        """The probe set, and all layers in blocks."""
-        samples = probe_of(opened.task, self.tokens, split)
-        return Subject(model, routed_layers(model), samples, opened.batch_size)
-
-    def begin(self, subject: Subject) -> None:
-        """Loads the other model."""
-        super().begin(subject)
-        device, precision = device_of(subject.model), self._opened.config.train.precision
-        self._before = load_model(self._other, device, precision)
-        self._differences = Differences(subject.layers, device)
+    def subject_of(self, opened: EvaluationContext, model: nn.Module) -> Subject:
+        """The probe set, and all layers in blocks; loads the other model."""
+        device, layers = device_of(model), routed_layers(model)
+        self._before = load_model(self._other, device, opened.config.train.precision)
+        self._differences = Differences(layers, device)
         self._units = torch.zeros(1, dtype=torch.float64, device=device)
+        samples = probe_of(opened.task, self.tokens, opened.split)
+        return Subject(model, layers, samples, opened.batch_size)
 
     def add(self, forward_pass: ForwardPass) -> None:
         """Adds a batch, which the other model reads, too."""
@@ -62,8 +68,8 @@ class Comparison(Measure):
             samples.forward(self._before, forward_pass.batch, {})
         before = forward_pass.counted(decisions)
         for number, layer in enumerate(layers):
-            both = (encode(each[layer.name]) for each in (forward_pass.decisions, before))
-            self._differences.add(number, *both)
+            now = encode(forward_pass.decisions[layer.name])
+            self._differences.add(number, now, encode(before[layer.name]))
         counted_M = forward_pass.counted_M
         self._units += len(forward_pass.number_R if counted_M is None else counted_M)
 
@@ -72,11 +78,8 @@ class Comparison(Measure):
         layers = self._differences.result(summed)
         for row in layers.to_dict("records"):
             if not math.isfinite(row["entropy"] + row["compared_entropy"]):
-                raise ConfigError(
-                    f"compare: the scores of {row['module']} are not finite in "
-                    f"{self._opened.weights.folder} or in what it is compared with: the weights "
-                    f"hold NaN or inf, or are too large"
-                )
+                both = f"{self._opened.weights.folder} or {self._other.folder}"
+                raise ConfigError(not_finite(f"compare: {both}: scores of {row['module']}"))
         other = self._other
         facts = {
             "compared_with": str(other.folder),
@@ -86,17 +89,3 @@ class Comparison(Measure):
         }
         title = "top1, set: share of the tokens whose first expert, or whose set of experts differs"
         return Tables(facts=facts, frames={"layers": layers}, titles={"layers": title})
-
-
-def _check_pair(opened: EvaluationContext, own: Weights, other: Weights) -> None:
-    """Checks that both belong to one model with experts, and fit the tokens of the probe set."""
-    if differing := differing_shapes(other.shapes(), own.shapes()):
-        raise ConfigError(
-            f"compare: {other.folder}: is a different model than {own.folder}: {differing}"
-        )
-    if not opened.config.model.has_experts():
-        raise ConfigError(
-            f"compare: {own.folder} has model.feed_forward.kind: dense, and no "
-            f"experts whose choice could be compared"
-        )
-    opened.task.check_weights(other, f"checkpoint of --with {other.folder}")

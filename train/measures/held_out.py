@@ -9,6 +9,7 @@ width.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -34,16 +35,13 @@ class HeldOut:
     Args:
         opened: weights and data.
         model: the weights' model, in evaluation mode, whole on this process.
-        split: name of the split.
         tokens: approximate number of tokens or images to read.
     """
 
-    def __init__(
-        self, opened: EvaluationContext, model: nn.Module, split: str, tokens: int
-    ) -> None:
-        opened.task.check_split(split)
+    def __init__(self, opened: EvaluationContext, model: nn.Module, tokens: int) -> None:
+        opened.task.check_split(opened.split)
         self._opened, self._model = opened, model
-        self._samples = samples_of(opened.task, split, tokens)
+        self._samples = samples_of(opened.task, opened.split, tokens)
         self._layers = {each.name: each for each in every_layer(model)}
 
     @torch.inference_mode()
@@ -115,13 +113,13 @@ class HeldOut:
 
         table, text = self.losses(), self._text("classes")
         ids_N1 = torch.from_numpy(table["token_id"].to_numpy().copy()).unsqueeze(1)
-        for each in labellings(text.tokenizer, text.stream, text.length):
-            if each.name == "position":
+        for name, each in labellings(text.tokenizer, text.stream, text.length).items():
+            if name == "position":
                 class_N = each.of(torch.zeros(1, text.length))[0].numpy()[table["position"]]
             else:
                 class_N = each.of(ids_N1)[:, 0].numpy()
-            name = "place" if each.name == "position" else each.name
-            table[name] = pd.Categorical.from_codes(class_N, each.classes)
+            column = "place" if name == "position" else name
+            table[column] = pd.Categorical.from_codes(class_N, each.classes)
         return table.drop(columns="loss")
 
     @torch.inference_mode()
@@ -174,16 +172,15 @@ class HeldOut:
         def keep(name: str) -> Callable[..., None]:
             return lambda module, arguments, output: entered.update({name: arguments[0]})
 
-        layers = [self._layers[name] for name in rows["module"].unique()]
-        handles = []
-        for layer in layers:
-            module = self._model.get_submodule(layer.name)
-            if not isinstance(module, SelectingMoE):
-                raise ConfigError(
-                    f"hidden: {layer.title} is not allowed: its experts have no units of their own"
-                )
-            handles.append(module.dispatcher.register_forward_hook(keep(layer.name)))
-        try:
+        with ExitStack() as hooks:
+            for layer in (self._layers[name] for name in rows["module"].unique()):
+                module = self._model.get_submodule(layer.name)
+                if not isinstance(module, SelectingMoE):
+                    raise ConfigError(
+                        f"hidden: {layer.title} is not allowed: its experts have no units of their "
+                        "own"
+                    )
+                hooks.enter_context(module.dispatcher.register_forward_hook(keep(layer.name)))
             for passages, part, _ in self._again(rows, ()):
                 for (name, expert), some in part.groupby(["module", "column"], observed=True):
                     experts: Any = self._model.get_submodule(name).experts
@@ -191,9 +188,6 @@ class HeldOut:
                     window_n, position_n, _ = _tensors(some, x_BTD.device)
                     hidden_nF = experts.inner(x_BTD[window_n, position_n], expert).float()
                     units.append((some.index, hidden_nF.cpu()))
-        finally:
-            for handle in handles:
-                handle.remove()
         numbers, hidden = zip(*units, strict=True)
         return torch.cat(hidden).numpy()[np.concatenate(numbers).argsort()]
 

@@ -8,6 +8,7 @@ Shapes: B windows of a batch, R pairs of a window and a set of experts, T tokens
 width, E sets.
 """
 
+import itertools
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -17,11 +18,10 @@ from polyad.parallel import comm
 from polyad.parallel.weights import Streamed, parts_of
 from polyad.train.console import Progress
 from polyad.train.experts.actions import CONTRIBUTION, Action
-from polyad.train.experts.information import Summed
-from polyad.train.experts.knockout import KnockOut, LayerWithout, harmed
+from polyad.train.experts.knockout import KnockOut, harmed
 from polyad.train.experts.probing import deciding
 from polyad.train.experts.token_classes import ClassColumns
-from polyad.train.reading import Subject
+from polyad.train.reading import Subject, summing
 from polyad.train.results import Tables
 from polyad.train.streaming import activations_of, on_device, run_block, run_blocks
 from polyad.train.tasks.samples import TextSamples, losses
@@ -41,8 +41,7 @@ def knock_out(
     sets: Sequence[Sequence[Sequence[int]]],
     actions: Sequence[Action] = (),
     world: comm.World | None = None,
-    summed: Summed = lambda values: values,
-) -> list[LayerWithout]:
+) -> list[KnockOut]:
     """Measures the loss without experts of some layers; all processes call this.
 
     Args:
@@ -50,7 +49,6 @@ def knock_out(
         sets: for each layer the sets of experts to treat together, mostly of one.
         actions: what to do to the experts of each layer; empty: remove them.
         world: the processes that share the text; None: this one reads all.
-        summed: sums over processes.
     """
     model, layers, text, batch_size = subject
     assert isinstance(text, TextSamples)
@@ -71,10 +69,10 @@ def knock_out(
             for block, each in without.items():
                 decision = forward_pass.of_all_tokens[each.layer.name]
                 each.add(forward_pass.entering[block], passages, label_JBP, loss_BP, decision)
-    return [each.result(summed) for each in without.values()]
+    return [each.result(summing(world)) for each in without.values()]
 
 
-def knockout_tables(layers: Sequence[LayerWithout], text: TextSamples) -> Tables:
+def knockout_tables(layers: Sequence[KnockOut], text: TextSamples) -> Tables:
     """The same as tables.
 
     Args:
@@ -130,7 +128,7 @@ def _block_by_block(
                 loss_of.append(losses(model, x_BTD.to(model.device), passages))
                 for each in without.values():
                     each.sums.add_whole(columns(passages), passages.number_B, loss_of[-1])
-    total, done = sum(blocks - block + 1 for block in without), 0
+    total, done = sum(blocks - block + 1 for block in without), itertools.count(1)
     report = Progress(LABEL, total, "blocks")
     for block, each in without.items():
         pairs: list[tuple[int, Tensor, Tensor]] = []  # batch, sets and windows of each output
@@ -145,8 +143,7 @@ def _block_by_block(
                         with each.without(row_R):
                             outputs.append(run_block(model, block, x_BTD[window_R]).cpu())
                         pairs.append((number, row_R, window_R))
-            done += 1
-            report(done / total)
+            report(next(done) / total)
         with model.part(*end):
             for (number, row_R, window_R), x_RTD in zip(pairs, outputs, strict=True):
                 passages = on_device(batches[number], model.device).rows(window_R)
@@ -154,5 +151,4 @@ def _block_by_block(
                 change_RP = loss_RP - loss_of[number].to(loss_RP)[window_R]
                 own_RT = uses[block][number].to(model.device)[window_R, :, row_R]
                 each.add_changed(row_R, passages, columns(passages), change_RP, own_RT)
-        done += 1
-        report(done / total)
+        report(next(done) / total)

@@ -21,7 +21,7 @@ from polyad.parallel import comm
 from polyad.train.errors import ConfigError
 from polyad.train.experts.information import Summed
 from polyad.train.experts.probing import RoutedLayer, every_layer
-from polyad.train.reading import EvaluationContext, ForwardPass, Subject
+from polyad.train.reading import EvaluationContext, ForwardPass, Subject, summing
 from polyad.train.results import Tables
 from polyad.train.tasks.samples import samples_of
 
@@ -46,26 +46,22 @@ class Analysis(ABC):
         `polyad.train.reading.ForwardPass`."""
         return "it takes all of a model at once"
 
-    def check(self, opened: EvaluationContext, split: str) -> None:  # noqa: B027  # most refuse nothing
+    def check(self, opened: EvaluationContext) -> None:  # noqa: B027  # most refuse nothing
         """Checks the options, before processes connect and weights are loaded.
 
         Args:
             opened: weights and data.
-            split: name of the split.
 
         Raises:
             ConfigError: the weights, the data or an option are not allowed.
         """
 
     @abstractmethod
-    def run(
-        self, opened: EvaluationContext, split: str, model: nn.Module, world: comm.World
-    ) -> Tables:
+    def run(self, opened: EvaluationContext, model: nn.Module, world: comm.World) -> Tables:
         """Analyses the weights; all processes call it.
 
         Args:
             opened: weights and data.
-            split: name of the split.
             model: the weights' model, in evaluation mode, whole on each process.
             world: this process.
 
@@ -85,18 +81,19 @@ class Measure(Analysis):
     blocks: Sequence[int] = ()
     subject: Subject
 
-    def run(
-        self, opened: EvaluationContext, split: str, model: nn.Module, world: comm.World
-    ) -> Tables:
+    def run(self, opened: EvaluationContext, model: nn.Module, world: comm.World) -> Tables:
         """Reads the samples once."""
-        self.begin(self.subject_of(opened, split, model))
+        self.begin(self.subject_of(opened, model))
         self.read(world)
-        return self.result(lambda values: comm.sum_over_samples(values, world))
+        return self.result(summing(world))
 
-    def subject_of(self, opened: EvaluationContext, split: str, model: nn.Module) -> Subject:
-        """Returns what is read: by default all layers with experts, and all samples; see `run`."""
+    def subject_of(self, opened: EvaluationContext, model: nn.Module) -> Subject:
+        """Opens what the pass needs, and returns what is read; see `run`.
+
+        By default all layers with experts, and all samples.
+        """
         layers = layers_of(opened, model)
-        return Subject(model, layers, samples_of(opened.task, split), opened.batch_size)
+        return Subject(model, layers, samples_of(opened.task, opened.split), opened.batch_size)
 
     def begin(self, subject: Subject) -> None:
         """Begins a pass.
@@ -166,13 +163,14 @@ def examine(
     Raises:
         ValueError: with an `exit_status` of 2: one line says what is wrong.
     """
-    analysis.check(opened, split)
+    opened = opened._replace(split=split)
+    analysis.check(opened)
     reads = split if analysis.reads_split else None
     if reads is not None:
         opened.task.check_split(reads)
     started, whole = time.monotonic(), analysis.needs_whole
     with opened.loaded(analysis.doing, reads, model, needs_whole=whole) as (model, world):
-        result = analysis.run(opened, split, model, world)
+        result = analysis.run(opened, model, world)
         seconds = time.monotonic() - started
     about = opened.about(reads)
     if opened.interventions:

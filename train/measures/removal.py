@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from pydantic import ValidationError
 from torch import Tensor, nn
 
 from polyad.model.build import build_model
@@ -29,10 +28,8 @@ from polyad.parallel import comm
 from polyad.parallel.families import Origin
 from polyad.parallel.foreign import TheirWeights, write_with_fewer
 from polyad.parallel.weights import Weights
-from polyad.train.config.run import RunConfig
-from polyad.train.config.text import describe
 from polyad.train.errors import ConfigError
-from polyad.train.exchange.change import Change, Changed, Tree
+from polyad.train.exchange.change import Change, Changed
 from polyad.train.exchange.convert import check_adapters, convert, format_of, refuse_what_is_there
 from polyad.train.experts.interventions import Intervention, intervened
 from polyad.train.experts.moments import Moments
@@ -41,7 +38,7 @@ from polyad.train.measures.knockout import knock_out
 from polyad.train.measures.measure import Analysis
 from polyad.train.reading import TOKENS, EvaluationContext, Subject, open_evaluated
 from polyad.train.results import Tables
-from polyad.train.tasks.samples import TextSamples, losses
+from polyad.train.tasks.samples import losses
 from polyad.train.tasks.text import TextTask
 
 By = Literal["atlas", "reap", "mone", "frequency", "probability"]
@@ -70,24 +67,21 @@ class Removal(Analysis):
         """The options that choose the experts."""
         return f"--by {self.by} --keep {self.keep:g}" + " --merge" * self.merge
 
-    def check(self, opened: EvaluationContext, split: str) -> None:
+    def check(self, opened: EvaluationContext) -> None:
         """Checks that every layer can keep the share of its experts."""
         opened.need(f"experts {self.name}", TextTask)
-        sparse = {
-            layer.name: each
-            for layer, each in _sparse(build_model(opened.weights.model_config())).items()
-        }
+        sparse = _sparse(build_model(opened.weights.model_config()))
         if not sparse:
             kind = opened.weights.model_config().known_feed_forward().kind
             raise ConfigError(
                 f"experts {self.name}: {opened.weights.folder}: model.feed_forward.kind: {kind}: "
                 "only sparse experts (smoe) can be left out"
             )
-        for key, each in sparse.items():
+        for layer, each in sparse.items():
             if self.merge and each.num_groups > 1:
                 raise ConfigError(
-                    f"--merge: is not allowed with {key}.num_groups: {each.num_groups}; experts of "
-                    "different groups cannot be merged"
+                    f"--merge: is not allowed with {layer.name}.num_groups: {each.num_groups}; "
+                    "experts of different groups cannot be merged"
                 )
         left = {_left_of(each, self.keep) for each in sparse.values()}
         if len(left) > 1 or any(each.num_experts in left for each in sparse.values()):
@@ -103,9 +97,7 @@ class Removal(Analysis):
         kept = [{expert: 1.0} for expert in range(*left)]
         Changed(opened.weights, Pruning({"": kept}, self.text))
 
-    def run(
-        self, opened: EvaluationContext, split: str, model: nn.Module, world: comm.World
-    ) -> Tables:
+    def run(self, opened: EvaluationContext, model: nn.Module, world: comm.World) -> Tables:
         """Reads text to choose, writes, and reads other text with the models before and after."""
         import pandas as pd
 
@@ -120,7 +112,7 @@ class Removal(Analysis):
                 opened.weights.folder, self.calibrate, _as_in(opened), opened.choice
             )
         calibration.task.check_split("train")
-        text = _text_of(calibration, "train", self.tokens)
+        text = calibration._replace(split="train").text(self.tokens)
         subject = Subject(model, [*layers], text, calibration.batch_size)
         moments = subject.moments(world)
         scores = self._scores(subject, moments, world)
@@ -133,9 +125,10 @@ class Removal(Analysis):
             for layer, config in layers.items()
         }
         written = self._write(groups, opened)
-        held_out = Subject(model, [], _text_of(opened, split, self.tokens), opened.batch_size)
+        held_out = Subject(model, [], opened.text(self.tokens), opened.batch_size)
         whole, tokens = _mean_loss(held_out, "held-out text")
-        at_random = []
+        smaller = _loss_of_written(opened, self.output, self.tokens)
+        costs = {"all experts": whole, "these experts": smaller}
         for number in range(1, RANDOM_CHOICES + 1):
             chance, changes = torch.Generator().manual_seed(number), list[Intervention]()
             for layer, config in layers.items():
@@ -144,15 +137,12 @@ class Removal(Analysis):
                 changes.append(Intervention(layer=layer.block, experts=gone, how="prune"))
             with intervened(model, changes):
                 label = f"without random experts {number}/{RANDOM_CHOICES}"
-                at_random.append(_mean_loss(held_out, label)[0])
-        smaller = _loss_of_written(opened, self.output, split, self.tokens)
+                costs[f"random experts {number}"], _ = _mean_loss(held_out, label)
         kept = [
             {"module": name, "expert": expert, "made_of": list(group)}
             for name, each in groups.items()
             for expert, group in enumerate(each)
         ]
-        costs = [("all experts", whole), ("these experts", smaller)]
-        costs += [(f"random experts {n + 1}", loss) for n, loss in enumerate(at_random)]
         return Tables(
             facts={
                 "by": self.by,
@@ -169,7 +159,8 @@ class Removal(Analysis):
             frames={
                 "kept": pd.DataFrame(kept),
                 "losses": pd.DataFrame(
-                    {"model": name, "loss": loss, "change": loss - whole} for name, loss in costs
+                    {"model": name, "loss": loss, "change": loss - whole}
+                    for name, loss in costs.items()
                 ),
             },
             titles={"losses": "loss in nats per token, none of the random choices merged"},
@@ -226,12 +217,6 @@ def _as_in(opened: EvaluationContext) -> tuple[str, ...]:
     )
 
 
-def _text_of(opened: EvaluationContext, split: str, tokens: int) -> TextSamples:
-    """The text of a split, as it is scored."""
-    assert isinstance(opened.task, TextTask)
-    return TextSamples(opened.task, split, tokens, hidden=True)
-
-
 def _highest(score_E: Tensor, config: SparseMoEConfig, keep: float) -> list[int]:
     """The experts with the highest scores, equally many of each group that a router is limited
     to."""
@@ -272,13 +257,13 @@ def _mean_loss(subject: Subject, label: str) -> tuple[float, int]:
     return total / max(1, tokens), tokens
 
 
-def _loss_of_written(opened: EvaluationContext, folder: Path, split: str, tokens: int) -> float:
+def _loss_of_written(opened: EvaluationContext, folder: Path, tokens: int) -> float:
     """The mean loss of the written model, loaded from its files."""
     data: Any = opened.config.data
-    written = open_evaluated(folder, str(data.path), _as_in(opened))
+    written = open_evaluated(folder, str(data.path), _as_in(opened))._replace(split=opened.split)
     why = "it is scored"
-    with written.loaded("scoring what was written", split, needs_whole=why) as (model, _):
-        subject = Subject(model, [], _text_of(written, split, tokens), opened.batch_size)
+    with written.loaded("scoring what was written", opened.split, needs_whole=why) as (model, _):
+        subject = Subject(model, [], written.text(tokens), opened.batch_size)
         return _mean_loss(subject, "what was written")[0]
 
 
@@ -325,10 +310,7 @@ class Pruning(Change):
             pool = {"pool_least": section.pool_least, "pool_most": section.pool_most}
             bounds = {name: min(d, self.num_experts) for name, d in pool.items() if d is not None}
             tree[key.removeprefix("model.")] |= {"num_experts": self.num_experts} | width | bounds
-        try:
-            return Tree.model_validate({"model": tree}).model
-        except ValidationError as error:
-            raise self.error(describe(error, RunConfig)) from None
+        return self.validated(tree)
 
     def made(self, model: Changed, name: str) -> Tensor:
         """The part of a weight or buffer that belongs to the remaining experts."""

@@ -47,12 +47,6 @@ class Rewrite(NamedTuple):
         """The `group` of the subpopulation."""
         return 2 * self.of[self.output] + 1
 
-    def strength(self, experts: int) -> float:
-        """lambda, for a head with this many experts."""
-        if self.by is not None:
-            return self.by
-        return float(experts if self.of[self.output] else -experts)
-
     def group(self, labels_BK: Tensor) -> Tensor:
         """The subpopulation [B] of images: twice the value of the output's attribute, plus whether
         they meet the other conditions."""
@@ -128,7 +122,7 @@ class Rewriting(Analysis):
     move: str
     """The option `--move`, in the form `FORM`."""
 
-    def check(self, opened: EvaluationContext, split: str) -> None:
+    def check(self, opened: EvaluationContext) -> None:
         """Finds the training images of the subpopulation."""
         self._task = task = opened.need(f"experts {self.name}", AttributeClassification)
         self._rewrite = read_rewrite(self.move, task.data.class_names)
@@ -137,9 +131,7 @@ class Rewriting(Analysis):
         if not self._members:
             raise ConfigError("--move: no training image belongs to the subpopulation")
 
-    def run(
-        self, opened: EvaluationContext, split: str, model: nn.Module, world: comm.World
-    ) -> Tables:
+    def run(self, opened: EvaluationContext, model: nn.Module, world: comm.World) -> Tables:
         """Reads the subpopulation, and then the split."""
         import pandas as pd
 
@@ -163,21 +155,22 @@ class Rewriting(Analysis):
         for _, a_BS in readings(some, "read the subpopulation"):
             sums_S += a_BS.double().sum(0)
         mean_S = (comm.sum_over_samples(sums_S, world) / len(members)).float()
-        by = rewrite.strength(head.num_experts)
-        # before and after; images and correct ones of each subpopulation
-        counts_2G2 = torch.zeros(2, 4, 2, dtype=torch.float64, device=world.device)
-        scored = ImageSamples(task, split)
-        for forward_pass, a_BS in readings(scored, f"score {split}"):
-            logits_BK, labels_BK = forward_pass.output.float(), forward_pass.batch.labels_B
-            rewritten_BK = logits_BK.clone()
-            rewritten_BK[:, rewrite.output] += by * (a_BS @ mean_S)
-            group_B = rewrite.group(labels_BK)
-            for place, each_BK in enumerate((logits_BK, rewritten_BK)):
-                right_B = (each_BK[:, rewrite.output] > 0) == (labels_BK[:, rewrite.output] == 1)
-                counted_B2 = torch.stack([torch.ones_like(group_B), right_B], dim=-1).double()
-                counts_2G2[place].index_add_(0, group_B, counted_B2)
-        counts_2G2 = comm.sum_over_samples(counts_2G2.flatten(), world).view(2, 4, 2).cpu()
-        images_G, accuracy_2G = counts_2G2[0, :, 0], counts_2G2[..., 1] / counts_2G2[..., 0]
+        by = rewrite.by
+        if by is None:
+            by = float(head.num_experts if rewrite.of[rewrite.output] else -head.num_experts)
+        # images of each subpopulation, and those that are correct before and after
+        counts_G3 = torch.zeros(4, 3, dtype=torch.float64, device=world.device)
+        scored = ImageSamples(task, opened.split)
+        for forward_pass, a_BS in readings(scored, f"score {opened.split}"):
+            labels_BK = forward_pass.batch.labels_B
+            before_B = forward_pass.output.float()[:, rewrite.output]
+            after_B = before_B + by * (a_BS @ mean_S)
+            truth_B = labels_BK[:, rewrite.output] == 1
+            right = [(each_B > 0) == truth_B for each_B in (before_B, after_B)]
+            counted_B3 = torch.stack([torch.ones_like(truth_B), *right], dim=-1).double()
+            counts_G3.index_add_(0, rewrite.group(labels_BK), counted_B3)
+        counts_G3 = comm.sum_over_samples(counts_G3.flatten(), world).view(4, 3).cpu()
+        images_G, accuracy_2G = counts_G3[:, 0], (counts_G3[:, 1:] / counts_G3[:, :1]).T
         target, names = rewrite.target, task.data.class_names
         of = "+".join(names[n] + ("" if value else ":0") for n, value in rewrite.of.items())
         facts = {
@@ -188,16 +181,13 @@ class Rewriting(Analysis):
             "images_of_subpopulation": len(members),
             "rewrite_score": _rewrite_score(accuracy_2G[1] - accuracy_2G[0], target),
         }
-        groups = [
-            {
-                "has_class": bool(group // 2),
-                "has_others": bool(group % 2),
-                "images": int(images_G[group]),
-                "before": float(accuracy_2G[0, group]),
-                "after": float(accuracy_2G[1, group]),
-            }
-            for group in (3, 2, 1, 0)
-        ]
+        groups = {
+            "has_class": [False, False, True, True],
+            "has_others": [False, True, False, True],
+            "images": images_G.int().tolist(),
+            "before": accuracy_2G[0].tolist(),
+            "after": accuracy_2G[1].tolist(),
+        }
         measures = pd.DataFrame(
             {
                 when: _measures(each_G, images_G, target)
@@ -212,7 +202,7 @@ class Rewriting(Analysis):
             facts=facts,
             frames={
                 "measures": measures.rename_axis("measure").reset_index(),
-                "subpopulations": pd.DataFrame(groups),
+                "subpopulations": pd.DataFrame(groups)[::-1].reset_index(drop=True),
                 "experts": pd.DataFrame(means),
             },
             titles={

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -63,9 +62,9 @@ class Robustness(Analysis):
     folder: Path
     """The unpacked set."""
 
-    def check(self, opened: EvaluationContext, split: str) -> None:
+    def check(self, opened: EvaluationContext) -> None:
         """Refuses a model of other classes."""
-        task = opened.need(self.name, ImageClassification)
+        self._task = task = opened.need(self.name, ImageClassification)
         classes = len(imagenet_classes())
         if task.model.num_classes != classes:
             raise ConfigError(
@@ -74,14 +73,96 @@ class Robustness(Analysis):
             )
         check_order(task.data.class_names, task.place)
 
-    def run(
-        self, opened: EvaluationContext, split: str, model: nn.Module, world: comm.World
-    ) -> Tables:
+    def run(self, opened: EvaluationContext, model: nn.Module, world: comm.World) -> Tables:
         """Reads the images of the set."""
-        task = opened.need(self.name, ImageClassification)
-        tables = _SETS[self.set](Scorer(task, model, opened.batch_size, world), self.folder)
+        self._model, self._batch_size, self._world = model, opened.batch_size, world
+        tables = _SETS[self.set](self)
         about = {"set": f"ImageNet-{self.set.upper()}", "folder": str(self.folder)}
-        return tables.with_facts(about, {"image_size": task.model.image_size})
+        return tables.with_facts(about, {"image_size": self._task.model.image_size})
+
+    def _logits(
+        self, images: EvaluationImages | Subset[ImageBatch], label: str
+    ) -> tuple[Tensor, Tensor]:
+        """Logits [N, K] in fp32 and labels [N] of all images in order, on each process."""
+        samples = ImageSamples(self._task, images=images)
+        subject = Subject(self._model, [], samples, self._batch_size)
+        own = [
+            (each.number_R.cpu(), each.output.float().cpu(), each.batch.labels_B.cpu())
+            for each in subject.read(self._world, label=label)
+        ]
+        parts = [part for parts in comm.from_all(own) for part in parts]
+        number_N, logits_NK, labels_N = (torch.cat(each) for each in zip(*parts, strict=True))
+        order_N = number_N.argsort()
+        return logits_NK[order_N], labels_N[order_N]
+
+    def _of_files(
+        self, files: ImageSplit, label: str, resize: float | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The same for files, whose shorter side is resized to `resize` times the model's before
+        the crop; None: as configured."""
+        settings = self._task.settings
+        if resize is not None:
+            settings = settings.model_copy(update={"evaluation_resize": resize})
+        images = EvaluationImages(files, settings, self._task.model.image_size)
+        return self._logits(images, label)
+
+    def _corrupted(self) -> Tables:
+        """Top-1 error of each corruption over its severities, and relative to AlexNet's (mCE).
+
+        Reads CORRUPTION/SEVERITY/WORDNET_ID/FILE; the four extra corruptions are not read.
+        """
+        import pandas as pd
+
+        errors: dict[str, list[float]] = {name: [] for name in ALEXNET_ERRORS}
+        for name, of_severities in errors.items():
+            for severity in range(1, 6):
+                files = by_wordnet_id(self.folder / name / str(severity))
+                logits_NK, labels_N = self._of_files(files, f"{name} {severity}", 1.0)
+                of_severities.append(float((logits_NK.argmax(-1) != labels_N).double().mean()))
+        frame = pd.DataFrame({"corruption": errors.keys(), "error": map(fmean, errors.values())})
+        frame["ce"] = frame["error"] / frame["corruption"].map(ALEXNET_ERRORS)
+        frame["severities"] = [*errors.values()]
+        return Tables(
+            facts={"top1": 1 - fmean(frame["error"]), "mce": fmean(frame["ce"])},
+            frames={"corruptions": frame},
+            titles={"corruptions": "error, and ce: the error relative to AlexNet's"},
+        )
+
+    def _subset(self) -> Tables:
+        """Top-1 accuracy among the set's classes only: ImageNet-A and -R have 200."""
+        files = by_wordnet_id(self.folder)
+        classes_S = torch.as_tensor(np.unique(files.labels))
+        logits_NK, labels_N = self._of_files(files, self.folder.name)
+        predicted_N = classes_S[logits_NK[:, classes_S].argmax(-1)]
+        right = float((predicted_N == labels_N).double().mean())
+        return Tables(facts={"top1": right, "images_scored": len(files), "classes": len(classes_S)})
+
+    def _outliers(self) -> Tables:
+        """Area under the precision-recall curve of detecting ImageNet-O's images among ImageNet's.
+
+        The score of an outlier is -max softmax over the set's classes; the inliers are those images
+        of ImageNet's own validation split that have one of these classes (Hendrycks et al. 2021).
+        """
+        from sklearn.metrics import average_precision_score
+
+        data, files = self._task.data, by_wordnet_id(self.folder)
+        classes_S = torch.as_tensor(np.unique(files.labels))
+        split = data.own_validation
+        labels = torch.as_tensor(data.split(split).labels if split else [])
+        numbers = torch.isin(labels, classes_S).nonzero().flatten().tolist()
+        if split is None or not numbers:
+            raise ConfigError(
+                f"robustness: {self._task.place} lacks ImageNet's own validation images of these "
+                f"classes, which this set is compared with: {data.held_out}; data.held_out must be "
+                "null"
+            )
+        outside_NK, _ = self._of_files(files, self.folder.name)
+        inside_NK, _ = self._logits(Subset(self._task.held_out(split), numbers), split)
+        logits_NS = torch.cat([outside_NK, inside_NK])[:, classes_S]
+        is_outside = [True] * len(files) + [False] * len(numbers)
+        area = average_precision_score(is_outside, -logits_NS.softmax(-1).amax(-1).numpy())
+        facts = {"aupr": float(area), "images_scored": len(files), "images_inside": len(numbers)}
+        return Tables(facts={**facts, "classes": len(classes_S)})
 
 
 @functools.cache
@@ -143,108 +224,9 @@ def check_order(names: list[str], place: str) -> None:
         )
 
 
-class Scorer(NamedTuple):
-    """A model that classifies images for these sets."""
-
-    task: ImageClassification
-    model: nn.Module
-    batch_size: int
-    world: comm.World
-
-    def logits(
-        self, images: EvaluationImages | Subset[ImageBatch], label: str
-    ) -> tuple[Tensor, Tensor]:
-        """Logits [N, K] in fp32 and labels [N] of all images in order, on each process."""
-        samples = ImageSamples(self.task, images=images)
-        own = [
-            (each.number_R.cpu(), each.output.float().cpu(), each.batch.labels_B.cpu())
-            for each in Subject(self.model, [], samples, self.batch_size).read(
-                self.world, label=label
-            )
-        ]
-        parts = [part for parts in comm.from_all(own) for part in parts]
-        number_N, logits_NK, labels_N = (torch.cat(each) for each in zip(*parts, strict=True))
-        order_N = number_N.argsort()
-        return logits_NK[order_N], labels_N[order_N]
-
-    def files(
-        self, files: ImageSplit, label: str, resize: float | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """The same for files, whose shorter side is resized to `resize` times the model's before
-        the crop; None: as configured."""
-        settings = self.task.settings
-        if resize is not None:
-            settings = settings.model_copy(update={"evaluation_resize": resize})
-        images = EvaluationImages(files, settings, self.task.model.image_size)
-        return self.logits(images, label)
-
-
-def _corrupted(scorer: Scorer, folder: Path) -> Tables:
-    """Top-1 error of each corruption over its severities, and relative to AlexNet's (mCE).
-
-    Reads CORRUPTION/SEVERITY/WORDNET_ID/FILE; the four extra corruptions are not read.
-    """
-    import pandas as pd
-
-    errors: dict[str, list[float]] = {name: [] for name in ALEXNET_ERRORS}
-    for name, of_severities in errors.items():
-        for severity in range(1, 6):
-            files = by_wordnet_id(folder / name / str(severity))
-            logits_NK, labels_N = scorer.files(files, f"{name} {severity}", 1.0)
-            of_severities.append(float((logits_NK.argmax(-1) != labels_N).double().mean()))
-    means = {name: fmean(each) for name, each in errors.items()}
-    relative = {name: mean / ALEXNET_ERRORS[name] for name, mean in means.items()}
-    rows = [
-        {"corruption": name, "error": means[name], "ce": relative[name], "severities": errors[name]}
-        for name in means
-    ]
-    return Tables(
-        facts={"top1": 1 - fmean(means.values()), "mce": fmean(relative.values())},
-        frames={"corruptions": pd.DataFrame(rows)},
-        titles={"corruptions": "error, and ce: the error relative to AlexNet's"},
-    )
-
-
-def _subset(scorer: Scorer, folder: Path) -> Tables:
-    """Top-1 accuracy among the set's classes only: ImageNet-A and -R have 200."""
-    files = by_wordnet_id(folder)
-    classes_S = torch.as_tensor(np.unique(files.labels))
-    logits_NK, labels_N = scorer.files(files, folder.name)
-    predicted_N = classes_S[logits_NK[:, classes_S].argmax(-1)]
-    right = float((predicted_N == labels_N).double().mean())
-    return Tables(facts={"top1": right, "images_scored": len(files), "classes": len(classes_S)})
-
-
-def _outliers(scorer: Scorer, folder: Path) -> Tables:
-    """Area under the precision-recall curve of detecting ImageNet-O's images among ImageNet's.
-
-    The score of an outlier is -max softmax over the set's classes; the inliers are those images of
-    ImageNet's own validation split that have one of these classes (Hendrycks et al. 2021).
-    """
-    from sklearn.metrics import average_precision_score
-
-    data, files = scorer.task.data, by_wordnet_id(folder)
-    classes_S = torch.as_tensor(np.unique(files.labels))
-    split = data.own_validation
-    labels = torch.as_tensor(data.split(split).labels if split else [])
-    numbers = torch.isin(labels, classes_S).nonzero().flatten().tolist()
-    if split is None or not numbers:
-        raise ConfigError(
-            f"robustness: {scorer.task.place} lacks ImageNet's own validation images of these "
-            f"classes, which this set is compared with: {data.held_out}; data.held_out must be null"
-        )
-    outside_NK, _ = scorer.files(files, folder.name)
-    inside_NK, _ = scorer.logits(Subset(scorer.task.held_out(split), numbers), split)
-    logits_NS = torch.cat([outside_NK, inside_NK])[:, classes_S]
-    is_outside = [True] * len(files) + [False] * len(numbers)
-    area = average_precision_score(is_outside, -logits_NS.softmax(-1).amax(-1).numpy())
-    facts = {"aupr": float(area), "images_scored": len(files), "images_inside": len(numbers)}
-    return Tables(facts={**facts, "classes": len(classes_S)})
-
-
-_SETS: dict[str, Callable[[Scorer, Path], Tables]] = {
-    "c": _corrupted,
-    "a": _subset,
-    "r": _subset,
-    "o": _outliers,
+_SETS: dict[str, Callable[[Robustness], Tables]] = {
+    "c": Robustness._corrupted,
+    "a": Robustness._subset,
+    "r": Robustness._subset,
+    "o": Robustness._outliers,
 }

@@ -13,8 +13,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import pyarrow as pa
 import torch
+from pyarrow import parquet
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from polyad.data.files import whole_file
 from polyad.data.json_reader import parse_json
@@ -97,8 +100,6 @@ def trace_of_routes(file: Path, output: Path, tokenizer: str | None) -> Tables:
         ConfigError: they are no routes.
     """
     import pandas as pd
-    import pyarrow as pa
-    from pyarrow import parquet
 
     texts = read_routes(file)
     lengths = [len(each.ids_T) for each in texts]
@@ -145,9 +146,6 @@ class TracedText(TextSamples):
     """
 
     def __init__(self, path: Path, tokenizer: str | None) -> None:
-        import pyarrow as pa
-        from pyarrow import parquet
-
         try:
             table = parquet.read_table(path)
             self.about = json.loads((table.schema.metadata or {}).get(METADATA, b"{}"))
@@ -168,13 +166,12 @@ class TracedText(TextSamples):
         of_layer = self._frame[self._frame["module"] == self.layers[0].name]
         tokens = of_layer[of_layer["slot"] == 0]
         ids = [each.to_numpy(np.int64) for _, each in tokens.groupby("window")["token_id"]]
-        self.rows, self.length = len(ids), max(map(len, ids))
+        lengths_B1 = torch.tensor([[len(each)] for each in ids])
+        self.rows, self.length = len(ids), int(lengths_B1.max())
         self.amount, self.predicts_both_ways = len(tokens), False
         self.stream = TokenStream.of(path, ids, self.tokenizer.vocab_size)
-        self.real_BT = torch.zeros(self.rows, self.length, dtype=torch.bool)
-        self.ids_BT = torch.zeros(self.rows, self.length, dtype=torch.int64)
-        for row, each in enumerate(ids):
-            self.real_BT[row, : len(each)], self.ids_BT[row, : len(each)] = True, torch.tensor(each)
+        self.real_BT = torch.arange(self.length) < lengths_B1
+        self.ids_BT = pad_sequence([*map(torch.tensor, ids)], batch_first=True)
         self.place_BT = self.real_BT.flatten().cumsum(0).view_as(self.ids_BT) - 1
 
     @cached_property

@@ -55,14 +55,15 @@ class Specialization(Measure):
         super().begin(subject)
         model, layers, samples, batch_size = subject
         device = torch.device("cpu") if self.counts_only else device_of(model)
-        self._measures: dict[str, list[GateEntropies | ExpertSimilarity]] = {}
-        for layer in layers:
+        self._measures: dict[str, list[GateEntropies | ExpertSimilarity]] = {
+            layer.name: [] for layer in layers
+        }
+        for layer in () if self.counts_only else layers:
             rows, batch = samples.rows, batch_size * samples.rows_of_sample
             similarity = ExpertSimilarity(layer, rows, batch, device)
-            both = [GateEntropies(layer, rows, device), similarity]
-            self._measures[layer.name] = [] if self.counts_only else both
+            self._measures[layer.name] += [GateEntropies(layer, rows, device), similarity]
         self._tokens = torch.zeros(1, dtype=torch.float64, device=device)
-        self._labellings: list[Labelling] = []
+        self._labellings: dict[str, Labelling] = {}
         self._left_out: list[LeaveOneOut] = []
         names: dict[str, Sequence[str]] = {}
         if (classes := samples.classes()) is not None:
@@ -71,7 +72,7 @@ class Specialization(Measure):
         if isinstance(samples, TextSamples):
             self._labellings = labellings(samples.tokenizer, samples.stream, samples.length)
             self._shifts = Shifts(samples.rows, samples.length, SHUFFLES)
-            names |= {each.name: each.classes for each in self._labellings}
+            names |= {name: each.classes for name, each in self._labellings.items()}
         self._counts = {
             layer.name: {
                 by: ExpertCounts(layer, classes_of, samples.rows, device)
@@ -112,10 +113,10 @@ class Specialization(Measure):
         ids_BT = passages.ids_BT.cpu()
         counted_BT = self.subject.samples.counted_BT(passages).cpu()
         labels = {}
-        for each in self._labellings:
+        for name, each in self._labellings.items():
             label_BT = each.of(ids_BT).where(counted_BT, -1)
             label_PBT = self._shifts(label_BT, passages.number_B)
-            labels[each.name] = label_PBT.flatten(1).to(passages.ids_BT.device)
+            labels[name] = label_PBT.flatten(1).to(passages.ids_BT.device)
         return labels
 
     def labels(self, summed: Summed = lambda values: values) -> dict[str, list[Labels]]:
@@ -125,7 +126,7 @@ class Specialization(Measure):
         Args:
             summed: sums over processes.
         """
-        labels = {}
+        labels: dict[str, list[Labels]] = {}
         for layer in self.subject.layers:
             levels = {by: each.result(summed) for by, each in self._counts[layer.name].items()}
             labels[layer.name] = [

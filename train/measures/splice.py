@@ -14,7 +14,9 @@ Source: MxD (Oldfield et al. 2025, "Towards interpretability without sacrifice: 
 decomposition with mixture of decoders").
 """
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -40,7 +42,7 @@ from polyad.train.measures.measure import Measure
 from polyad.train.reading import TOKENS, EvaluationContext, ForwardPass, Subject
 from polyad.train.results import Tables
 from polyad.train.tasks.language import LanguageModelling
-from polyad.train.tasks.samples import TextSamples, losses, through
+from polyad.train.tasks.samples import losses, through
 
 Way: TypeAlias = Literal["original", "zeroed", "spliced"]
 WAYS: tuple[Way, ...] = ("zeroed", "spliced")
@@ -59,7 +61,7 @@ class Splicing(Measure):
     tokens: int = TOKENS
     """Approximate number of tokens to read."""
 
-    def check(self, opened: EvaluationContext, split: str) -> None:
+    def check(self, opened: EvaluationContext) -> None:
         """Opens the original model."""
         opened.need(f"experts {self.name}", LanguageModelling)
         model, weights = opened.weights.model_config(), opened.weights
@@ -70,74 +72,60 @@ class Splicing(Measure):
             )
         self._teacher = open_original(self.teacher, opened, model)
 
-    def subject_of(self, opened: EvaluationContext, split: str, model: nn.Module) -> Subject:
+    def subject_of(self, opened: EvaluationContext, model: nn.Module) -> Subject:
         """The text; loads the original feed-forwards."""
         config, precision = opened.weights.model_config(), opened.config.train.precision
         assert isinstance(config, DecoderSettings)
         self._originals = original_feed_forwards(
             self._teacher, config.replaced_blocks(), device_of(model), precision
         )
-        task = opened.need(f"experts {self.name}", LanguageModelling)
-        return Subject(model, [], TextSamples(task, split, self.tokens), opened.batch_size)
-
-    def begin(self, subject: Subject) -> None:
-        """Lists the sets of blocks to replace."""
-        super().begin(subject)
-        originals, device = self._originals, device_of(subject.model)
+        originals, device = self._originals, device_of(model)
         self._ways: dict[int, Way] = dict.fromkeys(originals, "original")
         self._counted_BT: Tensor | None = None
         self.blocks = [min(originals)]
         together: list[Sequence[int]] = [tuple(originals)] if len(originals) > 1 else []
         self._sets = [*((block,) for block in originals), *together]
 
-        def zeros(*shape: int) -> Tensor:
-            return torch.zeros(*shape, dtype=torch.float64, device=device)
-
+        zeros = functools.partial(torch.zeros, dtype=torch.float64, device=device)
         self._losses = zeros(1 + len(WAYS) * len(self._sets))
         """Sums over tokens: for the original model, and for each set of blocks in each way."""
         self._tokens = zeros(1)
         self._errors: dict[int, Tensor] = {block: zeros(4) for block in originals}
         """Sums for each block: |ŷ - y|^2, |y|^2, active experts, and the number of tokens for the
         latter."""
+        return Subject(model, [], opened.text(self.tokens), opened.batch_size)
 
     def read(self, world: comm.World | None = None) -> None:
         """Reads the text, with hooks on the replaced blocks' outputs."""
-        hooks = [
-            self.subject.model.get_submodule(f"blocks.{block}.feed_forward").register_forward_hook(
-                self._output_of(block)
-            )
-            for block in self._originals
-        ]
-        try:
+        with ExitStack() as hooks:
+            for block in self._originals:
+                module = self.subject.model.get_submodule(f"blocks.{block}.feed_forward")
+                hook = functools.partial(self._output, block)
+                hooks.enter_context(module.register_forward_hook(hook))
             super().read(world)
-        finally:
-            for hook in hooks:
-                hook.remove()
 
-    def _output_of(self, block: int) -> Callable[..., Any]:
-        """Returns a hook that replaces a feed-forward's output."""
-
-        def output(module: nn.Module, inputs: tuple[Any, ...], outputs: tuple[Any, Any]) -> Any:
-            ours_BTD, stats = outputs
-            way = self._ways[block]
-            if way == "zeroed":
-                return torch.zeros_like(ours_BTD), None
-            theirs_BTD, _ = self._originals[block](*inputs)
-            if way == "original":
-                return theirs_BTD, None
-            if self._counted_BT is not None:
-                sums = self._errors[block]
-                both = (each[self._counted_BT].double() for each in (ours_BTD, theirs_BTD))
-                ours_ND, theirs_ND = both
-                sums[0] += (ours_ND - theirs_ND).square().sum()
-                sums[1] += theirs_ND.square().sum()
-                if isinstance(module, SparseTable):
-                    weights_NK = module.gate.forward(inputs[0][self._counted_BT]).weights_NK
-                    sums[2] += (weights_NK != 0).sum()
-                    sums[3] += len(weights_NK)
-            return ours_BTD, stats
-
-        return output
+    def _output(
+        self, block: int, module: nn.Module, inputs: tuple[Any, ...], outputs: tuple[Any, Any]
+    ) -> Any:
+        """Replaces a feed-forward's output, as a hook."""
+        ours_BTD, stats = outputs
+        way = self._ways[block]
+        if way == "zeroed":
+            return torch.zeros_like(ours_BTD), None
+        theirs_BTD, _ = self._originals[block](*inputs)
+        if way == "original":
+            return theirs_BTD, None
+        if self._counted_BT is not None:
+            sums = self._errors[block]
+            both = (each[self._counted_BT].double() for each in (ours_BTD, theirs_BTD))
+            ours_ND, theirs_ND = both
+            sums[0] += (ours_ND - theirs_ND).square().sum()
+            sums[1] += theirs_ND.square().sum()
+            if isinstance(module, SparseTable):
+                weights_NK = module.gate.forward(inputs[0][self._counted_BT]).weights_NK
+                sums[2] += (weights_NK != 0).sum()
+                sums[3] += len(weights_NK)
+        return ours_BTD, stats
 
     def add(self, forward_pass: ForwardPass) -> None:
         """Adds a batch, which is read again from the first replaced block on in each way."""
@@ -164,9 +152,8 @@ class Splicing(Measure):
 
         (tokens,) = summed(self._tokens).tolist()
         whole, *others = (summed(self._losses) / tokens).tolist()
-        pairs = list(zip(others[::2], others[1::2], strict=True))
         rows: list[dict[str, Any]] = []
-        for blocks, (zeroed, spliced) in zip(self._sets, pairs, strict=True):
+        for blocks, zeroed, spliced in zip(self._sets, others[::2], others[1::2], strict=True):
             recovered = (zeroed - spliced) / (zeroed - whole)
             row = {"zeroed": zeroed, "spliced": spliced, "recovered": recovered}
             if len(blocks) > 1:

@@ -18,7 +18,7 @@ from torch.nn.functional import one_hot
 
 from polyad.parallel.weights import device_of
 from polyad.train.errors import ConfigError
-from polyad.train.experts.information import GroupedSums, Matrix, Summed, intervals
+from polyad.train.experts.information import GroupedSums, Matrix, Summed, interval_columns
 from polyad.train.experts.interventions import Intervention, intervened
 from polyad.train.experts.knockout import ChangeSums, mean_of
 from polyad.train.experts.token_classes import ClassColumns, classes_of_vocabulary
@@ -26,7 +26,7 @@ from polyad.train.measures.measure import Measure
 from polyad.train.reading import TOKENS, EvaluationContext, ForwardPass, Subject
 from polyad.train.results import Tables
 from polyad.train.tasks.language import LanguageModelling
-from polyad.train.tasks.samples import TextSamples, embedded, losses, through
+from polyad.train.tasks.samples import embedded, losses, through
 
 
 @dataclass(kw_only=True)
@@ -42,33 +42,26 @@ class Steer(Measure):
     tokens: int = TOKENS
     """Approximate number of tokens to read."""
 
-    def check(self, opened: EvaluationContext, split: str) -> None:
+    def check(self, opened: EvaluationContext) -> None:
         """Refuses a model that does not predict the next token, and no changes."""
         opened.need(f"experts {self.name}", LanguageModelling)
         if not self.changes:
             raise ConfigError("experts steer: --intervene is missing")
 
-    def subject_of(self, opened: EvaluationContext, split: str, model: nn.Module) -> Subject:
-        """The text, and no layers."""
-        task = opened.need(f"experts {self.name}", LanguageModelling)
-        text = TextSamples(task, split, self.tokens, hidden=True)
-        return Subject(model, [], text, opened.batch_size)
-
-    def begin(self, subject: Subject) -> None:
-        """Finds the classes of the vocabulary."""
-        super().begin(subject)
-        model: Any = subject.model
-        text = subject.samples
-        assert isinstance(text, TextSamples)
-        self._model, self._text, device = model, text, device_of(model)
+    def subject_of(self, opened: EvaluationContext, model: nn.Module) -> Subject:
+        """The text, and no layers; finds the classes of the vocabulary."""
+        text, device = opened.text(self.tokens), device_of(model)
+        self._model: Any = model
+        self._text = text
         self._columns = ClassColumns(text)
         self._losses = ChangeSums(1, self._columns.classes, text.rows, device)
         vocabulary = classes_of_vocabulary(text.tokenizer, text.stream)
-        self._mass_classes = {name: classes for name, (classes, _) in vocabulary.items()}
+        self._next = [(by, name) for by, (classes, _) in vocabulary.items() for name in classes]
         tables = [one_hot(class_V, len(classes)) for classes, class_V in vocabulary.values()]
         self._class_VK = torch.cat(tables, -1).float().to(device)
         width = 2 * self._class_VK.shape[1] + 1
         self._masses = GroupedSums(text.rows, [width], device)
+        return Subject(model, [], text, opened.batch_size)
 
     @torch.inference_mode()
     def add(self, forward_pass: ForwardPass) -> None:
@@ -102,19 +95,17 @@ class Steer(Measure):
         import pandas as pd
 
         classes = self._losses.result("changed", summed)
-        mass_G = self._masses.result(summed, "changed: probabilities are not finite")
+        mass_G = self._masses.result(summed, "changed: probabilities")
         columns = self._class_VK.shape[1]
 
         def change(sums: Matrix) -> Matrix:
             added = sums[..., columns : 2 * columns] - sums[..., :columns]
             return mean_of(added, sums[..., [-1]])
 
-        names = [(by, name) for by, each in self._mass_classes.items() for name in each]
-        next_tokens = pd.DataFrame(names, columns=["by", "class"])
+        next_tokens = pd.DataFrame(self._next, columns=["by", "class"])
         next_tokens["probability"] = mean_of(mass_G.sum(0)[:columns], mass_G.sum(0)[-1])
-        ends = intervals(change, mass_G, self._text.rows)
-        for end, change_K in zip(("", "_low", "_high"), ends, strict=True):
-            next_tokens[f"change{end}"] = change_K
+        ends = interval_columns("change", change, mass_G, self._text.rows)
+        next_tokens = next_tokens.assign(**ends)
         measured = ["by", "class", "tokens", "loss", "change", "change_low", "change_high"]
         return Tables(
             facts={

@@ -15,6 +15,7 @@ from polyad.data.files import whole_file, writing
 from polyad.parallel import comm
 from polyad.train.config.environment import folder_digest
 from polyad.train.errors import ConfigError
+from polyad.train.experts.information import not_finite
 from polyad.train.experts.probing import EVERY, RoutedLayer, choose_layers
 from polyad.train.experts.trace import (
     EXTRA,
@@ -72,7 +73,7 @@ class Trace(Analysis):
             return "--with loss: a loss is known after the last block alone"
         return None
 
-    def check(self, opened: EvaluationContext, split: str) -> None:
+    def check(self, opened: EvaluationContext) -> None:
         """Refuses what exists already, and columns that the data does not have."""
         if self.output.exists() or not self.output.parent.is_dir():
             wrong = "already exists" if self.output.exists() else "its folder does not exist"
@@ -80,19 +81,17 @@ class Trace(Analysis):
         check_extra("--with", self.extra, opened)
 
     @torch.inference_mode()
-    def run(
-        self, opened: EvaluationContext, split: str, model: nn.Module, world: comm.World
-    ) -> Tables:
+    def run(self, opened: EvaluationContext, model: nn.Module, world: comm.World) -> Tables:
         """Reads the samples once; each process writes what it reads."""
         import pandas as pd
         import pyarrow as pa
         from pyarrow.parquet import ParquetWriter
 
         layers = choose_layers(layers_of(opened, model), self.layers or (EVERY,))
-        samples = samples_of(opened.task, split, self.tokens)
+        samples = samples_of(opened.task, opened.split, self.tokens)
         subject = Subject(model, layers, samples, opened.batch_size)
         rows, path = TraceRows(subject, self.extra, self.top or TOP), self.output
-        about = {**_about(opened, split, samples), "part": world.rank, "parts": world.size}
+        about = {**_about(opened, samples), "part": world.rank, "parts": world.size}
         schema = trace_schema(layers, rows.columns, about)
         if world.size > 1:
             path = self.output / f"part-{world.rank:05d}.parquet"
@@ -157,7 +156,11 @@ class TraceRows:
 
     def of(self, forward_pass: ForwardPass) -> Iterator[Any]:
         """Yields the rows of a batch for each layer, as `trace_rows` returns them."""
-        of_batch, most = self._of_batch(forward_pass), 0
+        of_batch, most = None, 0  # images have tokens of their own in each layer
+        if isinstance(self._samples, TextSamples):
+            of_batch = self._of_text(self._samples, forward_pass)
+        elif isinstance(self._samples, SequenceSamples):
+            of_batch = _of_sequences(self._samples, forward_pass)
         for layer in self._layers:
             if (decision := forward_pass.of_all_tokens.get(layer.name)) is None:  # in another block
                 continue
@@ -171,15 +174,8 @@ class TraceRows:
         if forward_pass.is_first:
             self.tokens += most
 
-    def _of_batch(self, forward_pass: ForwardPass) -> tuple[Columns, Tensor] | None:
-        """The columns of a batch's tokens, and which are written; None: each layer has its own."""
-        if isinstance(self._samples, TextSamples):
-            return self._of_text(self._samples, forward_pass)
-        if isinstance(self._samples, SequenceSamples):
-            return _of_sequences(self._samples, forward_pass)
-        return None
-
     def _of_text(self, text: TextSamples, forward_pass: ForwardPass) -> tuple[Columns, Tensor]:
+        """The columns of a batch's tokens, and which are written."""
         passages = forward_pass.batch
         window_B, position_BT, real_BT = text.places(passages)
         place_N = position_BT.flatten().cpu()
@@ -196,7 +192,7 @@ class TraceRows:
         if "loss" in self._extra:
             loss_BT = losses(self._model, forward_pass.output, passages).float()
             if not loss_BT[passages.scored_BP].isfinite().all():
-                raise ConfigError("--with loss: losses are not finite: weights are too large")
+                raise ConfigError(not_finite("--with loss: losses"))
             columns["loss"] = loss_BT.where(passages.scored_BP, torch.nan).flatten().cpu()
         return columns, real_BT.flatten().nonzero()[:, 0].cpu()
 
@@ -239,10 +235,10 @@ def _of_sequences(sequences: SequenceSamples, forward_pass: ForwardPass) -> tupl
     return columns, torch.arange(len(row_N))
 
 
-def _about(opened: EvaluationContext, split: str, samples: Samples) -> dict[str, Any]:
+def _about(opened: EvaluationContext, samples: Samples) -> dict[str, Any]:
     """Metadata of a file about weights and data."""
     about = {
-        **opened.about(split),
+        **opened.about(opened.split),
         "interventions": [each.to_json() for each in opened.interventions],
         "digest": folder_digest(opened.weights.folder),
         "model_kind": opened.weights.model_config().kind,

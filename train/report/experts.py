@@ -172,18 +172,17 @@ def _change(row: Mapping[str, Any]) -> Change:
 def _lifts(labels: Mapping[str, LevelByClass]) -> list[Effect | None]:
     """For each expert the class with the highest lift, if that exceeds 1 beyond noise."""
     classes = sum(len(level.groups) for level in labels.values())
-    best: list[Effect | None] = [None] * len(next(iter(labels.values())).counts_SY)
+    effects: dict[int, list[Effect]] = {}
     for by, level in labels.items():
         of_class_Y, whole = level.counts_SY.sum(0), level.counts_SY.sum()
         for row, (class_, lift) in enumerate(zip(*level.highest_lifts(), strict=True)):
             change, counts_Y = Change(*lift), level.counts_SY[row]
-            before = best[row]
-            if not is_beyond(change, 1.0, classes) or (
-                before is not None and before.value.value >= change.value
-            ):
-                continue
-            with np.errstate(divide="ignore", invalid="ignore"):
-                share_elsewhere = (counts_Y.sum() - counts_Y[class_]) / (whole - of_class_Y[class_])
-            elsewhere = float(share_elsewhere / level.share_S[row])
-            best[row] = Effect(by, level.groups[class_], change, elsewhere)
-    return best
+            of_row = effects.setdefault(row, [])
+            if is_beyond(change, 1.0, classes):
+                with np.errstate(divide="ignore", invalid="ignore"):
+                    rest = (counts_Y.sum() - counts_Y[class_]) / (whole - of_class_Y[class_])
+                elsewhere = float(rest / level.share_S[row])
+                of_row.append(Effect(by, level.groups[class_], change, elsewhere))
+    return [
+        max(each, key=lambda effect: effect.value.value, default=None) for each in effects.values()
+    ]

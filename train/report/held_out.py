@@ -113,25 +113,24 @@ def _read(
     """Reads the samples once; `about` has further fields of the result, and a trace no task."""
     model, layers, samples, _ = subject
     device = str(torch.device("cpu") if task is None else device_of(model))
-    specialization, readers = None, list[Any]()
+    specialization = None
     if isinstance(samples, TextSamples) or samples.classes() is not None:
         specialization = Specialization(leave_out=False, counts_only=task is None)
         specialization.begin(subject)
-        readers.append(specialization)
     top: TopText | TopImages | None = None
     if isinstance(samples, TextSamples):
         top = TopText(layers, samples, options.top, device)
     elif isinstance(samples, ImageSamples):
         top = TopImages(layers, samples, options.top, device)
-    readers += [top] if top else []
+    readers = [each for each in (specialization, top) if each is not None]
     for forward_pass in subject.read(label=f"read {options.split}"):
         for each in readers:
             each.add(forward_pass)
     shown = top.result(options.experts) if top else {}
     return ReportData(
         units=top.tokens if isinstance(top, TopText) else samples.amount,
-        labels=specialization and specialization.labels(),
-        specialization=specialization and specialization.result(),
+        labels=None if specialization is None else specialization.labels(),
+        specialization=None if specialization is None else specialization.result(),
         knockout=_without_experts(subject, task, shown, options) if options.knockout else None,
         shown=shown,
         images=top.pictures(model, shown) if isinstance(top, TopImages) else None,

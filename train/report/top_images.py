@@ -130,8 +130,9 @@ class TopImages:
         self._tops = {each.name: TopTokens(each, top, device, WHOLE_IMAGE) for each in layers}
         self._tokens: dict[str, int] = {}
         model = samples.task.model
-        is_grid = isinstance(model, ImageModelSettings)
-        self._grid = model.image_size // model.patch_size if is_grid else 1
+        self._grid = 1
+        if isinstance(model, ImageModelSettings):
+            self._grid = model.image_size // model.patch_size
         self._in_words = samples.task.labels_in_words(samples.split)
 
     def add(self, forward_pass: ForwardPass) -> None:

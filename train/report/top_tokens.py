@@ -68,7 +68,8 @@ class TopTokens:
         self._key_KS = torch.zeros(top, experts, dtype=torch.float64, device=device)
         self._position_KS = torch.full((top, experts), -1, device=device)
         self._given_S = torch.zeros(experts, dtype=torch.float64, device=device)
-        self._tokens = torch.zeros(1, dtype=torch.int64)
+        self.tokens = 0
+        """Number of tokens so far."""
 
     def add(self, a_BTS: Tensor, position_BT: Tensor) -> None:
         """Adds a batch.
@@ -82,7 +83,7 @@ class TopTokens:
         # A coefficient counts as it is, an assignment of a sparse expert as 1.
         given_BTS = a_BTS if self.layer.shares else (a_BTS != 0) + 0 * a_BTS  # NaN stays
         self._given_S += given_BTS.sum((0, 1)).double()
-        self._tokens += valid_BT.sum().cpu()
+        self.tokens += int(valid_BT.sum())
         for first in range(0, a_BTS.shape[1], self._stretch):
             stretch = slice(first, first + self._stretch)
             highest_BS, where_BS = a_BTS[:, stretch].max(1)
@@ -99,11 +100,6 @@ class TopTokens:
         keys, positions = self._key_KS[:, expert].float(), self._position_KS[:, expert]
         pairs = zip(keys.tolist(), positions.tolist(), strict=True)
         return [(key, position) for key, position in pairs if key > 0]
-
-    @property
-    def tokens(self) -> int:
-        """Number of tokens so far."""
-        return int(self._tokens)
 
     def shares(self) -> list[Tensor]:
         """Each expert's share of all that its level gives so far, by level."""
@@ -123,7 +119,7 @@ class TopTokens:
             ConfigError: weights are not finite.
         """
         if not self._given_S.isfinite().all():
-            raise ConfigError(not_finite(self.layer))
+            raise ConfigError(not_finite(f"the coefficients of {self.layer.name}"))
         shares = self.shares()
         columns = columns_of(self.layer, experts) if experts else choose_experts(shares, SHOWN)
         return [

@@ -12,12 +12,12 @@ from polyad.train.evaluation.generate import (
     Sampling,
     TextStream,
     choose,
-    generate,
     generate_ids,
     probabilities,
 )  # fmt: skip
 from tests.helpers.decoders import write_tokenizer
 from tests.helpers.everyday import everyday
+from tests.helpers.generated import any_token, generated, uncached
 from tests.helpers.huggingface import save_reference
 from tests.helpers.random_model import random_model
 from tests.helpers.reference import reference_of
@@ -30,8 +30,9 @@ def small_model(dtype=torch.float32, feed_forward=DENSE, **sizes):
     return random_model(feed_forward, dtype, hidden_size=32, **{"sequence_length": 16} | sizes)
 
 
-def ids_of(model, prompt, count=40, sampling=GREEDY, **options):
-    return list(generate_ids(model, prompt, max_tokens=count, sampling=sampling, **options))
+def ids_of(model, prompt, count=40, sampling=GREEDY, tokenizer=None, **options):
+    tokenizer, options["sampling"] = tokenizer or any_token(), sampling
+    return list(generate_ids(model, tokenizer, prompt, max_tokens=count, **options))
 
 
 KINDS = [
@@ -53,7 +54,7 @@ def test_a_cache_changes_no_token(dtype, section, prompt, sampling):
     # 60 tokens of a window of 16: it slides several times.
     model = small_model(dtype, feed_forward=section)
     tokens = ids_of(model, prompt, 60, sampling)
-    assert tokens == ids_of(model, prompt, 60, sampling, use_cache=False)
+    assert tokens == uncached(model, prompt, 60, sampling)
     assert len(tokens) == 60
     assert len(set(tokens)) > 3
 
@@ -74,7 +75,7 @@ def test_the_window_slides_by_half_and_keeps_the_end_of_a_long_prompt():
 @pytest.mark.parametrize("length", [1, 2, 3])
 def test_the_shortest_windows_work(length):
     model = small_model(sequence_length=length)
-    assert ids_of(model, [1, 2, 3], 9) == ids_of(model, [1, 2, 3], 9, use_cache=False)
+    assert ids_of(model, [1, 2, 3], 9) == uncached(model, [1, 2, 3], 9, GREEDY)
 
 
 def test_greedy_tokens_equal_transformers():
@@ -92,15 +93,16 @@ def test_it_ends_before_a_token_that_stops_it_and_never_chooses_beyond_the_vocab
     model = small_model()
     tokens = ids_of(model, [3])
     stop = tokens[5]
-    assert ids_of(model, [3], stop_ids=(stop,)) == tokens[: tokens.index(stop)]
-    assert max(ids_of(model, [3], sampling=Sampling(temperature=9.0), vocab_size=7)) < 7
+    assert ids_of(model, [3], tokenizer=any_token(stop_ids=(stop,))) == tokens[: tokens.index(stop)]
+    drawn = ids_of(model, [3], sampling=Sampling(temperature=9.0), tokenizer=any_token(7))
+    assert max(drawn) < 7
 
 
 def test_choice_follows_probability():
     logits = torch.tensor([0.3, 0.05, 0.5, 0.15]).log()
 
     def shares(sampling):
-        generator = sampling.generator()
+        generator = torch.Generator().manual_seed(sampling.seed)
         drawn = [choose(logits, sampling, generator) for _ in range(4000)]
         return [drawn.count(token) / 4000 for token in range(4)]
 
@@ -209,13 +211,13 @@ def test_the_command_streams_text_that_equals_its_json(finished, capfd, tmp_path
     assert polyad([*command, "--temperature", "2", "--top-k", "1", "--json", "-"]) == 0
     likeliest = json.loads(capfd.readouterr().out)
     assert (likeliest["top_k"], result["top_k"]) == (1, None)
-    greedy, _ = generate(finished, "def f(", max_tokens=60, sampling=GREEDY)
+    greedy = generated(finished, "def f(", max_tokens=60, sampling=GREEDY)
     assert likeliest["token_ids"] == greedy.token_ids
 
 
 @pytest.mark.distributed
 def test_an_empty_prompt_begins_a_document(finished, prepared):
-    result, _ = generate(finished, "", max_tokens=3, sampling=GREEDY)
+    result = generated(finished, "", max_tokens=3, sampling=GREEDY)
     assert result.prompt_ids == [prepared.tokenizer().end_of_text_id]
 
 
@@ -239,4 +241,4 @@ def test_bad_input_is_one_line(finished, tmp_path, prepared_path, refused):
         (theirs / "tokenizer_config.json").write_text(f'{{"eos_token": {end}}}')
         assert part in refused("generate", theirs, "--prompt", "x")
     with pytest.raises(ConfigError, match="UTF-8"):
-        generate(finished, "\udcff")
+        generated(finished, "\udcff", max_tokens=1)

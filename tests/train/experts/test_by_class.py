@@ -29,7 +29,7 @@ def test_chance_is_that_of_whole_sequences():
         counts.count(assigned(decision), label_PN, row_N)
         (level,) = counts.result()
         assert level.counts_SY.sum() == rows * length
-        assert low <= level.information <= high
+        assert low <= level.columns()["information_bits"] <= high
         # Of 640 tokens that were each on its own it would be 1 / (2 ln 2 640) = 0.0011 bits.
         assert 0.003 < level.by_chance < 0.05
     _, lifts = level.highest_lifts()
@@ -47,8 +47,8 @@ def test_shares_tell_less_than_which_is_the_highest():
     counts.count(assigned_NS, shuffled_classes(label_A), torch.arange(64))
     (level,) = counts.result()
     entropy = -(0.6 * np.log2(0.6) + 0.4 * np.log2(0.4))
-    assert level.information == pytest.approx(1 - entropy)
     columns = level.columns()
+    assert columns["information_bits"] == pytest.approx(1 - entropy)
     assert columns["information_bits_of_highest"] == pytest.approx(1.0)
     assert 0 < columns["information_bits_of_highest_by_chance"] < 0.1
     assert level.counts_SY.sum() == pytest.approx(64)

@@ -97,7 +97,7 @@ def test_groups_hold_equally_many_samples_at_random():
     assert group_A.bincount().tolist() == [5] * 200
     assert group_A[:200].tolist() != list(range(200))
     # 32 groups of so many numbers are 16 MB of a layer.
-    assert len(GroupedSums(50_000, [1], "cpu", numbers=64 * 1000).sums_G) == 32
+    assert len(GroupedSums(50_000, [64, 1000], "cpu").sums_G) == 32
 
 
 def decided(*levels, selected=None):

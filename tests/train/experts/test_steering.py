@@ -11,6 +11,7 @@ from polyad.train.evaluation.generate import Sampling, generate_ids
 from polyad.train.experts.interventions import Intervention, intervened
 from polyad.train.experts.probing import routed_layers
 from tests.helpers.everyday import everyday
+from tests.helpers.generated import any_token, uncached
 from tests.helpers.random_model import random_model
 
 DRAWN = Sampling(temperature=2.0, seed=3)
@@ -118,12 +119,13 @@ def test_a_cache_changes_no_token_of_steered_text(section):
     # 40 tokens of a window of 16: it slides, and the steered prompt is read again.
     model = make_model(dtype=torch.float32, **section)
 
-    def text(**options):
-        return list(generate_ids(model, [5, 6, 7], max_tokens=40, sampling=DRAWN, **options))
+    def text():
+        drawn = {"max_tokens": 40, "sampling": DRAWN}
+        return list(generate_ids(model, any_token(), [5, 6, 7], **drawn))
 
     free = text()
     with intervened(model, [steering(1, 4, 3.0)]):
-        assert text() == text(use_cache=False) != free
+        assert text() == uncached(model, [5, 6, 7], 40, DRAWN) != free
 
 
 def test_steerings_of_one_block_are_summed_and_others_stand_beside():

@@ -163,12 +163,12 @@ def test_what_is_not_whole_leaves_nothing(hub, tmp_path):
     model = load_model(folder)
     model.blocks[1].feed_forward.router.score.weight.data.fill_(torch.nan)
     trace = Trace(output=tmp_path / "t.parquet")
-    trace.check(opened, "validation")
+    trace.check(opened)
     with (
         pytest.raises(ConfigError, match=r"coefficients of blocks\.1\.feed_forward are not"),
         opened.loaded("x", "validation", model, needs_whole="x") as (_, world),
     ):
-        trace.run(opened, "validation", model, world)
+        trace.run(opened, model, world)
     assert not list(tmp_path.iterdir())
 
 
