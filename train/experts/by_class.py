@@ -161,24 +161,20 @@ class ExpertCounts:
         counts_GSY = counts_GYS.swapaxes(1, 2)
         shuffled_PSY = summed(self._shuffled_PYS).cpu().numpy().swapaxes(1, 2)
 
-        def level(first: int, stop: int, highest: LevelByClass | None = None) -> LevelByClass:
+        def level(own: slice, highest: LevelByClass | None = None) -> LevelByClass:
             return LevelByClass(
                 groups=self._groups,
-                counts_GSY=counts_GSY[:, first:stop],
+                counts_GSY=counts_GSY[:, own],
                 samples=self._samples,
-                by_chance=_mean_bits(shuffled_PSY[:, first:stop]),
+                by_chance=_mean_bits(shuffled_PSY[:, own]),
                 highest=highest,
             )
 
-        beside = layer.num_experts
-        return [
-            level(
-                own.start,
-                own.stop,
-                level(own.start + beside, own.stop + beside) if layer.shares else None,
-            )
-            for own in layer.columns
-        ]
+        levels = []
+        for own in layer.columns:
+            beside = slice(own.start + layer.num_experts, own.stop + layer.num_experts)
+            levels.append(level(own, level(beside) if layer.shares else None))
+        return levels
 
 
 def shuffled_classes(class_A: Tensor) -> Tensor:

@@ -151,8 +151,7 @@ class Rewriting(Analysis):
 
         images = Subset(task.held_out("train"), members)
         sums_S = torch.zeros(head.num_experts, dtype=torch.float64, device=world.device)
-        some = ImageSamples(task, images=images)
-        for _, a_BS in readings(some, "read the subpopulation"):
+        for _, a_BS in readings(ImageSamples(task, images=images), "read the subpopulation"):
             sums_S += a_BS.double().sum(0)
         mean_S = (comm.sum_over_samples(sums_S, world) / len(members)).float()
         by = rewrite.by
@@ -188,22 +187,15 @@ class Rewriting(Analysis):
             "before": accuracy_2G[0].tolist(),
             "after": accuracy_2G[1].tolist(),
         }
-        measures = pd.DataFrame(
-            {
-                when: _measures(each_G, images_G, target)
-                for when, each_G in zip(("before", "after"), accuracy_2G, strict=True)
-            }
-        )
-        means = [
-            {**head.named(column), "mean_coefficient": value}
-            for column, value in enumerate(mean_S.tolist())
-        ]
+        both = [_measures(accuracy_G, images_G, target) for accuracy_G in accuracy_2G]
+        measures = pd.DataFrame(both, index=["before", "after"]).T
+        experts = pd.DataFrame(map(head.named, range(head.num_experts)))
         return Tables(
             facts=facts,
             frames={
                 "measures": measures.rename_axis("measure").reset_index(),
                 "subpopulations": pd.DataFrame(groups)[::-1].reset_index(drop=True),
-                "experts": pd.DataFrame(means),
+                "experts": experts.assign(mean_coefficient=mean_S.tolist()),
             },
             titles={
                 "measures": "before and after the output moved by the similarity of coefficients",
