@@ -83,9 +83,7 @@ def peak_flops(config: LogConfig, precision: str, *, tf32: bool = False) -> floa
         return config.peak_tflops * 1e12
     name: str = config.device
     if name == "auto":
-        if not torch.cuda.is_available():
-            return None
-        full = torch.cuda.get_device_name().lower()
+        full = torch.cuda.get_device_name().lower() if torch.cuda.is_available() else ""
         name = next((device for device in PEAKS if device in full), "")
     if name not in PEAKS:
         return None
@@ -108,9 +106,7 @@ class TensorBoard:
         # TensorBoard drops earlier records of this step and of later ones.
         self._writer = SummaryWriter(folder / "tensorboard", purge_step=done_steps + 1)
 
-    def log(
-        self, step: int, numbers: Mapping[str, float], lists: Mapping[str, Sequence[float]]
-    ) -> None:
+    def log(self, step: int, numbers: dict[str, float], lists: dict[str, list[float]]) -> None:
         """Adds the numbers of a step.
 
         Args:
@@ -161,12 +157,10 @@ class Experiment:
                 **options,
             )
 
-    def log(
-        self, step: int, numbers: Mapping[str, float], lists: Mapping[str, Sequence[float]]
-    ) -> None:
+    def log(self, step: int, numbers: dict[str, float], lists: dict[str, list[float]]) -> None:
         """Adds the numbers of a step and histograms of lists. Weights & Biases leaves out a step
         that a restart repeats."""
-        histograms = {name: self._library.Histogram(list(values)) for name, values in lists.items()}
+        histograms = {name: self._library.Histogram(values) for name, values in lists.items()}
         self._library.log({**numbers, **histograms}, step=step)
 
     def close(self) -> None:

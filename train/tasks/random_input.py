@@ -35,16 +35,13 @@ class ClassBatch(NamedTuple):
     labels_B: Tensor
 
 
-def sequences_of(data: DataSettings) -> int:
-    """Sequences per sample according to the configuration: the number of choices, or 1."""
-    named = isinstance(data, SequenceDataConfig) and len(data.schema_of.choices or [])
-    return max(1, named)
-
-
-def length_of(model: DecoderSettings | BertConfig, data: DataSettings | None) -> int:
-    """Maximum length of a sequence in tokens."""
-    longest = data.max_length if isinstance(data, SequenceDataConfig) else None
-    return min(longest or model.sequence_length, model.sequence_length)
+def _sequences(model: ModelSettings, data: DataSettings | None) -> tuple[int, int | None]:
+    """Sequences per sample according to the configuration: the number of choices, or 1; and their
+    maximum length in tokens, None for the model's."""
+    if isinstance(model, DecoderSettings | BertConfig) and isinstance(data, SequenceDataConfig):
+        longest = min(data.max_length or model.sequence_length, model.sequence_length)
+        return max(1, len(data.schema_of.choices or [])), longest
+    return 1, None
 
 
 def flops_of_unit(model: ModelSettings, data: DataSettings | None = None) -> int:
@@ -54,9 +51,7 @@ def flops_of_unit(model: ModelSettings, data: DataSettings | None = None) -> int
         model: The complete configuration.
         data: As for `random_batch`.
     """
-    if isinstance(model, DecoderSettings | BertConfig) and isinstance(data, SequenceDataConfig):
-        return training_flops(model, sequences_of(data), length_of(model, data))
-    return training_flops(model)
+    return training_flops(model, *_sequences(model, data))
 
 
 def training_flops(model: ModelSettings, sequences: int = 1, length: int | None = None) -> int:
@@ -118,9 +113,8 @@ def random_batch(
         data: The run's data, which gives the length of labelled sequences and their number per
             sample; None: one sequence per sample, of the model's length.
     """
-    each = 1 if data is None else sequences_of(data)
+    each, length = _sequences(model, data)
     seeds = [each * sample + number for sample in samples for number in range(each)]
-    length = length_of(model, data) if isinstance(model, DecoderSettings | BertConfig) else None
     return _batch(model, seeds, length)
 
 
