@@ -166,8 +166,7 @@ def description_table(description: dict[str, Any]) -> str:
             f"about {in_bytes(memory['total'])} per process when run on GPUs  ({', '.join(parts)})",
         ),
     ]
-    if "exports_to" in description:
-        rows.append(("exports to", description["exports_to"]))
+    rows.append(("exports to", description["exports_to"]))
     if experts is not None:
         layers = counted(experts["layers"], "layer")
         size = f"{experts['num_experts']} in each of {layers}, {experts['top_k']} active per token"

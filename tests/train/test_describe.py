@@ -45,7 +45,8 @@ def test_active_parameters_are_per_token_in_every_task() -> None:
         model={"feed_forward": experts, "num_layers": 1},
     )
     description = describe(config, Dims(world_size=1))
-    run = {"memory_bytes_per_process": {"weights": 1000, "total": 1000}, "goes_on_from_step": 0}
+    memory = {"weights": 1000, "total": 1000}
+    run = {"memory_bytes_per_process": memory, "goes_on_from_step": 0, "exports_to": "nothing"}
     table = description_table(description | run)
     assert description["unit"] == "sequence"
     active = description["model"]["active_parameters"]

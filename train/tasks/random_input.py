@@ -21,8 +21,7 @@ from polyad.model.smoe.config import SparseMoEConfig
 from polyad.model.vision import ImageSettings
 from polyad.parallel.plan import forward_flops
 from polyad.train.tasks.distillation import BlockTeacher, Teacher, cross_entropy
-from polyad.train.tasks.language import TextBatch, text_losses
-from polyad.train.tasks.masked_language import masked_losses
+from polyad.train.tasks.language import TextBatch, masked_losses, text_losses
 from polyad.train.tasks.task import Predictor
 
 RandomBatch: TypeAlias = "TextBatch | MaskedBatch | ClassBatch | ImageBatch"

@@ -3,8 +3,7 @@
 from typing import Any
 
 from polyad.train.tasks.images import AttributeClassification, ImageClassification
-from polyad.train.tasks.language import LanguageModelling
-from polyad.train.tasks.masked_language import MaskedLanguageModelling
+from polyad.train.tasks.language import LanguageModelling, MaskedLanguageModelling
 from polyad.train.tasks.sequences import SequenceTask
 from polyad.train.tasks.task import Sections, Task
 

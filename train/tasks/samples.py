@@ -31,7 +31,7 @@ from polyad.parallel import comm
 from polyad.train.errors import ConfigError
 from polyad.train.tasks.distillation import cross_entropy
 from polyad.train.tasks.images import ImageClassification
-from polyad.train.tasks.masked_language import MaskedLanguageModelling
+from polyad.train.tasks.language import MaskedLanguageModelling
 from polyad.train.tasks.sequences import SequenceTask
 from polyad.train.tasks.task import OneDevice, Task
 from polyad.train.tasks.text import TextTask
