@@ -19,7 +19,6 @@ from polyad.train.config.distillation import load_teacher
 from polyad.train.config.rules import validate
 from polyad.train.config.run import RunConfig
 from polyad.train.errors import ConfigError, RunError
-from polyad.train.experts.probing import routed_layers
 from polyad.train.guard.failures import explain_out_of_memory
 from polyad.train.loop.metrics import peak_flops
 from polyad.train.loop.profiling import Prefetch, allow_tf32, peak_memory_bytes
@@ -122,19 +121,15 @@ def time_steps(
         training = random_steps(config, world, number, compiled=compiled, balanced=balanced)
         ends = comm.from_main([time.perf_counter() for _ in training][BEFORE - 1 : -1])
     seconds = statistics.median(end - start for start, end in pairwise(ends))
-    memory = comm.max_over_ranks(
-        torch.tensor(peak_memory_bytes(world.device), device=world.device)
-    ).item()
     rate = config.train.global_batch_size * config.model.units_per_sample() / seconds
-    peak = None
-    if config.distill.blocks is None:  # their FLOPs are not counted
-        peak = peak_flops(config.log, config.train.precision, tf32=config.train.tf32)
-    flops = rate * flops_of_unit(config.model, config.data) if peak else 0.0
+    peak, mfu = peak_flops(config.log, config.train.precision, tf32=config.train.tf32), None
+    if peak is not None and config.distill.blocks is None:  # their FLOPs are not counted
+        mfu = rate * flops_of_unit(config.model, config.data) / (peak * world.size)
     return {
         "seconds": seconds,
         "units_per_second": rate,
-        "mfu": flops / (peak * world.size) if peak else None,
-        "peak_memory_bytes": int(memory),
+        "mfu": mfu,
+        "peak_memory_bytes": comm.highest(peak_memory_bytes(world.device)),
     }
 
 
@@ -161,15 +156,11 @@ def force_equal_loads(model: nn.Module) -> None:
     Raises:
         ConfigError: no layer of it selects experts.
     """
-    layers = routed_layers(model)
-    modules = [model.get_submodule(layer.name) for layer in layers]
-    selecting = [module for module in modules if isinstance(module, SelectingMoE)]
+    selecting = [module for module in model.modules() if isinstance(module, SelectingMoE)]
     if not selecting:
-        why = "the model has no experts"
-        if layers:
-            kind = type(modules[0]).__name__
-            why = f"{layers[0].name} ({kind}) gives a token a share of every expert, selects none"
-        raise ConfigError(f"loads of experts cannot be forced to be equal: {why}")
+        raise ConfigError(
+            "loads of experts cannot be forced to be equal: no layer of the model selects experts"
+        )
     for module in selecting:
         selection = module.router.selection
         selection.forced = functools.partial(_in_turn, num_experts=selection.num_experts)
