@@ -141,16 +141,10 @@ class Muon(torch.optim.Optimizer):
     as far as the others, by its momentum from earlier steps.
 
     Args:
-        groups: Parameter groups with `weight_decay`, `lr`, `matrix` and the state
+        params: Parameter groups with `weight_decay`, `lr`, `matrix` and the state
             (`STATE_TENSORS`).
-        betas: AdamW's betas.
-        epsilon: AdamW's epsilon.
+        defaults: AdamW's `betas` and `eps`.
     """
-
-    def __init__(
-        self, groups: Iterable[dict[str, Any]], betas: tuple[float, float], epsilon: float
-    ) -> None:
-        super().__init__(list(groups), {"betas": betas, "eps": epsilon})
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]

@@ -206,7 +206,7 @@ def build_optimizer(
         for (decay, factor, steps, matrix), some in ordered
     ]
     if config.kind == "muon":
-        return Muon(groups, config.betas, config.epsilon)
+        return Muon(groups, {"betas": config.betas, "eps": config.epsilon})
     if config.kind == "sgd":
         return torch.optim.SGD(groups, lr=config.learning_rate, momentum=config.momentum)
     on_gpu = not on_cpu(parameters[0][1])
