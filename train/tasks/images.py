@@ -106,11 +106,6 @@ class ImageClassification(LabelledTask[ImageBatch]):
             self.data.split("train"), self.settings, self.model.image_size, self._seed
         )
 
-    @property
-    def samples_per_epoch(self) -> int:
-        """The number of training images."""
-        return len(self.data.split("train"))
-
     def inputs(self, images_BCHW: Tensor) -> Tensor:
         """The input of a model, fp32.
 
@@ -240,9 +235,7 @@ class ImageClassification(LabelledTask[ImageBatch]):
     def kept(self) -> CheckpointExtras:
         """The names of the classes, and the fingerprint of the data."""
         classes = file_of_classes(self.data.class_names)
-        return CheckpointExtras(
-            state={"data_fingerprint": self.fingerprint}, files={CLASSES_FILE: classes}
-        )
+        return CheckpointExtras(super().kept().state, {CLASSES_FILE: classes})
 
     def reinitialized_prefixes(self, weights: Weights) -> tuple[str, ...]:
         """The parameters that the model cannot take from these weights, such as a head for other

@@ -60,6 +60,11 @@ class LabelledTask(Task[Batch]):
         return self.data.contents(split)
 
     @property
+    def samples_per_epoch(self) -> int:
+        """The number of training samples."""
+        return self.units_of("train")
+
+    @property
     def has_validation(self) -> bool:
         """Whether there is a validation split."""
         return "validation" in self.data.splits

@@ -161,11 +161,6 @@ class SequenceTask(LabelledTask[SequenceBatch]):
         return self.data.training(self._seed)
 
     @property
-    def samples_per_epoch(self) -> int:
-        """The number of training rows."""
-        return self.data.size("train")
-
-    @property
     def notes(self) -> Sequence[str]:
         """How many sequences of each split were too long, and what was left out in reading."""
         notes = list(super().notes)
