@@ -3,11 +3,9 @@
 Libraries read the environment as they are imported, so it is set up before a script's own imports.
 """
 
-import os
 import sys
 
 from polyad.launch.processes import prepare_environment
 
 if sys.argv[0] == "-m":  # while Python looks for the script of a command line
     prepare_environment()
-    os.environ.setdefault("KINETO_LOG_LEVEL", "9")  # the profiler's library says when it begins

@@ -16,7 +16,6 @@ from torch.nn.functional import (
     scaled_dot_product_attention,
     silu,
 )
-from torch.profiler import record_function
 
 from polyad.model.decoder_config import GPT2Config
 from polyad.model.smoe.layer import SparseMoE
@@ -125,9 +124,8 @@ class NanoGPT(nn.Module):
         for block in self.blocks:
             x_BTD = block(x_BTD)
         x_BTD = self.final_norm(x_BTD)
-        with record_function("loss"):
-            logits_BTV = linear(x_BTD, self.token_embedding.weight)
-            return cross_entropy(logits_BTV.float().flatten(0, 1), targets_BT.flatten())
+        logits_BTV = linear(x_BTD, self.token_embedding.weight)
+        return cross_entropy(logits_BTV.float().flatten(0, 1), targets_BT.flatten())
 
 
 class _Block(nn.Module):

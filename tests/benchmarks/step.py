@@ -17,7 +17,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.profiler import record_function
 
 from polyad.launch.command import Json, Positive, UsageError
 from polyad.launch.output import results
@@ -55,7 +54,6 @@ from tests.benchmarks.comparison import (
     take_turns,
 )
 from tests.benchmarks.opponents import NanoGPT
-from tests.benchmarks.profile import profile_table, time_by_kind
 from tests.helpers.reference import reference_of
 
 # (samples, tokens of each, timed steps, steps before them): what fills the device, in a minute.
@@ -100,8 +98,6 @@ def make_step(name: str, config: GPT2Config, precision: str, shape: dict[str, An
         compile_model(module)
     elif shape["compiled"]:
         call = torch.compile(call)
-    elif isinstance(module, Decoder):  # a compiler would have to follow hooks
-        _mark_loss(module.get_submodule("head"))
     if name == "nanogpt":
         return _plain_step(module, lambda: call(tokens[:, :-1], tokens[:, 1:])[0])
     weights = dict(module.named_parameters())
@@ -116,7 +112,7 @@ def make_step(name: str, config: GPT2Config, precision: str, shape: dict[str, An
         of_routing = routing_loss(routing, LOSSES)
         loss = loss if of_routing is None else loss + of_routing
         loss.backward()  # type: ignore[no-untyped-call]
-        with record_function("optimizer"), torch.no_grad():
+        with torch.no_grad():
             if masters is not weights:
                 for name, master in masters.items():
                     gradient = weights[name].grad
@@ -135,26 +131,10 @@ def _plain_step(module: nn.Module, loss: Callable[[], Tensor]) -> Step:
 
     def step() -> None:
         loss().backward()  # type: ignore[no-untyped-call]
-        with record_function("optimizer"):
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
 
     return step
-
-
-def _mark_loss(head: nn.Module) -> None:
-    """Has a profiler count the output head's forward pass, and ours is all of the loss, as loss."""
-    regions: list[record_function] = []
-
-    def enter(*_: object) -> None:
-        regions.append(record_function("loss"))
-        regions[-1].__enter__()  # type: ignore[no-untyped-call]
-
-    def leave(*_: object) -> None:
-        regions.pop().__exit__(None, None, None)
-
-    head.register_forward_pre_hook(enter)
-    head.register_forward_hook(leave)
 
 
 def _ours(config: GPT2Config, device: str, precision: str) -> tuple[nn.Module, Call]:
@@ -176,10 +156,8 @@ def _transformers(config: GPT2Config, device: str, precision: str) -> tuple[nn.M
     module = reference_of(ours)[0].to(device, DTYPES[precision]).train()
 
     def call(ids_BT: Tensor, targets_BT: Tensor) -> tuple[Tensor, tuple[RoutingStats, ...]]:
-        x_BTD = module.transformer(ids_BT, use_cache=False).last_hidden_state
-        with record_function("loss"):
-            logits_BTV = module.lm_head(x_BTD).float()
-            return cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten()), ()
+        logits_BTV = module(ids_BT, use_cache=False).logits.float()
+        return cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten()), ()
 
     return module, call
 
@@ -203,13 +181,12 @@ def measure(shape: dict[str, Any], names: tuple[str, str], precision: str) -> di
 
     Returns:
         JSON values: for each variant its median seconds, tokens/s, MFU (where the device's peak is
-        known) and peak memory, and its seconds by kind of work if they were asked for; and the
-        ratio.
+        known) and peak memory; and the ratio.
 
     Raises:
         RunError: the steps do not fit into the memory side by side.
     """
-    device, profiled = shape["device"], shape["profile"]
+    device = shape["device"]
     _, _, repeats, warmup = DEFAULTS[device]
     configs = {name: config_of(name) for name in names}
     torch.compiler.reset()  # programs of another precision would be tried first
@@ -226,7 +203,6 @@ def measure(shape: dict[str, Any], names: tuple[str, str], precision: str) -> di
             memory = {name: peak for name, (_, peak) in made.items()}
         runs = {name: clocked(step, device) for name, step in steps.items()}
         rows = summary(take_turns(runs, shape["repeats"] or repeats, before=warmup), names[1])
-        kinds = {name: time_by_kind(step, device) for name, step in steps.items() if profiled}
     except Exception as error:
         if not is_out_of_memory(error):
             raise
@@ -241,7 +217,6 @@ def measure(shape: dict[str, Any], names: tuple[str, str], precision: str) -> di
         flops = flops_of_unit(configs[name].model_copy(update=at_length))
         row |= {"tokens_per_second": rate, "mfu": rate * flops / peak if peak else None}
         row["peak_memory_bytes"] = memory[name]
-        row |= {"seconds_by_kind": kinds[name]} if profiled else {}
     ratio = {key: rows[names[0]][f"seconds_{key}"] for key in ("ratio", "ratio_interval")}
     return rows | ratio
 
@@ -287,9 +262,6 @@ def step_table(rows: dict[str, Any], names: tuple[str, str], precision: str) -> 
         )
     within = f"{rows['ratio']:.3f} ({span(rows['ratio_interval'], 3)})"
     lines.append(f"{precision:9}  median ratio, {' / '.join(names)}: {within}")
-    kinds = {name: rows[name].get("seconds_by_kind") for name in names}
-    if all(kinds.values()):
-        lines += ["", f"{precision}, a step by kind of work", *profile_table(kinds), ""]
     return lines
 
 
@@ -310,7 +282,6 @@ def step(
     compile: Compile = False,
     feed_forward: Literal["mumoe-cp", "mumoe-tr", "smoe-16", "smoe-64"] | None = None,
     peer: Literal["transformers", "nanogpt"] | None = None,
-    profile: bool = False,
     json: Json = None,
 ) -> None:
     """Times a training step of GPT-2 124M beside another's, or with experts.
@@ -322,7 +293,6 @@ def step(
         feed_forward: 256 factorized experts, or sparse ones of the same active width, beside our
             dense step; default: dense beside a peer.
         peer: what the dense step is compared with; default transformers.
-        profile: say where a step's time goes: products, attention, loss, optimizer, exchange, gaps.
     """
     if (sequence_length or 0) > 1024:
         raise ConfigError(f"--sequence-length: {sequence_length}: GPT-2 has 1024 positions")
@@ -335,7 +305,6 @@ def step(
         "sequence_length": sequence_length or DEFAULTS[device][1],
         "repeats": repeats,
         "compiled": compile,
-        "profile": profile,
     }
     with on_device(device) as about, results(json) as show:
         result = {**shape, **about, "device_name": about["device"], "precisions": {}}
