@@ -1,7 +1,6 @@
 """Small real image files, in every form that is read."""
 
 import io
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -43,52 +42,28 @@ def class_folders(root: Path, each: int = 8) -> Path:
     return root
 
 
-def parquet(path: Path, each: int = 8, *, group: int = 5, compression: str = "none") -> Path:
-    """The same as `datasets` writes it to the hub."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
+def _pictures() -> Any:
+    """Eight pictures of each class, as `datasets` has them."""
+    import datasets
 
-    rows = list(listed(each))
-    image = _column([c for _, _, c in rows], [n for n, _, _ in rows])
-    label = {"names": list(CLASSES), "_type": "ClassLabel"}
-    names = {"info": {"features": {"image": {"_type": "Image"}, "label": label}}}
-    table = pa.table({"image": image, "label": pa.array([x for _, x, _ in rows], pa.int64())})
-    table = table.replace_schema_metadata({"huggingface": json.dumps(names)})
-    pq.write_table(
-        table,
-        path,
-        row_group_size=group,
-        compression=compression,
-        use_dictionary=False if compression == "none" else ["image.path"],
-        data_page_size=2000,
-    )
+    names, labels, contents = zip(*listed(8), strict=True)
+    images = [{"bytes": c, "path": n} for c, n in zip(contents, names, strict=True)]
+    kinds = {"image": datasets.Image(), "label": datasets.ClassLabel(names=list(CLASSES))}
+    columns = {"image": images, "label": list(labels)}
+    return datasets.Dataset.from_dict(columns, features=datasets.Features(kinds))
+
+
+def parquet(path: Path) -> Path:
+    """They as `datasets` writes them to the hub, in groups of five rows."""
+    _pictures().to_parquet(str(path), batch_size=5)
     return path
 
 
-def _column(contents: list[bytes], names: list[str]) -> Any:
-    """Images as `datasets` has them in a table."""
-    import pyarrow as pa
-
-    return pa.StructArray.from_arrays(
-        [pa.array(contents, pa.binary()), pa.array(names)], ["bytes", "path"]
-    )
-
-
-def arrow(root: Path, each: int = 8) -> Path:
-    """The same as `datasets` saves it to a disk."""
+def arrow(root: Path) -> Path:
+    """They as `datasets` saves them to a disk."""
     import datasets
 
-    rows = list(listed(each))
-    data = datasets.Dataset.from_dict(
-        {
-            "image": [{"bytes": c, "path": n} for n, _, c in rows],
-            "label": [label for _, label, _ in rows],
-        },
-        features=datasets.Features(
-            {"image": datasets.Image(), "label": datasets.ClassLabel(names=list(CLASSES))}
-        ),
-    )
-    datasets.DatasetDict({"train": data}).save_to_disk(str(root))
+    datasets.DatasetDict({"train": _pictures()}).save_to_disk(str(root))
     return root
 
 
@@ -155,7 +130,8 @@ def parquet_of_attributes(path: Path, numbers: Iterable[int] = range(60)) -> Pat
 
     numbers = list(numbers)
     contents = [encoded(with_attributes(number)) for number in numbers]
-    image = _column(contents, [f"{number}.jpg" for number in numbers])
+    names = pa.array([f"{number}.jpg" for number in numbers])
+    image = pa.StructArray.from_arrays([pa.array(contents), names], ["bytes", "path"])
     columns = zip(*(attributes_of(number) for number in numbers), strict=True)
     bits = {n: pa.array(list(map(bool, c))) for n, c in zip(ATTRIBUTES, columns, strict=True)}
     pq.write_table(pa.table({"image": image, "number": pa.array(numbers), **bits}), path)

@@ -52,22 +52,18 @@ def make(part, config=None, context=None, dtype=torch.float64):
     return scatter(module)
 
 
-def make_trace(batch, length, heads, size, width, dtype=torch.float64, seed=2):
-    """What attention might have done; every tensor asks for its gradient."""
-    generator = torch.Generator().manual_seed(seed)
+def make_trace(length, dtype=torch.float64):
+    """What attention with three heads of width 4 may have done in two sequences of width 12. Every
+    tensor asks for its gradient."""
+    generator = torch.Generator().manual_seed(2)
 
     def leaf(*shape, scale=1.0):
         value = scale * torch.randn(*shape, generator=generator, dtype=torch.float64)
         return value.to(dtype).requires_grad_()
 
-    qkv = leaf(batch, length, 3, heads, size)
-    return AttentionTrace(
-        qkv,
-        qkv.select(3, 0),
-        leaf(batch, length, width),
-        leaf(width, heads * size, scale=0.2),
-        leaf(width),
-    )
+    qkv = leaf(2, length, 3, 3, 4)
+    output, weight = leaf(2, length, 12), leaf(12, 12, scale=0.2)
+    return AttentionTrace(qkv, qkv.select(3, 0), output, weight, leaf(12))
 
 
 def logits_and_experts(model, ids_BT):

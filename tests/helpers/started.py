@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -34,10 +35,29 @@ def start(command: Sequence[str], **options: Any) -> subprocess.Popen[str]:
         command: its words.
         options: of `subprocess.Popen`.
     """
-    environment = {k: v for k, v in os.environ.items() if k not in {"RANK", "WORLD_SIZE"}}
     kept = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
-    environment["OMP_NUM_THREADS"] = "1"
-    return subprocess.Popen(command, cwd=ROOT, env=environment, text=True, **kept)
+    return subprocess.Popen(command, cwd=ROOT, env=_alone(), text=True, **kept)
+
+
+def polyad(
+    *arguments: object, module: str = "polyad.launch", timeout: float = 300, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Runs a command of `polyad` in the clone, outside of any group of processes.
+
+    Args:
+        arguments: its words.
+        module: what Python runs.
+        timeout: seconds.
+        variables: of the environment, beside this one's.
+    """
+    words = [sys.executable, "-m", module, *map(str, arguments)]
+    options = {"capture_output": True, "text": True, "timeout": timeout, "cwd": ROOT}
+    return subprocess.run(words, env=_alone() | variables, **options)
+
+
+def _alone() -> dict[str, str]:
+    environment = {k: v for k, v in os.environ.items() if k not in {"RANK", "WORLD_SIZE"}}
+    return environment | {"OMP_NUM_THREADS": "1"}
 
 
 def wait_for(condition: Callable[[], object], *processes: subprocess.Popen[str]) -> None:

@@ -1,15 +1,14 @@
 """A little real text, prepared once, and a run that is small enough to start often."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
 from polyad.launch.cli import run
-from tests.helpers.started import ROOT, SMALL
+from tests.helpers import started
+from tests.helpers.started import SMALL
 
 
 @pytest.fixture(scope="session")
@@ -44,17 +43,7 @@ def config(tmp_path, data):
 @pytest.fixture(scope="session")
 def polyad():
     """Runs a command in a process of its own, from the clone."""
-
-    def call(*arguments: object, module: str = "polyad.launch") -> subprocess.CompletedProcess[str]:
-        environment = {k: v for k, v in os.environ.items() if k not in {"RANK", "WORLD_SIZE"}}
-        environment["OMP_NUM_THREADS"] = "1"
-        return subprocess.run(
-            [sys.executable, "-m", module, *map(str, arguments)],
-            **{"capture_output": True, "text": True, "timeout": 120, "cwd": ROOT},
-            env=environment,
-        )
-
-    return call
+    return started.polyad
 
 
 @pytest.fixture(scope="session")

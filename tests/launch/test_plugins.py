@@ -1,30 +1,23 @@
 """Parts of a model that a plugin adds by a line in a registry: `tests/helpers/plugged.py`."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
+from functools import partial
 
 import pytest
 import yaml
 
 from polyad.launch.cli import run
+from tests.helpers import started
 from tests.helpers.runs import write_config
+from tests.helpers.started import ROOT
 
-ROOT = Path(__file__).parents[2]
 SECTIONS = [
     {"kind": "scaled", "factor": 0.5},
     {"kind": "smoe", "num_experts": 4, "score": "halved", "graph": "itself"},
 ]
 
 
-def polyad(*words: object) -> subprocess.CompletedProcess[str]:
-    added = {"POLYAD_PLUGINS": "tests.helpers.plugged", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "polyad.launch", *map(str, words)]
-    return subprocess.run(
-        command, capture_output=True, text=True, cwd=ROOT, env=os.environ | added, timeout=300
-    )
+polyad = partial(started.polyad, POLYAD_PLUGINS="tests.helpers.plugged", PYTHONPATH=str(ROOT))
 
 
 @pytest.mark.slow

@@ -136,7 +136,7 @@ def test_a_head_s_entropies_are_those_without_padding():
     generator = torch.Generator().manual_seed(0)
     random = {"generator": generator, "dtype": torch.float64}
     scores, u = torch.randn(2, 48, 6, **random).softmax(-1), torch.randn(2, 48, 12, **random)
-    trace, lengths = make_trace(2, 48, heads=3, size=4, width=12), torch.tensor([7, 40])
+    trace, lengths = make_trace(48), torch.tensor([7, 40])
     real = RealTokens.of(torch.arange(48) < lengths[:, None])
     mixed = graph(scores, u, BlockInput(real=real, attention=trace))
     entropies = torch.zeros(3)

@@ -136,7 +136,7 @@ def test_a_graph_is_its_definition(causal, length, options):
         else:
             graph.head_entropy[head] = -1.0
         assert graph.attention_head().tolist() == [head]
-        trace = asked_for(make_trace(2, length, heads=3, size=4, width=12), head)
+        trace = asked_for(make_trace(length), head)
         s_BTT, inputs = posterior_matrix(trace, head, config, causal), leaves_of(trace)
     mixed = graph(r_BTE, u_BTD, BlockInput(attention=trace))
     inputs = (r_BTE, *inputs) if length > 1 else (r_BTE,)
@@ -187,7 +187,7 @@ def test_output_bias_is_no_part_of_the_posterior():
 @both_masks
 @pytest.mark.parametrize("length", [1, 7, 32, 300])
 def test_head_entropies_are_the_mean_over_measured_rows(causal, length):
-    trace = make_trace(2, length, heads=3, size=4, width=12)
+    trace = make_trace(length)
     if length <= 32:
         rows = list(range(length))
     else:  # the last of each 32nd part of 300 tokens: 9.375, 18.75, 28.125, ...
@@ -232,7 +232,7 @@ def test_the_head_is_the_one_of_least_running_entropy_and_changes_with_it():
     config = make_config(graph="attention")
     graph = make(AttentionGraph, config)
     r_BTE, u_BTD = leaves(2, 20)
-    trace = make_trace(2, 20, heads=3, size=4, width=12)
+    trace = make_trace(20)
     per_head = [posterior_matrix(trace, head, config, True) @ r_BTE for head in range(3)]
     assert (per_head[1] - per_head[0]).abs().max() > 0.1
 

@@ -28,7 +28,7 @@ def test_any_score_goes_with_any_graph(score, graph, top_k):
     config = make_config(score=score, graph=graph, top_k=top_k)
     router = make(make_router, config)
     u_BTD = torch.randn(2, 9, 12, dtype=torch.float64)
-    trace = make_trace(2, 9, heads=3, size=4, width=12)
+    trace = make_trace(9)
     (weights_NK, expert_ids_NK, *_), stats = router(u_BTD, BlockInput(attention=trace))
     # The parts, one after the other.
     r_BTE = router.score(u_BTD.flatten(0, 1)).softmax(-1).unflatten(0, (2, 9))
@@ -59,7 +59,7 @@ def test_any_score_goes_with_any_graph(score, graph, top_k):
 def test_routing_is_fp32_in_a_bf16_model_and_float64_in_a_float64_one(graph, dtype):
     router = make(make_router, make_config(graph=graph, balancing_rate=0.1), dtype=dtype)
     expected = torch.promote_types(dtype, torch.float32)
-    trace = make_trace(2, 9, heads=3, size=4, width=12, dtype=dtype)
+    trace = make_trace(9, dtype=dtype)
     selected, stats = router(torch.randn(2, 9, 12, dtype=dtype), BlockInput(attention=trace))
     assert selected.weights_NK.dtype == expected
     for name, value in stats.tensors().items():
@@ -70,7 +70,7 @@ def test_routing_is_fp32_in_a_bf16_model_and_float64_in_a_float64_one(graph, dty
 def test_update_reaches_the_balancing_bias_k_and_the_head(graph):
     config = make_config(graph=graph, balancing_rate=0.1, top_k=1, final_top_k=4)
     layer = make(SparseMoE, config, dtype=torch.float32)
-    trace = make_trace(2, 9, heads=3, size=4, width=12, dtype=torch.float32)
+    trace = make_trace(9, dtype=torch.float32)
     u_BTD, router = torch.randn(2, 9, 12), layer.router
     before = {name: buffer.clone() for name, buffer in router.named_buffers()}
     _, stats = layer(u_BTD, u_BTD, BlockInput(attention=trace))

@@ -5,10 +5,7 @@ been told of it but by `POLYAD_PLUGINS`.
 """
 
 import json
-import os
 import subprocess
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +13,8 @@ import pytest
 import yaml
 
 from tests.helpers.runs import records
+from tests.helpers.started import ROOT, polyad
 
-ROOT = Path(__file__).resolve().parents[3]
 CONFIG = {
     "model": {"kind": "perceptron"},
     "data": {"kind": "vectors"},
@@ -29,22 +26,13 @@ CONFIG = {
     "log": {"trackers": []},
 }
 
-Command = Callable[..., subprocess.CompletedProcess[str]]
 
-
-@pytest.fixture(scope="module")
-def command() -> Command:
+def command(*arguments: object, status: int = 0) -> subprocess.CompletedProcess[str]:
     """Runs a command of `polyad` with the plugin."""
     added = {"POLYAD_PLUGINS": "tests.helpers.vectors", "PYTHONPATH": str(ROOT)}
-
-    def call(*arguments: object, status: int = 0) -> subprocess.CompletedProcess[str]:
-        words = [sys.executable, "-m", "polyad.launch", *map(str, arguments)]
-        options = {"capture_output": True, "text": True, "timeout": 300, "cwd": ROOT}
-        done = subprocess.run(words, env=os.environ | added, **options)
-        assert done.returncode == status, done.stderr
-        return done
-
-    return call
+    done = polyad(*arguments, **added)
+    assert done.returncode == status, done.stderr
+    return done
 
 
 def written(folder: Path, **changes: Any) -> Path:
@@ -54,7 +42,7 @@ def written(folder: Path, **changes: Any) -> Path:
 
 
 @pytest.fixture(scope="module")
-def whole(command: Command, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of 12 steps in one go."""
     config = written(tmp_path_factory.mktemp("whole"))
     command("train", config)
@@ -62,9 +50,7 @@ def whole(command: Command, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_records_count_its_units_and_go_on_where_they_were(
-    command: Command, whole: Path, tmp_path: Path
-) -> None:
+def test_records_count_its_units_and_go_on_where_they_were(whole: Path, tmp_path: Path) -> None:
     lines = records(whole)
     assert [line["vectors"] for line in lines] == [16 * step for step in range(1, 13)]
     assert all(line["vectors_per_second"] > 0 for line in lines)
@@ -78,7 +64,7 @@ def test_records_count_its_units_and_go_on_where_they_were(
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_two_processes_are_one(command: Command, whole: Path, tmp_path: Path) -> None:
+def test_two_processes_are_one(whole: Path, tmp_path: Path) -> None:
     command("launch", written(tmp_path), "--processes-per-node", 2)
     one, two = records(whole), records(tmp_path / "run")
     for key in ("loss", "grad_norm"):
@@ -89,9 +75,7 @@ def test_two_processes_are_one(command: Command, whole: Path, tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_validate_evaluate_and_report_speak_its_words(
-    command: Command, whole: Path, tmp_path: Path
-) -> None:
+def test_validate_evaluate_and_report_speak_its_words(whole: Path, tmp_path: Path) -> None:
     config = written(tmp_path)
     shown = command("validate", config).stdout
     assert "12 of 16 vectors" in shown

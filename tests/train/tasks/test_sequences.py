@@ -2,8 +2,6 @@
 
 import csv
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -19,7 +17,7 @@ from polyad.train.config.run import load_config
 from polyad.train.tasks.sequences import SequenceTask
 from tests.helpers import sequences as made
 from tests.helpers.everyday import everyday
-from tests.helpers.fine_tuned import others
+from tests.helpers.fine_tuned import SETTINGS, others
 from tests.helpers.runs import (
     evaluated,
     evaluation,
@@ -30,6 +28,7 @@ from tests.helpers.runs import (
     weights_of,
     write_config,
 )
+from tests.helpers.started import polyad
 from tests.train.tasks.conftest import SPARSE
 
 pytestmark = pytest.mark.distributed
@@ -166,14 +165,7 @@ def test_it_begins_from_a_language_model_with_a_new_head(workers, config, tmp_pa
     assert "; initialized from the seed: head.*" in listened(workers, config, *words)[1]
 
 
-OTHERS = {
-    "pairs": {"data__columns": {"text": "s1", "pair": "s2"},
-              "data__metrics": ["accuracy", "f1", "matthews"]},
-    "numbers": {"data__columns": {"text": "s1", "pair": "s2"}, "data__metrics": None,
-                "data__task": "regression"},
-    "choices": {"data__columns": {"text": "s1", "choices": ["c0", "c1"]},
-                "data__task": "multiple_choice", "data__metrics": ["accuracy"]},
-}  # fmt: skip
+METRICS = {"pairs": ["accuracy", "f1", "matthews"], "numbers": None, "choices": ["accuracy"]}
 
 
 def of_others(task_config, folder, name, **changes):
@@ -181,10 +173,12 @@ def of_others(task_config, folder, name, **changes):
     rows = others()[name]
     made.write(folder / name / "train.csv", rows[:24])
     made.write(folder / name / "dev.csv", rows[24:])
-    return task_config(folder, "sequences", data__path=str(folder / name), **OTHERS[name] | changes)
+    keys = SETTINGS[name] | {"metrics": METRICS[name], "path": str(folder / name)}
+    given = {f"data__{key}": value for key, value in keys.items()}
+    return task_config(folder, "sequences", **given | changes)
 
 
-@everyday("name", OTHERS, keep=["choices"])
+@everyday("name", METRICS, keep=["choices"])
 def test_pairs_numbers_and_choices_train_and_are_scored(workers, task_config, tmp_path, name):
     workers(1).run(run, of_others(task_config, tmp_path, name, train__steps=20))
     losses = [each["loss"] for each in records(tmp_path / "run")]
@@ -196,7 +190,7 @@ def test_pairs_numbers_and_choices_train_and_are_scored(workers, task_config, tm
         assert -1 <= result["pearson"] <= 1
         assert result["score"] == pytest.approx((result["pearson"] + result["spearman"]) / 2)
     else:
-        assert set(OTHERS[name]["data__metrics"]) <= result.keys()
+        assert set(METRICS[name]) <= result.keys()
         assert result["accuracy"] * 8 == pytest.approx(round(result["accuracy"] * 8))
     assert result["sequences_scored"] == 8
 
@@ -256,15 +250,11 @@ def test_real_data_is_learned_by_the_command_line(shared, tmp_path, name, steps,
         data__tokenizer=str(tmp_path / "tokens"), data__columns=columns, **SMALL,
     )  # fmt: skip
 
-    def polyad(*arguments):
-        command = [sys.executable, "-m", "polyad.launch", *map(str, arguments)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=1800, check=False)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    polyad("train", config, f"train.steps={steps}", "checkpoint.keep_best=true")
+    keys = (f"train.steps={steps}", "checkpoint.keep_best=true")
+    trained = polyad("train", config, *keys, timeout=1800)
+    assert trained.returncode == 0, trained.stderr
     best = ("evaluate", tmp_path / "run", "--best", "--json", "-")
-    result = json.loads(polyad(*best, "--split", "test"))
+    result = json.loads(polyad(*best, "--split", "test").stdout)
     assert result["accuracy"] > least
     assert result["sequences_scored"] == {"sst2": 1821, "banking77": 3080}[name]
     assert len(result["per_class"]) == {"sst2": 2, "banking77": 77}[name]
