@@ -14,7 +14,7 @@ import pytest
 
 from polyad.model.build import read_model_config
 from polyad.model.lora import LoRAConfig
-from polyad.train.loop.losses import LossConfig
+from polyad.train.loop.losses import LossConfig, SampleSimilarityConfig
 from tests.helpers.breaks import breaks_of_a_step
 from tests.helpers.emergent import emoe_model
 from tests.helpers.pairwise import pairwise
@@ -87,6 +87,7 @@ def read(layout: str) -> tuple[int, dict[str, Any], dict[str, Any], dict[str, An
                 "bf16": (ours, {"precision": "bf16"}),
                 "recompute": (model, {"recompute": "block"}),
                 "compile": (model, {"compile": True}),
+                "muon": (both, {"optimizer": "muon"}),
                 "adamw": (both, {"optimizer": "adamw", "learning_rate": 1e-3, "clip": 1.0}),
             }[word]
             place |= changes
@@ -243,6 +244,20 @@ SPARSE |= {
     )
     for section in OPTIONS
 }  # fmt: skip
+# Over micro-batches of one size the loss is a mean, over those of a process or of all.
+SIMILAR = LossConfig(
+    importance=0.1, importance_form="plain",
+    sample_similarity=SampleSimilarityConfig(same=0.5, different=2, of="layer_input"),
+)  # fmt: skip
+COMPARED = {
+    f"similar samples, {name}": Kind(
+        model, everyday, slow, losses=SIMILAR, recorded=frozenset({"routing/similarity_loss"})
+    )
+    for name, model, everyday, slow in (
+        ("smoe", moe_model(), ["2"], ["2 EP2", "2 TP2", "2 Z3"]),
+        ("mumoe", mumoe_model(), [], ["2"]),
+    )
+}
 
 
 def pooled(pool: str, least: int | None = 3, most: int | None = 3, **section: Any) -> Any:
@@ -491,7 +506,7 @@ LORA = {
 }  # fmt: skip
 
 KINDS = (
-    DENSE | FACTORIZED | TABLES | SPARSE | POOLED | EMERGENT | DECODED | OTHERS
+    DENSE | FACTORIZED | TABLES | SPARSE | COMPARED | POOLED | EMERGENT | DECODED | OTHERS
     | WITH_SHARED_TOKENS | LORA
 )  # fmt: skip
 
@@ -563,15 +578,14 @@ def test_gates_leave_their_zero(whole_runs, name):
 @pytest.mark.parametrize(
     ("name", "without"),
     [
-        ("mumoe cp, dropped experts", mumoe_model(rank=8)),
-        ("smoe, noise", moe_model()),
-        ("pools", pooled("none", None, None, balancing_rate=0.01)),
+        ("mumoe cp, dropped experts", {"model": mumoe_model(rank=8)}),
+        ("smoe, noise", {"model": moe_model()}),
+        ("pools", {"model": pooled("none", None, None, balancing_rate=0.01)}),
+        ("similar samples, smoe", {"losses": UNCUT}),
     ],
 )
-def test_what_is_drawn_changes_the_losses(whole_runs, name, without):
-    found, free = (
-        whole_runs(case)[0] for case in (case_of(name), case_of(name).but(model=without))
-    )
+def test_what_a_kind_has_changes_the_losses(whole_runs, name, without):
+    found, free = (whole_runs(case)[0] for case in (case_of(name), case_of(name).but(**without)))
     assert abs(found["losses"][-1] - free["losses"][-1]) > 1e-5
 
 

@@ -26,6 +26,7 @@ OF_KIND = {
     "mumoe tr": [*over("2"), *MUMOE_LAYOUTS],
     **dict.fromkeys(("odd cp", "odd tr"), over("2")),
     "smoe, all state": ON_SPARSE,
+    "decoder latent": ["4 EP2 Z2 muon"],
     "decoder sinks": ["4 TP2 EP2 stacked", "4 EP2 Z3 stacked"],
     "emoe cosine": ON_EMERGENT,
     "bert": ["4 TP2"],
@@ -59,7 +60,7 @@ def row(name: str, layout: str, **changes: object) -> tuple[Case, int]:
 )
 def test_any_layout_loads_what_another_wrote(workers, whole_runs, tmp_path, name, layout):
     case, processes = row(name, layout)
-    one, _ = row(name, "1", precision=case.precision)
+    one, _ = row(name, "1", precision=case.precision, optimizer=case.optimizer)
     _, written = whole_runs(one)
     there, back = tmp_path / "there", tmp_path / "back"
     workers(processes).run(resave, case.but(first_step=4, resume=str(written), save_to=str(there)))
@@ -82,6 +83,7 @@ ON_EXPERTS = ["2 EP2", "4 EP4", "4 TP2 EP2 Z2", "4 TP2 EP2 SP", "4 EP2 Z3"]
 IN_PIECES = [
     *(("many words", f"{each}{end}") for each in ON_DENSE for end in ("", " bf16")),
     *((name, each) for name in ("mumoe cp", "mumoe tr") for each in ("1", "2 Z2 bf16", "2 Z3")),
+    *((name, "1 muon") for name in ("dense", "odd cp", "odd tr", "smoe, all state")),
     *(("smoe, all state", f"{each}{end}") for each in ON_EXPERTS for end in ("", " bf16")),
     *(
         (name, f"{each}{('', ' bf16')[(number + turn) % 2]}")

@@ -169,6 +169,7 @@ MISFITS = [
     *(([*losses, DENSE], 1) for losses in LOSSES),
     ([*FLUCTUATION, DENSE], 1),
     ([FLUCTUATION[0], "checkpoint.every=0", EXPERTS], 1),
+    (["log.fluctuation_tokens=0", *FLUCTUATION, EXPERTS], 1),
     *(
         (["parallel.tensor_parallel_size=4", *changes], processes)
         for changes, processes in (

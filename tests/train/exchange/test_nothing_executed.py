@@ -3,7 +3,6 @@
 import ast
 import contextlib
 import io
-import json
 import pickle
 import shutil
 import sys
@@ -15,11 +14,11 @@ import torch
 import yaml
 
 from polyad.launch.cli import run as polyad
-from polyad.parallel.checkpoint.format import CheckpointError, record_of, render
+from polyad.parallel.checkpoint.format import CheckpointError
 from polyad.parallel.checkpoint.manage import complete_checkpoints
 from polyad.parallel.weights import load_model
 from polyad.train.exchange.convert import convert
-from tests.helpers.runs import write_config
+from tests.helpers.runs import reseal, write_config
 
 pytestmark = pytest.mark.distributed
 ROOT = Path(__file__).resolve().parents[3]
@@ -110,14 +109,6 @@ def planted(source, names, tmp_path, marker):
             shutil.rmtree(folder.parent)
 
 
-def in_manifest(folder):
-    """As by one who writes the manifest as well."""
-    step = json.loads((folder / "manifest.json").read_text())["step"]
-    names = [file for file in folder.iterdir() if file.name != "manifest.json"]
-    files = {file.name: record_of(file.read_bytes()) for file in names}
-    (folder / "manifest.json").write_bytes(render(step, files))
-
-
 @pytest.mark.parametrize("sealed", [False, True], ids=["planted", "and in the manifest"])
 def test_in_a_checkpoint(trained, tmp_path, marker, run, sealed):
     source = complete_checkpoints(trained("dense") / "checkpoints")[-1]
@@ -125,7 +116,7 @@ def test_in_a_checkpoint(trained, tmp_path, marker, run, sealed):
     assert {"tokenizer.json", "config.yaml", "rank-00001.safetensors"} <= set(names)
     for name, folder in planted(source, names, tmp_path, marker):
         if sealed and name != "manifest.json":
-            in_manifest(folder)
+            reseal(folder)  # as one who writes the manifest as well
         assert run("convert", folder, folder.parent / "out", "--to", "safetensors") == 2, name
         with contextlib.suppress(CheckpointError):
             load_model(folder)

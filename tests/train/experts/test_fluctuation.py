@@ -9,7 +9,7 @@ from polyad.model.smoe.router import Selected
 from polyad.parallel.weights import load_model
 from polyad.train.experts.fluctuation import Differences, encode, expert_codes
 from polyad.train.experts.probing import Decision, RoutedLayer, deciding, routed_layers
-from tests.helpers.runs import records, run, run_expecting_error, write_config
+from tests.helpers.runs import records, run, write_config
 
 SMOE = {"kind": "smoe", "num_experts": 4, "expert_hidden_size": 32, "graph": "similarity"}
 MEASURES = ("top1", "set", "entropy_ratio")
@@ -157,21 +157,3 @@ def test_compiled_blocks_are_read_too(one_process):
         codes.append([encode(decisions[layer.name]) for layer in layers])
     for ours, theirs in zip(*codes, strict=True):
         assert all(map(torch.equal, ours, theirs))
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize(
-    ("changes", "key"),
-    [
-        ({"model__feed_forward": {"kind": "dense"}}, "model.feed_forward.kind: dense"),
-        ({"checkpoint__every": 0}, "checkpoint.every: 0"),
-        ({"log__fluctuation_tokens": 0}, "log.fluctuation_tokens: 0"),
-    ],
-)
-def test_what_cannot_be_logged_is_refused(tmp_path, prepared_path, changes, key):
-    changes = {"model__feed_forward": SMOE, "log__fluctuation": True} | changes
-    config = write_config(tmp_path / "config.yaml", prepared_path, **changes)
-    name, text, _ = run_expecting_error(config)
-    assert name == "ConfigError"
-    assert key in text
-    assert not (tmp_path / "run").exists()

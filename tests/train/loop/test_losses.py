@@ -18,15 +18,7 @@ from polyad.train.loop.losses import (
 from polyad.train.tasks.distillation import cross_entropy
 from polyad.train.tasks.task import OneDevice
 from tests.helpers.everyday import everyday
-from tests.helpers.training import (
-    Case,
-    image_batch,
-    moe_model,
-    mumoe_model,
-    relative,
-    tensors,
-    train,
-)
+from tests.helpers.training import Case, image_batch, train
 
 DISTANCES = ("squared", "batch_maximum")
 
@@ -194,48 +186,15 @@ def test_the_plain_importance_loss_is_the_root_and_finite_where_scores_are_even(
         assert (loss.item(), gradient.item()) == pytest.approx((expected, slope))
 
 
-SGD = Case(optimizer="sgd", learning_rate=0.1, last_step=3)
-ON = LossConfig(
-    importance=0.1, importance_form="plain",
-    sample_similarity=config(of="layer_input", same=0.5, different=2),
-)  # fmt: skip
-
-
-@pytest.mark.distributed
-@everyday(
-    ("model", "layout"),
-    [
-        *((moe_model(), layout) for layout in ({}, {"expert": 2}, {"tensor": 2}, {"stage": 3})),
-        (mumoe_model(), {}),
-    ],
-    keep=[(moe_model(), {})],
-)
-def test_two_processes_train_as_one_with_the_same_micro_batches(workers, tmp_path, model, layout):
-    """Over micro-batches of one size the loss is a mean, over those of a process or of all."""
-    case = SGD.but(model=model, losses=ON)
-    (one,) = workers(1).run(train, case.but(save_to=str(tmp_path / "one")))
-    two, _ = workers(2).run(train, case.but(save_to=str(tmp_path / "two"), **layout))
-    (without,) = workers(1).run(train, SGD.but(model=model))
-    assert two["losses"] == pytest.approx(one["losses"], rel=1e-5)
-    assert one["losses"] != without["losses"]
-    ours, theirs = (tensors(tmp_path / name / "step-00000003") for name in ("two", "one"))
-    assert all(relative(ours[key].double(), theirs[key].double()) < 1e-5 for key in theirs)
-    losses = [
-        {key: value for key, value in each["routing"][-1].items() if "similarity_loss" in key}
-        for each in (one, two)
-    ]
-    assert len(losses[0]) > 1
-    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
-
-
 @pytest.mark.distributed
 @everyday("recompute", ["none", "block"], keep=["none"])
 def test_pixels_are_compared_in_training(workers, recompute):
     """The first step's loss is the model's own, computed beside the engine on the same images."""
     tree = IMAGES | MODELS["vit sparse"] | {"recompute": recompute}
-    case = SGD.but(
-        model=read_model_config(tree), last_step=1, losses=LossConfig(sample_similarity=config())
-    )
+    case = Case(
+        model=read_model_config(tree), optimizer="sgd", learning_rate=0.1, last_step=1,
+        losses=LossConfig(sample_similarity=config()),
+    )  # fmt: skip
     one, two = (workers(size).run(train, case)[0]["routing"][0] for size in (1, 2))
     key = "routing/blocks.1.feed_forward/similarity_loss"
     assert two[key] == pytest.approx(one[key], rel=1e-4)

@@ -11,7 +11,7 @@ from polyad.model.build import build_model, matrix_dimensions, read_model_config
 from polyad.parallel.checkpoint.load import Checkpoint
 from polyad.parallel.parallelize import pad_ranks
 from polyad.parallel.zero import RATE_FACTOR, STATE_TENSORS
-from polyad.train.loop.muon import OF_MATRICES, OF_OTHERS, matrices, matrix_of, orthogonalized
+from polyad.train.loop.muon import matrices, matrix_of, orthogonalized
 from polyad.train.loop.optimizer import GroupConfig, OptimizerConfig, build_optimizer
 from tests.helpers.everyday import everyday
 from tests.helpers.runs import run, write_config
@@ -228,27 +228,6 @@ MODELS = {
 
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize("model", ["smoe", "dense", "mumoe cp", "mumoe tr"])
-def test_a_resumed_run_ends_with_the_same_bits(workers, tmp_path, model):
-    case = MUON.but(model=MODELS[model], average=0.9, last_step=12)
-    once, first, second = (str(tmp_path / each) for each in ("once", "first", "second"))
-    whole = workers(1).run(train, case.but(save_to=once))[0]
-    begun = workers(1).run(train, case.but(save_to=first, last_step=6))[0]
-    resume = f"{first}/step-00000006"
-    rest = workers(1).run(train, case.but(save_to=second, resume=resume, first_step=6))[0]
-    assert begun["losses"] + rest["losses"] == whole["losses"]
-    ours, expected = tensors(f"{second}/step-00000012"), tensors(f"{once}/step-00000012")
-    assert ours.keys() == expected.keys()
-    assert all(torch.equal(ours[key], expected[key]) for key in expected)
-    names = {name for name, field in ours if field == "master"}
-    for name in names:
-        kept = {field for other, field in ours if other == name}
-        own = OF_MATRICES if name in matrices(names) else OF_OTHERS
-        assert kept == {"master", "ema", *own}
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
 def test_a_run_goes_on_with_what_its_checkpoint_has(workers, prepared_path, tmp_path):
     config = write_config(tmp_path / "config.yaml", prepared_path, optimizer__kind="muon")
     assert workers(1).run(run, config, "train.steps=3") == [3]
@@ -281,15 +260,3 @@ def test_two_processes_end_as_one(workers, tmp_path, model, layout):
     # The true gradient of a key's bias is 0, and AdamW makes a step of what rounding leaves of it.
     weights = [k for k in theirs if k[1] == "master" and not k[0].endswith("qkv.bias")]
     assert max(relative(ours[key], theirs[key]) for key in weights) < 1e-5
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-def test_moments_go_from_zero_2_to_one_process(workers, tmp_path):
-    case = MUON.but(model=MODELS["latent"], learning_rate=1e-3)
-    (whole,) = workers(1).run(train, case.but(last_step=8))
-    half = case.but(stage=2, expert=2, save_to=str(tmp_path))
-    begun, *_ = workers(4).run(train, half)
-    rest = case.but(first_step=4, last_step=8, resume=str(tmp_path / "step-00000004"))
-    (ended,) = workers(1).run(train, rest)
-    assert begun["losses"] + ended["losses"] == pytest.approx(whole["losses"], rel=1e-5)
