@@ -110,3 +110,23 @@ def assert_causal(model, ids_BT, last):
                 same = torch.equal(ours[:, :kept], theirs[:, :kept])
                 assert same, f"experts of routed block {block}"
         torch.testing.assert_close(other_logits[:, :kept], logits[:, :kept], atol=1e-10, rtol=0)
+
+
+def assert_same_with_gradients(ours, theirs, inputs, least=1e-6):
+    """Values and the gradients of all inputs, of a loss that weighs every element differently.
+
+    Args:
+        ours: In float64.
+        theirs: The same by other means.
+        inputs: What both depend on.
+        least: What the largest number of each gradient has to be above.
+    """
+    torch.testing.assert_close(ours, theirs, atol=1e-10, rtol=1e-9)
+    weights = torch.randn_like(ours)
+    for mine, other in zip(
+        torch.autograd.grad((ours * weights).sum(), inputs, retain_graph=True),
+        torch.autograd.grad((theirs * weights).sum(), inputs),
+        strict=True,
+    ):
+        assert other.abs().max() > least
+        torch.testing.assert_close(mine, other, atol=1e-9, rtol=1e-7)

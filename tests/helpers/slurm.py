@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.hosts import Host
+from tests.helpers.started import wait_for
 
 DAEMONS = ("munged", "slurmctld", "slurmd")
 CORES = 2
@@ -81,12 +82,16 @@ def slurm(hosts: Sequence[Host], controller: str, folder: Path) -> Iterator[Slur
     daemons = [munge, ["slurmctld", "-D", "-f", str(configuration)]]
     daemons += [[*h.inside, "slurmd", "-D", "-N", h.alias, "-f", str(configuration)] for h in hosts]
     environment = cluster.environment | {"PATH": path}
+
+    def logs() -> str:
+        return "".join(path.read_text()[-1500:] for path in sorted(folder.glob("daemon-*.out")))
+
     try:
         for number, words in enumerate(daemons):
             with (folder / f"daemon-{number}.out").open("w") as said:
                 running.append(subprocess.Popen(words, env=environment, stdout=said, stderr=said))
-            _until(lambda number=number: number or door.exists(), folder)
-        _until(lambda: _states(cluster) == f"idle {len(hosts)}", folder)
+            wait_for(lambda number=number: number or door.exists(), seconds=60, said=logs)
+        wait_for(lambda: _states(cluster) == f"idle {len(hosts)}", seconds=60, said=logs)
         yield cluster
     finally:
         subprocess.run(["scancel", "--state=RUNNING"], env=environment, capture_output=True)
@@ -134,11 +139,3 @@ def _states(cluster: Slurm) -> str:
         env=cluster.environment, capture_output=True, text=True,
     )  # fmt: skip
     return done.stdout.strip()
-
-
-def _until(condition: object, folder: Path, seconds: float = 60.0) -> None:
-    until = time.monotonic() + seconds
-    while not condition():  # type: ignore[operator]
-        logs = "".join(path.read_text()[-1500:] for path in sorted(folder.glob("daemon-*.out")))
-        assert time.monotonic() < until, logs
-        time.sleep(0.1)

@@ -60,13 +60,25 @@ def _alone() -> dict[str, str]:
     return environment | {"OMP_NUM_THREADS": "1"}
 
 
-def wait_for(condition: Callable[[], object], *processes: subprocess.Popen[str]) -> None:
-    """Polls; a process that ends too early fails the test with what it said."""
-    until = time.monotonic() + 180
+def wait_for(
+    condition: Callable[[], object],
+    *processes: subprocess.Popen[str],
+    seconds: float = 180.0,
+    said: Callable[[], str] = lambda: "nothing happened",
+) -> None:
+    """Polls; fails the test after a time, or where a process ends too early.
+
+    Args:
+        condition: what is waited for.
+        processes: whose output is told where they end.
+        seconds: that it may take.
+        said: what explains why it did not come.
+    """
+    until = time.monotonic() + seconds
     while not condition():
         for process in processes:
             assert process.poll() is None, process.communicate()
-        assert time.monotonic() < until, "nothing happened for 180 s"
+        assert time.monotonic() < until, said()
         time.sleep(0.01)
 
 

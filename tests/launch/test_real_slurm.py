@@ -1,11 +1,11 @@
 """Jobs of a real Slurm: from sbatch to a finished run, and back into the queue before the limit."""
 
+import functools
 import json
 import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -13,7 +13,7 @@ import pytest
 from polyad.parallel.checkpoint.manage import complete_checkpoints
 from tests.helpers.hosts import several_hosts
 from tests.helpers.slurm import Slurm, slurm
-from tests.helpers.started import ROOT, losses, write_run
+from tests.helpers.started import ROOT, losses, wait_for, write_run
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -64,32 +64,23 @@ def test_a_job_goes_back_into_the_queue_before_its_limit_and_continues(cluster, 
     job = submitted(cluster, "launch", config, "--sbatch", "time=1:35", *EARLY)
     cluster.wait(job, ("RUNNING",), 60)
     # Slurm rounds the limit up to two minutes, and sends the signal up to a minute early.
-    until = time.monotonic() + 180
-    while cluster.job(job)["Restarts"] == "0":
-        assert time.monotonic() < until, output(config, job)
-        time.sleep(0.5)
-    said = output(config, job)
-    assert f"job {job} goes back into the queue" in said
+    said = functools.partial(output, config, job)
+    wait_for(lambda: cluster.job(job)["Restarts"] != "0", said=said)
+    assert f"job {job} goes back into the queue" in said()
     (saved,) = re.findall(
-        r"stopped by SIGUSR1; run the same command again to continue from (\S+)", said
+        r"stopped by SIGUSR1; run the same command again to continue from (\S+)", said()
     )
     step = int(Path(saved).name.removeprefix("step-"))
     assert complete_checkpoints(config.parent / "run" / "checkpoints")[-1].name == Path(saved).name
     assert max(losses(config.parent / "run")) == step
     cluster.wait(job, ("RUNNING",), 180)
-    until = time.monotonic() + 120
-    while max(losses(config.parent / "run")) <= step + 20:
-        assert time.monotonic() < until, output(config, job)
-        time.sleep(0.5)
+    wait_for(lambda: max(losses(config.parent / "run")) > step + 20, said=said)
     assert sorted(losses(config.parent / "run")) == list(
         range(1, max(losses(config.parent / "run")) + 1)
     )
     cluster.ask("scancel", job)
     cluster.wait(job, ("CANCELLED",), 60)
-    until = time.monotonic() + 60
-    while "stopped by SIGTERM" not in output(config, job):
-        assert time.monotonic() < until, output(config, job)
-        time.sleep(0.5)
+    wait_for(lambda: "stopped by SIGTERM" in said(), said=said)
     newest = complete_checkpoints(config.parent / "run" / "checkpoints")[-1]
     assert int(newest.name.removeprefix("step-")) > step
     assert os.listdir(newest)

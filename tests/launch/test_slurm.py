@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from hypothesis import strategies as st
 from polyad.launch.agent import LaunchError
 from polyad.launch.cli import run
 from polyad.launch.slurm import check_job, script_text
-from tests.helpers.started import write_command
+from tests.helpers.started import wait_for, write_command
 from tests.launch.test_cli import error_line
 from tests.launch.test_hosts import ARGUMENTS
 
@@ -208,9 +207,7 @@ def test_a_signal_stops_the_processes_before_the_job_ends_or_requeues_itself(
         env=environment(stand_ins, LOG=log, WAIT=begun, STATE=state),
         **{"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL},
     )
-    until = time.monotonic() + 30
-    while not begun.exists() and time.monotonic() < until:
-        time.sleep(0.01)
+    wait_for(begun.exists)
     job.send_signal(number)
     assert job.wait(30) == status  # of the agents
     assert log_of(log) == ["passed on", "saved", *then]

@@ -11,10 +11,11 @@ import yaml
 from polyad.launch.cli import run as polyad
 from polyad.model.build import build_model
 from polyad.model.families.keys import WeightsError
-from polyad.parallel.checkpoint.format import CheckpointError, record_of, render, verify_contents
+from polyad.parallel.checkpoint.format import CheckpointError, verify_contents
 from polyad.parallel.checkpoint.load import Checkpoint, newest_that_opens
 from polyad.parallel.checkpoint.save import save_weights
 from polyad.parallel.weights import load_model
+from tests.helpers.runs import reseal
 from tests.helpers.training import MODEL
 
 
@@ -81,9 +82,7 @@ def test_what_is_no_checkpoint_is_said_to_be_none(tmp_path, capfd):
 def test_a_shard_that_is_too_short_is_refused_though_its_digest_is_right(tmp_path, content):
     path = write(tmp_path)
     (path / "rank-00000.safetensors").write_bytes(content)
-    names = [file.name for file in path.iterdir() if file.name != "manifest.json"]
-    files = {name: record_of((path / name).read_bytes()) for name in names}
-    (path / "manifest.json").write_bytes(render(0, files))
+    reseal(path)
     verify_contents(path)
     with pytest.raises(CheckpointError, match=r"rank-00000.safetensors: damaged: cannot be read"):
         load_model(path)

@@ -10,6 +10,12 @@ from polyad.train.exchange.convert import convert
 from tests.helpers.runs import FEED_FORWARDS, run, write_config
 
 
+@pytest.fixture
+def config(tmp_path, prepared_path) -> Path:
+    """The configuration of a small run that has not begun."""
+    return write_config(tmp_path / "config.yaml", prepared_path)
+
+
 @pytest.fixture(scope="session")
 def trained(workers, tmp_path_factory, prepared_path) -> Callable[[str], Path]:
     """Gives the folder of a finished run of 6 steps by 2 processes, by kind of feed-forward.

@@ -30,11 +30,6 @@ from tests.helpers.training import tensors
 pytestmark = pytest.mark.distributed
 
 
-@pytest.fixture
-def config(tmp_path, prepared_path):
-    return write_config(tmp_path / "config.yaml", prepared_path)
-
-
 @pytest.fixture(scope="module")
 def finished(trained):
     """The folder of the configuration and of a finished run of 6 steps by 2 processes."""

@@ -11,7 +11,14 @@ from torch.utils._pytree import tree_leaves
 from polyad.model.attention import SelfAttention
 from polyad.model.feedforward import BlockInput
 from polyad.model.smoe.graph import GRAPHS, AttentionGraph, Features, head_entropies
-from tests.helpers.routing import make, make_config, make_context, make_trace, scatter
+from tests.helpers.routing import (
+    assert_same_with_gradients,
+    make,
+    make_config,
+    make_context,
+    make_trace,
+    scatter,
+)
 
 
 def asked_for(trace, head):
@@ -87,19 +94,6 @@ def leaves(batch, length, width=12, experts=6, dtype=torch.float64):
     r_BTE = (2 * torch.randn(batch, length, experts, dtype=torch.float64)).softmax(-1)
     u_BTD = torch.randn(batch, length, width, dtype=torch.float64)
     return tuple(x.to(dtype).requires_grad_() for x in (r_BTE, u_BTD))
-
-
-def assert_same_with_gradients(ours, theirs, inputs):
-    """Values and the gradients of all inputs, of a loss that weighs every element differently."""
-    torch.testing.assert_close(ours, theirs, atol=1e-10, rtol=1e-9)
-    weights = torch.randn_like(ours)
-    for mine, other in zip(
-        torch.autograd.grad((ours * weights).sum(), inputs, retain_graph=True),
-        torch.autograd.grad((theirs * weights).sum(), inputs),
-        strict=True,
-    ):
-        assert other.abs().max() > 1e-6
-        torch.testing.assert_close(mine, other, atol=1e-9, rtol=1e-7)
 
 
 both_masks = pytest.mark.parametrize("causal", [True, False])

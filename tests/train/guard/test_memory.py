@@ -10,15 +10,10 @@ import pytest
 import torch
 
 from polyad.train.guard.failures import SMALLER, is_out_of_memory
-from tests.helpers.runs import run, write_config
+from tests.helpers.runs import run
 
 ROOT = Path(__file__).resolve().parents[3]
 LIMIT = "1.5"  # GiB beside the libraries; a small run and the stacks of its threads take a third
-
-
-@pytest.fixture
-def config(tmp_path: Path, prepared_path: Path) -> Path:
-    return write_config(tmp_path / "config.yaml", prepared_path)
 
 
 INNER = ("model.feed_forward.hidden_size=200000", "train.micro_batch_size=72")

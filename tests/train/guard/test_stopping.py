@@ -14,6 +14,7 @@ from tests.helpers.everyday import everyday
 from tests.helpers.interrupting import leave_the_shell, slow_saves, slow_steps
 from tests.helpers.parity import assert_equal_state
 from tests.helpers.runs import records, write_config
+from tests.helpers.started import wait_for
 
 pytestmark = pytest.mark.distributed
 
@@ -164,8 +165,5 @@ def test_a_run_whose_shell_has_ended_is_saved_too(forks, config, tmp_path):
     assert shell.wait() == [0]
     process = int((tmp_path / "process").read_text())
     os.kill(process, signal.SIGTERM)
-    until = time.monotonic() + GRACE
-    while os.path.exists(f"/proc/{process}") and time.monotonic() < until:
-        time.sleep(0.01)
-    assert not os.path.exists(f"/proc/{process}")
+    wait_for(lambda: not os.path.exists(f"/proc/{process}"), seconds=GRACE)
     assert f"stopped by SIGTERM; {AGAIN} {newest_of(tmp_path)}" in shell.text()

@@ -4,7 +4,7 @@ import pytest
 
 from polyad.train.loop import profiling
 from polyad.train.loop.profiling import StepTimer
-from tests.helpers.runs import records, run_with_slow_records, write_config
+from tests.helpers.runs import records, run_with_slow_records
 
 
 def test_a_step_ends_where_the_next_begins_and_scores_are_set_aside(monkeypatch):
@@ -21,8 +21,7 @@ def test_a_step_ends_where_the_next_begins_and_scores_are_set_aside(monkeypatch)
 
 
 @pytest.mark.distributed
-def test_the_throughput_of_a_step_pays_for_the_record_before(workers, tmp_path, prepared_path):
-    config = write_config(tmp_path / "config.yaml", prepared_path)
+def test_the_throughput_of_a_step_pays_for_the_record_before(workers, config, tmp_path):
     workers(1).run(run_with_slow_records, config, 0.5, "train.steps=4")
     for line in records(tmp_path / "run")[2:]:  # the record of a step is written during the next
         assert line["step_seconds"] > 0.5
