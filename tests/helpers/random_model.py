@@ -1,4 +1,4 @@
-"""Small models with weights far from their initial values."""
+"""Models with their initial weights, and with weights far from these."""
 
 from typing import Any
 
@@ -6,6 +6,28 @@ import torch
 from torch import nn
 
 from polyad.model.build import build_model, materialize, read_model_config
+
+
+def built(config: Any, seed: int = 0, **options: Any) -> nn.Module:
+    """A model with its initial weights.
+
+    Args:
+        config: Its configuration, or what is read as one.
+        seed: Of the weights.
+        options: Device and precision.
+    """
+    model = build_model(read_model_config(config) if isinstance(config, dict) else config)
+    materialize(model, seed=seed, **options)
+    return model
+
+
+def draw_anew(model: nn.Module, std: float, seed: int = 1) -> nn.Module:
+    """Draws every weight: zeros of a gate or a head would hide a mistake. Returns the model."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(std * torch.randn(parameter.shape, generator=generator))
+    return model
 
 
 def random_model(
@@ -26,8 +48,7 @@ def random_model(
         "kind": "gpt2", "num_layers": 2, "hidden_size": 16, "num_heads": 4, "sequence_length": 12,
         "vocab_size": 61, "feed_forward": feed_forward,
     }  # fmt: skip
-    model = build_model(read_model_config(section | sizes))
-    materialize(model, seed=0, dtype=torch.float64)
+    model = built(section | sizes, dtype=torch.float64)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

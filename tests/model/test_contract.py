@@ -19,6 +19,7 @@ from polyad.model.mumoe.gating import ACTIVATIONS
 from polyad.model.smoe.graph import GRAPHS
 from polyad.model.smoe.router import SCORES
 from polyad.train.tasks.random_input import losses_for, random_batch
+from tests.helpers.random_model import built
 from tests.helpers.routing import assert_causal, logits_and_experts, scatter
 from tests.helpers.small_decoders import DECODERS, SMALL
 
@@ -143,8 +144,7 @@ every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 
 def made(config, dtype=torch.float32):
     """The model away from its initial weights, where gates are not zero."""
-    model = build_model(config)
-    materialize(model, seed=0)
+    model = built(config)
     return scatter(model, 0.1).to(dtype)
 
 
@@ -181,8 +181,7 @@ def test_every_kind_is_here():
 
 def attentive(config):
     """The model in float64, away from its initial weights, and tokens that gates tell apart."""
-    model = build_model(config)
-    materialize(model, seed=0, dtype=torch.float64)
+    model = built(config, dtype=torch.float64)
     generator = torch.Generator().manual_seed(5)
     for name, buffer in model.named_buffers():
         if name.endswith(("head_entropy", "balancing_bias")):

@@ -4,9 +4,9 @@ computes the same is for `tests/gpu/test_run.py`; here blocks stand in the place
 import pytest
 import torch
 
-from polyad.model.build import build_model, materialize
 from polyad.model.cuda_graph import GraphedBlocks
 from polyad.model.output import AUXILIARY_LOSSES, ask_for_statistics
+from tests.helpers.random_model import built
 from tests.helpers.training import MODEL, mumoe_model
 
 MODELS = {"dense": MODEL, "cp": mumoe_model(), "ring": mumoe_model(factorization="tr")}
@@ -32,8 +32,7 @@ def keep(recorded, model):
 
 
 def made(name, recorded=None):
-    model = build_model(MODELS[name].model_copy(update={"dropout": 0.1}))
-    materialize(model, seed=0)
+    model = built(MODELS[name].model_copy(update={"dropout": 0.1}))
     ask_for_statistics(model, losses=AUXILIARY_LOSSES, samples=False, record_is_due=False)
     if recorded is not None:
         model.blocks.graphs = GraphedBlocks(model.blocks.children(), keep(recorded, model))

@@ -6,10 +6,11 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from polyad.model.attention import KeyValueCache
-from polyad.model.build import build_model, materialize, num_parameters
+from polyad.model.build import num_parameters
 from polyad.model.decoder import Decoder
 from polyad.model.decoder_config import GPT2Config
 from polyad.train.tasks.random_input import flops_of_unit
+from tests.helpers.random_model import built
 from tests.helpers.reference import reference_of
 from tests.helpers.small_decoders import small_decoder
 
@@ -57,8 +58,7 @@ def test_input_longer_than_the_positions_is_refused(small_model, random_ids):
 
 
 def test_a_padding_token_gets_no_gradient_and_starts_at_zero():
-    model = build_model(small_decoder("grouped"))  # whose `pad_id` is 3
-    materialize(model, 0)
+    model = built(small_decoder("grouped"))  # whose `pad_id` is 3
     model(torch.tensor([[3, 5, 3, 6]])).logits.sum().backward()
     embedding = model.token_embedding.weight
     assert not embedding[3].any()

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from polyad.model.build import build_model, materialize
 from polyad.model.emoe import EmergentMoE, EmergentMoEConfig, dense_names, merge, split
 from polyad.model.feedforward import (
     ACTIVATIONS,
@@ -11,6 +10,7 @@ from polyad.model.feedforward import (
     DenseFeedForwardConfig,
     FeedForwardContext,
 )
+from tests.helpers.random_model import built
 
 WIDTH, UNITS, EXPERTS = 32, 128, 16
 
@@ -129,8 +129,7 @@ def test_scores_far_apart_still_have_an_order():
 
 def test_blocks_that_are_not_split_are_dense_and_names_say_which_are(small_config, random_ids):
     section = {"kind": "emoe", "blocks": [0, 2], "num_experts": 8, "top_k": 4, "hidden_size": 40}
-    model = build_model(small_config(feed_forward=section))
-    materialize(model, seed=0)
+    model = built(small_config(feed_forward=section))
     kinds = [type(block.feed_forward) for block in model.blocks]
     assert kinds == [EmergentMoE, DenseFeedForward, EmergentMoE]
     assert model.blocks[1].feed_forward.up.out_features == 40

@@ -11,6 +11,7 @@ from polyad.model.build import build_model, compile_model, materialize, read_mod
 from polyad.model.output import AUXILIARY_LOSSES, ask_for_statistics
 from tests.helpers.allocated import saved_bytes
 from tests.helpers.everyday import everyday
+from tests.helpers.random_model import built
 from tests.helpers.small_decoders import small_decoder
 from tests.model.test_contract import CASES, ROUTERS, VIT, dropping, made, step_of
 
@@ -106,8 +107,7 @@ def test_compiled_recomputation_drops_the_same_units_twice():
 def test_no_kind_of_block_runs_uncompiled_after_many_programs(random_ids, counters):
     """Two kinds of attention; steps with a record and without, evaluation, a smaller last batch."""
     config = small_decoder("sinks")
-    model = build_model(config)
-    materialize(model, seed=0)
+    model = built(config)
     compile_model(model, backend="eager")
     ids = random_ids(4, config.sequence_length) % config.vocab_size
     for record_is_due in (True, False):
@@ -167,8 +167,7 @@ def test_a_k_that_grows_takes_two_programs(small_config, random_ids, counters):
 
 
 def test_blocks_that_drop_at_other_rates_share_a_program(counters):
-    model = build_model(read_model_config(VIT | {"num_layers": 12, "drop_path": 0.5}))
-    materialize(model, seed=0)
+    model = built(VIT | {"num_layers": 12, "drop_path": 0.5})
     compile_model(model, backend="aot_eager")
     for _ in range(2):
         cross_entropy(model(torch.randn(3, 3, 8, 8)).logits, torch.arange(3)).backward()

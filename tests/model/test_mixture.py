@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from polyad.model.build import build_model, materialize, num_parameters, read_model_config
+from polyad.model.build import num_parameters, read_model_config
 from polyad.model.mixture import Convolution
+from tests.helpers.random_model import built
 
 CONVOLUTIONS = {"convolutions": [2, 3], "kernel_size": 2, "padding": 1, "hidden_sizes": [5, 6]}
 SECTION = {
@@ -18,8 +19,7 @@ SECTION = {
 
 
 def made(**changes):
-    model = build_model(read_model_config(SECTION | changes))
-    materialize(model, 3, dtype=torch.float64)
+    model = built(SECTION | changes, seed=3, dtype=torch.float64)
     with torch.no_grad():
         for parameter in model.mixture.gate.parameters():
             parameter.mul_(

@@ -5,12 +5,12 @@ import torch
 import transformers
 
 from polyad.model.block import FEED_FORWARDS
-from polyad.model.build import build_model, materialize, read_model_config
 from polyad.model.families.decoders import GPT2
 from polyad.model.feedforward import BlockInput
 from polyad.model.layers import RealTokens
 from polyad.model.mumoe.gating import NORMS
 from polyad.model.smoe.graph import GRAPHS, head_entropies
+from tests.helpers.random_model import built
 from tests.helpers.routing import make, make_config, make_context, make_trace, scatter
 
 SIZES = {
@@ -45,8 +45,7 @@ LENGTHS = torch.tensor([5, 40, 12, 1])
 
 
 def model_of(case):
-    model = build_model(read_model_config(case))
-    materialize(model, seed=0)
+    model = built(case)
     return scatter(model).double()
 
 

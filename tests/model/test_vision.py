@@ -11,6 +11,7 @@ from polyad.model.build import (
     num_parameters,
     read_model_config,
 )
+from tests.helpers.random_model import built, draw_anew
 
 S16 = {"kind": "mixer", "num_classes": 1000}
 B16 = S16 | {
@@ -113,14 +114,7 @@ IMAGES = {"image_size": 16, "patch_size": 4, "num_classes": 5, "num_layers": 2, 
 
 
 def made(**section):
-    """A model with every weight drawn anew: zeros would hide a mistake."""
-    model = build_model(read_model_config(IMAGES | section))
-    materialize(model, 0)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
-    return model.double()
+    return draw_anew(built(IMAGES | section), 0.3).double()
 
 
 @pytest.fixture

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from polyad.model.build import build_model, materialize
 from polyad.model.feedforward import BlockInput
 from polyad.model.layers import RealTokens
 from polyad.model.output import ask_for_statistics
 from polyad.model.smoe.layer import SparseMoE
 from polyad.model.smoe.router import Pool, document_starts, make_router, within
+from tests.helpers.random_model import built
 from tests.helpers.routing import logits_and_experts, make, make_config, make_context, scatter
 
 END = 7
@@ -160,8 +160,7 @@ def test_sizes_are_drawn_anew_for_each_document_and_layer():
 def test_pools_of_drawn_sizes_see_no_later_token(small_config):
     # Sequences of equal length, and the same random numbers.
     section = {"kind": "smoe", "num_experts": 8, "expert_hidden_size": 16, "pool": "prefix"}
-    model = build_model(small_config(feed_forward=section, end_of_text_id=END))
-    materialize(model, seed=0, dtype=torch.float64)
+    model = built(small_config(feed_forward=section, end_of_text_id=END), dtype=torch.float64)
     scatter(model)
     ids_BT = torch.arange(32).view(2, 16) + 25
     ids_BT[:, [3, 8, 14]] = END

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from polyad.model.build import build_model, materialize
+from polyad.model.build import build_model
 from polyad.model.decoder_config import GPT2Config
 from polyad.model.feedforward import BlockInput
 from polyad.model.smoe.config import SparseMoEConfig
@@ -14,6 +14,7 @@ from polyad.model.smoe.experts import copies
 from polyad.model.smoe.graph import GRAPHS
 from polyad.model.smoe.layer import SparseMoE
 from polyad.model.smoe.router import SCORES, CosineScore, RandomScore, make_router
+from tests.helpers.random_model import built
 from tests.helpers.routing import make, make_config, make_context, make_trace
 from tests.helpers.sections import section_of
 
@@ -122,8 +123,9 @@ def test_random_is_frozen_and_equals_its_weight_times_the_token():
 
 def test_random_weight_depends_on_seed_and_place_and_is_fp32_in_any_model(small_config):
     def weights(seed, dtype):
-        model = build_model(small_config(feed_forward={"kind": "smoe", "score": "random"}))
-        materialize(model, seed=seed, dtype=dtype)
+        model = built(
+            small_config(feed_forward={"kind": "smoe", "score": "random"}), seed=seed, dtype=dtype
+        )
         return [block.feed_forward.router.score.weight for block in model.blocks]
 
     ours, again, other = weights(0, torch.float32), weights(0, torch.bfloat16), weights(1, None)

@@ -18,6 +18,7 @@ from polyad.train.config.run import load_config
 from polyad.train.exchange.convert import convert
 from polyad.train.tasks.pixels import normalization_of, normalize, read_pixels, transformers_file
 from tests.helpers.parity import assert_equal_files
+from tests.helpers.random_model import draw_anew
 
 SIZES = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
          "intermediate_size": 40, "image_size": 16, "patch_size": 4}  # fmt: skip
@@ -39,12 +40,7 @@ def vit(transformers):
 
 
 def saved(model, folder):
-    """With every weight drawn anew, biases and norms too."""
-    generator = torch.Generator().manual_seed(4)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
-    model.eval().save_pretrained(folder)
+    draw_anew(model, 0.3, seed=4).eval().save_pretrained(folder)
     return folder
 
 

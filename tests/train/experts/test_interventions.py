@@ -6,12 +6,11 @@ from typing import get_args
 import pytest
 import torch
 
-from polyad.model.build import build_model, materialize
 from polyad.train.errors import ConfigError
 from polyad.train.experts.actions import CONTRIBUTION, KEYS, Action, How, intervening
 from polyad.train.experts.interventions import Intervention, intervened, parse_intervention
 from polyad.train.experts.probing import deciding, routed_layers
-from tests.helpers.random_model import random_model
+from tests.helpers.random_model import built, random_model
 
 SPARSE = {"kind": "smoe", "num_experts": 6, "expert_hidden_size": 8, "top_k": 2}
 KINDS = {
@@ -126,8 +125,7 @@ def pruned_copy(model, expert):
     if config.kind == "emoe":
         fewer["hidden_size"] = model.blocks[0].feed_forward.experts.keys.shape[1] * len(kept)
     sizes = model.config.model_copy(update={"feed_forward": config.model_copy(update=fewer)})
-    pruned = build_model(sizes)
-    materialize(pruned, seed=0, dtype=torch.float64)
+    pruned = built(sizes, dtype=torch.float64)
     of_experts = {
         f"{layer.name}.{name}"
         for layer in routed_layers(model)

@@ -5,11 +5,11 @@ import math
 import pytest
 import torch
 
-from polyad.model.build import build_model, materialize, read_model_config
 from polyad.train.experts.actions import intervening
 from polyad.train.experts.leaving_out import LeaveOneOut, polysemanticity, without_capacity
 from polyad.train.experts.probing import routed_layers
 from tests.helpers.everyday import everyday
+from tests.helpers.random_model import built, draw_anew
 
 IMAGES = {
     "image_size": 8, "patch_size": 4, "num_classes": 4, "num_layers": 2, "hidden_size": 16,
@@ -35,14 +35,7 @@ MODELS = {
 
 
 def make_model(kind):
-    """With weights drawn anew: a gate of zeros, and a head of zeros, would say nothing."""
-    made = build_model(read_model_config(IMAGES | MODELS[kind]))
-    materialize(made, 0)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in made.parameters():
-            parameter.copy_(0.5 * torch.randn(parameter.shape, generator=generator))
-    return made.eval()
+    return draw_anew(built(IMAGES | MODELS[kind]), 0.5).eval()
 
 
 IMAGES_BCHW = torch.randn(12, 3, 8, 8, generator=torch.Generator().manual_seed(3))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from polyad.model.build import build_model, materialize, read_model_config
+from polyad.model.build import read_model_config
 from polyad.model.layers import RealTokens
 from polyad.model.output import AUXILIARY_LOSSES, RoutingStats, StatisticsModule, ask_for_statistics
 from polyad.train.loop.losses import (
@@ -18,6 +18,7 @@ from polyad.train.loop.losses import (
 from polyad.train.tasks.distillation import cross_entropy
 from polyad.train.tasks.task import OneDevice
 from tests.helpers.everyday import everyday
+from tests.helpers.random_model import built, draw_anew
 from tests.helpers.training import Case, image_batch, train
 
 DISTANCES = ("squared", "batch_maximum")
@@ -122,12 +123,7 @@ MODELS = {
 
 def made(name):
     keys = ("image_size", "num_classes") if "networks" in name else IMAGES
-    model = build_model(read_model_config({key: IMAGES[key] for key in keys} | MODELS[name]))
-    materialize(model, 0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(0.5 * torch.randn(parameter.shape))
-    return model.double()
+    return draw_anew(built({key: IMAGES[key] for key in keys} | MODELS[name]), 0.5).double()
 
 
 @pytest.mark.parametrize("of", ["input", "layer_input"])
@@ -198,8 +194,7 @@ def test_pixels_are_compared_in_training(workers, recompute):
     one, two = (workers(size).run(train, case)[0]["routing"][0] for size in (1, 2))
     key = "routing/blocks.1.feed_forward/similarity_loss"
     assert two[key] == pytest.approx(one[key], rel=1e-4)
-    model = build_model(case.model)
-    materialize(model, 7)  # the seed of `train`
+    model = built(case.model, seed=7)  # the seed of `train`
     ask_for_statistics(model, losses=AUXILIARY_LOSSES, samples=True)
     losses = []
     for images in image_batch(0, case.model).images_BCHW.split(case.micro_batch):
