@@ -7,11 +7,12 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from polyad.model.build import build_model, place
+from polyad.model.build import build_model, materialize, place
 from polyad.model.lora import AdaptConfig, LoRAConfig, add_lora, of_base
+from polyad.parallel.checkpoint.load import Checkpoint, find_checkpoint
 from polyad.parallel.checkpoint.save import save_weights
 from polyad.parallel.fragments import persistent_buffers
-from polyad.parallel.weights import digest_of, open_weights, origin_of
+from polyad.parallel.weights import digest_of, load_model, open_weights, origin_of
 from polyad.train.exchange.writers import config_for_model
 from polyad.train.state import TrainState
 from tests.helpers.parity import assert_equal_tensors
@@ -71,3 +72,15 @@ def assert_all_loaded(model: nn.Module, folder: Path) -> None:
     with no more than a warning."""
     loaded = {n.replace(".default", ""): p for n, p in model.named_parameters() if "lora_" in n}
     assert_equal_tensors(loaded, load_file(folder / "adapter_model.safetensors"))
+
+
+def unmerged(folder: Path, base: Path, lora: dict[str, Any]) -> nn.Module:
+    """The model of a run as it was trained: frozen weights, and what was trained beside them."""
+    checkpoint, frozen = Checkpoint(find_checkpoint(folder)), load_model(base).state_dict()
+    model, trained = build_model(checkpoint.model_config()), checkpoint.shapes()
+    add_lora(model, LoRAConfig.model_validate(lora))
+    materialize(model, 0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(checkpoint.whole(name) if name in trained else frozen[name])
+    return model.eval()

@@ -10,13 +10,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from polyad.launch.cli import run as polyad
-from polyad.model.build import build_model, materialize
-from polyad.model.lora import LoRAConfig, add_lora
 from polyad.parallel.checkpoint.format import CheckpointError
-from polyad.parallel.checkpoint.load import Checkpoint
 from polyad.parallel.weights import load_model, open_weights
 from polyad.train.exchange.convert import convert
-from tests.helpers.adapted import assert_all_loaded
+from tests.helpers.adapted import assert_all_loaded, unmerged
 from tests.helpers.decoders import tokens
 from tests.helpers.parity import assert_equal_state
 from tests.helpers.runs import (
@@ -52,19 +49,6 @@ def adapted(workers, finished, tmp_path_factory, prepared_path):
     results = workers(2).run(run_and_listen, config)
     assert [steps for steps, _ in results] == [6, 6]
     return folder / "run", config, results[0][1]
-
-
-def unmerged(folder, base):
-    """The model of a run as it was trained: the base's weights and adapters beside them."""
-    checkpoint, weights = Checkpoint(newest(folder)), load_model(base).state_dict()
-    model = build_model(checkpoint.model_config())
-    add_lora(model, LoRAConfig.model_validate(LORA))
-    materialize(model, 0)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            own = ".lora." in name
-            parameter.copy_(checkpoint.whole(name) if own else weights[name])
-    return model.eval()
 
 
 def test_a_start_says_what_is_trained_and_a_checkpoint_has_that_alone(adapted, finished):
@@ -104,7 +88,7 @@ def test_merged_and_unmerged_weights_and_peft_give_equal_logits(
     others["peft, read"] = load_model(open_weights(tmp_path / "peft", base=exported))
     others |= {name: load_model(tmp_path / name) for name in ("safetensors", "polyad")}
     with torch.no_grad():
-        expected = unmerged(folder, finished)(tokens()).logits
+        expected = unmerged(folder, finished, LORA)(tokens()).logits
         for name, model in others.items():
             logits = model(tokens()).logits
             torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5, msg=name)

@@ -7,12 +7,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
 from polyad.data.text.tokenizers.files import VOCABULARY_FILE
-from polyad.model.build import build_model, materialize
-from polyad.model.lora import LoRAConfig, add_lora
-from polyad.parallel.checkpoint.load import Checkpoint, find_checkpoint
 from polyad.parallel.weights import load_model
 from polyad.train.exchange.convert import convert
 from tests.helpers import sequences as made
+from tests.helpers.adapted import unmerged
 from tests.helpers.bert import SPECIAL, padded_input, their_bert
 from tests.helpers.runs import evaluation, records, run_and_listen, write_config
 
@@ -44,19 +42,6 @@ def of_transformers(folder, adapters=None, **keys):
     }
 
 
-def unmerged(folder, start):
-    """The model of a run as it was trained: frozen weights and adapters beside them."""
-    checkpoint = Checkpoint(find_checkpoint(folder))
-    model = build_model(checkpoint.model_config())
-    add_lora(model, LoRAConfig.model_validate(LORA))
-    materialize(model, 0)
-    base = load_model(start).state_dict()
-    with torch.no_grad():
-        for name, value in model.named_parameters():
-            value.copy_(checkpoint.whole(name) if name in checkpoint.shapes() else base[name])
-    return model.eval()
-
-
 @pytest.mark.distributed
 def test_adapters_and_a_new_head_are_trained_scored_merged_and_read_by_peft(workers, tmp_path):
     theirs, base, folder = tmp_path / "theirs", tmp_path / "ours", tmp_path / "run"
@@ -81,7 +66,7 @@ def test_adapters_and_a_new_head_are_trained_scored_merged_and_read_by_peft(work
     losses = [line["loss"] for line in records(folder)]
     assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
     assert workers(1).run(evaluation, folder)[0]["accuracy"] > 0.4
-    expected = unmerged(folder, base)(*padded_input()).logits
+    expected = unmerged(folder, base, LORA)(*padded_input()).logits
     assert convert(folder, tmp_path / "peft", "peft")["parameters"] == beside
     convert(folder, tmp_path / "merged", "huggingface", merge=True)
     stored = load_file(tmp_path / "peft" / "adapter_model.safetensors")
