@@ -8,6 +8,7 @@ Pillow, and where torchvision can be imported one over its ImageFolder with its 
 import io
 import tempfile
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from polyad.data.errors import user_path
-from polyad.data.images.augmentation import available, random_crop
+from polyad.data.images.augmentation import random_crop
 from polyad.data.images.config import AugmentationConfig, ImageDataConfig, RandAugmentConfig
 from polyad.data.images.dataset import ImageData
 from polyad.data.images.samples import ImageSamples
@@ -60,7 +61,7 @@ def _compared(folder: Path, place: Path, repeats: int, randaugment: bool) -> dic
     runs = {"ours": clocked(ours)}
     if not randaugment:
         runs["pillow"] = clocked(_read(PillowFiles(files, settings)))
-    if available():
+    if find_spec("torchvision") is not None:
         runs["torchvision"] = clocked(_read(_image_folder(folder, settings)))
     times = take_turns(runs, repeats)
     rows = summary(times, "ours")

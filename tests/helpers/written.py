@@ -295,7 +295,8 @@ class World:
             self.follow(command)
             reads, writes = reads | self.reads, writes | self.writes
         self.reads, self.writes = reads, writes
-        for path in re.findall(r"(?:--logdir |checkpoint=)([^\s,]+)", " ".join(words)):
+        read = r"(?:--logdir |checkpoint=|recipes/\w+\.py |load\(\")([^\s,\"]+)"
+        for path in re.findall(read, " ".join(words)):
             self._read(path)
         for path in re.findall(r'Path\("([^"]+)', " ".join(words)):  # a line of Python
             self._make(path)
