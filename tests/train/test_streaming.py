@@ -157,7 +157,7 @@ def test_what_needs_the_whole_model_says_why(tmp_path, refused, monkeypatch):
     prune = ("experts", "prune", folder, tmp_path / "small", "--data", data, "--by", "reap")
     for words, why in (
         ((*prune, "--keep", "0.5"), "experts are"),
-        (("generate", folder, "--prompt", "def"), "each new token runs all blocks"),
+        (("generate", folder, "--prompt", "def"), "what is asked of it runs all blocks"),
     ):
         said = f"200 KB of memory are free, and not block by block: {why}"
         assert said in refused(*words)
