@@ -97,7 +97,9 @@ class StepStatistics:
         highest = numbers.to(mean.device, non_blocking=True)
         if own:
             highest = comm.max_over_ranks(highest)
-        vector = comm.sum_over_ranks(mean)
+        # In fp64 sums of few fp32 numbers are exact: the order of processes, which depends on a
+        # number's place and so on whether a record is due, does not change what routers read.
+        vector = comm.sum_over_ranks(mean.double()).float()
         self.routing = _cut(vector, self.routing)
         self._cpu = [vector, highest]
         if vector.is_cuda:
