@@ -19,15 +19,12 @@ LAYOUT = {
     "zero": "zero_stage",
 }
 """Names in `--layout`, and their keys of `parallel`."""
-PEAK_TFLOPS = 989.0
 
 
 @command(
     "plan",
     "polyad plan configs/gpt2/124m-smoe-64.yaml --processes-per-node 8 model.vocab_size=50257",
     "polyad plan configs/gpt2/124m-smoe-64.yaml --nodes 2 --layout tp=2,ep=4,zero=2 "
-    "model.vocab_size=50257",
-    "polyad plan configs/gpt2/124m.yaml --layout zero=1 --mfu 0.4 --peak-tflops 312 "
     "model.vocab_size=50257",
 )
 def plan(
@@ -37,32 +34,24 @@ def plan(
     nodes: Positive = 1,
     processes_per_node: Positive = 8,
     layout: str | None = None,
-    mfu: float | None = None,
-    peak_tflops: float = PEAK_TFLOPS,
     json: Json = None,
 ) -> None:
     """Lists what a run takes on every layout: memory, traffic, FLOPs.
 
     Needs no GPU. A line has the parameters of a process, its memory by part, what it sends in a
     step to each group, and its FLOPs. Parameters, gradients and optimizer states are exact. No time
-    is predicted; --mfu divides the FLOPs by a rate that you name.
+    is predicted.
 
     Args:
         nodes: number of hosts; default 1.
         processes_per_node (P): processes per host, one for each GPU; default 8.
         layout (LAYOUT): one layout in detail, as tp=2,ep=4,sp=1,zero=2: tensor and expert parallel
             size, sequence parallel, ZeRO stage; what is left out is as in the configuration.
-        mfu: also divide the FLOPs by this share of the peak rate (model FLOPs utilization).
-        peak_tflops (TFLOPS): peak rate of a GPU for --mfu; default 989, an H100 in bf16.
     """
     from polyad.train.config.rules import validate
     from polyad.train.plan import flops_per_step, footprint, layouts
 
     check_json_path(json)
-    if mfu is not None and not 0 < mfu <= 1:
-        raise UsageError(f"--mfu: {mfu:g} is not allowed; it must be above 0 and at most 1")
-    if not 0 < peak_tflops < 1e9:
-        raise UsageError(f"--peak-tflops: {peak_tflops:g} is not allowed; it must be above 0")
     processes = nodes * processes_per_node
     words = [] if layout is None else [f"parallel.{key}" for key in _keys(layout)]
     settings = configuration(config, [*overrides, *words], processes, check=layout is not None)
@@ -85,10 +74,8 @@ def plan(
             "flops_per_step": flops,
             "layouts": rows,
         }
-        if mfu is not None:
-            result["seconds_per_step"] = flops / (processes * mfu * peak_tflops * 1e12)
         in_detail, compiled = layout is not None, settings.model.compile
-        show(result, _table(result, mfu, peak_tflops, in_detail=in_detail, compiled=compiled))
+        show(result, _table(result, in_detail=in_detail, compiled=compiled))
 
 
 def _keys(layout: str) -> list[str]:
@@ -155,14 +142,7 @@ def _row(config: "RunConfig", needs: "Footprint", processes: int) -> dict[str, A
     }
 
 
-def _table(
-    result: dict[str, Any],
-    mfu: float | None,
-    peak_tflops: float,
-    *,
-    in_detail: bool,
-    compiled: bool,
-) -> str:
+def _table(result: dict[str, Any], *, in_detail: bool, compiled: bool) -> str:
     """The result for a person."""
     from polyad.train.console import counted, in_bytes
     from polyad.train.results import aligned
@@ -195,13 +175,6 @@ def _table(
     ]
     if not in_detail and compiled:
         lines.append("layouts with ZeRO 3 need model.compile=false")
-    if mfu is None:
-        lines.append("no time is predicted: --mfu 0.4 divides the FLOPs by 40% of a GPU's peak")
-    else:
-        lines.append(
-            f"at {mfu:.0%} of {peak_tflops:g} TFLOP/s a step would take "
-            f"{result['seconds_per_step']:.3g} s: assumed, not predicted"
-        )
     return "\n".join(lines)
 
 

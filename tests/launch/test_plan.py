@@ -35,7 +35,6 @@ def test_a_plan_needs_no_data_and_no_gpu(capfd):
         assert memory["weights"] == pytest.approx(2 * each["parameters"], rel=0.01)
         share = 12 * each["parameters"] / each["data_parallel_size"]
         assert memory["optimizer"] == pytest.approx(share, rel=0.01)
-    assert "seconds_per_step" not in result
 
 
 @pytest.mark.slow
@@ -47,14 +46,6 @@ def test_one_layout_in_detail_is_that_of_the_table(capfd):
     keys = ("parallel.tensor_parallel_size=2", "parallel.expert_parallel_size=2")
     same = planned(SMOE, *two, *keys, "--layout", "zero=2", capfd=capfd)["layouts"]
     assert same == [row]
-
-
-def test_a_time_is_that_of_the_rate_that_is_named(capfd):
-    two = ("--processes-per-node", "2", "--layout", "zero=1", *SMALL)
-    result = planned(GPT2, *two, "--mfu", "0.4", "--peak-tflops", "100", capfd=capfd)
-    assert result["seconds_per_step"] == pytest.approx(result["flops_per_step"] / (2 * 0.4 * 1e14))
-    assert run(["plan", GPT2, *two]) == 0
-    assert "no time is predicted" in capfd.readouterr().out
 
 
 @pytest.mark.slow
