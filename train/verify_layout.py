@@ -268,11 +268,11 @@ def check(result: dict[str, Any]) -> None:
 
 
 def small_config(config: RunConfig, processes: int) -> RunConfig:
-    """Returns the configuration with few layers, units, tokens and samples, in fp32.
+    """Returns the configuration with few layers, units, experts, tokens and samples, in fp32.
 
-    Experts, kinds, scores, graphs, capacities, placement and degrees are kept. Randomness is turned
-    off, since layouts draw random numbers in different orders, and so are compilation, and groups
-    of parameters, which name blocks and experts.
+    Kinds, scores, graphs, capacities, placement and degrees are kept. Randomness is turned off,
+    since layouts draw random numbers in different orders, and so are compilation, and groups of
+    parameters, which name blocks and experts.
 
     Args:
         config: a run's configuration.
@@ -289,7 +289,7 @@ def small_config(config: RunConfig, processes: int) -> RunConfig:
             f"model.kind: {model['kind']} is not allowed with verify-layout, which makes small "
             f"models and their input for {', '.join(MODELS)}"
         )
-    parts = dims.tensor_parallel_size
+    parts, ranks = dims.tensor_parallel_size, dims.expert_parallel_size
     _shrink_model(model, parts)
     sections = [model[name] for name in FEED_FORWARDS if name in model]
     if replaced := model.get("replaced"):
@@ -298,7 +298,7 @@ def small_config(config: RunConfig, processes: int) -> RunConfig:
     if (model.get("head") or {}).get("kind") == "mumoe":
         sections.append(model["head"])
     for section in sections:
-        _shrink_experts(section, parts, model["num_layers"])
+        _shrink_experts(section, parts, ranks, model["num_layers"])
     micro = min(train["micro_batch_size"], 2)
     accumulation = dims.accumulation_steps(train["global_batch_size"], train["micro_batch_size"])
     train |= {"precision": "fp32", "tf32": False, "ema": None, "micro_batch_size": micro}
@@ -359,21 +359,33 @@ def _shrink_model(model: dict[str, Any], parts: int) -> None:
         model["hidden_size"] = WIDTH * (heads + wider)
 
 
-def _shrink_experts(section: dict[str, Any], parts: int, layers: int) -> None:
-    """Reduces widths and ranks; how many experts there are, and how many a token uses, is kept."""
-    is_split = section["kind"] == "emoe"
-    width: int = (section["num_experts"] if is_split else 3) * WIDTH * parts
+def _shrink_experts(section: dict[str, Any], parts: int, ranks: int, layers: int) -> None:
+    width: int = 3 * WIDTH * parts
+    count: Any = section.get("num_experts")
+    top, groups = min(section.get("top_k", 1), 4), min(section.get("num_groups", 1), 2)
+    if section["kind"] in ("mxd", "transcoder"):
+        count = 4 * parts
+    elif isinstance(count, list):  # factors of muMoE
+        count = [min(each, (5, 3, 2)[min(number, 2)]) for number, each in enumerate(count)]
+    elif count is not None:  # a group has as many experts as a token uses
+        several = math.lcm(ranks, groups)
+        count = min(count, several * math.ceil(max(4, top + 1, groups * top) / several))
+        width = count * WIDTH * parts if section["kind"] == "emoe" else width
     _replace(
         section,
-        **{"rank": 6 * parts, "expert_hidden_size": width, "dense_hidden_size": width},
+        **{"num_experts": count, "top_k": top, "num_groups": groups, "rank": 6 * parts},
+        **{"expert_hidden_size": width, "dense_hidden_size": width},
         **{"router_noise": 0.0, "expert_dropout": 0.0},
+        top_groups=min(section.get("top_groups", 1), groups),
+        expert_rank=min(section.get("expert_rank", 3), 3),
         shared_hidden_size=section.get("shared_hidden_size") and width,
         score_width=section.get("score_width") and WIDTH,
+        final_top_k=section.get("final_top_k") and min(section["final_top_k"], count),
     )
     if section["kind"] != "smoe":
         _replace(section, hidden_size=width)
     if section.get("pool", "none") != "none":  # fixed size: every process would draw differently
-        size = max(section["final_top_k"] or section["top_k"], section["num_experts"] // 2)
+        size = max(section["final_top_k"] or top, count // 2)
         section |= {"pool_least": size, "pool_most": size}
     for key in ("placement", "blocks"):
         if isinstance(section.get(key), list):  # a block with experts, after one without
