@@ -42,6 +42,17 @@ def whole_number_or(least: int, *others: object) -> BeforeValidator:
     return BeforeValidator(check)
 
 
+def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Flattens a tree to dotted keys and their values."""
+    flat: dict[str, Any] = {}
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            flat |= flatten(value, f"{prefix}{name}.")
+        else:
+            flat[prefix + name] = value
+    return flat
+
+
 def divisors(number: int) -> list[int]:
     """Lists all divisors of a number, in order.
 

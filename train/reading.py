@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from polyad.data.text.manifest import SplitName
+from polyad.model.config import flatten
 from polyad.model.decoder import DecoderSettings
 from polyad.parallel import comm
 from polyad.parallel.checkpoint.load import Checkpoint
@@ -33,7 +34,6 @@ from polyad.train.config.run import (
     load_config,
     parse_config,
 )
-from polyad.train.config.text import flatten
 from polyad.train.console import Progress
 from polyad.train.errors import ConfigError
 from polyad.train.exchange.writers import config_for_model

@@ -28,12 +28,12 @@ from polyad.data.errors import check_path
 from polyad.data.files import write_whole
 from polyad.data.json_reader import read_json
 from polyad.model.build import count_parameters
-from polyad.model.config import Config
+from polyad.model.config import Config, flatten
 from polyad.train import records
 from polyad.train.config.adaptation import model_of, unused_parameters
 from polyad.train.config.rules import validate
 from polyad.train.config.run import RunConfig, build_config, read_tree
-from polyad.train.config.text import DOTTED_KEY, below, describe, flatten
+from polyad.train.config.text import DOTTED_KEY, below, describe
 from polyad.train.errors import ConfigError, RunError, shown, stop_signal, stopped
 from polyad.train.guard.run_folder import check_place
 from polyad.train.results import json_value

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeAlias
 from pydantic import ValidationError
 
 from polyad.model.build import build_model
+from polyad.model.config import flatten
 from polyad.model.decoder import DecoderSettings
 from polyad.model.decoder_config import DecoderConfig
 from polyad.model.families.keys import (
@@ -325,7 +326,7 @@ def comparable(
     config, free = config.filled(), set(free)
     if isinstance(config, DecoderConfig) and config.rotary is not None:
         free.add("sequence_length")  # positions are unbounded: it only matters in training
-    values = flat(config.model_dump(exclude=free))
+    values = flatten({"model": config.model_dump(exclude=free)})
     for key, each in config.feed_forwards().items():
         if isinstance(each, DenseFeedForwardConfig):  # null means four times the width
             values[f"{key}.hidden_size"] = each.inner_size(config.hidden_size)
@@ -334,15 +335,6 @@ def comparable(
             for unused in FREE_OF_EXPERTS - (ROUTING if is_written else frozenset()):
                 del values[f"{key}.{unused}"]
     return values
-
-
-def flat(values: Mapping[str, Any], before: str = "model") -> dict[str, Any]:
-    """Flattens nested sections to values by full keys."""
-    pairs: dict[str, Any] = {}
-    for key, value in values.items():
-        name = f"{before}.{key}"
-        pairs |= flat(value, name) if isinstance(value, dict) else {name: value}
-    return pairs
 
 
 def computes_the_same(config: DecoderConfig, other: DecoderConfig) -> bool:

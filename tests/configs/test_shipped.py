@@ -10,10 +10,10 @@ import yaml
 
 from polyad.launch.cli import run
 from polyad.model.build import count_parameters
+from polyad.model.config import flatten
 from polyad.train.config.adaptation import model_of, unused_parameters
 from polyad.train.config.rules import validate
 from polyad.train.config.run import load_config, shipped_configs
-from polyad.train.config.text import flatten
 from polyad.train.study import StudyConfig, load_study, progress, results_of
 from tests.helpers.everyday import everyday
 from tests.helpers.written import from_data

@@ -18,8 +18,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from polyad.launch.cli import run
+from polyad.model.config import flatten
 from polyad.train.config.run import RunConfig
-from polyad.train.config.text import flatten, keys
+from polyad.train.config.text import keys
 from tests.helpers.runs import FEED_FORWARDS
 
 BASE: dict[str, Any] = {

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from polyad.model.config import flatten
 from polyad.train.config.run import load_config
-from polyad.train.config.text import flatten
 from polyad.train.describe import describe_run
 from tests.helpers.runs import train_each, write_config
 

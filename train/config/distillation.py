@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from polyad.model.build import build_model
+from polyad.model.config import flatten
 from polyad.model.decoder import DecoderSettings
 from polyad.model.feedforward import FeedForward
 from polyad.parallel.checkpoint.load import Checkpoint
@@ -18,7 +19,6 @@ from polyad.parallel.families import FamilyWeights
 from polyad.parallel.weights import Weights, check_fits, fill, load_model, open_weights
 from polyad.parallel.zero import Engine, Precision
 from polyad.train.config.run import RunConfig, config_of_checkpoint
-from polyad.train.config.text import flatten
 from polyad.train.errors import ConfigError
 from polyad.train.tasks.distillation import BlockTeacher, Teacher
 from polyad.train.tasks.images import ImageClassification

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from polyad.data.files import write_whole
+from polyad.model.config import flatten
 from polyad.parallel import comm
 from polyad.parallel.checkpoint.format import MANIFEST_FILE
 from polyad.parallel.weights import is_weights_folder
 from polyad.train.config.run import RunConfig
-from polyad.train.config.text import flatten
 from polyad.train.state import package_versions
 from polyad.train.tasks.task import Task
 

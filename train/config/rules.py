@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 
-from polyad.model.config import Config
+from polyad.model.config import Config, flatten
 from polyad.model.decoder_config import DecoderConfig
 from polyad.model.emoe import EmergentMoEConfig
 from polyad.model.foreign import KIND
@@ -15,7 +15,7 @@ from polyad.model.smoe.config import SelectingConfig, SparseMoEConfig
 from polyad.parallel.dims import Dims
 from polyad.parallel.foreign import READ_ONLY
 from polyad.train.config.run import RunConfig
-from polyad.train.config.text import below, flatten
+from polyad.train.config.text import below
 from polyad.train.errors import ConfigError, shown
 
 # Keys or sections that may change when a run is resumed. Changing any other makes it another run.

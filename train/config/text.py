@@ -76,17 +76,6 @@ def config_classes(annotation: Any) -> Iterator[type[BaseModel]]:
         yield from config_classes(argument)
 
 
-def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flattens a tree to dotted keys and their values."""
-    flat: dict[str, Any] = {}
-    for name, value in tree.items():
-        if isinstance(value, dict):
-            flat |= flatten(value, f"{prefix}{name}.")
-        else:
-            flat[prefix + name] = value
-    return flat
-
-
 def below(key: str, sections: Sequence[str]) -> bool:
     """Whether a dotted key is one of some keys, or in one of some sections."""
     return any(key == section or key.startswith(f"{section}.") for section in sections)
