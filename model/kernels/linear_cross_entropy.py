@@ -200,7 +200,7 @@ def _chunk(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Returns what `token_scores` does; with `grad` also the gradient of the losses' sum for the
     logits."""
-    part = part or VocabularyPart(0, len(weight_VD))
+    is_split, part = part is not None, part or VocabularyPart(0, len(weight_VD))
     logits_CV = linear(x_CD, weight_VD, bias_V).float()
     # Comparisons are part of one compiled kernel. A scatter, or a change of a part, would have all
     # logits, or their gradients in fp32, written before it and read again after it.
@@ -212,7 +212,8 @@ def _chunk(
         logits_CV = logits_CV.masked_fill(number_V >= part.real, -torch.inf)
     own_C1 = targets_C.unsqueeze(1) - part.first
     has_C1 = (own_C1 >= 0) & (own_C1 < part.real)
-    own_C1 = own_C1.masked_fill(~has_C1, 0)
+    if is_split:  # otherwise no other process has the target: `gather` refuses it
+        own_C1 = own_C1.masked_fill(~has_C1, 0)
     logits_CV -= part.highest(logits_CV.amax(1, keepdim=True))
     target_C1 = logits_CV.gather(1, own_C1).masked_fill(~has_C1, 0)
     exp_CV = logits_CV.exp_()

@@ -124,7 +124,7 @@ class Checkpoint(StoredWeights):
         If there is no average of a weight, the weight is returned for it.
 
         Raises:
-            CheckpointError: the tensor is missing, or its file is damaged.
+            CheckpointError: the tensor is missing or has another shape, or its file is damaged.
         """
         name, field, shape, offset, size = box
         if field == EMA and EMA not in self.tensors.get(name, {}):
@@ -132,7 +132,11 @@ class Checkpoint(StoredWeights):
         about = self.tensors.get(name, {}).get(field)
         if about is None:
             raise CheckpointError(f"{self.folder}: has no {field} of {name}")
-        assert about.shape == tuple(shape), name  # `check_model` has compared
+        if about.shape != tuple(shape):
+            raise CheckpointError(
+                f"{self.folder}: {name} has shape {list(about.shape)} there, "
+                f"{list(shape)} in this model"
+            )
         values = torch.empty(size, dtype=TORCH_DTYPES[about.dtype])
         missing = math.prod(size)
         chunks, places = about.chunks, (len(about.chunks), len(shape))  # scalars have no axes

@@ -291,7 +291,7 @@ class AttributeClassification(ImageClassification):
         }
 
     def by_class(self, outcomes_NF: Outcomes) -> dict[str, dict[str, Any]]:
-        """Of each attribute the accuracy, how many images have it, and which share of these is
+        """Returns each attribute's accuracy, how many images have it, and which share of these is
         found; None without such images."""
         _, has_NK, predicted_NK = _parts(outcomes_NF)
         scores = {}

@@ -127,3 +127,8 @@ def test_memory_of_the_loss_at_full_size():
         peaks[name] = allocated.peak
     assert peaks["whole"] > 15e9
     assert peaks["chunks"] < 2e9
+
+
+def test_a_target_beyond_the_vocabulary_is_an_error():
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        kernel.token_scores(torch.randn(3, 8), torch.randn(10, 8), torch.tensor([0, 9, 10]))
