@@ -18,10 +18,11 @@ width of the cosine score's space, M maximum experts of a pool.
 """
 
 from abc import ABC, abstractmethod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear, normalize
 
 from polyad.model.feedforward import NOTHING_ELSE, BlockInput, FeedForwardContext
@@ -96,11 +97,49 @@ class LinearScore(Linear, Score):
     def forward(self, u_ND: Tensor, features: Tensor | None = None) -> Tensor:
         """See `Score.forward`."""
         dtype = router_dtype(u_ND.dtype)
-        if not self.in_model_dtype:
-            u_ND = u_ND.to(dtype)
-        bias = None if self.bias is None else self.bias.to(u_ND.dtype)
-        logits_NE = linear(u_ND, self.weight.to(u_ND.dtype), bias).to(dtype)
-        return logits_NE if self.lora is None else logits_NE + self.lora(u_ND)
+        if not self.in_model_dtype and u_ND.is_cuda and u_ND.dtype == torch.bfloat16:
+            logits_NE: Tensor = ProductInFp32.apply(u_ND, self.weight)  # type: ignore[no-untyped-call]
+            logits_NE = logits_NE if self.bias is None else logits_NE + self.bias
+        else:
+            u_ND = u_ND if self.in_model_dtype else u_ND.to(dtype)
+            bias = None if self.bias is None else self.bias.to(u_ND.dtype)
+            logits_NE = linear(u_ND, self.weight.to(u_ND.dtype), bias).to(dtype)
+        if self.lora is not None:
+            logits_NE = logits_NE + self.lora(u_ND if self.in_model_dtype else u_ND.to(dtype))
+        return logits_NE
+
+
+class ProductInFp32(torch.autograd.Function):
+    """u W^T in fp32 of factors in bf16, without copies of the factors in fp32 in memory.
+
+    A product of two bf16 numbers is exact in fp32, so this is the product of the copies. The
+    gradient is a sum of two bf16 numbers, which keep 16 of its 24 bits.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, u_ND: Tensor, weight_ED: Tensor) -> Tensor:
+        """Returns [N, E]."""
+        ctx.save_for_backward(u_ND, weight_ED)
+        return _to_fp32(u_ND, weight_ED.t())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient_NE: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the gradients of both factors, in bf16."""
+        u_ND, weight_ED = ctx.saved_tensors
+        high_NE = gradient_NE.to(u_ND.dtype)
+        low_NE = (gradient_NE - high_NE).to(u_ND.dtype)
+        parts_N2E = torch.cat((high_NE, low_NE), 1)
+        for_weight_2ED = _to_fp32(parts_N2E.t(), u_ND)
+        for_weight_ED = torch.add(*for_weight_2ED.chunk(2)).to(weight_ED.dtype)
+        return parts_N2E @ torch.cat((weight_ED, weight_ED)), for_weight_ED
+
+
+def _to_fp32(a: Tensor, b: Tensor) -> Tensor:
+    """Multiplies matrices in bf16 with a result in fp32; not every processor can without copies."""
+    if a.is_cuda:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return a.float() @ b.float()
 
 
 class CosineScore(Score):

@@ -313,7 +313,7 @@ def layer(
         raise ConfigError(f"--top-k: {shape['top_k']} is more than --experts: {shape['experts']}")
     loads = ((load,) if load else LOADS) if kind != "mumoe" else (None,)
     with on_device(device, threads) as about, results(json) as show:
-        allow_tf32(precision == "bf16", torch.device(device))  # of the router, as in training
+        allow_tf32(precision == "bf16", torch.device(device))  # for routers of peers
         result = {**shape, "repeats": repeats, **about, "precisions": {}}
         lines = [f"{shape['tokens']} tokens, {shape['width']}-{shape['hidden']}; {setting(result)}"]
         for each in precisions(precision):

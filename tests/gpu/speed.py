@@ -56,7 +56,7 @@ GROUPS = {
     "smoe": {
         "smoe": Trial(SPARSE, LARGE),
         "smoe-12": Trial(SPARSE, SMALL),
-        "smoe-fp32": Trial(SPARSE, (*LARGE, "train.tf32=false")),
+        "smoe-bf16": Trial(SPARSE, (*LARGE, "model.feed_forward.router_dtype=model")),
         "smoe-one": Trial(SPARSE, _batches(60, 1)),
     },
     "mumoe": {"mumoe": Trial(FACTORIZED, LARGE), "mumoe-2048": Trial(FACTORIZED, LARGE + LEVELS)},

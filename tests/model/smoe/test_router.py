@@ -13,7 +13,13 @@ from polyad.model.smoe.config import SparseMoEConfig
 from polyad.model.smoe.experts import copies
 from polyad.model.smoe.graph import GRAPHS
 from polyad.model.smoe.layer import SparseMoE
-from polyad.model.smoe.router import SCORES, CosineScore, RandomScore, make_router
+from polyad.model.smoe.router import (
+    SCORES,
+    CosineScore,
+    ProductInFp32,
+    RandomScore,
+    make_router,
+)
 from tests.helpers.random_model import built
 from tests.helpers.routing import make, make_config, make_context, make_trace
 from tests.helpers.sections import section_of
@@ -65,6 +71,24 @@ def test_routing_is_fp32_in_a_bf16_model_and_float64_in_a_float64_one(graph, dty
     assert selected.weights_NK.dtype == expected
     for name, value in stats.tensors().items():
         assert value.dtype == (torch.int64 if name == "attention_head" else expected), name
+
+
+def test_a_product_of_bf16_factors_is_that_of_their_copies_in_fp32():
+    u_ND, weight_ED = (torch.randn(rows, 12).bfloat16().requires_grad_() for rows in (9, 6))
+    logits_NE, gradient_NE = ProductInFp32.apply(u_ND, weight_ED), torch.randn(9, 6)
+    assert torch.equal(logits_NE, u_ND.float() @ weight_ED.float().t())
+    logits_NE.backward(gradient_NE)
+    wanted = gradient_NE.double() @ weight_ED.double(), gradient_NE.double().t() @ u_ND.double()
+    for factor, exact in zip((u_ND, weight_ED), wanted, strict=True):
+        torch.testing.assert_close(factor.grad.double(), exact, rtol=2**-8, atol=1e-3)
+
+
+def test_gradients_of_a_product_in_fp32_keep_more_than_bf16_holds():
+    u_ND, weight_ED = (torch.ones(2, 1).bfloat16().requires_grad_() for _ in range(2))
+    # In bf16 1 + 2^-10 is 1, and both sums would be 0.
+    ProductInFp32.apply(u_ND, weight_ED).backward(torch.tensor([[1 + 2**-10, -1.0], [-1.0, 1.0]]))
+    assert u_ND.grad.tolist() == [[2**-10], [0.0]]
+    assert weight_ED.grad.tolist() == [[2**-10], [0.0]]
 
 
 @every_graph
