@@ -14,7 +14,6 @@ from polyad.data.text.prepare import prepare
 from polyad.data.text.splits import split_by_bytes
 from polyad.data.text.tokenizers.training import train_tokenizer
 from polyad.launch.commands.data import prepared_table
-from tests.helpers.everyday import everyday
 from tests.helpers.prepared import jsonl, open_source
 
 PREPARE_SLOWLY = """
@@ -129,7 +128,8 @@ def test_nothing_to_read_or_a_bad_line_leaves_nothing(tmp_path, prepared_path, c
     assert os.listdir(tmp_path) == ["a.jsonl"]
 
 
-@everyday("stop", [signal.SIGKILL, signal.SIGINT], keep=[signal.SIGINT])
+@pytest.mark.slow
+@pytest.mark.parametrize("stop", [signal.SIGKILL, signal.SIGINT])
 def test_interrupted_prepare_leaves_nothing_complete(tmp_path, texts, prepared_path, stop):
     out = tmp_path / "out"
     arguments = [str(texts), str(prepared_path), str(out)]

@@ -42,6 +42,7 @@ def of_transformers(folder, adapters=None, **keys):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_adapters_and_a_new_head_are_trained_scored_merged_and_read_by_peft(workers, tmp_path):
     theirs, base, folder = tmp_path / "theirs", tmp_path / "ours", tmp_path / "run"

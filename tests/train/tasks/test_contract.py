@@ -23,7 +23,7 @@ SCORES = {
 }
 
 
-@everyday("name", MODELS, keep=["images", "sequences"])
+@everyday("name", MODELS, keep=["images"])
 def test_a_run_in_pieces_is_bitwise_the_run_in_one(workers, task_run, task_config, tmp_path, name):
     config = task_config(tmp_path, name)
     for steps in (6, 12):

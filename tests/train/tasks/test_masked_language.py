@@ -19,6 +19,7 @@ from tests.train.tasks.conftest import SPARSE
 pytestmark = pytest.mark.distributed
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_scores_are_those_of_transformers(workers, task_run, task_data, tmp_path):
     # Its own model, on the same windows with the same tokens hidden, padding included.
