@@ -36,7 +36,7 @@ from polyad.train.errors import ConfigError
 from polyad.train.evaluation.evaluate import evaluate
 from polyad.train.evaluation.generate import Sampling, TextStream, check_text, generate_ids
 from polyad.train.evaluation.predict import Prediction, Predictor
-from polyad.train.exchange.writers import Format
+from polyad.train.exchange.convert import Format, convert
 from polyad.train.experts.interventions import Intervention, intervened, parse_intervention
 from polyad.train.experts.trace import TOP, read_experts, trace_columns, trace_rows
 from polyad.train.experts.trace import LayerExperts as LayerExperts
@@ -498,8 +498,6 @@ class Run:
         Returns:
             A description of what was written.
         """
-        from polyad.train.exchange.convert import convert
-
         return convert(
             self.path, Path(destination).expanduser(), to, choice=self._choice, **options
         )
