@@ -15,8 +15,9 @@ ids. A measure that reads again from some block on reads everything again.
 Shapes: B windows, T tokens, V vocabulary, N tokens of a layer, E experts, K of a token, D width.
 """
 
+import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any, Literal
 
@@ -31,6 +32,7 @@ from polyad.model.decoder import DecoderSettings
 from polyad.model.families.keys import WeightsError, configurations
 from polyad.model.output import ModelOutput
 from polyad.model.smoe.config import SparseMoEConfig
+from polyad.model.smoe.graph import Graph
 from polyad.model.smoe.layer import Dispatcher, SelectingMoE
 from polyad.model.smoe.router import Router, Selected, Selection, spread
 
@@ -42,6 +44,8 @@ USED = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
 _PRODUCTS = (torch.nn.functional.linear, torch.matmul, Tensor.matmul, Tensor.__matmul__)
 _SUMS = (torch.add, Tensor.add, Tensor.__add__)
 _CHOICES = (torch.topk, Tensor.topk)
+_BLOCK = re.compile(r"(.*?\.)?\d+(?=\.)")
+"""Matches the name of the block in that of a module."""
 
 
 class TheirConfig(DecoderSettings):
@@ -79,25 +83,9 @@ class _Decided(Selection):
 
     own: Selected
 
-    def __init__(self, num_experts: int) -> None:
-        nn.Module.__init__(self)
-        self.num_experts, self.top_k = num_experts, 1
-
     def forward(self, scores_NE: Tensor, logits_NE: Tensor | None = None) -> Selected:
         """See `Selection.forward`."""
         return self.own
-
-
-class _Router(Router):
-    """The place of the hooks on a router's logits, scores and selection."""
-
-    score: Any
-    selection: _Decided
-
-    def __init__(self, num_experts: int) -> None:
-        nn.Module.__init__(self)
-        self.score, self.selection = nn.Identity(), _Decided(num_experts)
-        self.by_sigmoid = False
 
 
 class _Dispatcher(Dispatcher):
@@ -116,69 +104,78 @@ class TheirExperts(SelectingMoE):
     """The experts of one layer of the library's model.
 
     Args:
-        experts: The library's module.
-        router: The module with the matrix of the router; None if none was found.
-        block: The block that they are in.
+        theirs: The library's model.
+        block: The name of the block in it that they are in.
+        name: Their own name in it.
         config: The configuration of the model.
+
+    Attributes:
+        holder: The module that has the experts.
+        their_router: The module with the matrix of the router; None if none was found.
+        their_block: The block that they are in.
     """
 
     config: SparseMoEConfig
-    router: _Router
+    router: Any
     experts: Any
+    holder: nn.Module
     their_router: nn.Module | None
+    their_block: nn.Module
 
-    def __init__(
-        self, experts: Any, router: nn.Module | None, block: nn.Module, config: TheirConfig
-    ) -> None:
+    def __init__(self, theirs: nn.Module, block: str, name: str, config: TheirConfig) -> None:
         nn.Module.__init__(self)
-        count = experts.num_experts
+        experts: Any = theirs.get_submodule(name)
         groups = config.of_text("n_group") or 1
         self.config = SparseMoEConfig(
-            num_experts=count,
+            num_experts=experts.num_experts,
             top_k=config.of_text(*USED) or 1,
             num_groups=groups,
             top_groups=config.of_text("topk_group") or groups,
         )
-        self.router, self.dispatcher = _Router(count), _Dispatcher()
+        # The place of the hooks on logits, scores and selection.
+        score: Any = nn.Identity()
+        self.router = Router(score, Graph(), _Decided(self.config))
+        self.dispatcher = _Dispatcher()
         self.output_bias = None
         # Not registered: they belong to the library's model.
-        self.__dict__ |= {"experts": experts, "their_router": router, "their_block": block}
+        self.__dict__ |= {
+            "experts": experts,
+            "holder": theirs.get_submodule(name.rpartition(".")[0]),
+            "their_router": _router_beside(theirs, name, experts),
+            "their_block": theirs.get_submodule(block),
+        }
         self.scored: Callable[[Tensor], Tensor] | None = None
         """Computes scores of all experts from logits; None if their form is not known."""
-        self._logits: _Logits | None = None
+        self.seen = _Logits(self)
+        """What was seen of the router in the last forward pass."""
         self.watch = ExitStack()
         """Watches what lies between the router and the experts, until it is closed."""
+        self._call = inspect.signature(experts.forward)
         self._selected: Selected | None = None
         self._tokens_ND = torch.empty(0)
         experts.register_forward_pre_hook(self._before, with_kwargs=True)
         experts.register_forward_hook(self._after)
-        if router is not None:
-            router.register_forward_pre_hook(self._begin)
+        if self.their_router is not None:
+            self.their_router.register_forward_pre_hook(self._begin)
 
     def _begin(self, module: nn.Module, arguments: Any) -> None:
         self.watch.close()
-        self._logits = self.watch.enter_context(_Logits(self))
+        self.seen = self.watch.enter_context(_Logits(self))
 
     def _before(self, module: nn.Module, arguments: Any, named: Any) -> Any:
         self.watch.close()
-        values = [*arguments, *named.values()]
-        tensors = {n: each for n, each in enumerate(values) if isinstance(each, Tensor)}
-        at = next(n for n, each in tensors.items() if not each.is_floating_point())
-        of = next(n for n, x in tensors.items() if n != at and x.shape == values[at].shape)
-        self._tokens_ND = next(each for n, each in tensors.items() if n not in (at, of))
+        self._tokens_ND, their_ids_NK, their_weights_NK = self._call.bind(*arguments, **named).args
         # Some routers do not sort. The library's experts keep its order, and so its rounding.
-        order_NK = values[of].argsort(dim=1, descending=True, stable=True)
-        weights_NK, ids_NK = (values[n].gather(1, order_NK) for n in (of, at))
+        order_NK = their_weights_NK.argsort(dim=1, descending=True, stable=True)
+        weights_NK, ids_NK = (x.gather(1, order_NK) for x in (their_weights_NK, their_ids_NK))
         own = Selected.of(weights_NK, ids_NK, self.config.num_experts)
         self._check(own)
         self.router.selection.own = own
         self._selected = self.router.selection(self.scores(own))
         back_NK = order_NK.argsort(dim=1)
-        values[at] = self._selected.expert_ids_NK.gather(1, back_NK).to(values[at].dtype)
-        values[of] = self._selected.weights_NK.gather(1, back_NK).to(values[of].dtype)
-        return tuple(values[: len(arguments)]), dict(
-            zip(named, values[len(arguments) :], strict=True)
-        )
+        ids_NK = self._selected.expert_ids_NK.gather(1, back_NK).to(their_ids_NK.dtype)
+        weights_NK = self._selected.weights_NK.gather(1, back_NK).to(their_weights_NK.dtype)
+        return (self._tokens_ND, ids_NK, weights_NK), {}
 
     def _after(self, module: nn.Module, arguments: Any, output_ND: Tensor) -> Tensor:
         result: Tensor = self.dispatcher(self._tokens_ND, self._selected, output_ND)[0]
@@ -186,27 +183,22 @@ class TheirExperts(SelectingMoE):
 
     def _check(self, own: Selected) -> None:
         """Checks that the router has followed a change of its logits."""
-        if self.logits is None and self.router.score._forward_hooks:
+        if self.seen.logits_NE is None and self.router.score._forward_hooks:
             raise WeightsError("how: the scores of this router are not known, so cannot be changed")
-        removed_NE = None if self._logits is None else self._logits.removed_NE
+        removed_NE = self.seen.removed_NE
         if removed_NE is not None and bool(removed_NE.gather(1, own.expert_ids_NK).any()):
             raise WeightsError("how: prune: this router selects experts whatever their scores are")
 
-    @property
-    def logits(self) -> Tensor | None:
-        """The router's logits of the last forward pass [N, E]; None if they are not known."""
-        return None if self._logits is None else self._logits.logits_NE
-
     def scores(self, own: Selected) -> Tensor:
         """The scores of all experts, or where they are not known the weights of those chosen."""
-        if self.scored is None or self.logits is None:
+        if self.scored is None or self.seen.logits_NE is None:
             return spread(own, self.config.num_experts).float()
-        return self.scored(self.logits.float())
+        return self.scored(self.seen.logits_NE.float())
 
     def learn(self) -> None:
         """Learns from the last forward pass how many experts a token uses, and how logits become
         scores: the form to which weights of a token's experts are in proportion."""
-        own, logits_NE = self.router.selection.own, self.logits
+        own, logits_NE = self.router.selection.own, self.seen.logits_NE
         used = self.router.selection.top_k = own.weights_NK.shape[1]
         self.config = self.config.model_copy(update={"top_k": used})
         if logits_NE is None or len(logits_NE) != len(own.weights_NK):
@@ -225,12 +217,9 @@ class TheirExperts(SelectingMoE):
 
     def gate_columns(self) -> list[Tensor]:
         """Returns the matrix of the router, [E, D]."""
-        own = () if self.their_router is None else self.their_router.parameters(recurse=False)
-        experts = self.config.num_experts
-        matrices: list[Tensor] = [each for each in own if each.dim() == 2 and len(each) == experts]
-        if not matrices:
+        if self.their_router is None:
             raise WeightsError("how: steer: the matrix of this router was not found")
-        return matrices
+        return _matrices(self.their_router, self.config.num_experts)
 
     def add_bias(self, y_ND: Tensor, selected: Selected) -> Tensor:
         """The library's experts have added theirs."""
@@ -316,11 +305,9 @@ class TheirModel(nn.Module):
         self.blocks = nn.ModuleList(_TheirBlock() for _ in range(config.num_layers))
         self.blocks[-1].__dict__["run"] = self._logits
         self._layers = list[TheirExperts]()
-        for name, experts in experts_of(self.theirs):
-            router = _router_beside(self.theirs, name, experts)
-            block = self.theirs.get_submodule(_block_of(name))
-            layer = TheirExperts(experts, router, block, config)
-            self.blocks[block_number(name)].feed_forward = layer
+        for block, name in _experts_by_block(self.theirs).items():
+            layer = TheirExperts(self.theirs, block, name, config)
+            self.blocks[int(block.rpartition(".")[2])].feed_forward = layer
             self._layers.append(layer)
         if not self._layers:
             raise WeightsError(
@@ -346,25 +333,18 @@ class TheirModel(nn.Module):
         logits_BTV: Tensor = output.logits
         return logits_BTV
 
-    def score(
-        self,
-        logits_BTV: Tensor,
-        places_BT: Tensor | None = None,
-        target_ids_BT: Tensor | None = None,
-    ) -> Tensor:
-        """Returns logits, or with targets, of all places, the loss of each in nats [B, T, 1]."""
+    def score(self, logits_BTV: Tensor, target_ids_BT: Tensor | None = None) -> Tensor:
+        """Returns logits, or with targets the loss of each in nats [B, T]."""
         if target_ids_BT is None:
             return logits_BTV
-        return _losses(logits_BTV, target_ids_BT).unsqueeze(-1)
+        flat_NV, flat_N = logits_BTV.flatten(0, 1).float(), target_ids_BT.flatten()
+        return cross_entropy(flat_NV, flat_N, reduction="none").view(target_ids_BT.shape)
 
     def forward(
         self, input_ids_BT: Tensor, cache: Past | None = None, target_ids_BT: Tensor | None = None
     ) -> ModelOutput:
         """Returns logits [B, T, V], or with targets the loss of each [B, T]."""
-        scored = self._logits(input_ids_BT, cache)
-        if target_ids_BT is not None:
-            scored = _losses(scored, target_ids_BT)
-        return ModelOutput(scored, ())
+        return ModelOutput(self.score(self._logits(input_ids_BT, cache), target_ids_BT), ())
 
     @torch.inference_mode()
     def learn(self) -> "TheirModel":
@@ -386,41 +366,23 @@ class TheirModel(nn.Module):
 MODELS[KIND] = ModelKind(TheirConfig, TheirModel)
 
 
-def _losses(logits_BTV: Tensor, target_ids_BT: Tensor) -> Tensor:
-    flat_NV, flat_N = logits_BTV.flatten(0, 1).float(), target_ids_BT.flatten()
-    return cross_entropy(flat_NV, flat_N, reduction="none").view(target_ids_BT.shape)
-
-
-def experts_of(theirs: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yields the experts of a model of transformers that are called by the common interface; of
-    a block with several the first, those of text.
-
-    Args:
-        theirs: The model.
-
-    Yields:
-        Name and module.
-    """
-    blocks = set[str]()
+def _experts_by_block(theirs: nn.Module) -> dict[str, str]:
+    """Returns the names of the experts of a model of transformers that are called by the common
+    interface, by the name of their block; of a block with several the first, those of text."""
+    names = dict[str, str]()
     for name, module in theirs.named_modules():
-        is_called_so = hasattr(module, "_is_expert_parallel") and hasattr(module, "num_experts")
-        if is_called_so and any(part.isdigit() for part in name.split(".")):
+        block = _BLOCK.match(name)
+        if block and hasattr(module, "_is_expert_parallel") and hasattr(module, "num_experts"):
             if module._is_expert_parallel:
                 raise WeightsError(f"{name}: its experts are split over processes: not supported")
-            if (block := _block_of(name)) not in blocks:
-                blocks.add(block)
-                yield name, module
+            names.setdefault(block[0], name)
+    return names
 
 
-def _block_of(name: str) -> str:
-    """Returns the name of the block that a module is in."""
-    parts = name.split(".")
-    return ".".join(parts[: next(n for n, part in enumerate(parts) if part.isdigit()) + 1])
-
-
-def block_number(name: str) -> int:
-    """Returns the number of the block in a module's name."""
-    return int(_block_of(name).rpartition(".")[2])
+def _matrices(module: nn.Module, experts: int) -> list[Tensor]:
+    """Returns the matrices [E, D] that a module itself has."""
+    own = module.parameters(recurse=False)
+    return [each for each in own if each.dim() == 2 and len(each) == experts]
 
 
 def _router_beside(theirs: nn.Module, name: str, experts: Any) -> nn.Module | None:
@@ -431,11 +393,7 @@ def _router_beside(theirs: nn.Module, name: str, experts: Any) -> nn.Module | No
         found: list[tuple[str, nn.Module]] = [
             (path, module)
             for path, module in theirs.get_submodule(name).named_modules()
-            if module not in within
-            and any(
-                parameter.dim() == 2 and parameter.shape[0] == experts.num_experts
-                for parameter in module.parameters(recurse=False)
-            )
+            if module not in within and _matrices(module, experts.num_experts)
         ]
         if found:  # the first that is called so, or else the first
             return min(found, key=lambda each: re.search("gate|rout", each[0]) is None)[1]
@@ -444,22 +402,23 @@ def _router_beside(theirs: nn.Module, name: str, experts: Any) -> nn.Module | No
 
 def built(tree: Mapping[str, Any]) -> nn.Module:
     """Builds a model of transformers on the current default device."""
-    kind = tree["model_type"]
-    config = configurations(kind)[kind].from_dict(dict(tree))
-    model: nn.Module = class_of(config).from_config(config)
+    builder, config = class_of(tree)
+    model: nn.Module = builder.from_config(config)
     return model
 
 
-def class_of(config: Any) -> Any:
-    """Returns the class of transformers that builds the language model of a configuration."""
+def class_of(tree: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Returns the class of transformers that builds the language model of a configuration, and the
+    configuration as the library reads it."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+    kind = tree["model_type"]
+    config = configurations(kind)[kind].from_dict(dict(tree))
     for each in (AutoModelForCausalLM, AutoModelForImageTextToText):
         if type(config) in (known := each._model_mapping):
             name = str(getattr(known[type(config)], "__name__", ""))
             if name.endswith(("ForCausalLM", "ForConditionalGeneration")):  # no diffusion
-                return each
+                return each, config
     raise WeightsError(
-        f"model_type: {config.model_type!r} is not supported: transformers has no causal language "
-        "model of it"
+        f"model_type: {kind!r} is not supported: transformers has no causal language model of it"
     )

@@ -120,15 +120,11 @@ class FamilyWeights(FolderWeights):
             )
         return "; ".join(notes) or None
 
-    def model_config(self) -> ModelSettings:
-        """Returns the configuration of its model, complete."""
-        return self.config
-
     def origin(self) -> Origin:
         """Returns what is written again beside the weights on export."""
         tree = {key: value for key, value in self._tree.items() if key != "quantization_config"}
-        dtypes = {name: tensor.dtype for name, tensor in self._tensors.items()}
-        dtypes = {name: dtype for name, dtype in dtypes.items() if dtype in WEIGHT_DTYPES}
+        named = ((name, tensor.dtype) for name, tensor in self._tensors.items())
+        dtypes = {name: dtype for name, dtype in named if dtype in WEIGHT_DTYPES}
         most = max(set(dtypes.values()), key=list(dtypes.values()).count)
         copies = [name for name in self.family.copies(self.config) if name in dtypes]
         plain = family_of_files(self._tree, CONFIG_FILE)
@@ -163,7 +159,11 @@ class FamilyWeights(FolderWeights):
 
     def is_new(self, name: str) -> bool:
         """Returns whether a tensor belongs to a head that the folder lacks in this shape."""
-        return self._head_may_be_new and name.startswith(HEAD) and not self._holds(name)
+        if not self._head_may_be_new or not name.startswith(HEAD):
+            return False
+        if name not in self._shapes or self.family.find(name) is None:
+            return True
+        return any(self._shape(piece.name) != piece.shape for piece in self._pieces(name))
 
     def check_config(self, config: ModelSettings) -> None:
         """Compares the folder's model with a model that is initialized from it.
@@ -243,12 +243,6 @@ class FamilyWeights(FolderWeights):
     def _lacks(self, piece: Piece) -> bool:
         """Returns whether an optional tensor is missing."""
         return piece.rule.optional and piece.name not in self._tensors
-
-    def _holds(self, name: str) -> bool:
-        """Returns whether the folder has a weight, in this shape."""
-        if name not in self._shapes or self.family.find(name) is None:
-            return False
-        return all(self._shape(piece.name) == piece.shape for piece in self._pieces(name))
 
     def _has_head(self) -> bool:
         """Returns whether the folder has any tensor of a head."""

@@ -15,7 +15,7 @@ from polyad.model.build import build_model
 from polyad.model.families.family import CONFIG_FILE
 from polyad.model.families.keys import WeightsError, configurations
 from polyad.model.families.registry import FAMILIES, SUPPORTED
-from polyad.model.foreign import TheirConfig, TheirModel, block_number, class_of, experts_of
+from polyad.model.foreign import TheirConfig, TheirModel, class_of
 from polyad.parallel.families import GENERATION_FILE, FamilyWeights, Origin
 from polyad.parallel.source import StoredWeights
 from polyad.parallel.tensor_folder import INDEX_FILE, read_json
@@ -70,6 +70,9 @@ class TheirWeights(StoredWeights):
         WeightsError: transformers has no such model, or it has no such experts.
     """
 
+    config: TheirConfig
+    _kept: Any = None
+
     def __init__(self, folder: Path, options: Mapping[str, Any] | None = None) -> None:
         self.folder, self._options, self._model = folder, dict(options or {}), None
         self.config = their_config(folder)
@@ -96,17 +99,6 @@ class TheirWeights(StoredWeights):
         weights._model, weights._kept = model, kept
         return weights
 
-    _kept: Any = None
-
-    @property
-    def files_folder(self) -> Path:
-        """The folder with the tokenizer."""
-        return self.folder
-
-    def model_config(self) -> TheirConfig:
-        """Returns the configuration of its model, complete."""
-        return self.config
-
     def load(
         self, device: torch.device | str, precision: Precision | Literal["auto"]
     ) -> TheirModel:
@@ -120,10 +112,9 @@ class TheirWeights(StoredWeights):
         if theirs is None:
             dtype = "auto" if precision == "auto" else DTYPES[precision]
             options = {"dtype": dtype} | self._options
-            kind = self.config.config["model_type"]
-            config = configurations(kind)[kind].from_dict(self.config.config)
+            builder, _ = class_of(self.config.config)
             try:
-                theirs = class_of(config).from_pretrained(
+                theirs = builder.from_pretrained(
                     self.folder, local_files_only=True, use_safetensors=True, **options
                 )
             except (OSError, ValueError, RuntimeError, ImportError) as error:
@@ -144,17 +135,11 @@ class TheirWeights(StoredWeights):
         files = {GENERATION_FILE: place.read_text("utf-8")} if place.is_file() else {}
         return Origin(config=self.config.config, dtype="F32", dtypes={}, copies=[], files=files)
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
+    def _refuse(self, name: str = "") -> Any:
         """Refuses what reads weights one by one."""
         raise WeightsError(f"{self.folder}: {READ_ONLY}")
 
-    def whole(self, name: str) -> Tensor:
-        """See `shapes`."""
-        raise WeightsError(f"{self.folder}: {READ_ONLY}")
-
-    def buffer(self, name: str) -> Tensor:
-        """See `shapes`."""
-        raise WeightsError(f"{self.folder}: {READ_ONLY}")
+    shapes = whole = buffer = _refuse
 
 
 def open_folder(folder: Path) -> FamilyWeights | TheirWeights:
@@ -181,12 +166,11 @@ def on_disk(path: Path) -> Path:
     if path.exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or path.parent.exists():
         return path
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
         return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.model",
                                                             "*.txt", "*.jinja"]))  # fmt: skip
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError):
+    except OSError:  # the library's own are of this class
         raise WeightsError(
             f"{name}: there is no such folder, and the hub cannot be reached or has no such model; "
             f"where it can: `hf download {name} --local-dir {path.name}`, and give that folder"
@@ -208,19 +192,16 @@ def write_with_fewer(
     """
     model = weights.load("cpu", "auto")
     theirs: Any = model.theirs
-    of_path = {f"blocks.{block_number(path)}.feed_forward": path for path, _ in experts_of(theirs)}
     for name, each in groups.items():
         layer: Any = model.get_submodule(name)
         before, count = layer.config.num_experts, len(each)
         shares = torch.zeros(count, before, dtype=torch.float64)
         for row, group in enumerate(each):
             shares[row, list(group)] = torch.tensor([*group.values()], dtype=torch.float64)
-        block = theirs.get_submodule(of_path[name].rpartition(".")[0])
-        routers = [each for each in block.children() if layer.their_router in each.modules()]
-        for part in (
-            block,
-            *(part for each in (layer.experts, *routers) for part in each.modules()),
-        ):
+        children = layer.holder.children()
+        routers = [each for each in children if layer.their_router in each.modules()]
+        inside = (part for each in (layer.experts, *routers) for part in each.modules())
+        for part in (layer.holder, *inside):
             _keep(part, shares)
         _count(theirs.config, before, count)
     with temporary_folder(f".{output.name}.", output.absolute().parent, ".partial") as staging:

@@ -53,10 +53,16 @@ class StoredWeights(Source):
     """A source that is a folder of weights, each of which can be read whole."""
 
     folder: Path
+    config: ModelSettings
 
-    @abstractmethod
     def model_config(self) -> ModelSettings:
         """Returns the configuration of its model, complete."""
+        return self.config
+
+    @property
+    def files_folder(self) -> Path:
+        """The folder of further files that belong to the weights, such as a tokenizer."""
+        return self.folder
 
     @abstractmethod
     def shapes(self) -> dict[str, tuple[int, ...]]:

@@ -24,7 +24,6 @@ from polyad.data.json_reader import read_bytes
 from polyad.model.build import ModelSizeError, build_model
 from polyad.model.families.keys import WeightsError
 from polyad.model.families.tensors import Slices
-from polyad.model.settings import ModelSettings
 from polyad.parallel.checkpoint.format import CONFIG_FILE, MASTER, Box
 from polyad.parallel.fragments import persistent_buffers
 from polyad.parallel.source import StoredWeights, described_config, first_few
@@ -232,11 +231,6 @@ class FolderWeights(StoredWeights):
     ) -> None:
         self.folder, self._tensors, self._shapes = folder, tensors, shapes
 
-    @property
-    def files_folder(self) -> Path:
-        """The folder of further files that belong to the weights, such as a tokenizer."""
-        return self.folder
-
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Returns shapes of the weights by Polyad's names."""
         return self._shapes
@@ -324,11 +318,11 @@ class PlainWeights(FolderWeights):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, TensorFolder(folder), {})
         place, names = folder / CONFIG_FILE, self._tensors.keys()
-        self._config = described_config(read_bytes(place, WeightsError).decode(), place)
-        if missing := self._config.left_to_data():
+        self.config = described_config(read_bytes(place, WeightsError).decode(), place)
+        if missing := self.config.left_to_data():
             raise WeightsError(f"{place}: {missing}: is missing")
         try:
-            model = build_model(self._config)
+            model = build_model(self.config)
         except ModelSizeError as error:
             raise WeightsError(f"{place}: {error}") from None
         self._shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
@@ -338,10 +332,6 @@ class PlainWeights(FolderWeights):
         faults = self._tensors.faults(wanted, CONFIG_FILE)
         faults += [f"unknown tensor {name}" for name in sorted(names - wanted.keys())]
         self._tensors.refuse(faults)
-
-    def model_config(self) -> ModelSettings:
-        """Returns the configuration of its model, complete."""
-        return self._config
 
     def buffer(self, name: str) -> torch.Tensor:
         """Returns a whole buffer of the model."""

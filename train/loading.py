@@ -34,9 +34,9 @@ from polyad.train.config.run import find_config, load_config
 from polyad.train.console import progress as progress_shown
 from polyad.train.errors import ConfigError
 from polyad.train.evaluation.evaluate import evaluate
-from polyad.train.evaluation.generate import Sampling, check_text, continue_text
+from polyad.train.evaluation.generate import Sampling, TextStream, check_text, generate_ids
 from polyad.train.evaluation.predict import Prediction, Predictor
-from polyad.train.exchange.writers import Format
+from polyad.train.exchange.convert import Format, convert
 from polyad.train.experts.interventions import Intervention, intervened, parse_intervention
 from polyad.train.experts.trace import TOP, read_experts, trace_columns, trace_rows
 from polyad.train.experts.trace import LayerExperts as LayerExperts
@@ -498,8 +498,6 @@ class Run:
         Returns:
             A description of what was written.
         """
-        from polyad.train.exchange.convert import convert
-
         return convert(
             self.path, Path(destination).expanduser(), to, choice=self._choice, **options
         )
@@ -568,9 +566,10 @@ def continuation_of(
     prompt: str,
     *,
     sampling: Sampling,
+    max_tokens: int,
+    special_tokens: SpecialTokens = "text",
     interventions: Sequence[Intervention] = (),
     write: Callable[[str], object] = lambda text: None,
-    **options: Any,
 ) -> dict[str, Any]:
     """Continues a text by the model of a run.
 
@@ -578,12 +577,14 @@ def continuation_of(
         run: the run.
         prompt: the text; empty starts a document.
         sampling: how tokens are sampled.
+        max_tokens: maximum number of tokens to generate.
+        special_tokens: how special tokens in the prompt are read.
         interventions: changes to experts.
         write: called with the prompt, and with every piece of text as it is generated.
-        options: `max_tokens` and `special_tokens` of `continue_text`.
 
     Returns:
-        The values of `polyad generate --json`.
+        The values of `polyad generate --json`: among them the `text` without the prompt,
+        `prompt_ids`, and `token_ids` without the one that ends the text.
 
     Raises:
         ValueError: with an `exit_status` of 2: one line says what is wrong.
@@ -592,17 +593,26 @@ def continuation_of(
     language_model(run._weights)
     tokenizer = run.tokenizer
     name = "; --intervene ".join((str(run.path), *map(str, interventions)))
-    options |= {"sampling": sampling, "name": name, "write": write}
+    prompt_ids = ids_of_text(tokenizer, prompt, special_tokens) or [tokenizer.end_of_text_id]
+    stream, ids, pieces = TextStream(tokenizer, prompt_ids), list[int](), list[str]()
+    options: dict[str, Any] = {"max_tokens": max_tokens, "sampling": sampling, "name": name}
     with intervened(run.model, interventions):
         write(prompt)
         started = time.monotonic()
-        continuation = continue_text(run.model, tokenizer, prompt, **options)
-    seconds, count = time.monotonic() - started, len(continuation["token_ids"])
+        for token in generate_ids(run.model, tokenizer, prompt_ids, **options):
+            ids.append(token)
+            pieces.append(stream.push(token))
+            write(pieces[-1])
+        pieces.append(stream.end())
+        write(pieces[-1])
+    seconds, count = time.monotonic() - started, len(ids)
     return {
         "checkpoint": str(run.path),
         "prompt": prompt,
-        **continuation,
-        "ended_by": "max_tokens" if count == options["max_tokens"] else "end_of_text",
+        "text": "".join(pieces),
+        "prompt_ids": prompt_ids,
+        "token_ids": ids,
+        "ended_by": "max_tokens" if count == max_tokens else "end_of_text",
         **vars(sampling),
         "precision": run._precision,
         "interventions": list(interventions),

@@ -36,7 +36,7 @@ from polyad.train.config.run import (
 )
 from polyad.train.console import Progress
 from polyad.train.errors import ConfigError
-from polyad.train.exchange.writers import config_for_model
+from polyad.train.exchange.convert import config_for_model
 from polyad.train.experts.information import Summed
 from polyad.train.experts.interventions import Intervention, intervened, layers_by_block
 from polyad.train.experts.moments import Moments

@@ -3,11 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-from polyad.model.families.bert import BERT
 from polyad.model.families.decoders import DECODERS, GPT2
+from polyad.model.families.encoders import BERT, CLIP, VIT
 from polyad.model.families.family import OUR_NAMES, Family
 from polyad.model.families.keys import WeightsError
-from polyad.model.families.vision import CLIP, VIT
 from polyad.model.settings import ModelSettings
 
 FAMILIES = (GPT2, BERT, VIT, CLIP, *DECODERS)

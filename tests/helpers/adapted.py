@@ -13,7 +13,7 @@ from polyad.parallel.checkpoint.load import Checkpoint, find_checkpoint
 from polyad.parallel.checkpoint.save import save_weights
 from polyad.parallel.fragments import persistent_buffers
 from polyad.parallel.weights import digest_of, load_model, open_weights, origin_of
-from polyad.train.exchange.writers import config_for_model
+from polyad.train.exchange.convert import config_for_model
 from polyad.train.state import TrainState
 from tests.helpers.parity import assert_equal_tensors
 

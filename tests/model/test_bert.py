@@ -6,7 +6,7 @@ import torch
 from polyad.model.bert import Bert, BertConfig
 from polyad.model.block import FEED_FORWARDS
 from polyad.model.build import build_model, num_parameters
-from polyad.model.families.bert import BERT
+from polyad.model.families.encoders import BERT
 from tests.helpers.bert import padded_input, small_bert, their_bert
 from tests.helpers.routing import scatter
 from tests.model.test_contract import SECTIONS

@@ -8,9 +8,8 @@ half window. The model reads the same tokens with and without a cache.
 
 import math
 import reprlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +20,6 @@ from polyad.model.decoder import DecoderSettings
 from polyad.model.foreign import Past, TheirModel
 from polyad.train.errors import ConfigError
 from polyad.train.experts.information import not_finite
-from polyad.train.tasks.vocabulary import SpecialTokens, ids_of_text
 
 _UNFINISHED = "\ufffd"
 """The replacement character, to which an incomplete UTF-8 character decodes."""
@@ -194,44 +192,6 @@ class TextStream:
     def _show(self, text: str) -> str:
         self._from, self._shown = max(0, len(self._ids) - _OVERLAP), len(self._ids)
         return text
-
-
-def continue_text(
-    model: nn.Module,
-    tokenizer: Tokenizer,
-    prompt: str,
-    *,
-    special_tokens: SpecialTokens = "text",
-    write: Callable[[str], object] = lambda text: None,
-    **options: Any,
-) -> dict[str, Any]:
-    """Continues a text with a model in memory.
-
-    Args:
-        model: a decoder in evaluation mode.
-        tokenizer: the model's tokenizer.
-        prompt: the text; empty starts a document.
-        special_tokens: how special tokens in the prompt are read.
-        write: called with every piece of text as it is generated.
-        options: `max_tokens`, `sampling` and `name` of `generate_ids`.
-
-    Returns:
-        `text`, without the prompt; `prompt_ids` and `token_ids`, without the one that ends the
-        text.
-
-    Raises:
-        ConfigError: the weights are not finite.
-    """
-    own = ids_of_text(tokenizer, prompt, special_tokens)
-    prompt_ids = own or [tokenizer.end_of_text_id]
-    stream, ids, pieces = TextStream(tokenizer, prompt_ids), [], []
-    for token in generate_ids(model, tokenizer, prompt_ids, **options):
-        ids.append(token)
-        pieces.append(stream.push(token))
-        write(pieces[-1])
-    pieces.append(stream.end())
-    write(pieces[-1])
-    return {"text": "".join(pieces), "prompt_ids": prompt_ids, "token_ids": ids}
 
 
 def check_text(text: object, place: str = "--prompt") -> None:

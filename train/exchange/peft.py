@@ -1,7 +1,7 @@
 """Adapters in the format of the library peft, for a transformers model.
 
 adapter_config.json           rank, alpha, and the layers by transformers' names
-adapter_model.safetensors     A and B of each: see `model/families/low_rank.py`
+adapter_model.safetensors     A and B of each: see `parallel/peft.py`
 
 Our q, k and v are one matrix with one A and one B, as in transformers' GPT-2. Its BERT has three
 layers: each gets a copy of A, and a third of B's rows. In a mixture the feed-forwards are named as
@@ -19,13 +19,12 @@ from polyad.model.bert import BertConfig
 from polyad.model.build import build_model
 from polyad.model.decoder_config import DecoderConfig, GPT2Config
 from polyad.model.families.family import Family, computes_the_same
-from polyad.model.families.low_rank import STACKS, Factors, fused, low_rank_of, module_of, of_rows
 from polyad.model.families.registry import family_of_model
 from polyad.model.families.tensors import Piece
-from polyad.model.lora import ExpertsLowRank, LowRank
+from polyad.model.lora import ExpertsLowRank
 from polyad.parallel.families import FamilyWeights
 from polyad.parallel.fragments import persistent_buffers
-from polyad.parallel.peft import BEFORE
+from polyad.parallel.peft import BEFORE, STACKS, Factors, fused, module_of
 from polyad.parallel.weights import AdaptedCheckpoint
 from polyad.train.errors import ConfigError
 
@@ -206,6 +205,7 @@ def _tensors(
 def _beside(weights: AdaptedCheckpoint, name: str, piece: Piece) -> Factors:
     """The adapter of one of our weights, or of its rows that are one tensor in transformers."""
     path, adapter = weights.adapters[name]
-    assert isinstance(adapter, LowRank | ExpertsLowRank)
-    factors = low_rank_of(weights.own(f"{path}.A"), weights.own(f"{path}.B"))
-    return factors if isinstance(adapter, ExpertsLowRank) else of_rows(factors, piece.rows)
+    A, B = weights.own(f"{path}.A"), weights.own(f"{path}.B")
+    if isinstance(adapter, ExpertsLowRank):
+        return Factors(A.mT, B.mT)
+    return Factors(A[None], B[None, piece.rows])

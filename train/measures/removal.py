@@ -26,7 +26,7 @@ from polyad.model.smoe.config import SparseMoEConfig
 from polyad.model.smoe.layer import SparseMoE
 from polyad.parallel import comm
 from polyad.parallel.families import Origin
-from polyad.parallel.foreign import TheirWeights, write_with_fewer
+from polyad.parallel.foreign import COUNTS, TheirWeights, write_with_fewer
 from polyad.parallel.weights import Weights
 from polyad.train.errors import ConfigError
 from polyad.train.exchange.change import Change, Changed
@@ -270,8 +270,6 @@ def _loss_of_written(opened: EvaluationContext, folder: Path, tokens: int) -> fl
 Groups = Mapping[str, Sequence[Mapping[int, float]]]
 """The experts of a smaller model in order, by layer such as blocks.3.feed_forward: the shares of
 experts of the first model in each, which sum to 1."""
-EXPERTS_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""Other libraries' names for the number of experts in config.json."""
 
 
 class Pruning(Change):
@@ -326,8 +324,5 @@ class Pruning(Change):
 
     def origin(self, origin: Origin) -> Origin:
         """The files of the weights' folder, with fewer experts."""
-        config = dict(origin.config)
-        for key in EXPERTS_KEYS:
-            if key in config:
-                config[key] = self.num_experts
-        return origin.model_copy(update={"config": config})
+        counts = {key: self.num_experts for key in COUNTS if key in origin.config}
+        return origin.model_copy(update={"config": origin.config | counts})

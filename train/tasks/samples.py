@@ -24,7 +24,7 @@ from polyad.data.sampler import held_out_batches
 from polyad.data.sequences.samples import SequenceBatch
 from polyad.data.text.tokenizers.tokenizer import Tokenizer
 from polyad.data.text.windows import EvaluationWindows
-from polyad.model.bert import BertConfig
+from polyad.model.bert import Bert, BertConfig
 from polyad.model.decoder import Decoder, DecoderSettings
 from polyad.model.feedforward import NOTHING_ELSE
 from polyad.parallel import comm
@@ -385,10 +385,9 @@ def losses(model: nn.Module, x_BTD: Tensor, passages: Passages) -> Tensor:
         x_BTD: output of the last block on the passages.
         passages: the tokens to predict.
     """
-    if isinstance(model, Decoder):
-        return model.score(x_BTD, passages.target_BP)
-    score = cast(Any, model).score
-    losses_BP: Tensor = score(x_BTD, passages.places_BP, passages.target_BP)[..., 0]
+    if isinstance(model, Bert):
+        return model.score(x_BTD, passages.places_BP, passages.target_BP)[..., 0]
+    losses_BP: Tensor = cast(Any, model).score(x_BTD, passages.target_BP)
     return losses_BP
 
 

@@ -112,6 +112,12 @@ def fetch_tokenizer(name: str) -> Path:
         ) from None
 
 
+def _found(name: str | Path) -> Path:
+    """Returns the path of a tokenizer, or the folder of a downloaded one."""
+    path = user_path(name)
+    return path if path.exists() else fetch_tokenizer(str(path))
+
+
 def read_vocabulary(file: Path, end_of_text: str | None = None) -> Tokenizer:
     """Reads BERT's `vocab.txt`, with one token per line.
 
@@ -160,8 +166,7 @@ def chat_renderer(name: str) -> Callable[[Any], str]:
     def tokenizer() -> Any:
         from transformers import PreTrainedTokenizerFast
 
-        path = user_path(name)
-        path = path if path.exists() else fetch_tokenizer(name)
+        path = _found(name)
         folder = path if path.is_dir() else path.parent
         try:
             read = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
@@ -175,10 +180,9 @@ def chat_renderer(name: str) -> Callable[[Any], str]:
         return read
 
     def render(messages: Any) -> str:
+        renderer = tokenizer()
         try:
-            return str(tokenizer().apply_chat_template(messages, tokenize=False))
-        except DataError:
-            raise
+            return str(renderer.apply_chat_template(messages, tokenize=False))
         except Exception as error:  # the template's own, and those of its language
             raise DataError(f"the chat template refuses it: {one_line(error)}") from None
 
@@ -202,9 +206,7 @@ def load_tokenizer(path: str | Path, end_of_text: str | None = None) -> Tokenize
     Raises:
         DataError: There is no tokenizer, or it has no such token.
     """
-    path = user_path(path)
-    if not path.exists():
-        path = fetch_tokenizer(str(path))
+    path = _found(path)
     try:
         return _load_folder(path, end_of_text) if path.is_dir() else _load_file(path, end_of_text)
     except DataError as error:

@@ -199,7 +199,7 @@ def test_a_conversion_that_fails_leaves_nothing(finished, tmp_path, monkeypatch)
     def full(*_):
         raise OSError(28, "No space left on device", "x")
 
-    monkeypatch.setattr("polyad.train.exchange.writers.write_tensors", full)
+    monkeypatch.setattr("polyad.train.exchange.convert.write_tensors", full)
     with pytest.raises(OSError, match="No space"):
         convert(finished, tmp_path / "new", "huggingface")
     assert list(tmp_path.iterdir()) == []
