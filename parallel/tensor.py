@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from polyad.model.attention import Attention, SelfAttention
+from polyad.model.attention import Attention, GroupedAttention, LatentAttention, SelfAttention
 from polyad.model.bert import Bert
 from polyad.model.decoder import Decoder
 from polyad.model.feedforward import DenseFeedForward
@@ -26,7 +26,6 @@ from polyad.model.layers import Region, embed, same
 from polyad.model.lora import AdapterRegions, FactorLowRank, LowRank
 from polyad.model.mumoe.factorizations import Factorized
 from polyad.model.mxd import SparseTable
-from polyad.model.rotary_attention import GroupedAttention, LatentAttention
 from polyad.model.smoe.experts import Experts
 from polyad.model.smoe.layer import SelectingMoE
 from polyad.parallel import comm, regions

@@ -9,7 +9,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from polyad.model.build import build_model, compile_model, materialize
-from polyad.model.decoder_config import GPT2Config
+from polyad.model.decoder import GPT2Config
 from polyad.model.kernels.linear_cross_entropy import (
     VocabularyPart,
     by_definition,

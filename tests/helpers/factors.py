@@ -7,8 +7,7 @@ import torch
 import torch.distributed as dist
 
 from polyad.model.build import build_model, place
-from polyad.model.decoder import Decoder
-from polyad.model.decoder_config import GPT2Config
+from polyad.model.decoder import Decoder, GPT2Config
 from polyad.parallel import comm, factors
 from polyad.parallel.checkpoint.format import MASTER, Box
 from polyad.parallel.factors import parallelize_factors

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel
 
 from polyad.model.config import Config, flatten
-from polyad.model.decoder_config import DecoderConfig
+from polyad.model.decoder import DecoderConfig
 from polyad.model.emoe import EmergentMoEConfig
 from polyad.model.foreign import KIND
 from polyad.model.smoe.config import SelectingConfig, SparseMoEConfig
