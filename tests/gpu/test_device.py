@@ -15,7 +15,7 @@ from polyad.model.kernels.linear_cross_entropy import (
     by_definition,
     linear_cross_entropy,
 )
-from polyad.parallel.checkpoint.snapshot import Task
+from polyad.parallel.checkpoint.save import Task
 from polyad.train.loop.optimizer import OptimizerConfig, build_optimizer
 from polyad.train.loop.profiling import Prefetch, allow_tf32
 from polyad.train.tasks.distillation import cross_entropy
