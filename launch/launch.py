@@ -187,7 +187,7 @@ class Launcher:
             path: its file.
             processes: number of processes of each host.
         """
-        from polyad.parallel.dims import LayoutError
+        from polyad.parallel.config import LayoutError
         from polyad.train.config.rules import validate
         from polyad.train.config.run import load_config
         from polyad.train.describe import exports_to

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from polyad.model.bert import Bert, BertConfig
-from polyad.model.decoder import Decoder
-from polyad.model.decoder_config import DecoderConfig, GPT2Config
+from polyad.model.decoder import Decoder, DecoderConfig, GPT2Config
 from polyad.model.initialization import Initializer
 from polyad.model.mixer import Mixer, MixerConfig
 from polyad.model.mixture import MixtureConfig, MixtureModel

@@ -25,12 +25,11 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 
 from polyad.model.attention import Attention
-from polyad.model.config import Config
+from polyad.model.config import Config, PatternError, matched, without_blocks
 from polyad.model.feedforward import DenseFeedForward
 from polyad.model.initialization import ZEROS, Initializer, uniform
 from polyad.model.layers import Linear, Region, same
 from polyad.model.mumoe.factorizations import Factorized, contract
-from polyad.model.patterns import PatternError, kinds, matched
 from polyad.model.smoe.experts import Experts
 from polyad.model.smoe.router import LinearScore, Router
 
@@ -243,7 +242,7 @@ def add_lora(model: nn.Module, config: LoRAConfig) -> None:
     if not chosen and not config.experts:
         raise PatternError(
             "adapt.lora: neither targets nor experts name a layer; there are "
-            f"{', '.join(kinds(places))}"
+            f"{', '.join(without_blocks(places))}"
         )
     wanted = {name: places[name] for name in chosen} | (experts if config.experts else {})
     for name, place in wanted.items():

@@ -23,13 +23,19 @@ from polyad.model.smoe.graph import AttentionGraph
 from polyad.model.smoe.layer import SelectingMoE
 from polyad.parallel import comm, expert, zero
 from polyad.parallel.config import ParallelConfig
-from polyad.parallel.factors import pad_ranks, parallelize_factors, parallelize_table
 from polyad.parallel.fragments import fill, name_parts
-from polyad.parallel.megatron import deepspeed_mpu
 from polyad.parallel.regions import data_group
 from polyad.parallel.sequence import Tokens, cut_sequence, sum_gradients
 from polyad.parallel.source import Source
-from polyad.parallel.tensor import cut_adapters, cut_vocabulary, parallelize_tensors, token_losses
+from polyad.parallel.tensor import (
+    cut_adapters,
+    cut_vocabulary,
+    pad_ranks,
+    parallelize_factors,
+    parallelize_table,
+    parallelize_tensors,
+    token_losses,
+)
 
 # (parameter name, parameter, number of dimensions as in `matrix_dimensions`)
 NamedParameters = list[tuple[str, nn.Parameter, int]]
@@ -92,7 +98,7 @@ def parallelize(
     dimensions = matrix_dimensions(model)
     tokens = split_layers(model, parallel, world, stack_gates=stack_gates)
     if world.tensor_parallel_size > 1:
-        mpu, cross_entropy = deepspeed_mpu(), token_losses
+        mpu, cross_entropy = comm.deepspeed_mpu(), token_losses
     _allocate(model, world, zero.DTYPES[precision], config, mpu)
     if parallel.zero_stage == 3:
         _gather_what_others_read(model)

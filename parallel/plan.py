@@ -39,10 +39,8 @@ from polyad.model.kernels import switch
 from polyad.model.output import ask_for_statistics
 from polyad.model.smoe.layer import SelectingMoE
 from polyad.parallel import comm, zero
-from polyad.parallel.config import ParallelConfig
-from polyad.parallel.dims import Dims
+from polyad.parallel.config import Dims, ParallelConfig
 from polyad.parallel.expert import Counts, RowExchange
-from polyad.parallel.megatron import forget_groups, join_groups
 from polyad.parallel.shard import placement_of
 
 ALIGNMENT = 2
@@ -347,11 +345,11 @@ def pretended_world(dims: Dims) -> Iterator[comm.World]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # this kind of group does not support a timeout
             if cut > 1:
-                join_groups(cut)
+                comm.join_groups(cut)
             yield comm.World(**vars(dims), rank=0, local_rank=0, device=torch.device("cpu"))
     finally:
         if cut > 1:
-            forget_groups()
+            comm.forget_groups()
         zero.forget_world()
         dist.destroy_process_group()
 

@@ -15,11 +15,6 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from polyad.parallel import comm
-from polyad.parallel.megatron import (
-    data_parallel_group,
-    tensor_parallel_group,
-    tensor_parallel_library,
-)
 
 
 class Group(NamedTuple):
@@ -156,7 +151,7 @@ def wait(tensor: Tensor) -> Tensor:
 
 def tensor_group() -> Group:
     """Returns the group of ranks that share this one's layers."""
-    return Group.of(tensor_parallel_group())
+    return Group.of(comm.tensor_parallel_group())
 
 
 def data_group(world: comm.World) -> Group:
@@ -166,28 +161,28 @@ def data_group(world: comm.World) -> Group:
         world: This rank.
     """
     cut = world.tensor_parallel_size > 1
-    return Group.of(data_parallel_group() if cut else dist.group.WORLD)
+    return Group.of(comm.data_parallel_group() if cut else dist.group.WORLD)
 
 
 def copy(x: Tensor) -> Tensor:
     """The identity; backward all-reduces the gradients over the tensor-parallel ranks."""
-    return tensor_parallel_library().copy_to_tensor_model_parallel_region(x)
+    return comm.tensor_parallel_library().copy_to_tensor_model_parallel_region(x)
 
 
 def sum_parts(x: Tensor) -> Tensor:
     """All-reduces over the tensor-parallel ranks; backward is the identity."""
-    return tensor_parallel_library().reduce_from_tensor_model_parallel_region(x)
+    return comm.tensor_parallel_library().reduce_from_tensor_model_parallel_region(x)
 
 
 def highest_in_place(values: Tensor) -> Tensor:
     """Computes the elementwise maximum over the tensor-parallel ranks, without gradient."""
-    dist.all_reduce(values, dist.ReduceOp.MAX, group=tensor_parallel_group())
+    dist.all_reduce(values, dist.ReduceOp.MAX, group=comm.tensor_parallel_group())
     return values
 
 
 def total_in_place(values: Tensor) -> Tensor:
     """Computes the elementwise sum over the tensor-parallel ranks, without gradient."""
-    dist.all_reduce(values, group=tensor_parallel_group())
+    dist.all_reduce(values, group=comm.tensor_parallel_group())
     return values
 
 

@@ -20,13 +20,12 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
-from polyad.model.attention import Attention
+from polyad.model.attention import Attention, LatentAttention
 from polyad.model.block import Block
 from polyad.model.decoder import Decoder
 from polyad.model.feedforward import DenseFeedForward, FeedForward
 from polyad.model.layers import embed
 from polyad.model.mumoe.layer import MuMoE
-from polyad.model.rotary_attention import LatentAttention
 from polyad.parallel import comm
 from polyad.parallel.regions import Group, OwnDropout, tensor_group, wait
 

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from torch import nn
 
 from polyad.model.build import initial_value, initializer_of, read_model_config
-from polyad.model.config_yaml import load, with_new_names
+from polyad.model.config import load_yaml, with_new_names
 from polyad.model.families.keys import WeightsError
 from polyad.model.lora import of_base
 from polyad.model.settings import ModelSettings
@@ -132,7 +132,7 @@ def described_config(text: str, place: Path) -> ModelSettings:
         WeightsError: there is none, or another Polyad or somebody else wrote it.
     """
     try:
-        return read_model_config(with_new_names(load(text)["model"]))
+        return read_model_config(with_new_names(load_yaml(text)["model"]))
     except ValidationError as error:
         raise WeightsError(f"{place}: model.{fault_of(error)}") from None
     except (ValueError, TypeError, KeyError) as error:

@@ -12,8 +12,7 @@ from pydantic import ValidationError
 from torch import nn
 
 from polyad.model.build import build_model, initial_value, place
-from polyad.model.decoder import Decoder, DecoderSettings
-from polyad.model.decoder_config import DecoderConfig
+from polyad.model.decoder import Decoder, DecoderConfig, DecoderSettings
 from polyad.model.lora import AdaptConfig, LoRAConfig, adapters, add_lora, of_base
 from polyad.model.settings import ModelSettings
 from polyad.parallel.checkpoint.format import (

@@ -24,7 +24,6 @@ from polyad.model.output import ModelOutput
 from polyad.parallel import comm
 from polyad.parallel.checkpoint.format import EMA, MASTER, Box
 from polyad.parallel.config import ParallelConfig
-from polyad.parallel.megatron import deepspeed_mpu
 from polyad.parallel.shard import Placement, group_name, placement_of
 
 Precision = Literal["fp32", "bf16"]
@@ -688,7 +687,7 @@ def connect_without_engine(layers: Iterable[Any], tensor_parallel_size: int = 1)
     forget_expert_groups(tensor_parallel_size)
     with comm.quiet():
         deepspeed.init_distributed(verbose=False)
-    groups.mpu = deepspeed_mpu() if tensor_parallel_size > 1 else None
+    groups.mpu = comm.deepspeed_mpu() if tensor_parallel_size > 1 else None
     for layer in layers:
         layer.dispatcher.set_deepspeed_parallelism()
 

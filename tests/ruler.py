@@ -203,7 +203,7 @@ Scenario: TypeAlias = Callable[[Path], Callable[[], object]]
 def _small_run(folder: Path) -> Path:
     """A configuration of three steps on text that is prepared: two validations, one checkpoint."""
     from polyad.data.text.prepare import prepare
-    from polyad.model.config_yaml import dump
+    from polyad.model.config import dump_yaml
 
     text = "".join(f"It was the {word} of times. " for word in ("best", "worst", "age") * 400)
     (folder / "texts").mkdir()
@@ -218,7 +218,7 @@ def _small_run(folder: Path) -> Path:
         "evaluation": {"every": 2},
     }
     path = folder / "config.yaml"
-    path.write_text(dump(tree))
+    path.write_text(dump_yaml(tree))
     return path
 
 

@@ -10,7 +10,7 @@ from polyad.model.families.keys import WeightsError
 from polyad.model.families.registry import family_of_model
 from polyad.model.smoe.config import SelectingConfig
 from polyad.model.smoe.layer import SelectingMoE
-from polyad.parallel.dims import Dims
+from polyad.parallel.config import Dims
 from polyad.parallel.families import FamilyWeights
 from polyad.parallel.foreign import TheirWeights
 from polyad.parallel.weights import open_weights

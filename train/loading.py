@@ -23,7 +23,7 @@ from polyad.data.files import temporary_folder
 from polyad.data.text.manifest import SplitName
 from polyad.data.text.tokenizers.tokenizer import Tokenizer
 from polyad.model.bert import BertConfig
-from polyad.model.config_yaml import dump
+from polyad.model.config import dump_yaml
 from polyad.model.decoder import DecoderSettings
 from polyad.parallel import comm
 from polyad.parallel.checkpoint.load import best_checkpoint, newest_of, read_newest
@@ -132,7 +132,7 @@ def train(config: str | Path | Mapping[str, Any], **keys: Any) -> "Run":
     with ExitStack() as stack:
         if isinstance(config, Mapping):
             file = stack.enter_context(temporary_folder("polyad-train-")) / "config.yaml"
-            file.write_text(dump(dict(config)), "utf-8")
+            file.write_text(dump_yaml(dict(config)), "utf-8")
             config = file
         file = find_config(Path(config).expanduser())
         # The process stays in its group of one: DeepSpeed keeps groups for ever.

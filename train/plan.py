@@ -22,7 +22,7 @@ from polyad.model.config import divisors
 from polyad.model.decoder import DecoderSettings
 from polyad.model.output import ModelOutput
 from polyad.model.smoe.layer import SelectingMoE
-from polyad.parallel.dims import Dims, LayoutError
+from polyad.parallel.config import Dims, LayoutError
 from polyad.parallel.parallelize import split_layers
 from polyad.parallel.plan import (
     Held,

@@ -19,7 +19,7 @@ from polyad.parallel.checkpoint.load import (
     verify_together,
 )
 from polyad.parallel.checkpoint.manage import complete_checkpoints
-from polyad.parallel.dims import Dims
+from polyad.parallel.config import Dims
 from polyad.parallel.families import FamilyWeights
 from polyad.parallel.weights import (
     Weights,

@@ -22,7 +22,7 @@ import torch
 
 from polyad.data.files import temporary_folder
 from polyad.model.build import initializer_of
-from polyad.model.config_yaml import dump
+from polyad.model.config import dump_yaml
 from polyad.parallel import comm
 from polyad.parallel.checkpoint.format import MASTER, Box
 from polyad.parallel.checkpoint.load import Checkpoint
@@ -145,7 +145,7 @@ def _step(
 
 
 def _save(engine: Engine, config: RunConfig, folder: Path) -> Path:
-    model = dump({"model": config.model.model_dump(mode="json")})
+    model = dump_yaml({"model": config.model.model_dump(mode="json")})
     folder.parent.mkdir(parents=True, exist_ok=True)
     return save(engine, folder, STEPS, state={}, config_yaml=model)
 

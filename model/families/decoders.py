@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from polyad.model.config import Config
-from polyad.model.decoder_config import DecoderConfig, GPT2Config
+from polyad.model.decoder import DecoderConfig, GPT2Config
 from polyad.model.families.family import FP32_TEXT, FREE, Family, Rules
 from polyad.model.families.keys import (
     Key,

@@ -11,8 +11,7 @@ from pydantic import ValidationError
 
 from polyad.model.build import build_model
 from polyad.model.config import flatten
-from polyad.model.decoder import DecoderSettings
-from polyad.model.decoder_config import DecoderConfig
+from polyad.model.decoder import DecoderConfig, DecoderSettings
 from polyad.model.families.keys import (
     Key,
     Tree,

@@ -20,7 +20,7 @@ from torch import nn
 from tqdm import tqdm
 
 from polyad.data.errors import say
-from polyad.model.config_yaml import ConfigYamlError, load
+from polyad.model.config import ConfigYamlError, load_yaml
 from polyad.model.settings import ModelSettings
 from polyad.parallel import comm
 from polyad.parallel.checkpoint.format import (
@@ -92,7 +92,7 @@ class Checkpoint(StoredWeights):
             CheckpointError: it is not YAML.
         """
         try:
-            tree = load(self.config_yaml)
+            tree = load_yaml(self.config_yaml)
         except ConfigYamlError as error:
             raise damaged(self.folder / CONFIG_FILE, str(error)) from None
         return tree.get(name) or {} if isinstance(tree, dict) else {}

@@ -21,7 +21,7 @@ from polyad.data.files import temporary_folder
 from polyad.launch.command import Json, Positive
 from polyad.launch.output import results
 from polyad.model.build import build_model
-from polyad.model.decoder_config import GPT2Config
+from polyad.model.decoder import GPT2Config
 from polyad.parallel import comm
 from polyad.parallel.checkpoint.format import PIECE_BYTES, verify_contents
 from polyad.parallel.checkpoint.load import Checkpoint

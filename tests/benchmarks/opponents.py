@@ -17,7 +17,7 @@ from torch.nn.functional import (
     silu,
 )
 
-from polyad.model.decoder_config import GPT2Config
+from polyad.model.decoder import GPT2Config
 from polyad.model.smoe.layer import SparseMoE
 
 

@@ -21,8 +21,7 @@ from polyad.launch.command import Json, NonNegative, Positive
 from polyad.launch.output import results
 from polyad.model.attention import AttentionTrace
 from polyad.model.build import build_model, initial_value, initial_values, place
-from polyad.model.decoder import Decoder
-from polyad.model.decoder_config import GPT2Config
+from polyad.model.decoder import Decoder, GPT2Config
 from polyad.model.feedforward import NOTHING_ELSE, BlockInput
 from polyad.model.smoe.config import SparseMoEConfig
 from polyad.model.smoe.graph import Graph, Mixed, MixingGraph

@@ -22,8 +22,7 @@ from polyad.launch.command import Json, Positive, UsageError
 from polyad.launch.output import results
 from polyad.model.block import FeedForwardConfig
 from polyad.model.build import build_model, compile_model, materialize
-from polyad.model.decoder import Decoder
-from polyad.model.decoder_config import GPT2Config
+from polyad.model.decoder import Decoder, GPT2Config
 from polyad.model.feedforward import DenseFeedForwardConfig
 from polyad.model.mumoe.config import MuMoEConfig
 from polyad.model.output import RoutingStats

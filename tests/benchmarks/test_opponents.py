@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from polyad.model.decoder_config import GPT2Config
+from polyad.model.decoder import GPT2Config
 from tests.benchmarks.comparison import TOLERANCES, check, output_and_gradient
 from tests.benchmarks.layer import make_tokens, sparse_layers
 from tests.benchmarks.step import PEERS, _ours

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from polyad.model.decoder_config import DecoderConfig
+from polyad.model.decoder import DecoderConfig
 from polyad.model.families.family import comparable
 from polyad.model.families.registry import family_of_files
 from polyad.train.config.run import load_config

@@ -9,13 +9,13 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from polyad.model.build import build_model, compile_model, materialize
-from polyad.model.decoder_config import GPT2Config
+from polyad.model.decoder import GPT2Config
 from polyad.model.kernels.linear_cross_entropy import (
     VocabularyPart,
     by_definition,
     linear_cross_entropy,
 )
-from polyad.parallel.checkpoint.snapshot import Task
+from polyad.parallel.checkpoint.save import Task
 from polyad.train.loop.optimizer import OptimizerConfig, build_optimizer
 from polyad.train.loop.profiling import Prefetch, allow_tf32
 from polyad.train.tasks.distillation import cross_entropy

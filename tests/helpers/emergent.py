@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from polyad.model.decoder_config import GPT2Config
+from polyad.model.decoder import GPT2Config
 from tests.helpers.training import MODEL
 
 

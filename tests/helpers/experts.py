@@ -4,8 +4,7 @@ import torch
 import torch.distributed as dist
 
 from polyad.model.build import build_model
-from polyad.model.decoder import Decoder
-from polyad.model.decoder_config import GPT2Config
+from polyad.model.decoder import Decoder, GPT2Config
 from polyad.model.smoe.layer import Dispatcher, SparseMoE
 from polyad.model.smoe.router import Selected
 from polyad.parallel import comm, expert, zero

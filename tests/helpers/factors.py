@@ -7,15 +7,13 @@ import torch
 import torch.distributed as dist
 
 from polyad.model.build import build_model, place
-from polyad.model.decoder import Decoder
-from polyad.model.decoder_config import GPT2Config
-from polyad.parallel import comm, factors
+from polyad.model.decoder import Decoder, GPT2Config
+from polyad.parallel import comm, tensor
 from polyad.parallel.checkpoint.format import MASTER, Box
-from polyad.parallel.factors import parallelize_factors
 from polyad.parallel.parallelize import synchronize_norms
 from polyad.parallel.shard import Placement, placement_of
 from polyad.parallel.source import InitialWeights
-from polyad.parallel.tensor import cut_vocabulary, parallelize_tensors
+from polyad.parallel.tensor import cut_vocabulary, parallelize_factors, parallelize_tensors
 from tests.helpers.training import Case, build_engine, take_step, train
 
 
@@ -164,7 +162,7 @@ def padding_after_training(case: Case) -> dict[str, tuple[tuple[int, ...], float
 
 def train_as_it_is(case: Case) -> dict[str, Any]:
     """Like `train`, with ranks that are not rounded up."""
-    with mock.patch.object(factors, "RANKS", 1):
+    with mock.patch.object(tensor, "RANKS", 1):
         return train(case)
 
 

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from polyad.parallel import comm
 from polyad.parallel.checkpoint.save import save
-from polyad.parallel.dims import Dims
+from polyad.parallel.config import Dims
 from polyad.parallel.plan import Observer, Traffic, tensors_in
 from polyad.parallel.source import InitialWeights
 from polyad.parallel.zero import Engine

@@ -3,7 +3,7 @@
 from typing import Any
 
 from polyad.model.build import read_model_config
-from polyad.model.decoder_config import DecoderConfig
+from polyad.model.decoder import DecoderConfig
 
 SMALL: dict[str, Any] = {
     "kind": "decoder", "num_layers": 2, "hidden_size": 36, "num_heads": 4, "sequence_length": 17,

@@ -13,10 +13,8 @@ import torch
 from polyad.model.build import build_model
 from polyad.parallel import comm
 from polyad.parallel.checkpoint import save as save_file
-from polyad.parallel.checkpoint import snapshot
 from polyad.parallel.checkpoint.manage import Retention, complete_checkpoints
-from polyad.parallel.checkpoint.save import SaveError, Saver
-from polyad.parallel.checkpoint.snapshot import Task
+from polyad.parallel.checkpoint.save import SaveError, Saver, Task
 from polyad.parallel.fragments import fill, persistent_buffers
 from polyad.parallel.source import InitialWeights
 from polyad.parallel.zero import Engine, fragments
@@ -94,7 +92,7 @@ def _content(engine: Engine) -> dict[tuple[str, str], torch.Tensor]:
 @contextmanager
 def copies_held() -> Iterator[None]:
     """No thread copies a tensor before somebody waits for the copies."""
-    begun, copy_tensor, wait = threading.Event(), snapshot.copy_tensor, Task.wait_for_copies
+    begun, copy_tensor, wait = threading.Event(), save_file.copy_tensor, Task.wait_for_copies
 
     def held(place: torch.Tensor, values: torch.Tensor) -> None:
         if threading.current_thread() is not threading.main_thread():
@@ -106,7 +104,7 @@ def copies_held() -> Iterator[None]:
         wait(self)
 
     with (
-        mock.patch.object(snapshot, "copy_tensor", held),
+        mock.patch.object(save_file, "copy_tensor", held),
         mock.patch.object(Task, "wait_for_copies", told),
     ):
         yield
@@ -185,8 +183,7 @@ def failing_run(what: str, error: Exception) -> Callable[[Task], None]:
     run = Task._run
 
     def failing(self: Task) -> None:
-        owner = snapshot if what == "copy_tensor" else save_file
-        with mock.patch.object(owner, what, side_effect=error):
+        with mock.patch.object(save_file, what, side_effect=error):
             run(self)
 
     return failing
@@ -213,7 +210,7 @@ def close_while_writing(case: Case, folder: str) -> tuple[float, list[str]]:
         started = time.monotonic()
         saver.close()
         seconds = time.monotonic() - started
-    assert not [t for t in threading.enumerate() if t.name == snapshot.THREAD_NAME]
+    assert not [t for t in threading.enumerate() if t.name == save_file.THREAD_NAME]
     comm.barrier()
     return seconds, [path.name for path in Path(folder).glob("step-*")]
 
@@ -229,7 +226,7 @@ def close_while_copying(case: Case, folder: str) -> list[str]:
     with copies_held():
         saver.save(1, {}, model_yaml(case), {})
         saver.close()
-    assert not [t for t in threading.enumerate() if t.name == snapshot.THREAD_NAME]
+    assert not [t for t in threading.enumerate() if t.name == save_file.THREAD_NAME]
     change(engine, 7)
     saver.finish()  # nothing is pending
     comm.barrier()
@@ -241,7 +238,7 @@ def slow_copies(folder: Path, rank: int) -> None:
 
     For the process of a run, of two blocks or so.
     """
-    run, copy_tensor = Task._run, snapshot.copy_tensor
+    run, copy_tensor = Task._run, save_file.copy_tensor
 
     def marked(self: Task) -> None:
         mark = folder / f"copying-{rank}"
@@ -256,4 +253,4 @@ def slow_copies(folder: Path, rank: int) -> None:
         copy_tensor(place, values)
 
     Task._run = marked  # type: ignore[method-assign]
-    snapshot.copy_tensor = slow
+    save_file.copy_tensor = slow

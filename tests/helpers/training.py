@@ -17,8 +17,7 @@ from torch import nn
 from polyad.data.images.samples import ImageBatch
 from polyad.model.bert import BertConfig
 from polyad.model.build import build_model
-from polyad.model.decoder import DecoderSettings
-from polyad.model.decoder_config import GPT2Config
+from polyad.model.decoder import DecoderSettings, GPT2Config
 from polyad.model.lora import LoRAConfig, add_lora, of_base
 from polyad.model.output import RoutingStats
 from polyad.model.vision import ImageModelSettings

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from polyad.model.build import build_model, materialize
-from polyad.model.decoder import Decoder
-from polyad.model.decoder_config import GPT2Config
+from polyad.model.decoder import Decoder, GPT2Config
 
 SMALL = {
     "num_layers": 3,

@@ -8,7 +8,7 @@ from torch import nn
 
 from polyad.model.block import FEED_FORWARDS, FeedForwardConfig
 from polyad.model.build import build_model, initial_value, initial_values, materialize
-from polyad.model.decoder_config import GPT2Config
+from polyad.model.decoder import GPT2Config
 from polyad.model.initialization import ZEROS, Initializer, normal
 
 

@@ -7,8 +7,7 @@ from torch.nn.functional import cross_entropy
 
 from polyad.model.attention import KeyValueCache
 from polyad.model.build import num_parameters
-from polyad.model.decoder import Decoder
-from polyad.model.decoder_config import GPT2Config
+from polyad.model.decoder import Decoder, GPT2Config
 from polyad.train.tasks.random_input import flops_of_unit
 from tests.helpers.random_model import built
 from tests.helpers.reference import reference_of

@@ -6,10 +6,10 @@ from torch import nn
 
 from polyad.model.bert import BertConfig
 from polyad.model.build import build_model, materialize, matrix_dimensions
+from polyad.model.config import PatternError
 from polyad.model.initialization import ZEROS
 from polyad.model.layers import Linear
 from polyad.model.lora import LoRAConfig, LowRank, adapters, add_lora, of_base
-from polyad.model.patterns import PatternError
 from polyad.model.vit import ViTConfig
 from tests.helpers.small_decoders import small_decoder
 from tests.helpers.training import MODEL, moe_model, mumoe_model

@@ -5,7 +5,7 @@ import torch
 
 from polyad.model.block import FEED_FORWARDS
 from polyad.model.build import build_model, materialize, num_parameters
-from polyad.model.decoder_config import DecoderConfig, GPT2Config
+from polyad.model.decoder import DecoderConfig, GPT2Config
 from polyad.model.families.keys import WeightsError
 from polyad.model.families.registry import family_of_model
 from polyad.train.tasks.random_input import training_flops

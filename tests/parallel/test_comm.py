@@ -3,7 +3,7 @@
 import pytest
 
 from polyad.parallel import comm
-from polyad.parallel.dims import LayoutError
+from polyad.parallel.config import LayoutError
 from tests.helpers.training import Case, wait_in_vain
 from tests.helpers.workers import WorkerPool
 

@@ -4,8 +4,7 @@ import pytest
 
 from polyad.model.build import build_model
 from polyad.model.lora import LoRAConfig, add_lora
-from polyad.parallel.config import ParallelConfig
-from polyad.parallel.dims import Dims
+from polyad.parallel.config import Dims, ParallelConfig
 from polyad.parallel.parallelize import split_layers
 from polyad.parallel.plan import pretended_world
 from tests.helpers.everyday import everyday

@@ -2,7 +2,7 @@
 
 import pytest
 
-from polyad.model.decoder_config import GPT2Config
+from polyad.model.decoder import GPT2Config
 from polyad.model.mumoe.config import MuMoEConfig
 from tests.helpers.everyday import everyday
 from tests.helpers.factors import (

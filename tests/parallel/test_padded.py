@@ -10,7 +10,7 @@ from torch import Tensor
 
 from polyad.data.sequences.samples import SequenceBatch
 from polyad.model.bert import BertConfig
-from polyad.model.decoder_config import GPT2Config
+from polyad.model.decoder import GPT2Config
 from polyad.model.output import RoutingStats
 from polyad.parallel import comm
 from polyad.parallel.checkpoint.save import save

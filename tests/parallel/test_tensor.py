@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from polyad.model.bert import BertConfig
-from polyad.parallel.dims import Dims
+from polyad.parallel.config import Dims
 from polyad.parallel.plan import pretended_world
 from tests.helpers.bert import scores_of_padded
 from tests.helpers.training import MODEL, Case, inspect_shards, local_losses

@@ -11,7 +11,7 @@ import shutil
 
 import pytest
 
-from polyad.model.decoder_config import GPT2Config
+from polyad.model.decoder import GPT2Config
 from polyad.parallel.checkpoint.format import CheckpointError, verify_contents
 from polyad.parallel.checkpoint.manage import complete_checkpoints, put_back, remove_leftovers
 from tests.helpers.disk import Disk, write_tree

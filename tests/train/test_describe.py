@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from polyad.parallel.dims import Dims
+from polyad.parallel.config import Dims
 from polyad.train.config.run import RunConfig
 from polyad.train.describe import describe, description_table, exports_to
 

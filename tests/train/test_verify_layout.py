@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from polyad.model.build import build_model, count_parameters
-from polyad.model.decoder_config import DecoderConfig
+from polyad.model.decoder import DecoderConfig
 from polyad.model.smoe.config import SparseMoEConfig
 from polyad.train.config.adaptation import model_of
 from polyad.train.config.run import RunConfig, load_config

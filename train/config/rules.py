@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel
 
 from polyad.model.config import Config, flatten
-from polyad.model.decoder_config import DecoderConfig
+from polyad.model.decoder import DecoderConfig
 from polyad.model.emoe import EmergentMoEConfig
 from polyad.model.foreign import KIND
 from polyad.model.smoe.config import SelectingConfig, SparseMoEConfig
-from polyad.parallel.dims import Dims
+from polyad.parallel.config import Dims
 from polyad.parallel.foreign import READ_ONLY
 from polyad.train.config.run import RunConfig
 from polyad.train.config.text import below

@@ -21,8 +21,7 @@ from polyad.data.config import DataConfig, DataSettings
 from polyad.data.images.config import ImageDataConfig
 from polyad.data.sequences.config import SequenceDataConfig
 from polyad.model.build import MODELS
-from polyad.model.config import Config
-from polyad.model.config_yaml import dump, with_new_names
+from polyad.model.config import Config, dump_yaml, with_new_names
 from polyad.model.lora import AdaptConfig
 from polyad.model.settings import ModelSettings
 from polyad.parallel import foreign as foreign  # adds a kind of model
@@ -132,7 +131,7 @@ class RunConfig(Config):
 
     def to_yaml(self) -> str:
         """The resolved tree, with every default written out."""
-        return dump(self.model_dump(mode="json"))
+        return dump_yaml(self.model_dump(mode="json"))
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:

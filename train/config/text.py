@@ -11,8 +11,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 from pydantic.json_schema import GenerateJsonSchema
 
-from polyad.model.config import Config, SectionError, SectionIn
-from polyad.model.config_yaml import ConfigYamlError, load
+from polyad.model.config import Config, ConfigYamlError, SectionError, SectionIn, load_yaml
 from polyad.train.errors import ConfigError, one_line, shortened, shown
 
 DOTTED_KEY = re.compile(r"\w+(\.\w+)*")
@@ -52,7 +51,7 @@ def parse_yaml(text: str, origin: str) -> Any:
         ConfigError: it is not YAML, or not the subset used for configurations.
     """
     try:
-        return load(text)
+        return load_yaml(text)
     except ConfigYamlError as error:
         raise ConfigError(f"{origin}: {one_line(error)}") from None
 

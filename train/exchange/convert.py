@@ -23,9 +23,8 @@ from polyad.data.text.manifest import TOKENIZER_FILE
 from polyad.data.text.tokenizers.tokenizer import Tokenizer
 from polyad.model.bert import BertConfig
 from polyad.model.build import num_parameters
-from polyad.model.config_yaml import dump
-from polyad.model.decoder import DecoderSettings
-from polyad.model.decoder_config import DecoderConfig
+from polyad.model.config import dump_yaml
+from polyad.model.decoder import DecoderConfig, DecoderSettings
 from polyad.model.families.family import CONFIG_FILE, Known, computes_the_same
 from polyad.model.families.registry import family_of_model
 from polyad.model.settings import ModelSettings
@@ -311,7 +310,7 @@ def _to_safetensors(weights: Source, staging: Path, destination: Path) -> None:
     for name, value in weights.buffers().items():
         entries.append(FileTensor(name, value.dtype, tuple(value.shape), value.detach))
     section = {"model": weights.config.model_dump(mode="json")}
-    (staging / OUR_CONFIG_FILE).write_text(dump(section), encoding="utf-8")
+    (staging / OUR_CONFIG_FILE).write_text(dump_yaml(section), encoding="utf-8")
     _write_folder(weights, staging, entries)
 
 

@@ -14,7 +14,7 @@ import torch
 from pydantic import Field
 
 from polyad.model.config import Config
-from polyad.model.decoder_config import DecoderConfig
+from polyad.model.decoder import DecoderConfig
 from polyad.model.emoe import (
     EmergentMoEConfig,
     balanced_kmeans,

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from polyad.model.bert import BertConfig
 from polyad.model.build import build_model
-from polyad.model.decoder_config import DecoderConfig, GPT2Config
+from polyad.model.decoder import DecoderConfig, GPT2Config
 from polyad.model.families.family import Family, computes_the_same
 from polyad.model.families.registry import family_of_model
 from polyad.model.families.tensors import Piece

@@ -11,9 +11,8 @@ import torch
 from pydantic import Field
 from torch import nn
 
-from polyad.model.config import Config
+from polyad.model.config import Config, matched, matches
 from polyad.model.kernels.switch import on_cpu
-from polyad.model.patterns import matched, matches
 from polyad.parallel.shard import placement_of
 from polyad.parallel.zero import RATE_FACTOR, STATE_TENSORS, Precision
 from polyad.train.errors import ConfigError

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from polyad.data.images.config import NORMALIZATIONS, ImageDataConfig
-from polyad.model.config_yaml import load
+from polyad.model.config import load_yaml
 from polyad.parallel.checkpoint.load import Checkpoint
 from polyad.parallel.tensor_folder import read_json
 from polyad.parallel.weights import Weights
@@ -166,7 +166,7 @@ def _edge(size: Any) -> int | None:
 def normalization_of(weights: Weights, image_size: int) -> str | None:
     """The `data.normalization` that weights were trained with; None if they do not record it."""
     if isinstance(weights, Checkpoint):
-        data = load(weights.config_yaml).get("data")
+        data = load_yaml(weights.config_yaml).get("data")
         normalization = data.get("normalization") if isinstance(data, dict) else None
         return normalization if isinstance(normalization, str) else None
     keys, _ = read_pixels(weights.folder, image_size)

@@ -20,7 +20,7 @@ from polyad.data.sequences.samples import PaddedRows, SequenceBatch, TrainingRow
 from polyad.data.text.tokenizers.files import load_tokenizer
 from polyad.data.text.tokenizers.tokenizer import Tokenizer
 from polyad.model.bert import BertConfig
-from polyad.model.config_yaml import load
+from polyad.model.config import load_yaml
 from polyad.model.decoder import DecoderSettings
 from polyad.model.heads import HEAD, ClassificationHeadConfig
 from polyad.model.output import RoutingStats
@@ -311,7 +311,7 @@ class SequenceTask(LabelledTask[SequenceBatch]):
 def _task_of(weights: Weights) -> str | None:
     """The kind of task that the weights' head was trained for: a single output is a number or the
     score of a choice. None if they do not record it."""
-    data = load(weights.config_yaml).get("data") if isinstance(weights, Checkpoint) else None
+    data = load_yaml(weights.config_yaml).get("data") if isinstance(weights, Checkpoint) else None
     if not data or data.get("kind") != "sequences":
         return None
     return SequenceDataConfig.model_validate(data).schema_of.task

@@ -29,7 +29,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from polyad.model import attention
 from polyad.model.build import compile_model
 from polyad.model.output import ask_for_statistics
-from polyad.parallel.dims import Dims
+from polyad.parallel.config import Dims
 from polyad.parallel.parallelize import split_layers
 from polyad.parallel.plan import pretended_world
 from polyad.parallel.zero import DTYPES

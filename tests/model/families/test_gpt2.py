@@ -5,7 +5,7 @@ import torch
 from transformers import GPT2Config as TheirConfig
 from transformers import GPT2LMHeadModel
 
-from polyad.model.decoder_config import GPT2Config
+from polyad.model.decoder import GPT2Config
 from polyad.model.families.decoders import GPT2
 from polyad.model.families.family import Known
 from polyad.model.families.keys import WeightsError

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from polyad.model.build import initial_value
-from polyad.model.decoder_config import GPT2Config
+from polyad.model.decoder import GPT2Config
 from polyad.model.mumoe.config import FACTORIZATIONS, MuMoEConfig
 from polyad.model.mumoe.factorizations import contract as contract_tokens
 from polyad.parallel.plan import forward_flops

@@ -8,7 +8,7 @@ from torch.nn.functional import gelu, normalize, silu
 
 from polyad.model.block import build_feedforward
 from polyad.model.build import build_model, count_parameters, initial_values, materialize
-from polyad.model.decoder_config import GPT2Config
+from polyad.model.decoder import GPT2Config
 from polyad.model.feedforward import FeedForwardContext
 from polyad.model.mxd import (
     MULTIPLIED_WHOLE,

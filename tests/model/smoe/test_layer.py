@@ -8,7 +8,7 @@ import torch
 from torch.nn.functional import dropout, gelu
 
 from polyad.model.build import build_model, num_parameters
-from polyad.model.decoder_config import GPT2Config
+from polyad.model.decoder import GPT2Config
 from polyad.model.smoe.layer import SparseMoE, make_plan
 from tests.helpers.routing import assert_same_with_gradients, make, make_config, make_context
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from polyad.model.build import build_model
-from polyad.model.decoder_config import GPT2Config
+from polyad.model.decoder import GPT2Config
 from polyad.model.feedforward import BlockInput
 from polyad.model.smoe.config import SparseMoEConfig
 from polyad.model.smoe.experts import copies

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from polyad.model.build import read_model_config
-from polyad.model.decoder_config import GPT2Config
+from polyad.model.decoder import GPT2Config
 from polyad.model.families.keys import WeightsError
 from polyad.parallel.checkpoint.format import MASTER, Box
 from polyad.parallel.families import FamilyWeights

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from polyad.parallel.dims import LayoutError
+from polyad.parallel.config import LayoutError
 from polyad.parallel.source import described_config
 from polyad.train.config.rules import refuse_changes, validate
 from polyad.train.config.run import data_overrides, load_config, parse_config

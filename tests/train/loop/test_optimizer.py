@@ -6,7 +6,7 @@ from torch import nn
 
 from polyad.model.bert import BertConfig
 from polyad.model.build import build_model
-from polyad.model.decoder_config import GPT2Config
+from polyad.model.decoder import GPT2Config
 from polyad.model.vit import ViTConfig
 from polyad.parallel.zero import RATE_FACTOR
 from polyad.train.config.adaptation import trained_parameters

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from polyad.model.bert import BertConfig
-from polyad.model.decoder_config import GPT2Config
+from polyad.model.decoder import GPT2Config
 from polyad.train.tasks.random_input import flops_of_unit
 
 SMALL = {"hidden_size": 32, "num_heads": 4, "sequence_length": 16, "vocab_size": 61}

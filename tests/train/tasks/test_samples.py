@@ -4,7 +4,7 @@ import torch
 
 from polyad.data.config import DataConfig
 from polyad.data.text.windows import EvaluationWindows
-from polyad.model.decoder_config import GPT2Config
+from polyad.model.decoder import GPT2Config
 from polyad.train.tasks.language import LanguageModelling
 from polyad.train.tasks.samples import TextSamples
 from polyad.train.tasks.task import EvaluationConfig, Sections

@@ -6,7 +6,7 @@ import math
 import pytest
 import yaml
 
-from polyad.model.config_yaml import ConfigYamlError, dump, load
+from polyad.model.config import ConfigYamlError, dump_yaml, load_yaml
 
 
 @pytest.mark.parametrize(
@@ -32,13 +32,13 @@ from polyad.model.config_yaml import ConfigYamlError, dump, load
     ],
 )  # fmt: skip
 def test_what_is_read(text, value):
-    found = load(text)
+    found = load_yaml(text)
     assert found == value
     assert type(found) is type(value)
 
 
 def test_aliases_are_copies():
-    tree = load("a: &x {k: [1]}\nb: *x")
+    tree = load_yaml("a: &x {k: [1]}\nb: *x")
     tree["a"]["k"].append(2)
     assert tree["b"] == {"k": [1]}
 
@@ -68,7 +68,7 @@ REFUSED = {
 @pytest.mark.parametrize("text", REFUSED, ids=lambda text: repr(text[:20]))
 def test_what_is_refused_is_refused_in_one_line(text):
     with pytest.raises(ConfigYamlError) as caught:
-        load(text)
+        load_yaml(text)
     line = str(caught.value)
     assert REFUSED[text] in line
     assert "\n" not in line
@@ -81,10 +81,10 @@ TEXTS = ["1e5", "12e4b9", "0012", "0o17", "0x1F", "yes", "null", "2001-01-01", "
 
 def test_what_is_written_reads_as_the_same_here_and_in_yaml_1_1():
     tree = {"texts": TEXTS, "numbers": [1, -2, 6e-4, 1e-5, 1e30, 0.1, 1.0], "others": [None, True]}
-    assert load(dump(tree)) == tree
-    assert yaml.safe_load(dump(tree)) == tree
+    assert load_yaml(dump_yaml(tree)) == tree
+    assert yaml.safe_load(dump_yaml(tree)) == tree
 
 
 def test_json_is_read():
     tree = {"a": [1, 2.5, None, True, "x\u00e9🙂", {"b": {}}], "c": 1e-7}
-    assert load(json.dumps(tree)) == tree
+    assert load_yaml(json.dumps(tree)) == tree

@@ -2,7 +2,7 @@
 
 import pytest
 
-from polyad.parallel.dims import Dims, LayoutError
+from polyad.parallel.config import Dims, LayoutError
 
 
 def test_degrees_by_hand():
