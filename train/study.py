@@ -25,8 +25,7 @@ from pydantic import AfterValidator, Field, ValidationError, model_validator
 from scipy import stats
 
 from polyad.data.errors import check_path
-from polyad.data.files import write_whole
-from polyad.data.json_reader import read_json
+from polyad.data.files import read_json, write_whole
 from polyad.model.build import count_parameters
 from polyad.model.config import Config, flatten
 from polyad.train import records

@@ -9,9 +9,9 @@ from pydantic import Field, ValidationError
 
 from polyad.data.config import Config
 from polyad.data.errors import DataError
-from polyad.data.json_reader import read_json
-from polyad.data.names import SPLITS
-from polyad.data.names import SplitName as SplitName
+from polyad.data.files import read_json
+from polyad.data.tables import SPLITS
+from polyad.data.tables import SplitName as SplitName
 
 MANIFEST_FILE = "manifest.json"
 """The description of a prepared folder, written last."""

@@ -16,8 +16,7 @@ from polyad.data.config import DataSettings
 from polyad.data.errors import DataError, user_path
 from polyad.data.images.augmentation import evaluation_image
 from polyad.data.images.config import AttributeDataConfig, ImageDataConfig
-from polyad.data.images.decoding import decode
-from polyad.data.images.source import is_image
+from polyad.data.images.source import decode, is_image
 from polyad.data.sequences.config import Schema, SequenceDataConfig
 from polyad.data.sequences.samples import PaddedRows, encode_rows, form_of
 from polyad.data.sequences.tables import ENDINGS, Table, read_tables

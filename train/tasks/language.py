@@ -22,8 +22,7 @@ from polyad.data.text.masking import (
     MaskedWindows,
     SpecialTokens,
 )
-from polyad.data.text.samples import MixedSamples, TrainingData
-from polyad.data.text.windows import EvaluationWindows, WindowBatch
+from polyad.data.text.samples import EvaluationWindows, MixedSamples, TrainingData, WindowBatch
 from polyad.model.bert import BertConfig, MaskedLanguageHeadConfig
 from polyad.model.decoder import DecoderSettings
 from polyad.model.output import RoutingStats

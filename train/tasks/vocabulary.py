@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
-from polyad.data.json_reader import parse_json, read_json
+from polyad.data.files import parse_json, read_json
 from polyad.data.text.dataset import PreparedData
 from polyad.data.text.manifest import TOKENIZER_FILES
 from polyad.data.text.tokenizers.files import VOCABULARY_FILE, load_tokenizer
