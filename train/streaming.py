@@ -24,8 +24,8 @@ from polyad.parallel import comm
 from polyad.parallel.host_memory import free_memory, keep_few_products, return_freed_memory
 from polyad.parallel.weights import Streamed, Weights, bytes_of_weights, load_model, parts_of
 from polyad.parallel.zero import DTYPES, Precision
-from polyad.train.console import in_bytes
 from polyad.train.errors import ConfigError
+from polyad.train.results import in_bytes
 from polyad.train.tasks.distillation import cross_entropy
 from polyad.train.tasks.samples import Passages
 from polyad.train.tasks.task import OneDevice, Predictor, Share

@@ -19,9 +19,8 @@ from polyad.train.config.distillation import set_teacher
 from polyad.train.config.environment import agreed_facts, write_environment
 from polyad.train.errors import OUTPUT_ERRORS, RunError, stopped
 from polyad.train.experts.fluctuation import FluctuationLog
-from polyad.train.guard.failures import explain_out_of_memory, explain_stall
 from polyad.train.guard.run_folder import gone, put_back_replaced, run_lock
-from polyad.train.guard.stopping import StopSignals
+from polyad.train.guard.stopping import StopSignals, explain_out_of_memory, explain_stall
 from polyad.train.loop.loop import TrainLoop
 from polyad.train.loop.metrics import Metrics
 from polyad.train.loop.profiling import Prefetch, allow_tf32

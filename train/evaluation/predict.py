@@ -25,10 +25,9 @@ from polyad.model.heads import HEAD, ClassificationHeadConfig
 from polyad.model.vision import ImageSettings
 from polyad.parallel.families import FamilyWeights
 from polyad.parallel.weights import Weights
-from polyad.train.console import Progress
 from polyad.train.errors import ConfigError
 from polyad.train.reading import config_from_weights
-from polyad.train.results import aligned
+from polyad.train.results import Progress, aligned
 from polyad.train.tasks.pixels import normalize
 from polyad.train.tasks.sequences import ScoringConfig, model_inputs
 from polyad.train.tasks.vocabulary import names_of

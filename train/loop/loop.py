@@ -11,10 +11,14 @@ from polyad.parallel.checkpoint.save import Saver
 from polyad.parallel.zero import Engine
 from polyad.train.config.run import RunConfig
 from polyad.train.errors import RunError
-from polyad.train.guard.failures import expect_progress, explain_out_of_memory
 from polyad.train.guard.run_folder import last_checkpoint
 from polyad.train.guard.spikes import NO_LIMITS, limits_of, remember, spike_line
-from polyad.train.guard.stopping import StopAsked, StopSignals
+from polyad.train.guard.stopping import (
+    StopAsked,
+    StopSignals,
+    expect_progress,
+    explain_out_of_memory,
+)
 from polyad.train.loop.metrics import Metrics, is_due, peak_flops
 from polyad.train.loop.optimizer import learning_rate, warm_up
 from polyad.train.loop.profiling import Prefetch, StepTimer, memory_of_step, profiler
