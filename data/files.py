@@ -3,10 +3,10 @@ folders of one process, or of one user on a node; and JSON files, read with one-
 
 import contextlib
 import fcntl
+import glob
 import hashlib
 import json
 import os
-import re
 import secrets
 import shutil
 import socket
@@ -150,8 +150,8 @@ def temporary_folder(name: str, parent: Path | None = None, ending: str = "") ->
 def _unused(parent: Path, name: str, ending: str) -> Path:
     """Returns an unused path, and removes what killed processes of this host left under others."""
     host = hashlib.sha256(socket.gethostname().encode()).hexdigest()[:8]
-    pattern = re.compile(rf"{re.escape(f'{name}{host}')}[0-9a-f]{{8}}{re.escape(ending)}")
-    for path in [path for path in parent.iterdir() if pattern.fullmatch(path.name)]:
+    pattern = f"{glob.escape(f'{name}{host}')}{'[0-9a-f]' * 8}{glob.escape(ending)}"
+    for path in list(parent.glob(pattern)):
         with contextlib.suppress(OSError):  # in use, owned by another user, or already gone
             descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECTORY)
             try:

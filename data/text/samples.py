@@ -82,9 +82,7 @@ class TrainingSamples(Dataset[torch.Tensor]):
                 "shorten the sequence"
             )
         self.samples_per_epoch = (stream.num_tokens - 1) // sequence_length
-        self._stream = stream
-        self._sequence_length = sequence_length
-        self._seed = seed
+        self._stream, self._sequence_length, self._seed = stream, sequence_length, seed
 
     def __getitem__(self, sample: int) -> torch.Tensor:
         """Reads a sample.
@@ -208,11 +206,6 @@ class TrainingData:
         """The tokenizer of all parts."""
         return self.parts[0].data.manifest.tokenizer
 
-    @property
-    def tokenizer_path(self) -> Path:
-        """The tokenizer's file, in the format of Hugging Face `tokenizers` or of SentencePiece."""
-        return self.parts[0].data.path / self.tokenizer.file
-
     @functools.cached_property
     def fingerprint(self) -> str:
         """Identifies what training sees: a folder's fingerprint, or that of a mixture."""
@@ -294,9 +287,7 @@ class MixedSamples(Dataset[torch.Tensor]):
         self, sources: Sequence[TrainingSamples], shares: Sequence[float], seed: int
     ) -> None:
         self.samples_per_epoch = sum(source.samples_per_epoch for source in sources)
-        self.sources = list(sources)
-        self._shares = list(shares)
-        self._seed = seed
+        self.sources, self._shares, self._seed = sources, shares, seed
 
     def __getitem__(self, sample: int) -> torch.Tensor:
         """Reads a sample.

@@ -107,7 +107,7 @@ class TrainLoop:
                 self._save()
         self._timer = StepTimer()  # the first step starts here, not in the constructor
         first = state.step
-        with profiler(self.config.log.profile, self._folder, self._world) as tick:
+        with profiler(self.config.log.profile, self._folder, self._world) as profile:
             while state.step < self._train.steps and not self._is_over():
                 # Several processes exchange it in each step.
                 signal = self.stop.agreed() if self._world.size == 1 else self._signal
@@ -117,7 +117,8 @@ class TrainLoop:
                     return signal or self.stop.agreed()
                 expect_progress(self._limit)
                 record, issued = self._issue()
-                tick()
+                if profile is not None:
+                    profile.step()
                 self._settle()
                 due = self._is_due(self._evaluation.every)
                 due = due or self._is_due(self.config.checkpoint.every) or self._owes_save
