@@ -1,17 +1,19 @@
-"""Files and folders that appear complete or not at all, even if the process is killed, and
-temporary folders of one process, or of one user on a node."""
+"""Files and folders that appear complete or not at all, even if the process is killed; temporary
+folders of one process, or of one user on a node; and JSON files, read with one-line errors."""
 
 import contextlib
 import fcntl
+import glob
 import hashlib
+import json
 import os
-import re
 import secrets
 import shutil
 import socket
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from polyad.data.errors import DataError
 
@@ -148,8 +150,8 @@ def temporary_folder(name: str, parent: Path | None = None, ending: str = "") ->
 def _unused(parent: Path, name: str, ending: str) -> Path:
     """Returns an unused path, and removes what killed processes of this host left under others."""
     host = hashlib.sha256(socket.gethostname().encode()).hexdigest()[:8]
-    pattern = re.compile(rf"{re.escape(f'{name}{host}')}[0-9a-f]{{8}}{re.escape(ending)}")
-    for path in [path for path in parent.iterdir() if pattern.fullmatch(path.name)]:
+    pattern = f"{glob.escape(f'{name}{host}')}{'[0-9a-f]' * 8}{glob.escape(ending)}"
+    for path in list(parent.glob(pattern)):
         with contextlib.suppress(OSError):  # in use, owned by another user, or already gone
             descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECTORY)
             try:
@@ -211,3 +213,50 @@ def node_folder(name: str) -> Path:
             raise PermissionError(f"{folder} belongs to another user")
         folder.chmod(0o700)
     return root / name
+
+
+def read_json(path: Path, *, error: type[ValueError] = DataError) -> Any:
+    """Reads a JSON file.
+
+    Args:
+        path: The file.
+        error: The exception type to raise.
+
+    Raises:
+        ValueError: As `error`: the file cannot be read, or is not JSON.
+    """
+    return parse_json(read_bytes(path, error), str(path), error=error)
+
+
+def read_bytes(path: Path, error: type[ValueError] = DataError) -> bytes:
+    """Reads a file.
+
+    Args:
+        path: The file.
+        error: The exception type to raise.
+
+    Raises:
+        ValueError: As `error`: it cannot be read.
+    """
+    try:
+        return path.read_bytes()
+    except OSError as fault:
+        raise error(f"{path}: cannot be read: {fault.strerror or fault}") from None
+
+
+def parse_json(content: bytes | str, place: str, *, error: type[ValueError] = DataError) -> Any:
+    """Parses JSON, with or without a byte order mark.
+
+    Args:
+        content: The JSON document.
+        place: File, and line or member if any: the prefix of the error; empty for no prefix.
+        error: The exception type to raise.
+
+    Raises:
+        ValueError: As `error`: it is not JSON.
+    """
+    before = f"{place}: " if place else ""
+    try:
+        return json.loads(content.removeprefix("\ufeff") if isinstance(content, str) else content)
+    except (ValueError, RecursionError) as fault:
+        raise error(f"{before}is not JSON: {fault}") from None

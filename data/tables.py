@@ -4,13 +4,21 @@ import contextlib
 import itertools
 import re
 import sys
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from polyad.data.errors import DataError, listed, one_line, user_path
-from polyad.data.names import SPLIT_NAMES, SPLITS
 
+SplitName = Literal["train", "validation", "test"]
+SPLITS: tuple[SplitName, ...] = ("train", "validation", "test")
+SPLIT_NAMES = {
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("val", "valid", "validation", "dev"), "validation"),
+    "test": "test",
+}
+"""Names of folders and files that hold a split, and the split that they mean."""
 HUB = "hub:"
 SAVED = ("dataset_dict.json", "state.json")
 """Files of a folder that `save_to_disk` wrote: of several splits, or of one."""
@@ -22,6 +30,12 @@ BUILDERS = {
     ".tar": "webdataset",
 }
 """What `datasets` calls the reader of a file, by the ending."""
+
+
+def each_once(names: Sequence[str]) -> list[str]:
+    """Makes names unique by adding numbers: ImageNet has two classes named crane."""
+    count = Counter(names)
+    return [f"{name} ({number})" if count[name] > 1 else name for number, name in enumerate(names)]
 
 
 class Tables(NamedTuple):

@@ -121,7 +121,7 @@ def load_plugins() -> None:
     Raises:
         ConfigError: one cannot be imported.
     """
-    for name in filter(None, (part.strip() for part in os.environ.get(VARIABLE, "").split(","))):
+    for name in os.environ.get(VARIABLE, "").replace(",", " ").split():
         try:
             importlib.import_module(name)
         except Exception as error:  # importing a plugin may raise anything

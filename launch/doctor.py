@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, NamedTuple, NotRequired, TypedDict
 
 from polyad.data.files import temporary_folder
 from polyad.parallel.comm import comparison
-from polyad.train.console import in_bytes
 from polyad.train.errors import RunError, one_line
-from polyad.train.results import aligned
+from polyad.train.results import aligned, in_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -33,7 +33,7 @@ def prepare_environment() -> None:
         os.environ["PATH"] = os.pathsep.join([tools, *folders])
     # Processes started as `python -m polyad.launch` use the same Polyad.
     root = str(Path(polyad.__file__).resolve().parent.parent)
-    paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    paths = [*filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     if root not in paths:
         os.environ["PYTHONPATH"] = os.pathsep.join([*paths, root])
     os.environ.setdefault("PYTHONSAFEPATH", "1")
@@ -122,8 +122,7 @@ def share_cores(processes: int) -> None:
 
 def rank_of_process() -> int:
     """This process's rank from torchrun's environment; 0 without torchrun."""
-    text = os.environ.get("RANK", "0")
-    return int(text) if text.isdecimal() else 0
+    return _number("RANK", 0)
 
 
 def is_main() -> bool:

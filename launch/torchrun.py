@@ -146,13 +146,6 @@ def _stopped() -> int:
     return 0
 
 
-def forget_stop() -> None:
-    """Removes the stop file of an earlier start with a failed worker."""
-    file = os.environ.get(STOP_FILE)
-    if file:
-        Path(file).unlink(missing_ok=True)
-
-
 def _say_stop(number: int, who: str) -> int:
     """Prints the line of a stop, which no worker has printed, and returns the status."""
     if SAID_ABOVE not in os.environ:

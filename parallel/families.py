@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyad.data.names import each_once
+from polyad.data.tables import each_once
 from polyad.model.build import ModelSizeError, build_model, initial_value
 from polyad.model.families.family import CONFIG_FILE, Family, comparable
 from polyad.model.families.keys import WeightsError

@@ -19,8 +19,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from polyad.data import json_reader
-from polyad.data.json_reader import read_bytes
+from polyad.data import files
+from polyad.data.files import read_bytes
 from polyad.model.build import ModelSizeError, build_model
 from polyad.model.families.keys import WeightsError
 from polyad.model.families.tensors import Slices
@@ -346,7 +346,7 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises:
         WeightsError: it cannot be read, or is not an object.
     """
-    tree = json_reader.read_json(path, error=WeightsError)
+    tree = files.read_json(path, error=WeightsError)
     if not isinstance(tree, dict):
         raise WeightsError(f"{path}: is not a JSON object")
     return tree

@@ -19,7 +19,7 @@ from polyad.train.config.distillation import load_teacher
 from polyad.train.config.rules import validate
 from polyad.train.config.run import RunConfig
 from polyad.train.errors import ConfigError, RunError
-from polyad.train.guard.failures import explain_out_of_memory
+from polyad.train.guard.stopping import explain_out_of_memory
 from polyad.train.loop.metrics import peak_flops
 from polyad.train.loop.profiling import Prefetch, allow_tf32, peak_memory_bytes
 from polyad.train.loop.step import IssuedStep, issue_step

@@ -17,10 +17,9 @@ from polyad.parallel.weights import open_weights
 from polyad.train.config.adaptation import model_of, trained_parameters, unused_parameters
 from polyad.train.config.rules import validate
 from polyad.train.config.run import RunConfig, load_config
-from polyad.train.console import counted, in_bytes
 from polyad.train.errors import ConfigError
 from polyad.train.plan import flops_per_step, footprint
-from polyad.train.results import aligned
+from polyad.train.results import aligned, counted, in_bytes
 from polyad.train.start import find_start, open_plan
 from polyad.train.tasks.random_input import flops_of_unit
 from polyad.train.tasks.registry import TASKS

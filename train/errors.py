@@ -154,6 +154,12 @@ said that it was stopped by a signal writes its number there and exits with 0, b
 would take another status for a failure and restart it."""
 
 
+def forget_stop() -> None:
+    """Removes the stop file of an earlier start with a failed worker."""
+    if file := os.environ.get(STOP_FILE):
+        Path(file).unlink(missing_ok=True)
+
+
 def is_under_agent() -> bool:
     """Returns whether `polyad launch` started this process as a worker, and reads `STOP_FILE`."""
     return bool(os.environ.get(STOP_FILE)) and "TORCHELASTIC_RUN_ID" in os.environ

@@ -31,7 +31,6 @@ from polyad.parallel.foreign import TheirWeights, on_disk
 from polyad.parallel.weights import Choice, Weights, load_model, open_weights
 from polyad.parallel.zero import DTYPES, Precision
 from polyad.train.config.run import find_config, load_config
-from polyad.train.console import progress as progress_shown
 from polyad.train.errors import ConfigError
 from polyad.train.evaluation.evaluate import evaluate
 from polyad.train.evaluation.generate import Sampling, TextStream, check_text, generate_ids
@@ -46,6 +45,7 @@ from polyad.train.measures.measure import examine
 from polyad.train.measures.registry import MEASURES
 from polyad.train.reading import EvaluationContext, open_data_for
 from polyad.train.results import Tables, aligned, json_value
+from polyad.train.results import progress as progress_shown
 from polyad.train.streaming import whole_model
 from polyad.train.tasks.language import language_model
 from polyad.train.tasks.vocabulary import SpecialTokens, ids_of_text, need_tokenizer

@@ -34,15 +34,15 @@ from polyad.train.config.run import (
     load_config,
     parse_config,
 )
-from polyad.train.console import Progress
 from polyad.train.errors import ConfigError
 from polyad.train.exchange.convert import config_for_model
 from polyad.train.experts.information import Summed
 from polyad.train.experts.interventions import Intervention, intervened, layers_by_block
 from polyad.train.experts.moments import Moments
 from polyad.train.experts.probing import Decision, RoutedLayer, deciding
-from polyad.train.guard.failures import explain_out_of_memory
+from polyad.train.guard.stopping import explain_out_of_memory
 from polyad.train.loop.profiling import allow_tf32
+from polyad.train.results import Progress
 from polyad.train.streaming import activations_of, on_device, opened_model, run_blocks
 from polyad.train.tasks.registry import TASKS
 from polyad.train.tasks.samples import Samples, TextSamples, samples_of

@@ -6,6 +6,7 @@ All is checked before memory is taken; the first line of a run says where it sta
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -184,7 +185,7 @@ def find_start_together(plan: Plan, world: comm.World) -> Plan:
         ValueError: on all processes, if rank 0 finds something wrong, or a host has another
             checkpoint at that place.
     """
-    started = comm.on_main(lambda: find_start(plan)) or plan
+    started = comm.on_main(partial(find_start, plan)) or plan
     init, place = started.init, None if started.init is None else started.init.folder
     found = place, isinstance(init, Checkpoint), started.teacher, started.base_digest
     place, is_checkpoint, teacher, base_digest = comm.from_main(found)

@@ -24,8 +24,8 @@ from polyad.parallel import comm
 from polyad.parallel.host_memory import free_memory, keep_few_products, return_freed_memory
 from polyad.parallel.weights import Streamed, Weights, bytes_of_weights, load_model, parts_of
 from polyad.parallel.zero import DTYPES, Precision
-from polyad.train.console import in_bytes
 from polyad.train.errors import ConfigError
+from polyad.train.results import in_bytes
 from polyad.train.tasks.distillation import cross_entropy
 from polyad.train.tasks.samples import Passages
 from polyad.train.tasks.task import OneDevice, Predictor, Share
@@ -56,10 +56,7 @@ def opened_model(
     """
     size, free = bytes_of_weights(weights, precision), _free(world.device)
     refusal = needs_whole or _refusal(weights, world)
-    if size <= ROOM * free:
-        yield load_model(weights, world.device, precision)
-        return
-    if refusal is not None:
+    if size <= ROOM * free or refusal is not None:
         yield whole_model(weights, world.device, precision, refusal)
         return
     keep_few_products()
@@ -92,7 +89,7 @@ def _free(device: torch.device) -> int:
 
 
 def whole_model(
-    weights: Weights, device: torch.device, precision: Precision, needs_whole: str
+    weights: Weights, device: torch.device, precision: Precision, needs_whole: str | None
 ) -> nn.Module:
     """Loads a whole model in evaluation mode, which may be swapped.
 
@@ -100,7 +97,7 @@ def whole_model(
         weights: the model's weights.
         device: the model's device.
         precision: precision of the parameters.
-        needs_whole: why it must be whole, for the error.
+        needs_whole: why it must be whole, for the error; None: it is known to fit.
 
     Raises:
         ConfigError: it does not fit.

@@ -25,17 +25,16 @@ from pydantic import AfterValidator, Field, ValidationError, model_validator
 from scipy import stats
 
 from polyad.data.errors import check_path
-from polyad.data.files import write_whole
-from polyad.data.json_reader import read_json
+from polyad.data.files import read_json, write_whole
 from polyad.model.build import count_parameters
 from polyad.model.config import Config, flatten
-from polyad.train import records
 from polyad.train.config.adaptation import model_of, unused_parameters
 from polyad.train.config.rules import validate
 from polyad.train.config.run import RunConfig, build_config, read_tree
 from polyad.train.config.text import DOTTED_KEY, below, describe
 from polyad.train.errors import ConfigError, RunError, shown, stop_signal, stopped
 from polyad.train.guard.run_folder import check_place
+from polyad.train.loop import metrics as records
 from polyad.train.results import json_value
 from polyad.train.start import open_plan
 from polyad.train.tasks.random_input import flops_of_unit

@@ -3,9 +3,9 @@
 YAML and overrides -> RunConfig -> the model -> its layout -> the loop -> metrics, checkpoints
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from polyad.data.files import write_whole
 from polyad.data.sampler import micro_batches
@@ -19,9 +19,8 @@ from polyad.train.config.distillation import set_teacher
 from polyad.train.config.environment import agreed_facts, write_environment
 from polyad.train.errors import OUTPUT_ERRORS, RunError, stopped
 from polyad.train.experts.fluctuation import FluctuationLog
-from polyad.train.guard.failures import explain_out_of_memory, explain_stall
 from polyad.train.guard.run_folder import gone, put_back_replaced, run_lock
-from polyad.train.guard.stopping import StopSignals
+from polyad.train.guard.stopping import StopSignals, explain_out_of_memory, explain_stall
 from polyad.train.loop.loop import TrainLoop
 from polyad.train.loop.metrics import Metrics
 from polyad.train.loop.profiling import Prefetch, allow_tf32
@@ -61,7 +60,7 @@ def main(path: Path, overrides: Sequence[str] = (), *, launched: bool = False) -
                 dims.expert_parallel_size,
                 agreed_facts(config, plan.task) if world_size > 1 else None,
             )
-            comm.on_main(lambda: put_back_replaced(plan.folder))
+            comm.on_main(partial(put_back_replaced, plan.folder))
             plan = find_start_together(plan, world)
             with run_lock(plan.folder, world):  # no other start is active
                 plan = verify_start(plan)
@@ -82,7 +81,17 @@ def _train(plan: Plan, state: TrainState, world: comm.World, stop: StopSignals) 
     """Builds the model in its layout and trains it, updating the state."""
     config, task = plan.config, plan.task
     allow_tf32(config.train.tf32, world.device)
-    batches = _batches(plan, world, state)  # before the engine: loader workers start meanwhile
+    batches = micro_batches(  # before the engine: loader workers start meanwhile
+        task.samples,
+        start_step=state.step,
+        num_steps=config.train.steps - state.step,
+        global_batch_size=config.train.global_batch_size,
+        micro_batch_size=config.train.micro_batch_size,
+        data_parallel_rank=world.data_parallel_rank,
+        data_parallel_size=plan.dims.data_parallel_size,
+        num_workers=config.data.num_workers,
+        pin_memory=world.device.type == "cuda",
+    )
     with explain_out_of_memory(lambda: "building the engine", world):
         anew = () if plan.init is None else reinitialized_prefixes(task, plan.init, config)
         source = source_of(config, plan.resume, plan.init, anew)
@@ -99,7 +108,7 @@ def _train(plan: Plan, state: TrainState, world: comm.World, stop: StopSignals) 
     if plan.resume is not None:
         plan.resume.restore_random_states(world)
     metrics = _open_run_folder(plan, state) if world.is_main else None
-    fluctuation = _fluctuation(plan, state, engine)
+    fluctuation = _fluctuation(plan, state, engine) if config.log.fluctuation else None
     stop.at_once = False
     try:
         with (
@@ -132,22 +141,6 @@ def _train(plan: Plan, state: TrainState, world: comm.World, stop: StopSignals) 
             metrics.close()
 
 
-def _batches(plan: Plan, world: comm.World, state: TrainState) -> Iterator[Any]:
-    """This process's micro-batches from the run's state to its end."""
-    config = plan.config
-    return micro_batches(
-        plan.task.samples,
-        start_step=state.step,
-        num_steps=config.train.steps - state.step,
-        global_batch_size=config.train.global_batch_size,
-        micro_batch_size=config.train.micro_batch_size,
-        data_parallel_rank=world.data_parallel_rank,
-        data_parallel_size=plan.dims.data_parallel_size,
-        num_workers=config.data.num_workers,
-        pin_memory=world.device.type == "cuda",
-    )
-
-
 def _open_run_folder(plan: Plan, state: TrainState) -> Metrics:
     """Writes a run's configuration and environment to its folder, and opens its metrics."""
     plan.folder.mkdir(parents=True, exist_ok=True)
@@ -165,14 +158,9 @@ def _open_run_folder(plan: Plan, state: TrainState) -> Metrics:
     )
 
 
-def _fluctuation(
-    plan: Plan, state: TrainState, engine: Engine
-) -> Callable[[], dict[str, float]] | None:
-    """Returns a comparison of routing at checkpoints, if configured; a resumed run starts from its
-    own."""
+def _fluctuation(plan: Plan, state: TrainState, engine: Engine) -> FluctuationLog:
+    """Returns a comparison of routing at checkpoints; a resumed run starts from its own."""
     config = plan.config
-    if not config.log.fluctuation:
-        return None
     samples = probe_of(plan.task, config.log.fluctuation_tokens)
     batch_size = config.evaluation.batch_size or config.train.micro_batch_size
     compare = FluctuationLog(engine, samples, batch_size)

@@ -22,7 +22,7 @@ from torch.nn.functional import interpolate
 
 from polyad.data.errors import DataError, check_attack
 from polyad.data.images.config import AugmentationConfig, ImageDataConfig, RandAugmentConfig
-from polyad.data.images.decoding import Pixels
+from polyad.data.images.source import Pixels
 
 ASPECT = (3 / 4, 4 / 3)
 """Aspect ratio (width over height) of a random crop, as in Szegedy et al. 2015."""

@@ -6,9 +6,16 @@ from pydantic import AfterValidator, Field, field_validator
 
 from polyad.data.config import Config, DataSettings
 from polyad.data.errors import check_path
-from polyad.data.names import LeaveOut
 
 Share = Annotated[float, Field(ge=0, le=1)]
+
+
+def _sorted(names: list[str] | None) -> list[str] | None:
+    return None if names is None else sorted(set(names))
+
+
+LeaveOut = Annotated[list[str] | None, Field(min_length=1), AfterValidator(_sorted)]
+"""Names of domains, sorted because their order has no meaning; or None."""
 
 NORMALIZATIONS: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
     "imagenet": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),

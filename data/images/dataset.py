@@ -2,19 +2,23 @@
 
 Sources may number the same classes differently, as `datasets` does if each split was made alone.
 The name decides: labels become positions among the names of the training images.
+
+A domain has samples of one kind, such as the sketches among pictures, and can be left out of
+training: with `data.leave_out` a run trains and validates on the other domains, and its test split
+is all of the data of those left out (Gulrajani & Lopez-Paz 2021, "In search of lost domain
+generalization").
 """
 
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import xxhash
 
-from polyad.data.errors import DataError, listed, user_path
+from polyad.data.errors import DataError, listed, nearest, user_path
 from polyad.data.images.config import ImageDataConfig
 from polyad.data.images.source import ImageSplit, digits, open_folders, table_images
-from polyad.data.names import check_classes, check_leave_out
 from polyad.data.tables import open_tables
 
 DIGITS, TEST = "digits", "test"
@@ -210,3 +214,59 @@ class ImageData:
         domains = np.array(self.domain_names)[test.domains].tolist()
         check_classes(domains, names[test.labels].tolist(), names[splits["train"].labels].tolist())
         self._splits = splits | {TEST: test}
+
+
+def check_leave_out(
+    leave_out: Sequence[str] | None, domains: Sequence[str], place: str, made_by: str
+) -> None:
+    """Checks that the domains to leave out exist, and are not all of the domains.
+
+    Args:
+        leave_out: As `data.leave_out`.
+        domains: The domains of the data; empty if it has none.
+        place: Name of the data, for errors.
+        made_by: What gives this kind of data its domains, for errors.
+
+    Raises:
+        DataError: One does not exist, or none would be left.
+    """
+    if leave_out is None:
+        return
+    if not domains:
+        raise DataError(
+            f"data.leave_out: {listed(leave_out)} is not allowed: {place} has no domains; set it "
+            f"to null, or use {made_by}"
+        )
+    for name in leave_out:
+        if name not in domains:
+            raise DataError(
+                f"data.leave_out: {name!r} is not a domain of {place}{nearest(name, domains)}; "
+                f"domains: {listed(domains)}"
+            )
+    if set(leave_out) == set(domains):
+        raise DataError(
+            f"data.leave_out: all domains of {place} are left out ({listed(domains)}), so there is "
+            "nothing to train on"
+        )
+
+
+def check_classes(domains: Sequence[str], classes: Sequence[str], trained: Iterable[str]) -> None:
+    """Checks that the classes of the domains left out also occur in the training data.
+
+    Args:
+        domains: The domain of each sample left out.
+        classes: The class of each.
+        trained: The classes that are trained on.
+
+    Raises:
+        DataError: A domain has a class that is not trained on.
+    """
+    seen = set(trained)
+    strange = {pair for pair in zip(domains, classes, strict=True) if pair[1] not in seen}
+    if strange:
+        domain, _ = min(strange)
+        names = sorted(name for each, name in strange if each == domain)
+        raise DataError(
+            f"data.leave_out: {domain!r} has the class {listed(names, 3)}, which the other "
+            "domains do not have: a class that is never seen cannot be learned"
+        )

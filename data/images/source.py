@@ -2,10 +2,15 @@
 
 Nothing is prepared: a source is listed when a run starts, and an image is read when it is needed.
 Each source numbers classes by its own names; `polyad.data.images.dataset` makes them one list.
+
+JPEGs are decoded by simplejpeg where it is installed, everything else by Pillow; both give the
+same pixels. Orientation tags are ignored, as in the usual ImageNet pipelines.
 """
 
+import contextlib
 import io
 import os
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,13 +22,21 @@ import numpy.typing as npt
 import pyarrow
 import xxhash
 
-from polyad.data.errors import DataError, listed
-from polyad.data.files import is_hidden
-from polyad.data.images.decoding import Pixels, decode
-from polyad.data.json_reader import read_bytes
-from polyad.data.names import SPLIT_NAMES, each_once
+from polyad.data.errors import DataError, listed, one_line
+from polyad.data.files import is_hidden, read_bytes
+from polyad.data.tables import SPLIT_NAMES, each_once
+
+try:
+    import simplejpeg
+except ImportError:
+    simplejpeg = None
 
 Labels = npt.NDArray[np.integer]
+Pixels = npt.NDArray[np.uint8]
+"""[H, W, 3]."""
+FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "PPM", "TIFF")
+"""Formats that Pillow may read: some of the others start external programs."""
+_JPEG = b"\xff\xd8\xff"
 LABELS = ("label", "fine_label", "labels", "class", "cls")
 """Columns that may hold the class, in order of preference: CIFAR-100 has fine and coarse ones."""
 IMAGES = ("image", "img")
@@ -287,3 +300,40 @@ def digits() -> ImageSplit:
         files.append({"bytes": file.getvalue()})
     names = [str(digit) for digit in range(10)]
     return ImageSplit("digits", files.__getitem__, data.target[order], names)
+
+
+def decode(content: bytes, name: str) -> Pixels:
+    """Decodes an image of any mode to RGB.
+
+    Args:
+        content: The content of the file.
+        name: The name of the image, for error messages.
+
+    Returns:
+        uint8 [H, W, 3].
+
+    Raises:
+        DataError: It is truncated, empty, damaged or not an image.
+    """
+    if not content:
+        raise DataError(f"{name}: is empty")
+    if simplejpeg is not None and content.startswith(_JPEG):
+        with contextlib.suppress(ValueError):  # Pillow names the fault
+            if simplejpeg.decode_jpeg_header(content)[2] in ("YCbCr", "Gray", "RGB"):
+                pixels: Pixels = simplejpeg.decode_jpeg(content, colorspace="RGB")
+                return pixels
+    from PIL import Image
+
+    warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+    try:
+        with Image.open(io.BytesIO(content), formats=FORMATS) as image:
+            if image.mode.startswith(("I", "F")):
+                raise DataError(f"{name}: holds grey of more than 8 bits; save it with 8 bits")
+            return np.array(image.convert("RGB"))
+    except DataError:
+        raise
+    except Exception as error:  # Pillow's readers raise exceptions of many types
+        reason = one_line(error, 120)
+        if "cannot identify image file" in reason:
+            reason = "no image format is known that begins like this"
+        raise DataError(f"{name}: cannot be decoded: {reason}") from None

@@ -15,9 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from polyad.data.errors import DataError, listed, nearest
-from polyad.data.names import each_once
 from polyad.data.sequences.config import BENCHMARKS, HIDDEN_LABEL, Schema
-from polyad.data.tables import library_errors, open_tables
+from polyad.data.tables import each_once, library_errors, open_tables
 
 ENDINGS = (".csv", ".tsv", ".jsonl", ".parquet", ".arrow")
 """The endings of files that are tables of rows."""

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from polyad.data.errors import DataError, user_path
-from polyad.data.names import SPLITS, SplitName
+from polyad.data.tables import SPLITS, SplitName
 from polyad.data.text.manifest import FILES, MANIFEST_FILE, Manifest
 from polyad.data.text.tokenizers.files import load_tokenizer
 from polyad.data.text.tokenizers.tokenizer import Tokenizer

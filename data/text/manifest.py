@@ -9,9 +9,9 @@ from pydantic import Field, ValidationError
 
 from polyad.data.config import Config
 from polyad.data.errors import DataError
-from polyad.data.json_reader import read_json
-from polyad.data.names import SPLITS
-from polyad.data.names import SplitName as SplitName
+from polyad.data.files import read_json
+from polyad.data.tables import SPLITS
+from polyad.data.tables import SplitName as SplitName
 
 MANIFEST_FILE = "manifest.json"
 """The description of a prepared folder, written last."""
@@ -22,12 +22,8 @@ TokenizerFile = Literal["tokenizer.json", "tokenizer.model"]
 TOKENIZER_FILE: TokenizerFile = "tokenizer.json"
 SENTENCEPIECE_FILE: TokenizerFile = "tokenizer.model"
 TOKENIZER_FILES = (TOKENIZER_FILE, SENTENCEPIECE_FILE)
-FILES = frozenset(
-    {
-        *(MANIFEST_FILE, *TOKENIZER_FILES),
-        *(f"{name}.{end}" for name in SPLITS for end in ("bin", "idx")),
-    }
-)
+SPLIT_FILES = tuple(f"{name}.{end}" for name in SPLITS for end in ("bin", "idx"))
+FILES = frozenset({MANIFEST_FILE, *TOKENIZER_FILES, *SPLIT_FILES})
 """All files that a prepared folder may hold."""
 
 
@@ -139,8 +135,8 @@ class Manifest(Config):
     @property
     def fingerprint(self) -> str:
         """Names this data set: a SHA-256 over the digests of the splits and of the tokenizer."""
-        files = (f"{name}.{end}" for name in SPLITS for end in ("bin", "idx"))
-        parts = [self.tokenizer.fingerprint, *(f"{name}:{self.sha256[name]}" for name in files)]
+        files = [f"{name}:{self.sha256[name]}" for name in SPLIT_FILES]
+        parts = [self.tokenizer.fingerprint, *files]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
     @classmethod

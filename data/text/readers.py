@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from polyad.data.errors import DataError, listed, nearest
-from polyad.data.json_reader import parse_json
+from polyad.data.files import parse_json
 from polyad.data.tables import library_errors
 
 READ_BYTES = 2**20

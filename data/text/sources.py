@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 
 from polyad.data.errors import DataError, listed, one_line, user_path
 from polyad.data.files import is_hidden
-from polyad.data.names import SPLITS, SplitName
-from polyad.data.tables import HUB, is_saved, open_tables
+from polyad.data.tables import HUB, SPLITS, SplitName, is_saved, open_tables
 from polyad.data.text.manifest import ReadOptions
 from polyad.data.text.readers import FORMATS, Column, Read, read_lines, read_rows, read_text
 

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from polyad.data.errors import DataError
-from polyad.data.names import SPLITS, SplitName
+from polyad.data.tables import SPLITS, SplitName
 from polyad.data.text.dataset import token_dtype
 from polyad.data.text.manifest import SplitInfo
 from polyad.data.text.sources import Document

@@ -4,8 +4,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from polyad.launch.command import ConfigFile, Json, Overrides, Positive, command
-from polyad.launch.output import check_json_path, results
+from polyad.launch.command import (
+    ConfigFile,
+    Json,
+    Overrides,
+    Positive,
+    check_json_path,
+    command,
+    results,
+)
 from polyad.launch.processes import bind_to_cores, end_with_launcher, processor_name
 
 if TYPE_CHECKING:
@@ -147,8 +154,7 @@ def _measured(
 
 def _table(result: dict[str, Any]) -> str:
     """The result for a person."""
-    from polyad.train.console import counted, in_bytes
-    from polyad.train.results import aligned
+    from polyad.train.results import aligned, counted, in_bytes
 
     processes = counted(result["processes"], "process")
     lines = [

@@ -6,8 +6,14 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from polyad.launch.command import Json, UsageError, command, refuse_others
-from polyad.launch.output import only_results_on_stdout, results
+from polyad.launch.command import (
+    Json,
+    UsageError,
+    command,
+    only_results_on_stdout,
+    refuse_others,
+    results,
+)
 
 if TYPE_CHECKING:
     from polyad.data.text.manifest import Manifest

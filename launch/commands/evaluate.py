@@ -15,7 +15,9 @@ from polyad.launch.command import (
     Positive,
     Share,
     UsageError,
+    check_result_file,
     command,
+    results,
 )
 from polyad.launch.commands.options import (
     AnyWeights,
@@ -29,7 +31,6 @@ from polyad.launch.commands.options import (
     Tokens,
     Weights,
 )
-from polyad.launch.output import check_result_file, results
 
 
 @command(

@@ -16,9 +16,11 @@ from polyad.launch.command import (
     Positive,
     Share,
     UsageError,
+    check_result_file,
     command,
     names,
     refuse_others,
+    results,
 )
 from polyad.launch.commands.options import (
     CheckpointOptions,
@@ -26,7 +28,6 @@ from polyad.launch.commands.options import (
     TokenizerFile,
     Tokens,
 )
-from polyad.launch.output import check_result_file, results
 
 if TYPE_CHECKING:
     from polyad.train.reading import EvaluationContext

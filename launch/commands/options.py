@@ -9,8 +9,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
-from polyad.launch.command import Argument, Json, Overrides, Positive
-from polyad.launch.output import results
+from polyad.launch.command import Argument, Json, Overrides, Positive, results
 from polyad.launch.processes import end_with_launcher, is_main
 
 if TYPE_CHECKING:

@@ -4,8 +4,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from polyad.launch.command import ConfigOrFolder, Json, Overrides, Positive, UsageError, command
-from polyad.launch.output import check_json_path, results
+from polyad.launch.command import (
+    ConfigOrFolder,
+    Json,
+    Overrides,
+    Positive,
+    UsageError,
+    check_json_path,
+    command,
+    results,
+)
 from polyad.train.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -144,8 +152,7 @@ def _row(config: "RunConfig", needs: "Footprint", processes: int) -> dict[str, A
 
 def _table(result: dict[str, Any], *, in_detail: bool, compiled: bool) -> str:
     """The result for a person."""
-    from polyad.train.console import counted, in_bytes
-    from polyad.train.results import aligned
+    from polyad.train.results import aligned, counted, in_bytes
 
     parts = list(result["layouts"][0]["memory_bytes"])
     sent = [key for key in result["layouts"][0]["sent_bytes"]]

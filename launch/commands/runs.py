@@ -14,18 +14,17 @@ from polyad.launch.command import (
     Json,
     Overrides,
     Positive,
-    command,
-    nearest,
-)
-from polyad.launch.launch import Launcher
-from polyad.launch.output import (
     check_json_path,
     check_result_file,
+    command,
+    nearest,
     only_results_on_stdout,
     results,
     say,
 )
+from polyad.launch.launch import Launcher
 from polyad.launch.processes import bind_to_cores, end_with_launcher, is_main, run_polyad
+from polyad.train.errors import forget_stop
 
 if TYPE_CHECKING:
     import pandas
@@ -45,8 +44,6 @@ def train(config: ConfigFile, overrides: Overrides) -> None:
 
     Run it again to continue.
     """
-    from polyad.launch.torchrun import forget_stop
-
     launched = end_with_launcher()
     bind_to_cores()
     forget_stop()
@@ -63,7 +60,7 @@ def train(config: ConfigFile, overrides: Overrides) -> None:
 def trained_line(state: "TrainState", config: Path, overrides: Sequence[str]) -> str:
     """Says at the end of a run what was done, and where it is."""
     from polyad.train.config.run import load_config
-    from polyad.train.records import METRICS_FILE
+    from polyad.train.loop.metrics import METRICS_FILE
 
     folder = Path(load_config(config, overrides).run.folder)
     skipped = f", {state.skipped_steps:,} of them skipped" if state.skipped_steps else ""
@@ -73,7 +70,7 @@ def trained_line(state: "TrainState", config: Path, overrides: Sequence[str]) ->
 
 def last_loss(metrics: Path) -> str:
     """The loss of a run's last record, for `trained_line`; nothing if it has none."""
-    from polyad.train.records import records_of
+    from polyad.train.loop.metrics import records_of
 
     records = list(records_of(metrics)) if metrics.exists() else []
     loss = records[-1]["loss"] if records else None

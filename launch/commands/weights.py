@@ -5,7 +5,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from polyad.launch.command import Json, Positive, UsageError, command
+from polyad.launch.command import (
+    Json,
+    Positive,
+    UsageError,
+    check_json_path,
+    command,
+    only_results_on_stdout,
+    results,
+    show,
+)
 from polyad.launch.commands.options import (
     AnyWeights,
     Base,
@@ -15,7 +24,6 @@ from polyad.launch.commands.options import (
     TokenizerFile,
     Weights,
 )
-from polyad.launch.output import check_json_path, only_results_on_stdout, results, show
 
 
 @command(

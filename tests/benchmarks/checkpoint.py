@@ -18,8 +18,7 @@ from typing import Any
 import torch
 
 from polyad.data.files import temporary_folder
-from polyad.launch.command import Json, Positive
-from polyad.launch.output import results
+from polyad.launch.command import Json, Positive, results
 from polyad.model.build import build_model
 from polyad.model.decoder import GPT2Config
 from polyad.parallel import comm
@@ -32,11 +31,10 @@ from polyad.parallel.fragments import fill
 from polyad.parallel.parallelize import parallelize
 from polyad.parallel.source import InitialWeights
 from polyad.parallel.zero import Engine
-from polyad.train.console import Progress
 from polyad.train.errors import ConfigError
 from polyad.train.loop.optimizer import OptimizerConfig, build_optimizer
 from polyad.train.loop.step import issue_step
-from polyad.train.results import aligned
+from polyad.train.results import Progress, aligned
 from polyad.train.tasks.distillation import cross_entropy
 from polyad.train.tasks.language import TextBatch, text_losses
 from tests.benchmarks.comparison import Repeats, benchmark, now, start

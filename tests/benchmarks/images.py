@@ -24,8 +24,7 @@ from polyad.data.images.config import AugmentationConfig, ImageDataConfig, RandA
 from polyad.data.images.dataset import ImageData
 from polyad.data.images.samples import ImageSamples
 from polyad.data.sampler import micro_batches
-from polyad.launch.command import Json
-from polyad.launch.output import results
+from polyad.launch.command import Json, results
 from polyad.train.tasks.pixels import normalize
 from tests.benchmarks.comparison import Repeats, benchmark, clocked, start, summary, take_turns
 

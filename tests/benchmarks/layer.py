@@ -21,8 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, layer_norm, linear
 
-from polyad.launch.command import Json, Positive, UsageError
-from polyad.launch.output import results
+from polyad.launch.command import Json, Positive, UsageError, results
 from polyad.model.feedforward import DenseFeedForward, DenseFeedForwardConfig
 from polyad.model.mumoe.config import FactorizationName, MuMoEConfig
 from polyad.model.mumoe.factorizations import Factorized

@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from polyad.launch.command import Json, NonNegative, Positive
-from polyad.launch.output import results
+from polyad.launch.command import Json, NonNegative, Positive, results
 from polyad.model.attention import AttentionTrace
 from polyad.model.build import build_model, initial_value, initial_values, place
 from polyad.model.decoder import Decoder, GPT2Config

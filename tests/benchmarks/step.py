@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from polyad.launch.command import Json, Positive, UsageError
-from polyad.launch.output import results
+from polyad.launch.command import Json, Positive, UsageError, results
 from polyad.model.block import FeedForwardConfig
 from polyad.model.build import build_model, compile_model, materialize
 from polyad.model.decoder import Decoder, GPT2Config
@@ -31,7 +30,7 @@ from polyad.parallel import comm
 from polyad.parallel.tensor import cut_vocabulary
 from polyad.parallel.zero import DTYPES
 from polyad.train.errors import ConfigError, RunError
-from polyad.train.guard.failures import is_out_of_memory
+from polyad.train.guard.stopping import is_out_of_memory
 from polyad.train.loop.losses import LossConfig, routing_loss
 from polyad.train.loop.metrics import LogConfig, peak_flops
 from polyad.train.loop.optimizer import OptimizerConfig, build_optimizer

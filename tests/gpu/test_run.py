@@ -8,7 +8,7 @@ import torch
 
 from polyad.model.build import read_model_config
 from polyad.model.smoe.config import SparseMoEConfig
-from polyad.train.guard.failures import SMALLER
+from polyad.train.guard.stopping import SMALLER
 from polyad.train.loop.losses import LossConfig
 from tests.helpers.disk import read_tree
 from tests.helpers.gpu import NEEDS_CUDA, run_expecting_memory_error, wait_nowhere, world

@@ -14,9 +14,9 @@ import psutil
 import pytest
 
 from polyad.launch.launch import torchrun
-from polyad.launch.torchrun import _stopped, forget_stop
+from polyad.launch.torchrun import _stopped
 from polyad.parallel.checkpoint.manage import complete_checkpoints
-from polyad.train.errors import STOP_FILE, tell_launcher
+from polyad.train.errors import STOP_FILE, forget_stop, tell_launcher
 from tests.helpers import started
 from tests.helpers.everyday import everyday
 from tests.helpers.started import steps, wait_for

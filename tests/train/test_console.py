@@ -8,8 +8,8 @@ import termios
 
 import pytest
 
-from polyad.train.console import Console, Progress, counted, in_bytes
 from polyad.train.errors import MAX_LINE, one_line, shown
+from polyad.train.results import Console, Progress, counted, in_bytes
 
 
 def test_sizes_have_three_digits_and_no_exponent():

@@ -1,5 +1,6 @@
 """The model of a run, with its adapters, and untrained parameters frozen; its engine."""
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -168,7 +169,7 @@ def engine_of(
         model_of(config),
         config.parallel,
         world=world,
-        make_optimizer=lambda parameters: build_optimizer(chosen, parameters),
+        make_optimizer=functools.partial(build_optimizer, chosen),
         precision=train.precision,
         global_batch_size=train.global_batch_size,
         micro_batch_size=train.micro_batch_size,

@@ -11,10 +11,9 @@ from polyad.data.images.augmentation import GaussianNoise
 from polyad.data.text.attack import WordSwap, attacked_split
 from polyad.data.text.manifest import SplitName
 from polyad.parallel import comm
-from polyad.train.console import Progress
 from polyad.train.errors import ConfigError, RunError
 from polyad.train.reading import EvaluationContext
-from polyad.train.results import aligned, in_words
+from polyad.train.results import Progress, aligned, in_words
 from polyad.train.streaming import predicting
 from polyad.train.tasks.images import ImageClassification
 from polyad.train.tasks.language import LanguageModelling

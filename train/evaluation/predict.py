@@ -16,8 +16,7 @@ from polyad.data.config import DataSettings
 from polyad.data.errors import DataError, user_path
 from polyad.data.images.augmentation import evaluation_image
 from polyad.data.images.config import AttributeDataConfig, ImageDataConfig
-from polyad.data.images.decoding import decode
-from polyad.data.images.source import is_image
+from polyad.data.images.source import decode, is_image
 from polyad.data.sequences.config import Schema, SequenceDataConfig
 from polyad.data.sequences.samples import PaddedRows, encode_rows, form_of
 from polyad.data.sequences.tables import ENDINGS, Table, read_tables
@@ -26,10 +25,9 @@ from polyad.model.heads import HEAD, ClassificationHeadConfig
 from polyad.model.vision import ImageSettings
 from polyad.parallel.families import FamilyWeights
 from polyad.parallel.weights import Weights
-from polyad.train.console import Progress
 from polyad.train.errors import ConfigError
 from polyad.train.reading import config_from_weights
-from polyad.train.results import aligned
+from polyad.train.results import Progress, aligned
 from polyad.train.tasks.pixels import normalize
 from polyad.train.tasks.sequences import ScoringConfig, model_inputs
 from polyad.train.tasks.vocabulary import names_of

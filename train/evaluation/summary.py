@@ -19,7 +19,7 @@ from polyad.model.build import count_parameters
 from polyad.train.config.adaptation import model_of, unused_parameters
 from polyad.train.config.run import load_config
 from polyad.train.experts.token_classes import frequencies
-from polyad.train.records import last_loss, median_rate, peak_memory, read_records
+from polyad.train.loop.metrics import last_loss, median_rate, peak_memory, read_records
 from polyad.train.results import aligned
 from polyad.train.tasks.registry import TASKS
 

@@ -20,7 +20,7 @@ from polyad.parallel import comm
 from polyad.parallel.zero import Engine
 from polyad.train.experts.information import Summed
 from polyad.train.experts.probing import Decision, RoutedLayer, deciding, routed_layers
-from polyad.train.guard.failures import explain_out_of_memory
+from polyad.train.guard.stopping import explain_out_of_memory
 from polyad.train.tasks.samples import Samples
 
 SEED = 0

@@ -50,12 +50,12 @@ class RoutedLayer:
     @property
     def block(self) -> int:
         """Its block's number."""
-        return int(next(part for part in self.name.split(".") if part.isdigit()))
+        return int(next(filter(str.isdigit, self.name.split("."))))
 
     @property
     def in_block(self) -> bool:
         """Whether it is part of a block, not of the head."""
-        return any(part.isdigit() for part in self.name.split("."))
+        return any(map(str.isdigit, self.name.split(".")))
 
     @property
     def title(self) -> str:
@@ -103,15 +103,17 @@ def every_layer(model: nn.Module) -> list[RoutedLayer]:
     for name, module in model.named_modules():
         for part in module.children():
             if isinstance(part, Router):
-                layers.append(RoutedLayer(name=name, levels=(part.selection.num_experts,)))
+                levels: tuple[int, ...] = (part.selection.num_experts,)
             elif isinstance(part, Gate):
                 levels = tuple(part.norm.num_experts)
-                layers.append(RoutedLayer(name=name, levels=levels, shares=True))
             elif isinstance(part, SparseGate):
-                layers.append(RoutedLayer(name=name, levels=(part.num_experts,), shares=True))
+                levels = (part.num_experts,)
             elif isinstance(module, Mixture) and part is module.gate:
                 levels = (module.config.num_experts,)
-                layers.append(RoutedLayer(name=name, levels=levels, shares=True))
+            else:
+                continue
+            shares = not isinstance(part, Router)
+            layers.append(RoutedLayer(name=name, levels=levels, shares=shares))
     return layers
 
 

@@ -6,6 +6,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -90,10 +91,10 @@ def run_lock(folder: Path, world: comm.World) -> Iterator[None]:
         ConfigError: on every process, if another start of the run is still active, or a process
             cannot write to the folder, as on a host with a disk of its own.
     """
-    with comm.on_main(lambda: lock_of(folder)) or nullcontext():
+    with comm.on_main(partial(lock_of, folder)) or nullcontext():
         usable = seen_in_time(lambda: os.access(folder, os.W_OK | os.X_OK))
         host = "" if usable else f"{socket.gethostname()} (rank {world.rank})"
-        if hosts := [each for each in comm.from_all(host) if each]:
+        if hosts := [*filter(None, comm.from_all(host))]:
             raise ConfigError(
                 f"run.folder: {folder} is missing or cannot be written to on {hosts[0]}; all hosts "
                 "need one file system, with this folder at the same path"

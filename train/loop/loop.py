@@ -11,10 +11,14 @@ from polyad.parallel.checkpoint.save import Saver
 from polyad.parallel.zero import Engine
 from polyad.train.config.run import RunConfig
 from polyad.train.errors import RunError
-from polyad.train.guard.failures import expect_progress, explain_out_of_memory
 from polyad.train.guard.run_folder import last_checkpoint
 from polyad.train.guard.spikes import NO_LIMITS, limits_of, remember, spike_line
-from polyad.train.guard.stopping import StopAsked, StopSignals
+from polyad.train.guard.stopping import (
+    StopAsked,
+    StopSignals,
+    expect_progress,
+    explain_out_of_memory,
+)
 from polyad.train.loop.metrics import Metrics, is_due, peak_flops
 from polyad.train.loop.optimizer import learning_rate, warm_up
 from polyad.train.loop.profiling import Prefetch, StepTimer, memory_of_step, profiler
@@ -103,7 +107,7 @@ class TrainLoop:
                 self._save()
         self._timer = StepTimer()  # the first step starts here, not in the constructor
         first = state.step
-        with profiler(self.config.log.profile, self._folder, self._world) as tick:
+        with profiler(self.config.log.profile, self._folder, self._world) as profile:
             while state.step < self._train.steps and not self._is_over():
                 # Several processes exchange it in each step.
                 signal = self.stop.agreed() if self._world.size == 1 else self._signal
@@ -113,7 +117,8 @@ class TrainLoop:
                     return signal or self.stop.agreed()
                 expect_progress(self._limit)
                 record, issued = self._issue()
-                tick()
+                if profile is not None:
+                    profile.step()
                 self._settle()
                 due = self._is_due(self._evaluation.every)
                 due = due or self._is_due(self.config.checkpoint.every) or self._owes_save

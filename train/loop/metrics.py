@@ -1,5 +1,7 @@
 """Metrics of a run: the same numbers on the console, in metrics.jsonl and in trackers.
 
+The records of metrics.jsonl, one line per step, are also read and summarized here.
+
 Trackers are TensorBoard, Weights & Biases and Trackio. One cannot end a run: if it fails, it is
 dropped with a message.
 """
@@ -11,12 +13,12 @@ import importlib.util
 import json
 import math
 import os
+import statistics
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from statistics import harmonic_mean
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -24,14 +26,16 @@ from pydantic import Field
 
 from polyad.data.files import named, write_whole
 from polyad.model.config import Config
-from polyad.train.console import Console, bar, duration
 from polyad.train.errors import ConfigError, one_line
 from polyad.train.guard.run_folder import gone
 from polyad.train.loop.profiling import ProfileConfig
-from polyad.train.records import METRICS_FILE, records_of
-from polyad.train.results import json_value
+from polyad.train.results import Console, bar, duration, json_value
 from polyad.train.tasks.task import Unit
 
+METRICS_FILE = "metrics.jsonl"
+Records: TypeAlias = Sequence[dict[str, Any]]
+LAST = 10
+"""Number of last records over which final values are averaged, since single steps vary."""
 TrackerName = Literal["tensorboard", "wandb", "trackio"]
 PROJECT = "polyad"
 """The default project, unless the environment sets `WANDB_PROJECT` or `TRACKIO_PROJECT`."""
@@ -266,7 +270,7 @@ class Metrics:
             self._track(record)
             seconds = (time.monotonic() - self._start) / (step - self._done)
             left = seconds * (self._total - step)
-            shown = record | {rate: harmonic_mean(self._rates)}
+            shown = record | {rate: statistics.harmonic_mean(self._rates)}
             self._rates.clear()
             line = console_line(shown, self._total, left, self._unit, self._validation_score)
             self._console.show(line)
@@ -346,3 +350,107 @@ def console_line(
         parts.append(f"SKIPPED ({record['skipped_steps']} not finite so far)")
     parts.append(f"{duration(seconds_left)} left")
     return "  ".join(parts)
+
+
+def records_of(path: Path) -> Iterator[dict[str, Any]]:
+    """Yields all records of a file, oldest first; other lines, such as an incomplete one, are
+    skipped."""
+    with path.open("rb") as file:
+        for line in file:
+            try:
+                tree = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(tree, dict) and type(tree.get("step")) is int and tree["step"] >= 0:
+                yield tree
+
+
+def read_records(run: Path) -> list[dict[str, Any]]:
+    """Returns all records of a run's folder, oldest first.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    path = run / METRICS_FILE
+    if not path.is_file():
+        raise ConfigError(f"{run}: has no {METRICS_FILE}, which `polyad train` writes")
+    records = list(records_of(path))
+    if not records:
+        raise ConfigError(f"{path}: contains no record of a step yet")
+    return records
+
+
+def last_loss(records: Records) -> float:
+    """The mean training loss of the last steps."""
+    losses = [record["loss"] for record in records[-LAST:] if record["loss"] is not None]
+    return statistics.fmean(losses) if losses else float("nan")
+
+
+def median_rate(records: Records, unit: str = "token") -> float:
+    """The median throughput of steps, in the task's units per second."""
+    rates = [rate for record in records if (rate := record.get(f"{unit}s_per_second")) is not None]
+    return float(statistics.median(rates)) if rates else math.nan
+
+
+def peak_memory(records: Records) -> int:
+    """The peak memory of one process, in bytes."""
+    return max(int(record.get("memory_bytes") or 0) for record in records)
+
+
+def last_routing(records: Records) -> dict[str, float]:
+    """Routing statistics of all layers, averaged over the last steps.
+
+    Args:
+        records: a run's records.
+
+    Returns:
+        Each `routing/MEASURE` under its measure, and `shared_experts`; empty for a dense model.
+    """
+    newest: dict[str, list[float]] = {}
+    for record in records[-LAST:]:
+        for key, value in record.items():
+            section, _, name = key.partition("/")
+            if section == "routing" and "/" not in name and isinstance(value, int | float):
+                newest.setdefault(name, []).append(float(value))
+    means = {name: statistics.fmean(values) for name, values in newest.items()}
+    shared = shared_experts(records)
+    return means if shared is None else means | {"shared_experts": shared}
+
+
+def shared_experts(records: Records) -> float | None:
+    """The effective number of experts used by the tokens of the last steps.
+
+    Args:
+        records: a run's records; only those of steps with a console line have loads.
+
+    Returns:
+        The exponential of the entropy of a layer's mean load, averaged over layers: from 1 to the
+        number of experts (for a hierarchy the product over levels). None for a dense model.
+    """
+    last = [record for record in records[-LAST:] if any(map(_is_load, record))]
+    each = []
+    for key in filter(_is_load, last[-1] if last else ()):
+        loads = zip(*(record[key] for record in last), strict=True)
+        shares = [statistics.fmean(values) for values in loads]
+        each.append(math.exp(-math.fsum(p * math.log(p) for p in shares if p > 0)))
+    return statistics.fmean(each) if each else None
+
+
+def last_fluctuation(records: Records) -> dict[str, float]:
+    """Returns the shares of tokens that changed experts between the last two checkpoints.
+
+    Args:
+        records: a run's records; those at checkpoints have it with `log.fluctuation: true`.
+
+    Returns:
+        Shares of the probe set, averaged over layers: `top1`, with a different first expert, and
+        `set`, with a different set. Empty if nothing was logged.
+    """
+    for record in reversed(records):
+        if "fluctuation/top1" in record:
+            return {name: float(record[f"fluctuation/{name}"]) for name in ("top1", "set")}
+    return {}
+
+
+def _is_load(key: str) -> bool:
+    return key.startswith("routing/") and key.endswith("/load")

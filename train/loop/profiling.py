@@ -3,8 +3,8 @@
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Annotated, Generic
 
@@ -52,11 +52,10 @@ class ProfileConfig(Config):
     """Number of steps to trace; 0: no trace."""
 
 
-@contextmanager
 def profiler(
     config: ProfileConfig, folder: Path, world: comm.World
-) -> Iterator[Callable[[], None]]:
-    """A context that yields a function to call after every step, which advances the profiler.
+) -> AbstractContextManager[torch.profiler.profile | None]:
+    """A context with the profiler, of which `step` is called after every step; None without one.
 
     The trace of this process is written when its last step ends, for chrome://tracing.
 
@@ -66,8 +65,7 @@ def profiler(
         world: this process.
     """
     if config.num_steps == 0:
-        yield lambda: None
-        return
+        return nullcontext()
     first, file = config.first_step, folder / "profile" / f"rank-{world.rank:05d}.json"
 
     def write(profile: torch.profiler.profile) -> None:
@@ -78,10 +76,7 @@ def profiler(
     schedule = torch.profiler.schedule(
         wait=max(first - 2, 0), warmup=min(first - 1, 1), active=config.num_steps, repeat=1
     )
-    with torch.profiler.profile(
-        schedule=schedule, on_trace_ready=write, profile_memory=True
-    ) as profile:
-        yield profile.step
+    return torch.profiler.profile(schedule=schedule, on_trace_ready=write, profile_memory=True)
 
 
 def allow_tf32(allowed: bool, device: torch.device) -> None:

@@ -271,16 +271,16 @@ def issue_step(
         samples=pairs is not None,
         record_is_due=record_is_due,
     )
-    recorder = InputRecorder(engine, getattr(engine.module, "as_read", None))
+    predictor: Predictor = engine
+    if pairs is not None:
+        predictor = recorder = InputRecorder(engine, getattr(engine.module, "as_read", None))
     mean_tokens = None
     if names:
         mean_tokens, micro_batches = _mean_tokens(micro_batches, accumulation_steps)
     for number in range(accumulation_steps):
         if number:
             engine.step(learning_rate)  # DeepSpeed updates only after the last micro-batch
-        of_targets, routing = task_losses(
-            engine if pairs is None else recorder, next(micro_batches)
-        )
+        of_targets, routing = task_losses(predictor, next(micro_batches))
         loss = of_targets.mean()
         if pairs is not None:
             routing = with_sample_similarity(routing, recorder.inputs, pairs)

@@ -16,13 +16,12 @@ from torch import Tensor
 
 from polyad.parallel import comm
 from polyad.parallel.weights import Streamed, parts_of
-from polyad.train.console import Progress
 from polyad.train.experts.actions import CONTRIBUTION, Action
 from polyad.train.experts.knockout import KnockOut, harmed
 from polyad.train.experts.probing import deciding
 from polyad.train.experts.token_classes import ClassColumns
 from polyad.train.reading import Subject, summing
-from polyad.train.results import Tables
+from polyad.train.results import Progress, Tables
 from polyad.train.streaming import activations_of, on_device, run_block, run_blocks
 from polyad.train.tasks.samples import TextSamples, losses
 

@@ -19,8 +19,7 @@ from pyarrow import parquet
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from polyad.data.files import whole_file
-from polyad.data.json_reader import parse_json
+from polyad.data.files import parse_json, whole_file
 from polyad.data.text.dataset import TokenStream
 from polyad.data.text.tokenizers.files import load_tokenizer
 from polyad.model.smoe.router import Selected, spread

@@ -25,6 +25,7 @@ from polyad.train.experts.probing import (
     choose_layers,
     every_layer,
 )
+from polyad.train.loop.metrics import LAST, Records, last_loss, read_records
 from polyad.train.measures.routes import TracedText
 from polyad.train.page import (
     Points,
@@ -37,7 +38,6 @@ from polyad.train.page import (
     render,
 )
 from polyad.train.reading import config_from_weights
-from polyad.train.records import LAST, Records, last_loss, read_records
 from polyad.train.report.experts import ExpertRow, expert_rows
 from polyad.train.report.held_out import Options, ReportData, read_held_out, read_trace
 from polyad.train.results import json_value

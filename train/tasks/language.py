@@ -6,6 +6,7 @@ Shapes: B samples of a micro-batch, T tokens of a sample, P hidden ones, V vocab
 import copy
 import functools
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -22,8 +23,7 @@ from polyad.data.text.masking import (
     MaskedWindows,
     SpecialTokens,
 )
-from polyad.data.text.samples import MixedSamples, TrainingData
-from polyad.data.text.windows import EvaluationWindows, WindowBatch
+from polyad.data.text.samples import EvaluationWindows, MixedSamples, TrainingData, WindowBatch
 from polyad.model.bert import BertConfig, MaskedLanguageHeadConfig
 from polyad.model.decoder import DecoderSettings
 from polyad.model.output import RoutingStats
@@ -62,11 +62,11 @@ def text_losses(
     return teacher.mix_in(losses_BT, logits_BTV.float(), batch.input_ids_BT), routing
 
 
+@dataclass(eq=False)
 class TextSamples(Dataset[TextBatch]):
     """Training samples as inputs and targets, each [T]."""
 
-    def __init__(self, samples: MixedSamples) -> None:
-        self.tokens = samples
+    tokens: MixedSamples
 
     def __getitem__(self, sample: int) -> TextBatch:
         """The sample with this global number."""

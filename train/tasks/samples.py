@@ -22,8 +22,8 @@ from torch.utils.data import ConcatDataset, Dataset, Subset
 from polyad.data.images.samples import EvaluationImages, ImageBatch
 from polyad.data.sampler import held_out_batches
 from polyad.data.sequences.samples import SequenceBatch
+from polyad.data.text.samples import EvaluationWindows
 from polyad.data.text.tokenizers.tokenizer import Tokenizer
-from polyad.data.text.windows import EvaluationWindows
 from polyad.model.bert import Bert, BertConfig
 from polyad.model.decoder import Decoder, DecoderSettings
 from polyad.model.feedforward import NOTHING_ELSE

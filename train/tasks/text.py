@@ -183,8 +183,9 @@ class TextTask(Task[Batch]):
 
     def kept(self) -> CheckpointExtras:
         """The tokenizer's file, and fingerprints of the tokenizer and of the data."""
-        content = self.data.tokenizer_path.read_bytes()
-        return kept_with_tokenizer(self.fingerprint, self.data.tokenizer, content)
+        tokenizer = self.data.tokenizer
+        content = (self.data.parts[0].data.path / tokenizer.file).read_bytes()
+        return kept_with_tokenizer(self.fingerprint, tokenizer, content)
 
     def check_weights(self, weights: Weights, owner: str) -> None:
         """Checks that the weights were trained with these token ids."""

@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
-from polyad.data.json_reader import parse_json, read_json
+from polyad.data.files import parse_json, read_json
 from polyad.data.text.dataset import PreparedData
 from polyad.data.text.manifest import TOKENIZER_FILES
 from polyad.data.text.tokenizers.files import VOCABULARY_FILE, load_tokenizer
@@ -58,12 +58,16 @@ def check_tokenizer(key: str, data: PreparedData, weights: Weights, owner: str) 
     Raises:
         ConfigError: it was made with another tokenizer.
     """
-    tokenizer, fingerprint = tokenizer_of(weights), data.manifest.tokenizer.fingerprint
-    own = None if tokenizer is None else tokenizer.fingerprint
+    fingerprint = data.manifest.tokenizer.fingerprint
     if isinstance(weights, Checkpoint):
         own = weights.state.tokenizer_fingerprint
-    if own in (None, fingerprint):
-        return
+        if own in (None, fingerprint):
+            return
+    tokenizer = tokenizer_of(weights)
+    if not isinstance(weights, Checkpoint):
+        own = None if tokenizer is None else tokenizer.fingerprint
+        if own in (None, fingerprint):
+            return
     if tokenizer is None or not same_ids(tokenizer, data.tokenizer()):
         raise ConfigError(
             f"{key} was made with tokenizer {fingerprint[:12]}, the {owner} with "

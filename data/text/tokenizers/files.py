@@ -8,7 +8,7 @@ from typing import Any
 from tokenizers import BertWordPieceTokenizer, models
 
 from polyad.data.errors import DataError, one_line, user_path
-from polyad.data.json_reader import read_bytes, read_json
+from polyad.data.files import read_bytes, read_json
 from polyad.data.text.manifest import SENTENCEPIECE_FILE, TOKENIZER_FILES, TokenizerFile
 from polyad.data.text.tokenizers.tokenizer import (
     KNOWN_END_OF_TEXT,

@@ -12,7 +12,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from polyad.data.errors import DataError, listed, one_line
-from polyad.data.json_reader import parse_json
+from polyad.data.files import parse_json
 from polyad.data.text.manifest import TOKENIZER_FILE, TokenizerFile
 
 END_OF_TEXT = "<|endoftext|>"

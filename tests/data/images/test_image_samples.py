@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from polyad.data.errors import DataError
-from polyad.data.images import decoding
+from polyad.data.images import source
 from polyad.data.images.augmentation import (
     evaluation_image,
     mixing,
@@ -20,8 +20,8 @@ from polyad.data.images.augmentation import (
 )
 from polyad.data.images.config import AugmentationConfig, ImageDataConfig, RandAugmentConfig
 from polyad.data.images.dataset import ImageData
-from polyad.data.images.decoding import decode
 from polyad.data.images.samples import ImageSamples
+from polyad.data.images.source import decode
 from polyad.data.sampler import micro_batches
 from tests.helpers import images as made
 
@@ -45,9 +45,9 @@ def test_simplejpeg_and_pillow_agree(monkeypatch, shared):
 
     with zipfile.ZipFile(shared / "cifar10" / "cifar10_subset_6k.zip") as archive:
         files = [archive.read(name) for name in archive.namelist()[:40]]
-    assert decoding.simplejpeg is not None
+    assert source.simplejpeg is not None
     fast = [decode(content, "a") for content in files]
-    monkeypatch.setattr(decoding, "simplejpeg", None)
+    monkeypatch.setattr(source, "simplejpeg", None)
     assert all(np.array_equal(a, decode(c, "a")) for a, c in zip(fast, files, strict=True))
 
 

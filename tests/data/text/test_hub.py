@@ -7,7 +7,7 @@ import pyarrow.parquet
 import pytest
 
 from polyad.data.errors import DataError
-from polyad.data.names import SPLITS
+from polyad.data.tables import SPLITS
 from polyad.data.text.dataset import PreparedData
 from polyad.data.text.manifest import ReadOptions
 from polyad.data.text.prepare import prepare

@@ -7,11 +7,10 @@ import numpy as np
 import pytest
 
 from polyad.data.errors import DataError
-from polyad.data.names import SPLITS
+from polyad.data.tables import SPLITS
 from polyad.data.text.dataset import PreparedData, TokenStream, index_bytes, token_dtype
 from polyad.data.text.manifest import MANIFEST_FILE, Manifest
-from polyad.data.text.prepare import prepare
-from polyad.data.text.splits import split_by_bytes
+from polyad.data.text.prepare import prepare, split_by_bytes
 from polyad.data.text.tokenizers.training import train_tokenizer
 from polyad.launch.commands.data import prepared_table
 from tests.helpers.prepared import jsonl, open_source

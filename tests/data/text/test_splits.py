@@ -2,8 +2,8 @@ import random
 
 import pytest
 
+from polyad.data.text.prepare import documents_needed, split_by_bytes, split_by_position
 from polyad.data.text.sources import Document
-from polyad.data.text.splits import documents_needed, split_by_bytes, split_by_position
 
 SHARES = {"validation": 0.1, "test": 0.2}
 

@@ -4,7 +4,7 @@ import torch
 from polyad.data.errors import DataError
 from polyad.data.sampler import held_out_batches
 from polyad.data.text.dataset import TokenStream
-from polyad.data.text.windows import EvaluationWindows
+from polyad.data.text.samples import EvaluationWindows
 
 
 def naive_windows(tokens, length, stride, end):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from polyad.train.guard.failures import SMALLER, is_out_of_memory
+from polyad.train.guard.stopping import SMALLER, is_out_of_memory
 from tests.helpers.runs import run
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -4,8 +4,14 @@ import math
 
 import torch
 
-from polyad.train.loop.metrics import LogConfig, Metrics, console_line, peak_flops
-from polyad.train.records import METRICS_FILE, records_of
+from polyad.train.loop.metrics import (
+    METRICS_FILE,
+    LogConfig,
+    Metrics,
+    console_line,
+    peak_flops,
+    records_of,
+)
 from polyad.train.tasks.task import Unit
 
 TOKEN = Unit("token", "tok")

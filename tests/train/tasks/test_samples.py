@@ -3,7 +3,7 @@
 import torch
 
 from polyad.data.config import DataConfig
-from polyad.data.text.windows import EvaluationWindows
+from polyad.data.text.samples import EvaluationWindows
 from polyad.model.decoder import GPT2Config
 from polyad.train.tasks.language import LanguageModelling
 from polyad.train.tasks.samples import TextSamples

@@ -7,8 +7,8 @@ import pytest
 
 from polyad.launch.commands import runs
 from polyad.train.errors import ConfigError
-from polyad.train.loop.metrics import drop_records_after
-from polyad.train.records import (
+from polyad.train.loop.metrics import (
+    drop_records_after,
     last_fluctuation,
     last_loss,
     last_routing,
