@@ -57,8 +57,13 @@ def write_config(path: Path, data: Path, **changes: Any) -> Path:
         for section in sections:
             place = place.setdefault(section, {})
         place[last] = value
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(yaml.safe_dump(tree))
     return path
+
+
+QUIET: dict[str, Any] = {"evaluation__every": 0, "checkpoint__every": 0, "log__trackers": []}
+"""Changes with which a run writes nothing but its records and its last checkpoint."""
 
 
 def run(config: Path, *overrides: str) -> int:

@@ -1,6 +1,7 @@
 """Finished runs that several files read."""
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -22,16 +23,14 @@ def trained(workers, tmp_path_factory, prepared_path) -> Callable[[str], Path]:
 
     For reading alone: other tests get the same one.
     """
-    made: dict[str, Path] = {}
 
+    @cache
     def make(kind: str) -> Path:
-        if kind not in made:
-            folder = tmp_path_factory.mktemp(kind)
-            changes = {"model__feed_forward": FEED_FORWARDS[kind]}
-            config = write_config(folder / "config.yaml", prepared_path, **changes)
-            assert workers(2).run(run, config) == [6, 6]
-            made[kind] = folder / "run"
-        return made[kind]
+        folder = tmp_path_factory.mktemp(kind)
+        changes = {"model__feed_forward": FEED_FORWARDS[kind]}
+        config = write_config(folder / "config.yaml", prepared_path, **changes)
+        assert workers(2).run(run, config) == [6, 6]
+        return folder / "run"
 
     return make
 
@@ -64,13 +63,12 @@ def exported(finished, tmp_path_factory):
 @pytest.fixture(scope="session")
 def plain(trained, tmp_path_factory):
     """Gives a folder of safetensors under our names, by kind of feed-forward."""
-    made = {}
 
+    @cache
     def make(kind):
-        if kind not in made:
-            made[kind] = tmp_path_factory.mktemp(kind) / "plain"
-            convert(trained(kind), made[kind], "safetensors")
-        return made[kind]
+        folder = tmp_path_factory.mktemp(kind) / "plain"
+        convert(trained(kind), folder, "safetensors")
+        return folder
 
     return make
 
