@@ -125,14 +125,15 @@ def test_what_transformers_does_not_have_is_refused_with_the_way_that_is_left(
 
 
 def test_zeros_are_written_for_biases_that_a_model_lacks(run_of, tmp_path):
-    convert(run_of(model__bias=False, train__steps=1), tmp_path / "theirs", "huggingface")
+    folder = run_of(model__bias=False, train__steps=1)
+    convert(folder, tmp_path / "theirs", "huggingface")
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "theirs", local_files_only=True)
     biases = [p for name, p in theirs.named_parameters() if name.endswith("bias")]
     assert len(biases) == 2 * 6 + 1
     assert not any(bias.any() for bias in biases)
     ids = torch.arange(20)[None]
     with torch.no_grad():
-        expected, logits = theirs.eval()(ids).logits, load_model(tmp_path / "run")(ids).logits
+        expected, logits = theirs.eval()(ids).logits, load_model(folder)(ids).logits
     torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
 
 
