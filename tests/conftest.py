@@ -15,6 +15,7 @@ import torch
 
 from polyad.data.text.dataset import PreparedData
 from polyad.data.text.prepare import prepare
+from polyad.launch.cli import run as polyad
 from tests.helpers.forking import ForkServer
 from tests.helpers.workers import WorkerPool
 
@@ -67,6 +68,23 @@ def no_group_left() -> Iterator[None]:
     yield
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+
+
+@pytest.fixture
+def refused(capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Gives the one line that a command refuses with: `refused("convert", folder, ...)`."""
+
+    def line_of(*words: object) -> str:
+        capfd.readouterr()  # what was said before
+        assert polyad([str(word) for word in words]) == 2
+        captured = capfd.readouterr()
+        assert captured.out == ""
+        (line,) = captured.err.splitlines()
+        assert line.isprintable()
+        assert line.startswith("polyad: error: ")
+        return line
+
+    return line_of
 
 
 @pytest.fixture(scope="session")

@@ -205,9 +205,9 @@ def atlas(path: Path, **options: Any) -> dict[str, Any]:
 
 
 def records(folder: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl."""
-    text = (folder / "metrics.jsonl").read_text()
-    return [json.loads(line) for line in text.splitlines()]
+    """The lines of metrics.jsonl; none before the first step."""
+    metrics = folder / "metrics.jsonl"
+    return [json.loads(line) for line in metrics.open()] if metrics.exists() else []
 
 
 def in_tensorboard(folder: Path) -> dict[str, dict[int, float]]:

@@ -239,10 +239,9 @@ def test_a_setup_is_read_before_processes_start(execute, tmp_path):
         assert done.stdout.startswith("loaded\n") == (status == 0)
 
 
-def test_without_sbatch_it_is_one_line(config, monkeypatch, capfd):
+def test_without_sbatch_it_is_one_line(config, monkeypatch, refused):
     monkeypatch.setenv("PATH", str(config.parent))
-    assert run(["launch", str(config), *SLURM]) == 2
-    line = error_line(capfd.readouterr().err)
+    line = refused("launch", config, *SLURM)
     assert "sbatch" in line
     assert "--dry-run" in line
     assert not (config.parent / "run").exists()

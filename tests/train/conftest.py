@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from polyad.launch.cli import run as polyad
 from polyad.train.exchange.convert import convert
 from tests.helpers.runs import FEED_FORWARDS, run, write_config
 
@@ -71,23 +70,6 @@ def plain(trained, tmp_path_factory):
         return folder
 
     return make
-
-
-@pytest.fixture
-def refused(capfd):
-    """Gives the line that a command refuses with: `refused("convert", folder, ...)`."""
-
-    def line_of(*words):
-        capfd.readouterr()  # what was said before
-        assert polyad([str(word) for word in words]) == 2
-        captured = capfd.readouterr()
-        assert captured.out == ""
-        line = captured.err.splitlines()[-1]
-        assert line.startswith("polyad: error: ")
-        assert captured.err.count("error: ") == 1
-        return line
-
-    return line_of
 
 
 @pytest.fixture
