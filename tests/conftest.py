@@ -5,6 +5,7 @@ import gc
 import inspect
 import json
 import pydoc_data.topics
+import shutil
 import signal
 import typing
 from collections.abc import Callable, Iterator
@@ -134,6 +135,12 @@ def prepared_path(tmp_path_factory: pytest.TempPathFactory, texts: Path) -> Path
     (path / "train.jsonl").write_text("".join(lines.values()))
     prepare(str(path / "train.jsonl"), "train:400", path / "modules", **held_out)
     return path / "modules"
+
+
+@pytest.fixture
+def copy(prepared_path: Path, tmp_path: Path) -> Path:
+    """A copy of the prepared data, to change or to damage."""
+    return Path(shutil.copytree(prepared_path, tmp_path / "corpus"))
 
 
 @pytest.fixture

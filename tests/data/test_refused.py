@@ -4,7 +4,6 @@ import gzip
 import io
 import json
 import math
-import shutil
 
 import datasets
 import pyarrow
@@ -153,13 +152,10 @@ PREPARED = [
 
 
 @pytest.mark.parametrize(("name", "change", "words"), PREPARED, ids=range(len(PREPARED)))
-def test_a_prepared_folder_that_is_incomplete_or_changed_is_named(
-    tmp_path, prepared_path, name, change, words
-):
-    folder = shutil.copytree(prepared_path, tmp_path / "corpus")
-    change(folder / name)
-    line = line_of(PreparedData.open, folder)
-    assert str(folder / name) in line
+def test_a_prepared_folder_that_is_incomplete_or_changed_is_named(copy, name, change, words):
+    change(copy / name)
+    line = line_of(PreparedData.open, copy)
+    assert str(copy / name) in line
     assert words in line
 
 

@@ -1,7 +1,6 @@
 """`polyad checkpoint` and `polyad data verify`: what they say of folders, good or damaged."""
 
 import json
-import shutil
 
 import pytest
 import torch
@@ -66,11 +65,6 @@ def test_what_is_no_checkpoint_is_refused(tmp_path, refused):
     assert "there is no such folder" in refused("checkpoint", "list", tmp_path / "nowhere")
     (tmp_path / "empty").mkdir()
     assert "holds no checkpoint" in refused("checkpoint", "verify", tmp_path / "empty")
-
-
-@pytest.fixture
-def copy(prepared_path, tmp_path):
-    return shutil.copytree(prepared_path, tmp_path / "corpus")
 
 
 def test_whole_folders_are_verified_and_the_table_is_aligned(copy, prepared_path, capfd):

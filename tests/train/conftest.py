@@ -7,13 +7,15 @@ from pathlib import Path
 import pytest
 
 from polyad.train.exchange.convert import convert
+from tests.helpers.fine_tuned import trainer
 from tests.helpers.runs import FEED_FORWARDS, run, write_config
 
 
 @pytest.fixture
-def config(tmp_path, prepared_path) -> Path:
-    """The configuration of a small run that has not begun."""
-    return write_config(tmp_path / "config.yaml", prepared_path)
+def config(request, tmp_path, prepared_path) -> Path:
+    """The configuration of a small run that has not begun, with `RUN_CHANGES` of the test's file."""
+    changes = getattr(request.module, "RUN_CHANGES", {})
+    return write_config(tmp_path / "config.yaml", prepared_path, **changes)
 
 
 @pytest.fixture(scope="session")
@@ -44,6 +46,12 @@ def run_of(workers, tmp_path_factory, prepared_path) -> Callable[..., Path]:
         return folder / "run"
 
     return train
+
+
+@pytest.fixture(scope="session")
+def fine_tuned(workers, tmp_path_factory) -> Callable[..., Path]:
+    """Trains on tables of labelled sequences, and gives the run's folder: see `trainer`."""
+    return trainer(workers, tmp_path_factory)
 
 
 @pytest.fixture(scope="session")

@@ -5,21 +5,16 @@ import torch
 
 from polyad.data.text.dataset import PreparedData
 from polyad.parallel.weights import load_model
-from tests.helpers.runs import records, refusal, run, write_config
+from tests.helpers.runs import records, refusal, run
 
 pytestmark = pytest.mark.distributed
 SECTION = {"kind": "smoe", "num_experts": 8, "expert_hidden_size": 16, "pool_least": 2}
-CHANGES = {"model__feed_forward": SECTION | {"pool": "prefix"}, "loss__load_balance": 0.1}
-
-
-@pytest.fixture
-def config(tmp_path, prepared_path):
-    return write_config(tmp_path / "config.yaml", prepared_path, **CHANGES)
+RUN_CHANGES = {"model__feed_forward": SECTION | {"pool": "prefix"}, "loss__load_balance": 0.1}
 
 
 @pytest.fixture(scope="module")
 def finished(run_of):
-    return run_of(2, **CHANGES)
+    return run_of(2, **RUN_CHANGES)
 
 
 def test_documents_end_with_the_token_of_the_data(finished, prepared_path):

@@ -9,12 +9,15 @@ import torch
 from polyad.train.guard.spikes import NO_LIMITS, MonitorConfig, limits_of, remember
 from polyad.train.state import TrainState
 from tests.helpers.everyday import everyday
-from tests.helpers.runs import records, run, run_and_listen, run_expecting_error, write_config
+from tests.helpers.runs import records, run, run_and_listen, run_expecting_error
 from tests.helpers.spikes import with_bad_batches
 from tests.helpers.training import tensors
 
-MONITOR = {"monitor__spike_warmup": 8, "monitor__spike_window": 16}
 STEPS, BAD = 16, 11  # global batch 11 is that of step 12, judged by 11 steps before it
+RUN_CHANGES = {
+    "monitor": {"spike_warmup": 8, "spike_window": 16}, "train__steps": STEPS, "train__ema": 0.9,
+    "checkpoint__every": 5, "evaluation__every": 0, "model__dropout": 0.1,
+}  # fmt: skip
 
 
 def state_of(losses, norms):
@@ -55,15 +58,6 @@ def same(one, other):
     ours, theirs = tensors(one), tensors(other)
     assert ours.keys() == theirs.keys()
     return all(torch.equal(ours[key], theirs[key]) for key in ours)
-
-
-@pytest.fixture
-def config(tmp_path, prepared_path):
-    return write_config(
-        tmp_path / "config.yaml", prepared_path, **MONITOR,
-        train__steps=STEPS, train__ema=0.9, checkpoint__every=5, evaluation__every=0,
-        model__dropout=0.1,
-    )  # fmt: skip
 
 
 @pytest.mark.slow
