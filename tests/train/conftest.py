@@ -13,7 +13,7 @@ from tests.helpers.runs import FEED_FORWARDS, run, write_config
 
 @pytest.fixture
 def config(request, tmp_path, prepared_path) -> Path:
-    """The configuration of a small run that has not begun, with `RUN_CHANGES` of the test's file."""
+    """The configuration of a small run that has not begun, with `RUN_CHANGES` of the file."""
     changes = getattr(request.module, "RUN_CHANGES", {})
     return write_config(tmp_path / "config.yaml", prepared_path, **changes)
 
