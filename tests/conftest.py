@@ -5,6 +5,7 @@ import gc
 import inspect
 import json
 import pydoc_data.topics
+import shutil
 import signal
 import typing
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ import torch
 
 from polyad.data.text.dataset import PreparedData
 from polyad.data.text.prepare import prepare
+from polyad.launch.cli import run as polyad
 from tests.helpers.forking import ForkServer
 from tests.helpers.workers import WorkerPool
 
@@ -69,6 +71,23 @@ def no_group_left() -> Iterator[None]:
         torch.distributed.destroy_process_group()
 
 
+@pytest.fixture
+def refused(capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Gives the one line that a command refuses with: `refused("convert", folder, ...)`."""
+
+    def line_of(*words: object) -> str:
+        capfd.readouterr()  # what was said before
+        assert polyad([str(word) for word in words]) == 2
+        captured = capfd.readouterr()
+        assert captured.out == ""
+        (line,) = captured.err.splitlines()
+        assert line.isprintable()
+        assert line.startswith("polyad: error: ")
+        return line
+
+    return line_of
+
+
 @pytest.fixture(scope="session")
 def forks() -> Iterator[ForkServer]:
     """Starts whole runs as processes of their own, which can be killed: `forks.start(...)`."""
@@ -116,6 +135,12 @@ def prepared_path(tmp_path_factory: pytest.TempPathFactory, texts: Path) -> Path
     (path / "train.jsonl").write_text("".join(lines.values()))
     prepare(str(path / "train.jsonl"), "train:400", path / "modules", **held_out)
     return path / "modules"
+
+
+@pytest.fixture
+def copy(prepared_path: Path, tmp_path: Path) -> Path:
+    """A copy of the prepared data, to change or to damage."""
+    return Path(shutil.copytree(prepared_path, tmp_path / "corpus"))
 
 
 @pytest.fixture

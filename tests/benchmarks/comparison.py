@@ -24,13 +24,13 @@ from torch import Tensor, nn
 from polyad.launch.cli import guard
 from polyad.launch.command import Argument, Command, Function, command, positive
 from polyad.launch.processes import processor_name, unblock_signals
-from polyad.model.build import materialize
 from polyad.model.feedforward import FeedForward, FeedForwardContext
 from polyad.parallel import comm
 from polyad.parallel.host_memory import keep_freed_memory
 from polyad.train.errors import ConfigError, RunError
 from polyad.train.results import aligned
 from tests.helpers.allocated import saved_bytes
+from tests.helpers.random_model import drawn
 
 Repeats = Annotated[int, Argument("timed runs of each; default %(default)s", "N", positive)]
 Numbers = Annotated[Sequence[int], Argument(parse=positive, nargs="+")]
@@ -307,10 +307,7 @@ def build(part: Any, config: Any, like_ND: Tensor, activation: Any = "gelu_tanh"
         hidden_size=like_ND.shape[-1], bias=False, dropout=0.0, initializer_std=0.02,
         residual_std=0.02, activation=activation,
     )  # fmt: skip
-    with torch.device("meta"):
-        module = part(config, context)
-    materialize(module, seed=0, device=like_ND.device, dtype=like_ND.dtype)
-    return module
+    return drawn(lambda: part(config, context), device=like_ND.device, dtype=like_ND.dtype)
 
 
 def output_and_gradient(layer: nn.Module, inputs: Tensor) -> tuple[Tensor, Tensor]:

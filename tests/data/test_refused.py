@@ -4,7 +4,6 @@ import gzip
 import io
 import json
 import math
-import shutil
 
 import datasets
 import pyarrow
@@ -24,14 +23,7 @@ from polyad.data.text.manifest import MANIFEST_FILE, ReadOptions
 from polyad.data.text.tokenizers.files import load_tokenizer
 from polyad.data.text.tokenizers.training import train_tokenizer, trainer_of
 from tests.helpers.prepared import open_source, rewrite
-
-
-def line_of(call, *arguments):
-    """The line with which a call refuses its arguments."""
-    with pytest.raises(DataError) as caught:
-        call(*arguments)
-    (line,) = str(caught.value).splitlines()
-    return line
+from tests.helpers.refusals import line_of
 
 
 def write(folder, files):
@@ -69,7 +61,7 @@ TEXTS = [
 @pytest.mark.parametrize(("name", "content", "options", "words"), TEXTS, ids=range(len(TEXTS)))
 def test_a_file_without_text_is_named(tmp_path, name, content, options, words):
     source = str(write(tmp_path, {name: content}) / name)
-    line = line_of(lambda: list(open_source(source, ReadOptions(**options)).documents()))
+    line = line_of(DataError, lambda: list(open_source(source, ReadOptions(**options)).documents()))
     assert source in line
     assert words in line
 
@@ -87,7 +79,7 @@ def test_a_file_without_text_is_named(tmp_path, name, content, options, words):
 )
 def test_what_is_no_source_of_text_is_named(tmp_path, monkeypatch, spec, words):
     monkeypatch.chdir(write(tmp_path, {"corpus.txt": "a", "others/a.xyz": "a"}))
-    line = line_of(open_source, spec)
+    line = line_of(DataError, open_source, spec)
     assert spec in line
     assert words in line
 
@@ -115,7 +107,7 @@ TOKENIZERS = [
     ("files", "name", "end_of_text", "words"), TOKENIZERS, ids=range(len(TOKENIZERS))
 )
 def test_what_is_no_tokenizer_is_named(tmp_path, files, name, end_of_text, words):
-    line = line_of(load_tokenizer, write(tmp_path, files) / name, end_of_text)
+    line = line_of(DataError, load_tokenizer, write(tmp_path, files) / name, end_of_text)
     assert str(tmp_path) in line
     assert words in line
 
@@ -128,7 +120,7 @@ def test_what_is_no_tokenizer_is_named(tmp_path, files, name, end_of_text, words
     ],
 )
 def test_the_size_of_a_vocabulary_is_a_number_in_its_range(spec, least):
-    assert f"at least {least}" in line_of(trainer_of, spec)
+    assert f"at least {least}" in line_of(DataError, trainer_of, spec)
 
 
 PREPARED = [
@@ -153,13 +145,10 @@ PREPARED = [
 
 
 @pytest.mark.parametrize(("name", "change", "words"), PREPARED, ids=range(len(PREPARED)))
-def test_a_prepared_folder_that_is_incomplete_or_changed_is_named(
-    tmp_path, prepared_path, name, change, words
-):
-    folder = shutil.copytree(prepared_path, tmp_path / "corpus")
-    change(folder / name)
-    line = line_of(PreparedData.open, folder)
-    assert str(folder / name) in line
+def test_a_prepared_folder_that_is_incomplete_or_changed_is_named(copy, name, change, words):
+    change(copy / name)
+    line = line_of(DataError, PreparedData.open, copy)
+    assert str(copy / name) in line
     assert words in line
 
 
@@ -209,7 +198,7 @@ def test_a_table_that_cannot_be_learned_from_is_named(tmp_path, prepared, files,
         data.training(0)
         data.domains("train")
 
-    assert words in line_of(read)
+    assert words in line_of(DataError, read)
 
 
 def named(labels, names):
@@ -264,7 +253,7 @@ IMAGES = [
 @pytest.mark.parametrize(("tree", "name", "keys", "words"), IMAGES, ids=range(len(IMAGES)))
 def test_images_that_cannot_be_learned_from_are_named(tmp_path, tree, name, keys, words):
     path = write(tmp_path, tree) / name
-    assert words in line_of(ImageData.open, ImageDataConfig(path=str(path), **keys))
+    assert words in line_of(DataError, ImageData.open, ImageDataConfig(path=str(path), **keys))
 
 
 @pytest.mark.parametrize("attack", [WordSwap, GaussianNoise])
@@ -273,4 +262,4 @@ def test_images_that_cannot_be_learned_from_are_named(tmp_path, tree, name, keys
     [(1.01, 0, "rate: 1.01"), (math.nan, 0, "rate: nan"), (0.5, -1, "seed: -1")],
 )
 def test_the_strength_of_an_attack_is_a_share(attack, rate, seed, words):
-    assert words in line_of(attack, rate, seed)
+    assert words in line_of(DataError, attack, rate, seed)

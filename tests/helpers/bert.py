@@ -11,8 +11,8 @@ import torch
 
 from polyad.data.text.prepare import prepare
 from polyad.model.bert import Bert, BertConfig
-from polyad.model.build import build_model, materialize
 from tests.helpers.prepared import open_source
+from tests.helpers.random_model import built
 from tests.helpers.routing import scatter
 from tests.helpers.training import Case, build_engine
 
@@ -47,11 +47,9 @@ def prepare_pieces(source: Path, folder: Path) -> None:
         prepare(str(source), word_pieces(Path(vocabulary), texts), folder)
 
 
-def small_bert(dtype: torch.dtype = torch.float32, seed: int = 0, **keys: Any) -> Bert:
+def small_bert(dtype: torch.dtype = torch.float32, **keys: Any) -> Bert:
     """A small BERT in evaluation mode."""
-    model = build_model(BertConfig.model_validate(SMALL | keys))
-    assert isinstance(model, Bert)
-    materialize(model, seed=seed, dtype=dtype)
+    model: Bert = built(BertConfig.model_validate(SMALL | keys), dtype=dtype)
     return model.eval()
 
 

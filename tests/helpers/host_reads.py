@@ -15,9 +15,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from polyad.train.loop.profiling import Prefetch
-from polyad.train.loop.step import issue_step
-from tests.helpers.training import Case, batches_of, build_engine, losses_of
+from tests.helpers.training import Case, build_engine, take_step
 
 READS = {
     Tensor.item, Tensor.tolist, Tensor.cpu, Tensor.numpy, Tensor.__bool__, Tensor.__float__,
@@ -101,20 +99,8 @@ def _place() -> str:
 def reads_of_a_step(case: Case) -> dict[str, int]:
     """How often the host reads in the third step of a run, by place; called in worker processes."""
     engine, world = build_engine(case)
-    losses = losses_of(case)
+    options = {"losses": case.losses, "progress": 0.1, "own": lambda: (0, 1, 2)}
     for step in range(3):
-        batches = batches_of(step, world, case)
-        reads = HostReads()
-        with reads:
-            issued = issue_step(
-                engine,
-                losses,
-                Prefetch(iter(batches), world.device),
-                len(batches),
-                case.learning_rate,
-                losses=case.losses,
-                progress=0.1,
-                own=lambda: (0, 1, 2),
-            )
-            _ = issued.statistics.numbers
+        with HostReads() as reads:
+            _ = take_step(engine, world, case, step, **options).statistics.numbers
     return dict(reads.places)

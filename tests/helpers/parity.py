@@ -1,13 +1,17 @@
 """Comparisons of results between several processes and another layout, or one process."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
+from polyad.parallel.checkpoint.load import find_checkpoint
+from tests.helpers.runs import records, run, weights_of
 from tests.helpers.training import relative, tensors
+from tests.helpers.workers import WorkerPool
 
 
 def near(ours: Any, theirs: Any, rtol: float = 1e-5) -> bool:
@@ -66,3 +70,35 @@ def assert_equal_state(folder: Path, expected: Path) -> None:
 def assert_equal_files(folder: Path, expected: Path) -> None:
     """Checks that the tensors of two folders of weights are equal to the last bit."""
     assert_equal_tensors(*(load_file(each / "model.safetensors") for each in (folder, expected)))
+
+
+def assert_two_train_as_one(
+    workers: Callable[[int], WorkerPool],
+    config: Path,
+    words: Sequence[str],
+    of_two: Sequence[str] = (),
+    keys: tuple[str, ...] = ("loss",),
+    **near: float,
+) -> list[Path]:
+    """Trains by one process and by two, and compares records and last weights.
+
+    Args:
+        workers: pools of processes.
+        config: of both runs.
+        words: `key=value`, of both.
+        of_two: more of the run by two.
+        keys: how those of a record begin that are compared.
+        near: how near their numbers have to be; if not given, to a share of 1e-5.
+
+    Returns:
+        The folders of the runs.
+    """
+    folders = [config.parent / f"on-{number}" for number in (1, 2)]
+    for number, folder, more in zip((1, 2), folders, ((), of_two), strict=True):
+        workers(number).run(run, config, f"run.folder={folder}", *words, *more)
+    for one, two in zip(*map(records, folders), strict=True):
+        for key in (key for key in one if key.startswith(keys)):
+            assert two[key] == pytest.approx(one[key], **near or {"rel": 1e-5}), key
+    one, two = (weights_of(find_checkpoint(folder)) for folder in folders)
+    torch.testing.assert_close(two, one, rtol=1e-4, atol=1e-6)
+    return folders

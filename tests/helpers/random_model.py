@@ -1,5 +1,6 @@
 """Models with their initial weights, and with weights far from these."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -8,7 +9,7 @@ from torch import nn
 from polyad.model.build import build_model, materialize, read_model_config
 
 
-def built(config: Any, seed: int = 0, **options: Any) -> nn.Module:
+def built(config: Any, seed: int = 0, **options: Any) -> Any:
     """A model with its initial weights.
 
     Args:
@@ -19,6 +20,14 @@ def built(config: Any, seed: int = 0, **options: Any) -> nn.Module:
     model = build_model(read_model_config(config) if isinstance(config, dict) else config)
     materialize(model, seed=seed, **options)
     return model
+
+
+def drawn(part: Callable[[], Any], seed: int = 0, **options: Any) -> Any:
+    """A part of a model with its initial values; `options` as for `built`."""
+    with torch.device("meta"):
+        module = part()
+    materialize(module, seed=seed, **options)
+    return module
 
 
 def draw_anew(model: nn.Module, std: float, seed: int = 1) -> nn.Module:

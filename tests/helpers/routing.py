@@ -6,11 +6,11 @@ Shapes: B batch, T tokens in a sequence, D width, E experts, A heads, H width of
 import torch
 
 from polyad.model.attention import AttentionTrace
-from polyad.model.build import materialize
 from polyad.model.feedforward import FeedForwardContext
 from polyad.model.mumoe.gating import Gate
 from polyad.model.smoe.config import SparseMoEConfig
 from polyad.model.smoe.router import TopK
+from tests.helpers.random_model import drawn
 
 
 def make_config(**overrides):
@@ -46,10 +46,8 @@ def scatter(module, scale=0.3, seed=1):
 
 def make(part, config=None, context=None, dtype=torch.float64):
     """A part of a layer, or a layer, with scattered weights."""
-    with torch.device("meta"):
-        module = part(config or make_config(), context or make_context())
-    materialize(module, seed=0, dtype=dtype)
-    return scatter(module)
+    config, context = config or make_config(), context or make_context()
+    return scatter(drawn(lambda: part(config, context), dtype=dtype))
 
 
 def make_trace(length, dtype=torch.float64):

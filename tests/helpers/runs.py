@@ -57,8 +57,13 @@ def write_config(path: Path, data: Path, **changes: Any) -> Path:
         for section in sections:
             place = place.setdefault(section, {})
         place[last] = value
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(yaml.safe_dump(tree))
     return path
+
+
+QUIET: dict[str, Any] = {"evaluation__every": 0, "checkpoint__every": 0, "log__trackers": []}
+"""Changes with which a run writes nothing but its records and its last checkpoint."""
 
 
 def run(config: Path, *overrides: str) -> int:
@@ -200,9 +205,9 @@ def atlas(path: Path, **options: Any) -> dict[str, Any]:
 
 
 def records(folder: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl."""
-    text = (folder / "metrics.jsonl").read_text()
-    return [json.loads(line) for line in text.splitlines()]
+    """The lines of metrics.jsonl; none before the first step."""
+    metrics = folder / "metrics.jsonl"
+    return [json.loads(line) for line in metrics.open()] if metrics.exists() else []
 
 
 def in_tensorboard(folder: Path) -> dict[str, dict[int, float]]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
@@ -9,37 +10,22 @@ import torch
 from polyad.model.kernels import linear_cross_entropy as kernel
 from polyad.train.start import find_start, open_plan
 from polyad.train.tasks.distillation import cross_entropy
-from polyad.train.train import main
-from tests.helpers.runs import run_and_listen, run_expecting_error
 
 
-def run_with_bad_batches(config: Path, what: str, bad: tuple[int, ...], *overrides: str) -> int:
-    """`polyad train` where some global batches are bad; gives steps done.
+def with_bad_batches(
+    train: Callable[..., Any], config: Path, what: str, bad: tuple[int, ...], *overrides: str
+) -> Any:
+    """Trains where some global batches are bad.
 
     Args:
+        train: a function that trains, whose result this is.
         config: of the run.
         what: `loss`: 6 times as high, its gradient too; `gradient`: 400 times, at the same loss.
         bad: the batches.
         overrides: `key=value`.
     """
     with mock.patch.object(kernel, "linear_cross_entropy", spoiling(config, what, bad)):
-        return main(config, overrides).step
-
-
-def console_with_bad_batches(
-    config: Path, what: str, bad: tuple[int, ...], *overrides: str
-) -> tuple[int, str]:
-    """As `run_with_bad_batches`; what it says beside it. Workers outlive a test's capture."""
-    with mock.patch.object(kernel, "linear_cross_entropy", spoiling(config, what, bad)):
-        return run_and_listen(config, *overrides)
-
-
-def error_with_bad_batches(
-    config: Path, what: str, bad: tuple[int, ...], *overrides: str
-) -> tuple[str, str, int]:
-    """As `run_with_bad_batches`; the error that it ends with: class, text, exit status."""
-    with mock.patch.object(kernel, "linear_cross_entropy", spoiling(config, what, bad)):
-        return run_expecting_error(config, *overrides)
+        return train(config, *overrides)
 
 
 def spoiling(config: Path, what: str, bad: tuple[int, ...]) -> Callable[..., torch.Tensor]:

@@ -1,6 +1,5 @@
 """Commands in background processes."""
 
-import json
 import os
 import subprocess
 import sys
@@ -9,23 +8,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
+from tests.helpers.runs import records, write_config
 
 ROOT = Path(__file__).resolve().parents[2]
-SMALL = {
-    "model": {
-        "kind": "gpt2",
-        "num_layers": 2,
-        "hidden_size": 32,
-        "num_heads": 2,
-        "sequence_length": 32,
-    },
+SMALL: dict[str, Any] = {
     "train": {"steps": 4, "global_batch_size": 4, "micro_batch_size": 2},
+    "optimizer": {},
     "schedule": {"decay_steps": 4},
     "checkpoint": {"every": 2},
     "evaluation": {"max_windows": 8},
 }
-"""A run that is small enough to start often."""
+"""Changes of `write_config` with which a run is small enough to start often."""
 
 
 def start(command: Sequence[str], **options: Any) -> subprocess.Popen[str]:
@@ -88,12 +81,6 @@ def write_command(path: Path, text: str) -> None:
     path.chmod(0o755)
 
 
-def records(run: Path) -> list[dict[str, Any]]:
-    """The records of a run's steps; none before the first."""
-    metrics = run / "metrics.jsonl"
-    return [json.loads(line) for line in metrics.open()] if metrics.exists() else []
-
-
 def steps(run: Path) -> list[int]:
     """The step of each record."""
     return [record["step"] for record in records(run)]
@@ -104,7 +91,7 @@ def losses(run: Path) -> dict[int, float]:
     return {record["step"]: record["loss"] for record in records(run)}
 
 
-def write_run(folder: Path, data: Path, steps: int, every: int = 20, **sections: Any) -> Path:
+def write_run(folder: Path, data: Path, steps: int, every: int = 20) -> Path:
     """The configuration of a ZeRO 1 run with dropout, to be interrupted, that saves now and then.
 
     Args:
@@ -112,19 +99,13 @@ def write_run(folder: Path, data: Path, steps: int, every: int = 20, **sections:
         data: its text.
         steps: of the run.
         every: steps between checkpoints, and between lines of the log.
-        sections: in place of these.
     """
-    tree = SMALL | {
-        "run": {"folder": str(folder / "run")},
-        "data": {"path": str(data)},
-        "model": SMALL["model"] | {"dropout": 0.1},
-        "train": SMALL["train"] | {"steps": steps},
+    changes = SMALL | {
+        "model__dropout": 0.1,
+        "train__steps": steps,
         "schedule": {"decay_steps": steps},
         "checkpoint": {"every": every},
         "parallel": {"zero_stage": 1, "timeout_minutes": 2.0},
         "log": {"every": every, "trackers": []},
     }
-    folder.mkdir()
-    path = folder / "run.yaml"
-    path.write_text(yaml.safe_dump(tree | sections))
-    return path
+    return write_config(folder / "run.yaml", data, **changes)

@@ -42,22 +42,32 @@ MODEL = GPT2Config(num_layers=2, hidden_size=36, num_heads=4, sequence_length=17
 GLOBAL_BATCH, MICRO_BATCH = 8, 2
 
 
+def _model_with(feed_forward: dict[str, Any]) -> GPT2Config:
+    return GPT2Config.model_validate(MODEL.model_dump() | {"feed_forward": feed_forward})
+
+
 def moe_model(**feed_forward: Any) -> GPT2Config:
     """The tiny model with experts in its blocks; keywords say more of them."""
     section = {"kind": "smoe", "num_experts": 4, "top_k": 2, "expert_hidden_size": 24}
-    return GPT2Config.model_validate(MODEL.model_dump() | {"feed_forward": section | feed_forward})
+    return _model_with(section | feed_forward)
+
+
+def emoe_model(**feed_forward: Any) -> GPT2Config:
+    """The tiny model with groups of units in its blocks; keywords say more of them."""
+    section = {"kind": "emoe", "num_experts": 4, "top_k": 2, "hidden_size": 48}
+    return _model_with(section | feed_forward)
 
 
 def mumoe_model(**feed_forward: Any) -> GPT2Config:
     """The tiny model with factorized experts in its blocks; keywords say more of them."""
     section = {"kind": "mumoe", "num_experts": [5], "rank": 7, "hidden_size": 24}
-    return GPT2Config.model_validate(MODEL.model_dump() | {"feed_forward": section | feed_forward})
+    return _model_with(section | feed_forward)
 
 
 def table_model(**feed_forward: Any) -> GPT2Config:
     """The tiny model with mixtures of decoders in its blocks; keywords say more of them."""
     section = {"kind": "mxd", "num_experts": 12, "top_k": 3}
-    return GPT2Config.model_validate(MODEL.model_dump() | {"feed_forward": section | feed_forward})
+    return _model_with(section | feed_forward)
 
 
 @dataclass(frozen=True)
@@ -215,17 +225,6 @@ def build_engine(case: Case, source: Any = None) -> tuple[Engine, comm.World]:
     return engine, world
 
 
-def local_batches(step: int, world: comm.World, config: DecoderSettings) -> list[torch.Tensor]:
-    """This rank's micro-batches of a step."""
-    pieces = global_batch(step, config).split(MICRO_BATCH)
-    return list(pieces[world.data_parallel_rank :: world.data_parallel_size])
-
-
-def text_batches(step: int, world: comm.World, config: DecoderSettings) -> Iterator[TextBatch]:
-    """As `local_batches`, inputs and targets apart."""
-    return map(TextBatch.of, local_batches(step, world, config))
-
-
 def has_record(case: Case, step: int) -> bool:
     """Whether a step of a case has a record: the first and the last one, but those between have
     none, as in most steps of a run. With CUDA graphs none has, since a step that measures runs
@@ -370,17 +369,15 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def inspect_shards(case: Case) -> dict[str, Any]:
-    """Bytes of parameters here, and what dropout leaves of ones, replicated and cut."""
+    """What dropout leaves of ones, replicated and cut, and what is drawn after that."""
     engine, world = build_engine(case)
     comm.seed_random(5, 0, world)
-    parameters = list(engine.module.parameters())
     attention = engine.module.blocks[0].attention
     replicated = attention.residual_dropout(torch.ones(1000))
     attention.dropout = 0.5
     cut = attention.attend(*torch.ones(3, 50, 2, 4, 9))  # of equal queries, keys and values
     after = torch.rand(3)
     return {
-        "elements": sum(p.numel() for p in parameters),
         "replicated": replicated.tolist(),
         "cut": cut.flatten().tolist(),
         "after": after.tolist(),
@@ -406,7 +403,7 @@ def local_losses(case: Case, step: int) -> list[float]:
     """Losses of every token of this process's first micro-batch, and the logits' local width."""
     engine, world = build_engine(case)
     engine.train(False)
-    batch = local_batches(step, world, case.model)[0]
+    batch = batches_of(step, world, case)[0]
     with torch.no_grad():
-        losses = engine.cross_entropy(engine(batch[:, :-1]).logits, batch[:, 1:].contiguous())
+        losses = engine.cross_entropy(engine(batch.input_ids_BT).logits, batch.target_ids_BT)
     return losses.flatten().tolist()

@@ -4,10 +4,10 @@ import os
 from pathlib import Path
 
 import pytest
-import yaml
 
 from polyad.launch.cli import run
 from tests.helpers import started
+from tests.helpers.runs import write_config
 from tests.helpers.started import SMALL
 
 
@@ -34,10 +34,7 @@ def data(text, tmp_path_factory):
 @pytest.fixture
 def config(tmp_path, data):
     """A small configuration whose run folder does not exist yet."""
-    tree = SMALL | {"run": {"folder": str(tmp_path / "run")}, "data": {"path": str(data)}}
-    path = tmp_path / "small.yaml"
-    path.write_text(yaml.safe_dump(tree))
-    return path
+    return write_config(tmp_path / "small.yaml", data, **SMALL)
 
 
 @pytest.fixture(scope="session")
@@ -50,7 +47,6 @@ def polyad():
 def finished_run(tmp_path_factory, data, polyad):
     """A run of two processes to its end, and what `polyad launch` printed."""
     folder = tmp_path_factory.mktemp("finished")
-    tree = SMALL | {"run": {"folder": str(folder / "run")}, "data": {"path": str(data)}}
-    (folder / "small.yaml").write_text(yaml.safe_dump(tree))
-    done = polyad("launch", folder / "small.yaml", "--processes-per-node", 2, "seed=7")
+    config = write_config(folder / "small.yaml", data, **SMALL)
+    done = polyad("launch", config, "--processes-per-node", 2, "seed=7")
     return folder / "run", done

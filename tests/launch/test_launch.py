@@ -1,11 +1,8 @@
 """Runs in processes: what they print, what they leave behind, how they fail."""
 
 import json
-import subprocess
 
 import pytest
-
-from polyad.launch.launch import torchrun
 
 pytestmark = pytest.mark.distributed
 
@@ -54,11 +51,3 @@ def test_torchrun_by_hand_lets_rank_zero_alone_explain(config, polyad):
     errors = [line for line in done.stderr.splitlines() if line.startswith("polyad: error:")]
     assert len(errors) == 1
     assert "train.stps" in errors[0]
-
-
-@pytest.mark.slow
-def test_our_torchrun_gives_the_workers_status(config):
-    command = torchrun(config, ["train.stps=3"], processes_per_node=2, max_restarts=0)
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2
-    assert len(done.stderr.splitlines()) == 1, done.stderr

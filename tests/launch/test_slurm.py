@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from polyad.launch.agent import LaunchError
 from polyad.launch.cli import run
 from polyad.launch.slurm import check_job, script_text
+from tests.helpers.refusals import line_of
 from tests.helpers.started import wait_for, write_command
 from tests.launch.test_cli import error_line
 from tests.launch.test_hosts import ARGUMENTS
@@ -98,9 +99,7 @@ def log_of(path: Path) -> list[str]:
     ],
 )
 def test_an_option_that_cannot_stand_in_a_directive_or_is_the_scripts_is_refused(text):
-    with pytest.raises(LaunchError, match=r"^--sbatch: ") as caught:
-        check_job([text], None)
-    assert len(str(caught.value).splitlines()) == 1
+    assert line_of(LaunchError, check_job, [text], None).startswith("--sbatch: ")
 
 
 def test_a_missing_file_is_refused(tmp_path):
@@ -239,10 +238,9 @@ def test_a_setup_is_read_before_processes_start(execute, tmp_path):
         assert done.stdout.startswith("loaded\n") == (status == 0)
 
 
-def test_without_sbatch_it_is_one_line(config, monkeypatch, capfd):
+def test_without_sbatch_it_is_one_line(config, monkeypatch, refused):
     monkeypatch.setenv("PATH", str(config.parent))
-    assert run(["launch", str(config), *SLURM]) == 2
-    line = error_line(capfd.readouterr().err)
+    line = refused("launch", config, *SLURM)
     assert "sbatch" in line
     assert "--dry-run" in line
     assert not (config.parent / "run").exists()

@@ -1,13 +1,12 @@
 """Small models for the tests of this room."""
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 
-from polyad.model.build import build_model, materialize
 from polyad.model.decoder import Decoder, GPT2Config
+from tests.helpers.random_model import built
 
 SMALL = {
     "num_layers": 3,
@@ -34,13 +33,9 @@ def small_config() -> Callable[..., GPT2Config]:
 def small_model(small_config: Callable[..., GPT2Config]) -> Callable[..., Decoder]:
     """Makes a small model with weights; keywords override its configuration."""
 
-    def make(dtype: torch.dtype = torch.float32, seed: int = 0, **overrides: Any) -> Decoder:
-        model = build_model(small_config(**overrides))
-        assert isinstance(model, Decoder)
-        materialize(model, seed=seed, dtype=dtype)
-        return model
-
-    return make
+    return lambda dtype=torch.float32, seed=0, **overrides: built(
+        small_config(**overrides), seed, dtype=dtype
+    )
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from polyad.model.block import FEED_FORWARDS, FeedForwardConfig
 from polyad.model.build import build_model, initial_value, initial_values, materialize
 from polyad.model.decoder import GPT2Config
 from polyad.model.initialization import ZEROS, Initializer, normal
+from tests.helpers.random_model import built
 
 
 def test_initial_values_do_not_depend_on_order_subset_or_global_state(small_config):
@@ -59,8 +60,7 @@ def test_materialized_model_equals_initial_values_in_any_precision(small_config)
     config = small_config()
     expected = dict(initial_values(build_model(config), seed=4))
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
-        model = build_model(config)
-        materialize(model, seed=4, dtype=dtype)
+        model = built(config, 4, dtype=dtype)
         assert list(expected) == [name for name, _ in model.named_parameters()]
         for name, parameter in model.named_parameters():
             assert torch.equal(parameter, expected[name].to(dtype)), name

@@ -10,7 +10,6 @@ from polyad.model.build import (
     MODELS,
     build_model,
     initial_values,
-    materialize,
     num_parameters,
     read_model_config,
 )
@@ -268,8 +267,7 @@ def test_weights_hang_on_the_seed_alone_and_are_counted(case):
     config, models = read_model_config(case), []
     for seed in (0, 0, 1):
         torch.manual_seed(len(models))
-        models.append(build_model(config))
-        materialize(models[-1], seed=seed)
+        models.append(built(config, seed))
     first, again, other = (model.state_dict() for model in models)
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert any(not torch.equal(first[name], other[name]) for name in first)

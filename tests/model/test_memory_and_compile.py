@@ -7,7 +7,7 @@ from torch import _dynamo
 from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from polyad.model.build import build_model, compile_model, materialize, read_model_config
+from polyad.model.build import compile_model, read_model_config
 from polyad.model.output import AUXILIARY_LOSSES, ask_for_statistics
 from tests.helpers.allocated import saved_bytes
 from tests.helpers.everyday import everyday
@@ -142,14 +142,12 @@ def test_steps_without_a_record_take_a_second_program_and_no_more(counters):
 
 
 @pytest.mark.slow
-def test_a_k_that_grows_takes_two_programs(small_config, random_ids, counters):
+def test_a_k_that_grows_takes_two_programs(small_model, random_ids, counters):
     section = {
         "kind": "smoe", "num_experts": 16, "top_k": 1, "final_top_k": 16, "expert_hidden_size": 8,
         "router_noise": 1.0,
     }  # fmt: skip
-    models = [build_model(small_config(feed_forward=section)) for _ in range(2)]
-    for model in models:
-        materialize(model, seed=0)
+    models = [small_model(feed_forward=section) for _ in range(2)]
     compile_model(models[0], backend="aot_eager")
     ids = random_ids(2, 16)
     for step in range(16):

@@ -6,6 +6,7 @@ import yaml
 from polyad.model.build import read_model_config
 from polyad.train.config.rules import validate
 from polyad.train.errors import ConfigError
+from tests.helpers.refusals import line_of
 from tests.helpers.sections import KEY, run_of
 from tests.model.test_contract import PLAIN
 
@@ -46,9 +47,7 @@ REFUSED = {
     ("kind", "change"), [(kind, change) for kind, rows in REFUSED.items() for change in rows]
 )
 def test_a_bad_value_is_one_line_with_its_key(kind, change):
-    with pytest.raises(ConfigError) as caught:
-        run_of(kind, *(f"{KEY}{each}" for each in change.split(" & ")))
-    (line,) = str(caught.value).splitlines()
+    line = line_of(ConfigError, run_of, kind, *(f"{KEY}{each}" for each in change.split(" & ")))
     key, _, value = change.split(" & ")[0].partition("=")
     assert line.startswith(f"run.yaml: {KEY}{key}: ")
     assert value in line.replace("'", "")
@@ -78,10 +77,9 @@ MISFITS = [
 @pytest.mark.parametrize(("kind", "processes", "change"), MISFITS)
 def test_a_layout_or_a_loss_that_it_does_not_fit_is_one_line(kind, processes, change):
     changes = change.split(" & ")
-    with pytest.raises(ConfigError) as caught:
-        validate(run_of(kind, "train.global_batch_size=12", *changes), processes)
-    assert str(caught.value).startswith(changes[0].replace("=", ": "))
-    assert "\n" not in str(caught.value)
+    config = run_of(kind, "train.global_batch_size=12", *changes)
+    line = line_of(ConfigError, validate, config, processes)
+    assert line.startswith(changes[0].replace("=", ": "))
 
 
 def test_a_router_with_noise_has_a_load_loss():

@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from polyad.model.smoe.layer import SparseMoE
 from polyad.train.loop.losses import LossConfig
 from tests.helpers import training
-from tests.helpers.emergent import emoe_model
 from tests.helpers.everyday import everyday
-from tests.helpers.training import Case, build_engine, moe_model
+from tests.helpers.training import Case, build_engine, emoe_model, moe_model
 
 ROUNDING = 1e-6
 """What the second process's scores differ by."""

@@ -12,8 +12,6 @@ from polyad.parallel.checkpoint.load import Checkpoint
 from polyad.parallel.checkpoint.save import save
 from polyad.parallel.source import WeightsOnly
 from polyad.parallel.zero import fragments
-from polyad.train.loop.step import issue_step
-from polyad.train.tasks.language import text_losses
 from tests.helpers.everyday import everyday
 from tests.helpers.training import (
     Case,
@@ -21,7 +19,7 @@ from tests.helpers.training import (
     model_yaml,
     moe_model,
     poisoned,
-    text_batches,
+    take_step,
     train,
 )
 
@@ -40,11 +38,8 @@ def averaged(case: Case) -> dict[str, Any]:
     started = [torch.equal(f.values[EMA], f.values[MASTER]) for f in held.values()]
     applied = []
     for step in range(case.last_step):
-        batches = list(text_batches(step, world, case.model))
         with poisoned(engine, case, world) if step == case.poison_step else nullcontext():
-            outcome = issue_step(
-                engine, text_losses, iter(batches), len(batches), case.learning_rate
-            )
+            outcome = take_step(engine, world, case, step)
         applied.append(outcome.result.applied)
         if applied[-1]:
             for name, fragment in held.items():

@@ -1,6 +1,7 @@
 """A step on padded sequences does not depend on how these are cut into micro-batches."""
 
 import itertools
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -118,24 +119,19 @@ def model_of(kind, section):
 @pytest.fixture(scope="module")
 def whole(workers, tmp_path_factory):
     """A step of a single micro-batch, in one process."""
-    made = {}
 
+    @cache
     def make(kind, section):
-        if (kind, section) not in made:
-            folder = tmp_path_factory.mktemp("whole")
-            case = Case(
-                optimizer="sgd", learning_rate=0.3, clip=0.0, last_step=2, micro_batch=8,
-                model=model_of(kind, section), losses=LossConfig(
-                    router_z=0.5, sequence_balance=0.0 if section == "emoe" else 0.5
-                ),
-                save_to=str(folder),
-            )  # fmt: skip
-            made[kind, section] = (
-                case,
-                workers(1).run(train_on_padded, case)[0],
-                tensors(folder / "step-00000002"),
-            )
-        return made[kind, section]
+        folder = tmp_path_factory.mktemp("whole")
+        case = Case(
+            optimizer="sgd", learning_rate=0.3, clip=0.0, last_step=2, micro_batch=8,
+            model=model_of(kind, section), losses=LossConfig(
+                router_z=0.5, sequence_balance=0.0 if section == "emoe" else 0.5
+            ),
+            save_to=str(folder),
+        )  # fmt: skip
+        result = workers(1).run(train_on_padded, case)[0]
+        return case, result, tensors(folder / "step-00000002")
 
     return make
 

@@ -16,7 +16,6 @@ from polyad.model.build import read_model_config
 from polyad.model.lora import LoRAConfig
 from polyad.train.loop.losses import LossConfig, SampleSimilarityConfig
 from tests.helpers.breaks import breaks_of_a_step
-from tests.helpers.emergent import emoe_model
 from tests.helpers.pairwise import pairwise
 from tests.helpers.parity import assert_near_state, assert_same_course, assert_same_routing, near
 from tests.helpers.small_decoders import DECODERS, small_decoder
@@ -24,6 +23,7 @@ from tests.helpers.training import (
     GLOBAL_BATCH,
     MODEL,
     Case,
+    emoe_model,
     moe_model,
     mumoe_model,
     relative,

@@ -4,25 +4,19 @@ import pytest
 import torch
 
 from polyad.parallel import comm
+from tests.helpers.allocated import saved_bytes
 from tests.helpers.parity import near
-from tests.helpers.training import MODEL, Case, build_engine, local_batches, train
+from tests.helpers.training import MODEL, Case, batches_of, build_engine, train
 
 
 def kept_for_backward(case: Case) -> int:
     """Bytes that a forward pass keeps on this process, without parameters."""
     engine, world = build_engine(case)
-    known = {p.untyped_storage().data_ptr() for p in engine.module.parameters()}
-    kept: dict[int, torch.Tensor] = {}
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        if (place := tensor.untyped_storage().data_ptr()) not in known:
-            kept[place] = tensor  # held: no address comes twice
-        return tensor
-
-    (batch, *_) = local_batches(0, world, case.model)
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        engine(batch[:, :-1], target_ids_BT=batch[:, 1:].contiguous())
-    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+    (batch, *_) = batches_of(0, world, case)
+    return saved_bytes(
+        lambda: engine(batch.input_ids_BT, target_ids_BT=batch.target_ids_BT),
+        engine.module.parameters(),
+    )
 
 
 def residual_drops(case: Case) -> list[float]:

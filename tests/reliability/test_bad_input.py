@@ -8,7 +8,6 @@ import pytest
 import torch
 import yaml
 
-from polyad.launch.cli import run as polyad
 from polyad.model.build import build_model
 from polyad.model.families.keys import WeightsError
 from polyad.parallel.checkpoint.format import CheckpointError, verify_contents
@@ -41,13 +40,6 @@ def write(folder, *, without=(), other_shape=(), step="step-00000001"):
     return path
 
 
-def error_of(capfd, *arguments):
-    assert polyad([str(word) for word in arguments]) == 2
-    (line,) = capfd.readouterr().err.splitlines()
-    assert line.startswith("polyad: error: ")
-    return line
-
-
 DOWN = "blocks.1.feed_forward.down.weight"
 
 
@@ -69,13 +61,14 @@ def test_another_model_is_refused_by_its_first_weights(tmp_path, saved, model, w
             load_model(path)
 
 
-def test_what_is_no_checkpoint_is_said_to_be_none(tmp_path, capfd):
+def test_what_is_no_checkpoint_is_said_to_be_none(tmp_path, refused):
     torch.save({"weight": torch.ones(2)}, tmp_path / "model.pt")
-    line = error_of(capfd, "generate", tmp_path / "model.pt", "--prompt", "x")
-    assert "is a file; a checkpoint is a folder" in line
     (tmp_path / "folder").mkdir()
-    line = error_of(capfd, "generate", tmp_path / "folder", "--prompt", "x")
-    assert "holds no complete checkpoint" in line
+    for name, words in (
+        ("model.pt", "is a file; a checkpoint is a folder"),
+        ("folder", "holds no complete checkpoint"),
+    ):
+        assert words in refused("generate", tmp_path / name, "--prompt", "x")
 
 
 @pytest.mark.parametrize("content", [b"", pickle.dumps([*range(500)])], ids=["none", "pickle"])

@@ -8,6 +8,7 @@ import errno
 import hashlib
 import os
 import shutil
+from functools import cache
 
 import pytest
 
@@ -40,22 +41,19 @@ def way(request):
 
 @pytest.fixture(scope="module")
 def recorded(workers, tmp_path_factory):
-    made = {}
-
+    @cache
     def record(way, steps="the next"):
-        if (way, steps) not in made:
-            root = tmp_path_factory.mktemp("recorded")
-            arguments = (CASE, str(root / "checkpoints"), STEPS[steps], LAST, way)
-            ranks = workers(2).run(record_saves, *arguments)
-            made[way, steps] = {
-                "root": root,
-                "steps": STEPS[steps],
-                "operations": sorted(o for rank in ranks for o in rank["operations"]),
-                "ends": [max(rank["ends"][n] for rank in ranks) for n in range(2)],
-                "trees": ranks[0]["trees"],
-                "ranks": ranks,
-            }
-        return made[way, steps]
+        root = tmp_path_factory.mktemp("recorded")
+        arguments = (CASE, str(root / "checkpoints"), STEPS[steps], LAST, way)
+        ranks = workers(2).run(record_saves, *arguments)
+        return {
+            "root": root,
+            "steps": STEPS[steps],
+            "operations": sorted(o for rank in ranks for o in rank["operations"]),
+            "ends": [max(rank["ends"][n] for rank in ranks) for n in range(2)],
+            "trees": ranks[0]["trees"],
+            "ranks": ranks,
+        }
 
     return record
 

@@ -59,7 +59,6 @@ def test_a_run_in_pieces_is_bitwise_the_run_in_one(
     """With accumulation and dropout; cut within an epoch, and around the batch across its end."""
     configs = {}
     for name in ("whole", "pieces"):
-        (tmp_path / name).mkdir()
         configs[name] = write_config(
             tmp_path / name / "config.yaml", small_data, train__steps=STEPS, seed=SEED,
             checkpoint__every=0, evaluation__every=4, log__trackers=[],

@@ -1,19 +1,21 @@
 """Finished runs that several files read."""
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
 
-from polyad.launch.cli import run as polyad
 from polyad.train.exchange.convert import convert
+from tests.helpers.fine_tuned import trainer
 from tests.helpers.runs import FEED_FORWARDS, run, write_config
 
 
 @pytest.fixture
-def config(tmp_path, prepared_path) -> Path:
-    """The configuration of a small run that has not begun."""
-    return write_config(tmp_path / "config.yaml", prepared_path)
+def config(request, tmp_path, prepared_path) -> Path:
+    """The configuration of a small run that has not begun, with `RUN_CHANGES` of the file."""
+    changes = getattr(request.module, "RUN_CHANGES", {})
+    return write_config(tmp_path / "config.yaml", prepared_path, **changes)
 
 
 @pytest.fixture(scope="session")
@@ -22,16 +24,14 @@ def trained(workers, tmp_path_factory, prepared_path) -> Callable[[str], Path]:
 
     For reading alone: other tests get the same one.
     """
-    made: dict[str, Path] = {}
 
+    @cache
     def make(kind: str) -> Path:
-        if kind not in made:
-            folder = tmp_path_factory.mktemp(kind)
-            changes = {"model__feed_forward": FEED_FORWARDS[kind]}
-            config = write_config(folder / "config.yaml", prepared_path, **changes)
-            assert workers(2).run(run, config) == [6, 6]
-            made[kind] = folder / "run"
-        return made[kind]
+        folder = tmp_path_factory.mktemp(kind)
+        changes = {"model__feed_forward": FEED_FORWARDS[kind]}
+        config = write_config(folder / "config.yaml", prepared_path, **changes)
+        assert workers(2).run(run, config) == [6, 6]
+        return folder / "run"
 
     return make
 
@@ -46,6 +46,12 @@ def run_of(workers, tmp_path_factory, prepared_path) -> Callable[..., Path]:
         return folder / "run"
 
     return train
+
+
+@pytest.fixture(scope="session")
+def fine_tuned(workers, tmp_path_factory) -> Callable[..., Path]:
+    """Trains on tables of labelled sequences, and gives the run's folder: see `trainer`."""
+    return trainer(workers, tmp_path_factory)
 
 
 @pytest.fixture(scope="session")
@@ -64,32 +70,14 @@ def exported(finished, tmp_path_factory):
 @pytest.fixture(scope="session")
 def plain(trained, tmp_path_factory):
     """Gives a folder of safetensors under our names, by kind of feed-forward."""
-    made = {}
 
+    @cache
     def make(kind):
-        if kind not in made:
-            made[kind] = tmp_path_factory.mktemp(kind) / "plain"
-            convert(trained(kind), made[kind], "safetensors")
-        return made[kind]
+        folder = tmp_path_factory.mktemp(kind) / "plain"
+        convert(trained(kind), folder, "safetensors")
+        return folder
 
     return make
-
-
-@pytest.fixture
-def refused(capfd):
-    """Gives the line that a command refuses with: `refused("convert", folder, ...)`."""
-
-    def line_of(*words):
-        capfd.readouterr()  # what was said before
-        assert polyad([str(word) for word in words]) == 2
-        captured = capfd.readouterr()
-        assert captured.out == ""
-        line = captured.err.splitlines()[-1]
-        assert line.startswith("polyad: error: ")
-        assert captured.err.count("error: ") == 1
-        return line
-
-    return line_of
 
 
 @pytest.fixture

@@ -98,10 +98,10 @@ def test_commands_read_a_mixture_of_transformers(glm, tmp_path, capfd):
     assert theirs(torch.arange(8)[None]).logits.isfinite().all()
 
 
-def test_what_needs_a_family_of_ours_is_refused(glm, tmp_path, prepared_path, capfd):
+def test_what_needs_a_family_of_ours_is_refused(glm, tmp_path, prepared_path, refused):
     folder, _ = glm
-    assert command(["convert", str(folder), str(tmp_path / "x"), "--to", "safetensors"]) == 2
-    assert "not trained, converted" in capfd.readouterr().err
+    line = refused("convert", folder, tmp_path / "x", "--to", "safetensors")
+    assert "not trained, converted" in line
     config = load_config(write_config(tmp_path / "c.yaml", prepared_path))
     model = TheirWeights(folder).model_config()
     with pytest.raises(ConfigError, match=r"model\.kind: transformers"):

@@ -13,11 +13,8 @@ pytestmark = pytest.mark.distributed
 
 
 @pytest.fixture(scope="module")
-def averaged(workers, tmp_path_factory, prepared_path):
-    folder = tmp_path_factory.mktemp("averaged")
-    config = write_config(folder / "config.yaml", prepared_path, train__ema=0.8)
-    workers(2).run(run, config)
-    return folder / "run"
+def averaged(run_of):
+    return run_of(2, train__ema=0.8)
 
 
 @pytest.mark.slow

@@ -7,15 +7,14 @@ import pytest
 import torch
 
 from polyad.data.text.samples import TrainingData
-from polyad.parallel.checkpoint.load import find_checkpoint
 from polyad.parallel.weights import load_model
 from polyad.train.config.run import load_config
 from polyad.train.describe import describe_run
 from polyad.train.tasks.distillation import feed_forward_losses
 from polyad.train.verify_layout import small_config
 from tests.helpers.everyday import everyday
-from tests.helpers.parity import assert_equal_state
-from tests.helpers.runs import records, refusal, run, run_and_listen, weights_of, write_config
+from tests.helpers.parity import assert_equal_state, assert_two_train_as_one
+from tests.helpers.runs import QUIET, records, refusal, run, run_and_listen, write_config
 
 pytestmark = pytest.mark.distributed
 
@@ -23,15 +22,9 @@ SGD = ("optimizer.kind=sgd", "optimizer.learning_rate=0.5", "train.steps=3")
 
 
 @pytest.fixture(scope="module")
-def teacher(workers, tmp_path_factory, prepared_path):
+def teacher(run_of):
     """A run of three blocks, with dropout that would show in a teacher that was training."""
-    folder = tmp_path_factory.mktemp("teacher")
-    config = write_config(
-        folder / "config.yaml", prepared_path, train__steps=20, model__num_layers=3,
-        model__dropout=0.3, evaluation__every=0, checkpoint__every=0, log__trackers=[],
-    )  # fmt: skip
-    assert workers(1).run(run, config) == [20]
-    return folder / "run"
+    return run_of(train__steps=20, model__num_layers=3, model__dropout=0.3, **QUIET)
 
 
 KINDS = {
@@ -42,11 +35,9 @@ KINDS = {
 
 
 def student(folder, data, teacher, kind="dense", blocks=(1,), **changes):
-    folder.mkdir(exist_ok=True)
     replaced = {"blocks": list(blocks), "feed_forward": KINDS[kind]}
-    given = {"model__num_layers": 3, "model__replaced": replaced, "log__trackers": []}
-    given |= {"distill__teacher": str(teacher), "distill__blocks": "normalized"}
-    given |= {"evaluation__every": 0, "checkpoint__every": 0}
+    given = {"model__num_layers": 3, "model__replaced": replaced, "distill__blocks": "normalized"}
+    given |= QUIET | {"distill__teacher": str(teacher)}
     return write_config(folder / "config.yaml", data, **given | changes)
 
 
@@ -113,7 +104,9 @@ def test_only_the_replaced_feed_forward_is_trained_and_it_comes_near(
     first, *_, last = records(tmp_path / "run")
     assert last["loss"] < 0.3 * first["loss"]
     assert last["routing/nmse"] < 0.5
-    ours, theirs = (weights_of(find_checkpoint(path)) for path in (tmp_path / "run", teacher))
+    ours, theirs = (
+        dict(load_model(path).named_parameters()) for path in (tmp_path / "run", teacher)
+    )
     own = {name for name in ours if name.startswith("blocks.1.feed_forward.")}
     assert all(torch.equal(ours[name], theirs[name]) for name in ours.keys() - own)
     assert f"trains {sum(ours[name].numel() for name in own):,} parameters" in said
@@ -132,15 +125,8 @@ LAYOUTS = [
 @everyday(("kind", "layout"), LAYOUTS, keep=[LAYOUTS[3]])
 def test_processes_learn_what_one_learns(workers, tmp_path, prepared_path, teacher, kind, layout):
     config = student(tmp_path, prepared_path, teacher, kind, (0, 2), evaluation__every=2)
-    folders = [tmp_path / "on-1", tmp_path / "on-2"]
-    for number, folder in enumerate(folders, start=1):
-        words = (f"run.folder={folder}", *SGD, *(layout if number > 1 else ()))
-        assert workers(number).run(run, config, *words) == [3] * number
-    for key in ("loss", "grad_norm", "routing/nmse"):
-        one, two = ([each[key] for each in records(folder)] for folder in folders)
-        assert two == pytest.approx(one, rel=2e-5), key
-    one, two = (weights_of(folder / "checkpoints" / "step-00000003") for folder in folders)
-    torch.testing.assert_close(two, one, rtol=1e-4, atol=1e-6)
+    keys = ("loss", "grad_norm", "routing/nmse")
+    assert_two_train_as_one(workers, config, SGD, layout, keys, rel=2e-5)
 
 
 @everyday(("precision", "compiled"), [("bf16", "false"), ("fp32", "true")], [("bf16", "false")])

@@ -14,7 +14,8 @@ from polyad.train.config.run import load_config
 from tests.helpers import sequences as made
 from tests.helpers.bert import prepare_pieces
 from tests.helpers.everyday import everyday
-from tests.helpers.runs import records, refusal, run, run_and_listen, weights_of, write_config
+from tests.helpers.parity import assert_two_train_as_one
+from tests.helpers.runs import QUIET, records, refusal, run, run_and_listen, write_config
 
 pytestmark = pytest.mark.distributed
 
@@ -27,18 +28,14 @@ STILL = ("optimizer.learning_rate=1.0e-12", "train.steps=1")
 
 def small_run(folder, data, **changes):
     """A configuration for a run of one process."""
-    folder.mkdir(exist_ok=True)
-    given = {"train__micro_batch_size": 8, "evaluation__every": 0, "checkpoint__every": 0}
-    return write_config(folder / "config.yaml", data, **given | {"log__trackers": []} | changes)
+    given = QUIET | {"train__micro_batch_size": 8}
+    return write_config(folder / "config.yaml", data, **given | changes)
 
 
 @pytest.fixture(scope="module")
-def teacher(workers, tmp_path_factory, prepared_path):
+def teacher(run_of):
     """A run with so much dropout that a teacher which was not in evaluation mode would show."""
-    folder = tmp_path_factory.mktemp("teacher")
-    config = small_run(folder, prepared_path, train__steps=20, model__dropout=0.5)
-    assert workers(1).run(run, config) == [20]
-    return folder / "run"
+    return run_of(train__steps=20, train__micro_batch_size=8, model__dropout=0.5, **QUIET)
 
 
 @pytest.fixture
@@ -96,18 +93,11 @@ def test_another_teacher_than_before_is_told(workers, student, teacher, tmp_path
 def test_two_processes_learn_from_a_teacher_what_one_learns(
     workers, student, teacher, section, layout
 ):
-    folders = [student.parent / f"on-{number}" for number in (1, 2)]
     words = (
         f"distill={{teacher: {teacher}, temperature: 2.0}}", "train.steps=2", "optimizer.kind=sgd",
         "optimizer.learning_rate=0.1", "train.micro_batch_size=2", f"model.feed_forward={section}",
     )  # fmt: skip
-    for number, folder in zip((1, 2), folders, strict=True):
-        more = (f"run.folder={folder}", *(layout if number == 2 else ()))
-        assert workers(number).run(run, student, *words, *more) == [2] * number
-    one, two = ([record["loss"] for record in records(folder)] for folder in folders)
-    assert two == pytest.approx(one, rel=1e-5)
-    one, two = (weights_of(folder / "checkpoints" / "step-00000002") for folder in folders)
-    torch.testing.assert_close(two, one, rtol=1e-4, atol=1e-6)
+    assert_two_train_as_one(workers, student, words, layout)
 
 
 @pytest.mark.parametrize(

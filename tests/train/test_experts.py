@@ -7,7 +7,7 @@ from polyad.parallel.weights import load_model
 from polyad.train.bench import random_steps
 from polyad.train.config.run import load_config
 from polyad.train.loop.step import routing_record
-from tests.helpers.runs import in_tensorboard, records, run, write_config
+from tests.helpers.runs import in_tensorboard, records, write_config
 
 pytestmark = pytest.mark.distributed
 
@@ -20,17 +20,13 @@ LAYER = "routing/blocks.1.feed_forward"
 
 
 @pytest.fixture(scope="module")
-def finished(workers, tmp_path_factory, prepared_path):
+def finished(run_of):
     """A finished run of 6 steps by 2 processes, each with half of the experts."""
-    folder = tmp_path_factory.mktemp("experts")
-    spread = {"parallel__expert_parallel_size": 2}
-    config = write_config(folder / "config.yaml", prepared_path, **EXPERTS | spread)
-    assert workers(2).run(run, config) == [6, 6]
-    return folder
+    return run_of(2, **EXPERTS, parallel__expert_parallel_size=2)
 
 
 def test_every_step_records_its_routing(finished):
-    lines = records(finished / "run")
+    lines = records(finished)
     for line in lines:
         load = line[f"{LAYER}/load"]
         assert sum(load) == pytest.approx(1, abs=1e-5)
@@ -46,23 +42,19 @@ def test_every_step_records_its_routing(finished):
         assert line[f"{LAYER}/rank_load"] == pytest.approx(shares, abs=1e-5)
         assert line["routing/rank_load_max"] == pytest.approx(2 * max(shares), rel=1e-4)
         assert not any(key.startswith("routing/blocks.0") for key in line)  # dense
-    assert load_model(finished / "run").blocks[1].feed_forward.experts.up.shape == (4, 32, 32)
-    scalars = in_tensorboard(finished / "run")
+    assert load_model(finished).blocks[1].feed_forward.experts.up.shape == (4, 32, 32)
+    scalars = in_tensorboard(finished)
     names = ("routing/load_max", f"{LAYER}/entropy", f"{LAYER}/balance_loss")
     for name in (*names, "routing/rank_load_max"):
         expected = {line["step"]: line[name] for line in lines}
         assert scalars[name] == pytest.approx(expected, rel=1e-6)
 
 
-def test_between_lines_of_the_console_a_run_trains_alike_and_records_less(
-    workers, finished, tmp_path, prepared_path
-):
-    spread = {"parallel__expert_parallel_size": 2, "log": {"every": 4}}
-    config = write_config(tmp_path / "config.yaml", prepared_path, **EXPERTS | spread)
-    workers(2).run(run, config)
+def test_between_lines_of_the_console_a_run_trains_alike_and_records_less(run_of, finished):
+    folder = run_of(2, **EXPERTS, parallel__expert_parallel_size=2, log={"every": 4})
     always = "load_max", "unused", "rank_load_max", "balance_loss", "z_loss"
     at_times = "entropy", "usage_entropy", "effective_neighbours", "importance_loss", "dropped"
-    for ours, theirs in zip(records(tmp_path / "run"), records(finished / "run"), strict=True):
+    for ours, theirs in zip(records(folder), records(finished), strict=True):
         names = ["loss", "grad_norm", *(f"{LAYER}/{name}" for name in always)]
         if ours["step"] in (3, 4, 6):  # a validation, a line, the end
             names += [f"{LAYER}/{name}" for name in at_times]
@@ -71,11 +63,9 @@ def test_between_lines_of_the_console_a_run_trains_alike_and_records_less(
         assert [ours[name] for name in names] == [theirs[name] for name in names]
 
 
-def test_the_balance_loss_is_added_and_not_reported(workers, finished, tmp_path, prepared_path):
-    without = EXPERTS | {"loss": {"load_balance": 0.0, "router_z": 0.0}}
-    config = write_config(tmp_path / "config.yaml", prepared_path, **without)
-    workers(2).run(run, config)
-    ours, theirs = records(tmp_path / "run"), records(finished / "run")
+def test_the_balance_loss_is_added_and_not_reported(run_of, finished):
+    without = run_of(2, **EXPERTS | {"loss": {"load_balance": 0.0, "router_z": 0.0}})
+    ours, theirs = records(without), records(finished)
     assert ours[0]["loss"] == pytest.approx(theirs[0]["loss"], rel=1e-5)
     assert ours[0]["grad_norm"] != pytest.approx(theirs[0]["grad_norm"], rel=1e-4)
 

@@ -5,24 +5,16 @@ import torch
 
 from polyad.data.text.dataset import PreparedData
 from polyad.parallel.weights import load_model
-from tests.helpers.runs import newest, records, refusal, run, write_config
+from tests.helpers.runs import records, refusal, run
 
 pytestmark = pytest.mark.distributed
 SECTION = {"kind": "smoe", "num_experts": 8, "expert_hidden_size": 16, "pool_least": 2}
-
-
-def config_of(folder, prepared_path, **changes):
-    section = SECTION | {"pool": "prefix"}
-    given = {"model__feed_forward": section, "loss__load_balance": 0.1} | changes
-    return write_config(folder / "config.yaml", prepared_path, **given)
+RUN_CHANGES = {"model__feed_forward": SECTION | {"pool": "prefix"}, "loss__load_balance": 0.1}
 
 
 @pytest.fixture(scope="module")
-def finished(workers, prepared_path, tmp_path_factory):
-    """The last checkpoint of a run."""
-    folder = tmp_path_factory.mktemp("pools")
-    workers(2).run(run, config_of(folder, prepared_path))
-    return newest(folder / "run")
+def finished(run_of):
+    return run_of(2, **RUN_CHANGES)
 
 
 def test_documents_end_with_the_token_of_the_data(finished, prepared_path):
@@ -45,9 +37,9 @@ def test_evaluation_has_no_pools(finished):
     assert max((logits_BTV - plain).abs().max() for logits_BTV in drawn) > 1e-4
 
 
-def test_a_run_goes_on_with_the_same_numbers(workers, prepared_path, tmp_path):
+def test_a_run_goes_on_with_the_same_numbers(workers, config, tmp_path):
     """Sizes are drawn from the seed and the step, as dropout is."""
-    config, losses = config_of(tmp_path, prepared_path), []
+    losses = []
     for name, stops in (("whole", [6]), ("in-two", [3, 6])):
         for steps in stops:
             words = (f"run.folder={tmp_path / name}", f"train.steps={steps}")
@@ -56,8 +48,7 @@ def test_a_run_goes_on_with_the_same_numbers(workers, prepared_path, tmp_path):
     assert losses[0] == losses[1]
 
 
-def test_another_end_of_documents_is_refused(workers, prepared_path, tmp_path):
-    config = config_of(tmp_path, prepared_path)
+def test_another_end_of_documents_is_refused(workers, prepared_path, config):
     end = PreparedData.open(prepared_path).manifest.tokenizer.end_of_text_id
     text = refusal(workers(2), config, f"model.end_of_text_id={end + 1}")
     assert text.startswith(f"model.end_of_text_id: {end + 1} is not the token that ends documents")

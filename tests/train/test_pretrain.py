@@ -111,7 +111,6 @@ def test_a_group_rises_over_its_own_steps_also_after_a_stop(workers, tmp_path, p
     def train(group, *stops):
         """The weights and moments at the end, after a run that stopped on the way."""
         folder = tmp_path / f"{group} {stops}"
-        folder.mkdir()
         config = write_config(
             folder / "config.yaml", prepared_path,
             model__feed_forward=FEED_FORWARDS["smoe"], optimizer__kind="sgd",
@@ -184,28 +183,6 @@ def test_too_many_steps_that_are_not_finite_end_the_run(workers, config, tmp_pat
 def test_a_folder_that_holds_another_run_is_refused(workers, finished, other_data, override, said):
     change = override.format(other_data("train:400", 0.2))
     assert said in refusal(workers(2), finished / "config.yaml", change)
-
-
-def test_weights_of_another_model_or_tokenizer_are_refused(workers, finished, config, other_data):
-    words = (f"checkpoint.init_from={finished / 'run'}", f"data.path={other_data('train:401', 0)}")
-    for more in ((words[0], "model.num_layers=1"), (*words, "model.vocab_size=401")):
-        assert "a different model" in refusal(workers(2), config, *more)
-    text = refusal(workers(2), config, words[0], f"data.path={other_data('train:400', 0.3)}")
-    assert "their token ids mean different things" in text
-
-
-@pytest.mark.parametrize(
-    ("override", "said"),
-    [
-        ("model.vocab_size=100", "model.vocab_size: 100 is less than the 400 tokens"),
-        ("model.sequence_length=1000000", "needs 1,000,001"),
-        ("data.path=nowhere", "data.path: nowhere"),
-        ("data.path=null", "data.path: is missing"),
-        ("run.folder=/proc/version/run", "run.folder: "),
-    ],
-)
-def test_data_that_is_missing_or_does_not_fit_is_refused(workers, config, override, said):
-    assert said in refusal(workers(2), config, override)
 
 
 def test_a_run_goes_on_from_a_checkpoint_whose_replacement_was_cut_short(workers, config, tmp_path):

@@ -13,7 +13,7 @@ from polyad.train.measures.trace import Trace
 from tests.helpers import images as made
 from tests.helpers.bert import prepare_pieces
 from tests.helpers.decoders import Chosen, hub_folder, prepared_for
-from tests.helpers.fine_tuned import SETTINGS, others, trainer
+from tests.helpers.fine_tuned import SETTINGS, others
 from tests.helpers.runs import both_forms, compare, counts_of, frame_of, measured, run, write_config
 from tests.train.measures.test_trace import in_order
 
@@ -149,11 +149,11 @@ def run_of(kind, workers, tmp_path, texts):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["pairs", "choices", "masked_text", "images"])
 def test_readers_of_other_tasks_count_the_tokens_of_a_trace(
-    kind, workers, tmp_path_factory, tmp_path, texts
+    kind, workers, fine_tuned, tmp_path, texts
 ):
     if kind in SETTINGS:
-        rows, train = others()[kind], trainer(workers, tmp_path_factory)
-        folder = train(kind, rows[:16], rows[16:27], steps=2, data=SETTINGS[kind])
+        rows = others()[kind]
+        folder = fine_tuned(kind, rows[:16], rows[16:27], steps=2, data=SETTINGS[kind])
     else:
         folder = run_of(kind, workers, tmp_path, texts)
     both_forms(folder, Trace, output=tmp_path / "t.parquet")

@@ -4,17 +4,12 @@ import pytest
 
 from polyad.train.guard.run_folder import LOCK_FILE
 from tests.helpers.everyday import everyday
-from tests.helpers.runs import records, run_and_listen, write_config
+from tests.helpers.runs import QUIET, records, run_and_listen
 
 pytestmark = pytest.mark.distributed
 
 
-@pytest.fixture
-def config(tmp_path, prepared_path):
-    return write_config(
-        tmp_path / "config.yaml", prepared_path, train__steps=2, evaluation__every=0,
-        checkpoint__every=0, log__trackers=[],
-    )  # fmt: skip
+RUN_CHANGES = QUIET | {"train__steps": 2}
 
 
 def test_a_start_says_first_where_the_run_stands(workers, config, tmp_path):

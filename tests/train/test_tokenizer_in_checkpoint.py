@@ -8,7 +8,6 @@ import pytest
 
 from polyad.data.text.dataset import PreparedData
 from polyad.data.text.prepare import prepare
-from polyad.launch.cli import run as polyad
 from polyad.parallel.checkpoint.load import Checkpoint, find_checkpoint
 from polyad.train.evaluation.generate import Sampling
 from polyad.train.exchange.convert import convert
@@ -65,7 +64,7 @@ def test_its_file_is_the_data_s_and_the_way_to_hugging_face_and_back_keeps_it(tr
     assert type(again) is type(tokenizer)
 
 
-def test_a_cut_or_changed_file_is_refused_by_name(trained, tmp_path, capfd):
+def test_a_cut_or_changed_file_is_refused_by_name(trained, tmp_path, refused):
     kind, folder, _, content = trained
     path = tmp_path / "step-00000002"
     shutil.copytree(find_checkpoint(folder), path)
@@ -73,9 +72,7 @@ def test_a_cut_or_changed_file_is_refused_by_name(trained, tmp_path, capfd):
     changed = content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
     for damaged in (content[:-1], changed):
         (path / KINDS[kind]).write_bytes(damaged)
-        assert polyad(["generate", str(path), "--prompt", "x"]) == 2
-        (line,) = capfd.readouterr().err.splitlines()
-        assert f"{KINDS[kind]}: damaged: " in line
+        assert f"{KINDS[kind]}: damaged: " in refused("generate", path, "--prompt", "x")
 
 
 def test_it_generates_away_from_its_data(trained):

@@ -24,6 +24,7 @@ from polyad.data.images.samples import ImageSamples
 from polyad.data.images.source import decode
 from polyad.data.sampler import micro_batches
 from tests.helpers import images as made
+from tests.helpers.refusals import line_of
 
 MODES = ("L", "LA", "P", "RGBA", "CMYK", "1", "RGB", "YCbCr")
 
@@ -80,9 +81,8 @@ JPEG = made.encoded(made.picture(0, 0, (64, 48)))
     ids=["empty", "truncated", "text", "bomb", "zeros"],
 )
 def test_what_is_no_image_is_one_line(content):
-    with pytest.raises(DataError, match=r"^a: (is empty|cannot be decoded)") as caught:
-        decode(content, "a")
-    assert "\n" not in str(caught.value)
+    line = line_of(DataError, decode, content, "a")
+    assert line.startswith(("a: is empty", "a: cannot be decoded"))
 
 
 def test_the_central_crop_by_hand():
@@ -164,9 +164,8 @@ def test_a_damaged_image_ends_training_with_its_name(tmp_path, workers):
     path.write_bytes(path.read_bytes()[:100])
     read = samples(ImageData.open(ImageDataConfig(path=str(root), held_out=0.05)))
     options = {"global_batch_size": 8, "micro_batch_size": 8, "num_workers": workers}
-    with pytest.raises(DataError, match=r"^\S*/ant/000\.jpg: cannot be decoded: .*$") as caught:
-        list(micro_batches(read, start_step=0, num_steps=9, **options))
-    assert "\n" not in str(caught.value)
+    line = line_of(DataError, list, micro_batches(read, start_step=0, num_steps=9, **options))
+    assert line.startswith(f"{path}: cannot be decoded: ")
 
 
 def test_randaugment_depends_on_its_seeds_alone_or_says_what_is_missing():

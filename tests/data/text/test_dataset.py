@@ -1,16 +1,9 @@
-import shutil
-
 import pytest
 
 from polyad.data.errors import DataError
 from polyad.data.text.dataset import PreparedData
 from polyad.data.text.prepare import prepare
 from tests.helpers.prepared import flip
-
-
-@pytest.fixture
-def copy(prepared_path, tmp_path):
-    return shutil.copytree(prepared_path, tmp_path / "corpus")
 
 
 def test_reads_outside_are_index_errors(prepared):

@@ -14,6 +14,7 @@ from polyad.data.text.prepare import prepare
 from polyad.data.text.sources import join_articles
 from polyad.data.text.sources import open_splits as open_all
 from tests.helpers.prepared import open_source
+from tests.helpers.refusals import line_of
 
 datasets = pytest.importorskip("datasets")
 RAW, UNK = "wikitext-103-raw-v1", "wikitext-103-v1"
@@ -78,13 +79,6 @@ def texts(source):
     return [document.text for document in source.documents()]
 
 
-def error_of(call, *arguments, **options):
-    with pytest.raises(DataError) as caught:
-        call(*arguments, **options)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
-
-
 def test_wikitext_has_its_own_splits_and_one_document_an_article(wikitext):
     splits = open_splits(f"hub:{wikitext}:{RAW}")
     assert list(splits) == list(SPLITS)
@@ -127,7 +121,7 @@ def test_splits_with_other_names_are_listed(tmp_path):
     rows = datasets.Dataset.from_dict({"text": ["a", "b"]})
     splits = {"test_sft": rows, "train_sft": rows}
     datasets.DatasetDict(splits).save_to_disk(tmp_path / "saved")
-    assert "it has 'test_sft', 'train_sft'" in error_of(open_splits, f"{tmp_path}/saved")
+    assert "it has 'test_sft', 'train_sft'" in line_of(DataError, open_splits, f"{tmp_path}/saved")
     assert texts(open_source(f"{tmp_path}/saved/train_sft")) == ["a", "b"]
 
 
@@ -149,30 +143,31 @@ def test_real_splits_are_prepared_as_splits(wikitext, tmp_path):
     ["hub:nobody/nothing:main", "openwebtext", "hub:/nowhere", "hub:a/b/c", "hub:a b", "hub:"],
 )
 def test_what_cannot_be_reached_or_is_no_name_is_one_line(spec):
-    error_of(open_source, spec)
+    line_of(DataError, open_source, spec)
 
 
 def test_bad_configuration_column_and_row_are_one_line(wikitext, tmp_path):
-    assert RAW in error_of(open_source, f"hub:{wikitext}")
-    assert RAW in error_of(open_source, f"hub:{wikitext}:nonsense")
+    assert RAW in line_of(DataError, open_source, f"hub:{wikitext}")
+    assert RAW in line_of(DataError, open_source, f"hub:{wikitext}:nonsense")
     source = open_source(f"hub:{wikitext}:{RAW}", ReadOptions(text_key="txt"))
-    assert "there are 'text' (did you mean 'text'?)" in error_of(texts, source)
+    assert "there are 'text' (did you mean 'text'?)" in line_of(DataError, texts, source)
     (tmp_path / "nulls").mkdir()
     table = pyarrow.table({"text": ["a", None]})
     pyarrow.parquet.write_table(table, tmp_path / "nulls" / "train.parquet")
     source = open_source(f"hub:{tmp_path}/nulls")
-    assert "row 2: 'text' is None" in error_of(texts, source)
+    assert "row 2: 'text' is None" in line_of(DataError, texts, source)
     (tmp_path / "nulls" / "train.parquet").rename(tmp_path / "nulls" / "test.parquet")
-    assert "no train split; it has 'test'" in error_of(open_splits, f"hub:{tmp_path}/nulls")
+    line = line_of(DataError, open_splits, f"hub:{tmp_path}/nulls")
+    assert "no train split; it has 'test'" in line
     (tmp_path / "nulls" / "test.parquet").write_bytes(b"nothing")
-    assert "nulls" in error_of(lambda: texts(open_source(f"hub:{tmp_path}/nulls")))
+    assert "nulls" in line_of(DataError, lambda: texts(open_source(f"hub:{tmp_path}/nulls")))
 
 
 def test_code_that_comes_with_a_data_set_is_not_run(tmp_path):
     folder = tmp_path / "scripted"
     folder.mkdir()
     (folder / "scripted.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
-    error_of(open_source, f"hub:{folder}")
+    line_of(DataError, open_source, f"hub:{folder}")
     assert not (tmp_path / "ran").exists()
 
 

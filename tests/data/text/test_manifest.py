@@ -1,17 +1,10 @@
 """A manifest with a missing key or a wrong value is refused in one line, as is one of before."""
 
-import shutil
-
 import pytest
 
 from polyad.data.text.dataset import PreparedData
 from polyad.data.text.manifest import MANIFEST_FILE, Manifest
 from tests.helpers.prepared import flip, rewrite
-
-
-@pytest.fixture
-def copy(prepared_path, tmp_path):
-    return shutil.copytree(prepared_path, tmp_path / "corpus")
 
 
 def test_the_fingerprint_is_of_tokens_and_tokenizer_alone(copy):

@@ -17,6 +17,7 @@ from polyad.data.errors import DataError
 from polyad.data.text.manifest import ReadOptions
 from polyad.data.text.sources import LEFT_OUT, PYTHON_STDLIB, Document
 from tests.helpers.prepared import open_source
+from tests.helpers.refusals import line_of
 
 
 def read(path: Path, **options: str) -> list[str]:
@@ -25,12 +26,8 @@ def read(path: Path, **options: str) -> list[str]:
     ]
 
 
-def error_of(path: Path | str, **options: str) -> str:
-    with pytest.raises(DataError) as caught:
-        list(open_source(str(path), ReadOptions(**options)).documents())
-    message = str(caught.value)
-    assert "\n" not in message
-    return message
+def error_of(path: Path, **options: str) -> str:
+    return line_of(DataError, read, path, **options)
 
 
 def write_parquet(path: Path, **columns: list[object]) -> Path:

@@ -4,8 +4,8 @@ import entmax
 import pytest
 import torch
 
-from polyad.model.build import materialize
 from polyad.model.mumoe.gating import ACTIVATIONS, EPSILON, BatchNorm, Gate, entmax15
+from tests.helpers.random_model import drawn
 
 
 @pytest.mark.parametrize(
@@ -104,10 +104,7 @@ def test_statistics_of_two_micro_batches_are_those_of_both_together():
 
 
 def make_gate(norm="layer", activation="entmax15"):
-    with torch.device("meta"):
-        gate = Gate((8, 3), 5, activation, norm)
-    materialize(gate, seed=2)
-    return gate
+    return drawn(lambda: Gate((8, 3), 5, activation, norm), 2)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)

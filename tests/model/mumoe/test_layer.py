@@ -6,13 +6,14 @@ import pytest
 import torch
 from torch.nn.functional import gelu, layer_norm, silu
 
-from polyad.model.build import build_model, materialize, matrix_dimensions
+from polyad.model.build import build_model, matrix_dimensions
 from polyad.model.feedforward import DenseFeedForward, DenseFeedForwardConfig, FeedForwardContext
 from polyad.model.mumoe.config import FACTORIZATIONS, MuMoEConfig
 from polyad.model.mumoe.gating import GateOutput, entmax15
 from polyad.model.mumoe.layer import MuMoE, gate_statistics
 from tests.helpers.allocated import saved_bytes
 from tests.helpers.factorized import contract, full_tensor
+from tests.helpers.random_model import drawn
 
 every_factorization = pytest.mark.parametrize("name", FACTORIZATIONS)
 
@@ -24,9 +25,7 @@ def make_block(*, residual_std=0.02, trained_gate=True, **changes) -> MuMoE:
     context = FeedForwardContext(
         hidden_size=8, bias=False, dropout=0.0, initializer_std=0.02, residual_std=residual_std
     )
-    with torch.device("meta"):
-        block = MuMoE(config, context)
-    materialize(block, seed=5, dtype=torch.float64)
+    block = drawn(lambda: MuMoE(config, context), 5, dtype=torch.float64)
     if trained_gate:
         torch.nn.init.normal_(block.gate.weight)
     return block

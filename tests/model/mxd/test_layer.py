@@ -7,7 +7,7 @@ import torch
 from torch.nn.functional import gelu, normalize, silu
 
 from polyad.model.block import build_feedforward
-from polyad.model.build import build_model, count_parameters, initial_values, materialize
+from polyad.model.build import build_model, count_parameters, initial_values
 from polyad.model.decoder import GPT2Config
 from polyad.model.feedforward import FeedForwardContext
 from polyad.model.mxd import (
@@ -18,6 +18,7 @@ from polyad.model.mxd import (
     sum_of_rows,
 )
 from polyad.model.smoe.router import spread
+from tests.helpers.random_model import drawn
 
 WIDTH = 8
 
@@ -29,10 +30,7 @@ def context(bias=True):
 
 
 def layer_of(config, bias=True):
-    with torch.device("meta"):
-        layer = build_feedforward(config, context(bias))
-    materialize(layer, seed=0)
-    layer = layer.double()
+    layer = drawn(lambda: build_feedforward(config, context(bias))).double()
     # The last layer of the dense part starts at zero.
     with torch.no_grad():
         for parameter in layer.parameters():

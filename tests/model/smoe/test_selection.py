@@ -3,19 +3,17 @@
 import pytest
 import torch
 
-from polyad.model.build import materialize, place
+from polyad.model.build import place
 from polyad.model.kernels import switch
 from polyad.model.smoe.router import MOST_ROUNDS, TopK, in_rounds
+from tests.helpers.random_model import drawn
 from tests.helpers.routing import make_config
 
 SCORES = torch.tensor([[0.1, 0.5, 0.15, 0.25]], dtype=torch.float64)
 
 
 def selection(**overrides):
-    with torch.device("meta"):
-        module = TopK(make_config(**{"num_experts": 4} | overrides))
-    materialize(module, seed=0)
-    return module
+    return drawn(lambda: TopK(make_config(**{"num_experts": 4} | overrides)))
 
 
 @pytest.mark.parametrize(

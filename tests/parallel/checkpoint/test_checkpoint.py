@@ -1,6 +1,7 @@
 """Checkpoints: what their files hold, what reads them, and what is refused."""
 
 import shutil
+from functools import cache
 
 import pytest
 import safetensors
@@ -22,15 +23,13 @@ KINDS = ("many words", "odd cp", "odd tr")
 @pytest.fixture(scope="module")
 def saved(workers, tmp_path_factory):
     """A checkpoint of some AdamW steps, by layout and kind."""
-    made = {}
 
+    @cache
     def save(layout, name="many words", steps=3):
-        if (layout, name, steps) not in made:
-            folder = tmp_path_factory.mktemp("saved")
-            case, processes = row(name, layout, last_step=steps, save_to=str(folder))
-            workers(processes).run(train, case)
-            made[layout, name, steps] = folder / f"step-{steps:08}"
-        return made[layout, name, steps]
+        folder = tmp_path_factory.mktemp("saved")
+        case, processes = row(name, layout, last_step=steps, save_to=str(folder))
+        workers(processes).run(train, case)
+        return folder / f"step-{steps:08}"
 
     return save
 

@@ -18,6 +18,7 @@ from tests.helpers.bert import their_bert
 from tests.helpers.decoders import CASES, in_four_bits, theirs
 from tests.helpers.everyday import everyday
 from tests.helpers.huggingface import save_reference
+from tests.helpers.refusals import line_of
 
 transformers = pytest.importorskip("transformers")
 FUSED, FOUR_BITS = "olmoe, fused", "gpt_oss, 4 bits"
@@ -165,6 +166,4 @@ def test_the_key_that_does_not_fit_is_named(case, change, key, tmp_path):
     written(case, tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | change))
-    with pytest.raises(WeightsError, match=re.escape(key)) as caught:
-        FamilyWeights(tmp_path)
-    assert "\n" not in str(caught.value)
+    assert key in line_of(WeightsError, FamilyWeights, tmp_path)

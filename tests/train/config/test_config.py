@@ -11,6 +11,7 @@ from polyad.train.config.rules import refuse_changes, validate
 from polyad.train.config.run import data_overrides, load_config, parse_config
 from polyad.train.config.text import GONE
 from polyad.train.errors import ConfigError
+from tests.helpers.refusals import line_of
 
 SMALLEST = """
 run: {folder: runs/x}
@@ -25,11 +26,7 @@ def parse(*overrides, text=SMALLEST):
 
 
 def error(*overrides, text=SMALLEST):
-    with pytest.raises(ConfigError) as caught:
-        parse(*overrides, text=text)
-    line = str(caught.value)
-    assert "\n" not in line
-    return line
+    return line_of(ConfigError, parse, *overrides, text=text)
 
 
 def test_old_names_of_values_are_read_in_run_folders_alone(tmp_path):

@@ -14,7 +14,6 @@ from polyad.parallel.weights import load_model
 from polyad.train.evaluation.summary import unigram_perplexity
 from polyad.train.exchange.convert import convert
 from polyad.train.experts import token_classes
-from polyad.train.tasks.text import perplexities
 from tests.helpers.everyday import everyday
 from tests.helpers.reference import reference_of
 from tests.helpers.runs import evaluated, evaluation, evaluation_error
@@ -113,15 +112,6 @@ def test_a_loss_that_is_not_finite_is_an_error_on_every_process(
         assert status == 1
         assert text.startswith(f"{folder}: ")
         assert text.endswith(part)
-
-
-def test_measures_by_hand():
-    # 12 nats over 4 tokens, 3 words, 10 bytes.
-    result = perplexities(12.0, tokens=4, words=3, bytes_=10)
-    assert result["loss"] == 3.0
-    assert result["perplexity"] == pytest.approx(20.0855, rel=1e-5)
-    assert result["word_perplexity"] == pytest.approx(54.5982, rel=1e-5)
-    assert result["bits_per_byte"] == pytest.approx(1.2 / 0.693147, rel=1e-5)
 
 
 def test_a_split_without_a_word_has_no_perplexity_a_word(

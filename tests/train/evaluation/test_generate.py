@@ -59,19 +59,6 @@ def test_a_cache_changes_no_token(dtype, section, prompt, sampling):
     assert len(set(tokens)) > 3
 
 
-def test_the_window_slides_by_half_and_keeps_the_end_of_a_long_prompt():
-    model = small_model()
-    prompt = list(range(20))
-    tokens = ids_of(model, prompt, 30)
-    ids, start = list(prompt), 4  # the last 16 of 20
-    for token in tokens:
-        if len(ids) - start > 16:
-            start = len(ids) - 8
-        with torch.no_grad():
-            assert token == model(torch.tensor([ids[start:]])).logits[0, -1].argmax()
-        ids.append(token)
-
-
 @pytest.mark.parametrize("length", [1, 2, 3])
 def test_the_shortest_windows_work(length):
     model = small_model(sequence_length=length)

@@ -11,7 +11,7 @@ import polyad
 from polyad.launch.cli import run as command
 from polyad.train.errors import ConfigError
 from tests.helpers.bert import their_bert
-from tests.helpers.fine_tuned import EVIL, NAMES, SETTINGS, one_by_one, others, table, trainer
+from tests.helpers.fine_tuned import EVIL, NAMES, SETTINGS, one_by_one, others, table
 from tests.helpers.images import CLASSES, class_folders
 from tests.helpers.runs import evaluation, run, write_config
 
@@ -20,13 +20,8 @@ CLASS_NAMES = sorted(NAMES.values())
 
 
 @pytest.fixture(scope="module")
-def train(workers, tmp_path_factory):
-    return trainer(workers, tmp_path_factory)
-
-
-@pytest.fixture(scope="module")
-def classifier(train):
-    return train("smoe", table(60, 0), table(20, 1))
+def classifier(fine_tuned):
+    return fine_tuned("smoe", table(60, 0), table(20, 1))
 
 
 @pytest.fixture(scope="module")
@@ -83,9 +78,9 @@ def test_a_person_reads_the_best_classes_and_the_text(classifier, capfd):
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_pairs_numbers_and_choices(train, capfd, refused, name):
+def test_pairs_numbers_and_choices(fine_tuned, capfd, refused, name):
     rows = others()[name]
-    folder = train(name, rows[:16], rows[16:27], data=SETTINGS[name])
+    folder = fine_tuned(name, rows[:16], rows[16:27], data=SETTINGS[name])
     file = folder.parent / "table" / "dev.csv"
     predictions = found_by(capfd, folder, "--file", file)["predictions"]
     assert [each["input"] for each in predictions] == [row["s1"] for row in rows[16:27]]

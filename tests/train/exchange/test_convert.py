@@ -124,19 +124,16 @@ def test_what_transformers_does_not_have_is_refused_with_the_way_that_is_left(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_zeros_are_written_for_biases_that_a_model_lacks(workers, tmp_path, prepared_path):
-    config = write_config(
-        tmp_path / "config.yaml", prepared_path, model__bias=False, train__steps=1
-    )
-    workers(1).run(run, config)
-    convert(tmp_path / "run", tmp_path / "theirs", "huggingface")
+def test_zeros_are_written_for_biases_that_a_model_lacks(run_of, tmp_path):
+    folder = run_of(model__bias=False, train__steps=1)
+    convert(folder, tmp_path / "theirs", "huggingface")
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "theirs", local_files_only=True)
     biases = [p for name, p in theirs.named_parameters() if name.endswith("bias")]
     assert len(biases) == 2 * 6 + 1
     assert not any(bias.any() for bias in biases)
     ids = torch.arange(20)[None]
     with torch.no_grad():
-        expected, logits = theirs.eval()(ids).logits, load_model(tmp_path / "run")(ids).logits
+        expected, logits = theirs.eval()(ids).logits, load_model(folder)(ids).logits
     torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
 
 
@@ -159,20 +156,14 @@ def test_a_start_from_another_model_or_tokenizer_is_refused(
         assert "model.dropout" not in text
 
 
-def test_a_tokenizer_with_the_same_ids_in_another_file_is_accepted(
-    workers, exported, tmp_path, prepared_path
-):
+def test_a_tokenizer_with_the_same_ids_in_another_file_is_accepted(run_of, exported, tmp_path):
     # As when data were prepared with vocab.json and merges.txt, and the folder has tokenizer.json.
     shutil.copytree(exported, tmp_path / "theirs")
     file = tmp_path / "theirs" / "tokenizer.json"
     tree = json.loads(file.read_text())
     tree["pre_tokenizer"]["use_regex"] = False
     file.write_text(json.dumps(tree))
-    config = write_config(
-        tmp_path / "a.yaml", prepared_path, train__steps=1,
-        checkpoint__init_from=str(tmp_path / "theirs"),
-    )  # fmt: skip
-    assert workers(1).run(run, config) == [1]
+    run_of(train__steps=1, checkpoint__init_from=str(tmp_path / "theirs"))
 
 
 def test_bad_conversions_are_one_line_and_leave_nothing(finished, exported, tmp_path, refused):

@@ -286,7 +286,6 @@ def test_a_run_goes_on_from_the_dense_loss(workers, trained, tmp_path, prepared_
     section = yaml.safe_load((tmp_path / "start" / "config.yaml").read_text())["model"]
 
     def losses(folder, source, **changes):
-        folder.mkdir()
         config = write_config(
             folder / "config.yaml", prepared_path, checkpoint__init_from=str(source),
             optimizer__kind="sgd", evaluation__every=0, **changes,

@@ -14,7 +14,7 @@ from polyad.train.exchange.experts import Splitting, Upcycling
 from polyad.train.reading import open_evaluated
 from tests.helpers import images as made
 from tests.helpers.everyday import everyday
-from tests.helpers.runs import evaluation, refusal, run, run_and_listen, write_config
+from tests.helpers.runs import evaluation, refusal, run, run_and_listen
 
 pytestmark = pytest.mark.distributed
 
@@ -46,13 +46,11 @@ def folders(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def finished(workers, folders, tmp_path_factory):
-    config = write_config(
-        tmp_path_factory.mktemp("vit") / "config.yaml", folders["three"], model=VIT, optimizer=SGD,
-        data__kind="images", data__held_out=0.3, data__normalization="half", train__steps=2,
+def finished(run_of, folders):
+    return run_of(
+        data__path=str(folders["three"]), data__kind="images", data__held_out=0.3,
+        data__normalization="half", model=VIT, optimizer=SGD, train__steps=2,
     )  # fmt: skip
-    assert workers(1).run(run, config) == [2]
-    return config.parent / "run"
 
 
 def test_a_converted_run_is_scored_as_the_run_itself(workers, finished, folders, tmp_path):

@@ -1,6 +1,7 @@
 """Adapters of decoders in peft's files: what peft computes with them, and what they are here."""
 
 import json
+from functools import cache
 
 import pytest
 import torch
@@ -31,16 +32,14 @@ def lora_for(case):
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """By case: the base's folder, a checkpoint of adapters beside it, and the logits of both."""
-    result = {}
 
+    @cache
     def make(case):
-        if case not in result:
-            folder = tmp_path_factory.mktemp("adapted")
-            theirs(case).save_pretrained(folder / "base")
-            model = adapted_checkpoint(folder / "step-00000000", folder / "base", lora_for(case))
-            with torch.no_grad():
-                result[case] = folder, model(tokens()).logits
-        return result[case]
+        folder = tmp_path_factory.mktemp("adapted")
+        theirs(case).save_pretrained(folder / "base")
+        model = adapted_checkpoint(folder / "step-00000000", folder / "base", lora_for(case))
+        with torch.no_grad():
+            return folder, model(tokens()).logits
 
     return make
 

@@ -11,6 +11,7 @@ from polyad.train.experts.actions import CONTRIBUTION, KEYS, Action, How, interv
 from polyad.train.experts.interventions import Intervention, intervened, parse_intervention
 from polyad.train.experts.probing import deciding, routed_layers
 from tests.helpers.random_model import built, random_model
+from tests.helpers.refusals import line_of
 
 SPARSE = {"kind": "smoe", "num_experts": 6, "expert_hidden_size": 8, "top_k": 2}
 KINDS = {
@@ -299,7 +300,6 @@ def test_experts_forced_and_avoided_by_hand(order):
 )  # fmt: skip
 def test_what_is_wrong_is_one_line(section, text, key):
     model = random_model(section)
-    with pytest.raises(ConfigError) as caught:
-        intervened(model, [parse_intervention(text)]).__enter__()
-    assert key in str(caught.value)
-    assert "\n" not in str(caught.value)
+    assert key in line_of(
+        ConfigError, lambda: intervened(model, [parse_intervention(text)]).__enter__()
+    )

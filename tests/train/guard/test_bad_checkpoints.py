@@ -3,16 +3,11 @@
 import pytest
 
 from tests.helpers.everyday import everyday
-from tests.helpers.runs import run, write_config
+from tests.helpers.runs import run
 from tests.helpers.validations import run_with_bad_validations, run_with_bad_weights, steps_kept
 
 pytestmark = pytest.mark.distributed
-KEEP_ONE = {"checkpoint__every": 2, "checkpoint__keep_last": 1, "evaluation__every": 2}
-
-
-@pytest.fixture
-def config(tmp_path, prepared_path):
-    return write_config(tmp_path / "config.yaml", prepared_path, **KEEP_ONE)
+RUN_CHANGES = {"checkpoint__every": 2, "checkpoint__keep_last": 1, "evaluation__every": 2}
 
 
 @everyday(("every", "kept"), [(0, []), (2, [2]), (3, [3])], keep=[(2, [2])])

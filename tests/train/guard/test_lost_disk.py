@@ -9,17 +9,12 @@ from tests.helpers.lost_disk import (
     run_that_loses_its_folder,
     run_with_full_records,
 )
-from tests.helpers.runs import records, run, write_config
+from tests.helpers.runs import QUIET, records, run
 
 pytestmark = pytest.mark.distributed
 
 
-@pytest.fixture
-def config(tmp_path, prepared_path):
-    return write_config(
-        tmp_path / "config.yaml", prepared_path, checkpoint__every=2, evaluation__every=0,
-        log__trackers=[],
-    )  # fmt: skip
+RUN_CHANGES = QUIET | {"checkpoint__every": 2}
 
 
 def test_full_records_name_the_file_and_where_the_run_goes_on(workers, config, tmp_path):

@@ -9,16 +9,15 @@ import torch
 from polyad.train.guard.spikes import NO_LIMITS, MonitorConfig, limits_of, remember
 from polyad.train.state import TrainState
 from tests.helpers.everyday import everyday
-from tests.helpers.runs import records, run, write_config
-from tests.helpers.spikes import (
-    console_with_bad_batches,
-    error_with_bad_batches,
-    run_with_bad_batches,
-)
+from tests.helpers.runs import records, run, run_and_listen, run_expecting_error
+from tests.helpers.spikes import with_bad_batches
 from tests.helpers.training import tensors
 
-MONITOR = {"monitor__spike_warmup": 8, "monitor__spike_window": 16}
 STEPS, BAD = 16, 11  # global batch 11 is that of step 12, judged by 11 steps before it
+RUN_CHANGES = {
+    "monitor": {"spike_warmup": 8, "spike_window": 16}, "train__steps": STEPS, "train__ema": 0.9,
+    "checkpoint__every": 5, "evaluation__every": 0, "model__dropout": 0.1,
+}  # fmt: skip
 
 
 def state_of(losses, norms):
@@ -61,19 +60,10 @@ def same(one, other):
     return all(torch.equal(ours[key], theirs[key]) for key in ours)
 
 
-@pytest.fixture
-def config(tmp_path, prepared_path):
-    return write_config(
-        tmp_path / "config.yaml", prepared_path, **MONITOR,
-        train__steps=STEPS, train__ema=0.9, checkpoint__every=5, evaluation__every=0,
-        model__dropout=0.1,
-    )  # fmt: skip
-
-
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_a_warning_changes_nothing_and_names_documents(workers, config, tmp_path):
-    (steps, said), _ = workers(2).run(console_with_bad_batches, config, "loss", (BAD,))
+    (steps, said), _ = workers(2).run(with_bad_batches, run_and_listen, config, "loss", (BAD,))
     assert steps == STEPS
     (event,) = spikes(tmp_path / "run")
     assert (event["step"], event["batch"], event["action"]) == (BAD + 1, BAD, "warn")
@@ -82,7 +72,7 @@ def test_a_warning_changes_nothing_and_names_documents(workers, config, tmp_path
     assert not records(tmp_path / "run")[BAD]["skipped"]
     assert f"step {BAD + 1}: spike: loss " in said
     words = (f"run.folder={tmp_path / 'silent'}", "monitor.spike_action=none")
-    workers(2).run(run_with_bad_batches, config, "loss", (BAD,), *words)
+    workers(2).run(with_bad_batches, run, config, "loss", (BAD,), *words)
     assert not spikes(tmp_path / "silent")
     last = f"checkpoints/step-{STEPS:08d}"
     assert same(tmp_path / "run" / last, tmp_path / "silent" / last)
@@ -100,7 +90,7 @@ def test_a_skipped_spike_leaves_the_weights_as_they_were(
     options = ("monitor.spike_action=skip", f"parallel.zero_stage={stage}", "checkpoint.every=1")
     for steps in (BAD + 1, BAD + 2):  # a skipped step is saved where it is the last
         words = (*options, f"train.precision={precision}", f"train.steps={steps}")
-        workers(2).run(run_with_bad_batches, config, what, (BAD,), *words)
+        workers(2).run(with_bad_batches, run, config, what, (BAD,), *words)
     folder = tmp_path / "run"
     event = next(event for event in spikes(folder) if event["batch"] == BAD)
     assert event["action"] == "skip"
@@ -121,7 +111,8 @@ def test_a_skipped_spike_leaves_the_weights_as_they_were(
 def test_too_many_spikes_end_the_run(workers, config, tmp_path):
     bad = tuple(range(BAD, BAD + 4))
     options = ("monitor.spike_action=skip", "monitor.max_skips=2")
-    name, text, status = workers(2).run(error_with_bad_batches, config, "loss", bad, *options)[0]
+    given = (run_expecting_error, config, "loss", bad, *options)
+    name, text, status = workers(2).run(with_bad_batches, *given)[0]
     assert (name, status) == ("RunError", 1)
     assert "monitor.max_skips: 2" in text
     assert [event["batch"] for event in spikes(tmp_path / "run")][:2] == [BAD, BAD + 1]
@@ -132,7 +123,7 @@ def test_too_many_spikes_end_the_run(workers, config, tmp_path):
 def test_the_estimate_goes_on_where_it_was(workers, config, tmp_path):
     """A spike right after a resumption is judged by the steps before the stop, and alike."""
     whole, halves = (f"run.folder={tmp_path / n}" for n in ("whole", "halves"))
-    workers(2).run(run_with_bad_batches, config, "loss", (BAD,), whole)
+    workers(2).run(with_bad_batches, run, config, "loss", (BAD,), whole)
     workers(2).run(run, config, halves, f"train.steps={BAD}")
-    workers(2).run(run_with_bad_batches, config, "loss", (BAD,), halves)
+    workers(2).run(with_bad_batches, run, config, "loss", (BAD,), halves)
     assert spikes(tmp_path / "whole") == spikes(tmp_path / "halves") != []

@@ -13,7 +13,7 @@ from polyad.parallel.checkpoint.manage import complete_checkpoints
 from tests.helpers.everyday import everyday
 from tests.helpers.interrupting import leave_the_shell, slow_saves, slow_steps
 from tests.helpers.parity import assert_equal_state
-from tests.helpers.runs import records, write_config
+from tests.helpers.runs import records
 from tests.helpers.started import wait_for
 
 pytestmark = pytest.mark.distributed
@@ -21,11 +21,7 @@ pytestmark = pytest.mark.distributed
 LONG = ("train.steps=100000", "checkpoint.every=0", "evaluation.every=0")
 GRACE = 25
 AGAIN = "run the same command again to continue from"
-
-
-@pytest.fixture
-def config(tmp_path, prepared_path):
-    return write_config(tmp_path / "config.yaml", prepared_path, log__trackers=[])
+RUN_CHANGES = {"log__trackers": []}
 
 
 def lines(folder):

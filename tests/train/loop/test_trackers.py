@@ -11,7 +11,7 @@ import pytest
 from polyad.train.loop import metrics
 from polyad.train.loop.metrics import LogConfig, Metrics
 from polyad.train.tasks.task import Unit
-from tests.helpers.runs import FEED_FORWARDS, in_tensorboard, records, run, write_config
+from tests.helpers.runs import FEED_FORWARDS, in_tensorboard, records, write_config
 
 RECORDS = [
     {"step": 1, "loss": 2.5, "grad_norm": math.nan, "routing/load": [0.25, 0.75]},
@@ -64,15 +64,12 @@ def in_wandb(folder: Path) -> dict[str, dict[int, float]]:
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_all_have_the_same_numbers_of_a_run_under_the_same_names(workers, tmp_path, prepared_path):
+def test_all_have_the_same_numbers_of_a_run_under_the_same_names(run_of):
     pytest.importorskip("wandb", exc_type=ImportError)
-    config = write_config(
-        tmp_path / "config.yaml", prepared_path, log__trackers=["tensorboard", "wandb"],
-        train__steps=2, model__feed_forward=FEED_FORWARDS["smoe"],
-    )  # fmt: skip
-    assert workers(2).run(run, config)[0] == 2
-    lines = records(tmp_path / "run")
-    for found in (in_wandb(tmp_path / "run"), in_tensorboard(tmp_path / "run")):
+    changes = {"model__feed_forward": FEED_FORWARDS["smoe"], "train__steps": 2}
+    folder = run_of(2, log__trackers=["tensorboard", "wandb"], **changes)
+    lines = records(folder)
+    for found in (in_wandb(folder), in_tensorboard(folder)):
         for name in ("loss", "routing/load_max", "validation_loss"):
             expected = {line["step"]: line[name] for line in lines if name in line}
             assert found[name] == pytest.approx(expected, rel=1e-6)

@@ -126,14 +126,6 @@ def test_all_of_a_split_is_read_as_evaluate_reads_it(workers, trained):
         assert table["tokens"].sum() == scored["tokens_scored"]
 
 
-def test_a_strength_of_zero_changes_nothing(workers, trained):
-    changes = [parse_intervention(f"layer={layer},expert=3,how=steer,value=0") for layer in (0, 1)]
-    result = workers(1).run(steer, trained("tr"), tokens=64, changes=changes)[0]
-    assert result["windows_read"] == 2
-    (every,) = frame_of(result, "steering", by="all").to_dict("records")
-    assert (every["change"], every["change_low"], every["change_high"]) == (0, 0, 0)
-
-
 def test_the_command_says_it_for_people(trained, tmp_path, capfd):
     words = [str(trained("smoe")), "--tokens", "640"]
     file = tmp_path / "found.json"

@@ -15,7 +15,7 @@ from polyad.train.measures.splice import Splicing
 from tests.helpers.decoders import hub_folder, prepared_for, tokens, write_tokenizer
 from tests.helpers.huggingface import save_reference
 from tests.helpers.prepared import windows_of
-from tests.helpers.runs import both_forms, frame_of, records, run, write_config
+from tests.helpers.runs import QUIET, both_forms, frame_of, records, run, write_config
 
 pytestmark = pytest.mark.distributed
 
@@ -27,9 +27,8 @@ SHAPE = {"n_layer": 3, "n_embd": 32, "n_head": 4, "n_positions": 24, "vocab_size
 def distilled(tmp_path, data, model, teacher, feed_forward, blocks, **changes):
     """A run whose blocks learn from a folder of weights."""
     replaced = {"blocks": blocks, "feed_forward": feed_forward}
-    given = {"model": model | {"replaced": replaced}, "log__trackers": [], "train__steps": 12}
+    given = QUIET | {"model": model | {"replaced": replaced}, "train__steps": 12}
     given |= {"distill__teacher": str(teacher), "distill__blocks": "normalized"}
-    given |= {"evaluation__every": 0, "checkpoint__every": 0}
     return write_config(tmp_path / "config.yaml", data, **given | changes)
 
 
@@ -185,10 +184,9 @@ def test_a_block_of_an_opened_mixture_becomes_another(workers, tmp_path, feed_fo
     assert [row["module"] for row in result["blocks"]] == ["blocks.1.feed_forward"]
 
 
-def test_without_a_teacher_the_original_is_named(workers, tmp_path, prepared_path):
+def test_without_a_teacher_the_original_is_named(run_of):
     model = {"replaced": {"blocks": [1], "feed_forward": SMOE}}
     model |= {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "sequence_length": 32}
-    config = write_config(tmp_path / "config.yaml", prepared_path, model=model, train__steps=1)
-    assert workers(1).run(run, config) == [1]
+    folder = run_of(model=model, train__steps=1)
     with pytest.raises(ConfigError, match=r"names no distill\.teacher; use --teacher"):
-        both_forms(tmp_path / "run", Splicing)
+        both_forms(folder, Splicing)

@@ -25,7 +25,7 @@ from polyad.train.measures.trace import Trace
 from polyad.train.reading import open_data_for
 from polyad.train.tasks.samples import ImageSamples
 from tests.helpers.decoders import Chosen, hub_folder, prepared_for
-from tests.helpers.fine_tuned import SETTINGS, others, trainer
+from tests.helpers.fine_tuned import SETTINGS, others
 from tests.helpers.little_memory import little_memory
 from tests.helpers.prepared import windows_of
 from tests.helpers.runs import both_forms
@@ -270,10 +270,9 @@ def test_images_are_named_with_their_patches(kind, workers, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["pairs", "choices"])
-def test_labelled_sequences_have_a_row_for_each_token(name, workers, tmp_path_factory, tmp_path):
+def test_labelled_sequences_have_a_row_for_each_token(name, fine_tuned, tmp_path):
     rows = others()[name]
-    train_sequences = trainer(workers, tmp_path_factory)
-    folder = train_sequences(name, rows[:16], rows[16:27], steps=2, data=SETTINGS[name])
+    folder = fine_tuned(name, rows[:16], rows[16:27], steps=2, data=SETTINGS[name])
     both_forms(folder, Trace, output=tmp_path / "t.parquet")
     result = rows_of(tmp_path / "t.parquet")
     choices = 2 if name == "choices" else 1

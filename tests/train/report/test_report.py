@@ -7,13 +7,9 @@ from collections import Counter
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from polyad.data.text.dataset import PreparedData
-from polyad.data.text.prepare import prepare
-from polyad.launch.cli import run as polyad
 from polyad.parallel.weights import load_model
-from polyad.train.exchange.convert import convert
 from polyad.train.report.command import report
 from tests.helpers.everyday import everyday
 from tests.helpers.pages import Page
@@ -139,23 +135,6 @@ def test_top_tokens_are_the_highest_of_the_split(
                 assert context in json.loads(texts[document])["text"]
 
 
-def test_text_that_looks_like_markup_is_text(runs, prepared_path, tmp_path):
-    source = tmp_path / "source.jsonl"
-    evil = "</code></details><script>alert('é漢')</script><img src=x onerror=alert(1)>\n" * 3
-    source.write_text("".join(json.dumps({"text": f"{i} {evil}"}) + "\n" for i in range(40)))
-    tokenizer = prepared_path / "tokenizer.json"
-    prepare(str(source), str(tokenizer), tmp_path / "data")
-    output = tmp_path / "page.html"
-    data = str(tmp_path / "data")
-    result = report(runs["smoe"], output=output, data=data, split="train", tokens=3000)
-    text = output.read_text()
-    assert not Page(text).tags & {"img", "script"}
-    assert "&lt;" in text
-    assert "\ufffd" not in text
-    tops = [top for row in result["experts"] for top in row["top"]]
-    assert any("script" in top["before"] + top["token"] + top["after"] for top in tops)
-
-
 def test_a_run_in_progress_is_drawn(runs, tmp_path):
     folder = tmp_path / "run"
     shutil.copytree(runs["mumoe"], folder)
@@ -182,16 +161,6 @@ def test_without_text_nothing_is_loaded_and_the_data_may_be_gone(runs, tmp_path)
     result = report(folder, tokens=0)
     assert result["experts"] == []
     assert "Load of each layer" in (folder / "report.html").read_text()
-
-
-def test_the_command_writes_the_page_of_a_checkpoint_and_json(runs, tmp_path, capfd):
-    output = tmp_path / "page.html"
-    words = ["--output", str(output), "--tokens", "100", "--layers", "1", "--json", "-"]
-    checkpoint = runs["smoe"] / "checkpoints" / "step-00000003"
-    assert polyad(["report", str(checkpoint), *words]) == 0
-    result = json.loads(capfd.readouterr().out)
-    assert (result["output"], result["checkpoint_step"]) == (str(output), 3)
-    assert output.exists()
 
 
 BAD = [
@@ -226,13 +195,3 @@ def test_a_folder_that_is_not_a_run_is_one_line(runs, prepared_path, tmp_path, r
         (without, "metrics.jsonl"),
     ):
         assert part in refused("report", folder)
-
-
-def test_weights_that_are_too_large_are_one_line(runs, tmp_path, prepared_path, refused):
-    convert(runs["mumoe"], tmp_path / "plain", "safetensors")
-    path = tmp_path / "plain" / "model.safetensors"
-    tensors = load_file(path)
-    tensors["blocks.0.feed_forward.gate.weight"].fill_(3e38)
-    save_file(tensors, path)
-    line = refused("report", tmp_path / "plain", "--data", prepared_path, "--tokens", "100")
-    assert "the coefficients of blocks.0.feed_forward are not finite" in line

@@ -21,16 +21,7 @@ from polyad.train.report.top_tokens import Context
 from polyad.train.tasks.sequences import SequenceTask
 from tests.helpers.bert import SPECIAL
 from tests.helpers.everyday import everyday
-from tests.helpers.fine_tuned import (
-    KINDS,
-    NAMES,
-    SETTINGS,
-    counted,
-    one_by_one,
-    others,
-    table,
-    trainer,
-)
+from tests.helpers.fine_tuned import KINDS, NAMES, SETTINGS, counted, one_by_one, others, table
 from tests.helpers.pages import Page
 from tests.helpers.runs import counts_of, frame_of
 
@@ -39,11 +30,6 @@ CONTENT = {
     "run": "run", "model": "gpt2", "parameters": 1, "active_parameters": 1, "checkpoint": "run",
     "checkpoint_is_best": False,
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def train(workers, tmp_path_factory):
-    return trainer(workers, tmp_path_factory)
 
 
 def inputs_of(name, rows):
@@ -71,13 +57,13 @@ CASES = [*(kind for kind in KINDS if kind != "dense"), *SETTINGS]
 
 
 @everyday("name", CASES, keep=["mumoe", "choices"])
-def test_numbers_are_those_of_a_loop_over_rows(train, tmp_path, name):
+def test_numbers_are_those_of_a_loop_over_rows(fine_tuned, tmp_path, name):
     if name in KINDS:
         rows = table(20, 1)
-        folder = train(name, table(60, 0), rows)
+        folder = fine_tuned(name, table(60, 0), rows)
     else:
         rows = others()[name][16:]
-        folder = train(name, others()[name][:16], rows, steps=2, data=SETTINGS[name])
+        folder = fine_tuned(name, others()[name][:16], rows, steps=2, data=SETTINGS[name])
     result = report(folder, output=tmp_path / "page.html")
     Page((tmp_path / "page.html").read_text())
     first, second, groups, classes = inputs_of(name, rows)
@@ -108,8 +94,8 @@ def test_numbers_are_those_of_a_loop_over_rows(train, tmp_path, name):
     assert not by_place
 
 
-def test_of_hidden_labels_there_is_nothing_to_tell(train, refused):
-    folder = train("smoe", table(24, 1), table(10, 2), steps=1)
+def test_of_hidden_labels_there_is_nothing_to_tell(fine_tuned, refused):
+    folder = fine_tuned("smoe", table(24, 1), table(10, 2), steps=1)
     hidden = [json.dumps(row | {"label": -1}) + "\n" for row in table(10, 2)]
     (folder.parent / "table" / "test.jsonl").write_text("".join(hidden))
     line = refused("experts", "specialize", folder, "--split", "test")
@@ -131,9 +117,9 @@ def test_classes_and_contexts_that_look_like_markup_are_text():
 
 
 @pytest.mark.slow
-def test_the_best_checkpoint_is_read_and_named(train, tmp_path):
+def test_the_best_checkpoint_is_read_and_named(fine_tuned, tmp_path):
     """With a rate of next to nothing all validations are the same: the first is the best."""
-    folder = train(
+    folder = fine_tuned(
         "best", table(20, 0), table(8, 1), optimizer={"learning_rate": 1e-12},
         checkpoint={"every": 2, "keep_best": True},
     )  # fmt: skip
@@ -151,11 +137,11 @@ def test_the_best_checkpoint_is_read_and_named(train, tmp_path):
     assert report(unmarked)["checkpoint_step"] == 4
 
 
-def test_a_bert_counts_its_own_tokens(train, tmp_path):
+def test_a_bert_counts_its_own_tokens(fine_tuned, tmp_path):
     rows = others()["pairs"]
     words = sorted({word for row in rows for word in (row["s1"], row["s2"])})
     (tmp_path / VOCABULARY_FILE).write_text("\n".join([*SPECIAL, *words]) + "\n")
-    folder = train(
+    folder = fine_tuned(
         "bert", rows[:16], rows[16:], steps=2,
         data=SETTINGS["pairs"] | {"tokenizer": str(tmp_path)},
         model={
@@ -171,11 +157,11 @@ def test_a_bert_counts_its_own_tokens(train, tmp_path):
 
 
 @pytest.mark.slow
-def test_adapters_of_a_split_model(train, trained, tmp_path_factory, tmp_path):
+def test_adapters_of_a_split_model(fine_tuned, trained, tmp_path_factory, tmp_path):
     base = tmp_path_factory.mktemp("split") / "start"
     convert(trained("dense"), base, "polyad", Splitting("num_experts=8,top_k=4,blocks=[1]"))
     model = Checkpoint(base).model_config().model_dump(mode="json")
-    folder = train(
+    folder = fine_tuned(
         "lora", table(20, 0), table(8, 1), steps=2, data={"tokenizer": None},
         model=model | {"head": {"kind": "classification"}},
         checkpoint={"init_from": str(base)},

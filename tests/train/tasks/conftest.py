@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -109,13 +110,11 @@ def task_run(workers, task_config, tmp_path_factory) -> Callable[[str], Path]:
 
     For reading alone: other tests get the same one.
     """
-    made: dict[str, Path] = {}
 
+    @cache
     def make(name: str) -> Path:
-        if name not in made:
-            folder = tmp_path_factory.mktemp("run")
-            assert workers(1).run(run, task_config(folder, name)) == [12]
-            made[name] = folder / "run"
-        return made[name]
+        folder = tmp_path_factory.mktemp("run")
+        assert workers(1).run(run, task_config(folder, name)) == [12]
+        return folder / "run"
 
     return make

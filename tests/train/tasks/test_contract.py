@@ -2,11 +2,10 @@
 
 import pandas as pd
 import pytest
-import torch
 
 from tests.helpers.everyday import everyday
-from tests.helpers.parity import assert_equal_state
-from tests.helpers.runs import evaluation, records, run, weights_of
+from tests.helpers.parity import assert_equal_state, assert_two_train_as_one
+from tests.helpers.runs import evaluation, records, run
 from tests.train.tasks.conftest import MODELS
 
 pytestmark = pytest.mark.distributed
@@ -56,15 +55,11 @@ LAYOUTS = [
 def test_two_processes_train_and_score_as_one(workers, task_config, tmp_path, name, layout):
     keys = ("optimizer={kind: sgd, learning_rate: 0.1}", "train.steps=4")
     model = [key for key in layout if key.startswith("model.")]
-    config, folders = task_config(tmp_path, name), (tmp_path / "one", tmp_path / "two")
-    workers(1).run(run, config, f"run.folder={folders[0]}", *keys, *model)
-    workers(2).run(run, config, f"run.folder={folders[1]}", *keys, *layout)
-    for ours, theirs in zip(*map(records, folders), strict=True):
-        for key in (key for key in ours if key.startswith(("loss", "grad_norm", "routing/"))):
-            assert ours[key] == pytest.approx(theirs[key], rel=2e-5, abs=1e-6), key
-    one, two = (weights_of(folder / "checkpoints/step-00000004") for folder in folders)
-    torch.testing.assert_close(two, one, rtol=1e-4, atol=1e-6)
-    one, two = (scores_of(workers(n).run(evaluation, folders[0])[0]) for n in (1, 2))
+    numbers = {"keys": ("loss", "grad_norm", "routing/"), "rel": 2e-5, "abs": 1e-6}
+    folder, _ = assert_two_train_as_one(
+        workers, task_config(tmp_path, name), (*keys, *model), layout, **numbers
+    )
+    one, two = (scores_of(workers(n).run(evaluation, folder)[0]) for n in (1, 2))
     assert two == pytest.approx(one, rel=1e-5, abs=1e-6)
 
 
