@@ -56,10 +56,9 @@ def as_the_library_reads(section: Tree, model_type: str) -> Tree:
         WeightsError: A value is not allowed, or transformers is not installed.
     """
     keys = {key: value for key, value in section.items() if key != "quantization_config"}
+    known = configurations(model_type)
     try:
-        config = configurations(model_type)[model_type].from_dict(keys)
-    except WeightsError:
-        raise
+        config = known[model_type].from_dict(keys)
     except Exception as error:  # of any class: each kind of fault there has its own
         raise WeightsError(" ".join(str(error).split())) from None
     read: Tree = config.to_dict()
