@@ -82,6 +82,9 @@ class KeyValueCache:
         capacity: Maximum number of tokens, at most the model's `sequence_length`.
     """
 
+    past: Any = None
+    """What a model of another library keeps in place of these."""
+
     def __init__(self, num_layers: int, capacity: int) -> None:
         self.blocks = [BlockCache(capacity) for _ in range(num_layers)]
 

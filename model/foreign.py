@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.overrides import TorchFunctionMode
 
+from polyad.model.attention import KeyValueCache
 from polyad.model.block import Block, FeedForwardConfig
 from polyad.model.build import MODELS, ModelKind
 from polyad.model.decoder import DecoderSettings
@@ -281,12 +282,6 @@ class _TheirBlock(nn.Module):
         return (x if self.run is None else self.run(x)), None
 
 
-class Past:
-    """What the library's model keeps of earlier tokens in generation."""
-
-    values: Any = None
-
-
 class TheirModel(nn.Module):
     """A model of transformers with the interface of our models of text.
 
@@ -319,8 +314,8 @@ class TheirModel(nn.Module):
         """Returns the input of the first block: the ids."""
         return input_ids_BT
 
-    def _logits(self, input_ids_BT: Tensor, cache: Past | None = None) -> Tensor:
-        past = None if cache is None else cache.values
+    def _logits(self, input_ids_BT: Tensor, cache: KeyValueCache | None = None) -> Tensor:
+        past = None if cache is None else cache.past
         try:
             output = self.theirs(
                 input_ids=input_ids_BT, past_key_values=past, use_cache=cache is not None
@@ -329,7 +324,7 @@ class TheirModel(nn.Module):
             for layer in self._layers:
                 layer.watch.close()
         if cache is not None:
-            cache.values = output.past_key_values
+            cache.past = output.past_key_values
         logits_BTV: Tensor = output.logits
         return logits_BTV
 
@@ -341,7 +336,10 @@ class TheirModel(nn.Module):
         return cross_entropy(flat_NV, flat_N, reduction="none").view(target_ids_BT.shape)
 
     def forward(
-        self, input_ids_BT: Tensor, cache: Past | None = None, target_ids_BT: Tensor | None = None
+        self,
+        input_ids_BT: Tensor,
+        cache: KeyValueCache | None = None,
+        target_ids_BT: Tensor | None = None,
     ) -> ModelOutput:
         """Returns logits [B, T, V], or with targets the loss of each [B, T]."""
         return ModelOutput(self.score(self._logits(input_ids_BT, cache), target_ids_BT), ())

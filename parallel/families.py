@@ -207,19 +207,16 @@ class FamilyWeights(FolderWeights):
             stop = min(slices[0].stop, piece.rows.stop) - piece.rows.start
             if start >= stop:
                 continue
-            box = (slice(start, stop), *slices[1:])
-            if self._lacks(piece):
-                yield torch.zeros(tuple(each.stop - each.start for each in box))
-            elif isinstance(self._tensors[piece.name], Quantized):
-                for row in range(start, stop):  # only one expert is in memory at a time
-                    yield self._stored_part(piece, (slice(row, row + 1), *box[1:]))
-            else:
-                yield self._stored_part(piece, box)
-
-    def _stored_part(self, piece: Piece, box: Slices) -> Tensor:
-        """Reads a box of rows of a tensor of the folder, in our orientation."""
-        size = tuple(each.stop - each.start for each in box)
-        return piece.in_our_form(self._tensors[piece.name].read(piece.box(box)), size)
+            tensor = self._tensors.get(piece.name)
+            # Of a quantized tensor only one expert is in memory at a time.
+            step = 1 if isinstance(tensor, Quantized) else stop - start
+            for row in range(start, stop, step):
+                box = (slice(row, row + step), *slices[1:])
+                size = tuple(each.stop - each.start for each in box)
+                if tensor is None:
+                    yield torch.zeros(size)
+                else:
+                    yield piece.in_our_form(tensor.read(piece.box(box)), size)
 
     @property
     def _num_classes(self) -> int:

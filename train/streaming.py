@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from polyad.data.files import named, temporary_folder
 from polyad.model.decoder import DecoderSettings
+from polyad.model.foreign import KIND
 from polyad.model.output import ModelOutput
 from polyad.parallel import comm
 from polyad.parallel.host_memory import free_memory, keep_few_products, return_freed_memory
@@ -77,7 +78,8 @@ def opened_model(
 def _refusal(weights: Weights, world: comm.World) -> str | None:
     """Returns why weights cannot be read block by block; None if they can."""
     config = weights.model_config()
-    if not isinstance(config, DecoderSettings) or config.head is not None:
+    is_decoder = isinstance(config, DecoderSettings) and config.head is None
+    if not is_decoder or config.kind == KIND:
         return f"model.kind: {config.kind} is read as a whole; a decoder of text block by block"
     if world.size > 1:
         return f"one process reads block by block, and there are {world.size}"

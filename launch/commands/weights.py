@@ -193,9 +193,8 @@ def convert(
     """
     if upcycle is not None and split is not None:
         raise UsageError("--split: is not allowed with --upcycle")
-    from polyad.train.exchange.change import Change
+    from polyad.train.exchange.change import Change, Splitting, Upcycling
     from polyad.train.exchange.convert import conversion_table, convert
-    from polyad.train.exchange.experts import Splitting, Upcycling
 
     check_json_path(json)
     change: Change | None = None

@@ -29,6 +29,7 @@ from polyad.model.families.keys import (
     inner_size,
     only,
     same,
+    supported,
 )
 from polyad.model.families.tensors import Rule, every_other, half, parameter, per_expert, transposed
 from polyad.model.rotary import LinearScaling, Llama3Scaling, YarnScaling
@@ -183,9 +184,7 @@ def rope(*, dtype: str = "model", is_latent: bool = False, scales: bool = False)
 
     def read(tree: Tree) -> dict[str, Any]:
         parameters = tree["rope_parameters"]
-        if (kind := parameters["rope_type"]) != "default" and kind not in _SCALINGS:
-            known = ", ".join(("default", *_SCALINGS))
-            raise WeightsError(f"rope_type: {kind!r:.60} is not supported; supported: {known}")
+        kind = supported("rope_type", parameters["rope_type"], "default", *_SCALINGS)
         implied(partial_rotary_factor=1.0).read(parameters)
         values: dict[str, Any] = {"theta": parameters["rope_theta"], "dtype": dtype}
         if is_latent:
@@ -319,13 +318,10 @@ def _within(pad_id: Any, vocab_size: Any) -> Any:
 
 def _layer_types(tree: Tree) -> dict[str, Any]:
     for kind in tree.get("layer_types") or ():
-        if kind not in _LAYER_TYPES:
-            known = ", ".join(_LAYER_TYPES[:2])
-            raise WeightsError(f"layer_types: {kind!r:.60} is not supported; supported: {known}")
+        supported("layer_types", kind, "full_attention", "sliding_attention", "attention")
     return {}
 
 
-_LAYER_TYPES = ("full_attention", "sliding_attention", "attention")
 SHAPE = (
     Key({}, _layer_types, reads=("layer_types",)),
     *same("vocab_size", "hidden_size", "initializer_range"),
@@ -540,12 +536,7 @@ GRANITE_SHARED_FAMILY = _decoder(
 
 
 def _v2_groups(tree: Tree) -> dict[str, Any]:
-    method = tree["topk_method"]
-    if method not in ("greedy", "group_limited_greedy"):
-        raise WeightsError(
-            f"topk_method: {method!r:.60} is not supported; supported: 'greedy', "
-            "'group_limited_greedy'"
-        )
+    method = supported("topk_method", tree["topk_method"], "greedy", "group_limited_greedy")
     one = {"feed_forward.num_groups": 1, "feed_forward.top_groups": 1}
     return one if method == "greedy" else {}
 

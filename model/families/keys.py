@@ -56,10 +56,9 @@ def as_the_library_reads(section: Tree, model_type: str) -> Tree:
         WeightsError: A value is not allowed, or transformers is not installed.
     """
     keys = {key: value for key, value in section.items() if key != "quantization_config"}
+    known = configurations(model_type)
     try:
-        config = configurations(model_type)[model_type].from_dict(keys)
-    except WeightsError:
-        raise
+        config = known[model_type].from_dict(keys)
     except Exception as error:  # of any class: each kind of fault there has its own
         raise WeightsError(" ".join(str(error).split())) from None
     read: Tree = config.to_dict()
@@ -76,6 +75,18 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
             inner = inner.setdefault(name, {})
         inner[last] = value
     return section
+
+
+def supported(key: str, value: Any, *allowed: Any) -> Any:
+    """Returns a value of theirs, which has to be one of some.
+
+    Raises:
+        WeightsError: It is another.
+    """
+    if value not in allowed:
+        names = ", ".join(map(repr, allowed))
+        raise WeightsError(f"{key}: {value!r:.60} is not supported; supported: {names}")
+    return value
 
 
 def _nothing(_: Any) -> dict[str, Any]:
@@ -142,8 +153,7 @@ def only(**values: Any) -> Key:
 
     def read(tree: Tree) -> dict[str, Any]:
         for key, value in values.items():
-            if (found := tree.get(key, value)) != value:
-                raise WeightsError(f"{key}: {found!r:.60} is not supported; supported: {value!r}")
+            supported(key, tree.get(key, value), value)
         return {}
 
     return Key({}, read, lambda config: values, reads=tuple(values))
@@ -176,15 +186,13 @@ def inner_size(theirs: str) -> Key:
 
 def activation(theirs: str) -> Key:
     """The activation function of dense feed-forwards."""
-
-    def read(name: Any) -> str:
-        if name not in ACTIVATIONS:
-            known = ", ".join(ACTIVATIONS)
-            raise WeightsError(f"{theirs}: {name!r:.60} is not supported; {known}")
-        return ACTIVATIONS[name]
-
     names = {ours: name for name, ours in reversed(ACTIVATIONS.items())}
-    return field(theirs, "activation", read, lambda ours: names[ours])
+    return field(
+        theirs,
+        "activation",
+        lambda name: ACTIVATIONS[supported(theirs, name, *ACTIVATIONS)],
+        lambda ours: names[ours],
+    )
 
 
 def dropouts(*theirs: str, is_read: bool = True) -> Key:

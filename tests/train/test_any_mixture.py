@@ -16,6 +16,7 @@ from polyad.train.config.run import load_config
 from polyad.train.errors import ConfigError
 from tests.helpers.decoders import ROUTED, commands_on, hub_folder, prepared_for, write_tokenizer
 from tests.helpers.everyday import everyday
+from tests.helpers.little_memory import little_memory
 from tests.helpers.mixtures import PAGE, kinds, logits_of, random_model, rows_of, verify
 from tests.helpers.runs import write_config
 
@@ -108,6 +109,12 @@ def test_what_needs_a_family_of_ours_is_refused(glm, tmp_path, prepared_path, re
         validate(config.model_copy(update={"model": model}), 1)
     with pytest.raises(WeightsError, match="evaluated and analysed, but not trained"):
         TheirWeights(folder).whole("x")
+
+
+def test_a_mixture_that_does_not_fit_into_memory_is_refused(glm, refused):
+    folder, data = glm
+    with little_memory():
+        assert "not block by block" in refused("evaluate", str(folder), "--data", str(data))
 
 
 def test_a_model_in_memory_and_its_tokenizer(glm):

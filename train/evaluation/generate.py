@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from polyad.data.text.tokenizers.tokenizer import Tokenizer
 from polyad.model.attention import KeyValueCache
 from polyad.model.decoder import DecoderSettings
-from polyad.model.foreign import Past, TheirModel
 from polyad.train.errors import ConfigError
 from polyad.train.experts.information import not_finite
 
@@ -133,11 +132,11 @@ def generate_ids(
     start = read = max(0, len(ids) - length)  # start of the window; start of what is not cached
     # A long window may never be filled.
     room = min(length, len(ids) - start + max_tokens)
-    cache = _new_cache(model, room)
+    cache = KeyValueCache(config.num_layers, room)
     for _ in range(max_tokens):
         if len(ids) - start > length:
             start = read = len(ids) - max(1, length // 2)
-            cache = _new_cache(model, length)
+            cache = KeyValueCache(config.num_layers, length)
         with torch.inference_mode():
             logits_BTV = model(torch.tensor([ids[read:]], device=device), cache).logits
             logits_V = logits_BTV[0, -1, : tokenizer.vocab_size].cpu()
@@ -151,14 +150,6 @@ def generate_ids(
             return
         yield token
         ids.append(token)
-
-
-def _new_cache(model: nn.Module, room: int) -> KeyValueCache | Past:
-    """Makes a cache of keys and values for a number of tokens."""
-    if isinstance(model, TheirModel):
-        return Past()
-    config: DecoderSettings = model.config  # type: ignore[assignment]
-    return KeyValueCache(config.num_layers, room)
 
 
 class TextStream:

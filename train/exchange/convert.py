@@ -40,8 +40,7 @@ from polyad.parallel.tensor_folder import WEIGHTS_FILE, PlainWeights
 from polyad.parallel.weights import AdaptedCheckpoint, Choice, Weights, open_weights, origin_of
 from polyad.train.config.run import RunConfig, config_of_checkpoint
 from polyad.train.errors import ConfigError
-from polyad.train.exchange.change import Change, Changed
-from polyad.train.exchange.experts import Merging, is_split
+from polyad.train.exchange.change import Change, Changed, Merging, is_split
 from polyad.train.exchange.peft import peft_files
 from polyad.train.guard.run_folder import RunFolderConfig
 from polyad.train.loop.optimizer import TrainConfig

@@ -28,20 +28,8 @@ from polyad.parallel.peft import BEFORE, STACKS, Factors, fused, module_of
 from polyad.parallel.weights import AdaptedCheckpoint
 from polyad.train.errors import ConfigError
 
-
-class _Theirs(NamedTuple):
-    """A model in transformers and peft."""
-
-    family: Family
-    """The family, with the names of the model in memory."""
-    transposed: bool = False
-    """Whether its linear layers store their weights transposed."""
-    saved: dict[str, str] = {}  # noqa: RUF012  # never modified
-    """Modules that may be trained fully (`modules_to_save`), by prefix of our names."""
-    task_type: str | None = None
-    """peft's name of the task if such modules are saved."""
-    task_type_without: str | None = None
-    """peft's name of the task if there are none."""
+_OF_CLASSIFIER = {"head.classifier.": "classifier", "head.pooler.": "pooler"}
+"""Modules of a BERT that may be trained fully (`modules_to_save`), by prefix of our names."""
 
 
 class _Target(NamedTuple):
@@ -74,22 +62,22 @@ def peft_files(weights: AdaptedCheckpoint) -> tuple[dict[str, Any], Iterator[tup
         ValueError: with an `exit_status` of 2: transformers has no such model, or trained weights
             do not exist there.
     """
-    theirs = _theirs(weights)
-    saved = _saved_whole(weights, theirs)
-    targets = _targets(weights, theirs.family)
+    config, family = weights.model_config(), _family_of(weights)
+    saved = _saved_whole(weights)
+    targets = _targets(weights, family)
     modules = [_bare(t.name) for t in targets if not t.by_parameter]
     shares = {_in_all_blocks(t): t.shares for t in targets if t.shares > 1}
-    rank, alpha = weights.lora.rank, weights.lora.alpha
+    rank, alpha, is_bert = weights.lora.rank, weights.lora.alpha, isinstance(config, BertConfig)
     tree: dict[str, Any] = {
         "peft_type": "LORA",
-        "task_type": theirs.task_type if saved else theirs.task_type_without,
+        "task_type": "SEQ_CLS" if saved else None if is_bert else "CAUSAL_LM",
         "base_model_name_or_path": str(weights.base.folder),
         "r": rank,
         "lora_alpha": alpha,
         "lora_dropout": 0.0,
         "target_modules": modules,
-        "modules_to_save": [theirs.saved[prefix] for prefix in saved] or None,
-        "fan_in_fan_out": theirs.transposed,
+        "modules_to_save": [_OF_CLASSIFIER[prefix] for prefix in saved] or None,
+        "fan_in_fan_out": isinstance(config, GPT2Config),  # it stores its weights transposed
         "bias": "none",
         "inference_mode": True,
     }
@@ -98,32 +86,24 @@ def peft_files(weights: AdaptedCheckpoint) -> tuple[dict[str, Any], Iterator[tup
     if shares:
         tree["rank_pattern"] = {name: rank * count for name, count in shares.items()}
         tree["alpha_pattern"] = {name: alpha * count for name, count in shares.items()}
-    return tree, _tensors(weights, theirs.family, targets, saved)
+    return tree, _tensors(weights, family, targets, saved)
 
 
-def _theirs(weights: AdaptedCheckpoint) -> _Theirs:
-    """Returns their form of this kind of model; raises an error if transformers has none."""
-    config = weights.model_config()
-    if isinstance(config, DecoderConfig):
-        base = weights.base
-        if isinstance(base, FamilyWeights) and computes_the_same(config, base.config):
-            family = base.family
-        else:
-            family = family_of_model(config)
-        _refuse_moved_buffers(weights, family)
-        return _Theirs(family.in_memory(), task_type_without="CAUSAL_LM")
-    if isinstance(config, GPT2Config):
-        return _Theirs(family_of_model(config), transposed=True, task_type_without="CAUSAL_LM")
-    if isinstance(config, BertConfig):
-        saved = {"head.classifier.": "classifier", "head.pooler.": "pooler"}
-        is_class = config.head.kind == "classification"
-        return _Theirs(
-            family_of_model(config), saved=saved if is_class else {}, task_type="SEQ_CLS"
+def _family_of(weights: AdaptedCheckpoint) -> Family:
+    """Returns the family of a model, with the names in memory; raises an error if transformers has
+    none, or if it could not have what was trained."""
+    config, base = weights.model_config(), weights.base
+    if not isinstance(config, DecoderConfig | GPT2Config | BertConfig):
+        raise ConfigError(
+            f"--to peft: {weights.folder}: model.kind: {config.kind} is not allowed; allowed: "
+            "decoder, gpt2, bert"
         )
-    raise ConfigError(
-        f"--to peft: {weights.folder}: model.kind: {config.kind} is not allowed; allowed: decoder, "
-        "gpt2, bert"
-    )
+    family: Family | None = None
+    if isinstance(config, DecoderConfig) and isinstance(base, FamilyWeights):
+        family = base.family if computes_the_same(config, base.config) else None
+    family = family or family_of_model(config)
+    _refuse_moved_buffers(weights, family)
+    return family.in_memory()
 
 
 def _refuse_moved_buffers(weights: AdaptedCheckpoint, family: Family) -> None:
@@ -141,20 +121,22 @@ def _refuse_moved_buffers(weights: AdaptedCheckpoint, family: Family) -> None:
             )
 
 
-def _saved_whole(weights: AdaptedCheckpoint, theirs: _Theirs) -> list[str]:
+def _saved_whole(weights: AdaptedCheckpoint) -> list[str]:
     """Returns our name prefixes of the modules that were trained fully.
 
     Raises:
         ConfigError: something else was.
     """
-    whole = weights.shapes().keys() - weights.frozen
-    if strange := [name for name in whole if not name.startswith(tuple(theirs.saved))]:
-        allowed = f"; of this model {' and '.join(theirs.saved)} may be" if theirs.saved else ""
+    whole, config = weights.shapes().keys() - weights.frozen, weights.model_config()
+    is_classifier = isinstance(config, BertConfig) and config.head.kind == "classification"
+    possible = _OF_CLASSIFIER if is_classifier else {}
+    if strange := [name for name in whole if not name.startswith(tuple(possible))]:
+        allowed = f"; of this model {' and '.join(possible)} may be" if possible else ""
         raise ConfigError(
             f"--to peft: {weights.folder}: {min(strange)} was fully trained (adapt.lora.trained), "
             f"which adapters cannot hold{allowed}; use --merge to write whole weights"
         )
-    return [prefix for prefix in theirs.saved if any(name.startswith(prefix) for name in whole)]
+    return [prefix for prefix in possible if any(name.startswith(prefix) for name in whole)]
 
 
 def _targets(weights: AdaptedCheckpoint, family: Family) -> list[_Target]:

@@ -23,7 +23,6 @@ from polyad.data.files import parse_json, whole_file
 from polyad.data.text.dataset import TokenStream
 from polyad.data.text.tokenizers.files import load_tokenizer
 from polyad.model.smoe.router import Selected, spread
-from polyad.parallel import comm
 from polyad.train.errors import ConfigError
 from polyad.train.experts.probing import Decision, RoutedLayer
 from polyad.train.experts.trace import COLUMNS, FORMAT, METADATA, trace_schema
@@ -202,14 +201,8 @@ class TracedText(TextSamples):
 class _Trace(Subject):
     """What is read of a trace, as decisions of some layers of a model."""
 
-    def read(
-        self,
-        world: comm.World | None = None,
-        *,
-        label: str = "",
-        blocks: Sequence[int] = (),
-    ) -> Iterator[ForwardPass]:
-        """Yields the decisions, as `Subject.read` does those of a model."""
+    def read(self, *_: Any, **options: Any) -> Iterator[ForwardPass]:
+        """Yields the decisions, as `Subject.read` does those of a model, whatever its options."""
         text = self.samples
         assert isinstance(text, TracedText)
         routes = {layer.name: text.routes(layer) for layer in self.layers}

@@ -1,7 +1,7 @@
 """Loads a tokenizer from a file, a folder, or the Hugging Face hub."""
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -72,8 +72,10 @@ class SentencePieceTokenizer(Tokenizer):
         text: str = self._processor.decode([int(token) for token in ids])
         return text
 
-    def _is_special(self, token: int) -> bool:
-        return bool(self._processor.is_control(token) or self._processor.is_unknown(token))
+    @cached_property
+    def _special_ids(self) -> frozenset[int]:
+        model, numbers = self._processor, range(self.vocab_size)
+        return frozenset(n for n in numbers if model.is_control(n) or model.is_unknown(n))
 
     def file_bytes(self) -> bytes:
         """Returns the model, byte for byte."""

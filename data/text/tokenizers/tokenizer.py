@@ -125,7 +125,7 @@ class Tokenizer:
         """Matches special tokens in a text: all if they are parsed, otherwise those that are read
         as their characters."""
         named = self.vocabulary().items()
-        words = [each for each, number in named if self._is_special(number)]
+        words = [each for each, number in named if number in self._special_ids]
         if not self.parses:  # a vocabulary of words may have one as a word
             words = [each for each in words if len(self._encode_batch([each])[0]) > 1]
         return re.compile("|".join(map(re.escape, sorted(words, key=len, reverse=True))) or "(?!)")
@@ -156,7 +156,7 @@ class Tokenizer:
             The text, with a leading space if it has one, and without a mark for continuing a word;
             empty for a special token.
         """
-        if self._is_special(token):
+        if token in self._special_ids:
             return ""
         return self.decode([*self._before, token]).removeprefix(self.decode(self._before))
 
@@ -164,9 +164,6 @@ class Tokenizer:
     def _before(self) -> list[int]:
         """Ids of a letter: the first token of a text is decoded differently from later ones."""
         return self.encode("a")
-
-    def _is_special(self, token: int) -> bool:
-        return token in self._special_ids
 
     @cached_property
     def _special_ids(self) -> frozenset[int]:

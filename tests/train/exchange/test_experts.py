@@ -13,8 +13,8 @@ from polyad.launch.cli import run as polyad
 from polyad.model.build import build_model, initial_value
 from polyad.parallel.checkpoint.load import Checkpoint
 from polyad.parallel.weights import load_model
+from polyad.train.exchange.change import Merging, Splitting, Upcycling
 from polyad.train.exchange.convert import conversion_table, convert
-from polyad.train.exchange.experts import Merging, Splitting, Upcycling
 from tests.helpers.bert import their_bert
 from tests.helpers.decoders import hub_folder, theirs, tokens
 from tests.helpers.dense import IMAGES, TEXT, logits_of, with_nan, write_weights

@@ -9,8 +9,8 @@ from polyad.parallel.checkpoint.load import Checkpoint
 from polyad.parallel.weights import load_model
 from polyad.train.errors import ConfigError
 from polyad.train.evaluation.evaluate import evaluate
+from polyad.train.exchange.change import Splitting, Upcycling
 from polyad.train.exchange.convert import convert
-from polyad.train.exchange.experts import Splitting, Upcycling
 from polyad.train.reading import open_evaluated
 from tests.helpers import images as made
 from tests.helpers.everyday import everyday

@@ -10,8 +10,8 @@ from sklearn.metrics import mutual_info_score
 
 from polyad.data.text.tokenizers.files import VOCABULARY_FILE
 from polyad.parallel.checkpoint.load import Checkpoint, best_checkpoint
+from polyad.train.exchange.change import Splitting
 from polyad.train.exchange.convert import convert
-from polyad.train.exchange.experts import Splitting
 from polyad.train.experts.knockout import Change
 from polyad.train.experts.probing import RoutedLayer
 from polyad.train.report.command import render_report, report
