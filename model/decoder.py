@@ -8,7 +8,7 @@ Shapes: B batch, T tokens in a sequence, D width, V vocabulary, K classes, L blo
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 import torch
@@ -101,25 +101,12 @@ class DecoderSettings(TransformerSettings, ABC):
                 f"{REPLACED}.{each.placement_key}: {placement} is not allowed: "
                 "model.replaced.blocks says which blocks have experts; allowed: 1"
             )
-        self.check_feed_forward(REPLACED, each, self.hidden_size, self.num_heads)
         return self
 
-    def feed_forwards(self) -> dict[str, FeedForwardConfig]:
-        """The feed-forward, and that of replaced blocks, with all defaults filled in, by key."""
-        sections = super().feed_forwards()
-        if self.replaced is not None:
-            each = self.replaced.feed_forward
-            sections[REPLACED] = each.of_model(width=self.hidden_size, bias=self.has_bias())
-        return sections
-
-    def with_feed_forwards(self, sections: Mapping[str, FeedForwardConfig]) -> Self:
-        """Returns the same model with other feed-forwards, including those of replaced blocks."""
-        others = {key: each for key, each in sections.items() if key != REPLACED}
-        config = super().with_feed_forwards(others)
-        if self.replaced is None or REPLACED not in sections:
-            return config
-        update = {"feed_forward": sections[REPLACED]}
-        return config.model_copy(update={"replaced": self.replaced.model_copy(update=update)})
+    def feed_forward_widths(self) -> dict[str, int]:
+        """The width of the residual stream, also for the feed-forward of replaced blocks."""
+        replaced = {} if self.replaced is None else {REPLACED: self.hidden_size}
+        return super().feed_forward_widths() | replaced
 
     def block_feed_forwards(self) -> list[FeedForwardConfig]:
         """The feed-forward of each block."""
@@ -451,7 +438,7 @@ class Decoder(nn.Module):
             dropout = config.head.known_dropout(config.dropout)
             classes = config.number("head.num_classes")
             self.head = SequenceHead(width, classes, dropout, config.initializer_range)
-        self._routes = any(each.kind != "dense" for each in feed_forwards)
+        self._routes = config.has_experts()
         self._end_of_text_id: int | None = None
         if config.reads_documents():
             self._end_of_text_id = config.number("end_of_text_id")

@@ -161,10 +161,6 @@ class MuMoEHead(StatisticsModule):
         stats = gate_statistics(output, measures=self.measures)._replace(name="head")
         return logits_BK, self.with_samples(stats, output.coefficients, z_BD.unsqueeze(1))
 
-    def gate_columns(self) -> list[Tensor]:
-        """Returns the gate's columns for each level, [N, D]."""
-        return list(self.gate.weight.split_with_sizes(list(self.config.num_experts)))
-
     def update(self, stats: RoutingStats, progress: float) -> None:
         """Prepares the next optimizer step; called once after each.
 
