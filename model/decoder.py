@@ -262,17 +262,13 @@ class DecoderConfig(DecoderSettings):
                 f"model.{key}: {self._rotated_size()} is odd, but units are rotated in pairs"
             )
         if self.latent_attention is not None:
-            for key, unused in (
-                ("num_key_value_heads", None),
-                ("head_size", None),
-                ("query_key_norm", "none"),
-                ("query_key_value_clip", None),
-            ):
-                if (value := getattr(self, key)) != unused:
-                    raise ValueError(
-                        f"model.{key}: {value} is not allowed with model.latent_attention, which "
-                        f"has keys of its own; allowed: {('null' if unused is None else unused)}"
-                    )
+            for key, value in self.changed(
+                "num_key_value_heads", "head_size", "query_key_norm", "query_key_value_clip"
+            ).items():
+                raise ValueError(
+                    f"model.{key}: {value} is not allowed with model.latent_attention, which has "
+                    f"keys of its own; allowed: {'none' if key == 'query_key_norm' else 'null'}"
+                )
             if self.rotary is None:
                 raise ValueError("model.rotary: null is not allowed with model.latent_attention")
         if self.head_bias and self.tied_embeddings:
@@ -294,17 +290,13 @@ class DecoderConfig(DecoderSettings):
         for section, each in self.feed_forwards().items():
             if not isinstance(each, SparseMoEConfig) or each.graph != "attention":
                 continue
-            for key, unused in (
-                ("latent_attention", None),
-                ("attention_sinks", False),
-                ("sliding_window", None),
-                ("attention_scale", None),
+            for key in self.changed(
+                "latent_attention", "attention_sinks", "sliding_window", "attention_scale"
             ):
-                if getattr(self, key) != unused:
-                    raise ValueError(
-                        f"{section}.graph: attention is not allowed with model.{key}: it reads "
-                        "plain attention; allowed: none, similarity"
-                    )
+                raise ValueError(
+                    f"{section}.graph: attention is not allowed with model.{key}: it reads plain "
+                    "attention; allowed: none, similarity"
+                )
         return self
 
     def has_bias(self) -> bool:

@@ -28,7 +28,7 @@ from typing import Annotated, Literal, NamedTuple, Self
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
-from torch.nn.functional import max_pool2d, relu
+from torch.nn.functional import conv2d, max_pool2d, relu
 
 from polyad.model.block import run_block
 from polyad.model.config import Config, Count, SectionError
@@ -155,7 +155,7 @@ class SmallNetwork(nn.Module):
         return super().train(mode and any(p.requires_grad for p in self.parameters()))
 
 
-class Convolution(nn.Conv2d):
+class Convolution(nn.Module):
     """A convolution, BatchNorm with a scale and a shift per channel, ReLU, and max-pooling.
 
     BatchNorm works as in the gates of a muMoE: in training it normalizes over the images of all
@@ -171,7 +171,10 @@ class Convolution(nn.Conv2d):
     norm: BatchNorm | None
 
     def __init__(self, read: int, made: int, config: NetworkConfig, *, norm: bool) -> None:
-        super().__init__(read, made, config.kernel_size, padding=config.padding)
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(made, read, config.kernel_size, config.kernel_size))
+        self.bias = nn.Parameter(torch.empty(made))
+        self.padding = config.padding
         self.norm = BatchNorm([made]) if norm else None
         if norm:
             self.scale = nn.Parameter(torch.empty(made))
@@ -191,7 +194,7 @@ class Convolution(nn.Conv2d):
         Returns:
             The output, and the moments of BatchNorm's input; empty without BatchNorm.
         """
-        y_BCHW = super().forward(x_BCHW)
+        y_BCHW = conv2d(x_BCHW, self.weight, self.bias, padding=self.padding)
         moments = NO_TENSORS
         if self.norm is not None:
             wide = torch.promote_types(y_BCHW.dtype, torch.float32)

@@ -1,8 +1,8 @@
 """The interface of all model configurations."""
 
-import functools
 from abc import ABC
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self, TypeAlias, TypeVar
 
 import torch
@@ -130,7 +130,7 @@ class ModelSettings(Config, ABC):
                 raise ValueError(error.within(key)) from None
 
     def _section(self, key: str) -> FeedForwardConfig:
-        section: FeedForwardConfig = functools.reduce(getattr, key.split(".")[1:], self)
+        section: FeedForwardConfig = attrgetter(key.removeprefix("model."))(self)
         return section
 
     def known_feed_forward(self) -> FeedForwardConfig:

@@ -50,10 +50,8 @@ class MuMoE(FeedForward, StatisticsModule):
         width = context.hidden_size
         self.config = config = config.of_model(width=width, bias=context.bias)
         self.gate = Gate(
-            config.num_experts,
+            config,
             width,
-            config.gate,
-            config.gate_norm,
             epsilon=config.gate_norm_epsilon,
             std=config.gate_std,
             dropout=config.expert_dropout,
@@ -144,7 +142,7 @@ class MuMoEHead(StatisticsModule):
     def __init__(self, config: MuMoEHeadConfig, width: int, classes: int) -> None:
         super().__init__()
         self.config = config = config.of_model(width, classes)
-        self.gate = Gate(config.num_experts, width, config.gate, config.gate_norm)
+        self.gate = Gate(config, width)
         self.layer = config.factorized(config.sizes(width, classes))
 
     def forward(self, z_BD: Tensor) -> tuple[Tensor, RoutingStats]:

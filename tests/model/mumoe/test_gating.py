@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from polyad.model.build import materialize
+from polyad.model.mumoe.config import MuMoEConfig
 from polyad.model.mumoe.gating import ACTIVATIONS, EPSILON, BatchNorm, Gate, entmax15
 
 
@@ -105,7 +106,7 @@ def test_statistics_of_two_micro_batches_are_those_of_both_together():
 
 def make_gate(norm="layer", activation="entmax15"):
     with torch.device("meta"):
-        gate = Gate((8, 3), 5, activation, norm)
+        gate = Gate(MuMoEConfig(num_experts=(8, 3), gate=activation, gate_norm=norm), 5)
     materialize(gate, seed=2)
     return gate
 
