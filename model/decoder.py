@@ -21,7 +21,7 @@ from polyad.model.config import Config, Count
 from polyad.model.feedforward import Activation, BlockInput, DenseFeedForwardConfig, GatedActivation
 from polyad.model.heads import ClassificationHeadConfig, SequenceHead, VocabularyHead
 from polyad.model.initialization import normal
-from polyad.model.layers import Embedding, LastToken, NormName, RealTokens, build_norm
+from polyad.model.layers import Embedding, LastToken, LayerNorm, RealTokens, RMSNorm
 from polyad.model.output import ModelOutput
 from polyad.model.rotary import RotaryConfig, rotation
 from polyad.model.settings import TransformerSettings
@@ -198,7 +198,7 @@ class DecoderConfig(DecoderSettings):
     null: num_heads."""
     head_size: Count | None = None
     """Dimension of each head, in units; null: hidden_size / num_heads."""
-    norm: NormName = "rms"
+    norm: Literal["rms", "rms_rounded_last", "layer"] = "rms"
     """Normalization layer: `rms`, RMSNorm without a bias; `rms_rounded_last`, as in gpt-oss, which
     rounds to bf16 after applying the scale rather than before; or `layer`, LayerNorm."""
     norm_epsilon: Annotated[float, Field(gt=0, le=1e6)] = 1e-5
@@ -357,7 +357,10 @@ class DecoderConfig(DecoderSettings):
 
     def build_norm(self) -> nn.Module:
         """Builds a norm of the residual stream."""
-        return build_norm(self.norm, self.hidden_size, self.norm_epsilon)
+        if self.norm == "layer":
+            return LayerNorm(self.hidden_size, eps=self.norm_epsilon)
+        rounded_last = self.norm == "rms_rounded_last"
+        return RMSNorm(self.hidden_size, self.norm_epsilon, rounded_last=rounded_last)
 
     def build_block(self, feed_forward: FeedForwardConfig, number: int) -> Block:
         """See `DecoderSettings.build_block`."""
