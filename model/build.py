@@ -72,9 +72,11 @@ def build_model(config: ModelSettings) -> nn.Module:
         A model whose parameters have shapes and names, but no memory.
 
     Raises:
-        ValueError: The configuration is invalid.
+        ValueError: The kind is unknown, or the configuration is invalid.
         ModelSizeError: The number of elements of a tensor exceeds 64 bits.
     """
+    if config.kind not in MODELS:
+        raise ValueError(f"model.kind: {config.kind!r} is unknown; known: {', '.join(MODELS)}")
     try:
         with torch.device("meta"):
             return MODELS[config.kind].build(config)
