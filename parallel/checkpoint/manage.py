@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from polyad.data.errors import say
-from polyad.data.files import flush_to_disk, named
+from polyad.data.files import named
 from polyad.parallel.checkpoint.format import MANIFEST_FILE, CheckpointError, read_contents
 
 STEP_FOLDER = re.compile(r"step-(\d{8,})")
@@ -160,7 +160,11 @@ def write_file(path: Path, parts: Iterable[Any], *, replace: bool = False) -> No
 def sync_folder(path: Path) -> None:
     """Waits until the entries of a folder are on disk."""
     with named(path):
-        flush_to_disk(path)
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def make_folder(path: Path, above: int = 1) -> None:
