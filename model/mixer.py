@@ -16,7 +16,7 @@ from polyad.model.config import Count
 from polyad.model.feedforward import DenseFeedForwardConfig
 from polyad.model.layers import DropPath
 from polyad.model.output import ModelOutput, RoutingStats
-from polyad.model.settings import CutSizes, cut_sizes_of
+from polyad.model.settings import CutSizes
 from polyad.model.vision import Classifier, ImageModelSettings, PatchEmbedding, build_head
 
 TOKENS, CHANNELS = "model.token_feed_forward", "model.channel_feed_forward"
@@ -55,14 +55,10 @@ class MixerConfig(ImageModelSettings):
 
     def cut_sizes(self) -> CutSizes:
         """Sizes of both feed-forwards."""
-        sizes: CutSizes = []
         names = {TOKENS: "(model.image_size / model.patch_size)^2", CHANNELS: "model.hidden_size"}
-        for key, section in self.feed_forwards().items():
-            width = self.feed_forward_widths()[key]
-            if section.kind == "mumoe":  # its gate is split along its input
-                sizes.append({names[key]: width})
-            sizes += cut_sizes_of(key, section, width)
-        return sizes
+        widths, sections = self.feed_forward_widths(), self.feed_forwards()
+        gated = [key for key in names if sections[key].kind == "mumoe"]  # split along the input
+        return [*({names[key]: widths[key]} for key in gated), *self.feed_forward_cut_sizes()]
 
 
 class MixerBlock(nn.Module):

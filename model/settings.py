@@ -176,6 +176,15 @@ class ModelSettings(Config, ABC):
         """The sizes that tensor parallelism splits; None if the model does not support it."""
         return None
 
+    def feed_forward_cut_sizes(self) -> CutSizes:
+        """The sizes that tensor parallelism splits in the feed-forwards, by full key."""
+        widths = self.feed_forward_widths()
+        return [
+            {f"{key}.{name}": size for name, size in choices.items()}
+            for key, each in self.feed_forwards().items()
+            for choices in each.cut_sizes(widths[key])
+        ]
+
 
 def _replaced(config: C, path: Sequence[str], section: Config) -> C:
     """Returns a copy of a configuration with another section at a path of keys."""
@@ -245,23 +254,5 @@ class TransformerSettings(ModelSettings, ABC):
         return [
             {"model.num_heads": self.num_heads},
             {"model.hidden_size": self.hidden_size},
-            *(
-                size
-                for key, each in self.feed_forwards().items()
-                for size in cut_sizes_of(key, each, self.hidden_size)
-            ),
+            *self.feed_forward_cut_sizes(),
         ]
-
-
-def cut_sizes_of(key: str, feed_forward: FeedForwardConfig, width: int) -> CutSizes:
-    """Returns the sizes that tensor parallelism splits in a feed-forward, by full key.
-
-    Args:
-        key: The key of its section.
-        feed_forward: The section, with all defaults filled in.
-        width: The width of its input.
-    """
-    return [
-        {f"{key}.{name}": n for name, n in choices.items()}
-        for choices in feed_forward.cut_sizes(width)
-    ]
