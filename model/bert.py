@@ -127,7 +127,7 @@ class Bert(nn.Module):
             for each in config.block_feed_forwards()
         )
         self.head = _build_head(config)
-        self._routes = any(each.kind != "dense" for each in config.block_feed_forwards())
+        self._routes = config.has_experts()
 
     def forward(
         self,

@@ -80,11 +80,7 @@ def build_model(config: ModelSettings) -> nn.Module:
     try:
         with torch.device("meta"):
             return MODELS[config.kind].build(config)
-    except (
-        OverflowError,
-        RuntimeError,
-        TypeError,
-    ) as error:  # torch's long message about shapes
+    except (OverflowError, RuntimeError, TypeError) as error:  # torch's long message about shapes
         reason = " ".join(str(error).split())[:120]
         raise ModelSizeError(f"model: its sizes are too large: {reason}") from None
 
@@ -260,11 +256,8 @@ def initializer_of(model: nn.Module, name: str) -> Initializer:
     path = name.split(".")
     for depth in reversed(range(len(path))):
         module = model.get_submodule(".".join(path[:depth]))
-        initializers = getattr(module, "initializers", None)
-        entry: Initializer | None = (
-            initializers().get(".".join(path[depth:])) if initializers else None
-        )
-        if entry is not None:
+        initializers: dict[str, Initializer] = getattr(module, "initializers", dict)()
+        if (entry := initializers.get(".".join(path[depth:]))) is not None:
             return entry
     raise AssertionError(f"no module says how {name} starts: add it to `initializers()`")
 

@@ -182,6 +182,13 @@ class Config(BaseModel):
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
 
+    def changed(self, *keys: str) -> dict[str, Any]:
+        """Returns the values of those of some keys that are not at their default."""
+        fields = type(self).model_fields
+        return {
+            key: getattr(self, key) for key in keys if getattr(self, key) != fields[key].default
+        }
+
     @field_validator("*")
     @classmethod
     def _number_can_be_computed_with(cls, value: Any) -> Any:

@@ -8,7 +8,7 @@ Shapes: B batch, T tokens in a sequence, D width, V vocabulary, K classes, L blo
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 import torch
@@ -21,7 +21,7 @@ from polyad.model.config import Config, Count
 from polyad.model.feedforward import Activation, BlockInput, DenseFeedForwardConfig, GatedActivation
 from polyad.model.heads import ClassificationHeadConfig, SequenceHead, VocabularyHead
 from polyad.model.initialization import normal
-from polyad.model.layers import Embedding, LastToken, NormName, RealTokens, build_norm
+from polyad.model.layers import Embedding, LastToken, LayerNorm, RealTokens, RMSNorm
 from polyad.model.output import ModelOutput
 from polyad.model.rotary import RotaryConfig, rotation
 from polyad.model.settings import TransformerSettings
@@ -101,25 +101,12 @@ class DecoderSettings(TransformerSettings, ABC):
                 f"{REPLACED}.{each.placement_key}: {placement} is not allowed: "
                 "model.replaced.blocks says which blocks have experts; allowed: 1"
             )
-        self.check_feed_forward(REPLACED, each, self.hidden_size, self.num_heads)
         return self
 
-    def feed_forwards(self) -> dict[str, FeedForwardConfig]:
-        """The feed-forward, and that of replaced blocks, with all defaults filled in, by key."""
-        sections = super().feed_forwards()
-        if self.replaced is not None:
-            each = self.replaced.feed_forward
-            sections[REPLACED] = each.of_model(width=self.hidden_size, bias=self.has_bias())
-        return sections
-
-    def with_feed_forwards(self, sections: Mapping[str, FeedForwardConfig]) -> Self:
-        """Returns the same model with other feed-forwards, including those of replaced blocks."""
-        others = {key: each for key, each in sections.items() if key != REPLACED}
-        config = super().with_feed_forwards(others)
-        if self.replaced is None or REPLACED not in sections:
-            return config
-        update = {"feed_forward": sections[REPLACED]}
-        return config.model_copy(update={"replaced": self.replaced.model_copy(update=update)})
+    def feed_forward_widths(self) -> dict[str, int]:
+        """The width of the residual stream, also for the feed-forward of replaced blocks."""
+        replaced = {} if self.replaced is None else {REPLACED: self.hidden_size}
+        return super().feed_forward_widths() | replaced
 
     def block_feed_forwards(self) -> list[FeedForwardConfig]:
         """The feed-forward of each block."""
@@ -211,7 +198,7 @@ class DecoderConfig(DecoderSettings):
     null: num_heads."""
     head_size: Count | None = None
     """Dimension of each head, in units; null: hidden_size / num_heads."""
-    norm: NormName = "rms"
+    norm: Literal["rms", "rms_rounded_last", "layer"] = "rms"
     """Normalization layer: `rms`, RMSNorm without a bias; `rms_rounded_last`, as in gpt-oss, which
     rounds to bf16 after applying the scale rather than before; or `layer`, LayerNorm."""
     norm_epsilon: Annotated[float, Field(gt=0, le=1e6)] = 1e-5
@@ -275,17 +262,13 @@ class DecoderConfig(DecoderSettings):
                 f"model.{key}: {self._rotated_size()} is odd, but units are rotated in pairs"
             )
         if self.latent_attention is not None:
-            for key, unused in (
-                ("num_key_value_heads", None),
-                ("head_size", None),
-                ("query_key_norm", "none"),
-                ("query_key_value_clip", None),
-            ):
-                if (value := getattr(self, key)) != unused:
-                    raise ValueError(
-                        f"model.{key}: {value} is not allowed with model.latent_attention, which "
-                        f"has keys of its own; allowed: {('null' if unused is None else unused)}"
-                    )
+            for key, value in self.changed(
+                "num_key_value_heads", "head_size", "query_key_norm", "query_key_value_clip"
+            ).items():
+                raise ValueError(
+                    f"model.{key}: {value} is not allowed with model.latent_attention, which has "
+                    f"keys of its own; allowed: {'none' if key == 'query_key_norm' else 'null'}"
+                )
             if self.rotary is None:
                 raise ValueError("model.rotary: null is not allowed with model.latent_attention")
         if self.head_bias and self.tied_embeddings:
@@ -307,17 +290,13 @@ class DecoderConfig(DecoderSettings):
         for section, each in self.feed_forwards().items():
             if not isinstance(each, SparseMoEConfig) or each.graph != "attention":
                 continue
-            for key, unused in (
-                ("latent_attention", None),
-                ("attention_sinks", False),
-                ("sliding_window", None),
-                ("attention_scale", None),
+            for key in self.changed(
+                "latent_attention", "attention_sinks", "sliding_window", "attention_scale"
             ):
-                if getattr(self, key) != unused:
-                    raise ValueError(
-                        f"{section}.graph: attention is not allowed with model.{key}: it reads "
-                        "plain attention; allowed: none, similarity"
-                    )
+                raise ValueError(
+                    f"{section}.graph: attention is not allowed with model.{key}: it reads plain "
+                    "attention; allowed: none, similarity"
+                )
         return self
 
     def has_bias(self) -> bool:
@@ -378,7 +357,10 @@ class DecoderConfig(DecoderSettings):
 
     def build_norm(self) -> nn.Module:
         """Builds a norm of the residual stream."""
-        return build_norm(self.norm, self.hidden_size, self.norm_epsilon)
+        if self.norm == "layer":
+            return LayerNorm(self.hidden_size, eps=self.norm_epsilon)
+        rounded_last = self.norm == "rms_rounded_last"
+        return RMSNorm(self.hidden_size, self.norm_epsilon, rounded_last=rounded_last)
 
     def build_block(self, feed_forward: FeedForwardConfig, number: int) -> Block:
         """See `DecoderSettings.build_block`."""
@@ -451,7 +433,7 @@ class Decoder(nn.Module):
             dropout = config.head.known_dropout(config.dropout)
             classes = config.number("head.num_classes")
             self.head = SequenceHead(width, classes, dropout, config.initializer_range)
-        self._routes = any(each.kind != "dense" for each in feed_forwards)
+        self._routes = config.has_experts()
         self._end_of_text_id: int | None = None
         if config.reads_documents():
             self._end_of_text_id = config.number("end_of_text_id")

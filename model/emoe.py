@@ -76,7 +76,7 @@ class EmergentMoEConfig(SelectingConfig):
                 f"@top_k: {self.top_k} of @num_experts: {self.num_experts} leaves no expert with "
                 f"@select: not_top_k"
             )
-        self.check_keys("top_k", ("router_noise", 0, "@select: top_k", self.select == "top_k"))
+        self.check_keys("top_k", ("router_noise", "@select: top_k", self.select == "top_k"))
         return self
 
     def used_experts(self) -> int:

@@ -288,12 +288,10 @@ class DenseFeedForward(FeedForward):
         inner_size = config.inner_size(context.hidden_size)
         start = normal(config.weight_scale * context.initializer_std)
         end = normal(config.weight_scale * context.residual_std)
+        self.activation = (ACTIVATIONS | GATED)[context.activation]
         self.gate: Linear | None = None
-        if (combine := GATED.get(context.activation)) is not None:
+        if context.activation in GATED:
             self.gate = Linear(context.hidden_size, inner_size, start, bias=context.bias)
-            self.combine = combine
-        else:
-            self.activation = ACTIVATIONS[context.activation]
         self.up = Linear(context.hidden_size, inner_size, start, bias=context.bias)
         self.down = Linear(inner_size, context.hidden_size, end, bias=context.bias)
         self.dropout = nn.Dropout(context.dropout)
@@ -309,5 +307,5 @@ class DenseFeedForward(FeedForward):
         if self.gate is None:
             inner_BTF = self.activation(inner_BTF)
         else:
-            inner_BTF = self.combine(self.gate(normalized_BTD), inner_BTF)
+            inner_BTF = self.activation(self.gate(normalized_BTD), inner_BTF)
         return self.dropout(self.down(inner_BTF)), None

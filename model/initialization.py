@@ -152,8 +152,7 @@ def constant(number: float) -> Initializer:
     return Initializer(lambda value, generator: value.fill_(number))
 
 
-ZEROS = Initializer(lambda value, generator: value.zero_())
-ONES = Initializer(lambda value, generator: value.fill_(1.0))
+ZEROS, ONES = constant(0.0), constant(1.0)
 
 
 def diagonal_around_one(std: float = 1.0) -> Initializer:

@@ -17,7 +17,7 @@ of an embedding, D width.
 """
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,6 @@ from polyad.model.initialization import ONES, ZEROS, Initializer, constant
 from polyad.model.kernels.switch import on_cpu
 
 Region: TypeAlias = Callable[[Tensor], Tensor]
-NormName: TypeAlias = Literal["rms", "rms_rounded_last", "layer"]
 
 
 def same(x: Tensor) -> Tensor:
@@ -185,19 +184,6 @@ class RMSNorm(nn.Module):
         if self.rounded_last:
             return (weight * normalized).to(x.dtype)
         return weight * normalized.to(x.dtype)
-
-
-def build_norm(name: NormName, size: int, epsilon: float) -> nn.Module:
-    """Builds a norm of the last dimension, on the current default device.
-
-    Args:
-        name: The kind of norm.
-        size: Size of the last dimension.
-        epsilon: Epsilon added to the variance or the mean square.
-    """
-    if name == "layer":
-        return LayerNorm(size, eps=epsilon)
-    return RMSNorm(size, epsilon, rounded_last=name == "rms_rounded_last")
 
 
 class DropPath(nn.Module):

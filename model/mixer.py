@@ -16,7 +16,7 @@ from polyad.model.config import Count
 from polyad.model.feedforward import DenseFeedForwardConfig
 from polyad.model.layers import DropPath
 from polyad.model.output import ModelOutput, RoutingStats
-from polyad.model.settings import CutSizes, cut_sizes_of
+from polyad.model.settings import CutSizes
 from polyad.model.vision import Classifier, ImageModelSettings, PatchEmbedding, build_head
 
 TOKENS, CHANNELS = "model.token_feed_forward", "model.channel_feed_forward"
@@ -39,19 +39,12 @@ class MixerConfig(ImageModelSettings):
 
     @model_validator(mode="after")
     def _feed_forwards_fit(self) -> Self:
-        for key, width in self._widths().items():
-            self.check_feed_forward(key, getattr(self, key.removeprefix("model.")), width)
+        self.check_feed_forwards()
         return self
 
-    def _widths(self) -> dict[str, int]:
+    def feed_forward_widths(self) -> dict[str, int]:
+        """The number of tokens and the number of channels."""
         return {TOKENS: self.num_patches, CHANNELS: self.hidden_size}
-
-    def feed_forwards(self) -> dict[str, FeedForwardConfig]:
-        """Both feed-forwards, filled in, by their keys."""
-        return {
-            key: getattr(self, key.removeprefix("model.")).of_model(width=width, bias=self.bias)
-            for key, width in self._widths().items()
-        }
 
     def in_words(self) -> str:
         """Describes depth, width and patches for the user."""
@@ -62,14 +55,10 @@ class MixerConfig(ImageModelSettings):
 
     def cut_sizes(self) -> CutSizes:
         """Sizes of both feed-forwards."""
-        sizes: CutSizes = []
         names = {TOKENS: "(model.image_size / model.patch_size)^2", CHANNELS: "model.hidden_size"}
-        for key, section in self.feed_forwards().items():
-            width = self._widths()[key]
-            if section.kind == "mumoe":  # its gate is split along its input
-                sizes.append({names[key]: width})
-            sizes += cut_sizes_of(key, section, width)
-        return sizes
+        widths, sections = self.feed_forward_widths(), self.feed_forwards()
+        gated = [key for key in names if sections[key].kind == "mumoe"]  # split along the input
+        return [*({names[key]: widths[key]} for key in gated), *self.feed_forward_cut_sizes()]
 
 
 class MixerBlock(nn.Module):

@@ -182,9 +182,8 @@ class Convolution(nn.Module):
 
     def initializers(self) -> dict[str, Initializer]:
         """Initializes like PyTorch: uniform, bounded by one over the square root of the inputs."""
-        bound = self.weight[0].numel() ** -0.5
-        convolution = {"weight": uniform(bound), "bias": uniform(bound)}
-        return convolution | {"scale": ONES, "shift": ZEROS}
+        start = uniform(self.weight[0].numel() ** -0.5)
+        return {"weight": start, "bias": start, "scale": ONES, "shift": ZEROS}
 
     def forward(self, x_BCHW: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Convolves.

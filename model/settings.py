@@ -1,8 +1,9 @@
 """The interface of all model configurations."""
 
 from abc import ABC
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self, TypeAlias
+from collections.abc import Mapping, Sequence
+from operator import attrgetter
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self, TypeAlias, TypeVar
 
 import torch
 from pydantic import Field, model_validator
@@ -17,6 +18,7 @@ CutSizes: TypeAlias = list[dict[str, int]]
 """Sizes by key: in each dictionary, one must be a multiple of the number of ranks."""
 FEED_FORWARD = "model.feed_forward"
 """The key of the feed-forward in a model with a single kind."""
+C = TypeVar("C", bound=Config)
 
 
 class ModelSettings(Config, ABC):
@@ -59,9 +61,16 @@ class ModelSettings(Config, ABC):
         """
         raise NotImplementedError(f"{type(self).__name__}.random_sample")
 
+    def feed_forward_widths(self) -> dict[str, int]:
+        """The widths of the inputs of the blocks' feed-forwards, by the keys of their sections."""
+        return {}
+
     def feed_forwards(self) -> dict[str, FeedForwardConfig]:
         """The feed-forwards of the blocks, with all defaults filled in, by key."""
-        return {}
+        return {
+            key: self._section(key).of_model(width=width, bias=self.has_bias())
+            for key, width in self.feed_forward_widths().items()
+        }
 
     def with_feed_forwards(self, sections: Mapping[str, FeedForwardConfig]) -> Self:
         """Returns the same model with other feed-forwards.
@@ -69,9 +78,10 @@ class ModelSettings(Config, ABC):
         Args:
             sections: Feed-forwards by key; the keys are those of `feed_forwards`.
         """
-        return self.model_copy(
-            update={key.removeprefix("model."): each for key, each in sections.items()}
-        )
+        config = self
+        for key, each in sections.items():
+            config = _replaced(config, key.split(".")[1:], each)
+        return config
 
     def has_bias(self) -> bool:
         """Whether linear layers and LayerNorms have a bias; True unless a key `bias` says so."""
@@ -102,27 +112,26 @@ class ModelSettings(Config, ABC):
         """Builds a norm of the residual stream, on the current default device."""
         return LayerNorm(self.hidden_size, eps=self.layer_norm_epsilon, bias=self.has_bias())
 
-    def check_feed_forward(
-        self, key: str, feed_forward: FeedForwardConfig, width: int, num_heads: int | None = None
-    ) -> None:
-        """Checks a feed-forward against this model.
-
-        Args:
-            key: The key of its section.
-            feed_forward: The section.
-            width: The width of its input.
-            num_heads: Number of attention heads; None without attention.
+    def check_feed_forwards(self) -> None:
+        """Checks the feed-forwards against this model.
 
         Raises:
-            ValueError: The section does not fit the model.
+            ValueError: A section does not fit the model.
         """
-        try:
-            feed_forward.check_model(
-                num_layers=self.num_layers, num_heads=num_heads, causal=self.causal
-            )
-            feed_forward.of_model(width=width, bias=self.has_bias())
-        except SectionError as error:
-            raise ValueError(error.within(key)) from None
+        num_heads = getattr(self, "num_heads", None)
+        for key, width in self.feed_forward_widths().items():
+            section = self._section(key)
+            try:
+                section.check_model(
+                    num_layers=self.num_layers, num_heads=num_heads, causal=self.causal
+                )
+                section.of_model(width=width, bias=self.has_bias())
+            except SectionError as error:
+                raise ValueError(error.within(key)) from None
+
+    def _section(self, key: str) -> FeedForwardConfig:
+        section: FeedForwardConfig = attrgetter(key.removeprefix("model."))(self)
+        return section
 
     def known_feed_forward(self) -> FeedForwardConfig:
         """The feed-forward of the blocks, filled in; if there are several, the first with experts.
@@ -167,6 +176,22 @@ class ModelSettings(Config, ABC):
         """The sizes that tensor parallelism splits; None if the model does not support it."""
         return None
 
+    def feed_forward_cut_sizes(self) -> CutSizes:
+        """The sizes that tensor parallelism splits in the feed-forwards, by full key."""
+        widths = self.feed_forward_widths()
+        return [
+            {f"{key}.{name}": size for name, size in choices.items()}
+            for key, each in self.feed_forwards().items()
+            for choices in each.cut_sizes(widths[key])
+        ]
+
+
+def _replaced(config: C, path: Sequence[str], section: Config) -> C:
+    """Returns a copy of a configuration with another section at a path of keys."""
+    name, *rest = path
+    value = _replaced(getattr(config, name), rest, section) if rest else section
+    return config.model_copy(update={name: value})
+
 
 class TransformerSettings(ModelSettings, ABC):
     """The base class of models whose blocks have attention and a feed-forward."""
@@ -196,7 +221,7 @@ class TransformerSettings(ModelSettings, ABC):
                 f"model.hidden_size: {self.hidden_size} is not a multiple of "
                 f"model.num_heads: {self.num_heads}; nearest multiple: {nearest}"
             )
-        self.check_feed_forward(FEED_FORWARD, self.feed_forward, self.hidden_size, self.num_heads)
+        self.check_feed_forwards()
         return self
 
     def check_length(self, length: int) -> None:
@@ -215,10 +240,9 @@ class TransformerSettings(ModelSettings, ABC):
         """Whether num_heads is free; by default it must divide hidden_size."""
         return False
 
-    def feed_forwards(self) -> dict[str, FeedForwardConfig]:
-        """The feed-forward, filled in, by its key."""
-        section = self.feed_forward.of_model(width=self.hidden_size, bias=self.has_bias())
-        return {FEED_FORWARD: section}
+    def feed_forward_widths(self) -> dict[str, int]:
+        """The width of the residual stream."""
+        return {FEED_FORWARD: self.hidden_size}
 
     def block_feed_forwards(self) -> list[FeedForwardConfig]:
         """The feed-forward of each block; blocks may differ."""
@@ -230,23 +254,5 @@ class TransformerSettings(ModelSettings, ABC):
         return [
             {"model.num_heads": self.num_heads},
             {"model.hidden_size": self.hidden_size},
-            *(
-                size
-                for key, each in self.feed_forwards().items()
-                for size in cut_sizes_of(key, each, self.hidden_size)
-            ),
+            *self.feed_forward_cut_sizes(),
         ]
-
-
-def cut_sizes_of(key: str, feed_forward: FeedForwardConfig, width: int) -> CutSizes:
-    """Returns the sizes that tensor parallelism splits in a feed-forward, by full key.
-
-    Args:
-        key: The key of its section.
-        feed_forward: The section, with all defaults filled in.
-        width: The width of its input.
-    """
-    return [
-        {f"{key}.{name}": n for name, n in choices.items()}
-        for choices in feed_forward.cut_sizes(width)
-    ]

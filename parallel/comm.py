@@ -2,7 +2,6 @@
 Polyad uses of megatron-core, and the interface that DeepSpeed expects of it.
 """
 
-import hashlib
 import os
 import signal
 import socket
@@ -22,6 +21,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 from torch.distributed import distributed_c10d
 
+from polyad.model.initialization import seeded_generator
 from polyad.parallel.config import Dims, LayoutError
 from polyad.parallel.host_memory import keep_freed_memory
 
@@ -352,8 +352,7 @@ def leave(status: int) -> NoReturn:
 
 def seed_random(seed: int, step: int, world: World) -> None:
     """Seeds dropout, differently for each group of ranks that sees different samples."""
-    digest = hashlib.sha256(f"{seed}/{step}/{world.data_parallel_rank}".encode()).digest()
-    torch.manual_seed(int.from_bytes(digest[:4], "big"))
+    torch.manual_seed(seeded_generator(seed, f"{step}/{world.data_parallel_rank}").initial_seed())
 
 
 def rank() -> int:

@@ -34,7 +34,7 @@ from polyad.model.feedforward import DenseFeedForward
 from polyad.model.heads import MaskedLanguageHead, VocabularyHead
 from polyad.model.kernels.linear_cross_entropy import VocabularyPart
 from polyad.model.layers import Region, embed, same
-from polyad.model.lora import AdapterRegions, FactorLowRank, LowRank
+from polyad.model.lora import Adapter, AdapterRegions, FactorLowRank, LowRank
 from polyad.model.mumoe.factorizations import Factorized, FactorRegions
 from polyad.model.mumoe.gating import GateRegions
 from polyad.model.mumoe.layer import MuMoE
@@ -267,12 +267,10 @@ def _cut_beside_linear(layer: nn.Module, tokens: Tokens | None) -> None:
     # If tokens are split, the replicated matrix is only applied to this rank's tokens.
     summed = regions.tensor_group().sum_gradient
     of_whole = same if tokens is None else summed
-    if placement.axes[0].size < placement.axes[0].whole:  # split by output
-        cut(adapter, "B", _beside_front(placement, 1, len(adapter.A)))
+    if _cut_beside(adapter, placement, 1, "B", "A"):  # split by output
         narrow: Region = regions.copy if tokens is None else tokens.gather
         adapter.regions = AdapterRegions(A=of_whole, narrow=narrow)
     else:
-        cut(adapter, "A", _beside_back(placement, 1, len(adapter.A)))
         narrow = regions.sum_parts if tokens is None else tokens.sum_and_scatter
         # Each rank computes only its columns of the merged weight.
         adapter.regions = AdapterRegions(B=of_whole, narrow=narrow, merged_B=summed)
@@ -297,23 +295,29 @@ def _cut_beside_experts(experts: Experts, world: comm.World) -> None:
 def _cut_beside_factor(layer: Factorized, adapter: FactorLowRank) -> None:
     placement = placement_of(layer.get_parameter(adapter.adapts))
     summed = regions.tensor_group().sum_gradient
-    number = next(number for number, axis in enumerate(placement.axes) if axis.size != axis.whole)
-    if number < adapter.modes:
-        cut(adapter, "A", _beside_front(placement, adapter.modes, len(adapter.B)))
+    if _cut_beside(adapter, placement, adapter.modes, "A", "B"):
         adapter.regions = AdapterRegions(B=summed)
     else:
-        cut(adapter, "B", _beside_back(placement, adapter.modes, len(adapter.B)))
         adapter.regions = AdapterRegions(A=summed)
 
 
-def _beside_front(placement: Placement, modes: int, rank: int) -> Placement:
-    """Returns the placement of a matrix with the first modes of a split parameter, and the rank."""
-    return Placement((*placement.axes[:modes], Axis.uncut(rank)), replicated=False)
+def _cut_beside(adapter: Adapter, placement: Placement, modes: int, front: str, back: str) -> bool:
+    """Splits the matrix of an adapter that has the split mode of a parameter.
 
+    Args:
+        adapter: The adapter.
+        placement: That of the parameter.
+        modes: How many of its first modes the matrix `front` has; `back` has the rank, and the
+            other modes.
 
-def _beside_back(placement: Placement, modes: int, rank: int) -> Placement:
-    """Returns the placement of a matrix with the rank, and the later modes of a split parameter."""
-    return Placement((Axis.uncut(rank), *placement.axes[modes:]), replicated=False)
+    Returns:
+        Whether it is `front`.
+    """
+    rank = Axis.uncut(len(adapter.get_parameter(back)))
+    is_front = any(axis.size != axis.whole for axis in placement.axes[:modes])
+    axes = (*placement.axes[:modes], rank) if is_front else (rank, *placement.axes[modes:])
+    cut(adapter, front if is_front else back, Placement(axes, replicated=False))
+    return is_front
 
 
 # Embedding and output head with a vocabulary that is split over ranks, or padded on one.

@@ -210,6 +210,8 @@ class Engine:
         left_out: frozenset[str] = frozenset(),
     ) -> None:
         deepspeed = import_deepspeed()
+        self.module, self.optimizer = module, optimizer
+        """What was passed in; DeepSpeed may have replaced tensors in the optimizer's groups."""
         self.left_out = left_out
         self.frozen: list[Fragment] = []
         """Frozen weights that this rank writes to checkpoints: exact, fp32."""
@@ -236,6 +238,7 @@ class Engine:
                     model=module, optimizer=optimizer, config=config, mpu=mpu
                 )
         assert self.deepspeed.basic_optimizer is optimizer
+        assert self.deepspeed.module is module
         if self.stage == 3:
             # Experts are split over tensor-parallel ranks, too: their norms are summed like those
             # of all split parameters.
@@ -266,16 +269,6 @@ class Engine:
         self._average_decay = average_decay
         averaged = () if average_decay is None else (EMA,)
         self.state_fields = (*state_fields(self.optimizer), *averaged)
-
-    @property
-    def module(self) -> nn.Module:
-        """The model that was passed in."""
-        return self.deepspeed.module
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer that was passed in; DeepSpeed may have replaced tensors in its groups."""
-        return self.deepspeed.basic_optimizer
 
     def __call__(self, *inputs: torch.Tensor, **named: torch.Tensor) -> ModelOutput:
         """Runs the model's forward pass on this rank's micro-batch."""

@@ -2,7 +2,7 @@
 (tanh), down; optionally with a gate layer), and summed for each token.
 
 The reference computes one expert after the other. Faster are one operation over all of them on a
-CPU with GELU (`cpu/experts.py`), and torch's grouped products everywhere else. On GPUs below
+CPU with GELU (`cpu_experts.py`), and torch's grouped products everywhere else. On GPUs below
 compute capability 9.0, and in fp32, these wait for the counts.
 
 Autograd's gradient of an index adds rows atomically, on a GPU in any order, and in bf16 with a
@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import gelu, grouped_mm
 
 from polyad.model.kernels import switch
-from polyad.model.kernels.cpu.experts import experts_on_cpu, has_gelu
+from polyad.model.kernels.cpu_experts import experts_on_cpu, has_gelu
 
 Drop: TypeAlias = Callable[[Tensor], Tensor]
 """An elementwise function of inner units, such as dropout."""

@@ -21,6 +21,7 @@ from torch.nn.functional import dropout, layer_norm, linear
 
 from polyad.model.initialization import ONES, ZEROS, Initializer, normal
 from polyad.model.layers import Region, same
+from polyad.model.mumoe.config import FactorizedExperts
 from polyad.model.output import NO_TENSORS
 
 EPSILON = 1e-5
@@ -232,10 +233,8 @@ class Gate(nn.Module):
     With zero weights, every expert has the coefficient 1 / N for all tokens.
 
     Args:
-        num_experts: N of each level.
+        config: What a layer says of its experts and gate.
         width: D.
-        activation: A name of `ACTIVATIONS`.
-        norm: A name of `NORMS`.
         epsilon: Epsilon added to the variance of the scores in the norm.
         std: Standard deviation of the initial weights; zero in the authors' code.
         dropout: Probability that a coefficient is dropped in training.
@@ -243,19 +242,17 @@ class Gate(nn.Module):
 
     def __init__(
         self,
-        num_experts: Sequence[int],
+        config: FactorizedExperts,
         width: int,
-        activation: str,
-        norm: str,
         *,
         epsilon: float = EPSILON,
         std: float = 0.0,
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(sum(num_experts), width))
-        self.norm = NORMS[norm](num_experts, epsilon)
-        self.activation = ACTIVATIONS[activation]
+        self.weight = nn.Parameter(torch.empty(sum(config.num_experts), width))
+        self.norm = NORMS[config.gate_norm](config.num_experts, epsilon)
+        self.activation = ACTIVATIONS[config.gate]
         self.std, self.dropout = std, dropout
         self.regions = GateRegions()
 

@@ -50,10 +50,8 @@ class MuMoE(FeedForward, StatisticsModule):
         width = context.hidden_size
         self.config = config = config.of_model(width=width, bias=context.bias)
         self.gate = Gate(
-            config.num_experts,
+            config,
             width,
-            config.gate,
-            config.gate_norm,
             epsilon=config.gate_norm_epsilon,
             std=config.gate_std,
             dropout=config.expert_dropout,
@@ -144,7 +142,7 @@ class MuMoEHead(StatisticsModule):
     def __init__(self, config: MuMoEHeadConfig, width: int, classes: int) -> None:
         super().__init__()
         self.config = config = config.of_model(width, classes)
-        self.gate = Gate(config.num_experts, width, config.gate, config.gate_norm)
+        self.gate = Gate(config, width)
         self.layer = config.factorized(config.sizes(width, classes))
 
     def forward(self, z_BD: Tensor) -> tuple[Tensor, RoutingStats]:
@@ -160,10 +158,6 @@ class MuMoEHead(StatisticsModule):
         logits_BK: Tensor = self.layer(z_BD, self.gate.mixing_weights(output, z_BD.dtype))
         stats = gate_statistics(output, measures=self.measures)._replace(name="head")
         return logits_BK, self.with_samples(stats, output.coefficients, z_BD.unsqueeze(1))
-
-    def gate_columns(self) -> list[Tensor]:
-        """Returns the gate's columns for each level, [N, D]."""
-        return list(self.gate.weight.split_with_sizes(list(self.config.num_experts)))
 
     def update(self, stats: RoutingStats, progress: float) -> None:
         """Prepares the next optimizer step; called once after each.

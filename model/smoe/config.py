@@ -99,27 +99,22 @@ class SelectingConfig(FeedForwardSettings, ABC):
     def dense(self) -> DenseFeedForwardConfig:
         """Returns the feed-forward of the blocks without experts."""
 
-    def check_keys(self, top_key: str, *needs: tuple[str, object, str, bool]) -> None:
+    def check_keys(self, top_key: str, *needs: tuple[str, str, bool]) -> None:
         """Checks the keys against one another.
 
         Args:
             top_key: The key that sets the number of experts per token.
-            needs: For each key that another value may make ineffective: its default, the value that
-                any other one needs, and whether it is there.
+            needs: For each key that another value may make ineffective: the value that any but its
+                default needs, and whether it is there.
 
         Raises:
             SectionError: A token uses more experts than there are, or a key is ineffective.
         """
         at_most(top_key, self.known_final_top_k(), "@num_experts", self.num_experts)
-        capacity = (
-            "evaluation_capacity_factor",
-            None,
-            "@capacity_factor",
-            bool(self.capacity_factor),
-        )
-        for key, default, needed, is_there in (capacity, *needs):
-            if (value := getattr(self, key)) != default and not is_there:
-                raise SectionError(f"@{key}: {str(value).lower()} needs {needed}")
+        capacity = ("evaluation_capacity_factor", "@capacity_factor", bool(self.capacity_factor))
+        for key, needed, is_there in (capacity, *needs):
+            if not is_there and self.changed(key):
+                raise SectionError(f"@{key}: {str(getattr(self, key)).lower()} needs {needed}")
 
     def check_model(self, *, num_layers: int, num_heads: int | None, causal: bool) -> None:
         """See `FeedForwardSettings.check_model`: the model has the listed blocks, some block has
@@ -299,20 +294,20 @@ class SparseMoEConfig(SelectingConfig):
         is_pooled, (least, most) = self.pool != "none", self.pool_bounds()
         self.check_keys(
             "top_k" if self.final_top_k is None else "final_top_k",
-            ("attention_head", LOWEST_ENTROPY, "@graph: attention", by_attention),
-            ("head_mean", True, "@graph: attention", by_attention),
-            ("router_dtype", "fp32", "@score: linear", self.score != "cosine"),
-            ("shared_gate", False, "@shared_hidden_size", self.shared_hidden_size is not None),
-            ("swiglu_alpha", 1.702, "@activation: clamped_swiglu", clamped),
-            ("swiglu_limit", 7.0, "@activation: clamped_swiglu", clamped),
-            ("pool_least", None, "@pool", is_pooled),
-            ("pool_most", None, "@pool", is_pooled),
+            ("attention_head", "@graph: attention", by_attention),
+            ("head_mean", "@graph: attention", by_attention),
+            ("router_dtype", "@score: linear", self.score != "cosine"),
+            ("shared_gate", "@shared_hidden_size", self.shared_hidden_size is not None),
+            ("swiglu_alpha", "@activation: clamped_swiglu", clamped),
+            ("swiglu_limit", "@activation: clamped_swiglu", clamped),
+            ("pool_least", "@pool", is_pooled),
+            ("pool_most", "@pool", is_pooled),
             # A pool is chosen by means of probabilities.
-            ("pool", "none", "@score_function: softmax", self.score_function == "softmax"),
+            ("pool", "@score_function: softmax", self.score_function == "softmax"),
             # The best groups may have fewer experts of a pool than a token uses.
-            ("pool", "none", "@num_groups: 1", self.num_groups == 1),
+            ("pool", "@num_groups: 1", self.num_groups == 1),
             # The load that noise makes likely would be that without a pool.
-            ("pool", "none", "@router_noise: 0", self.router_noise == 0),
+            ("pool", "@router_noise: 0", self.router_noise == 0),
         )
         if last < self.top_k:
             raise SectionError(

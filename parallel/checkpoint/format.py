@@ -186,11 +186,6 @@ class Contents:
     """The text, not parsed: `train` and `model` know its keys."""
 
     @property
-    def is_judged(self) -> bool:
-        """Whether no validation of its weights was interrupted; such weights may not be finite."""
-        return self.state.unfinished is None
-
-    @property
     def total_bytes(self) -> int:
         """Total size in bytes of all files except the manifest itself."""
         return sum(record.bytes for record in self.files.values())

@@ -121,8 +121,9 @@ def _step(path: Path) -> int:
 
 
 def _is_good(path: Path) -> bool:
+    """Whether it opens and no validation of its weights was cut off: others may not be finite."""
     try:
-        return read_contents(path).is_judged
+        return read_contents(path).state.unfinished is None
     except CheckpointError:
         return False
 

@@ -132,7 +132,7 @@ RULES = (
     Rule(_BLOCKS, "train.cuda_graph", (False,), _FROZEN),
     Rule(_BLOCKS, "parallel.sequence_parallel", (False,), _FROZEN),
     Rule(_GRAPH, "model.kind", ("gpt2", "vit"), "other blocks take more than tokens"),
-    Rule(_GRAPH, KINDS,  # see model/cuda_graph.py
+    Rule(_GRAPH, KINDS,  # see model/block.py
          lambda c: {each.kind for each in c.model.feed_forwards().values()} <= {"dense", "mumoe"},
          "products of experts may wait for their sizes"),
     Rule(_GRAPH, "adapt.lora", (None,), "frozen embeddings have nothing to differentiate"),

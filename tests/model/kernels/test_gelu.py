@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from polyad.model.kernels.cpu.experts import has_gelu, native_gelu
+from polyad.model.kernels.cpu_experts import has_gelu, native_gelu
 
 pytestmark = pytest.mark.skipif(
     not has_gelu(torch.float32), reason="no C compiler was there when Polyad was installed"

@@ -16,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from polyad.model.kernels import grouped, switch
-from polyad.model.kernels.cpu.experts import experts_on_cpu
+from polyad.model.kernels.cpu_experts import experts_on_cpu
 from polyad.model.kernels.grouped import ExpertWeights
 from polyad.model.lora import LoRAConfig, add_lora
 from polyad.model.smoe.experts import Experts

@@ -4,6 +4,7 @@ import entmax
 import pytest
 import torch
 
+from polyad.model.mumoe.config import MuMoEConfig
 from polyad.model.mumoe.gating import ACTIVATIONS, EPSILON, BatchNorm, Gate, entmax15
 from tests.helpers.random_model import drawn
 
@@ -104,7 +105,8 @@ def test_statistics_of_two_micro_batches_are_those_of_both_together():
 
 
 def make_gate(norm="layer", activation="entmax15"):
-    return drawn(lambda: Gate((8, 3), 5, activation, norm), 2)
+    config = MuMoEConfig(num_experts=(8, 3), gate=activation, gate_norm=norm)
+    return drawn(lambda: Gate(config, 5), 2)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)

@@ -8,8 +8,8 @@ from contextlib import contextmanager, nullcontext
 import pytest
 import torch
 
+from polyad.model.kernels import cpu_experts as on_cpu
 from polyad.model.kernels import grouped as kernels
-from polyad.model.kernels.cpu import experts as on_cpu
 from polyad.model.smoe.experts import Experts
 from tests.helpers.allocated import saved_bytes
 from tests.helpers.definitions import by_definition, by_products

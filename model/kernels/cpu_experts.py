@@ -4,10 +4,10 @@ On a CPU the counts can be read at no cost, and a small expert's activations sta
 between its products. For the backward pass only the inner rows before bias and activation are
 saved, half of what a dense MLP saves. A compiler cannot follow the loop.
 
-PyTorch's own GELU takes as long as the products of a small expert. `gelu.c`, the tanh approximation
-and its derivative in one pass over the inner rows of an expert, is compiled when Polyad is
-installed; without a compiler, and in other precisions, `has_gelu` is false and experts are computed
-as on a GPU.
+PyTorch's own GELU takes as long as the products of a small expert. `cpu/gelu.c`, the tanh
+approximation and its derivative in one pass over the inner rows of an expert, is compiled when
+Polyad is installed; without a compiler, and in other precisions, `has_gelu` is false and experts
+are computed as on a GPU.
 
 Shapes: M rows, E experts, D width, F inner width; m rows of one expert.
 """
