@@ -26,7 +26,7 @@ from typing import NoReturn
 
 from polyad.launch.command import Command, UsageError, nearest
 from polyad.launch.commands import COMMANDS, GROUPS
-from polyad.launch.commands.experts import measure_of_plugin
+from polyad.launch.commands.held_out import measure_of_plugin
 from polyad.launch.processes import ignore_further_signals, is_main, rank_of_process
 from polyad.train.errors import (
     OUTPUT_ERRORS,
