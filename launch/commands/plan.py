@@ -67,7 +67,7 @@ def plan(
         if layout is not None:
             plans = [(settings, footprint(settings, validate(settings, processes)))]
         else:
-            plans = [(each, takes) for each, _, takes in layouts(settings, processes)]
+            plans = list(layouts(settings, processes))
         if not plans:
             raise ConfigError(
                 f"train.global_batch_size: {settings.train.global_batch_size} in micro-batches of "
