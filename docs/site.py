@@ -21,8 +21,8 @@ from typing import Any
 import polyad
 from polyad.launch.cli import run
 from polyad.launch.commands import COMMANDS, GROUPS
-from polyad.train.config.reference import Section, sections
 from polyad.train.config.run import RunConfig
+from polyad.train.config.text import Section, sections
 from polyad.train.study import StudyConfig
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -26,7 +26,7 @@ from typing import NoReturn
 
 from polyad.launch.command import Command, UsageError, nearest
 from polyad.launch.commands import COMMANDS, GROUPS
-from polyad.launch.commands.experts import measure_of_plugin
+from polyad.launch.commands.held_out import measure_of_plugin
 from polyad.launch.processes import ignore_further_signals, is_main, rank_of_process
 from polyad.train.errors import (
     OUTPUT_ERRORS,
@@ -132,16 +132,9 @@ def load_plugins() -> None:
 
 
 def _group_overview(name: str, group: Sequence[str]) -> str:
-    rows = aligned([(each, COMMANDS[each].summary) for each in group], "<")
-    return "\n".join(
-        [
-            f"usage: polyad {name} COMMAND ...",
-            "",
-            *(f"  {row}" for row in rows),
-            "",
-            f"`polyad help {group[0]}` explains the first, and the same the others.",
-        ]
-    )
+    rows = aligned([(f"  {each}", COMMANDS[each].summary) for each in group], "<")
+    last = f"`polyad help {group[0]}` explains the first, and the same the others."
+    return "\n".join([f"usage: polyad {name} COMMAND ...", "", *rows, "", last])
 
 
 def _overview() -> str:

@@ -5,9 +5,8 @@ import os
 import socket
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, NotRequired, TypedDict
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from polyad.data.files import temporary_folder
 from polyad.parallel.comm import comparison
@@ -35,35 +34,12 @@ class Link(NamedTuple):
     """Rank of the other end."""
     bytes_per_second: float
 
-    def to_json(self) -> list[float]:
-        """Returns the three numbers, as `polyad doctor --json` writes a link."""
-        return [*self]
 
-
-class SharedFolder(TypedDict, total=False):
-    """Behavior of the run's file system between hosts."""
-
-    error: str
-    """Why rank 0 cannot write there; nothing else is tested then."""
-    seen: bool
-    """Whether this process can read what rank 0 has written."""
-    seconds: float | None
-    """Seconds until it could."""
-
-
-class Facts(TypedDict):
-    """Facts about one process; should be equal on all hosts, except names and numbers."""
-
-    host: str
-    node: int
-    local_rank: int
-    device: str
-    agreed: dict[str, str]
-    """Facts that must be the same everywhere."""
-    data_error: str | None
-    """Why data cannot be read."""
-    folder: NotRequired[SharedFolder]
-    """The run's folder, if given."""
+Facts = dict[str, Any]
+"""JSON values about one process: `host`, `node`, `local_rank`, `device`; `agreed`, facts that must
+be the same everywhere; `data_error`, why data cannot be read, or None; and of a run its `folder`:
+whether this process has `seen` what rank 0 has written there and after how many `seconds`, or the
+`error` for which rank 0 cannot write there."""
 
 
 class Finding(NamedTuple):
@@ -74,20 +50,7 @@ class Finding(NamedTuple):
     text: str
 
 
-@dataclass(frozen=True)
-class Found:
-    """Facts about all hosts, and the findings."""
-
-    processes: int
-    seconds: float
-    ranks: list[Facts]
-    links: list[Link]
-    """Between the first processes of hosts, or on one host between its processes."""
-    errors: list[str]
-    warnings: list[str]
-
-
-def examine(config: Path | None, overrides: Sequence[str]) -> Found | None:
+def examine(config: Path | None, overrides: Sequence[str]) -> dict[str, Any] | None:
     """Examines all hosts of this group of processes; all call this.
 
     Args:
@@ -95,7 +58,9 @@ def examine(config: Path | None, overrides: Sequence[str]) -> Found | None:
         overrides: `key=value`.
 
     Returns:
-        The result on rank 0; None on other ranks.
+        On rank 0 JSON values: the number of `processes`, the `seconds` that it took, the facts of
+        all `ranks`, the measured `links` between the first processes of hosts, or on one host
+        between its processes, and lines of `errors` and `warnings`. None on other ranks.
 
     Raises:
         ValueError: with an `exit_status` of 2: the configuration is wrong.
@@ -112,14 +77,14 @@ def examine(config: Path | None, overrides: Sequence[str]) -> Found | None:
     if not world.is_main:
         return None
     problems = list(findings(facts, links))
-    return Found(
-        processes=world.size,
-        seconds=time.monotonic() - begun,
-        ranks=facts,
-        links=links,
-        errors=[each.text for each in problems if each.breaks],
-        warnings=[each.text for each in problems if not each.breaks],
-    )
+    return {
+        "processes": world.size,
+        "seconds": time.monotonic() - begun,
+        "ranks": facts,
+        "links": [[*link] for link in links],
+        "errors": [each.text for each in problems if each.breaks],
+        "warnings": [each.text for each in problems if not each.breaks],
+    }
 
 
 def _facts_of(config: "RunConfig | None", world: "World") -> Facts:
@@ -134,7 +99,7 @@ def _facts_of(config: "RunConfig | None", world: "World") -> Facts:
     except (ValueError, OSError) as error:
         agreed, data_error = agreed_facts(config, None), one_line(error)
     device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu"
-    facts: Facts = {
+    facts = {
         "host": socket.gethostname(),
         "node": int(os.environ.get("GROUP_RANK", "0")),
         "local_rank": world.local_rank,
@@ -160,7 +125,7 @@ def _named_apart(facts: Sequence[Facts]) -> list[Facts]:
     ]
 
 
-def _shared_folder(run_folder: str, world: "World") -> SharedFolder:
+def _shared_folder(run_folder: str, world: "World") -> Facts:
     """Tests whether hosts see a file of rank 0 beside a run's folder; all processes call this."""
     from polyad.parallel import comm
     from polyad.train.guard.run_folder import seen_in_time
@@ -245,7 +210,7 @@ def findings(facts: Sequence[Facts], links: Sequence[Link]) -> Iterator[Finding]
 
     Args:
         facts: facts of each rank.
-        links: see `Found`.
+        links: see `examine`.
     """
     # If data cannot be read, which is a separate finding, its contents are unknown.
     good: dict[str, str] = next((each["agreed"] for each in facts if not each["data_error"]), {})
@@ -269,22 +234,16 @@ def _hosts(ranks: Sequence[int], facts: Sequence[Facts]) -> str:
     return ", ".join(names[:5]) + rest
 
 
-def _of_folder(facts: Sequence[Facts]) -> list[Finding]:
-    folders = [each["folder"] for each in facts if "folder" in each]
-    if len(folders) < len(facts):  # no run was given
-        return []
-    if error := folders[0].get("error"):
-        return [Finding(True, error)]
-    blind = [rank for rank, each in enumerate(folders) if not each["seen"]]
-    if not blind:
-        return []
-    return [
-        Finding(
+def _of_folder(facts: Sequence[Facts]) -> Iterator[Finding]:
+    folders = [each["folder"] for each in facts if "folder" in each]  # none without a run
+    if folders and (error := folders[0].get("error")):
+        yield Finding(True, error)
+    elif blind := [rank for rank, each in enumerate(folders) if not each["seen"]]:
+        yield Finding(
             True,
             f"run.folder: {_hosts(blind, facts)} cannot see what {facts[0]['host']} writes next to "
             f"it: all hosts need a shared file system",
         )
-    ]
 
 
 def _slow_links(facts: Sequence[Facts], links: Sequence[Link]) -> list[Finding]:
@@ -313,32 +272,32 @@ def _place(facts: Sequence[Facts], rank: int) -> str:
     return f"process {facts[rank]['local_rank']} of {host}" if one_host else host
 
 
-def table(result: Found) -> str:
+def table(result: dict[str, Any]) -> str:
     """Formats the result."""
     by_host: dict[str, list[Facts]] = {}
-    for each in result.ranks:
+    for each in result["ranks"]:
         by_host.setdefault(each["host"], []).append(each)
     rows = [("host", "processes", "device")]
     rows += [(host, f"{len(of)}", of[0]["device"]) for host, of in by_host.items()]
     lines = aligned(rows)
-    if speeds := [link.bytes_per_second for link in result.links]:
+    if speeds := [speed for *_, speed in result["links"]]:
         what = "hosts" if len(by_host) > 1 else "processes"
         span = f"{in_bytes(min(speeds))}/s to {in_bytes(max(speeds))}/s"
         lines.append(f"{len(speeds)} links between {what}: {span}")
-    lines += [f"error: {text}" for text in result.errors]
-    lines += [f"warning: {text}" for text in result.warnings]
-    if not result.errors:
-        lines.append(f"no problems found ({result.seconds:.0f} s)")
+    lines += [f"error: {text}" for text in result["errors"]]
+    lines += [f"warning: {text}" for text in result["warnings"]]
+    if not result["errors"]:
+        lines.append(f"no problems found ({result['seconds']:.0f} s)")
     return "\n".join(lines)
 
 
-def check(result: Found) -> None:
+def check(result: dict[str, Any]) -> None:
     """Ends the command with status 1 if something would break a run.
 
     Raises:
         RunError: with the number of problems.
     """
-    if result.errors:
-        others = len(result.errors) - 1
+    if result["errors"]:
+        others = len(result["errors"]) - 1
         more = f", and {others} more" if others else ""
-        raise RunError(f"a run would fail or be slow here: {result.errors[0]}{more}")
+        raise RunError(f"a run would fail or be slow here: {result['errors'][0]}{more}")

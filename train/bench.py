@@ -159,7 +159,8 @@ def force_equal_loads(model: nn.Module) -> None:
     selecting = [module for module in model.modules() if isinstance(module, SelectingMoE)]
     if not selecting:
         raise ConfigError(
-            "loads of experts cannot be forced to be equal: no layer of the model selects experts"
+            "--forced-balance: loads cannot be forced to be equal: no layer of the model selects "
+            "experts"
         )
     for module in selecting:
         selection = module.router.selection

@@ -225,7 +225,7 @@ def _teacher(config: RunConfig) -> Teacher | BlockTeacher | None:
     return BlockTeacher(layers, loss)
 
 
-def layouts(config: RunConfig, processes: int) -> Iterator[tuple[RunConfig, Dims, Footprint]]:
+def layouts(config: RunConfig, processes: int) -> Iterator[tuple[RunConfig, Footprint]]:
     """Yields every valid layout of a run on a number of processes, and what it takes.
 
     The global batch, the micro-batch and the other keys are those of the configuration.
@@ -248,8 +248,7 @@ def layouts(config: RunConfig, processes: int) -> Iterator[tuple[RunConfig, Dims
                 valid[stage] = other
         if valid:
             planned = footprints(next(iter(valid.values())), dims, [*valid])
-            for other, each in zip(valid.values(), planned, strict=True):
-                yield other, dims, each
+            yield from zip(valid.values(), planned, strict=True)
 
 
 def flops_per_step(config: RunConfig) -> int:

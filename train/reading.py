@@ -36,9 +36,8 @@ from polyad.train.config.run import (
 )
 from polyad.train.errors import ConfigError
 from polyad.train.exchange.convert import config_for_model
-from polyad.train.experts.information import Summed
+from polyad.train.experts.information import Moments, Summed
 from polyad.train.experts.interventions import Intervention, intervened, layers_by_block
-from polyad.train.experts.moments import Moments
 from polyad.train.experts.probing import Decision, RoutedLayer, deciding
 from polyad.train.guard.stopping import explain_out_of_memory
 from polyad.train.loop.profiling import allow_tf32

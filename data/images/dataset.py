@@ -78,9 +78,7 @@ class ImageData:
         train = self._splits["train"]
         if settings.held_out is not None or not {"validation", TEST} <= self._splits.keys():
             self._hold_out(HELD_OUT if settings.held_out is None else settings.held_out)
-        check_leave_out(
-            settings.leave_out, self.domain_names, self.place, "a folder with data.domains: true"
-        )
+        check_leave_out(settings.leave_out, self.domain_names, self.place)
         self.left_out = [name for name in self.domain_names if name in (settings.leave_out or ())]
         if self.left_out:
             self._leave_out(train)
@@ -216,16 +214,13 @@ class ImageData:
         self._splits = splits | {TEST: test}
 
 
-def check_leave_out(
-    leave_out: Sequence[str] | None, domains: Sequence[str], place: str, made_by: str
-) -> None:
+def check_leave_out(leave_out: Sequence[str] | None, domains: Sequence[str], place: str) -> None:
     """Checks that the domains to leave out exist, and are not all of the domains.
 
     Args:
         leave_out: As `data.leave_out`.
         domains: The domains of the data; empty if it has none.
         place: Name of the data, for errors.
-        made_by: What gives this kind of data its domains, for errors.
 
     Raises:
         DataError: One does not exist, or none would be left.
@@ -235,7 +230,7 @@ def check_leave_out(
     if not domains:
         raise DataError(
             f"data.leave_out: {listed(leave_out)} is not allowed: {place} has no domains; set it "
-            f"to null, or use {made_by}"
+            "to null, or use a folder with data.domains: true"
         )
     for name in leave_out:
         if name not in domains:

@@ -27,9 +27,8 @@ from polyad.data.text.manifest import (
     digests_of,
 )
 from polyad.data.text.sources import EMPTY, UNREADABLE, Document, Source, open_splits
-from polyad.data.text.tokenizers.files import chat_renderer, load_tokenizer
+from polyad.data.text.tokenizers.files import chat_renderer, load_tokenizer, trainer_of
 from polyad.data.text.tokenizers.tokenizer import END_OF_TEXT
-from polyad.data.text.tokenizers.training import trainer_of
 from polyad.data.text.writer import SplitWriter, cut_between_words, write_documents
 
 MOST_SLACK = 4096

@@ -191,13 +191,12 @@ def _encoded_batches(
         try:
             return tokenizer.encode_batch([piece.text for piece in pieces])
         except DataError:
-            return [encode_alone(piece) for piece in pieces]
-
-    def encode_alone(piece: _Piece) -> list[int]:
-        try:
-            return tokenizer.encode(piece.text)
-        except DataError as error:
-            raise DataError(f"{piece.document.name}: {error}") from None
+            for piece in pieces:  # the first that cannot be encoded alone
+                try:
+                    tokenizer.encode(piece.text)
+                except DataError as error:
+                    raise DataError(f"{piece.document.name}: {error}") from None
+            raise
 
     with ThreadPoolExecutor(1, thread_name_prefix="encode") as thread:
         waiting = None

@@ -6,7 +6,7 @@ See `launch/command.py`. Nothing heavy is imported before one runs.
 from typing import Any
 
 from polyad.launch.command import Command
-from polyad.launch.commands import bench, data, evaluate, experts, plan, runs, weights
+from polyad.launch.commands import bench, data, held_out, plan, runs, weights
 
 GROUPS: dict[str, tuple[Any, ...]] = {  # a decorated class keeps its type for mypy
     "data": (data.Prepare, data.data_verify),
@@ -22,25 +22,25 @@ GROUPS: dict[str, tuple[Any, ...]] = {  # a decorated class keeps its type for m
     ),
     "training": (runs.Launch, runs.train, runs.study),
     "a trained model": (
-        evaluate.Evaluate,
+        held_out.Evaluate,
         weights.generate,
         weights.predict,
-        evaluate.report,
-        evaluate.Robustness,
-        evaluate.Compare,
+        held_out.report,
+        held_out.Robustness,
+        held_out.Compare,
         weights.convert,
         weights.inspect,
         data.checkpoint_list,
         data.checkpoint_verify,
     ),
     "its experts": (
-        experts.Specialize,
-        experts.Atlas,
-        experts.SteerExperts,
-        experts.Rewrite,
-        experts.Trace,
-        experts.Prune,
-        experts.Splice,
+        held_out.Specialize,
+        held_out.Atlas,
+        held_out.SteerExperts,
+        held_out.Rewrite,
+        held_out.Trace,
+        held_out.Prune,
+        held_out.Splice,
     ),
 }
 """The commands in the order in which a user needs them, by the titles of `polyad --help`."""

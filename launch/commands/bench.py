@@ -52,7 +52,9 @@ def bench(
     """
     from polyad.launch.agent import become_processes
     from polyad.launch.commands.plan import configuration
+    from polyad.model.build import build_model
     from polyad.parallel.comm import environment_world_size
+    from polyad.train.bench import force_equal_loads
     from polyad.train.errors import ConfigError
 
     check_json_path(json)
@@ -64,7 +66,7 @@ def bench(
     number = processes or started
     settings = configuration(config, overrides, number)
     if forced_balance:
-        _check_experts(settings)
+        force_equal_loads(build_model(settings.model))
     if number > started:
         become_processes(number)
     end_with_launcher()
@@ -74,22 +76,6 @@ def bench(
         result = _measured(settings, config, overrides, steps, ways, balanced=forced_balance)
         if result is not None:
             show(result, _table(result))
-
-
-def _check_experts(config: "RunConfig") -> None:
-    """Checks that loads of experts can be forced.
-
-    Raises:
-        ConfigError: the model selects none.
-    """
-    from polyad.model.build import build_model
-    from polyad.train.bench import force_equal_loads
-    from polyad.train.errors import ConfigError
-
-    try:
-        force_equal_loads(build_model(config.model))
-    except ConfigError as error:
-        raise ConfigError(f"--forced-balance: {error}") from None
 
 
 def _measured(
@@ -108,7 +94,6 @@ def _measured(
     from polyad.parallel import comm
     from polyad.train.bench import BEFORE, time_steps
     from polyad.train.config.environment import agreed_facts
-    from polyad.train.config.rules import validate
     from polyad.train.tasks.registry import TASKS
 
     degrees, train = config.parallel, config.train
@@ -119,7 +104,6 @@ def _measured(
         agreed_facts(config, None),
     )
     on_gpu = world.device.type == "cuda"
-    dims = validate(config, world.size)
     times = {
         "compiled" if compiled else "eager": time_steps(
             config, world, steps, compiled=compiled, balanced=balanced
@@ -136,7 +120,7 @@ def _measured(
         "parameters": count_parameters(build_model(config.model)),
         "precision": train.precision,
         "processes": world.size,
-        "data_parallel_size": dims.data_parallel_size,
+        "data_parallel_size": world.data_parallel_size,
         "tensor_parallel_size": degrees.tensor_parallel_size,
         "expert_parallel_size": degrees.expert_parallel_size,
         "zero_stage": degrees.zero_stage,
@@ -170,17 +154,11 @@ def _table(result: dict[str, Any]) -> str:
             "expert loads are forced to be equal, so this does not measure the router's own balance"
         )
     columns = ("s per step", f"{result['unit']}s/s", "peak memory", "MFU")
-    rows: list[tuple[str, ...]] = [("", *columns)]
+    rows = [["", *columns]]
     for way, row in result["times"].items():
-        rows.append(
-            (
-                way,
-                f"{row['seconds']:.4f}",
-                f"{row['units_per_second']:,.0f}",
-                in_bytes(row["peak_memory_bytes"]),
-                "-" if row["mfu"] is None else f"{row['mfu']:.1%}",
-            )
-        )
+        speed, memory = f"{row['units_per_second']:,.0f}", in_bytes(row["peak_memory_bytes"])
+        mfu = "-" if row["mfu"] is None else f"{row['mfu']:.1%}"
+        rows.append([way, f"{row['seconds']:.4f}", speed, memory, mfu])
     lines += aligned(rows)
     if len(result["times"]) == 2:
         eager, compiled = (row["seconds"] for row in result["times"].values())

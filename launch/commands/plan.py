@@ -67,7 +67,7 @@ def plan(
         if layout is not None:
             plans = [(settings, footprint(settings, validate(settings, processes)))]
         else:
-            plans = [(each, takes) for each, _, takes in layouts(settings, processes)]
+            plans = list(layouts(settings, processes))
         if not plans:
             raise ConfigError(
                 f"train.global_batch_size: {settings.train.global_batch_size} in micro-batches of "
@@ -155,21 +155,14 @@ def _table(result: dict[str, Any], *, in_detail: bool, compiled: bool) -> str:
     from polyad.train.results import aligned, counted, in_bytes
 
     parts = list(result["layouts"][0]["memory_bytes"])
-    sent = [key for key in result["layouts"][0]["sent_bytes"]]
-    rows = [
-        ("layout", "parameters", *parts, *(f"sent, {key}" for key in sent)),
-        *(
-            (
-                _name(each),
-                f"{each['parameters']:,}",
-                *(in_bytes(each["memory_bytes"][part]) for part in parts),
-                *(in_bytes(each["sent_bytes"][key]) for key in sent),
-            )
-            for each in result["layouts"]
-        ),
-    ]
+    sent = list(result["layouts"][0]["sent_bytes"])
+    rows = [["layout", "parameters", *parts, *(f"sent, {key}" for key in sent)]]
+    for each in result["layouts"]:
+        sizes = [each["memory_bytes"][part] for part in parts]
+        sizes += [each["sent_bytes"][key] for key in sent]
+        rows.append([_name(each), f"{each['parameters']:,}", *map(in_bytes, sizes)])
     if in_detail:
-        rows = [(name, value) for name, value in zip(rows[0], rows[1], strict=True)]
+        rows = [*map(list, zip(*rows, strict=True))]
     processes, flops = result["processes"], result["flops_per_step"]
     lines = [
         *aligned(rows),
@@ -187,8 +180,6 @@ def _table(result: dict[str, Any], *, in_detail: bool, compiled: bool) -> str:
 
 def _name(layout: dict[str, Any]) -> str:
     """Names a layout, as in `dp=4 tp=2 ep=2 zero=1`."""
-    words = [f"dp={layout['data_parallel_size']}", f"tp={layout['tensor_parallel_size']}"]
-    words.append(f"ep={layout['expert_parallel_size']}")
-    if layout["sequence_parallel"]:
-        words.append("sp=1")
-    return " ".join([*words, f"zero={layout['zero_stage']}"])
+    short = {"dp": "data_parallel_size", **LAYOUT}
+    sizes = {name: int(layout[key]) for name, key in short.items()}
+    return " ".join(f"{name}={size}" for name, size in sizes.items() if size or name != "sp")

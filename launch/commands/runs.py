@@ -196,8 +196,8 @@ def keys(key: str | None = None, *, study: bool = False) -> None:
         study: keys of a study's file, in place of a run's.
     """
     from polyad.train.config import text
-    from polyad.train.config.reference import as_text, find_keys, sections
     from polyad.train.config.run import FROM, FROM_IN_WORDS, RunConfig
+    from polyad.train.config.text import as_text, find_keys, sections
     from polyad.train.errors import ConfigError
     from polyad.train.results import aligned
     from polyad.train.study import StudyConfig

@@ -20,8 +20,7 @@ from polyad.data.sequences.dataset import SequenceData
 from polyad.data.text.attack import WordSwap
 from polyad.data.text.dataset import PreparedData
 from polyad.data.text.manifest import MANIFEST_FILE, ReadOptions
-from polyad.data.text.tokenizers.files import load_tokenizer
-from polyad.data.text.tokenizers.training import train_tokenizer, trainer_of
+from polyad.data.text.tokenizers.files import load_tokenizer, train_tokenizer, trainer_of
 from tests.helpers.prepared import open_source, rewrite
 from tests.helpers.refusals import line_of
 

@@ -187,7 +187,7 @@ def test_every_layout_of_four_processes_is_listed_and_worked_out_by_hand():
     config = load_config(Path("configs/gpt2/124m-smoe-16.yaml"), sizes)
     found = {
         (p.tensor_parallel_size, p.expert_parallel_size, p.sequence_parallel, p.zero_stage): each
-        for p, each in ((c.parallel, each) for c, _, each in layouts(config, 4))
+        for p, each in ((c.parallel, each) for c, each in layouts(config, 4))
     }
     degrees = {(1, 1, False), (1, 2, False), (1, 4, False)}
     degrees |= {(2, expert, sequence) for expert in (1, 2) for sequence in (False, True)}

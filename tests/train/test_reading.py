@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from polyad.data.text.dataset import PreparedData
-from polyad.train.experts.moments import STATISTICS
+from polyad.train.experts.information import STATISTICS
 from polyad.train.measures.atlas import Atlas
 from polyad.train.measures.removal import Removal
 from polyad.train.measures.trace import Trace

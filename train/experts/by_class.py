@@ -166,7 +166,7 @@ class ExpertCounts:
                 groups=self._groups,
                 counts_GSY=counts_GSY[:, own],
                 samples=self._samples,
-                by_chance=_mean_bits(shuffled_PSY[:, own]),
+                by_chance=float(information_bits(shuffled_PSY[:, own]).mean()),
                 highest=highest,
             )
 
@@ -189,10 +189,6 @@ def shuffled_classes(class_A: Tensor) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     shuffles = [torch.randperm(len(class_A), generator=generator) for _ in range(SHUFFLES)]
     return torch.stack([class_A, *(class_A[order_A] for order_A in shuffles)])
-
-
-def _mean_bits(counts_PSY: Matrix) -> float:
-    return float(information_bits(counts_PSY).mean())
 
 
 def assigned(decision: Decision) -> Tensor:

@@ -21,8 +21,8 @@ from torch import nn
 
 from polyad.parallel import comm
 from polyad.train.experts.actions import Action, How, check_action, experts_of_a_token
+from polyad.train.experts.information import STATISTICS, Moments
 from polyad.train.experts.knockout import KnockOut
-from polyad.train.experts.moments import STATISTICS, Moments
 from polyad.train.experts.probing import (
     EVERY,
     RoutedLayer,

@@ -31,8 +31,8 @@ from polyad.parallel.weights import Weights
 from polyad.train.errors import ConfigError
 from polyad.train.exchange.change import Change, Changed
 from polyad.train.exchange.convert import check_adapters, convert, format_of, refuse_what_is_there
+from polyad.train.experts.information import Moments
 from polyad.train.experts.interventions import Intervention, intervened
-from polyad.train.experts.moments import Moments
 from polyad.train.experts.probing import RoutedLayer, routed_layers
 from polyad.train.measures.knockout import knock_out
 from polyad.train.measures.measure import Analysis

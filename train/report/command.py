@@ -38,8 +38,14 @@ from polyad.train.page import (
     render,
 )
 from polyad.train.reading import config_from_weights
-from polyad.train.report.experts import ExpertRow, expert_rows
-from polyad.train.report.held_out import Options, ReportData, read_held_out, read_trace
+from polyad.train.report.held_out import (
+    ExpertRow,
+    Options,
+    ReportData,
+    expert_rows,
+    read_held_out,
+    read_trace,
+)
 from polyad.train.results import json_value
 from polyad.train.tasks.language import LanguageModelling
 from polyad.train.tasks.registry import TASKS

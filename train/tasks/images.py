@@ -25,9 +25,14 @@ from polyad.model.vision import ImageSettings
 from polyad.parallel.families import FamilyWeights
 from polyad.parallel.weights import Weights
 from polyad.train.errors import ConfigError
-from polyad.train.tasks.labelled import LabelledTask, Outcomes, file_of_classes
+from polyad.train.tasks.labelled import (
+    LabelledTask,
+    Outcomes,
+    calibration_error,
+    class_scores,
+    file_of_classes,
+)
 from polyad.train.tasks.pixels import mix_images, normalize, soft_targets
-from polyad.train.tasks.scores import calibration_error, class_scores
 from polyad.train.tasks.task import CheckpointExtras, Predictor, Score, Sections, Unit
 from polyad.train.tasks.vocabulary import CLASSES_FILE
 

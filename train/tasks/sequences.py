@@ -29,8 +29,14 @@ from polyad.parallel.families import FamilyWeights
 from polyad.parallel.weights import Weights, open_weights
 from polyad.train.errors import ConfigError
 from polyad.train.tasks.distillation import cross_entropy
-from polyad.train.tasks.labelled import LabelledTask, Outcomes, file_of_classes
-from polyad.train.tasks.scores import TITLES, class_scores, metric_of
+from polyad.train.tasks.labelled import (
+    TITLES,
+    LabelledTask,
+    Outcomes,
+    class_scores,
+    file_of_classes,
+    metric_of,
+)
 from polyad.train.tasks.task import CheckpointExtras, Predictor, Score, Sections, Unit
 from polyad.train.tasks.text import kept_with_tokenizer, with_vocabulary
 from polyad.train.tasks.vocabulary import (

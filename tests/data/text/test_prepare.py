@@ -11,7 +11,7 @@ from polyad.data.tables import SPLITS
 from polyad.data.text.dataset import PreparedData, TokenStream, index_bytes, token_dtype
 from polyad.data.text.manifest import MANIFEST_FILE, Manifest
 from polyad.data.text.prepare import prepare, split_by_bytes
-from polyad.data.text.tokenizers.training import train_tokenizer
+from polyad.data.text.tokenizers.files import train_tokenizer
 from polyad.launch.commands.data import prepared_table
 from tests.helpers.prepared import jsonl, open_source
 from tests.helpers.refusals import line_of

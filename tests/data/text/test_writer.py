@@ -3,8 +3,8 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers
 
 from polyad.data.text.sources import Document
+from polyad.data.text.tokenizers.files import train_tokenizer
 from polyad.data.text.tokenizers.tokenizer import Tokenizer
-from polyad.data.text.tokenizers.training import train_tokenizer
 from polyad.data.text.writer import cut_between_words, encode_documents, may_cut
 
 

@@ -21,10 +21,10 @@ from polyad.parallel.zero import DTYPES
 from polyad.train.config.adaptation import model_of
 from polyad.train.config.run import RunConfig, load_config
 from polyad.train.experts.actions import intervening
-from polyad.train.experts.leaving_out import without_capacity
 from polyad.train.experts.probing import routed_layers
 from polyad.train.loop.losses import routing_loss
 from polyad.train.loop.step import StepStatistics
+from polyad.train.measures.specialization import without_capacity
 from polyad.train.tasks.distillation import cross_entropy
 from polyad.train.tasks.random_input import losses_for, random_batch
 from polyad.train.tasks.task import OneDevice

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from polyad.train.experts.actions import intervening
-from polyad.train.experts.leaving_out import LeaveOneOut, polysemanticity, without_capacity
 from polyad.train.experts.probing import routed_layers
+from polyad.train.measures.specialization import LeaveOneOut, polysemanticity, without_capacity
 from tests.helpers.everyday import everyday
 from tests.helpers.random_model import built, draw_anew
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from scipy.stats import spearmanr
 
+from polyad.train.experts.information import STATISTICS
 from polyad.train.experts.interventions import Intervention, intervened
-from polyad.train.experts.moments import STATISTICS
 from polyad.train.experts.probing import deciding, routed_layers
 from tests.helpers.runs import atlas, frame_of
 from tests.train.measures.test_knockout import LAYER, WINDOWS, losses_of, token_by_token

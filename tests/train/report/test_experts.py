@@ -8,7 +8,7 @@ import pytest
 
 from polyad.train.experts.by_class import LevelByClass
 from polyad.train.report.command import report
-from polyad.train.report.experts import harms
+from polyad.train.report.held_out import harms
 from polyad.train.results import Tables
 from tests.helpers.pages import Page
 from tests.helpers.runs import atlas, counts_of, frame_of

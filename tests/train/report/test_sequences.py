@@ -15,8 +15,7 @@ from polyad.train.exchange.convert import convert
 from polyad.train.experts.knockout import Change
 from polyad.train.experts.probing import RoutedLayer
 from polyad.train.report.command import render_report, report
-from polyad.train.report.experts import Effect, ExpertRow
-from polyad.train.report.held_out import ReportData
+from polyad.train.report.held_out import Effect, ExpertRow, ReportData
 from polyad.train.report.top_tokens import Context
 from polyad.train.tasks.sequences import SequenceTask
 from tests.helpers.bert import SPECIAL

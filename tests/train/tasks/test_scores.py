@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from polyad.train.tasks.scores import calibration_error, class_scores, metric_of
+from polyad.train.tasks.labelled import calibration_error, class_scores, metric_of
 
 LABELS = np.array([1, 1, 1, 0, 0, 0, 0, 0])
 FOUND = np.array([1, 1, 0, 1, 0, 0, 0, 0])

@@ -9,8 +9,8 @@ from tokenizers import models, pre_tokenizers
 
 from polyad.data.text.dataset import PreparedData
 from polyad.data.text.prepare import prepare
+from polyad.data.text.tokenizers.files import train_tokenizer
 from polyad.data.text.tokenizers.tokenizer import Tokenizer
-from polyad.data.text.tokenizers.training import train_tokenizer
 
 
 def content(**parts):

@@ -9,9 +9,12 @@ import pytest
 from polyad.data.errors import DataError
 from polyad.data.text.dataset import PreparedData
 from polyad.data.text.prepare import prepare
-from polyad.data.text.tokenizers.files import SentencePieceTokenizer, load_tokenizer
+from polyad.data.text.tokenizers.files import (
+    SentencePieceTokenizer,
+    load_tokenizer,
+    train_tokenizer,
+)
 from polyad.data.text.tokenizers.tokenizer import END_OF_TEXT
-from polyad.data.text.tokenizers.training import train_tokenizer
 from tests.helpers.prepared import open_source
 
 COMMIT = "607a30d783dfa663caf39e06633721c8d4cfcd7e"

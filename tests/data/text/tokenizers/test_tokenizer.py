@@ -7,14 +7,13 @@ import tokenizers
 from tokenizers import models, pre_tokenizers
 
 from polyad.data.errors import DataError
-from polyad.data.text.tokenizers.files import load_tokenizer
+from polyad.data.text.tokenizers.files import load_tokenizer, train_tokenizer
 from polyad.data.text.tokenizers.tokenizer import END_OF_TEXT, Tokenizer
-from polyad.data.text.tokenizers.training import train_tokenizer
 from polyad.data.text.writer import cut_between_words, may_cut
 
 TRAIN_ELSEWHERE = """
 import inspect, typing
-from polyad.data.text.tokenizers.training import train_tokenizer
+from polyad.data.text.tokenizers.files import train_tokenizer
 print(train_tokenizer(iter([inspect.getsource(typing)]), 500).fingerprint)
 """
 

@@ -12,9 +12,8 @@ from polyad.data.errors import DataError
 from polyad.data.text.attack import WordSwap, attacked_split
 from polyad.data.text.dataset import PreparedData
 from polyad.data.text.prepare import prepare
-from polyad.data.text.tokenizers.files import load_tokenizer
+from polyad.data.text.tokenizers.files import load_tokenizer, train_words, trainer_of
 from polyad.data.text.tokenizers.tokenizer import END_OF_TEXT
-from polyad.data.text.tokenizers.training import train_words, trainer_of
 from tests.helpers.bert import SPECIAL
 from tests.helpers.prepared import jsonl
 
