@@ -26,11 +26,6 @@ def asked_for(trace, head):
     return trace._replace(of_head_BT3H=trace.qkv_BT3AH.select(3, head))
 
 
-def leaves_of(trace):
-    """What gradients can be asked of."""
-    return [x for x in trace if x.is_leaf]
-
-
 def seen_by(length, causal):
     """[T, T]: whether token i may know of token j."""
     whole = torch.ones(length, length, dtype=torch.bool)
@@ -131,7 +126,10 @@ def test_a_graph_is_its_definition(causal, length, options):
             graph.head_entropy[head] = -1.0
         assert graph.attention_head().tolist() == [head]
         trace = asked_for(make_trace(length), head)
-        s_BTT, inputs = posterior_matrix(trace, head, config, causal), leaves_of(trace)
+        s_BTT, inputs = (
+            posterior_matrix(trace, head, config, causal),
+            [x for x in trace if x.is_leaf],
+        )
     mixed = graph(r_BTE, u_BTD, BlockInput(attention=trace))
     inputs = (r_BTE, *inputs) if length > 1 else (r_BTE,)
     assert_same_with_gradients(mixed.scores_BTE, s_BTT @ r_BTE, inputs)
