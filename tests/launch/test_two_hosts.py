@@ -17,7 +17,7 @@ from tests.helpers.started import losses, start, wait_for, write_run
 Polyad = Callable[..., subprocess.CompletedProcess[str]]
 STEPS, EVERY = 300, 50
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,6 @@ def losses_of_one_host(polyad: Polyad, config: Path) -> dict[int, float]:
     return losses(config.parent / "run")
 
 
-@pytest.mark.slow
 def test_a_run_over_two_hosts_survives_the_death_of_one_worker(hosts, configs, polyad):
     run = configs[0].parent / "run"
     manifest = run / "checkpoints" / f"step-{EVERY:08d}" / "manifest.json"
@@ -90,7 +89,6 @@ def test_a_run_over_two_hosts_survives_the_death_of_one_worker(hosts, configs, p
     assert losses(run) == uninterrupted  # bitwise, every step
 
 
-@pytest.mark.slow
 def test_a_run_goes_on_with_the_hosts_that_are_left(hosts, configs, polyad):
     run = configs[0].parent / "run"
     manifest = run / "checkpoints" / f"step-{EVERY:08d}" / "manifest.json"
@@ -107,7 +105,6 @@ def test_a_run_goes_on_with_the_hosts_that_are_left(hosts, configs, polyad):
     assert there[STEPS] == pytest.approx(expected[STEPS], rel=0.02)
 
 
-@pytest.mark.slow
 def test_a_host_that_would_do_something_else_ends_all_at_once(hosts, configs):
     """The second host's key is another: one line on each, and no start again."""
     begun = time.monotonic()
@@ -120,7 +117,6 @@ def test_a_host_that_would_do_something_else_ends_all_at_once(hosts, configs):
         assert line.startswith(f"polyad: error: {rank}train.steps: {STEPS} on ")
 
 
-@pytest.mark.slow
 def test_two_hosts_connect_on_the_interface_that_was_named(hosts, configs):
     code = (
         "import psutil\nfor each in psutil.net_connections('inet'):\n"

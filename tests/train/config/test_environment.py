@@ -16,6 +16,8 @@ from polyad.train.tasks.registry import open_task
 from tests.helpers.everyday import everyday
 from tests.helpers.runs import write_config
 
+pytestmark = pytest.mark.distributed
+
 
 def go_to_own_host(rank: int) -> None:
     """Makes relative paths begin at a folder that only this process has, as on a disk of a host."""
@@ -60,7 +62,6 @@ def test_what_differs_is_named_with_both_values(
     assert named == ["data.path (train):", "data.path (validation):"]
 
 
-@pytest.mark.distributed
 def test_processes_with_other_keys_train_no_step(
     forks: Any, tmp_path: Path, prepared_path: Path
 ) -> None:
@@ -71,7 +72,6 @@ def test_processes_with_other_keys_train_no_step(
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-@pytest.mark.distributed
 @everyday("key", ["checkpoint.init_from", "distill.teacher"], keep=[])
 def test_processes_with_another_checkpoint_at_one_place_train_no_step(
     key: str, forks: Any, tmp_path: Path, prepared_path: Path
@@ -92,7 +92,6 @@ def test_processes_with_another_checkpoint_at_one_place_train_no_step(
     assert refused(run).startswith(f"{key}: start/checkpoints/step-00000001: contents ")
 
 
-@pytest.mark.distributed
 @everyday("last", ["evaluation.batch_size=3", "--split=train"], ["--split=train"])
 def test_processes_that_would_evaluate_otherwise_score_nothing(
     last: str, forks: Any, tmp_path: Path, prepared_path: Path

@@ -11,6 +11,8 @@ from polyad.train.experts.fluctuation import Differences, encode, expert_codes
 from polyad.train.experts.probing import Decision, RoutedLayer, deciding, routed_layers
 from tests.helpers.runs import records, run, write_config
 
+pytestmark = pytest.mark.distributed
+
 SMOE = {"kind": "smoe", "num_experts": 4, "expert_hidden_size": 32, "graph": "similarity"}
 MEASURES = ("top1", "set", "entropy_ratio")
 LAYER = RoutedLayer(name="blocks.0.feed_forward", levels=(4,))
@@ -97,7 +99,6 @@ def one_process(workers, tmp_path_factory, prepared_path):
     return folder, train(workers, folder, prepared_path, 1)
 
 
-@pytest.mark.distributed
 def test_every_checkpoint_but_the_first_has_a_record(one_process):
     _, lines = one_process
     assert [bool(fluctuation_of(line)) for line in lines] == [False] * 3 + [True, False, True]
@@ -115,7 +116,6 @@ def test_every_checkpoint_but_the_first_has_a_record(one_process):
 
 
 @pytest.mark.slow
-@pytest.mark.distributed
 @pytest.mark.parametrize("layout", [{}, {"expert": 2}, {"tensor": 2}])
 def test_two_processes_log_what_one_logs(workers, one_process, tmp_path, prepared_path, layout):
     sizes = {f"parallel__{name}_parallel_size": size for name, size in layout.items()}
@@ -126,7 +126,6 @@ def test_two_processes_log_what_one_logs(workers, one_process, tmp_path, prepare
 
 
 @pytest.mark.slow
-@pytest.mark.distributed
 def test_a_run_that_goes_on_compares_with_the_checkpoint_it_goes_on_from(
     workers, one_process, tmp_path, prepared_path
 ):
@@ -135,7 +134,6 @@ def test_a_run_that_goes_on_compares_with_the_checkpoint_it_goes_on_from(
     assert list(map(fluctuation_of, lines)) == list(map(fluctuation_of, one_process[1]))
 
 
-@pytest.mark.distributed
 def test_logging_changes_nothing_else(workers, one_process, tmp_path, prepared_path):
     lines = train(workers, tmp_path, prepared_path, 1, log={})
     assert not any("fluctuation/seconds" in line for line in lines)
@@ -143,7 +141,6 @@ def test_logging_changes_nothing_else(workers, one_process, tmp_path, prepared_p
 
 
 @pytest.mark.slow
-@pytest.mark.distributed
 def test_compiled_blocks_are_read_too(one_process):
     model = load_model(one_process[0] / "run")
     layers, codes = routed_layers(model), []
