@@ -39,7 +39,7 @@ def test_word_of_a_stop_is_left_for_our_agent_alone(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_workers_of_an_agent_that_is_the_first_process_of_a_container_start(tmp_path):
+def test_workers_of_an_agent_that_is_the_first_process_of_a_container_start():
     unshare = shutil.which("unshare")
     if (
         unshare is None
