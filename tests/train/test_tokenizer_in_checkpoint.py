@@ -1,6 +1,5 @@
 """A checkpoint carries its run's tokenizer, of whatever kind, and needs the data no more."""
 
-import io
 import json
 import shutil
 
@@ -13,22 +12,11 @@ from polyad.train.evaluation.generate import Sampling
 from polyad.train.exchange.convert import convert
 from polyad.train.tasks.vocabulary import need_tokenizer
 from tests.helpers.generated import generated
+from tests.helpers.prepared import sentencepiece_model
 from tests.helpers.runs import run, write_config
 
 pytestmark = pytest.mark.distributed
 KINDS = {"sentencepiece": "tokenizer.model", "words": "tokenizer.json"}
-
-
-def sentencepiece_model(texts, path):
-    sentencepiece = pytest.importorskip("sentencepiece")
-    model = io.BytesIO()
-    lines = [line for text in texts for line in text.splitlines()]
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(lines), model_writer=model, vocab_size=600, minloglevel=2,
-        byte_fallback=True,
-    )  # fmt: skip
-    path.write_bytes(model.getvalue())
-    return str(path)
 
 
 @pytest.fixture(
@@ -39,8 +27,10 @@ def trained(request, workers, tmp_path_factory, texts):
     folder = tmp_path_factory.mktemp(request.param)
     spec = "words:900"
     if request.param == "sentencepiece":
+        pytest.importorskip("sentencepiece")
         documents = [json.loads(line)["text"] for line in texts.read_text().splitlines()]
-        spec = sentencepiece_model(documents, folder / "any.model")
+        (folder / "any.model").write_bytes(sentencepiece_model("\n".join(documents)))
+        spec = str(folder / "any.model")
     prepare(str(texts), spec, folder / "data")
     config = write_config(folder / "config.yaml", folder / "data", train__steps=2)
     workers(1).run(run, config)
