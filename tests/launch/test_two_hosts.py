@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from tests.helpers.hosts import Host, several_hosts
-from tests.helpers.started import losses, start, wait_for, write_run
+from tests.helpers.started import losses, wait_for, write_run
 
 Polyad = Callable[..., subprocess.CompletedProcess[str]]
 STEPS, EVERY = 300, 50
@@ -26,26 +26,15 @@ def hosts():
         yield made
 
 
-def start_on(host: Host, endpoint: Host, config: Path, *more: str) -> subprocess.Popen[str]:
-    """Starts the command that a person would give on this host."""
-    return start(
-        [
-            *(*host.inside, sys.executable, "-m", "polyad.launch", "launch", str(config)),
-            *("--via", "torchrun", "--nodes", "2", "--processes-per-node", "1"),
-            *("--rdzv-endpoint", f"{endpoint.address}:29700"),
-            *("--rdzv-is-host", "true" if host is endpoint else "false"),
-            *("--local-addr", host.address, "--interface", host.interface, *more),
-        ]
-    )
-
-
 @contextmanager
 def agents_on(
     hosts: Sequence[Host], config: Path, *more: str, last: Sequence[str] = ()
 ) -> Iterator[list[subprocess.Popen[str]]]:
     """Starts the command on all hosts, the last one with more words; ends what still runs."""
     words = [more] * (len(hosts) - 1) + [(*more, *last)]
-    agents = [start_on(host, hosts[0], config, *w) for host, w in zip(hosts, words, strict=True)]
+    agents = [
+        host.start("launch", config, hosts, *each) for host, each in zip(hosts, words, strict=True)
+    ]
     try:
         yield agents
     finally:

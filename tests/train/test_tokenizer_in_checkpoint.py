@@ -13,7 +13,6 @@ from polyad.train.exchange.convert import convert
 from polyad.train.tasks.vocabulary import need_tokenizer
 from tests.helpers.generated import generated
 from tests.helpers.prepared import sentencepiece_model
-from tests.helpers.runs import run, write_config
 
 pytestmark = pytest.mark.distributed
 KINDS = {"sentencepiece": "tokenizer.model", "words": "tokenizer.json"}
@@ -22,7 +21,7 @@ KINDS = {"sentencepiece": "tokenizer.model", "words": "tokenizer.json"}
 @pytest.fixture(
     scope="module", params=[pytest.param("sentencepiece", marks=pytest.mark.slow), "words"]
 )
-def trained(request, workers, tmp_path_factory, texts):
+def trained(request, run_of, tmp_path_factory, texts):
     """The kind, the run's folder, what tokenized its data, and the data's bytes of it."""
     folder = tmp_path_factory.mktemp(request.param)
     spec = "words:900"
@@ -32,12 +31,11 @@ def trained(request, workers, tmp_path_factory, texts):
         (folder / "any.model").write_bytes(sentencepiece_model("\n".join(documents)))
         spec = str(folder / "any.model")
     prepare(str(texts), spec, folder / "data")
-    config = write_config(folder / "config.yaml", folder / "data", train__steps=2)
-    workers(1).run(run, config)
+    run = run_of(data__path=str(folder / "data"), train__steps=2)
     tokenizer = PreparedData.open(folder / "data").tokenizer()
     content = (folder / "data" / KINDS[request.param]).read_bytes()
     (folder / "data").rename(folder / "elsewhere")
-    return request.param, folder / "run", tokenizer, content
+    return request.param, run, tokenizer, content
 
 
 def test_its_file_is_the_data_s_and_the_way_to_hugging_face_and_back_keeps_it(trained, tmp_path):
