@@ -34,7 +34,7 @@ from polyad.train.train import main
 from tests.helpers.little_memory import little_memory
 
 
-def write_config(path: Path, data: Path, **changes: Any) -> Path:
+def write_config(path: Path, data: Path, /, **changes: Any) -> Path:
     """A small run's configuration; `changes` are dotted keys with `__` for the dot."""
     tree: dict[str, Any] = {
         "seed": 3,

@@ -78,7 +78,7 @@ class Watch(Observed):
 
     def see(self, func, args, kwargs, result):
         sizes = [leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-        self.largest = max(self.largest, *sizes)
+        self.largest = max([self.largest, *sizes])
 
 
 def leaves(batch, length, width=12, experts=6, dtype=torch.float64):
@@ -123,10 +123,8 @@ def test_a_graph_is_its_definition(causal, length, options):
             graph.head_entropy[head] = -1.0
         assert graph.attention_head().tolist() == [head]
         trace = asked_for(make_trace(length), head)
-        s_BTT, inputs = (
-            posterior_matrix(trace, head, config, causal),
-            [x for x in trace if x.is_leaf],
-        )
+        s_BTT = posterior_matrix(trace, head, config, causal)
+        inputs = [x for x in trace if x.is_leaf]
     mixed = graph(r_BTE, u_BTD, BlockInput(attention=trace))
     inputs = (r_BTE, *inputs) if length > 1 else (r_BTE,)
     assert_same_with_gradients(mixed.scores_BTE, s_BTT @ r_BTE, inputs)
