@@ -33,7 +33,7 @@ def prepare_environment() -> None:
         os.environ["PATH"] = os.pathsep.join([tools, *folders])
     # Processes started as `python -m polyad.launch` use the same Polyad.
     root = str(Path(polyad.__file__).resolve().parent.parent)
-    paths = [*filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     if root not in paths:
         os.environ["PYTHONPATH"] = os.pathsep.join([*paths, root])
     os.environ.setdefault("PYTHONSAFEPATH", "1")

@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -133,11 +133,6 @@ def cheaper(command: Written) -> list[str]:
     return [*words, *SHORT.get(name, ())]
 
 
-def in_its_place(command: Written) -> Iterator[Written]:
-    """A quickstart installs packages first: what it does by hand stands in the file's head."""
-    yield from by_hand(command.words) or [command]
-
-
 def start(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     """Runs a command as a shell in the clone would."""
     programs = {
@@ -167,7 +162,8 @@ def follow(commands: list[Written], folder: Path, say: Callable[[str], None]) ->
     """Runs commands one after the other; each has to succeed and to make what is said of it."""
     world = World(folder)
     not_made: set[str] = set()
-    for command in (one for written in commands for one in in_its_place(written)):
+    # A quickstart installs packages first: what it does by hand stands in the file's head.
+    for command in (one for each in commands for one in by_hand(each.words) or [each]):
         before = set(world.made())
         world.follow(command)
         reason = next((why for begin, why in NOT_RUN.items() if command.text.startswith(begin)), "")

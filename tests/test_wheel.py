@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parent.parent
 # The names that a user's own project has: nanoGPT's files, and folders of data.
 THEIRS = ("model.py", "train.py", "launch.py", "parallel.py", "data/__init__.py", "configs.py")
@@ -82,7 +84,6 @@ def done(words: list[object], folder: Path) -> str:
     return process.stdout
 
 
-@pytest.mark.slow
 def test_a_wheel_holds_all_that_is_read_and_takes_one_name(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"polyad"}
@@ -97,7 +98,6 @@ def test_a_wheel_holds_all_that_is_read_and_takes_one_name(wheel: Path) -> None:
     assert "polyad/py.typed" in names
 
 
-@pytest.mark.slow
 def test_a_wheel_works_in_a_folder_with_files_called_as_ours(
     environment: Path, project: Path
 ) -> None:
@@ -127,7 +127,6 @@ def test_a_wheel_works_in_a_folder_with_files_called_as_ours(
     assert 0 < loss < 10
 
 
-@pytest.mark.slow
 def test_a_type_checker_knows_what_the_face_returns(environment: Path, project: Path) -> None:
     (project / "notebook.py").write_text(TYPED)
     check = ["-m", "mypy", "--follow-imports=silent", "--python-executable"]

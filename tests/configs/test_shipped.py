@@ -176,7 +176,7 @@ def test_a_shipped_config_is_valid_and_has_its_parameters(name):
 
 @everyday("name", NAMES, keep=["decoder/small.yaml"])
 def test_a_shipped_config_is_described_with_the_memory_that_its_head_says(name, capfd):
-    processes, of_data, parameters = expected(name)
+    processes, of_data, _ = expected(name)
     path = ROOT / "configs" / name
     arguments = ["validate", str(path), "--without-data", "--json", "-"]
     status = run([*arguments, "--processes", str(processes), *from_data(path, of_data)])
@@ -189,10 +189,7 @@ def test_a_shipped_config_is_described_with_the_memory_that_its_head_says(name, 
         assert exports.startswith("safetensors under Polyad's names alone: ")
     else:
         assert exports == described["exports_to"]
-    model, memory = described["model"], described["memory_bytes_per_process"]
-    assert model["parameters"] == parameters
-    if active := re.search(r"^# Size .*, ([\d,]+) active per", head, re.M):
-        assert active[1] == f"{model['active_parameters']:,}"
+    memory = described["memory_bytes_per_process"]
     computed = r"^# Memory .*about ([\d.]+) ([GMK])B.*, beside the libraries' own"
     # That of a distilled one has the teacher, which the command names.
     if (stands := re.search(computed, head, re.M)) and "-distilled" not in name:

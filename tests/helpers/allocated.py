@@ -10,29 +10,38 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
-class Allocated(TorchDispatchMode):
+class Observed(TorchDispatchMode):
+    """A context in which an observer sees every operation: what it is given, and its result."""
+
+    def __init__(self, observer: Callable[[Any, Any, Any, Any], object]) -> None:
+        super().__init__()
+        self._observer = observer
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self._observer(func, args, kwargs or {}, result)
+        return result
+
+
+class Allocated(Observed):
     """A context that counts the bytes of new storages until they are freed."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(self._observe)
         self._now = 0
         self.peak = 0
         """Peak of allocated bytes."""
         self._known: weakref.WeakSet[Any] = weakref.WeakSet()
 
-    def __torch_dispatch__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def _observe(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         given = {
             each.untyped_storage()._cdata
             for each in tree_leaves((args, kwargs))
             if isinstance(each, Tensor)
         }
-        result = func(*args, **(kwargs or {}))
         for each in tree_leaves(result):
             if isinstance(each, Tensor) and each.untyped_storage()._cdata not in given:
                 self._add(each.untyped_storage())
-        return result
 
     def _add(self, storage: Any) -> None:
         if storage in self._known:

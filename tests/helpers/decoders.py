@@ -323,6 +323,18 @@ def prepared_for(folder: Path, tmp_path: Path) -> Path:
     return data
 
 
+def hub_with_text(
+    root: Path, case: str, settings: dict[str, Any] | None = None, **about: Any
+) -> tuple[Any, Path]:
+    """`hub_folder` in `hub`, and text that is prepared with its tokenizer.
+
+    Returns:
+        The model of transformers, and the prepared text.
+    """
+    model = hub_folder(root / "hub", case, settings, **about)
+    return model, prepared_for(root / "hub", root)
+
+
 def in_four_bits(folder: Path) -> None:
     """Gives the folder of a gpt-oss other experts, which are stored as on the hub (MXFP4).
 

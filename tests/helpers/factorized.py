@@ -25,7 +25,18 @@ def make_layer(name: str, dtype: torch.dtype = torch.float64, **changes) -> Fact
 
 def full_tensor(name: str, layer: Factorized) -> torch.Tensor:
     """W [N_1, ..., N_E, I (+ 1), O]."""
-    return {"cp": _full_cp, "tr": _full_ring, "tt": _full_ring, "tucker": _full_tucker}[name](layer)
+    factors = [*layer.expert_factors(), layer.input_factor, layer.output_factor]
+    levels, ring = string.ascii_uppercase[: len(factors) - 2], string.ascii_lowercase
+    if name == "cp":
+        modes = [*(f"{level}r" for level in levels), "ir", "ro"]
+    elif name == "tucker":
+        factors.insert(0, layer.core)
+        core = f"y{levels.lower()}z"
+        modes = [core, *(f"{level}{level.lower()}" for level in levels), "iy", "zo"]
+    else:  # Each element is the trace of a product of slices; the ring's letters are a, b, c, ...
+        slices = [f"{level}{ring[k : k + 2]}" for k, level in enumerate(levels)]
+        modes = [*slices, f"i{ring[len(levels)]}z", "azo"]
+    return torch.einsum(f"{','.join(modes)}->{levels}io", *factors)
 
 
 def contract(weight: torch.Tensor, z: torch.Tensor, coefficients: Sequence[torch.Tensor], bias):
@@ -39,28 +50,3 @@ def contract(weight: torch.Tensor, z: torch.Tensor, coefficients: Sequence[torch
 
 def coefficients(sizes: Sizes, tokens: int, dtype=torch.float64) -> list[torch.Tensor]:
     return [torch.rand(tokens, number, dtype=dtype) for number in sizes.num_experts]
-
-
-def _full_cp(layer):
-    levels = string.ascii_uppercase[: len(layer.expert_factors())]
-    operands = ",".join(f"{level}r" for level in levels)
-    factors = [*layer.expert_factors(), layer.input_factor, layer.output_factor]
-    return torch.einsum(f"{operands},ir,ro->{levels}io", *factors)
-
-
-def _full_ring(layer):
-    # Each element is the trace of a product of slices; the ring's letters are a, b, c, ...
-    levels = string.ascii_uppercase[: len(layer.expert_factors())]
-    ring = string.ascii_lowercase
-    operands = ",".join(f"{level}{ring[k]}{ring[k + 1]}" for k, level in enumerate(levels))
-    last = ring[len(levels)]
-    factors = [*layer.expert_factors(), layer.input_factor, layer.output_factor]
-    return torch.einsum(f"{operands},i{last}z,azo->{levels}io", *factors)
-
-
-def _full_tucker(layer):
-    levels = string.ascii_uppercase[: len(layer.expert_factors())]
-    operands = ",".join(f"{level}{level.lower()}" for level in levels)
-    core = f"y{levels.lower()}z"
-    factors = [layer.core, *layer.expert_factors(), layer.input_factor, layer.output_factor]
-    return torch.einsum(f"{core},{operands},iy,zo->{levels}io", *factors)

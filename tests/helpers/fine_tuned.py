@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import yaml
 
 from polyad.model.smoe.router import Selected
 from polyad.parallel.checkpoint.load import find_checkpoint
@@ -15,7 +14,7 @@ from polyad.parallel.weights import load_model
 from polyad.train.config.run import load_config
 from polyad.train.tasks.sequences import SequenceTask
 from tests.helpers import sequences as made
-from tests.helpers.runs import run
+from tests.helpers.runs import run, write_config
 from tests.helpers.workers import WorkerPool
 
 Rows = list[dict[str, Any]]
@@ -56,9 +55,7 @@ def trainer(
         made.byte_tokenizer(root)
         made.write(root / "table" / "train.csv", train_rows)
         made.write(root / "table" / "dev.csv", held_out)
-        tree = {
-            "seed": 3,
-            "run": {"folder": str(root / "run")},
+        given = {
             "model": {
                 "kind": "gpt2", "num_layers": 2, "hidden_size": 16, "num_heads": 2,
                 "sequence_length": 96, "head": {"kind": "classification"},
@@ -71,13 +68,11 @@ def trainer(
             "train": {
                 "steps": steps, "global_batch_size": 8, "micro_batch_size": 4, "precision": "fp32",
             },
-            "optimizer": {"learning_rate": 0.02},
-            "evaluation": {"every": 2},
-            "log": {"trackers": []},
-            **changes,
+            "optimizer": {"learning_rate": 0.02}, "schedule": {}, "checkpoint": {},
+            "evaluation": {"every": 2}, "log": {"trackers": []},
         }  # fmt: skip
-        (root / "config.yaml").write_text(yaml.safe_dump(tree))
-        workers(processes).run(run, root / "config.yaml")
+        config = write_config(root / "config.yaml", root / "table", **given | changes)
+        workers(processes).run(run, config)
         return root / "run"
 
     return trained

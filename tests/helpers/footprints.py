@@ -4,12 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from polyad.parallel import comm
 from polyad.parallel.checkpoint.save import save
 from polyad.parallel.config import Dims
-from polyad.parallel.plan import Observer, Traffic, tensors_in
+from polyad.parallel.plan import Traffic, tensors_in
 from polyad.parallel.source import InitialWeights
 from polyad.parallel.zero import Engine
 from polyad.train.config.adaptation import engine_of, model_of, random_micro_batches
@@ -18,19 +17,7 @@ from polyad.train.config.rules import validate
 from polyad.train.config.run import RunConfig
 from polyad.train.loop.step import issue_step
 from polyad.train.tasks.random_input import losses_for
-
-
-class Observed(TorchDispatchMode):
-    """A context in which an observer sees every operation."""
-
-    def __init__(self, observer: Observer) -> None:
-        super().__init__()
-        self._observer = observer
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        self._observer(func, args, kwargs or {}, result)
-        return result
+from tests.helpers.allocated import Observed
 
 
 def second_step(config: RunConfig) -> tuple[dict[str, int], dict[str, int]]:

@@ -173,6 +173,13 @@ def _serve(pipe: Connection) -> None:
         pipe.send({"start": _start, "call": _call, "reap": _reap}[what](*arguments))
 
 
+def free_port() -> int:
+    """A port of this host that nobody listens at."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 def _call(function: Callable[..., None], arguments: tuple[Any, ...]) -> int:
     pid = os.fork()
     if pid == 0:
@@ -193,10 +200,7 @@ def _start(
     before: Callable[[int], None] | None,
     last: list[str],
 ) -> list[int]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    pids = []
+    port, pids = free_port(), []
     for rank, log in enumerate(logs):
         pid = os.fork()
         if pid == 0:

@@ -1,5 +1,7 @@
 """Gradients that say in which precision they were summed, called in worker processes."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -25,6 +27,20 @@ class Linear(nn.Module):
         return (self.weight * x_S).float().sum()
 
 
+def settings(
+    stage: int, precision: str, steps: int, num_parameters: int = SIZE, **keys: Any
+) -> dict[str, Any]:
+    """What DeepSpeed is told of an engine that adds up so many micro-batches of one sample."""
+    return deepspeed_config(
+        ParallelConfig(zero_stage=stage, **keys),
+        precision=precision,
+        micro_batch_size=1,
+        accumulation_steps=steps,
+        clip_grad_norm=0.0,
+        num_parameters=num_parameters,
+    )
+
+
 def mean_gradient(stage: int, gradients: list[list[float]]) -> tuple[list[float], bool]:
     """The gradient that the optimizer gets from gradients of [micro-batch][rank] in bf16.
 
@@ -32,14 +48,7 @@ def mean_gradient(stage: int, gradients: list[list[float]]) -> tuple[list[float]
         Its distinct values here, and whether DeepSpeed's throughput timer runs.
     """
     world = comm.initialize()
-    config = deepspeed_config(
-        ParallelConfig(zero_stage=stage),
-        precision="bf16",
-        micro_batch_size=1,
-        accumulation_steps=len(gradients),
-        clip_grad_norm=0.0,
-        num_parameters=SIZE,
-    )
+    config = settings(stage, "bf16", len(gradients))
     module = Linear()
     _allocate(module, world, DTYPES["bf16"], config, None)
     engine = Engine(

@@ -5,12 +5,15 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from tests.helpers.started import start
 
 NAMES = Path("/etc/netns")
 """Where `ip netns exec` takes a host's files of /etc from."""
@@ -30,6 +33,18 @@ class Host:
     def inside(self) -> list[str]:
         """Words before a command that run it on this host; its process id stays the same."""
         return ["ip", "netns", "exec", self.name]
+
+    def start(
+        self, command: str, config: Path, nodes: Sequence["Host"], *more: str
+    ) -> subprocess.Popen[str]:
+        """Starts the command that a person would give on this one of so many hosts."""
+        first = nodes[0]
+        words = ["--via", "torchrun", "--nodes", str(len(nodes)), "--processes-per-node", "1"]
+        words += ["--rdzv-endpoint", f"{first.address}:29700"]
+        words += ["--rdzv-is-host", str(self is first).lower(), "--local-addr", self.address]
+        words += ["--interface", self.interface, *more]
+        python = [sys.executable, "-m", "polyad.launch", command, str(config)]
+        return start([*self.inside, *python, *words])
 
     def limit(self, megabits: int) -> None:
         """Limits its outgoing rate to this many million bits per second."""

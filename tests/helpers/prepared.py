@@ -1,5 +1,6 @@
 """Text to prepare, and prepared folders that are changed or damaged."""
 
+import io
 import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -21,6 +22,18 @@ def jsonl(path: Path, texts: Iterable[str]) -> str:
     """Writes a file with a document a line."""
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     return str(path)
+
+
+def sentencepiece_model(text: str, **options: Any) -> bytes:
+    """A file of SentencePiece that is trained on the lines of a text."""
+    import sentencepiece
+
+    model, lines = io.BytesIO(), iter(text.splitlines())
+    settings = {"vocab_size": 600, "byte_fallback": True, "minloglevel": 2} | options
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=lines, model_writer=model, **settings
+    )
+    return model.getvalue()
 
 
 def rewrite(folder: Path, change: Callable[[Tree], Tree]) -> None:

@@ -34,7 +34,7 @@ from polyad.train.train import main
 from tests.helpers.little_memory import little_memory
 
 
-def write_config(path: Path, data: Path, **changes: Any) -> Path:
+def write_config(path: Path, data: Path, /, **changes: Any) -> Path:
     """A small run's configuration; `changes` are dotted keys with `__` for the dot."""
     tree: dict[str, Any] = {
         "seed": 3,
@@ -194,11 +194,6 @@ def rewriting(path: Path, option: str, **options: Any) -> dict[str, Any]:
     return both_forms(path, Rewriting, move=option, **options)[0]
 
 
-def specialization(path: Path, **options: Any) -> dict[str, Any]:
-    """`polyad evaluate --specialization`."""
-    return measured(path, "specialize", **options)[0]
-
-
 def atlas(path: Path, **options: Any) -> dict[str, Any]:
     """`polyad experts atlas`."""
     return both_forms(path, Atlas, **options)[0]
@@ -276,8 +271,6 @@ def run_with_slow_records(config: Path, seconds: float, *overrides: str) -> int:
         return main(config, overrides).step
 
 
-def scored_set(
-    path: Path, name: str, folder: Path, overrides: tuple[str, ...] = ()
-) -> dict[str, Any]:
+def scored_set(path: Path, name: str, folder: Path, **options: Any) -> dict[str, Any]:
     """`polyad robustness`."""
-    return both_forms(path, Robustness, set=name, folder=folder, overrides=overrides)[0]
+    return both_forms(path, Robustness, set=name, folder=folder, **options)[0]

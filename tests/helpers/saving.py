@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from torch import Tensor
+
 from polyad.parallel import comm
 from polyad.parallel.checkpoint.format import CheckpointError, Contents, verify_contents
 from polyad.parallel.checkpoint.load import newest_that_opens, newest_verified
 from polyad.parallel.checkpoint.manage import Retention
-from polyad.parallel.checkpoint.save import SaveError, Saver
+from polyad.parallel.checkpoint.save import SaveError, Saver, save_weights
 from polyad.parallel.zero import Engine, fragments
 from tests.helpers.disk import audited, read_tree, recorded
 from tests.helpers.training import Case, build_engine, model_yaml
@@ -35,6 +37,17 @@ def saving(engine: Engine, folder: Path, last: int | None, *, way: str) -> Itera
         yield save
     finally:
         saver.close()
+
+
+def save_tensors(
+    path: Path, tensors: dict[str, Tensor], config_yaml: str = "", **state: Any
+) -> Path:
+    """Writes a checkpoint of one process that has these weights, and nothing beside them."""
+    path.mkdir(parents=True)
+    shapes = {name: tuple(each.shape) for name, each in tensors.items()}
+    beside = {"files": {}, "buffers": {}, "state": state, "config_yaml": config_yaml}
+    save_weights(path, shapes, tensors.__getitem__, **beside)
+    return path
 
 
 def change(engine: Engine, step: int) -> None:

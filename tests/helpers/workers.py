@@ -5,7 +5,6 @@ torch and DeepSpeed in every process would be most of the suite's time.
 import faulthandler
 import multiprocessing
 import os
-import socket
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -13,7 +12,7 @@ from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any
 
-from tests.helpers.forking import ForkServer
+from tests.helpers.forking import ForkServer, free_port
 
 
 class WorkerError(AssertionError):
@@ -60,9 +59,7 @@ class WorkerPool:
         return results
 
     def _start(self) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         address = str(Path(self._folder.name) / "pool")
         with Listener(address, "AF_UNIX") as listener:
             places = [(rank, self.world_size, port, address) for rank in range(self.world_size)]

@@ -272,7 +272,8 @@ class World:
         for path in _paths(parser, options, made=False):
             self._read(path)
         if name in ("train", "launch"):
-            self._train(options.config, options.overrides, self._is_started(name, options))
+            is_started = name == "train" or (not options.dry_run and options.via == "local")
+            self._train(options.config, options.overrides, is_started)
         if name == "doctor" and options.config is not None:
             self._train(options.config, options.overrides, is_started=False)
         if name == "validate" and not options.without_data:
@@ -304,10 +305,6 @@ class World:
     def _is_left_to_data(self, options: Namespace) -> bool:
         config = load_config(self._root / options.config, options.overrides)
         return config.model.left_to_data() is not None
-
-    @staticmethod
-    def _is_started(name: str, options: Namespace) -> bool:
-        return name == "train" or (not options.dry_run and options.via == "local")
 
     def _train(self, path: Path, overrides: Sequence[str], is_started: bool) -> None:
         config = load_config(self._root / path, overrides)
@@ -363,10 +360,7 @@ class World:
         if found:
             return _step(name) in self._steps.get(run, ())
         # What was made, what is in it, and the folder that it is in.
-        return any(
-            path == made or path.startswith(f"{made}/") or made.startswith(f"{path}/")
-            for made in self._made
-        )
+        return _overlap({path}, self._made)
 
 
 def needed_for(place: str) -> list[Written]:

@@ -275,18 +275,6 @@ def test_half_an_environment_of_torchrun_is_one_line(config, monkeypatch, refuse
     refused("train", config)
 
 
-@pytest.mark.slow
-def test_files_of_the_current_folder_do_not_shadow_the_packages(config, tmp_path, monkeypatch):
-    for name in ("train", "model", "data"):
-        (tmp_path / f"{name}.py").write_text("raise RuntimeError('shadowed')")
-    script = Path(sys.executable).parent / "polyad"
-    done = subprocess.run(
-        [script, "launch", config, "--processes-per-node", "1", "train.steps=1"],
-        **{"cwd": tmp_path, "capture_output": True, "text": True, "check": False},
-    )
-    assert done.returncode == 0, done.stderr
-
-
 @everyday("closed", [">&-", "2>&-", "<&-"], keep=[])
 def test_a_closed_stream_changes_no_exit_status(closed):
     options = "--without-data model.vocab_size=8192"  # runs/stdlib need not be there
@@ -299,19 +287,6 @@ def test_a_closed_stream_changes_no_exit_status(closed):
             text=True,
         )
         assert (done.returncode, "Traceback" in done.stderr) == (status, False)
-
-
-@pytest.mark.slow
-def test_parts_are_joined(text, tmp_path, data, capfd):
-    command = ["prepare", "--source", str(text), "--tokenizer", str(data), "--documents", "lines"]
-    command += ["--output", str(tmp_path / "out")]
-    for number in (1, 2):
-        assert run([*command, "--part", f"{number}/2"]) == 0
-        assert f"in {tmp_path / 'out'}.part-{number}-of-2\n" in capfd.readouterr().out
-    assert run(["prepare", "--join", "--output", str(tmp_path / "out")]) == 0
-    assert f"in {tmp_path / 'out'}\n" in capfd.readouterr().out
-    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
-    assert manifest["request"]["part"] is None
 
 
 def test_validate_describes_the_run_to_a_person_and_writes_json(config, tmp_path, capfd):

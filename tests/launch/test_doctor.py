@@ -2,7 +2,6 @@
 
 import copy
 import json
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +10,6 @@ import pytest
 from polyad.launch.cli import run
 from polyad.launch.doctor import Link, findings, rounds
 from tests.helpers.hosts import several_hosts
-from tests.helpers.started import start
 
 TWO = ("--processes-per-node", 2)
 
@@ -61,16 +59,8 @@ def test_hosts_are_looked_at_and_a_slow_link_is_named(config):
     found = config.parent / "found.json"
     with several_hosts(3, net=79) as hosts:
         hosts[2].limit(50)
-        agents = [
-            start([
-                *(*host.inside, sys.executable, "-m", "polyad.launch", "doctor", str(config)),
-                *("--via", "torchrun", "--nodes", "3", "--processes-per-node", "1"),
-                *("--rdzv-endpoint", f"{hosts[0].address}:29700", "--interface", "eth0"),
-                *("--rdzv-is-host", str(host is hosts[0]).lower(), "--local-addr", host.address),
-                *("--json", str(found), "train.global_batch_size=6"),
-            ])
-            for host in hosts
-        ]  # fmt: skip
+        words = ("--json", str(found), "train.global_batch_size=6")
+        agents = [host.start("doctor", config, hosts, *words) for host in hosts]
         assert [agent.wait(120) for agent in agents] == [0, 0, 0]
     result = json.loads(found.read_text())
     assert len({each["host"] for each in result["ranks"]}) == 3

@@ -25,14 +25,19 @@ def environment(**changes: object) -> dict[str, str]:
     return kept | {name: str(value) for name, value in changes.items()}
 
 
-def compiled_code(**changes: object) -> str:
-    """Where torch.compile is told to keep its code."""
+def printed(*words: str, **changes: object) -> str:
+    """What Python prints with these words, and with changes of the environment."""
     done = subprocess.run(
-        [sys.executable, "-c", SHOW],
+        [sys.executable, *words],
         **{"capture_output": True, "text": True, "check": True, "cwd": ROOT},
         env=environment(**changes),
     )
     return done.stdout.strip()
+
+
+def compiled_code(**changes: object) -> str:
+    """Where torch.compile is told to keep its code."""
+    return printed("-c", SHOW, **changes)
 
 
 def test_compiled_code_is_kept_among_the_users_caches(tmp_path):
@@ -81,12 +86,8 @@ def test_a_process_with_a_gpu_keeps_to_its_cores_unless_it_was_bound():
     everything = sorted(os.sched_getaffinity(0))
 
     def allowed(*words: str, **variables: str) -> list[int]:
-        done = subprocess.run(
-            [sys.executable, "-c", BIND, *words],
-            **{"capture_output": True, "text": True, "check": True, "cwd": ROOT},
-            env=environment(**variables),
-        )
-        return [int(number) for number in done.stdout.strip(" []\n").split(",")]
+        shown = printed("-c", BIND, *words, **variables)
+        return [int(number) for number in shown.strip("[]").split(",")]
 
     ranks = [{"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"} for rank in range(2)]
     first, second = (allowed("gpu", **variables) for variables in ranks)
@@ -101,14 +102,9 @@ def test_a_process_with_a_gpu_keeps_to_its_cores_unless_it_was_bound():
 def test_a_second_start_of_a_compiled_run_compiles_nothing(config, tmp_path):
     programs = []
     for number in range(2):
-        arguments = [
-            "model.compile=true", "train.steps=1", f"run.folder={tmp_path / str(number)}",
-        ]  # fmt: skip
-        subprocess.run(
-            [sys.executable, "-m", "polyad.launch", "train", str(config), *arguments],
-            **{"capture_output": True, "check": True, "cwd": ROOT},
-            env=environment(XDG_CACHE_HOME=tmp_path / "caches"),
-        )
+        words = ["-m", "polyad.launch", "train", str(config), "model.compile=true", "train.steps=1"]
+        folder = f"run.folder={tmp_path / str(number)}"
+        printed(*words, folder, XDG_CACHE_HOME=tmp_path / "caches")
         made = (tmp_path / "caches").rglob("*.so")
         programs.append({path: path.stat().st_mtime_ns for path in made})
     assert programs[0]

@@ -10,17 +10,15 @@ from polyad.launch.processes import run_polyad
 from polyad.parallel.checkpoint.manage import complete_checkpoints
 from tests.helpers.started import start, steps, wait_for
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 
-@pytest.mark.slow
 def test_a_command_that_starts_processes_itself_does_not_end_them(config):
     # Workers of torchrun are no children of this process, and are not to end because of that.
     assert run_polyad("launch", str(config), "--processes-per-node", "2") == 0
     assert (config.parent / "run" / "checkpoints" / "step-00000004" / "manifest.json").exists()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("all_processes", [False, True])
 def test_a_signal_is_handed_on_and_the_run_saved(config, all_processes):
     options = ["train.steps=100000", "checkpoint.every=0", "log.trackers=[]"]

@@ -246,7 +246,7 @@ def test_without_sbatch_it_is_one_line(config, monkeypatch, refused):
     assert not (config.parent / "run").exists()
 
 
-def test_a_dry_run_writes_the_script_into_a_folder_that_stays_fresh(config, monkeypatch, capfd):
+def test_a_dry_run_writes_the_script_into_a_folder_that_stays_fresh(config, capfd):
     arguments = [*SLURM, "--dry-run", "--interface", "ib0", "--sbatch", "time=10:00:00", "seed=7"]
     assert run(["launch", str(config), *arguments]) == 0
     script = config.parent / "run" / "launch" / "job.sh"

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from polyad.launch.cli import run as polyad
-from polyad.parallel.checkpoint.save import save_weights
 from tests.helpers.prepared import flip
+from tests.helpers.saving import save_tensors
 
 NAMES = ("step-00000002", "step-00000004", "step-00000006")
 
@@ -15,16 +15,11 @@ NAMES = ("step-00000002", "step-00000004", "step-00000006")
 @pytest.fixture
 def folder(tmp_path):
     """A run's folder with three checkpoints of one tensor each."""
-    values = torch.arange(1000.0)
+    folder, weight = tmp_path / "run" / "checkpoints", torch.arange(1000.0)
     for name in NAMES:
-        path = tmp_path / "run" / "checkpoints" / name
-        path.mkdir(parents=True)
-        save_weights(
-            path, {"weight": (1000,)}, lambda name: values, files={}, buffers={}, config_yaml="",
-            state={"saved_at": 1.8e9, "world_size": 2},
-        )  # fmt: skip
-    (tmp_path / "run" / "checkpoints" / "latest").write_text(f"{NAMES[-1]}\n")
-    return tmp_path / "run" / "checkpoints"
+        save_tensors(folder / name, {"weight": weight}, saved_at=1.8e9, world_size=2)
+    (folder / "latest").write_text(f"{NAMES[-1]}\n")
+    return folder
 
 
 def result(capfd, *arguments, status=0):

@@ -39,7 +39,7 @@ def test_word_of_a_stop_is_left_for_our_agent_alone(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_workers_of_an_agent_that_is_the_first_process_of_a_container_start(tmp_path):
+def test_workers_of_an_agent_that_is_the_first_process_of_a_container_start():
     unshare = shutil.which("unshare")
     if (
         unshare is None
@@ -63,6 +63,22 @@ def start(config: Path, *overrides: str, restarts: int = 3) -> subprocess.Popen[
     return started.start(command, stdout=subprocess.DEVNULL)
 
 
+def begun(config: Path, *overrides: str, restarts: int = 3) -> subprocess.Popen[str]:
+    """A run that has made two steps, and does not end by itself."""
+    words = ("train.steps=100000", "checkpoint.every=0", *overrides)
+    agent = start(config, *words, restarts=restarts)
+    wait_for(lambda: len(steps(config.parent / "run")) >= 2, agent)
+    return agent
+
+
+def assert_saved(run: Path, said: str, name: str) -> None:
+    """Checks that a run which was stopped says so alone, and has saved its last step."""
+    (newest,) = complete_checkpoints(run / "checkpoints")
+    assert newest.name == f"step-{steps(run)[-1]:08d}"
+    ends = [line for line in said.splitlines() if "error" in line or name in line]
+    assert ends == [f"polyad: {name}; run the same command again to continue from {newest}"]
+
+
 def workers_of(agent: subprocess.Popen[str]) -> list[psutil.Process]:
     return psutil.Process(agent.pid).children()
 
@@ -70,8 +86,7 @@ def workers_of(agent: subprocess.Popen[str]) -> list[psutil.Process]:
 @pytest.mark.slow
 def test_what_a_run_of_one_host_listens_on_is_loopback_alone(config):
     """torch unpickles what comes in there, and nothing asks who sends it."""
-    agent = start(config, "train.steps=100000", "checkpoint.every=0")
-    wait_for(lambda: len(steps(config.parent / "run")) >= 1, agent)
+    agent = begun(config)
     family = [psutil.Process(agent.pid), *workers_of(agent)]
     listening = [
         (each.pid, link.laddr.ip)
@@ -114,9 +129,7 @@ def loaders_of(worker: psutil.Process) -> list[psutil.Process]:
 
 @pytest.mark.slow
 def test_a_loader_process_that_is_killed_is_one_line(config):
-    words = ["train.steps=100000", "checkpoint.every=0", "data.num_workers=2"]
-    agent = start(config, *words, restarts=0)
-    wait_for(lambda: len(steps(config.parent / "run")) >= 2, agent)
+    agent = begun(config, "data.num_workers=2", restarts=0)
     killed, *others = (loader for each in workers_of(agent) for loader in loaders_of(each))
     killed.kill()
     _, said = agent.communicate(timeout=60)
@@ -156,18 +169,13 @@ def test_loader_processes_whose_parent_ended_while_they_started_end_too(config):
 )
 def test_a_stop_is_not_taken_for_a_failure(config, number, whom):
     asked = signal.Signals[number]
-    run = config.parent / "run"
-    agent = start(config, "train.steps=100000", "checkpoint.every=0")
-    wait_for(lambda: len(steps(run)) >= 2, agent)
+    agent = begun(config)
     target = psutil.Process(agent.pid) if whom == "agent" else workers_of(agent)[1]
     target.send_signal(asked)
     _, said = agent.communicate(timeout=60)
     assert agent.returncode == 128 + asked
-    (newest,) = complete_checkpoints(run / "checkpoints")
-    assert newest.name == f"step-{steps(run)[-1]:08d}"
     name = "interrupted" if asked == signal.SIGINT else f"stopped by {number}"
-    ends = [line for line in said.splitlines() if "error" in line or name in line]
-    assert ends == [f"polyad: {name}; run the same command again to continue from {newest}"]
+    assert_saved(config.parent / "run", said, name)
     assert "continues from" not in said  # it was not started again
 
 
@@ -211,9 +219,7 @@ def test_a_signal_at_any_moment_of_a_start_ends_it(config, command):
 @pytest.mark.slow
 def test_signals_again_and_again_do_not_end_workers_that_save(config):
     """Ctrl-C more than once, or Slurm, which tells the agent and the workers."""
-    run = config.parent / "run"
-    agent = start(config, "train.steps=100000", "checkpoint.every=0")
-    wait_for(lambda: len(steps(run)) >= 2, agent)
+    agent = begun(config)
     workers = workers_of(agent)
     workers[1].send_signal(signal.SIGSTOP)  # so that no step comes to its end meanwhile
     for _ in range(4):
@@ -224,10 +230,7 @@ def test_signals_again_and_again_do_not_end_workers_that_save(config):
     _, said = agent.communicate(timeout=60)
     assert agent.returncode == 130
     assert not any(worker.is_running() for worker in workers)
-    (newest,) = complete_checkpoints(run / "checkpoints")
-    assert newest.name == f"step-{steps(run)[-1]:08d}"
-    ends = [line for line in said.splitlines() if "error" in line or "interrupted" in line]
-    assert ends == [f"polyad: interrupted; run the same command again to continue from {newest}"]
+    assert_saved(config.parent / "run", said, "interrupted")
 
 
 @pytest.mark.slow
@@ -251,11 +254,9 @@ def test_a_lost_worker_means_a_restart_that_goes_on_by_itself(config, kind):
 
 @pytest.mark.slow
 def test_workers_whose_agent_is_killed_save_a_checkpoint_and_end(config):
-    run = config.parent / "run"
-    agent = start(config, "train.steps=100000", "checkpoint.every=0")
-    wait_for(lambda: len(steps(run)) >= 2, agent)
+    agent = begun(config)
     workers = workers_of(agent)
     agent.kill()
     _, alive = psutil.wait_procs(workers, timeout=30)
     assert not alive
-    assert len(complete_checkpoints(run / "checkpoints")) == 1
+    assert len(complete_checkpoints(config.parent / "run" / "checkpoints")) == 1

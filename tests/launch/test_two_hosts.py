@@ -12,12 +12,12 @@ import psutil
 import pytest
 
 from tests.helpers.hosts import Host, several_hosts
-from tests.helpers.started import losses, start, wait_for, write_run
+from tests.helpers.started import losses, wait_for, write_run
 
 Polyad = Callable[..., subprocess.CompletedProcess[str]]
 STEPS, EVERY = 300, 50
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
@@ -26,26 +26,15 @@ def hosts():
         yield made
 
 
-def start_on(host: Host, endpoint: Host, config: Path, *more: str) -> subprocess.Popen[str]:
-    """Starts the command that a person would give on this host."""
-    return start(
-        [
-            *(*host.inside, sys.executable, "-m", "polyad.launch", "launch", str(config)),
-            *("--via", "torchrun", "--nodes", "2", "--processes-per-node", "1"),
-            *("--rdzv-endpoint", f"{endpoint.address}:29700"),
-            *("--rdzv-is-host", "true" if host is endpoint else "false"),
-            *("--local-addr", host.address, "--interface", host.interface, *more),
-        ]
-    )
-
-
 @contextmanager
 def agents_on(
     hosts: Sequence[Host], config: Path, *more: str, last: Sequence[str] = ()
 ) -> Iterator[list[subprocess.Popen[str]]]:
     """Starts the command on all hosts, the last one with more words; ends what still runs."""
     words = [more] * (len(hosts) - 1) + [(*more, *last)]
-    agents = [start_on(host, hosts[0], config, *w) for host, w in zip(hosts, words, strict=True)]
+    agents = [
+        host.start("launch", config, hosts, *each) for host, each in zip(hosts, words, strict=True)
+    ]
     try:
         yield agents
     finally:
@@ -69,7 +58,6 @@ def losses_of_one_host(polyad: Polyad, config: Path) -> dict[int, float]:
     return losses(config.parent / "run")
 
 
-@pytest.mark.slow
 def test_a_run_over_two_hosts_survives_the_death_of_one_worker(hosts, configs, polyad):
     run = configs[0].parent / "run"
     manifest = run / "checkpoints" / f"step-{EVERY:08d}" / "manifest.json"
@@ -90,7 +78,6 @@ def test_a_run_over_two_hosts_survives_the_death_of_one_worker(hosts, configs, p
     assert losses(run) == uninterrupted  # bitwise, every step
 
 
-@pytest.mark.slow
 def test_a_run_goes_on_with_the_hosts_that_are_left(hosts, configs, polyad):
     run = configs[0].parent / "run"
     manifest = run / "checkpoints" / f"step-{EVERY:08d}" / "manifest.json"
@@ -107,7 +94,6 @@ def test_a_run_goes_on_with_the_hosts_that_are_left(hosts, configs, polyad):
     assert there[STEPS] == pytest.approx(expected[STEPS], rel=0.02)
 
 
-@pytest.mark.slow
 def test_a_host_that_would_do_something_else_ends_all_at_once(hosts, configs):
     """The second host's key is another: one line on each, and no start again."""
     begun = time.monotonic()
@@ -120,7 +106,6 @@ def test_a_host_that_would_do_something_else_ends_all_at_once(hosts, configs):
         assert line.startswith(f"polyad: error: {rank}train.steps: {STEPS} on ")
 
 
-@pytest.mark.slow
 def test_two_hosts_connect_on_the_interface_that_was_named(hosts, configs):
     code = (
         "import psutil\nfor each in psutil.net_connections('inet'):\n"

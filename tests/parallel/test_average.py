@@ -1,7 +1,6 @@
 """The moving average of the weights: by hand, over layouts, over checkpoints."""
 
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,19 +8,10 @@ import torch
 
 from polyad.parallel.checkpoint.format import EMA, MASTER, Box
 from polyad.parallel.checkpoint.load import Checkpoint
-from polyad.parallel.checkpoint.save import save
 from polyad.parallel.source import WeightsOnly
 from polyad.parallel.zero import fragments
 from tests.helpers.everyday import everyday
-from tests.helpers.training import (
-    Case,
-    build_engine,
-    model_yaml,
-    moe_model,
-    poisoned,
-    take_step,
-    train,
-)
+from tests.helpers.training import Case, build_engine, moe_model, poisoned, take_step, train
 
 
 def averaged(case: Case) -> dict[str, Any]:
@@ -45,8 +35,6 @@ def averaged(case: Case) -> dict[str, Any]:
             for name, fragment in held.items():
                 now = fragment.values[MASTER].double()
                 expected[name] = decay * expected[name] + (1 - decay) * now
-    if case.save_to:
-        save(engine, Path(case.save_to), case.last_step, state={}, config_yaml=model_yaml(case))
     pairs = [
         (f.values[EMA].double(), f.values[MASTER].double(), expected[n]) for n, f in held.items()
     ]

@@ -9,7 +9,7 @@ import pytest
 
 from polyad.parallel.comm import STORE, comparison
 from tests.helpers.everyday import everyday
-from tests.helpers.forking import ForkedRun
+from tests.helpers.forking import ForkedRun, free_port
 from tests.helpers.meeting import join
 
 pytestmark = pytest.mark.distributed
@@ -31,12 +31,6 @@ def start(forks, tmp_path):
     yield call
     for each in started:
         each.kill()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture

@@ -71,12 +71,12 @@ def with_batch_norm(**changes) -> GPT2Config:
 
 
 @pytest.mark.parametrize("model", [with_batch_norm(), with_batch_norm(factorization="tr")])
-@everyday(("processes", "tensor"), [(2, 1), (4, 1), (4, 2)], keep=[(4, 2)])
-def test_output_gradients_and_statistics_are_those_of_all_tokens(workers, model, processes, tensor):
-    for result in workers(processes).run(batch_norm_against_the_whole, model, tensor, 6):
-        assert max(result.values()) < 1e-10, result
-
-
-def test_processes_with_more_tokens_than_others_count_for_more(workers):
-    for result in workers(2).run(batch_norm_against_the_whole, with_batch_norm(), 1, 3, 9):
+@everyday(
+    ("processes", "given"),
+    # Tensor-parallel processes, tokens, and how many more each has than the one before.
+    [(2, (1, 6, 0)), (4, (1, 6, 0)), (4, (2, 6, 0)), (2, (1, 3, 9))],
+    keep=[(4, (2, 6, 0)), (2, (1, 3, 9))],
+)
+def test_output_gradients_and_statistics_are_those_of_all_tokens(workers, model, processes, given):
+    for result in workers(processes).run(batch_norm_against_the_whole, model, *given):
         assert max(result.values()) < 1e-10, result

@@ -2,8 +2,8 @@
 
 import itertools
 from functools import cache
-from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,40 +14,33 @@ from polyad.model.bert import BertConfig
 from polyad.model.decoder import GPT2Config
 from polyad.model.output import RoutingStats
 from polyad.parallel import comm
-from polyad.parallel.checkpoint.save import save
 from polyad.train.loop.losses import LossConfig, routing_loss
-from polyad.train.loop.profiling import Prefetch
-from polyad.train.loop.step import issue_step, routing_record
 from polyad.train.tasks.distillation import cross_entropy
+from tests.helpers import training
 from tests.helpers.everyday import everyday
 from tests.helpers.parity import assert_near_state, assert_same_course
-from tests.helpers.training import (
-    GLOBAL_BATCH,
-    MODEL,
-    Case,
-    build_engine,
-    has_record,
-    model_yaml,
-    relative,
-    tensors,
-)
+from tests.helpers.training import GLOBAL_BATCH, MODEL, Case, relative, tensors
 
 LENGTHS = (16, 1, 9, 2, 3, 16, 5, 1)
 """Tokens of the sequences of every global batch."""
 
 
-def padded_batch(step: int, rows: slice) -> SequenceBatch:
-    """Some sequences of a step, padded to the longest of them."""
+def padded_batches(step: int, world: comm.World, case: Case) -> list[SequenceBatch]:
+    """This rank's sequences of a step, each micro-batch padded to its longest."""
     generator = torch.Generator().manual_seed(step)
     ids_BT = torch.randint(61, (GLOBAL_BATCH, max(LENGTHS)), generator=generator)
     labels_B = torch.randint(3, (GLOBAL_BATCH,), generator=generator)
-    length_B1 = torch.tensor(LENGTHS[rows]).unsqueeze(1)
-    longest = int(length_B1.max())
-    mask_BT = torch.arange(longest) < length_B1
-    ids_BT = ids_BT[rows, :longest].where(mask_BT, 0)
-    mask_B1T = mask_BT.unsqueeze(1)
-    second_B1T = torch.zeros_like(mask_B1T)
-    return SequenceBatch(ids_BT.unsqueeze(1), mask_B1T, second_B1T, labels_B[rows])
+    found = []
+    for first in range(0, GLOBAL_BATCH, case.micro_batch):
+        rows = slice(first, first + case.micro_batch)
+        length_B1 = torch.tensor(LENGTHS[rows]).unsqueeze(1)
+        longest = int(length_B1.max())
+        mask_BT = torch.arange(longest) < length_B1
+        own_BT = ids_BT[rows, :longest].where(mask_BT, 0)
+        mask_B1T = mask_BT.unsqueeze(1)
+        second_B1T = torch.zeros_like(mask_B1T)
+        found.append(SequenceBatch(own_BT.unsqueeze(1), mask_B1T, second_B1T, labels_B[rows]))
+    return found[world.data_parallel_rank :: world.data_parallel_size]
 
 
 def class_losses(model: Any, batch: SequenceBatch) -> tuple[Tensor, tuple[RoutingStats, ...]]:
@@ -57,27 +50,10 @@ def class_losses(model: Any, batch: SequenceBatch) -> tuple[Tensor, tuple[Routin
 
 
 def train_on_padded(case: Case) -> dict[str, Any]:
-    """Trains a case on them; its losses, gradient norms and records of routing."""
-    engine, world = build_engine(case)
-    comm.seed_random(5, 0, world)
-    found: dict[str, list[Any]] = {"losses": [], "norms": [], "routing": []}
-    size = case.micro_batch
-    for step in range(case.last_step):
-        firsts = range(0, GLOBAL_BATCH, size)[world.data_parallel_rank :: world.data_parallel_size]
-        batches = [padded_batch(step, slice(first, first + size)) for first in firsts]
-        ahead = Prefetch(iter(batches), world.device)
-        outcome = issue_step(
-            *(engine, class_losses, ahead, len(batches), case.learning_rate),
-            losses=case.losses,
-            record_is_due=has_record(case, step),
-        )
-        found["losses"].append(outcome.statistics.numbers.loss)
-        found["norms"].append(outcome.result.grad_norm)
-        numbers = outcome.statistics.numbers
-        found["routing"].append(routing_record(numbers.routing))
-    if case.save_to:
-        save(engine, Path(case.save_to), case.last_step, state={}, config_yaml=model_yaml(case))
-    return found
+    """Trains a case on them; see `train`."""
+    ours = {"batches_of": padded_batches, "losses_of": lambda case: class_losses}
+    with mock.patch.multiple(training, **ours):
+        return training.train(case)
 
 
 pytestmark = pytest.mark.distributed

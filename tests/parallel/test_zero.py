@@ -7,22 +7,13 @@ import sys
 import pytest
 
 from polyad.model.vit import ViTConfig
-from polyad.parallel.config import ParallelConfig
-from polyad.parallel.zero import deepspeed_config
 from tests.helpers.breaks import places_of_weights
-from tests.helpers.gradients import rates_of_blocks
+from tests.helpers.gradients import rates_of_blocks, settings
 from tests.helpers.training import Case, moe_model
 
 
 def made(stage, precision="fp32", **keys):
-    return deepspeed_config(
-        ParallelConfig(zero_stage=stage, **keys),
-        precision=precision,
-        micro_batch_size=3,
-        accumulation_steps=5,
-        clip_grad_norm=0.7,
-        num_parameters=1000,
-    )
+    return settings(stage, precision, 5, num_parameters=1000, **keys)
 
 
 def test_buckets_are_no_larger_than_the_model_and_even():

@@ -6,38 +6,23 @@ import shutil
 
 import pytest
 import torch
-import yaml
 
 from polyad.model.build import build_model
 from polyad.model.families.keys import WeightsError
 from polyad.parallel.checkpoint.format import CheckpointError, verify_contents
 from polyad.parallel.checkpoint.load import Checkpoint, newest_that_opens
-from polyad.parallel.checkpoint.save import save_weights
 from polyad.parallel.weights import load_model
 from tests.helpers.runs import reseal
-from tests.helpers.training import MODEL
+from tests.helpers.saving import save_tensors
+from tests.helpers.training import MODEL, Case, model_yaml
 
 
 def write(folder, *, without=(), other_shape=(), step="step-00000001"):
     """A checkpoint of the tiny model, but for some weights."""
-    shapes = {
-        name: tuple(parameter.shape) for name, parameter in build_model(MODEL).named_parameters()
-    }
-    shapes = {name: shape for name, shape in shapes.items() if name not in without}
+    shapes = {name: p.shape for name, p in build_model(MODEL).named_parameters()}
     shapes |= {name: (*shapes[name][:-1], shapes[name][-1] + 1) for name in other_shape}
-    path = folder / step
-    path.mkdir(parents=True)
-    text = yaml.safe_dump({"model": MODEL.model_dump(mode="json")})
-    save_weights(
-        path,
-        shapes,
-        lambda name: torch.ones(shapes[name]),
-        files={},
-        buffers={},
-        state={},
-        config_yaml=text,
-    )
-    return path
+    ones = {name: torch.ones(shape) for name, shape in shapes.items() if name not in without}
+    return save_tensors(folder / step, ones, model_yaml(Case()))
 
 
 DOWN = "blocks.1.feed_forward.down.weight"

@@ -14,7 +14,7 @@ from polyad.parallel.weights import load_model
 from polyad.train.config.rules import validate
 from polyad.train.config.run import load_config
 from polyad.train.errors import ConfigError
-from tests.helpers.decoders import ROUTED, commands_on, hub_folder, prepared_for, write_tokenizer
+from tests.helpers.decoders import ROUTED, commands_on, hub_with_text, prepared_for, write_tokenizer
 from tests.helpers.everyday import everyday
 from tests.helpers.little_memory import little_memory
 from tests.helpers.mixtures import PAGE, kinds, logits_of, random_model, rows_of, verify
@@ -32,8 +32,7 @@ def test_the_page_says_what_is_verified_of_every_type(kind):
 
 @everyday("case", ROUTED, keep=["olmoe", "deepseek_v3"])
 def test_families_of_ours_are_read_alike_through_both_doors(case, tmp_path):
-    hub_folder(tmp_path / "hub", case)
-    data = prepared_for(tmp_path / "hub", tmp_path)
+    _, data = hub_with_text(tmp_path, case)
     ours = polyad.load(tmp_path / "hub")
     theirs = polyad.load(tmp_path / "hub", attn_implementation="eager")
     assert isinstance(theirs._weights, TheirWeights)

@@ -7,7 +7,7 @@ from polyad.launch.cli import run as polyad
 from polyad.model.smoe.router import INITIAL_TEMPERATURE
 from polyad.parallel.checkpoint.load import Checkpoint
 from polyad.parallel.weights import load_model
-from tests.helpers.runs import evaluated, evaluation, newest, run, write_config
+from tests.helpers.runs import evaluated, evaluation, newest
 
 pytestmark = pytest.mark.distributed
 
@@ -32,20 +32,14 @@ def test_evaluate_scores_the_average_by_choice(workers, averaged):
 
 
 @pytest.mark.slow
-def test_a_process_without_any_of_few_trained_numbers_has_no_part_of_the_average(
-    workers, tmp_path, prepared_path
-):
+def test_a_process_without_any_of_few_trained_numbers_has_no_part_of_the_average(run_of):
     name = "blocks.0.feed_forward.router.score.temperature"
-    config = write_config(
-        tmp_path / "config.yaml", prepared_path, train__ema=0.8,
-        model__feed_forward={"kind": "smoe", "num_experts": 4, "score": "cosine"},
-        optimizer__groups=[{"match": name}, {"match": "*", "freeze": True}],
-    )  # fmt: skip
-    results = []
-    for processes in (1, 2):
-        folder = tmp_path / f"{processes}"
-        workers(processes).run(run, config, f"run.folder={folder}")
-        results.append(Checkpoint(newest(folder)).whole(name, "ema"))
+    changes = {
+        "train__ema": 0.8, "optimizer__groups": [{"match": name}, {"match": "*", "freeze": True}],
+        "model__feed_forward": {"kind": "smoe", "num_experts": 4, "score": "cosine"},
+    }  # fmt: skip
+    folders = [run_of(processes, **changes) for processes in (1, 2)]
+    results = [Checkpoint(newest(folder)).whole(name, "ema") for folder in folders]
     torch.testing.assert_close(*results)
     assert abs(results[0].item() - INITIAL_TEMPERATURE) > 1e-3
 

@@ -34,11 +34,17 @@ KINDS = {
 }
 
 
-def student(folder, data, teacher, kind="dense", blocks=(1,), **changes):
-    replaced = {"blocks": list(blocks), "feed_forward": KINDS[kind]}
-    given = {"model__num_layers": 3, "model__replaced": replaced, "distill__blocks": "normalized"}
-    given |= QUIET | {"distill__teacher": str(teacher)}
-    return write_config(folder / "config.yaml", data, **given | changes)
+@pytest.fixture
+def student(tmp_path, prepared_path, teacher):
+    """Writes the configuration of a run some of whose blocks learn."""
+
+    def write(kind="dense", blocks=(1,), **changes):
+        replaced = {"blocks": list(blocks), "feed_forward": KINDS[kind]}
+        given = QUIET | {"model__num_layers": 3, "model__replaced": replaced}
+        given |= {"distill__teacher": str(teacher), "distill__blocks": "normalized"}
+        return write_config(tmp_path / "config.yaml", prepared_path, **given | changes)
+
+    return write
 
 
 def test_losses_by_hand():
@@ -69,9 +75,9 @@ def in_the_teacher(run_folder, teacher, block):
 
 @everyday(("kind", "loss"), [("dense", "normalized"), ("smoe", "squared"), ("mumoe", "normalized")],
           keep=[("dense", "normalized")])  # fmt: skip
-def test_the_loss_of_a_run_is_that_by_hand(workers, tmp_path, prepared_path, teacher, kind, loss):
+def test_the_loss_of_a_run_is_that_by_hand(workers, tmp_path, student, teacher, kind, loss):
     """Of two blocks, from the true activations: block 2 does not see what block 1 gives."""
-    config = student(tmp_path, prepared_path, teacher, kind, (2, 1), distill__blocks=loss)
+    config = student(kind, (2, 1), distill__blocks=loss)
     still = ("optimizer.learning_rate=1.0e-12", "train.steps=1")
     ((_, said),) = workers(1).run(run_and_listen, config, *still)
     assert "initialized from the seed: blocks.1.feed_forward.*, blocks.2.feed_forward.*" in said
@@ -97,9 +103,9 @@ def test_the_loss_of_a_run_is_that_by_hand(workers, tmp_path, prepared_path, tea
 
 @pytest.mark.slow
 def test_only_the_replaced_feed_forward_is_trained_and_it_comes_near(
-    workers, tmp_path, prepared_path, teacher
+    workers, tmp_path, student, teacher
 ):
-    config = student(tmp_path, prepared_path, teacher, "smoe", train__steps=40)
+    config = student("smoe", train__steps=40)
     ((_, said),) = workers(1).run(run_and_listen, config)
     first, *_, last = records(tmp_path / "run")
     assert last["loss"] < 0.3 * first["loss"]
@@ -123,33 +129,31 @@ LAYOUTS = [
 
 
 @everyday(("kind", "layout"), LAYOUTS, keep=[LAYOUTS[3]])
-def test_processes_learn_what_one_learns(workers, tmp_path, prepared_path, teacher, kind, layout):
-    config = student(tmp_path, prepared_path, teacher, kind, (0, 2), evaluation__every=2)
+def test_processes_learn_what_one_learns(workers, student, kind, layout):
+    config = student(kind, (0, 2), evaluation__every=2)
     keys = ("loss", "grad_norm", "routing/nmse")
     assert_two_train_as_one(workers, config, SGD, layout, keys, rel=2e-5)
 
 
 @everyday(("precision", "compiled"), [("bf16", "false"), ("fp32", "true")], [("bf16", "false")])
-def test_it_is_finite_in_bf16_and_the_same_compiled(
-    workers, tmp_path, prepared_path, teacher, precision, compiled
-):
-    config = student(tmp_path, prepared_path, teacher, "smoe", (0, 2), train__precision=precision)
+def test_it_is_finite_in_bf16_and_the_same_compiled(workers, student, precision, compiled):
+    config = student("smoe", (0, 2), train__precision=precision)
     losses = []
     for value in ("false", compiled):
-        words = (f"run.folder={tmp_path / value}", f"model.compile={value}", *SGD)
+        words = (f"run.folder={config.parent / value}", f"model.compile={value}", *SGD)
         assert workers(1).run(run, config, *words) == [3]
-        losses.append([each["loss"] for each in records(tmp_path / value)])
+        losses.append([each["loss"] for each in records(config.parent / value)])
     assert all(torch.tensor(losses[0]).isfinite())
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
 @pytest.mark.slow
 def test_a_resumed_run_is_an_uninterrupted_one_though_its_teacher_went_on(
-    workers, tmp_path, prepared_path, teacher
+    workers, tmp_path, student, teacher
 ):
     place = tmp_path / "teacher"
     shutil.copytree(teacher, place)
-    config = student(tmp_path, prepared_path, place, "mumoe", checkpoint__every=2)
+    config = student("mumoe", checkpoint__every=2, distill__teacher=str(place))
     workers(1).run(run, config, f"run.folder={tmp_path / 'whole'}", "train.steps=4")
     workers(1).run(run, config, "train.steps=2")
     longer = (f"run.folder={place}", "train.steps=21")
@@ -164,8 +168,8 @@ def test_a_resumed_run_is_an_uninterrupted_one_though_its_teacher_went_on(
     assert "step-00000020, from which this run started, no longer" in said
 
 
-def test_a_small_layout_of_it_can_be_tried(tmp_path, prepared_path, teacher):
-    config = load_config(student(tmp_path, prepared_path, teacher, "smoe", (0, 2)))
+def test_a_small_layout_of_it_can_be_tried(student):
+    config = load_config(student("smoe", (0, 2)))
     small = small_config(config, 2)
     assert small.model.replaced.blocks == [1]
     assert small.distill.blocks is None
@@ -185,11 +189,11 @@ def test_a_small_layout_of_it_can_be_tried(tmp_path, prepared_path, teacher):
         ("model.num_layers=2", "distill.teacher: "),
     ],
 )
-def test_what_cannot_be_is_refused(workers, tmp_path, prepared_path, teacher, change, said):
-    assert said in refusal(workers(1), student(tmp_path, prepared_path, teacher), change)
+def test_what_cannot_be_is_refused(workers, student, change, said):
+    assert said in refusal(workers(1), student(), change)
 
 
-def test_a_plan_counts_the_feed_forwards_that_teach(tmp_path, prepared_path, teacher):
-    config = student(tmp_path, prepared_path, teacher)
+def test_a_plan_counts_the_feed_forwards_that_teach(student):
+    config = student()
     memory = describe_run(config, (), 1)["memory_bytes_per_process"]
     assert memory["teacher"] == 4 * (2 * 32 * 128 + 128 + 32)

@@ -18,11 +18,11 @@ from tests.helpers.parity import assert_two_train_as_one
 from tests.helpers.runs import (
     evaluation,
     frame_of,
+    measured,
     records,
     refusal,
     run,
     run_and_listen,
-    specialization,
     write_config,
 )
 
@@ -57,7 +57,7 @@ def attentive(workers, config):
 @pytest.mark.slow
 def test_the_gate_of_a_mixture_is_measured(workers, attentive):
     """Beside what it gives each expert, of one held-out image at a time."""
-    (found,) = workers(1).run(specialization, attentive)
+    ((found, _),) = workers(1).run(measured, attentive, "specialize")
     assert "polysemanticity" not in found  # whole networks are not left out
     (level,) = frame_of(found, "levels", module="mixture").to_dict("records")
     data = ImageData.open(ImageDataConfig(path="digits", held_out=0.2)).split("validation")

@@ -9,15 +9,7 @@ from polyad.data.text.tokenizers.files import load_tokenizer
 from polyad.parallel.checkpoint.load import Checkpoint
 from polyad.train.tasks.vocabulary import need_tokenizer
 from tests.helpers.parity import assert_equal_state
-from tests.helpers.runs import (
-    evaluation,
-    evaluation_error,
-    newest,
-    records,
-    refusal,
-    run,
-    write_config,
-)
+from tests.helpers.runs import evaluation, newest, records, refusal, run, write_config
 
 pytestmark = pytest.mark.distributed
 
@@ -41,7 +33,7 @@ def config(tmp_path, prepared_path, other_path):
 
 @pytest.mark.slow
 def test_a_mixture_is_validated_by_source_and_resumes_bitwise(
-    workers, config, tmp_path, prepared_path, other_path
+    workers, config, tmp_path, prepared_path, other_path, refused
 ):
     assert workers(2).run(run, config) == [6, 6]
     lines = records(tmp_path / "run")
@@ -55,8 +47,8 @@ def test_a_mixture_is_validated_by_source_and_resumes_bitwise(
     assert "validation_loss/modules" not in lines[0]
     alone = workers(1).run(evaluation, tmp_path / "run", data=str(other_path))[0]
     assert alone["loss"] == pytest.approx(two, rel=1e-6)
-    ((text, status),) = workers(1).run(evaluation_error, tmp_path / "run")
-    assert (status, "--data" in text, str(other_path) in text) == (2, True, True)
+    line = refused("evaluate", tmp_path / "run")
+    assert ("--data" in line, str(other_path) in line) == (True, True)
 
     second = f"run.folder={tmp_path / 'second'}"
     for steps in (3, 6):

@@ -30,7 +30,7 @@ from tests.helpers.decoders import (
     WORDS,
     commands_on,
     hub_folder,
-    prepared_for,
+    hub_with_text,
     theirs,
     tokens,
 )
@@ -66,8 +66,7 @@ def loss_by_transformers(model, data, length, stride, not_scored=-1):
 @everyday("case", [*FAMILIES, "mixtral", "qwen2_moe", "llama 3"], keep=["olmoe", "gpt_oss"])
 @everyday(("length", "stride"), [(64, 20), (16, 16)], keep=[(64, 20)])
 def test_perplexity_is_that_of_transformers(case, length, stride, tmp_path):
-    model = hub_folder(tmp_path / "hub", case)
-    data = prepared_for(tmp_path / "hub", tmp_path)
+    model, data = hub_with_text(tmp_path, case)
     overrides = f"evaluation.stride={stride}", f"model.sequence_length={length}"
     found = evaluation(tmp_path / "hub", data=str(data), overrides=overrides)
     loss, scored = loss_by_transformers(model, data, length, stride)
@@ -78,10 +77,8 @@ def test_perplexity_is_that_of_transformers(case, length, stride, tmp_path):
 
 @everyday("case", FAMILIES, keep=["deepseek_v3"])
 def test_commands_take_a_folder_as_it_is(case, tmp_path, capfd):
-    folder = tmp_path / "hub"
-    hub_folder(folder, case)
-    data = str(prepared_for(folder, tmp_path))
-    for words in commands_on(folder, data, inspect(folder)["routed_blocks"][-1]):
+    folder, (_, data) = tmp_path / "hub", hub_with_text(tmp_path, case)
+    for words in commands_on(folder, str(data), inspect(folder)["routed_blocks"][-1]):
         told = tmp_path / "told.json"
         assert command([*map(str, words), "--json", str(told)]) == 0, capfd.readouterr().err
         assert json.loads(told.read_text())
@@ -94,8 +91,7 @@ def test_commands_take_a_folder_as_it_is(case, tmp_path, capfd):
 
 def trained_further(case, tmp_path, **changes):
     """A configuration that trains a folder of the hub for two steps; and its data."""
-    hub_folder(tmp_path / "hub", case)
-    data = prepared_for(tmp_path / "hub", tmp_path)
+    _, data = hub_with_text(tmp_path, case)
     model = FamilyWeights(tmp_path / "hub").config.model_dump(mode="json")
     start = {"checkpoint__init_from": str(tmp_path / "hub"), "train__steps": 2, "model": model}
     return write_config(tmp_path / "config.yaml", data, **start | changes), data
@@ -180,8 +176,7 @@ def test_what_there_is_for_experts_trains_a_published_mixture(name, case, worker
 
 def test_a_token_that_begins_documents_is_read_and_not_scored(tmp_path):
     folder = tmp_path / "hub"
-    model = hub_folder(folder, "deepseek_v3", add_bos_token=True)
-    data = prepared_for(folder, tmp_path)
+    model, data = hub_with_text(tmp_path, "deepseek_v3", add_bos_token=True)
     split = PreparedData.open(data).manifest.splits["validation"]
     loss, scored = loss_by_transformers(model, data, 64, 64, not_scored=0)
     ours = polyad.load(folder)
@@ -197,9 +192,7 @@ def test_a_token_that_begins_documents_is_read_and_not_scored(tmp_path):
 
 
 def test_more_rows_than_ids_are_never_chosen_and_fewer_are_refused(tmp_path):
-    folder = tmp_path / "hub"
-    hub_folder(folder, "llama")
-    data = prepared_for(folder, tmp_path)
+    folder, (_, data) = tmp_path / "hub", hub_with_text(tmp_path, "llama")
     found = generated(folder, "x", max_tokens=100, sampling=Sampling(temperature=50.0))
     rows = json.loads((folder / "config.json").read_text())["vocab_size"]
     assert max(found.token_ids) < IDS < rows
@@ -268,8 +261,7 @@ def test_a_token_that_ends_a_text_is_an_id(value, tmp_path):
 
 
 def test_a_run_takes_its_model_from_a_folder(workers, tmp_path):
-    hub_folder(tmp_path / "hub", "olmoe")
-    data = prepared_for(tmp_path / "hub", tmp_path)
+    _, data = hub_with_text(tmp_path, "olmoe")
     shipped = Path("finetune/olmoe-1b-7b-lora")
     words = [
         f"model.from={tmp_path / 'hub'}",

@@ -81,17 +81,13 @@ def test_every_step_has_a_record_and_tensorboard_the_same_numbers(finished):
     ("kind", "first", "second"),
     [("smoe", 2, 1), ("dense", 2, 1), ("dense", 1, 2), ("cp", 2, 1), ("tr", 1, 2)],
 )
-def test_a_run_goes_on_by_itself_on_another_layout(
-    workers, trained, tmp_path, prepared_path, kind, first, second
-):
-    section = {"model__feed_forward": FEED_FORWARDS[kind]}
-    config = write_config(tmp_path / "config.yaml", prepared_path, **section)
-    workers(first).run(run, config, "train.steps=4", "checkpoint.every=3")
-    folder = tmp_path / "run"
+def test_a_run_goes_on_by_itself_on_another_layout(workers, trained, config, kind, first, second):
+    section, folder = f"model.feed_forward={FEED_FORWARDS[kind]}", config.parent / "run"
+    workers(first).run(run, config, section, "train.steps=4", "checkpoint.every=3")
     shutil.rmtree(folder / "checkpoints" / "step-00000004")  # as if killed after step 4
     time.sleep(1.1)  # TensorBoard orders files by the second in their names
     (folder / "metrics.jsonl").open("a").write('{"step": 5, "lo')
-    assert workers(second).run(run, config, "parallel.zero_stage=2")[0] == 6
+    assert workers(second).run(run, config, section, "parallel.zero_stage=2")[0] == 6
     ours, theirs = (
         {line["step"]: line["loss"] for line in records(each)} for each in (folder, trained(kind))
     )
@@ -206,17 +202,14 @@ def test_a_folder_that_cannot_be_locked_is_refused_on_all_processes(workers, con
     assert refusal(workers(2), config).endswith("cannot be locked: Is a directory")
 
 
-def test_a_token_outside_the_vocabulary_is_found_when_it_is_read(
-    workers, config, tmp_path, prepared_path
-):
-    shutil.copytree(prepared_path, tmp_path / "data")
-    path = tmp_path / "data" / "train.bin"
+def test_a_token_outside_the_vocabulary_is_found_when_it_is_read(workers, config, copy):
+    path = copy / "train.bin"
     size = path.stat().st_size
     with path.open("r+b") as file:  # in the middle: opening looks at the ends alone
         file.seek(size * 2 // 5 // 2 * 2)
         file.write(b"\xff" * (size // 5))
-    words = (f"data.path={tmp_path / 'data'}", "train.steps=40")
-    assert "train.bin: damaged: token" in refusal(workers(1), config, *words)
+    text = refusal(workers(1), config, f"data.path={copy}", "train.steps=40")
+    assert "train.bin: damaged: token" in text
 
 
 @everyday("damage", ["cut", "flipped", "without manifest"], keep=["flipped"])

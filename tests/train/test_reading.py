@@ -12,7 +12,7 @@ from polyad.train.measures.removal import Removal
 from polyad.train.measures.trace import Trace
 from tests.helpers import images as made
 from tests.helpers.bert import prepare_pieces
-from tests.helpers.decoders import Chosen, hub_folder, prepared_for
+from tests.helpers.decoders import Chosen, hub_with_text
 from tests.helpers.fine_tuned import SETTINGS, others
 from tests.helpers.runs import both_forms, compare, counts_of, frame_of, measured, run, write_config
 from tests.train.measures.test_trace import in_order
@@ -31,8 +31,8 @@ def remainder(tokens):
 def folder(request, tmp_path_factory):
     """Weights, and text whose last window is mostly padding."""
     root = tmp_path_factory.mktemp("padded")
-    model = hub_folder(root / "hub", "olmoe", add_bos_token=request.param == "begin").eval()
-    return root / "hub", prepared_for(root / "hub", root), model
+    model, data = hub_with_text(root, "olmoe", add_bos_token=request.param == "begin")
+    return root / "hub", data, model.eval()
 
 
 def asked(data, split):

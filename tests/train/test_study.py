@@ -289,7 +289,7 @@ def test_a_run_that_another_start_has_begun_is_left_to_it(study: Any) -> None:
     assert play.trained[-1] == "dense/seed-1"
 
 
-def test_what_changes_results_may_not_change(study: Any, tmp_path: Path) -> None:
+def test_what_changes_results_may_not_change(study: Any) -> None:
     finished(study(seeds=[1]), LOSSES)
     results_of(study(common={"log.every": 3, "checkpoint.every": 1}))
     for change, line in (

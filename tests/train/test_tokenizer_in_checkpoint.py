@@ -1,6 +1,5 @@
 """A checkpoint carries its run's tokenizer, of whatever kind, and needs the data no more."""
 
-import io
 import json
 import shutil
 
@@ -13,41 +12,30 @@ from polyad.train.evaluation.generate import Sampling
 from polyad.train.exchange.convert import convert
 from polyad.train.tasks.vocabulary import need_tokenizer
 from tests.helpers.generated import generated
-from tests.helpers.runs import run, write_config
+from tests.helpers.prepared import sentencepiece_model
 
 pytestmark = pytest.mark.distributed
 KINDS = {"sentencepiece": "tokenizer.model", "words": "tokenizer.json"}
 
 
-def sentencepiece_model(texts, path):
-    sentencepiece = pytest.importorskip("sentencepiece")
-    model = io.BytesIO()
-    lines = [line for text in texts for line in text.splitlines()]
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(lines), model_writer=model, vocab_size=600, minloglevel=2,
-        byte_fallback=True,
-    )  # fmt: skip
-    path.write_bytes(model.getvalue())
-    return str(path)
-
-
 @pytest.fixture(
     scope="module", params=[pytest.param("sentencepiece", marks=pytest.mark.slow), "words"]
 )
-def trained(request, workers, tmp_path_factory, texts):
+def trained(request, run_of, tmp_path_factory, texts):
     """The kind, the run's folder, what tokenized its data, and the data's bytes of it."""
     folder = tmp_path_factory.mktemp(request.param)
     spec = "words:900"
     if request.param == "sentencepiece":
+        pytest.importorskip("sentencepiece")
         documents = [json.loads(line)["text"] for line in texts.read_text().splitlines()]
-        spec = sentencepiece_model(documents, folder / "any.model")
+        (folder / "any.model").write_bytes(sentencepiece_model("\n".join(documents)))
+        spec = str(folder / "any.model")
     prepare(str(texts), spec, folder / "data")
-    config = write_config(folder / "config.yaml", folder / "data", train__steps=2)
-    workers(1).run(run, config)
+    run = run_of(data__path=str(folder / "data"), train__steps=2)
     tokenizer = PreparedData.open(folder / "data").tokenizer()
     content = (folder / "data" / KINDS[request.param]).read_bytes()
     (folder / "data").rename(folder / "elsewhere")
-    return request.param, folder / "run", tokenizer, content
+    return request.param, run, tokenizer, content
 
 
 def test_its_file_is_the_data_s_and_the_way_to_hugging_face_and_back_keeps_it(trained, tmp_path):

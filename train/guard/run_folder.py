@@ -94,7 +94,7 @@ def run_lock(folder: Path, world: comm.World) -> Iterator[None]:
     with comm.on_main(partial(lock_of, folder)) or nullcontext():
         usable = seen_in_time(lambda: os.access(folder, os.W_OK | os.X_OK))
         host = "" if usable else f"{socket.gethostname()} (rank {world.rank})"
-        if hosts := [*filter(None, comm.from_all(host))]:
+        if hosts := [each for each in comm.from_all(host) if each]:
             raise ConfigError(
                 f"run.folder: {folder} is missing or cannot be written to on {hosts[0]}; all hosts "
                 "need one file system, with this folder at the same path"

@@ -58,16 +58,12 @@ def check_tokenizer(key: str, data: PreparedData, weights: Weights, owner: str) 
     Raises:
         ConfigError: it was made with another tokenizer.
     """
-    fingerprint = data.manifest.tokenizer.fingerprint
+    tokenizer, fingerprint = tokenizer_of(weights), data.manifest.tokenizer.fingerprint
+    own = None if tokenizer is None else tokenizer.fingerprint
     if isinstance(weights, Checkpoint):
         own = weights.state.tokenizer_fingerprint
-        if own in (None, fingerprint):
-            return
-    tokenizer = tokenizer_of(weights)
-    if not isinstance(weights, Checkpoint):
-        own = None if tokenizer is None else tokenizer.fingerprint
-        if own in (None, fingerprint):
-            return
+    if own in (None, fingerprint):
+        return
     if tokenizer is None or not same_ids(tokenizer, data.tokenizer()):
         raise ConfigError(
             f"{key} was made with tokenizer {fingerprint[:12]}, the {owner} with "

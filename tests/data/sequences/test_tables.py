@@ -200,7 +200,7 @@ def test_keys_stand_above_the_benchmark():
     assert numbers.metrics == ("pearson", "spearman")
 
 
-def test_a_domain_is_a_word(tmp_path):
+def test_a_domain_is_a_word():
     for cells, words in (
         (["a ", "3"], ["a", "3"]),
         ([3, 4], ["3", "4"]),

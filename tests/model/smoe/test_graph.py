@@ -5,12 +5,12 @@ Shapes: B batch, T tokens in a sequence, D width, E experts, A heads, H width of
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from polyad.model.attention import SelfAttention
 from polyad.model.feedforward import BlockInput
 from polyad.model.smoe.graph import GRAPHS, AttentionGraph, Features, head_entropies
+from tests.helpers.allocated import Observed
 from tests.helpers.routing import (
     assert_same_with_gradients,
     make,
@@ -24,11 +24,6 @@ from tests.helpers.routing import (
 def asked_for(trace, head):
     """The trace of an attention that was asked for another head."""
     return trace._replace(of_head_BT3H=trace.qkv_BT3AH.select(3, head))
-
-
-def leaves_of(trace):
-    """What gradients can be asked of."""
-    return [x for x in trace if x.is_leaf]
 
 
 def seen_by(length, causal):
@@ -74,19 +69,16 @@ def entropy_of(weights):
     return -(weights * (weights + (weights == 0)).log()).sum(-1)
 
 
-class Watch(TorchDispatchMode):
+class Watch(Observed):
     """Sees the sizes of what every operation gives, those of the backward pass too."""
 
     def __init__(self):
-        super().__init__()
+        super().__init__(self.see)
         self.largest = 0
 
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor):
-                self.largest = max(self.largest, leaf.numel())
-        return result
+    def see(self, func, args, kwargs, result):
+        sizes = [leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        self.largest = max([self.largest, *sizes])
 
 
 def leaves(batch, length, width=12, experts=6, dtype=torch.float64):
@@ -131,7 +123,8 @@ def test_a_graph_is_its_definition(causal, length, options):
             graph.head_entropy[head] = -1.0
         assert graph.attention_head().tolist() == [head]
         trace = asked_for(make_trace(length), head)
-        s_BTT, inputs = posterior_matrix(trace, head, config, causal), leaves_of(trace)
+        s_BTT = posterior_matrix(trace, head, config, causal)
+        inputs = [x for x in trace if x.is_leaf]
     mixed = graph(r_BTE, u_BTD, BlockInput(attention=trace))
     inputs = (r_BTE, *inputs) if length > 1 else (r_BTE,)
     assert_same_with_gradients(mixed.scores_BTE, s_BTT @ r_BTE, inputs)

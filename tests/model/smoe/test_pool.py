@@ -14,10 +14,6 @@ from tests.helpers.routing import logits_and_experts, make, make_config, make_co
 END = 7
 
 
-def pool_config(pool="document", **options):
-    return make_config(**{"num_experts": 4, "top_k": 2, "pool": pool} | options)
-
-
 def documents_of(ids_T):
     """First and last position of each document, by looking at one token after the other."""
     found, first = [], 0
@@ -114,7 +110,8 @@ def test_a_token_whose_scores_in_the_pool_are_0_stays_within(pool):
     logits_TE = torch.tensor([[200.0, 0, 0, 0]] + [[0, 200.0, 200.0, 0]] * 5)
     p_TE = logits_TE.softmax(-1)
     assert p_TE[0].tolist() == [1, 0, 0, 0]
-    pool_TE = Pool(pool_config("document", pool_most=2))(p_TE[None])[0]
+    config = make_config(num_experts=4, top_k=2, pool="document", pool_most=2)
+    pool_TE = Pool(config)(p_TE[None])[0]
     q_TE = within(p_TE, pool_TE)
     assert q_TE[0].tolist() == [0, 0.5, 0.5, 0]
     assert q_TE.isfinite().all()

@@ -9,11 +9,21 @@ from polyad.model.smoe.router import MOST_ROUNDS, TopK, in_rounds
 from tests.helpers.random_model import drawn
 from tests.helpers.routing import make_config
 
-SCORES = torch.tensor([[0.1, 0.5, 0.15, 0.25]], dtype=torch.float64)
+SCORES = [0.1, 0.5, 0.15, 0.25]
 
 
 def selection(**overrides):
     return drawn(lambda: TopK(make_config(**{"num_experts": 4} | overrides)))
+
+
+def weights_of(scores, bias=None, **options):
+    """The experts that are chosen by these scores, and their weights."""
+    module = selection(num_experts=len(scores), **options)
+    if bias is not None:
+        module.balancing_bias.copy_(torch.tensor(bias))
+    chosen = module(torch.tensor([scores], dtype=torch.float64))
+    ids, weights = chosen.expert_ids_NK[0].tolist(), chosen.weights_NK[0].tolist()
+    return dict(zip(ids, weights, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -29,17 +39,9 @@ def selection(**overrides):
     ],
 )
 def test_weights_equal_numbers_worked_out_by_hand(top_k, combine, weights):
-    selected = selection(top_k=top_k, combine=combine)(SCORES)
-    assert selected.expert_ids_NK.tolist() == [[1, 3, 2, 0][:top_k]]
-    expected = torch.tensor([weights], dtype=torch.float64)
-    torch.testing.assert_close(selected.weights_NK, expected)
-
-
-def test_experts_whose_scores_are_0_keep_that_weight():
-    module = selection(top_k=2, combine="scores", balancing_rate=0.1)
-    module.balancing_bias.copy_(torch.tensor([1.0, 0.0, 1.0, 0.0]))
-    scores_NE = torch.tensor([[0.0, 0.6, 0.0, 0.4]], dtype=torch.float64)
-    assert module(scores_NE).weights_NK.tolist() == [[0.0, 0.0]]
+    found = weights_of(SCORES, top_k=top_k, combine=combine)
+    assert list(found) == [1, 3, 2, 0][:top_k]
+    assert list(found.values()) == pytest.approx(weights)
 
 
 @pytest.mark.parametrize("combine", ["auto", "scores"])
@@ -63,13 +65,13 @@ def test_of_equal_scores_rounds_take_the_lowest_number_and_none_twice():
 
 
 def test_balancing_bias_chooses_and_weighs_nothing():
-    module = selection(top_k=2, balancing_rate=0.1)
-    module.balancing_bias.copy_(torch.tensor([0.0, -0.4, 0.2, 0.0]))
+    options = {"top_k": 2, "balancing_rate": 0.1}
     # 0.1, 0.1, 0.35, 0.25: the third and fourth, with 0.15 and 0.25 divided by 0.4.
-    selected = module(SCORES)
-    assert selected.expert_ids_NK.tolist() == [[2, 3]]
-    expected = torch.tensor([[0.375, 0.625]], dtype=torch.float64)
-    torch.testing.assert_close(selected.weights_NK, expected)
+    found = weights_of(SCORES, [0.0, -0.4, 0.2, 0.0], **options)
+    assert found == pytest.approx({2: 0.375, 3: 0.625})
+    # Experts whose scores are 0 keep that weight.
+    found = weights_of([0.0, 0.6, 0.0, 0.4], [1.0, 0.0, 1.0, 0.0], combine="scores", **options)
+    assert found == {0: 0.0, 2: 0.0}
 
 
 def test_experts_whose_scores_are_zero_share_alike_when_the_bias_chooses_them():
@@ -90,7 +92,7 @@ def test_experts_whose_scores_are_zero_share_alike_when_the_bias_chooses_them():
 def test_balancing_bias_moves_by_the_rate_towards_even_load():
     module = selection(top_k=2, balancing_rate=0.1)
     assert module.balancing_bias.tolist() == [0, 0, 0, 0]
-    module(SCORES)  # only reads
+    module(torch.tensor([SCORES]))  # only reads
     assert module.balancing_bias.tolist() == [0, 0, 0, 0]
     # Even is 0.25: too much, even, a little too little, nothing.
     for times in (1, 2):
@@ -107,7 +109,7 @@ def test_balancing_bias_moves_by_the_rate_towards_even_load():
 def test_k_grows_linearly(progress, top_k):
     module = selection(top_k=1, final_top_k=4)
     module.update(torch.full((4,), 0.25), progress)
-    assert module(SCORES).expert_ids_NK.shape == (1, top_k)
+    assert module(torch.tensor([SCORES])).expert_ids_NK.shape == (1, top_k)
     assert module.num_selected.item() == top_k
 
 
@@ -146,19 +148,12 @@ def test_experts_that_are_forced_and_have_no_score_weigh_the_same():
     assert selected.weights_NK.tolist() == [[0.5, 0.5], [0.25, 0.75]]
 
 
-def weights_of(scores, bias=(0.0,) * 6, **options):
-    module = selection(num_experts=6, selection_bias=True, **options)
-    module.balancing_bias.copy_(torch.tensor(bias))
-    chosen = module(torch.tensor([scores]))
-    ids, weights = chosen.expert_ids_NK[0].tolist(), chosen.weights_NK[0].tolist()
-    return dict(zip(ids, weights, strict=True))
-
-
 def test_groups_of_deepseek_by_hand():
     """V3: groups score 1.0, 1.4 (with the bias of 0.3) and 0.95: the third is left out, whose 0.85
     is the second highest of all without groups. In V2 the best of a group is its score."""
     scores, bias = [0.9, 0.1, 0.6, 0.5, 0.85, 0.1], [0.0, 0.0, 0.0, 0.3, 0.0, 0.0]
     options = {"score_function": "sigmoid", "combine": "sum_to_one", "routed_scaling_factor": 2.5}
+    options |= {"selection_bias": True}
     groups = {"num_groups": 3, "top_groups": 2, "group_score": "best_two"}
     found = weights_of(scores, bias, **options, **groups)
     assert found == pytest.approx({0: 2.5 * 0.9 / 1.4, 3: 2.5 * 0.5 / 1.4})

@@ -20,22 +20,13 @@ from polyad.parallel.checkpoint.manage import (
     step_folder,
     step_folders,
 )
-from polyad.parallel.checkpoint.save import commit, save_weights
+from polyad.parallel.checkpoint.save import commit
+from tests.helpers.saving import save_tensors
 
 
 def make(folder, steps, damaged):
     for step in steps:
-        path = folder / f"step-{step:08d}"
-        path.mkdir(parents=True)
-        save_weights(
-            path,
-            {"w": (3,)},
-            lambda name: torch.ones(3),
-            files={},
-            buffers={},
-            state={},
-            config_yaml="",
-        )
+        path = save_tensors(folder / f"step-{step:08d}", {"w": torch.ones(3)})
         if step in damaged:
             (path / "rank-00000.safetensors").write_bytes(b"")
 

@@ -134,7 +134,7 @@ def test_a_class_is_learned_from_a_folder_without_one(saved):
         weights.check_config(weights.config.model_copy(update={"num_layers": 3}))
 
 
-def test_experts_have_no_place_in_transformers(tmp_path):
+def test_experts_have_no_place_in_transformers():
     config = BertConfig.model_validate({"vocab_size": 61, "feed_forward": {"kind": "smoe"}})
     with pytest.raises(WeightsError, match=r"'smoe'.*`--to safetensors`"):
         family_of_model(config)

@@ -38,10 +38,6 @@ BUFFERS = {
 }
 
 
-def without_prefix(tensors):
-    return {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
-
-
 @pytest.mark.parametrize("form", ["saved", "sharded", "untied", "no prefix", "head", "buffers"])
 def test_logits_equal_transformers_in_every_form_of_file(folder, tmp_path, form):
     if form == "saved":
@@ -54,7 +50,9 @@ def test_logits_equal_transformers_in_every_form_of_file(folder, tmp_path, form)
         assert len(list(path.glob("*.safetensors"))) > 2
     else:
         change = {
-            "no prefix": without_prefix,
+            "no prefix": lambda t: {
+                n.removeprefix("transformer."): value for n, value in t.items()
+            },
             "head": lambda t: t | {"lm_head.weight": t["transformer.wte.weight"].clone()},
             "buffers": lambda t: t | BUFFERS,
         }[form]

@@ -14,7 +14,9 @@ from polyad.train.config.environment import agreed_facts, folder_digest
 from polyad.train.config.run import load_config
 from polyad.train.tasks.registry import open_task
 from tests.helpers.everyday import everyday
-from tests.helpers.runs import write_config
+
+pytestmark = pytest.mark.distributed
+RUN_CHANGES = {"log__trackers": []}
 
 
 def go_to_own_host(rank: int) -> None:
@@ -30,17 +32,15 @@ def refused(run: Any) -> str:
 
 
 def test_what_differs_is_named_with_both_values(
-    tmp_path: Path, prepared_path: Path, texts: Path
+    config: Path, tmp_path: Path, prepared_path: Path, texts: Path
 ) -> None:
-    path = write_config(tmp_path / "config.yaml", prepared_path)
-
     def differences(*words: str) -> list[str]:
         told = []
         for name, more in (("here", ()), ("there", words)):
-            config = load_config(path, more)
-            task = open_task(config.for_task())
-            config = config.model_copy(update={"model": task.model})
-            told.append((name, agreed_facts(config, task)))
+            read = load_config(config, more)
+            task = open_task(read.for_task())
+            read = read.model_copy(update={"model": task.model})
+            told.append((name, agreed_facts(read, task)))
         return comparison(told)
 
     for key, ours, theirs in (
@@ -60,45 +60,33 @@ def test_what_differs_is_named_with_both_values(
     assert named == ["data.path (train):", "data.path (validation):"]
 
 
-@pytest.mark.distributed
-def test_processes_with_other_keys_train_no_step(
-    forks: Any, tmp_path: Path, prepared_path: Path
-) -> None:
-    path = write_config(tmp_path / "config.yaml", prepared_path, log__trackers=[])
-    line = refused(forks.start(tmp_path, ["train", str(path)], last=["train.steps=9"]))
+def test_processes_with_other_keys_train_no_step(forks: Any, config: Path, tmp_path: Path) -> None:
+    line = refused(forks.start(tmp_path, ["train", str(config)], last=["train.steps=9"]))
     assert line.startswith("train.steps: ")
     assert all(word in line for word in ("6 on", "9 on", "(rank 0)", "(rank 1)"))
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-@pytest.mark.distributed
 @everyday("key", ["checkpoint.init_from", "distill.teacher"], keep=[])
 def test_processes_with_another_checkpoint_at_one_place_train_no_step(
-    key: str, forks: Any, tmp_path: Path, prepared_path: Path
+    key: str, forks: Any, config: Path, tmp_path: Path
 ) -> None:
     for seed in (3, 4):
         folder = tmp_path / f"host-{seed}" / "start"
-        folder.parent.mkdir()
-        path = write_config(
-            tmp_path / f"{seed}.yaml", prepared_path,
-            run__folder=str(folder), train__steps=1, seed=seed, log__trackers=[],
-        )  # fmt: skip
-        run = forks.start(folder.parent, ["train", str(path)], processes=1)
+        words = ["train", str(config), f"run.folder={folder}", "train.steps=1", f"seed={seed}"]
+        run = forks.start(folder.parent, words, processes=1)
         assert run.wait() == [0], run.text()
-    path = write_config(tmp_path / "config.yaml", prepared_path, log__trackers=[])
     hosts = f"{tmp_path / 'host-3'}:{tmp_path / 'host-4'}"
-    command = ["train", str(path), f"{key}=start"]  # each process is the first of its host
+    command = ["train", str(config), f"{key}=start"]  # each process is the first of its host
     run = forks.start(tmp_path, command, before=go_to_own_host, LOCAL_RANK="0", HOSTS=hosts)
     assert refused(run).startswith(f"{key}: start/checkpoints/step-00000001: contents ")
 
 
-@pytest.mark.distributed
 @everyday("last", ["evaluation.batch_size=3", "--split=train"], ["--split=train"])
 def test_processes_that_would_evaluate_otherwise_score_nothing(
-    last: str, forks: Any, tmp_path: Path, prepared_path: Path
+    last: str, forks: Any, config: Path, tmp_path: Path
 ) -> None:
-    path = write_config(tmp_path / "config.yaml", prepared_path, train__steps=1, log__trackers=[])
-    run = forks.start(tmp_path, ["train", str(path)], processes=1)
+    run = forks.start(tmp_path, ["train", str(config), "train.steps=1"], processes=1)
     assert run.wait() == [0], run.text()
     run = forks.start(tmp_path, ["evaluate", str(tmp_path / "run")], last=[last])
     assert refused(run).startswith("the command's ")

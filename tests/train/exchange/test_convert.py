@@ -12,13 +12,13 @@ from polyad.data.text.dataset import PreparedData
 from polyad.data.text.prepare import prepare
 from polyad.launch.cli import run as polyad
 from polyad.parallel.checkpoint.format import MASTER
-from polyad.parallel.checkpoint.load import Checkpoint
+from polyad.parallel.checkpoint.load import Checkpoint, find_checkpoint
 from polyad.parallel.weights import load_model
 from polyad.train.exchange.convert import convert
 from tests.helpers.everyday import everyday
 from tests.helpers.huggingface import save_reference
 from tests.helpers.parity import assert_equal_tensors
-from tests.helpers.runs import FEED_FORWARDS, newest, refusal, run, weights_of, write_config
+from tests.helpers.runs import FEED_FORWARDS, newest, refusal, weights_of
 from tests.helpers.training import tensors
 
 pytestmark = pytest.mark.distributed
@@ -92,7 +92,7 @@ STARTS = [
 
 @everyday(("kind", "form", "processes", "stage"), STARTS, keep=[("dense", "huggingface", 2, 3)])
 def test_a_run_starts_from_any_form(
-    workers, trained, exported, tmp_path, prepared_path, kind, form, processes, stage
+    run_of, trained, exported, tmp_path, kind, form, processes, stage
 ):
     finished = trained(kind)
     source = exported if form == "huggingface" else finished
@@ -103,14 +103,12 @@ def test_a_run_starts_from_any_form(
         source = tmp_path / "converted"
         convert(finished, source, "safetensors")
     # A rate of zero and no decay: the first checkpoint holds what the run started from.
-    config = write_config(
-        tmp_path / "config.yaml", prepared_path, checkpoint__init_from=str(source),
-        model__feed_forward=FEED_FORWARDS[kind], train__steps=1, parallel__zero_stage=stage,
-        optimizer__learning_rate=1e-30, optimizer__weight_decay=0.0, evaluation__every=0,
+    folder = run_of(
+        processes, checkpoint__init_from=str(source), model__feed_forward=FEED_FORWARDS[kind],
+        train__steps=1, parallel__zero_stage=stage, evaluation__every=0,
+        optimizer__learning_rate=1e-30, optimizer__weight_decay=0.0,
     )  # fmt: skip
-    workers(processes).run(run, config)
-    after = weights_of(tmp_path / "run" / "checkpoints" / "step-00000001")
-    assert_equal_tensors(after, weights_of(newest(finished)))
+    assert_equal_tensors(weights_of(find_checkpoint(folder)), weights_of(newest(finished)))
 
 
 @pytest.mark.parametrize("kind", ["smoe", "cp", "tr"])
@@ -138,20 +136,19 @@ def test_zeros_are_written_for_biases_that_a_model_lacks(run_of, tmp_path):
 
 
 def test_a_start_from_another_model_or_tokenizer_is_refused(
-    workers, exported, plain, tmp_path, prepared_path, texts
+    workers, config, exported, plain, tmp_path, texts
 ):
     prepare(str(texts), "train:400", tmp_path / "other", validation_fraction=0.3)
     (tmp_path / "t5").mkdir()
     (tmp_path / "t5" / "config.json").write_text('{"model_type": "t5"}')
-    init = {"checkpoint__init_from": str(exported)}
-    config = write_config(tmp_path / "a.yaml", prepared_path, **init)
+    init = f"checkpoint.init_from={exported}"
     for override, part in (
         ("model.num_heads=2", "model.num_heads 4 there, 2 here"),
         (f"data.path={tmp_path / 'other'}", "their token ids mean different things"),
         (f"checkpoint.init_from={tmp_path / 't5'}", "model_type: 't5' is not supported"),
         (f"checkpoint.init_from={plain('cp')}", f"{plain('cp')}: is a different model: blocks.0."),
     ):
-        text = refusal(workers(1), config, "model.dropout=0.5", override)
+        text = refusal(workers(1), config, init, "model.dropout=0.5", override)
         assert part in text
         assert "model.dropout" not in text
 

@@ -53,7 +53,7 @@ def finished(run_of, folders):
     )  # fmt: skip
 
 
-def test_a_converted_run_is_scored_as_the_run_itself(workers, finished, folders, tmp_path):
+def test_a_converted_run_is_scored_as_the_run_itself(workers, finished, tmp_path):
     """Its pixels are normalized as they were, and its classes have their names."""
     convert(finished, tmp_path / "same", "safetensors")
     convert(tmp_path / "same", tmp_path / "back", "polyad")

@@ -24,11 +24,6 @@ FAMILIES = ("olmoe", "mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")
 OTHERS = ("llama", "qwen2_moe", "granitemoe", "granitemoeshared", "deepseek_v2")
 
 
-def lora_for(case):
-    """Adapters everywhere; a dense model has no experts."""
-    return ALL.model_copy(update={"experts": case != "llama"})
-
-
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """By case: the base's folder, a checkpoint of adapters beside it, and the logits of both."""
@@ -37,7 +32,8 @@ def made(tmp_path_factory):
     def make(case):
         folder = tmp_path_factory.mktemp("adapted")
         theirs(case).save_pretrained(folder / "base")
-        model = adapted_checkpoint(folder / "step-00000000", folder / "base", lora_for(case))
+        lora = ALL.model_copy(update={"experts": case != "llama"})  # which is dense
+        model = adapted_checkpoint(folder / "step-00000000", folder / "base", lora)
         with torch.no_grad():
             return folder, model(tokens()).logits
 

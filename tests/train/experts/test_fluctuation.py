@@ -9,7 +9,9 @@ from polyad.model.smoe.router import Selected
 from polyad.parallel.weights import load_model
 from polyad.train.experts.fluctuation import Differences, encode, expert_codes
 from polyad.train.experts.probing import Decision, RoutedLayer, deciding, routed_layers
-from tests.helpers.runs import records, run, write_config
+from tests.helpers.runs import records, run
+
+pytestmark = pytest.mark.distributed
 
 SMOE = {"kind": "smoe", "num_experts": 4, "expert_hidden_size": 32, "graph": "similarity"}
 MEASURES = ("top1", "set", "entropy_ratio")
@@ -74,16 +76,11 @@ def test_codes_of_sets_are_different():
     assert len(set(sums)) == len(sums)
 
 
-def train(workers, folder, data, processes, *overrides, **changes):
-    # Windows that neither the batch size nor the processes divide.
-    given = {
-        "model__feed_forward": SMOE, "checkpoint__every": 2, "evaluation__batch_size": 2,
-        "log": {"fluctuation": True, "fluctuation_tokens": 32 * 11},
-        "optimizer__learning_rate": 0.002,
-    }  # fmt: skip
-    config = write_config(folder / "config.yaml", data, **given | changes)
-    workers(processes).run(run, config, *overrides)
-    return records(folder / "run")
+# Windows that neither the batch size nor the processes divide.
+RUN_CHANGES = {
+    "model__feed_forward": SMOE, "checkpoint__every": 2, "evaluation__batch_size": 2,
+    "log": {"fluctuation": True, "fluctuation_tokens": 32 * 11}, "optimizer__learning_rate": 0.002,
+}  # fmt: skip
 
 
 def fluctuation_of(record):
@@ -92,14 +89,12 @@ def fluctuation_of(record):
 
 
 @pytest.fixture(scope="module")
-def one_process(workers, tmp_path_factory, prepared_path):
-    folder = tmp_path_factory.mktemp("one")
-    return folder, train(workers, folder, prepared_path, 1)
+def one_process(run_of):
+    return run_of(**RUN_CHANGES)
 
 
-@pytest.mark.distributed
 def test_every_checkpoint_but_the_first_has_a_record(one_process):
-    _, lines = one_process
+    lines = records(one_process)
     assert [bool(fluctuation_of(line)) for line in lines] == [False] * 3 + [True, False, True]
     assert [line["step"] for line in lines if "fluctuation/seconds" in line] == [2, 4, 6]
     layers = [f"blocks.{block}.feed_forward" for block in (0, 1)]
@@ -115,37 +110,34 @@ def test_every_checkpoint_but_the_first_has_a_record(one_process):
 
 
 @pytest.mark.slow
-@pytest.mark.distributed
 @pytest.mark.parametrize("layout", [{}, {"expert": 2}, {"tensor": 2}])
-def test_two_processes_log_what_one_logs(workers, one_process, tmp_path, prepared_path, layout):
+def test_two_processes_log_what_one_logs(run_of, one_process, layout):
     sizes = {f"parallel__{name}_parallel_size": size for name, size in layout.items()}
-    lines = train(workers, tmp_path, prepared_path, 2, **sizes)
-    for ours, theirs in zip(lines, one_process[1], strict=True):
+    two_processes = run_of(2, **RUN_CHANGES | sizes)
+    for ours, theirs in zip(records(two_processes), records(one_process), strict=True):
         # Rounding may turn a token that stands between two experts.
         assert fluctuation_of(ours) == pytest.approx(fluctuation_of(theirs), abs=3 / 350)
 
 
 @pytest.mark.slow
-@pytest.mark.distributed
 def test_a_run_that_goes_on_compares_with_the_checkpoint_it_goes_on_from(
-    workers, one_process, tmp_path, prepared_path
+    workers, one_process, config
 ):
-    train(workers, tmp_path, prepared_path, 1, "train.steps=4")
-    lines = train(workers, tmp_path, prepared_path, 1)
-    assert list(map(fluctuation_of, lines)) == list(map(fluctuation_of, one_process[1]))
+    for words in (["train.steps=4"], []):
+        workers(1).run(run, config, *words)
+    ours, theirs = (records(folder) for folder in (config.parent / "run", one_process))
+    assert list(map(fluctuation_of, ours)) == list(map(fluctuation_of, theirs))
 
 
-@pytest.mark.distributed
-def test_logging_changes_nothing_else(workers, one_process, tmp_path, prepared_path):
-    lines = train(workers, tmp_path, prepared_path, 1, log={})
+def test_logging_changes_nothing_else(run_of, one_process):
+    lines = records(run_of(**RUN_CHANGES | {"log": {}}))
     assert not any("fluctuation/seconds" in line for line in lines)
-    assert [line["loss"] for line in lines] == [line["loss"] for line in one_process[1]]
+    assert [line["loss"] for line in lines] == [line["loss"] for line in records(one_process)]
 
 
 @pytest.mark.slow
-@pytest.mark.distributed
 def test_compiled_blocks_are_read_too(one_process):
-    model = load_model(one_process[0] / "run")
+    model = load_model(one_process)
     layers, codes = routed_layers(model), []
     for compiled in (False, True):
         for block in model.blocks if compiled else ():

@@ -131,7 +131,7 @@ def test_a_notebook_gets_a_table_in_which_text_is_text(smoe):
     assert "None" not in smoe.show("x")._repr_html_()  # nothing is predicted of one token
 
 
-def test_trace_writes_the_view_of_a_text_as_a_page(trained, tmp_path, capfd):
+def test_trace_writes_the_view_of_a_text_as_a_page(trained, tmp_path):
     page, change = tmp_path / "text.html", "layer=1,expert=1,how=scale,value=2"
     words = ["--text", TEXT, "--html", str(page), "--intervene", change]
     assert command(["experts", "trace", str(trained("smoe")), *words]) == 0

@@ -12,9 +12,9 @@ import pytest
 from polyad.train.errors import ConfigError
 from polyad.train.guard import run_folder
 from polyad.train.guard.run_folder import lock_of
-from tests.helpers.runs import write_config
 
 pytestmark = pytest.mark.distributed
+RUN_CHANGES = {"train__steps": 2, "log__trackers": []}
 
 
 def die_before_there_is_a_config(rank: int) -> None:
@@ -39,11 +39,10 @@ def work_in_a_folder_of_its_own(hosts: Path, rank: int) -> None:
 
 @pytest.mark.slow
 def test_a_run_folder_that_is_another_one_on_a_host_is_refused_before_the_first_step(
-    forks, tmp_path, prepared_path
+    forks, config, tmp_path
 ):
-    path = write_config(tmp_path / "config.yaml", prepared_path, run__folder="run")
     before = functools.partial(work_in_a_folder_of_its_own, tmp_path)
-    run = forks.start(tmp_path, ["train", str(path)], before=before)
+    run = forks.start(tmp_path, ["train", str(config), "run.folder=run"], before=before)
     assert run.wait() == [2, 2], run.text()
     (line,) = [line for line in run.logs[0].read_text().splitlines() if "error" in line]
     assert line.startswith("polyad: error: run.folder: run is missing or cannot be written to on ")
@@ -52,10 +51,7 @@ def test_a_run_folder_that_is_another_one_on_a_host_is_refused_before_the_first_
 
 
 @pytest.mark.slow
-def test_a_second_run_on_the_folder_is_refused_and_the_first_goes_on(
-    forks, tmp_path, prepared_path
-):
-    config = write_config(tmp_path / "config.yaml", prepared_path, log__trackers=[])
+def test_a_second_run_on_the_folder_is_refused_and_the_first_goes_on(forks, config, tmp_path):
     options = ["train.steps=100000", "checkpoint.every=0", "evaluation.every=0"]
     records = tmp_path / "run" / "metrics.jsonl"
 
@@ -80,9 +76,8 @@ def test_a_second_run_on_the_folder_is_refused_and_the_first_goes_on(
 
 @pytest.mark.slow
 def test_a_run_that_was_killed_while_it_wrote_its_configuration_starts_again(
-    forks, tmp_path, prepared_path
+    forks, config, tmp_path
 ):
-    config = write_config(tmp_path / "config.yaml", prepared_path, train__steps=2, log__trackers=[])
     killed = forks.start(tmp_path, ["train", str(config)], before=die_before_there_is_a_config)
     assert killed.wait()[0] == 137
     left = {path.name for path in (tmp_path / "run").iterdir()}

@@ -13,6 +13,8 @@ from tests.helpers.runs import records, run, run_and_listen, run_expecting_error
 from tests.helpers.spikes import with_bad_batches
 from tests.helpers.training import tensors
 
+pytestmark = pytest.mark.distributed
+
 STEPS, BAD = 16, 11  # global batch 11 is that of step 12, judged by 11 steps before it
 RUN_CHANGES = {
     "monitor": {"spike_warmup": 8, "spike_window": 16}, "train__steps": STEPS, "train__ema": 0.9,
@@ -61,7 +63,6 @@ def same(one, other):
 
 
 @pytest.mark.slow
-@pytest.mark.distributed
 def test_a_warning_changes_nothing_and_names_documents(workers, config, tmp_path):
     (steps, said), _ = workers(2).run(with_bad_batches, run_and_listen, config, "loss", (BAD,))
     assert steps == STEPS
@@ -78,7 +79,6 @@ def test_a_warning_changes_nothing_and_names_documents(workers, config, tmp_path
     assert same(tmp_path / "run" / last, tmp_path / "silent" / last)
 
 
-@pytest.mark.distributed
 @everyday(
     ("stage", "precision", "what"),
     itertools.product((1, 2, 3), ("fp32", "bf16"), ("loss", "gradient")),
@@ -106,7 +106,6 @@ def test_a_skipped_spike_leaves_the_weights_as_they_were(
     assert not same(steps[1], steps[2])
 
 
-@pytest.mark.distributed
 @pytest.mark.slow
 def test_too_many_spikes_end_the_run(workers, config, tmp_path):
     bad = tuple(range(BAD, BAD + 4))
@@ -119,7 +118,6 @@ def test_too_many_spikes_end_the_run(workers, config, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.distributed
 def test_the_estimate_goes_on_where_it_was(workers, config, tmp_path):
     """A spike right after a resumption is judged by the steps before the stop, and alike."""
     whole, halves = (f"run.folder={tmp_path / n}" for n in ("whole", "halves"))

@@ -33,11 +33,13 @@ def test_a_line_has_progress_rate_and_time_left():
     assert "mfu" not in line
 
 
+def metrics_of(folder, first, last, **log):
+    words = {"unit": TOKEN, "validation_score": "validation_loss", "about": {}}
+    return Metrics(folder, LogConfig(trackers=(), **log), first, last, **words)
+
+
 def test_a_line_has_the_rate_since_the_one_before(tmp_path, capfd):
-    metrics = Metrics(
-        tmp_path, LogConfig(every=2, trackers=()), 0, 4,
-        unit=TOKEN, validation_score="validation_loss", about={},
-    )  # fmt: skip
+    metrics = metrics_of(tmp_path, 0, 4, every=2)
     for step, rate in enumerate((100.0, 300.0, 50.0, 50.0), start=1):
         metrics.write(RECORD | {"step": step, "tokens_per_second": rate})
     lines = capfd.readouterr().err.splitlines()
@@ -50,10 +52,7 @@ def test_a_line_has_the_rate_since_the_one_before(tmp_path, capfd):
 def test_time_left_counts_this_processs_steps_alone(tmp_path, capfd, monkeypatch):
     now = iter([100.0, 110.0])
     monkeypatch.setattr("polyad.train.loop.metrics.time.monotonic", lambda: next(now))
-    metrics = Metrics(
-        tmp_path, LogConfig(trackers=()), 10, 100,
-        unit=TOKEN, validation_score="validation_loss", about={},
-    )  # fmt: skip
+    metrics = metrics_of(tmp_path, 10, 100)
     metrics.write(RECORD | {"step": 15})
     # 5 steps in 10 seconds after going on at 10: 2 seconds a step, 85 to go.
     assert "  2:50 left" in capfd.readouterr().err

@@ -11,7 +11,7 @@ import pytest
 from polyad.train.loop import metrics
 from polyad.train.loop.metrics import LogConfig, Metrics
 from polyad.train.tasks.task import Unit
-from tests.helpers.runs import FEED_FORWARDS, in_tensorboard, records, write_config
+from tests.helpers.runs import FEED_FORWARDS, in_tensorboard, records
 
 RECORDS = [
     {"step": 1, "loss": 2.5, "grad_norm": math.nan, "routing/load": [0.25, 0.75]},
@@ -101,9 +101,7 @@ def test_a_tracker_that_fails_is_left_out_and_the_others_go_on(tmp_path, monkeyp
     assert line.endswith("no route to the server")
 
 
-def test_a_package_that_is_not_there_is_one_line_before_a_run(
-    tmp_path, prepared_path, monkeypatch, refused
-):
+def test_a_package_that_is_not_there_is_one_line_before_a_run(config, monkeypatch, refused):
     monkeypatch.setattr(metrics.importlib.util, "find_spec", lambda name: None)
-    config = write_config(tmp_path / "config.yaml", prepared_path, log__trackers=["wandb"])
-    assert "log.trackers: wandb is not installed: pip install wandb" in refused("train", config)
+    line = refused("train", config, "log.trackers=[wandb]")
+    assert "log.trackers: wandb is not installed: pip install wandb" in line

@@ -14,7 +14,7 @@ from polyad.train.experts.token_classes import CHARACTERS, character_class
 from polyad.train.measures.steer import Steer
 from tests.helpers.bert import prepare_pieces
 from tests.helpers.prepared import windows_of
-from tests.helpers.runs import atlas, both_forms, evaluation, frame_of, newest, run, write_config
+from tests.helpers.runs import atlas, both_forms, evaluation, frame_of, newest
 
 pytestmark = pytest.mark.distributed
 WINDOWS = 40
@@ -161,17 +161,14 @@ SPARSE = {"kind": "smoe", "num_experts": 4, "expert_hidden_size": 32}
 
 
 @pytest.mark.slow
-def test_of_masked_text_hidden_tokens_are_counted(workers, tmp_path, texts, refused):
+def test_of_masked_text_hidden_tokens_are_counted(workers, run_of, tmp_path, texts, refused):
     prepare_pieces(texts, tmp_path / "pieces")
     model = {
         "kind": "bert", "num_layers": 2, "hidden_size": 32, "num_heads": 4, "sequence_length": 32,
         "feed_forward": SPARSE,
     }  # fmt: skip
-    config = write_config(
-        tmp_path / "config.yaml", tmp_path / "pieces", model=model, data__kind="masked_text"
-    )
-    assert workers(1).run(run, config) == [6]
-    folder = tmp_path / "run"
+    data = {"kind": "masked_text", "path": str(tmp_path / "pieces")}
+    folder = run_of(model=model, data=data)
     result = workers(2).run(atlas, folder, tokens=320, overrides=SMALL)[0]
     # 320 tokens are eleven windows of 30 and two marks, each with 15% of its tokens hidden.
     assert (result["windows_read"], result["tokens_scored"]) == (11, 55)

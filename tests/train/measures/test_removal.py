@@ -14,7 +14,7 @@ from polyad.train.experts.probing import routed_layers
 from polyad.train.measures.removal import Removal
 from polyad.train.reading import Subject, open_evaluated
 from polyad.train.tasks.samples import TextSamples
-from tests.helpers.decoders import hub_folder, prepared_for
+from tests.helpers.decoders import hub_with_text
 from tests.helpers.everyday import everyday
 from tests.helpers.runs import both_forms, frame_of, newest
 
@@ -45,8 +45,7 @@ def settings_of(folder):
 @everyday("case", FAMILIES, keep=EVERYDAY)
 def test_a_smaller_folder_is_read_by_transformers(case, tmp_path):
     hub, folder = tmp_path / "hub", tmp_path / "small"
-    hub_folder(hub, case)
-    data = prepared_for(hub, tmp_path)
+    _, data = hub_with_text(tmp_path, case)
     # Groups that a router is limited to keep half of their two experts each.
     result, text = prune(hub, folder, by="reap", keep=0.5, data=str(data))
     experts = open_weights(folder).model_config().feed_forward.num_experts
@@ -72,8 +71,9 @@ def test_a_smaller_folder_is_read_by_transformers(case, tmp_path):
 def test_the_types_of_a_folder_stay(tmp_path):
     """In bf16 as it came, with its other keys."""
     hub, folder = tmp_path / "hub", tmp_path / "small"
-    hub_folder(hub, "olmoe").to(torch.bfloat16).save_pretrained(hub)
-    prune(hub, folder, by="frequency", keep=0.5, data=str(prepared_for(hub, tmp_path)))
+    model, data = hub_with_text(tmp_path, "olmoe")
+    model.to(torch.bfloat16).save_pretrained(hub)
+    prune(hub, folder, by="frequency", keep=0.5, data=str(data))
     tensors = load_file(folder / "model.safetensors")
     assert {each.dtype for each in tensors.values()} == {torch.bfloat16}
     assert settings_of(folder) == settings_of(hub) | {"num_experts": 4}
@@ -151,8 +151,7 @@ def test_merged_experts_are_means_by_use(finished, tmp_path):
     ],
 )
 def test_what_is_not_allowed_is_known_before_the_reading(case, words, key, tmp_path, refused):
-    hub_folder(tmp_path / "hub", case)
-    data = prepared_for(tmp_path / "hub", tmp_path)
+    _, data = hub_with_text(tmp_path, case)
     (tmp_path / "there").write_text("mine")
     output, *words = words
     line = refused("experts", "prune", tmp_path / "hub", tmp_path / output, *words, "--data", data)

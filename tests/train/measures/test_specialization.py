@@ -12,7 +12,7 @@ from sklearn.metrics import mutual_info_score, normalized_mutual_info_score
 from polyad.data.text.dataset import PreparedData
 from polyad.parallel.weights import load_model
 from tests.helpers.prepared import windows_of
-from tests.helpers.runs import frame_of, newest, specialization
+from tests.helpers.runs import frame_of, measured, newest
 
 pytestmark = pytest.mark.distributed
 
@@ -57,7 +57,8 @@ def kind_of(text):
 def test_text_is_as_counted_token_by_token(workers, run_of, prepared_path, kind):
     # At a higher rate one expert has all tokens.
     folder = run_of(model__feed_forward=SECTIONS[kind], optimizer__learning_rate=0.0005)
-    result, windows = workers(1).run(specialization, folder)[0], windows_of(prepared_path)
+    ((result, _),) = workers(1).run(measured, folder, "specialize")
+    windows = windows_of(prepared_path)
     tokens, scores = token_by_token(folder, windows)
     assert result["tokens_scored"] == len(tokens)
     assert result["windows_scored"] == len(windows)

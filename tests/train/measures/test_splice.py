@@ -12,7 +12,7 @@ from polyad.parallel.families import FamilyWeights
 from polyad.parallel.weights import load_model
 from polyad.train.errors import ConfigError
 from polyad.train.measures.splice import Splicing
-from tests.helpers.decoders import hub_folder, prepared_for, tokens, write_tokenizer
+from tests.helpers.decoders import hub_with_text, prepared_for, tokens, write_tokenizer
 from tests.helpers.huggingface import save_reference
 from tests.helpers.prepared import windows_of
 from tests.helpers.runs import QUIET, both_forms, frame_of, records, run, write_config
@@ -163,8 +163,7 @@ def test_the_command_shows_what_was_found_and_says_what_it_needs(gpt2, tmp_path,
 @pytest.mark.slow
 @pytest.mark.parametrize("feed_forward", [DENSE, SMOE])
 def test_a_block_of_an_opened_mixture_becomes_another(workers, tmp_path, feed_forward):
-    theirs = hub_folder(tmp_path / "hub", "olmoe")
-    data = prepared_for(tmp_path / "hub", tmp_path)
+    theirs, data = hub_with_text(tmp_path, "olmoe")
     model = FamilyWeights(tmp_path / "hub").config.model_dump(mode="json") | {"sequence_length": 24}
     config = distilled(tmp_path, data, model, tmp_path / "hub", feed_forward, [1], train__steps=30)
     assert workers(1).run(run, config) == [30]

@@ -24,7 +24,7 @@ from polyad.train.experts.trace import EXTRA
 from polyad.train.measures.trace import Trace
 from polyad.train.reading import open_data_for
 from polyad.train.tasks.samples import ImageSamples
-from tests.helpers.decoders import Chosen, hub_folder, prepared_for
+from tests.helpers.decoders import Chosen, hub_with_text
 from tests.helpers.fine_tuned import SETTINGS, others
 from tests.helpers.little_memory import little_memory
 from tests.helpers.prepared import windows_of
@@ -44,8 +44,8 @@ KEYS = ["layer", "module", "image", "window", "document", "choice", "position", 
 def hub(tmp_path_factory):
     """A folder of an OLMoE, texts in its tokens, and the model of transformers."""
     root = tmp_path_factory.mktemp("hub")
-    model = hub_folder(root / "hub", "olmoe", add_bos_token=True).eval()
-    return root / "hub", prepared_for(root / "hub", root), model
+    model, data = hub_with_text(root, "olmoe", add_bos_token=True)
+    return root / "hub", data, model.eval()
 
 
 def traced(folder, output, **options):

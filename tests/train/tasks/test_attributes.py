@@ -13,15 +13,7 @@ from polyad.train.config.run import load_config
 from polyad.train.errors import ConfigError
 from polyad.train.measures.rewriting import read_rewrite
 from tests.helpers import images as made
-from tests.helpers.runs import (
-    counts_of,
-    evaluation,
-    frame_of,
-    measured,
-    rewriting,
-    run,
-    specialization,
-)
+from tests.helpers.runs import counts_of, evaluation, frame_of, measured, rewriting, run
 
 pytestmark = pytest.mark.distributed
 
@@ -104,7 +96,7 @@ def test_the_experts_of_a_head_are_those_of_whole_images(workers, task_config, t
     head = {"kind": "mumoe", "num_experts": [4], "rank": 4}
     config = task_config(tmp_path, "images", model__head=head, model__feed_forward={})
     assert workers(1).run(run, config) == [12]
-    found = workers(1).run(specialization, tmp_path / "run")[0]
+    found, _ = workers(1).run(measured, tmp_path / "run", "specialize")[0]
     assert [(row["module"], row["experts"]) for row in found["levels"]] == [("head", 4)]
     labels = ImageData.open(load_config(config).data).split("validation").labels
     held = [int((labels == number).sum()) for number in range(len(made.CLASSES))]

@@ -15,6 +15,8 @@ import yaml
 from tests.helpers.runs import records
 from tests.helpers.started import ROOT, polyad
 
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
 CONFIG = {
     "model": {"kind": "perceptron"},
     "data": {"kind": "vectors"},
@@ -49,7 +51,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return config.parent / "run"
 
 
-@pytest.mark.slow
 def test_records_count_its_units_and_go_on_where_they_were(whole: Path, tmp_path: Path) -> None:
     lines = records(whole)
     assert [line["vectors"] for line in lines] == [16 * step for step in range(1, 13)]
@@ -62,8 +63,6 @@ def test_records_count_its_units_and_go_on_where_they_were(whole: Path, tmp_path
     assert [line["loss"] for line in records(tmp_path / "run")] == [line["loss"] for line in lines]
 
 
-@pytest.mark.slow
-@pytest.mark.distributed
 def test_two_processes_are_one(whole: Path, tmp_path: Path) -> None:
     command("launch", written(tmp_path), "--processes-per-node", 2)
     one, two = records(whole), records(tmp_path / "run")
@@ -74,7 +73,6 @@ def test_two_processes_are_one(whole: Path, tmp_path: Path) -> None:
     assert one[-1]["validation_loss"] == pytest.approx(two[-1]["validation_loss"], rel=1e-6)
 
 
-@pytest.mark.slow
 def test_validate_evaluate_and_report_speak_its_words(whole: Path, tmp_path: Path) -> None:
     config = written(tmp_path)
     shown = command("validate", config).stdout

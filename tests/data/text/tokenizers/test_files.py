@@ -1,6 +1,5 @@
 """Tokenizers from the hub, its cache, and SentencePiece's files."""
 
-import io
 import json
 import shutil
 
@@ -15,7 +14,7 @@ from polyad.data.text.tokenizers.files import (
     train_tokenizer,
 )
 from polyad.data.text.tokenizers.tokenizer import END_OF_TEXT
-from tests.helpers.prepared import open_source
+from tests.helpers.prepared import open_source, sentencepiece_model
 
 COMMIT = "607a30d783dfa663caf39e06633721c8d4cfcd7e"
 
@@ -56,20 +55,9 @@ def test_a_snapshot_says_which_token_ends_documents(tmp_path, trained):
 sentencepiece = pytest.importorskip("sentencepiece")
 
 
-def train(text, **options):
-    model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(text.splitlines()),
-        model_writer=model,
-        minloglevel=2,
-        **{"vocab_size": 600, "byte_fallback": True, **options},
-    )
-    return model.getvalue()
-
-
 @pytest.fixture(scope="module", params=[pytest.param("unigram", marks=pytest.mark.slow), "bpe"])
 def model(request, library_text):
-    return train(library_text, model_type=request.param)
+    return sentencepiece_model(library_text, model_type=request.param)
 
 
 def test_ids_are_the_library_s(model, library_text):
@@ -94,7 +82,7 @@ def test_text_cannot_forge_the_end_of_a_document(model):
 
 @pytest.mark.slow
 def test_piece_that_texts_have_cannot_end_documents(library_text):
-    model = train(library_text, user_defined_symbols="<stop>")
+    model = sentencepiece_model(library_text, user_defined_symbols="<stop>")
     tokenizer = SentencePieceTokenizer(model, "<stop>")
     tokenizer.encode("go on")
     with pytest.raises(DataError, match="--end-of-text TOKEN"):

@@ -4,19 +4,20 @@ import json
 
 import pytest
 import transformers
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer
 
 from polyad.data.errors import DataError
 from polyad.data.text.dataset import PreparedData
 from polyad.data.text.prepare import prepare
 from polyad.data.text.tokenizers.files import load_tokenizer
 from polyad.launch.commands.data import prepared_table
+from tests.helpers.decoders import BEGIN, END, write_tokenizer
 from tests.helpers.prepared import jsonl
 
-BEGIN, TURN, END = "<|begin|>", "<|im_start|>", "<|im_end|>"
+TURN = "<|endoftext|>"
 TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}"
-    "<|im_end|>{% if not loop.last %}\n{% endif %}{% endfor %}"
+    "{{ bos_token }}{% for m in messages %}<|endoftext|>{{ m['role'] }}\n{{ m['content'] }}"
+    "<|return|>{% if not loop.last %}\n{% endif %}{% endfor %}"
 )
 CHATS = [
     [
@@ -30,21 +31,13 @@ CHATS = [
 @pytest.fixture
 def folder(tmp_path):
     """A tokenizer as the hub has it: special tokens, one that is added only, a chat template."""
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300, special_tokens=[BEGIN, TURN, END], initial_alphabet=alphabet
-    )
-    backend.train_from_iterator(["hello how are you fine user assistant"] * 9, trainer)
+    folder = tmp_path / "hub"
+    folder.mkdir()
+    write_tokenizer(folder, add_bos_token=True, chat_template=TEMPLATE)
+    backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
     backend.add_tokens([AddedToken("<think>", special=False)])
-    (tmp_path / "hub").mkdir()
-    backend.save(str(tmp_path / "hub" / "tokenizer.json"))
-    about = {"bos_token": BEGIN, "add_bos_token": True, "eos_token": END}
-    about |= {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": TEMPLATE}
-    (tmp_path / "hub" / "tokenizer_config.json").write_text(json.dumps(about))
-    return tmp_path / "hub"
+    backend.save(str(folder / "tokenizer.json"))
+    return folder
 
 
 def first_document(path):
