@@ -1,6 +1,5 @@
 """One host's torchrun agent: names of hosts, its command line, and how this process becomes it."""
 
-import ipaddress
 import os
 import re
 import shlex
@@ -17,7 +16,10 @@ MAX_PORT = 65535
 DEFAULT_PORT = 29400
 """Default port of torchrun's c10d rendezvous."""
 
-_LABEL = re.compile(r"[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?")
+_HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9.-]{0,252}|[0-9A-Fa-f]{0,4}:[0-9A-Fa-f:.]+")
+_ENDPOINT = re.compile(
+    rf"([A-Za-z0-9][A-Za-z0-9.-]{{0,252}}|\[[0-9A-Fa-f:.]+\])(?::([0-9]{{1,5}}))?"
+)
 _INTERFACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,14}")
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,63}")
 
@@ -29,10 +31,10 @@ class LaunchError(ValueError):
 
 
 def host_name(text: str, option: str) -> str:
-    """Checks the name or address of a host.
+    """Checks the name of a host, or an IPv4 or IPv6 address without brackets.
 
     Args:
-        text: a name of RFC 1123 labels (section 2.1), or an IPv4 or IPv6 address without brackets.
+        text: the name.
         option: the option, for the error.
 
     Returns:
@@ -41,17 +43,7 @@ def host_name(text: str, option: str) -> str:
     Raises:
         LaunchError: it is neither, such as anything with a meaning for a shell.
     """
-    if ":" in text and "%" not in text:
-        try:
-            return str(ipaddress.IPv6Address(text))
-        except ValueError:
-            pass
-    elif len(text) <= 253 and all(_LABEL.fullmatch(label) for label in text.split(".")):
-        return text
-    raise LaunchError(
-        f"{option}: {text!r} is not a host; give a name (letters, digits, dots, and dashes inside) "
-        "or an address, as in node-1.cluster or 10.0.0.1"
-    )
+    return _matching(_HOST, text, option, "a host is, as in node-1.cluster or 10.0.0.1")
 
 
 def endpoint(text: str, option: str) -> str:
@@ -67,40 +59,29 @@ def endpoint(text: str, option: str) -> str:
     Raises:
         LaunchError: it is not a host and a port.
     """
-    bracketed = re.fullmatch(r"\[([^\[\]]*:[^\[\]]*)\](?::([^:]*))?", text)
-    if bracketed:
-        host, port = bracketed[1], bracketed[2]
-        return f"[{host_name(host, option)}]:{_port(port, option)}"
-    if text.count(":") > 1:
+    found = _ENDPOINT.fullmatch(text)
+    port = int((found and found[2]) or DEFAULT_PORT)
+    if not found or not 1 <= port <= MAX_PORT:
         raise LaunchError(
-            f"{option}: {text!r} is not HOST or HOST:PORT; an IPv6 address stands in brackets, as "
-            f"in [::1]:{DEFAULT_PORT}"
+            f"{option}: {text!r} is not HOST or HOST:PORT, with a port from 1 to {MAX_PORT} and an "
+            f"IPv6 address in brackets, as in [::1]:{DEFAULT_PORT}"
         )
-    host, colon, port = text.partition(":")
-    return f"{host_name(host, option)}:{_port(port if colon else None, option)}"
-
-
-def _port(text: str | None, option: str) -> int:
-    if text is None:
-        return DEFAULT_PORT
-    if re.fullmatch(r"[0-9]{1,5}", text) and 1 <= int(text) <= MAX_PORT:
-        return int(text)
-    raise LaunchError(f"{option}: {text!r} is not a port; 1 to {MAX_PORT} is allowed")
+    return f"{found[1]}:{port}"
 
 
 def interface_name(text: str, option: str) -> str:
     """Checks the name of a network interface: at most 15 characters, as in Linux."""
-    return _matching(_INTERFACE, text, option, "letters, digits, and _.- inside, at most 15")
+    return _matching(_INTERFACE, text, option, "letters, digits, and _.- inside, at most 15, are")
 
 
 def plain_name(text: str, option: str) -> str:
     """Checks a name that is used unquoted, such as a run's at a rendezvous."""
-    return _matching(_NAME, text, option, "letters, digits, _, and .+- inside, at most 64")
+    return _matching(_NAME, text, option, "letters, digits, _, and .+- inside, at most 64, are")
 
 
 def _matching(pattern: re.Pattern[str], text: str, option: str, allowed: str) -> str:
     if not pattern.fullmatch(text):
-        raise LaunchError(f"{option}: {text!r} is not allowed; only {allowed}")
+        raise LaunchError(f"{option}: {text!r} is not allowed; {allowed}")
     return text
 
 

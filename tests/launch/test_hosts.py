@@ -17,8 +17,8 @@ ARGUMENTS = st.text(st.characters(codec="utf-8", exclude_characters="\0"))
 REFUSED = {
     "--local-addr": (
         lambda name: host_name(name, "--local-addr"),
-        *("-oProxyCommand=id", "-host", "host-", "a..b", ".a", "a.", "no_de", "ä", "a" * 64, "１"),
-        *(".".join(["a" * 60] * 5), "node1\n", "fe80::1%eth0;id", "fe80::1%eth0", "::g"),
+        *("-oProxyCommand=id", "-host", ".a", "no_de", "ä", "a" * 254, "１"),
+        *("node1\n", "fe80::1%eth0;id", "::g", "node:1"),
     ),
     "--rdzv-endpoint": (
         lambda text: endpoint(text, "--rdzv-endpoint"),
@@ -48,7 +48,7 @@ def test_what_is_no_name_is_refused_by_its_option(option, call, name):
 
 
 @pytest.mark.parametrize(
-    "name", ["localhost", "node-1", "node-1.cluster.example", "10.77.0.1", "a" * 63, "7"]
+    "name", ["localhost", "node-1.cluster.example", "10.77.0.1", "fd00::1", "::1", "7"]
 )
 def test_a_host_name_passes(name):
     assert host_name(name, "--local-addr") == name
