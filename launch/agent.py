@@ -17,9 +17,7 @@ DEFAULT_PORT = 29400
 """Default port of torchrun's c10d rendezvous."""
 
 _HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9.-]{0,252}|[0-9A-Fa-f]{0,4}:[0-9A-Fa-f:.]+")
-_ENDPOINT = re.compile(
-    rf"([A-Za-z0-9][A-Za-z0-9.-]{{0,252}}|\[[0-9A-Fa-f:.]+\])(?::([0-9]{{1,5}}))?"
-)
+_ENDPOINT = re.compile(r"([A-Za-z0-9][A-Za-z0-9.-]{0,252}|\[[0-9A-Fa-f:.]+\])(?::([0-9]{1,5}))?")
 _INTERFACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,14}")
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,63}")
 
