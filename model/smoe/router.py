@@ -97,15 +97,16 @@ class LinearScore(Linear, Score):
     def forward(self, u_ND: Tensor, features: Tensor | None = None) -> Tensor:
         """See `Score.forward`."""
         dtype = router_dtype(u_ND.dtype)
-        if not self.in_model_dtype and u_ND.is_cuda and u_ND.dtype == torch.bfloat16:
+        is_wide = not self.in_model_dtype
+        if is_wide and u_ND.is_cuda and u_ND.dtype == torch.bfloat16 and not switch.REFERENCE:
             logits_NE: Tensor = ProductInFp32.apply(u_ND, self.weight)  # type: ignore[no-untyped-call]
             logits_NE = logits_NE if self.bias is None else logits_NE + self.bias
         else:
-            u_ND = u_ND if self.in_model_dtype else u_ND.to(dtype)
+            u_ND = u_ND.to(dtype) if is_wide else u_ND
             bias = None if self.bias is None else self.bias.to(u_ND.dtype)
             logits_NE = linear(u_ND, self.weight.to(u_ND.dtype), bias).to(dtype)
         if self.lora is not None:
-            logits_NE = logits_NE + self.lora(u_ND if self.in_model_dtype else u_ND.to(dtype))
+            logits_NE = logits_NE + self.lora(u_ND.to(dtype) if is_wide else u_ND)
         return logits_NE
 
 
