@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from polyad.model.block import GraphedBlocks
 from polyad.model.build import (
     compile_model,
     count_parameters,
@@ -14,6 +13,7 @@ from polyad.model.build import (
     matrix_dimensions,
     place,
 )
+from polyad.model.cuda_graph import GraphedBlocks
 from polyad.model.decoder import Decoder
 from polyad.model.lora import of_base
 from polyad.model.mumoe.gating import BatchNorm

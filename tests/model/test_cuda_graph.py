@@ -4,7 +4,7 @@ computes the same is for `tests/gpu/test_run.py`; here blocks stand in the place
 import pytest
 import torch
 
-from polyad.model.block import GraphedBlocks
+from polyad.model.cuda_graph import GraphedBlocks
 from polyad.model.output import AUXILIARY_LOSSES, ask_for_statistics
 from tests.helpers.random_model import built
 from tests.helpers.training import MODEL, mumoe_model
