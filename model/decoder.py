@@ -179,7 +179,7 @@ class GPT2Config(DecoderSettings):
         return f"GPT-2, {self.num_layers} blocks, width {self.hidden_size}"
 
     def build_block(self, feed_forward: FeedForwardConfig, number: int) -> Block:
-        """See `DecoderSettings.build_block`."""
+        """Builds a block; see `DecoderSettings.build_block`."""
         context = self.context(self.initializer_range, self.residual_std())
         return build_block(feed_forward, context, self.build_norm)
 
@@ -300,11 +300,11 @@ class DecoderConfig(DecoderSettings):
         return self
 
     def has_bias(self) -> bool:
-        """See `ModelSettings.has_bias`."""
+        """Whether layers have a bias; see `ModelSettings.has_bias`."""
         return self.mlp_bias
 
     def filled(self) -> Self:
-        """See `ModelSettings.filled`; heads and inner widths become numbers, too."""
+        """Fills in as `ModelSettings.filled`; heads and inner widths become numbers, too."""
         sections = {key: self._sized(each) for key, each in self.feed_forwards().items()}
         changes: dict[str, Any] = {}
         if self.latent_attention is None:
@@ -345,7 +345,7 @@ class DecoderConfig(DecoderSettings):
         return is_placed(self.sliding_window_blocks, block)
 
     def parts(self) -> DecoderParts:
-        """See `DecoderSettings.parts`."""
+        """Lists the parts; see `DecoderSettings.parts`."""
         return DecoderParts(
             self.rotary,
             self._rotated_size(),
@@ -363,7 +363,7 @@ class DecoderConfig(DecoderSettings):
         return RMSNorm(self.hidden_size, self.norm_epsilon, rounded_last=rounded_last)
 
     def build_block(self, feed_forward: FeedForwardConfig, number: int) -> Block:
-        """See `DecoderSettings.build_block`."""
+        """Builds a block; see `DecoderSettings.build_block`."""
         context = self.context(self.initializer_range, self.residual_std())
         attention = GroupedAttention if self.latent_attention is None else LatentAttention
         window = self.sliding_window if self.slides(number) else None

@@ -206,7 +206,7 @@ class PeftWeights(FamilyWeights):
 
     @property
     def files_folder(self) -> Path:
-        """See `StoredWeights.files_folder`: the base's folder."""
+        """The folder of the base; see `StoredWeights.files_folder`."""
         return self.base
 
     @property
