@@ -14,7 +14,6 @@ from pathlib import Path
 
 import polyad
 from polyad.data.files import write_whole
-from polyad.launch.agent import LaunchError
 
 OURS = ("array", "nodes", "ntasks", "ntasks-per-node", "open-mode", "output", "requeue")
 """Options of `sbatch` that the script decides itself."""
@@ -27,6 +26,12 @@ queue: it would go on doing so."""
 _KEY = re.compile(r"[a-z][a-z-]*")
 _VALUE = re.compile(r"""[^\s'"\\#]+""")
 _DIRECTIVE_PATH = re.compile(r"/[A-Za-z0-9_./+,@:=-]*")
+
+
+class LaunchError(ValueError):
+    """An invalid option of `polyad launch`."""
+
+    exit_status = 2
 
 
 class SubmissionError(RuntimeError):

@@ -1,8 +1,8 @@
 """torchrun without its report of 40 lines when a worker fails: `python -m polyad.launch.torchrun`.
 
-The worker has already reported the error, which torchrun's report would hide. The status is that of
-the worker that failed first, so that bad input is distinguished from a failed run. Hosts that
-cannot connect are also reported in one line.
+It takes torchrun's options. The worker has already reported the error, which torchrun's report
+would hide. The status is that of the worker that failed first, so that bad input is distinguished
+from a failed run. Hosts that cannot connect are also reported in one line.
 
 On a single host nothing listens on the network (torchrun's own stores would, on all interfaces):
 agent and workers connect through files in a folder that other users cannot read
@@ -14,21 +14,20 @@ import logging
 import os
 import runpy
 import signal
-import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import psutil
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from polyad.data.files import temporary_folder
 from polyad.launch.processes import (
     CONTINUE,
     END_WITH_PARENT,
+    block_signals,
     end_at_signals,
     end_with_launcher,
+    share_cores,
     unblock_signals,
 )
 from polyad.train.errors import SAID_ABOVE, STOP_FILE, end_at_once, one_line, stop_line, stop_signal
@@ -37,6 +36,42 @@ if TYPE_CHECKING:
     from polyad.parallel.agents import Workers
 
 STANDALONE = "--standalone"
+
+
+def torchrun(
+    command: Sequence[str], processes: int, max_restarts: int = 0, *, nodes: int = 1
+) -> list[str]:
+    """Returns the command line for a host's part of a run; the first word is this Python.
+
+    Args:
+        command: a `polyad` command with its arguments.
+        processes: number of processes of each host.
+        max_restarts: maximum number of restarts after failures.
+        nodes: number of hosts; of several, options for their rendezvous have to be added.
+    """
+    return [
+        *(sys.executable, "-m", "polyad.launch.torchrun"),
+        *("--nnodes", str(nodes), "--nproc-per-node", str(processes)),
+        *("--max-restarts", str(max_restarts)),
+        *("-m", "polyad.launch", *command),
+    ]
+
+
+def become(words: list[str], variables: Mapping[str, str]) -> NoReturn:
+    """Replaces this process by a command, which then receives the terminal's signals directly and
+    determines the exit status.
+    """
+    os.environ.update(variables)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    block_signals()
+    os.execv(sys.executable, words)
+
+
+def become_processes(processes: int) -> NoReturn:
+    """Replaces this process by torchrun, which runs the same command in P local processes."""
+    share_cores(processes)
+    become(torchrun(sys.argv[1:], processes), {})
 
 
 def main() -> int:
@@ -83,7 +118,9 @@ def _start(folder: Path) -> int:
     if _is_one_host(sys.argv[:words]):
         _meet_in(folder, words)
     else:
-        _meet_others(words)
+        from polyad.parallel import comm
+
+        os.environ.pop(comm.STORE, None)  # from a single-host run that started this one
     return _run(workers) or _stopped()
 
 
@@ -107,21 +144,6 @@ def _meet_in(folder: Path, words: int) -> None:
     ]
     sys.argv[1:words] = [word for word in sys.argv[1:words] if word != STANDALONE] + here
     os.environ[comm.STORE] = str(folder / "workers")
-
-
-def _meet_others(words: int) -> None:
-    """Announces this host by its address on the network interface that is named, if there is one.
-
-    Args:
-        words: how many of `sys.argv` are torchrun's.
-    """
-    from polyad.parallel import comm
-
-    os.environ.pop(comm.STORE, None)  # from a single-host run that started this one
-    links = psutil.net_if_addrs().get(os.environ.get("GLOO_SOCKET_IFNAME", ""), ())
-    addresses = [each.address for each in links if each.family == socket.AF_INET]
-    if addresses and "--local-addr" not in sys.argv[:words]:
-        sys.argv[words:words] = ["--local-addr", addresses[0]]
 
 
 def _run(workers: "Workers") -> int:

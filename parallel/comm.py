@@ -220,7 +220,7 @@ def _join(device: torch.device, timeout_minutes: float) -> None:
             f"rank {rank} on {socket.gethostname()} did not find all {size} processes at "
             f"{address}:{port} (MASTER_ADDR, MASTER_PORT) within {timeout_minutes:g} min "
             f"(parallel.timeout_minutes): {str(error).splitlines()[0]}; the output of the others "
-            f"says why, or `polyad launch --interface` names the network"
+            f"says why, or GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name the network"
         ) from error
 
 

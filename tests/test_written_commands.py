@@ -100,8 +100,9 @@ def test_runs_that_are_written_down_are_valid() -> None:
         processes = 1
         if name == "launch":
             processes = (options.nodes or 1) * options.processes_per_node
-        elif command.words[0] == "torchrun":
-            processes = int(command.words[command.words.index("--nproc-per-node") + 1])
+        for option in ("--nnodes", "--nproc-per-node"):  # of torchrun
+            if option in command.words:
+                processes *= int(command.words[command.words.index(option) + 1])
         path = ROOT / options.config
         given = [*from_data(path, 8192), *options.overrides]
         if (case := (path, processes, *given)) in checked:

@@ -50,8 +50,8 @@ def bench(
         processes (P): number of processes on this machine; default: those that torchrun has
             started, or 1.
     """
-    from polyad.launch.agent import become_processes
     from polyad.launch.commands.plan import configuration
+    from polyad.launch.torchrun import become_processes
     from polyad.model.build import build_model
     from polyad.parallel.comm import environment_world_size
     from polyad.train.bench import force_equal_loads

@@ -81,8 +81,6 @@ def last_loss(metrics: Path) -> str:
     "launch",
     "polyad launch configs/quickstart/gpt2-smoe.yaml --processes-per-node 2 data.path=runs/stdlib "
     "run.folder=runs/experts",
-    "polyad launch configs/gpt2/124m.yaml --nodes 2 --processes-per-node 4 --via torchrun "
-    "--rdzv-endpoint node-1:29400 data.path=runs/stdlib",
     "polyad launch configs/gpt2/124m.yaml --nodes 2 --processes-per-node 4 --via slurm "
     "--sbatch gpus-per-node=4 --sbatch time=24:00:00 data.path=runs/stdlib --dry-run",
 )
@@ -342,7 +340,7 @@ def verify_layout(
     Args:
         processes: number of processes on this machine; default: those that torchrun has started.
     """
-    from polyad.launch.agent import become_processes
+    from polyad.launch.torchrun import become_processes
 
     end_with_launcher()
     from polyad.parallel.comm import environment_world_size, shutdown

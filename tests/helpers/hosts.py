@@ -35,16 +35,32 @@ class Host:
         return ["ip", "netns", "exec", self.name]
 
     def start(
-        self, command: str, config: Path, nodes: Sequence["Host"], *more: str
+        self,
+        command: str,
+        config: Path,
+        nodes: Sequence["Host"],
+        *more: str,
+        least: int | None = None,
     ) -> subprocess.Popen[str]:
-        """Starts the command that a person would give on this one of so many hosts."""
+        """Starts the command that a person would give on this one of so many hosts.
+
+        Args:
+            command: of `polyad`.
+            config: of a run.
+            nodes: all hosts; the agents meet on the first.
+            more: further words of the command.
+            least: how many hosts are enough; None: all are needed.
+        """
         first = nodes[0]
-        words = ["--via", "torchrun", "--nodes", str(len(nodes)), "--processes-per-node", "1"]
-        words += ["--rdzv-endpoint", f"{first.address}:29700"]
-        words += ["--rdzv-is-host", str(self is first).lower(), "--local-addr", self.address]
-        words += ["--interface", self.interface, *more]
-        python = [sys.executable, "-m", "polyad.launch", command, str(config)]
-        return start([*self.inside, *python, *words])
+        words = [
+            *("env", f"GLOO_SOCKET_IFNAME={self.interface}", sys.executable),
+            *("-m", "polyad.launch.torchrun", "--nnodes", f"{least or len(nodes)}:{len(nodes)}"),
+            *("--nproc-per-node", "1", "--max-restarts", "3", "--rdzv-backend", "c10d"),
+            *("--rdzv-endpoint", f"{first.address}:29700", "--rdzv-id", "run"),
+            *("--rdzv-conf", f"is_host={str(self is first).lower()}"),
+            *("--local-addr", self.address, "-m", "polyad.launch", command, str(config), *more),
+        ]
+        return start([*self.inside, *words])
 
     def limit(self, megabits: int) -> None:
         """Limits its outgoing rate to this many million bits per second."""

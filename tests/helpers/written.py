@@ -212,7 +212,7 @@ def polyad_words(words: Sequence[str]) -> list[str] | None:
         return list(words[1:])
     if list(words[:2]) == ["python", "-m"] and words[2].startswith(BENCHMARK):
         return list(words[2:])
-    if words[0] == "torchrun":
+    if words[0] == "torchrun" or list(words[:3]) == ["python", "-m", "polyad.launch.torchrun"]:
         return list(words[words.index("polyad.launch") + 1 :])
     return None
 

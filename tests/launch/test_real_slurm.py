@@ -18,7 +18,7 @@ from tests.helpers.started import ROOT, losses, wait_for, write_run
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 EARLY = ("--sbatch", "signal=B:USR1@30")
-TWO = ("--nodes", "2", "--processes-per-node", "1", "--interface", "eth0")
+TWO = ("--nodes", "2", "--processes-per-node", "1")
 
 
 @pytest.fixture(scope="module")
@@ -30,12 +30,13 @@ def cluster(tmp_path_factory):
 
 
 def submitted(cluster: Slurm, command: str, config: Path, *more: str) -> str:
+    environment = cluster.environment | {"GLOO_SOCKET_IFNAME": "eth0"}
     done = subprocess.run(
         [
             *(sys.executable, "-m", "polyad.launch", command, str(config)),
             *("--via", "slurm", *TWO, *more),
         ],
-        **{"cwd": ROOT, "env": cluster.environment, "capture_output": True, "text": True},
+        **{"cwd": ROOT, "env": environment, "capture_output": True, "text": True},
     )
     assert done.returncode == 0, done.stderr
     return re.search(r"Submitted batch job (\d+)", done.stdout)[1]  # type: ignore[index]

@@ -13,8 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from polyad.launch.launch import torchrun
-from polyad.launch.torchrun import _stopped
+from polyad.launch.torchrun import _stopped, torchrun
 from polyad.parallel.checkpoint.manage import complete_checkpoints
 from polyad.train.errors import STOP_FILE, forget_stop, tell_launcher
 from tests.helpers import started
@@ -59,7 +58,7 @@ def test_workers_of_an_agent_that_is_the_first_process_of_a_container_start():
 
 def start(config: Path, *overrides: str, restarts: int = 3) -> subprocess.Popen[str]:
     words = ["evaluation.every=0", "log.trackers=[]", *overrides]
-    command = torchrun(config, words, processes_per_node=2, max_restarts=restarts)
+    command = torchrun(["train", str(config), *words], 2, restarts)
     return started.start(command, stdout=subprocess.DEVNULL)
 
 
