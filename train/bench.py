@@ -38,7 +38,6 @@ def random_steps(
     world: comm.World,
     number: int,
     *,
-    compiled: bool = False,
     balanced: bool = False,
 ) -> Iterator[IssuedStep]:
     """Trains on random samples, the same in each step.
@@ -47,7 +46,6 @@ def random_steps(
         config: configuration, completed with the values that the data determines.
         world: this process.
         number: number of steps.
-        compiled: whether blocks run through torch.compile.
         balanced: whether experts are forced to equal loads.
 
     Yields:
@@ -59,7 +57,7 @@ def random_steps(
     validate(config, world.size)
     allow_tf32(config.train.tf32, world.device)
     start = InitialWeights(model_of(config), config.seed)
-    engine = engine_of(config, world, start, compiled=compiled)
+    engine = engine_of(config, world, start)
     if balanced:
         force_equal_loads(engine.module)
     place = config.distill.teacher
@@ -95,7 +93,7 @@ def random_steps(
 
 
 def time_steps(
-    config: RunConfig, world: comm.World, steps: int, *, compiled: bool, balanced: bool = False
+    config: RunConfig, world: comm.World, steps: int, *, balanced: bool = False
 ) -> dict[str, float | None]:
     """Trains for some steps; all processes call it together.
 
@@ -103,7 +101,6 @@ def time_steps(
         config: configuration, completed with the values that the data determines.
         world: this process.
         steps: number of steps to time.
-        compiled: whether blocks run through torch.compile.
         balanced: whether experts are forced to equal loads.
 
     Returns:
@@ -118,7 +115,7 @@ def time_steps(
     _begin_peak(world.device)
     with explain_out_of_memory(lambda: "timing steps", world):
         number = BEFORE + steps + 1  # the last one is under way at the end
-        training = random_steps(config, world, number, compiled=compiled, balanced=balanced)
+        training = random_steps(config, world, number, balanced=balanced)
         ends = comm.from_main([time.perf_counter() for _ in training][BEFORE - 1 : -1])
     seconds = statistics.median(end - start for start, end in pairwise(ends))
     rate = config.train.global_batch_size * config.model.units_per_sample() / seconds

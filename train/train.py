@@ -95,7 +95,7 @@ def _train(plan: Plan, state: TrainState, world: comm.World, stop: StopSignals) 
     with explain_out_of_memory(lambda: "building the engine", world):
         anew = () if plan.init is None else reinitialized_prefixes(task, plan.init, config)
         source = source_of(config, plan.resume, plan.init, anew)
-        engine = engine_of(config, world, source, compiled=config.model.compile)
+        engine = engine_of(config, world, source)
         saver = Saver(
             engine,
             plan.checkpoints,

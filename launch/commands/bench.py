@@ -32,7 +32,6 @@ def bench(
     overrides: Overrides,
     *,
     steps: Positive = 10,
-    compile: bool = False,
     forced_balance: bool = False,
     processes: Positive | None = None,
     json: Json = None,
@@ -43,8 +42,6 @@ def bench(
 
     Args:
         steps: number of timed steps, after 2 warm-up steps; default 10.
-        compile: time steps both with and without torch.compile; default: only as model.compile
-            says.
         forced_balance: assign tokens to experts in turn, whatever their scores, so that all experts
             have equal load, as in a model whose training has balanced them.
         processes (P): number of processes on this machine; default: those that torchrun has
@@ -72,22 +69,15 @@ def bench(
     end_with_launcher()
     bind_to_cores()
     with results(json) as show:
-        ways = (False, True) if compile else (settings.model.compile,)
-        result = _measured(settings, config, overrides, steps, ways, balanced=forced_balance)
+        result = _measured(settings, config, overrides, steps, balanced=forced_balance)
         if result is not None:
             show(result, _table(result))
 
 
 def _measured(
-    config: "RunConfig",
-    path: Path,
-    overrides: Sequence[str],
-    steps: int,
-    ways: Sequence[bool],
-    *,
-    balanced: bool,
+    config: "RunConfig", path: Path, overrides: Sequence[str], steps: int, *, balanced: bool
 ) -> dict[str, Any] | None:
-    """JSON values on rank 0, with the times of a step by way; None on the other processes."""
+    """JSON values on rank 0; None on the other processes."""
     import torch
 
     from polyad.model.build import build_model, count_parameters
@@ -104,12 +94,7 @@ def _measured(
         agreed_facts(config, None),
     )
     on_gpu = world.device.type == "cuda"
-    times = {
-        "compiled" if compiled else "eager": time_steps(
-            config, world, steps, compiled=compiled, balanced=balanced
-        )
-        for compiled in ways
-    }
+    measured = time_steps(config, world, steps, balanced=balanced)
     comm.shutdown()
     if not world.is_main:
         return None
@@ -129,10 +114,11 @@ def _measured(
         "device": torch.cuda.get_device_name() if on_gpu else processor_name(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
+        "compile": config.model.compile,
         "forced_balance": balanced,
         "steps": steps,
         "steps_before": BEFORE,
-        "times": times,
+        **measured,
     }
 
 
@@ -153,16 +139,12 @@ def _table(result: dict[str, Any]) -> str:
         lines.append(
             "expert loads are forced to be equal, so this does not measure the router's own balance"
         )
-    columns = ("s per step", f"{result['unit']}s/s", "peak memory", "MFU")
-    rows = [["", *columns]]
-    for way, row in result["times"].items():
-        speed, memory = f"{row['units_per_second']:,.0f}", in_bytes(row["peak_memory_bytes"])
-        mfu = "-" if row["mfu"] is None else f"{row['mfu']:.1%}"
-        rows.append([way, f"{row['seconds']:.4f}", speed, memory, mfu])
+    way = "compiled" if result["compile"] else "eager"
+    speed, memory = f"{result['units_per_second']:,.0f}", in_bytes(result["peak_memory_bytes"])
+    mfu = "-" if result["mfu"] is None else f"{result['mfu']:.1%}"
+    rows = [
+        ("", "s per step", f"{result['unit']}s/s", "peak memory", "MFU"),
+        (way, f"{result['seconds']:.4f}", speed, memory, mfu),
+    ]
     lines += aligned(rows)
-    if len(result["times"]) == 2:
-        eager, compiled = (row["seconds"] for row in result["times"].values())
-        lines.append(
-            f"the compiled step takes {compiled / eager:.2f} times as long as the eager one"
-        )
     return "\n".join(lines)

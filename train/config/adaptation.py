@@ -153,7 +153,6 @@ def engine_of(
     source: Source,
     *,
     optimizer: OptimizerConfig | None = None,
-    compiled: bool = False,
 ) -> Engine:
     """Builds the engine of a configuration.
 
@@ -162,7 +161,6 @@ def engine_of(
         world: This process.
         source: Source of the initial weights, and of moments if it has them.
         optimizer: Replaces the configuration's.
-        compiled: Whether blocks run through torch.compile.
     """
     train, chosen = config.train, optimizer or config.optimizer
     engine = parallelize(
@@ -176,7 +174,7 @@ def engine_of(
         clip_grad_norm=chosen.clip_grad_norm,
         source=source,
         cross_entropy=cross_entropy,
-        compiled=compiled,
+        compiled=config.model.compile,
         cuda_graph=train.cuda_graph,
         average_decay=train.ema,
         stack_gates=world.device.type == "cuda" and stacks_gates(chosen),
