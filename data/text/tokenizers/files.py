@@ -93,8 +93,7 @@ class SentencePieceTokenizer(Tokenizer):
 BYTE_LEVEL_FILES = ("vocab.json", "merges.txt")
 """The two files of GPT-2."""
 VOCABULARY_FILE, ABOUT_FILE = "vocab.txt", "tokenizer_config.json"
-TEMPLATE_FILE = "chat_template.jinja"
-FILES = (*TOKENIZER_FILES, VOCABULARY_FILE, *BYTE_LEVEL_FILES, ABOUT_FILE, TEMPLATE_FILE)
+FILES = (*TOKENIZER_FILES, VOCABULARY_FILE, *BYTE_LEVEL_FILES, ABOUT_FILE, "chat_template.jinja")
 """The files of a tokenizer."""
 
 
@@ -174,23 +173,15 @@ def chat_renderer(name: str) -> Callable[[Any], str]:
 
         path = _found(name)
         folder = path if path.is_dir() else path.parent
-        try:
-            read = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
-        except Exception as error:  # of any class: the library's own checks
-            raise DataError(f"{folder}: {one_line(error)}") from None
-        if read.chat_template is None:
-            raise DataError(
-                f"{folder}: has no chat template, in {ABOUT_FILE} or {TEMPLATE_FILE}, which "
-                "conversations need"
-            )
-        return read
+        return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
 
     def render(messages: Any) -> str:
-        renderer = tokenizer()
         try:
-            return str(renderer.apply_chat_template(messages, tokenize=False))
-        except Exception as error:  # the template's own, and those of its language
-            raise DataError(f"the chat template refuses it: {one_line(error)}") from None
+            return str(tokenizer().apply_chat_template(messages, tokenize=False))
+        except Exception as error:  # of any class: the library's own checks, and the template's
+            raise DataError(
+                f"the chat template of {name} does not render it: {one_line(error, 200)}"
+            ) from None
 
     return render
 

@@ -82,9 +82,9 @@ def test_as_text_they_are_characters_which_is_counted_and_told(folder, tmp_path)
     [
         ({"text_key": "messages"}, "line 1: 'messages' is a list; --special-tokens parse renders"),
         ({"tokenizer": "train:300", "special_tokens": "parse"}, "parse needs a tokenizer that exi"),
-        ({"text_key": "messages", "special_tokens": "parse"}, "'messages': .*has no chat template"),
+        ({"text_key": "messages", "special_tokens": "parse"}, "chat_template is not set"),
         ({"text_key": "messages", "special_tokens": "parse", "template": "{{ raise_exception('no sy"
-          "stem') }}"}, "line 1: 'messages': the chat template refuses it: no system"),
+          "stem') }}"}, "line 1: 'messages': the chat template of .* render it: no system"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_read_is_refused(folder, tmp_path, options, why):
