@@ -121,6 +121,7 @@ DECODER = (
     *("model.vocab_size=61", "model.feed_forward.num_experts=8", "model.feed_forward.top_k=2"),
     *("model.feed_forward.expert_hidden_size=96", "train.micro_batch_size=3"),
     *("train.global_batch_size=6", "parallel.expert_parallel_size=1", "model.num_heads=4"),
+    "model.compile=false",
 )
 HEADS = ("model.head_size=48", "model.num_key_value_heads=2")
 LATENT = "{key_value_rank: 48, plain_size: 32, rotated_size: 16, value_size: 40}"
