@@ -327,8 +327,9 @@ def _replace(section: dict[str, Any], **values: Any) -> None:
 
 
 def _shrink_model(model: dict[str, Any], parts: int) -> None:
-    """Reduces sizes; which heads share keys, and whether processes do, is kept."""
-    old, heads = dict(model), parts if parts > 1 else 2
+    """Reduces sizes; heads stay, since which of them share keys and processes depends on them."""
+    heads = model.get("num_heads") or max(2, parts)
+    is_wider = heads * (model.get("head_size") or 0) not in (0, model["hidden_size"])
     sections = [model.get(name, {}) for name in FEED_FORWARDS]
     placed = [each.get("placement", each.get("blocks")) for each in sections]
     placed.append(model.get("sliding_window_blocks"))
@@ -336,9 +337,10 @@ def _shrink_model(model: dict[str, Any], parts: int) -> None:
     layers = min(model["num_layers"], layers)
     _replace(
         model,
-        **{"num_layers": layers, "num_heads": heads, "hidden_size": heads * WIDTH, "dropout": 0.0},
-        **{"drop_path": 0.0, "compile": False, "sequence_length": 17, "vocab_size": 61},
-        **{"end_of_text_id": 60, "image_size": 16, "patch_size": 4, "num_classes": 11},
+        **{"num_layers": layers, "head_size": WIDTH, "hidden_size": WIDTH * (heads + is_wider)},
+        **{"dropout": 0.0, "drop_path": 0.0, "compile": False, "num_classes": 11},
+        **{"sequence_length": 17, "vocab_size": 61, "end_of_text_id": 60},
+        **{"image_size": 16, "patch_size": 4},
         pre_logits=model.get("pre_logits") and heads * WIDTH,
         sliding_window=model.get("sliding_window") and min(model["sliding_window"], 5),
         pad_id=model.get("pad_id") and min(model["pad_id"], 60),
@@ -349,14 +351,7 @@ def _shrink_model(model: dict[str, Any], parts: int) -> None:
     if latent := model.get("latent_attention"):
         latent |= {"key_value_rank": 12, "plain_size": 6, "rotated_size": 4, "value_size": 5}
         latent["query_rank"] = latent["query_rank"] and 14
-    elif model["kind"] == "decoder":
-        groups = old["num_key_value_heads"] or old["num_heads"]
-        few = min(groups, 2 * parts) if groups % parts == 0 else groups
-        heads = few if groups == old["num_heads"] else 2 * max(few, parts)
-        size = old["head_size"] or old["hidden_size"] // old["num_heads"]
-        wider = size * old["num_heads"] != old["hidden_size"]  # all heads together
-        model |= {"num_key_value_heads": few, "num_heads": heads, "head_size": WIDTH}
-        model["hidden_size"] = WIDTH * (heads + wider)
+        model["head_size"] = None
 
 
 def _shrink_experts(section: dict[str, Any], parts: int, ranks: int, layers: int) -> None:

