@@ -56,18 +56,6 @@ def user_path(text: str | Path) -> Path:
         raise DataError(f"{text}: there is no user of that name") from None
 
 
-def check_attack(rate: float, seed: int) -> None:
-    """Checks the strength and the seed of an attack on held-out samples.
-
-    Raises:
-        DataError: A number is out of its range.
-    """
-    if not 0 <= rate <= 1:  # NaN is not
-        raise DataError(f"rate: {rate} is not allowed; a number from 0 to 1")
-    if seed < 0:
-        raise DataError(f"seed: {seed} is not allowed; at least 0")
-
-
 def say(line: str) -> None:
     """Prints a note or a warning to standard error."""
     print(f"polyad: {line}", file=sys.stderr, flush=True)
