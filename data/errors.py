@@ -3,7 +3,8 @@
 import difflib
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -23,6 +24,20 @@ class DataError(ValueError):
 
 
 _OF_A_LOADER = re.compile(r"Caught \w+ in DataLoader worker.*\n[\w.]+: (.*?)\s*\Z", re.DOTALL)
+
+
+@contextmanager
+def prefixed(place: str, error: type[ValueError] = DataError) -> Iterator[None]:
+    """A context that prefixes errors about an input with its place.
+
+    Args:
+        place: The key, file or option.
+        error: The type of the errors that are raised.
+    """
+    try:
+        yield
+    except ValueError as fault:
+        raise error(f"{place}: {fault}") from None
 
 
 def check_path(text: str | None) -> str | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from polyad.data.errors import DataError
+from polyad.data.errors import prefixed
 from polyad.data.text.dataset import TokenStream
 from polyad.data.text.manifest import SplitInfo
 from polyad.data.text.sources import Document
@@ -75,13 +75,11 @@ def attacked_split(
             counts.update(words=len(text.split()), bytes=len(text.encode()), replaced=replaced)
             yield Document(f"document {number}", text)
 
-    try:
+    with prefixed(f"{stream.prefix}.bin: cannot be attacked"):
         documents = [
             np.array([*tokenizer.before, *ids, tokenizer.end_of_text_id])
             for ids in encode_documents(tokenizer, swapped())
         ]
-    except DataError as error:
-        raise DataError(f"{stream.prefix}.bin: cannot be attacked: {error}") from None
     attacked = TokenStream.of(stream.prefix, documents, tokenizer.vocab_size)
     info = SplitInfo(
         documents=len(documents),

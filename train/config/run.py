@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 from pydantic import BeforeValidator, Field, ValidationError
 
 from polyad.data.config import DataConfig, DataSettings
+from polyad.data.errors import prefixed
 from polyad.data.images.config import ImageDataConfig
 from polyad.data.sequences.config import SequenceDataConfig
 from polyad.model.build import MODELS
@@ -227,10 +228,8 @@ def _take_model(tree: dict[str, Any]) -> None:
         ConfigError: the folder cannot be opened.
     """
     own, folder = tree["model"], str(tree["model"]["from"])
-    try:
+    with prefixed(FROM, ConfigError):
         section = open_weights(Path(folder)).model_config().model_dump(mode="json")
-    except ValueError as error:
-        raise ConfigError(f"model.from: {error}") from None
     kept = {key: own[key] for key in KEPT if key in own and key in section}
     lengths = [each["sequence_length"] for each in (section, kept) if "sequence_length" in each]
     if lengths:

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from polyad.data.errors import DataError
+from polyad.data.errors import prefixed
 from polyad.data.images.augmentation import GaussianNoise
 from polyad.data.text.attack import WordSwap, attacked_split
 from polyad.data.text.manifest import SplitName
@@ -96,10 +96,8 @@ def _attacked(
         return images.with_noise(attack), {"kind": "gaussian-noise", **about}
     task = opened.need("--attack word-swap", LanguageModelling)
     stream, _ = task.split(split)
-    try:
+    with prefixed("--attack", ConfigError):
         tokenizer = task.data.parts[0].data.tokenizer()
         text, info, replaced = attacked_split(stream, tokenizer, attack)
-    except DataError as error:
-        raise ConfigError(f"--attack: {error}") from None
     about = {"kind": "word-swap", **about, "words": info.words, "replaced": replaced}
     return task.attacked(split, text, info), about

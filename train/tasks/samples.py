@@ -219,7 +219,7 @@ class TextSamples(Samples):
         *,
         hidden: bool = False,
     ) -> None:
-        streams = [part.stream for part in task.data.validation()]
+        streams = [part.data.split("validation") for part in task.data.validation()]
         if split is not None:
             streams = [task.split(split)[0]]
         assert isinstance(task.model, DecoderSettings | BertConfig)

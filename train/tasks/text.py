@@ -156,7 +156,7 @@ class TextTask(Task[Batch]):
         sources, and each source."""
         parts, scores = self.data.validation(), {}
         for part in parts:
-            windows = self.windows(part.stream, self.evaluation.max_windows)
+            windows = self.windows(part.data.split("validation"), self.evaluation.max_windows)
             scores[part.name] = self.means(self.scored(scoring, windows))
         record = {}
         for name in scores[parts[0].name]:
