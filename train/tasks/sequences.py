@@ -196,12 +196,6 @@ class SequenceTask(LabelledTask[SequenceBatch]):
             losses_B = self.teacher.mix_in(losses_B, outputs_BK, ids_RT, **named)
         return losses_B, routing
 
-    def examined(self, model: Predictor, batch: SequenceBatch) -> tuple[Tensor, Tensor]:
-        """Returns what a report shows: the outputs of each sample [B, K], as in `_outputs`, and its
-        loss [B]."""
-        outputs_BK, _ = self._outputs(model, batch)
-        return outputs_BK, self._losses(outputs_BK, batch.labels_B)
-
     def _outputs(
         self, model: Predictor, batch: SequenceBatch
     ) -> tuple[Tensor, tuple[RoutingStats, ...]]:
@@ -227,7 +221,8 @@ class SequenceTask(LabelledTask[SequenceBatch]):
 
     def outcomes(self, model: Predictor, batch: SequenceBatch) -> Tensor:
         """Label, prediction and loss."""
-        outputs_BK, losses_B = self.examined(model, batch)
+        outputs_BK, _ = self._outputs(model, batch)
+        losses_B = self._losses(outputs_BK, batch.labels_B)
         is_number = self.schema.task == "regression"
         predicted_B = outputs_BK[:, 0] if is_number else outputs_BK.argmax(-1)
         parts = (batch.labels_B, predicted_B, losses_B)
