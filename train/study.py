@@ -436,9 +436,6 @@ def _result(study: Study, run: Run, scores: Mapping[str, Any] | None) -> dict[st
     if scores is not None and curve:
         best = max if task.higher_is_better else min
         validation = best(curve) if keep_best else curve[-1]
-    more = {f"routing/{name}": value for name, value in records.last_routing(lines).items()}
-    changed = records.last_fluctuation(lines)
-    more |= {f"fluctuation/{name}": value for name, value in changed.items()}
     return {
         "step": scores["step"] if scores else lines[-1]["step"],
         "data": open_task(run.config.for_task()).fingerprint,
@@ -447,7 +444,8 @@ def _result(study: Study, run: Run, scores: Mapping[str, Any] | None) -> dict[st
         **{score.name: scores and scores[score.name] for score in task.scores},
         "training_loss": records.last_loss(lines),
         "rate": records.median_rate(lines, task.unit.name),
-        **more,
+        **records.last_routing(lines),
+        **records.last_fluctuation(lines),
     }
 
 
