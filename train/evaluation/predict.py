@@ -18,7 +18,7 @@ from polyad.data.images.augmentation import evaluation_image
 from polyad.data.images.config import AttributeDataConfig, ImageDataConfig
 from polyad.data.images.source import decode, is_image
 from polyad.data.sequences.config import Schema, SequenceDataConfig
-from polyad.data.sequences.samples import PaddedRows, encode_rows, form_of
+from polyad.data.sequences.samples import PaddedRows, SequenceBatch, encode_rows, form_of
 from polyad.data.sequences.tables import ENDINGS, Table, read_tables
 from polyad.data.text.tokenizers.tokenizer import Tokenizer
 from polyad.model.heads import HEAD, ClassificationHeadConfig
@@ -93,7 +93,7 @@ class Predictor:
         self, weights: Weights, model: nn.Module, tokenizer: Callable[[], Tokenizer]
     ) -> None:
         self._weights, self._model, self._tokenizer = weights, model, tokenizer
-        self._settings = weights.model_config()
+        self._settings, self._classes = weights.model_config(), names_of(weights)
         head = getattr(self._settings, "head", None)
         if not self.reads_images and not isinstance(head, ClassificationHeadConfig):
             raise ConfigError(f"{weights.folder}: the model predicts tokens, not labels")
@@ -196,10 +196,6 @@ class Predictor:
         data = self._data
         return data.schema_of if isinstance(data, SequenceDataConfig) else Schema()
 
-    @cached_property
-    def _classes(self) -> list[str] | None:
-        return names_of(self._weights)
-
     @torch.inference_mode()
     def _table(self, table: Table) -> Predictions:
         schema, settings, tokenizer = self._schema, self._settings, self._tokenizer()
@@ -214,8 +210,9 @@ class Predictor:
         report = Progress("predict", len(rows), "seq")
         for begin in range(0, len(rows), BATCH):
             numbers = range(begin, min(begin + BATCH, len(rows)))
-            batch = default_collate(padded.__getitems__(numbers))
-            ids_RT, named = model_inputs(batch, form.segments, self._device)
+            parts = default_collate(padded.__getitems__(numbers))
+            batch = SequenceBatch(*(part.to(self._device) for part in parts))
+            ids_RT, named = model_inputs(batch, form.segments)
             outputs_BK = self._model(ids_RT, **named).logits.float().view(len(numbers), -1).cpu()
             outputs |= zip((padded.row_of(n) for n in numbers), outputs_BK, strict=True)
             report((begin + len(numbers)) / len(rows))

@@ -52,23 +52,17 @@ CLASSIFIER, POOLER = "head.classifier.", "head.pooler."
 """Name prefixes of a BERT's last layer, and of its pooler, which pre-training may have learned."""
 
 
-def model_inputs(
-    batch: SequenceBatch, segments: bool, device: torch.device | None = None
-) -> tuple[Tensor, dict[str, Tensor]]:
+def model_inputs(batch: SequenceBatch, segments: bool) -> tuple[Tensor, dict[str, Tensor]]:
     """Returns the inputs of a model: token ids of each sequence, and named inputs.
 
     Args:
         batch: Sequences.
         segments: Whether the model gets segment ids: which of two texts a token belongs to.
-        device: Device to copy to; None: no copy.
     """
     named = {"mask_BT": batch.mask_BCT.flatten(0, 1)}
     if segments:
         named["segments_BT"] = batch.second_BCT.flatten(0, 1).long()
-    ids_RT = batch.ids_BCT.flatten(0, 1)
-    if device is not None:
-        ids_RT, named = ids_RT.to(device), {name: x.to(device) for name, x in named.items()}
-    return ids_RT, named
+    return batch.ids_BCT.flatten(0, 1), named
 
 
 class SequenceTask(LabelledTask[SequenceBatch]):
