@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from pydantic.json_schema import GenerateJsonSchema
 
 from polyad.model.config import Config, ConfigYamlError, SectionError, load_yaml
-from polyad.train.errors import ConfigError, one_line, shortened, shown
+from polyad.train.errors import ConfigError, one_line, shortened, shown, some_of
 
 DOTTED_KEY = re.compile(r"\w+(\.\w+)*")
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
@@ -154,8 +154,7 @@ def describe(error: ValidationError, tree: type[Config]) -> str:
     known = keys(tree)
     faults = error.errors(include_url=False)
     lines = [*dict.fromkeys(shortened(_fault(fault, known), MOST) for fault in faults)]
-    more = f"; and {len(lines) - SHOWN} more" if len(lines) > SHOWN else ""
-    return "; ".join(lines[:SHOWN]) + more
+    return some_of(lines, SHOWN, "; ")
 
 
 def _fault(fault: Any, known: set[str]) -> str:
