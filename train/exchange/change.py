@@ -261,8 +261,7 @@ def activation_of(model: ModelSettings) -> Activation | GatedActivation:
     Args:
         model: the model; GPT-2 has a fixed activation.
     """
-    activation: Activation | GatedActivation = getattr(model, "activation", "gelu_tanh")
-    return activation
+    return getattr(model, "activation", "gelu_tanh")
 
 
 class _Start(Config):
