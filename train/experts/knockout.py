@@ -243,8 +243,7 @@ class KnockOut:
             decision: the layer's decision for whole windows.
             windows: number of windows, B.
         """
-        a_MS = decision.coefficients()
-        has_BTS = a_MS.view(windows, -1, a_MS.shape[-1]) != 0
+        has_BTS = decision.by_row(windows) != 0
         return has_BTS.float() @ self._chosen_ES.T.float() > 0
 
     def pairs(self, has_BTE: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
