@@ -10,7 +10,6 @@ from polyad.data.errors import prefixed
 from polyad.data.images.augmentation import GaussianNoise
 from polyad.data.text.attack import WordSwap, attacked_split
 from polyad.data.text.manifest import SplitName
-from polyad.parallel import comm
 from polyad.train.errors import ConfigError, RunError
 from polyad.train.reading import EvaluationContext
 from polyad.train.results import Progress, aligned, in_words
@@ -41,7 +40,7 @@ def evaluate(
     """
     opened.task.check_split(split)
     with opened.loaded(f"evaluating {split}", split, model, needs_whole=None) as (model, world):
-        task, attacked = _attacked(opened, split, attack, world)
+        task, attacked = _attacked(opened, split, attack)
         count = task.units_of(split)
         report = Progress(f"evaluate {split}", count, task.unit.short) if world.is_main else None
         started = time.monotonic()
@@ -82,10 +81,7 @@ def evaluate(
 
 
 def _attacked(
-    opened: EvaluationContext,
-    split: SplitName,
-    attack: WordSwap | GaussianNoise | None,
-    world: comm.World,
+    opened: EvaluationContext, split: SplitName, attack: WordSwap | GaussianNoise | None
 ) -> tuple[Task[Any], dict[str, Any] | None]:
     """Returns the task with its split after an attack, and JSON values about the attack."""
     if attack is None:
