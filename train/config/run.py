@@ -19,8 +19,6 @@ from pydantic import BeforeValidator, Field, ValidationError
 
 from polyad.data.config import DataConfig, DataSettings
 from polyad.data.errors import prefixed
-from polyad.data.images.config import ImageDataConfig
-from polyad.data.sequences.config import SequenceDataConfig
 from polyad.model.build import MODELS
 from polyad.model.config import Config, dump_yaml, with_new_names
 from polyad.model.lora import AdaptConfig
@@ -248,7 +246,7 @@ def data_overrides(config: RunConfig, data: str) -> tuple[str, ...]:
     Raises:
         ConfigError: data of this kind does not come from a folder.
     """
-    if not isinstance(config.data, DataConfig | ImageDataConfig | SequenceDataConfig):
+    if "path" not in type(config.data).model_fields:
         raise ConfigError(f"--data: is not allowed with data.kind: {config.data.kind}")
     instead = ("data.mixture=null",) if isinstance(config.data, DataConfig) else ()
     return (f"data.path={json.dumps(data)}", *instead)
