@@ -35,8 +35,7 @@ Highest: TypeAlias = list[tuple[float, int]]
 """Weights and positions of tokens, the highest weight first."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ShownExpert:
+class ShownExpert(NamedTuple):
     """One expert and what it weights most."""
 
     name: str
@@ -125,15 +124,12 @@ class TopTokens:
         """
         if not self._given_S.isfinite().all():
             raise ConfigError(not_finite(f"the coefficients of {self.layer.name}"))
-        shares = self.shares()
-        columns = columns_of(self.layer, experts) if experts else choose_experts(shares, SHOWN)
+        layer, shares = self.layer, self.shares()
+        columns = columns_of(layer, experts) if experts else choose_experts(shares, SHOWN)
+        share_S = torch.cat(shares)
         return [
-            ShownExpert(
-                name=self.layer.expert_name(column),
-                share=float(torch.cat(shares)[column]),
-                top=describe(self.highest(column)),
-            )
-            for column in columns
+            ShownExpert(layer.expert_name(s), float(share_S[s]), describe(self.highest(s)))
+            for s in columns
         ]
 
 
