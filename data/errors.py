@@ -3,7 +3,8 @@
 import difflib
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -23,6 +24,20 @@ class DataError(ValueError):
 
 
 _OF_A_LOADER = re.compile(r"Caught \w+ in DataLoader worker.*\n[\w.]+: (.*?)\s*\Z", re.DOTALL)
+
+
+@contextmanager
+def prefixed(place: str, error: type[ValueError] = DataError) -> Iterator[None]:
+    """A context that prefixes errors about an input with its place.
+
+    Args:
+        place: The key, file or option.
+        error: The type of the errors that are raised.
+    """
+    try:
+        yield
+    except ValueError as fault:
+        raise error(f"{place}: {fault}") from None
 
 
 def check_path(text: str | None) -> str | None:
@@ -54,18 +69,6 @@ def user_path(text: str | Path) -> Path:
         return Path(text).expanduser()
     except RuntimeError:
         raise DataError(f"{text}: there is no user of that name") from None
-
-
-def check_attack(rate: float, seed: int) -> None:
-    """Checks the strength and the seed of an attack on held-out samples.
-
-    Raises:
-        DataError: A number is out of its range.
-    """
-    if not 0 <= rate <= 1:  # NaN is not
-        raise DataError(f"rate: {rate} is not allowed; a number from 0 to 1")
-    if seed < 0:
-        raise DataError(f"seed: {seed} is not allowed; at least 0")
 
 
 def say(line: str) -> None:

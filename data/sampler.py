@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from multiprocessing import resource_tracker
 from multiprocessing.util import Finalize
-from typing import Any, NamedTuple, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -131,15 +131,9 @@ def _begin(parent: int, worker: int) -> None:
     Finalize(None, os._exit, args=(0,), exitpriority=-100)
 
 
-class HeldOutBatch(NamedTuple):
-    """A batch of held-out samples of one process."""
-
-    batch: Any
-    """On the model's device."""
-    own_B: Tensor
-    """Which samples count [B], on the model's device; others pad the batch."""
-    number_B: Tensor
-    """The numbers of those that count among all samples, on the CPU."""
+HeldOutBatch: TypeAlias = tuple[Any, Tensor, Tensor]
+"""A batch of held-out samples of one process, on the model's device; which samples count [B], there
+too (others pad the batch); and the numbers of those that count among all samples, on the CPU."""
 
 
 def held_out_batches(
@@ -180,6 +174,6 @@ def held_out_batches(
     for done, (batch, number_B) in enumerate(zip(batches, number_RB, strict=True), start=1):
         own_B = number_B < total
         batch = type(batch)(*(part.to(device) for part in batch))
-        yield HeldOutBatch(batch, own_B.to(device), number_B[own_B])
+        yield batch, own_B.to(device), number_B[own_B]
         if report is not None:
             report(done / rounds)

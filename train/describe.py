@@ -17,7 +17,7 @@ from polyad.parallel.weights import open_weights
 from polyad.train.config.adaptation import model_of, trained_parameters, unused_parameters
 from polyad.train.config.rules import validate
 from polyad.train.config.run import RunConfig, load_config
-from polyad.train.errors import ConfigError
+from polyad.train.errors import ConfigError, some_of
 from polyad.train.plan import flops_per_step, footprint
 from polyad.train.results import aligned, counted, in_bytes
 from polyad.train.start import find_start, open_plan
@@ -236,6 +236,5 @@ def inspection_table(result: dict[str, Any]) -> str:
         rows.append(("experts", f"{experts}, {result['top_k']} for each token"))
     rows.append(("tensors", f"{len(result['tensors'])} here"))
     if unread := result["not_read"]:
-        more = f" and {len(unread) - 3} more" if len(unread) > 3 else ""
-        rows.append(("not read", f"{', '.join(unread[:3])}{more}"))
+        rows.append(("not read", some_of(unread, 3)))
     return "\n".join(aligned(rows, "<"))

@@ -18,6 +18,7 @@ import contextlib
 import errno
 import os
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -56,6 +57,18 @@ def shortened(text: str, most: int = MAX_SHOWN) -> str:
     """
     end = most // 4
     return text if len(text) <= most else f"{text[: most - end - 1]}…{text[-end:]}"
+
+
+def some_of(parts: Sequence[str], most: int, between: str = ", ") -> str:
+    """Joins the first parts of an error or a note, and counts the others.
+
+    Args:
+        parts: any number.
+        most: how many to name.
+        between: what separates them.
+    """
+    more = f" and {len(parts) - most} more" if len(parts) > most else ""
+    return between.join(parts[:most]) + more
 
 
 def one_line(message: object) -> str:

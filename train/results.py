@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from html import escape
 from typing import Any, TextIO
 
@@ -78,8 +78,7 @@ class Tables:
 
     def with_facts(self, before: Mapping[str, Any], after: Mapping[str, Any]) -> "Tables":
         """Returns the same with further facts around its own."""
-        facts = {**before, **self.facts, **after}
-        return Tables(facts=facts, frames=self.frames, titles=self.titles)
+        return replace(self, facts={**before, **self.facts, **after})
 
     def __getitem__(self, name: str) -> Any:
         """Returns a table (`pandas.DataFrame`) or a fact by its name."""

@@ -40,7 +40,7 @@ from polyad.train.config.distillation import TeacherAt, check_teacher, of_step
 from polyad.train.config.environment import check_same_checkpoint
 from polyad.train.config.rules import refuse_changes, validate
 from polyad.train.config.run import RunConfig, config_of_checkpoint, load_config
-from polyad.train.errors import ConfigError
+from polyad.train.errors import ConfigError, some_of
 from polyad.train.guard.run_folder import LOCK_FILE, check_place
 from polyad.train.loop.metrics import check_trackers
 from polyad.train.loop.optimizer import learning_rate
@@ -336,9 +336,6 @@ def _weights(plan: Plan) -> str:
                 f"trained with {theirs}"
             )
     if anew := reinitialized_prefixes(task, plan.init, plan.config):
-        more = f" and {len(anew) - 3} more" if len(anew) > 3 else ""
-        lacks += (
-            f"; initialized from the seed: {', '.join(f'{prefix}*' for prefix in anew[:3])}{more}"
-        )
+        lacks += f"; initialized from the seed: {some_of([f'{prefix}*' for prefix in anew], 3)}"
     step = f"step {plan.init.training_step:,}, " if isinstance(plan.init, Checkpoint) else ""
     return f", from the weights of {step}{plan.init.folder}{lacks}"

@@ -14,7 +14,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
@@ -24,7 +24,7 @@ from filelock import FileLock, Timeout
 from pydantic import AfterValidator, Field, ValidationError, model_validator
 from scipy import stats
 
-from polyad.data.errors import check_path
+from polyad.data.errors import check_path, prefixed
 from polyad.data.files import read_json, write_whole
 from polyad.model.build import count_parameters
 from polyad.model.config import Config, flatten
@@ -169,7 +169,7 @@ def load_study(file: Path) -> Study:
         config = StudyConfig.model_validate(tree)
     except ValidationError as error:
         raise ConfigError(f"{file}: {describe(error, StudyConfig)}") from None
-    with _place(f"{file}: base"):
+    with prefixed(f"{file}: base", ConfigError):
         base = read_tree(Path(config.base))
     runs = [
         run
@@ -210,7 +210,7 @@ def _runs(
         (where, own_keys),
     ):
         overrides += _overrides(keys, place)
-        with _place(place):
+        with prefixed(place, ConfigError):
             build_config(base, [*overrides, "run.folder=x"], origin=study.base)
     names = set()
     for values in itertools.product(*grid.values()):
@@ -220,7 +220,7 @@ def _runs(
             raise ConfigError(f"{file}: grid: {name} is given twice")
         names.add(name)
         folder = Path(study.folder, task, "runs", variant, name)
-        with _place(where + f" at {name}" * bool(name)):
+        with prefixed(where + f" at {name}" * bool(name), ConfigError):
             longest = json.dumps(str(folder / f"seed-{max(study.seeds)}"))
             config = build_config(base, [*own, f"run.folder={longest}"], origin=study.base)
             validate(config, 1)
@@ -248,15 +248,6 @@ def _name(keys: Mapping[str, Any]) -> str:
     names = last if len(set(last)) == len(last) else list(keys)
     values = [re.sub(r"[^\w.+-]+", "-", json.dumps(v).strip('[]{}"')) for v in keys.values()]
     return ",".join(f"{name}={value}" for name, value in zip(names, values, strict=True))
-
-
-@contextmanager
-def _place(where: str) -> Iterator[None]:
-    """A context that prefixes errors with the place in the study."""
-    try:
-        yield
-    except ValueError as error:
-        raise ConfigError(f"{where}: {error}") from None
 
 
 def results_of(study: Study) -> pandas.DataFrame:
@@ -445,9 +436,6 @@ def _result(study: Study, run: Run, scores: Mapping[str, Any] | None) -> dict[st
     if scores is not None and curve:
         best = max if task.higher_is_better else min
         validation = best(curve) if keep_best else curve[-1]
-    more = {f"routing/{name}": value for name, value in records.last_routing(lines).items()}
-    changed = records.last_fluctuation(lines)
-    more |= {f"fluctuation/{name}": value for name, value in changed.items()}
     return {
         "step": scores["step"] if scores else lines[-1]["step"],
         "data": open_task(run.config.for_task()).fingerprint,
@@ -456,7 +444,8 @@ def _result(study: Study, run: Run, scores: Mapping[str, Any] | None) -> dict[st
         **{score.name: scores and scores[score.name] for score in task.scores},
         "training_loss": records.last_loss(lines),
         "rate": records.median_rate(lines, task.unit.name),
-        **more,
+        **records.last_routing(lines),
+        **records.last_fluctuation(lines),
     }
 
 

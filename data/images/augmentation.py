@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-from polyad.data.errors import DataError, check_attack
+from polyad.data.errors import DataError
 from polyad.data.images.config import AugmentationConfig, ImageDataConfig, RandAugmentConfig
 from polyad.data.images.source import Pixels
 
@@ -233,18 +233,12 @@ class GaussianNoise:
 
     The noise of an image depends only on the seed and the image's number; another rate scales the
     same noise.
-
-    Raises:
-        DataError: A number is out of its range.
     """
 
     rate: float
-    """Standard deviation, for pixels from 0 to 1."""
+    """Standard deviation, for pixels from 0 to 1; at most 1."""
     seed: int = 0
     """Not negative."""
-
-    def __post_init__(self) -> None:
-        check_attack(self.rate, self.seed)
 
     def __call__(self, pixels: Pixels, number: int) -> Pixels:
         """Returns the pixels of an image with noise added, clipped to the valid range."""

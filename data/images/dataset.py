@@ -124,11 +124,6 @@ class ImageData:
             raise DataError(f"{self.place}: has no {name} split; it has {listed(self.splits)}")
         return self._splits[name]
 
-    @property
-    def fingerprint(self) -> str:
-        """The `contents` of the training images."""
-        return self.contents("train")
-
     @functools.cache  # noqa: B019  # a run has one
     def contents(self, split: str) -> str:
         """Digests the names and labels of a split's images, the classes, and the domains."""

@@ -100,11 +100,6 @@ class EvaluationImages(Dataset[ImageBatch]):
         """Counts the images."""
         return len(self.images)
 
-    @property
-    def domains(self) -> npt.NDArray[np.integer] | None:
-        """The domain number of each image; None if there are no domains."""
-        return self.images.domains
-
     def __getitem__(self, number: int) -> ImageBatch:
         """Reads and decodes an image; a damaged one is an error, since no score may skip images."""
         pixels = self.images.decode(number)

@@ -134,11 +134,7 @@ class SequenceData:
             self._labels[name],
         )
 
-    @functools.cached_property
-    def fingerprint(self) -> str:
-        """The `contents` of the training rows."""
-        return self.contents("train")
-
+    @functools.cache  # noqa: B019  # a run has one
     def contents(self, split: str) -> str:
         """Digests the token ids and labels of a split, and the classes.
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from polyad.data.errors import DataError
+from polyad.data.errors import DataError, prefixed
 from polyad.data.sequences.config import Schema
 from polyad.data.sequences.tables import Labels, Table
 from polyad.data.text.tokenizers.tokenizer import Tokenizer
@@ -193,10 +193,8 @@ def _strings(table: Table, name: str) -> list[str]:
 def _encode(tokenizer: Tokenizer, texts: Sequence[str], place: str) -> list[Ids]:
     encoded: list[Ids] = []
     for begin in range(0, len(texts), AT_ONCE):
-        try:
+        with prefixed(place):
             encoded += tokenizer.encode_batch(texts[begin : begin + AT_ONCE])
-        except DataError as error:
-            raise DataError(f"{place}: {error}") from None
     return encoded
 
 

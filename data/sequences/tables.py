@@ -61,10 +61,6 @@ class Table:
         names = getattr(self.rows.features.get(column), "names", None)
         return each_once(names) if names else None
 
-    def select(self, numbers: npt.ArrayLike, place: str | None = None) -> "Table":
-        """Returns some of the rows, and names them."""
-        return Table(place or self.place, self.rows.select(numbers))
-
     def fault(self, row: int, fault: str) -> DataError:
         """Returns the error for a row, from 0."""
         return DataError(f"{self.place}, row {row + 1}: {fault}")
@@ -199,7 +195,8 @@ class Table:
             if len(out) < share * (row + 1):
                 out.append(row)
         stay = np.setdiff1d(np.arange(len(self)), out)
-        return self.select(stay), self.select(out, f"{self.place} (held out)")
+        held_out = Table(f"{self.place} (held out)", self.rows.select(out))
+        return Table(self.place, self.rows.select(stay)), held_out
 
 
 def _word(value: Any) -> str:

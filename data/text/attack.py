@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from polyad.data.errors import DataError, check_attack
+from polyad.data.errors import prefixed
 from polyad.data.text.dataset import TokenStream
 from polyad.data.text.manifest import SplitInfo
 from polyad.data.text.sources import Document
@@ -27,18 +27,12 @@ class WordSwap:
     A word is a run of characters between white space, punctuation included; white space is kept.
     Which words of a document are replaced depends only on the seed and the document's number; a
     higher rate replaces the same words and more.
-
-    Raises:
-        DataError: A number is out of its range.
     """
 
     rate: float
     """The probability, from 0 to 1."""
     seed: int = 0
     """Not negative."""
-
-    def __post_init__(self) -> None:
-        check_attack(self.rate, self.seed)
 
     def __call__(self, text: str, document: int) -> tuple[str, int]:
         """Attacks a document; returns its text, and how many words were replaced."""
@@ -81,13 +75,11 @@ def attacked_split(
             counts.update(words=len(text.split()), bytes=len(text.encode()), replaced=replaced)
             yield Document(f"document {number}", text)
 
-    try:
+    with prefixed(f"{stream.prefix}.bin: cannot be attacked"):
         documents = [
             np.array([*tokenizer.before, *ids, tokenizer.end_of_text_id])
             for ids in encode_documents(tokenizer, swapped())
         ]
-    except DataError as error:
-        raise DataError(f"{stream.prefix}.bin: cannot be attacked: {error}") from None
     attacked = TokenStream.of(stream.prefix, documents, tokenizer.vocab_size)
     info = SplitInfo(
         documents=len(documents),

@@ -65,11 +65,6 @@ class Sources(NamedTuple):
             else:
                 yield from split_by_bytes(documents, self.fractions)
 
-    @property
-    def total_bytes(self) -> int:
-        """Bytes of all sources together."""
-        return sum(source.total_bytes for source in self.by_split.values())
-
 
 def split_by_bytes(
     documents: Iterable[Document], fractions: dict[SplitName, float]
@@ -287,7 +282,7 @@ def _read(
     sources: Sources, left_out: Counter[str], what: str
 ) -> Iterator[tuple[SplitName, Document]]:
     """Reads all documents, each with its split, with a bar on a terminal."""
-    total = sources.total_bytes or None
+    total = sum(source.total_bytes for source in sources.by_split.values()) or None
     with tqdm(total=total, desc=what, unit="B", unit_scale=True, disable=None) as bar:
         for split, document in sources.assigned(left_out):
             yield split, document

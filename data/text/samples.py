@@ -19,7 +19,7 @@ from torch.utils.data import Dataset
 from xxhash import xxh3_64_intdigest
 
 from polyad.data.config import DataConfig
-from polyad.data.errors import DataError
+from polyad.data.errors import DataError, prefixed
 from polyad.data.text.dataset import PreparedData, TokenStream
 from polyad.data.text.manifest import TokenizerInfo
 
@@ -138,20 +138,6 @@ class Part(NamedTuple):
     data: PreparedData
 
 
-class ValidationPart(NamedTuple):
-    """The validation split of a part.
-
-    Attributes:
-        name: The name of the part.
-        share: Its weight in the mean loss; the weights of all parts with such a split sum to 1.
-        stream: The tokens.
-    """
-
-    name: str
-    share: float
-    stream: TokenStream
-
-
 @dataclass(frozen=True)
 class TrainingData:
     """The opened and checked data of a run: one prepared folder or several. Use `open`."""
@@ -234,16 +220,13 @@ class TrainingData:
         ]
         return MixedSamples(each, [part.share for part in self.parts], seed)
 
-    def validation(self) -> list[ValidationPart]:
-        """Lists the validation splits that are not empty.
+    def validation(self) -> list[Part]:
+        """Lists the parts whose validation split is not empty.
 
         Returns:
-            One for each part that has such a split.
+            These, each with its weight in the mean loss as its share: together 1.
         """
-        parts = []
-        for part in self.parts:
-            if (stream := part.data.split("validation")).num_tokens:
-                parts.append(ValidationPart(part.name, part.share, stream))
+        parts = [part for part in self.parts if part.data.split("validation").num_tokens]
         total = sum(part.share for part in parts)
         return [part._replace(share=part.share / total) for part in parts]
 
@@ -355,10 +338,8 @@ def shares_of_a_block(shares: Sequence[float]) -> npt.NDArray[np.int64]:
 
 
 def _open(path: str, key: str) -> PreparedData:
-    try:
+    with prefixed(key):
         return PreparedData.open(path)
-    except DataError as error:
-        raise DataError(f"{key}: {error}") from None
 
 
 class WindowBatch(NamedTuple):

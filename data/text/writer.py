@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from polyad.data.errors import DataError
+from polyad.data.errors import DataError, prefixed
 from polyad.data.tables import SPLITS, SplitName
 from polyad.data.text.dataset import token_dtype
 from polyad.data.text.manifest import SplitInfo
@@ -192,10 +192,8 @@ def _encoded_batches(
             return tokenizer.encode_batch([piece.text for piece in pieces])
         except DataError:
             for piece in pieces:  # the first that cannot be encoded alone
-                try:
+                with prefixed(piece.document.name):
                     tokenizer.encode(piece.text)
-                except DataError as error:
-                    raise DataError(f"{piece.document.name}: {error}") from None
             raise
 
     with ThreadPoolExecutor(1, thread_name_prefix="encode") as thread:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from polyad.data.errors import prefixed
 from polyad.model.build import build_model
 from polyad.model.config import flatten
 from polyad.model.decoder import DecoderSettings
@@ -104,10 +105,8 @@ def check_original(key: str, weights: Weights, ours: DecoderSettings) -> None:
         ConfigError: it does not.
     """
     original = ours.original()
-    try:
+    with prefixed(key, ConfigError):
         check_fits(weights, original)
-    except ValueError as error:
-        raise ConfigError(f"{key}: {error}") from None
     if not isinstance(weights, FamilyWeights):  # these compare all keys themselves
         theirs, own = (
             {"model": each.filled().model_dump(mode="json")}
@@ -219,7 +218,5 @@ def open_teacher(path: Path, key: str = "distill.teacher") -> Weights:
     Raises:
         ConfigError: there are none.
     """
-    try:
+    with prefixed(key, ConfigError):
         return open_weights(path)
-    except ValueError as error:
-        raise ConfigError(f"{key}: {error}") from None

@@ -16,7 +16,7 @@ from polyad.parallel.config import Dims
 from polyad.parallel.foreign import READ_ONLY
 from polyad.train.config.run import RunConfig
 from polyad.train.config.text import below
-from polyad.train.errors import ConfigError, shown
+from polyad.train.errors import ConfigError, shown, some_of
 
 # Keys or sections that may change when a run is resumed. Changing any other makes it another run.
 MAY_CHANGE_ON_RESUME = (
@@ -260,7 +260,6 @@ def refuse_changes(saved: RunConfig, now: RunConfig, origin: Path) -> None:
     ]
     if changed:
         raise ConfigError(
-            f"{origin}: holds another run: {'; '.join(changed[:3])}"
-            + (f"; and {len(changed) - 3} more" if len(changed) > 3 else "")
-            + ". Choose another run.folder, or change the keys back"
+            f"{origin}: holds another run: {some_of(changed, 3, '; ')}. Choose another run.folder, "
+            "or change the keys back"
         )

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 from pydantic import BeforeValidator, Field, ValidationError
 
 from polyad.data.config import DataConfig, DataSettings
-from polyad.data.images.config import ImageDataConfig
-from polyad.data.sequences.config import SequenceDataConfig
+from polyad.data.errors import prefixed
 from polyad.model.build import MODELS
 from polyad.model.config import Config, dump_yaml, with_new_names
 from polyad.model.lora import AdaptConfig
@@ -227,10 +226,8 @@ def _take_model(tree: dict[str, Any]) -> None:
         ConfigError: the folder cannot be opened.
     """
     own, folder = tree["model"], str(tree["model"]["from"])
-    try:
+    with prefixed(FROM, ConfigError):
         section = open_weights(Path(folder)).model_config().model_dump(mode="json")
-    except ValueError as error:
-        raise ConfigError(f"model.from: {error}") from None
     kept = {key: own[key] for key in KEPT if key in own and key in section}
     lengths = [each["sequence_length"] for each in (section, kept) if "sequence_length" in each]
     if lengths:
@@ -249,7 +246,7 @@ def data_overrides(config: RunConfig, data: str) -> tuple[str, ...]:
     Raises:
         ConfigError: data of this kind does not come from a folder.
     """
-    if not isinstance(config.data, DataConfig | ImageDataConfig | SequenceDataConfig):
+    if "path" not in type(config.data).model_fields:
         raise ConfigError(f"--data: is not allowed with data.kind: {config.data.kind}")
     instead = ("data.mixture=null",) if isinstance(config.data, DataConfig) else ()
     return (f"data.path={json.dumps(data)}", *instead)

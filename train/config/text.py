@@ -5,17 +5,18 @@ An error names the key, its value and what is allowed.
 """
 
 import difflib
+import functools
 import json
 import re
 import textwrap
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from pydantic.json_schema import GenerateJsonSchema
 
-from polyad.model.config import Config, ConfigYamlError, SectionError, SectionIn, load_yaml
-from polyad.train.errors import ConfigError, one_line, shortened, shown
+from polyad.model.config import Config, ConfigYamlError, SectionError, load_yaml
+from polyad.train.errors import ConfigError, one_line, shortened, shown, some_of
 
 DOTTED_KEY = re.compile(r"\w+(\.\w+)*")
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
@@ -57,25 +58,6 @@ def parse_yaml(text: str, origin: str) -> Any:
         return load_yaml(text)
     except ConfigYamlError as error:
         raise ConfigError(f"{origin}: {one_line(error)}") from None
-
-
-def keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """All dotted keys below a configuration class, sections included."""
-    for name, field in model.model_fields.items():
-        yield prefix + name
-        for annotation in (field.annotation, *field.metadata):
-            for member in config_classes(annotation):
-                yield from keys(member, f"{prefix}{name}.")
-
-
-def config_classes(annotation: Any) -> Iterator[type[BaseModel]]:
-    """The configuration classes of a key: none, one, or those of a union or a registry."""
-    if isinstance(annotation, SectionIn):
-        yield from annotation.registry().values()
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield annotation
-    for argument in get_args(annotation):
-        yield from config_classes(argument)
 
 
 def below(key: str, sections: Sequence[str]) -> bool:
@@ -162,18 +144,17 @@ GONE: dict[str, str] = {
 `skip`". Keys of a study's file begin with `study.`"""
 
 
-def describe(error: ValidationError, tree: type[BaseModel]) -> str:
+def describe(error: ValidationError, tree: type[Config]) -> str:
     """Describes all errors in one line, the first few in full.
 
     Args:
         error: the error from pydantic.
         tree: the configuration class with the known keys.
     """
-    known = set(keys(tree))
+    known = keys(tree)
     faults = error.errors(include_url=False)
     lines = [*dict.fromkeys(shortened(_fault(fault, known), MOST) for fault in faults)]
-    more = f"; and {len(lines) - SHOWN} more" if len(lines) > SHOWN else ""
-    return "; ".join(lines[:SHOWN]) + more
+    return some_of(lines, SHOWN, "; ")
 
 
 def _fault(fault: Any, known: set[str]) -> str:
@@ -295,6 +276,16 @@ def sections(kind: type[Config]) -> list[Section]:
             inner += [(dotted, each) for each in _references(field)]
         waiting = inner + waiting
     return [_section(nodes[name], tuple(where)) for name, where in places.items()]
+
+
+@functools.cache
+def keys(kind: type[Config]) -> set[str]:
+    """All dotted keys of a file, sections included."""
+    dotted = set[str]()
+    for section in sections(kind):
+        for place in section.places:
+            dotted |= {place, *(f"{place}.{key.name}".removeprefix(".") for key in section.keys)}
+    return {key.replace("[]", "") for key in dotted if key}
 
 
 def find_keys(whole: Sequence[Section], wanted: str) -> list[Section]:

@@ -6,11 +6,10 @@ from typing import Any
 
 from torch import nn
 
-from polyad.data.errors import DataError
+from polyad.data.errors import prefixed
 from polyad.data.images.augmentation import GaussianNoise
 from polyad.data.text.attack import WordSwap, attacked_split
 from polyad.data.text.manifest import SplitName
-from polyad.parallel import comm
 from polyad.train.errors import ConfigError, RunError
 from polyad.train.reading import EvaluationContext
 from polyad.train.results import Progress, aligned, in_words
@@ -41,7 +40,7 @@ def evaluate(
     """
     opened.task.check_split(split)
     with opened.loaded(f"evaluating {split}", split, model, needs_whole=None) as (model, world):
-        task, attacked = _attacked(opened, split, attack, world)
+        task, attacked = _attacked(opened, split, attack)
         count = task.units_of(split)
         report = Progress(f"evaluate {split}", count, task.unit.short) if world.is_main else None
         started = time.monotonic()
@@ -82,10 +81,7 @@ def evaluate(
 
 
 def _attacked(
-    opened: EvaluationContext,
-    split: SplitName,
-    attack: WordSwap | GaussianNoise | None,
-    world: comm.World,
+    opened: EvaluationContext, split: SplitName, attack: WordSwap | GaussianNoise | None
 ) -> tuple[Task[Any], dict[str, Any] | None]:
     """Returns the task with its split after an attack, and JSON values about the attack."""
     if attack is None:
@@ -96,10 +92,8 @@ def _attacked(
         return images.with_noise(attack), {"kind": "gaussian-noise", **about}
     task = opened.need("--attack word-swap", LanguageModelling)
     stream, _ = task.split(split)
-    try:
+    with prefixed("--attack", ConfigError):
         tokenizer = task.data.parts[0].data.tokenizer()
         text, info, replaced = attacked_split(stream, tokenizer, attack)
-    except DataError as error:
-        raise ConfigError(f"--attack: {error}") from None
     about = {"kind": "word-swap", **about, "words": info.words, "replaced": replaced}
     return task.attacked(split, text, info), about

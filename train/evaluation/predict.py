@@ -10,13 +10,13 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import default_collate
 
 from polyad.data.config import DataSettings
 from polyad.data.errors import DataError, user_path
 from polyad.data.images.augmentation import evaluation_image
 from polyad.data.images.config import AttributeDataConfig, ImageDataConfig
 from polyad.data.images.source import decode, is_image
+from polyad.data.sampler import held_out_batches
 from polyad.data.sequences.config import Schema, SequenceDataConfig
 from polyad.data.sequences.samples import PaddedRows, encode_rows, form_of
 from polyad.data.sequences.tables import ENDINGS, Table, read_tables
@@ -93,7 +93,7 @@ class Predictor:
         self, weights: Weights, model: nn.Module, tokenizer: Callable[[], Tokenizer]
     ) -> None:
         self._weights, self._model, self._tokenizer = weights, model, tokenizer
-        self._settings = weights.model_config()
+        self._settings, self._classes = weights.model_config(), names_of(weights)
         head = getattr(self._settings, "head", None)
         if not self.reads_images and not isinstance(head, ClassificationHeadConfig):
             raise ConfigError(f"{weights.folder}: the model predicts tokens, not labels")
@@ -196,10 +196,6 @@ class Predictor:
         data = self._data
         return data.schema_of if isinstance(data, SequenceDataConfig) else Schema()
 
-    @cached_property
-    def _classes(self) -> list[str] | None:
-        return names_of(self._weights)
-
     @torch.inference_mode()
     def _table(self, table: Table) -> Predictions:
         schema, settings, tokenizer = self._schema, self._settings, self._tokenizer()
@@ -212,13 +208,11 @@ class Predictor:
         padded = PaddedRows(rows, to_longest=True, order_N=order_N)
         outputs: dict[int, Tensor] = {}
         report = Progress("predict", len(rows), "seq")
-        for begin in range(0, len(rows), BATCH):
-            numbers = range(begin, min(begin + BATCH, len(rows)))
-            batch = default_collate(padded.__getitems__(numbers))
-            ids_RT, named = model_inputs(batch, form.segments, self._device)
-            outputs_BK = self._model(ids_RT, **named).logits.float().view(len(numbers), -1).cpu()
-            outputs |= zip((padded.row_of(n) for n in numbers), outputs_BK, strict=True)
-            report((begin + len(numbers)) / len(rows))
+        for batch, own_B, number_B in held_out_batches(padded, BATCH, 0, 1, self._device, report):
+            ids_RT, named = model_inputs(batch, form.segments)
+            outputs_BK = self._model(ids_RT, **named).logits.float().view(len(own_B), -1)
+            numbers = map(padded.row_of, number_B.tolist())
+            outputs |= zip(numbers, outputs_BK[own_B].cpu(), strict=True)
         predictions = [
             self._of_row(text, outputs[row], rows.choices) for row, text in enumerate(texts)
         ]

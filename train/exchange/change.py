@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import Field, ValidationError
 
+from polyad.data.errors import prefixed
 from polyad.model.build import ModelSizeError, build_model, initial_value
 from polyad.model.config import Config
 from polyad.model.decoder import DecoderConfig
@@ -131,10 +132,8 @@ class Option(Change):
             key, equals, value = (piece.strip() for piece in part.partition("="))
             if key in (*self.keys, "kind"):
                 raise self.error(f"{key} is set already")
-            try:
+            with prefixed(f"{self.name} {text}", ConfigError):
                 apply_override(self.keys, f"{key}{equals}{value}")
-            except ConfigError as error:
-                raise self.error(str(error)) from None
         if "num_experts" not in self.keys:
             raise self.error("num_experts is missing, as in num_experts=8,top_k=2")
         names = self.controls.model_fields.keys() & self.keys.keys()
@@ -262,8 +261,7 @@ def activation_of(model: ModelSettings) -> Activation | GatedActivation:
     Args:
         model: the model; GPT-2 has a fixed activation.
     """
-    activation: Activation | GatedActivation = getattr(model, "activation", "gelu_tanh")
-    return activation
+    return getattr(model, "activation", "gelu_tanh")
 
 
 class _Start(Config):

@@ -74,12 +74,6 @@ class Source(Changed):
         self.tokenizer: Tokenizer | None = tokenizer_of(weights)
 
     @property
-    def adapted(self) -> AdaptedCheckpoint:
-        """The same as a checkpoint of adapters, for `--to peft`."""
-        assert isinstance(self.before, AdaptedCheckpoint)
-        return self.before
-
-    @property
     def class_names(self) -> list[str] | None:
         """The class names; None if unknown.
 
@@ -194,8 +188,8 @@ def convert(
         if applied:
             weights.notes += applied.notes(weights.config)
         parameters = num_parameters(weights.config)
-        if to == "peft":
-            beside = [adapter for _, adapter in weights.adapted.adapters.values()]
+        if to == "peft" and isinstance(opened, AdaptedCheckpoint):
+            beside = [adapter for _, adapter in opened.adapters.values()]
             parameters = sum(p.numel() for adapter in beside for p in adapter.parameters())
         return {
             "source": str(weights.folder),
@@ -433,7 +427,8 @@ def _to_polyad(weights: Source, staging: Path, destination: Path) -> None:
 
 
 def _to_peft(weights: Source, staging: Path, destination: Path) -> None:
-    tree, tensors = peft_files(weights.adapted)
+    assert isinstance(weights.before, AdaptedCheckpoint)
+    tree, tensors = peft_files(weights.before)
     entries = [
         FileTensor(name, torch.float32, tuple(value.shape), value.detach) for name, value in tensors
     ]

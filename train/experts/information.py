@@ -73,8 +73,7 @@ def information_bits(counts_SY: Matrix) -> Matrix:
     """
     apart = entropy_bits(counts_SY.sum(-1)) + entropy_bits(counts_SY.sum(-2))
     joint = entropy_bits(counts_SY.reshape(*counts_SY.shape[:-2], -1))
-    bits: Matrix = np.maximum(0.0, apart - joint)
-    return bits
+    return np.maximum(0.0, apart - joint)
 
 
 def normalized_information(counts_SY: Matrix) -> Matrix:
@@ -87,8 +86,7 @@ def normalized_information(counts_SY: Matrix) -> Matrix:
     """
     mean = (entropy_bits(counts_SY.sum(-1)) + entropy_bits(counts_SY.sum(-2))) / 2
     bits = information_bits(counts_SY)
-    share: Matrix = np.where(mean > 0, bits / np.where(mean > 0, mean, 1), 0)
-    return share
+    return np.where(mean > 0, bits / np.where(mean > 0, mean, 1), 0)
 
 
 def purity(counts_SY: Matrix) -> Matrix:
@@ -206,8 +204,7 @@ class GroupedSums:
         sums_G = summed(self.sums_G)
         if not sums_G.isfinite().all():
             raise ConfigError(not_finite(what))
-        sums: Matrix = sums_G.cpu().numpy()
-        return sums
+        return sums_G.cpu().numpy()
 
 
 def not_finite(what: str) -> str:
@@ -268,8 +265,7 @@ class GateEntropies:
 
 def _mean(sums_2: Matrix) -> Matrix:
     """Divides the first by the second."""
-    mean: Matrix = sums_2[..., 0] / np.maximum(sums_2[..., 1], 1e-30)
-    return mean
+    return sums_2[..., 0] / np.maximum(sums_2[..., 1], 1e-30)
 
 
 STATISTICS = ("frequency", "mean_weight", "mean_norm", "sum_norm", "reap", "mone")

@@ -228,13 +228,9 @@ class KnockOut:
                 y_RTD = through(self._model, x_BTD[window_R], self.layer.block)
             some = passages.rows(window_R)
             changed_RP = losses(self._model, y_RTD, some)
-            self.add_changed(
-                row_R,
-                some,
-                label_JBP[:, window_R],
-                changed_RP.double() - loss_BP[window_R].double(),
-                has_BTE[window_R, :, row_R],
-            )
+            change_RP = changed_RP.double() - loss_BP[window_R].double()
+            own_RP = has_BTE[window_R, :, row_R].gather(1, some.places_BP)
+            self.sums.add(label_JBP[:, window_R], some.number_B, row_R, change_RP, own_RP)
 
     def uses(self, decision: Decision, windows: int) -> Tensor:
         """Which tokens use an expert of each set [B, T, E].
@@ -243,8 +239,7 @@ class KnockOut:
             decision: the layer's decision for whole windows.
             windows: number of windows, B.
         """
-        a_MS = decision.coefficients()
-        has_BTS = a_MS.view(windows, -1, a_MS.shape[-1]) != 0
+        has_BTS = decision.by_row(windows) != 0
         return has_BTS.float() @ self._chosen_ES.T.float() > 0
 
     def pairs(self, has_BTE: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
@@ -277,26 +272,6 @@ class KnockOut:
         with intervening(self._model, self.layer, self._action) as intervene:
             intervene(self._chosen_ES[row_R], None)
             yield
-
-    def add_changed(
-        self,
-        row_R: Tensor,
-        passages: Passages,
-        label_JRP: Tensor,
-        change_RP: Tensor,
-        own_RT: Tensor,
-    ) -> None:
-        """Adds windows that were each read without a set.
-
-        Args:
-            row_R: the sets.
-            passages: the windows.
-            label_JRP: class columns.
-            change_RP: change of the loss, in float64.
-            own_RT: which tokens use an expert of the set.
-        """
-        own_RP = own_RT.gather(1, passages.places_BP)
-        self.sums.add(label_JRP, passages.number_B, row_R, change_RP, own_RP)
 
     def result(self, summed: Summed = lambda counts: counts) -> "KnockOut":
         """Sums over processes, and returns itself.

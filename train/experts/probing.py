@@ -201,6 +201,11 @@ class Decision:
         a_MS = weights_MK.new_zeros(weights_MK.shape[0], self.levels[0].shape[-1])
         return a_MS.scatter(1, self.selected.expert_ids_NK, weights_MK)
 
+    def by_row(self, rows: int) -> Tensor:
+        """The same for each of a number of texts or images with equally many tokens [B, T, S]."""
+        a_MS = self.coefficients()
+        return a_MS.view(rows, -1, a_MS.shape[-1])
+
 
 @contextmanager
 def deciding(model: nn.Module, layers: Sequence[RoutedLayer]) -> Iterator[dict[str, Decision]]:

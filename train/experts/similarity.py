@@ -136,8 +136,7 @@ def _mean_cka(sums_EE: Matrix) -> Matrix:
 def _cosine(sums_EE: Matrix) -> Matrix:
     """The mean cosine of each pair, from sums [..., 3, E, E]; NaN where nothing was read."""
     tokens_EE = np.where(sums_EE[..., 2, :, :] > 0, sums_EE[..., 2, :, :], np.nan)
-    cosine_EE: Matrix = sums_EE[..., 0, :, :] / tokens_EE
-    return cosine_EE
+    return sums_EE[..., 0, :, :] / tokens_EE
 
 
 def _cka(sums_EE: Matrix) -> Matrix:
@@ -145,8 +144,7 @@ def _cka(sums_EE: Matrix) -> Matrix:
     hsic_EE = sums_EE[..., 1, :, :]
     own_E = np.diagonal(hsic_EE, axis1=-2, axis2=-1)
     own_E = np.sqrt(np.where(own_E > 0, own_E, np.nan))
-    cka_EE: Matrix = hsic_EE / (own_E[..., None] * own_E[..., None, :])
-    return cka_EE
+    return hsic_EE / (own_E[..., None] * own_E[..., None, :])
 
 
 def _of_pairs(values_EE: Matrix) -> Matrix:
@@ -154,8 +152,7 @@ def _of_pairs(values_EE: Matrix) -> Matrix:
     above = np.triu(np.isfinite(values_EE), 1)
     pairs = above.sum((-2, -1))
     total = np.where(above, values_EE, 0).sum((-2, -1))
-    mean: Matrix = np.where(pairs > 0, total / np.maximum(pairs, 1), np.nan)
-    return mean
+    return np.where(pairs > 0, total / np.maximum(pairs, 1), np.nan)
 
 
 def _compared(experts: int) -> list[int]:

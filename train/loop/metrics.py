@@ -13,6 +13,7 @@ import importlib.util
 import json
 import math
 import os
+import re
 import statistics
 import sys
 import time
@@ -404,20 +405,18 @@ def last_routing(records: Records) -> dict[str, float]:
         records: a run's records.
 
     Returns:
-        Each `routing/MEASURE` under its measure, and `shared_experts`; empty for a dense model.
+        Each `routing/MEASURE`, and `routing/shared_experts`; empty for a dense model.
     """
     newest: dict[str, list[float]] = {}
     for record in records[-LAST:]:
         for key, value in record.items():
-            section, _, name = key.partition("/")
-            if section == "routing" and "/" not in name and isinstance(value, int | float):
-                newest.setdefault(name, []).append(float(value))
-    means = {name: statistics.fmean(values) for name, values in newest.items()}
-    shared = shared_experts(records)
-    return means if shared is None else means | {"shared_experts": shared}
+            if re.fullmatch("routing/[^/]+", key) and isinstance(value, int | float):
+                newest.setdefault(key, []).append(float(value))
+    means = {key: statistics.fmean(values) for key, values in newest.items()}
+    return means | _shared_experts(records)
 
 
-def shared_experts(records: Records) -> float | None:
+def _shared_experts(records: Records) -> dict[str, float]:
     """The effective number of experts used by the tokens of the last steps.
 
     Args:
@@ -425,7 +424,7 @@ def shared_experts(records: Records) -> float | None:
 
     Returns:
         The exponential of the entropy of a layer's mean load, averaged over layers: from 1 to the
-        number of experts (for a hierarchy the product over levels). None for a dense model.
+        number of experts (for a hierarchy the product over levels). Empty for a dense model.
     """
     last = [record for record in records[-LAST:] if any(map(_is_load, record))]
     each = []
@@ -433,7 +432,7 @@ def shared_experts(records: Records) -> float | None:
         loads = zip(*(record[key] for record in last), strict=True)
         shares = [statistics.fmean(values) for values in loads]
         each.append(math.exp(-math.fsum(p * math.log(p) for p in shares if p > 0)))
-    return statistics.fmean(each) if each else None
+    return {"routing/shared_experts": statistics.fmean(each)} if each else {}
 
 
 def last_fluctuation(records: Records) -> dict[str, float]:
@@ -443,12 +442,12 @@ def last_fluctuation(records: Records) -> dict[str, float]:
         records: a run's records; those at checkpoints have it with `log.fluctuation: true`.
 
     Returns:
-        Shares of the probe set, averaged over layers: `top1`, with a different first expert, and
-        `set`, with a different set. Empty if nothing was logged.
+        Shares of the probe set, averaged over layers: `fluctuation/top1`, with a different first
+        expert, and `fluctuation/set`, with a different set. Empty if nothing was logged.
     """
     for record in reversed(records):
         if "fluctuation/top1" in record:
-            return {name: float(record[f"fluctuation/{name}"]) for name in ("top1", "set")}
+            return {key: float(record[key]) for key in ("fluctuation/top1", "fluctuation/set")}
     return {}
 
 

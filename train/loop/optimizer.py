@@ -166,9 +166,7 @@ def build_optimizer(
         warm-up, and with muon also shape of matrices; groups that decay come first. The key
         `RATE_FACTOR` of a group has its factor, which `warm_up` updates if the group has a warm-up.
     """
-    blocks = 0
-    if config.layer_decay is not None:
-        blocks = num_blocks(name for name, _, _ in parameters)
+    blocks = num_blocks(name for name, _, _ in parameters)
     of_muon = matrices(name for name, _, _ in parameters) if config.kind == "muon" else ()
     by_kind: dict[tuple[float, float, int, Matrix | None], list[nn.Parameter]] = {}
     for name, parameter, dimensions in parameters:
@@ -176,10 +174,8 @@ def build_optimizer(
             continue
         shape = placement_of(parameter).global_shape
         group = group_of(config, name)
-        decay, factor, steps = config.weight_decay, 1.0, 0
-        if group is not None:
-            factor, steps = group.learning_rate, group.warmup_steps
-            decay = decay if group.weight_decay is None else group.weight_decay
+        factor, steps = group.learning_rate, group.warmup_steps
+        decay = config.weight_decay if group.weight_decay is None else group.weight_decay
         if not _decays(config, name, dimensions):
             decay = 0.0
         if config.layer_decay is not None:
@@ -236,14 +232,15 @@ def warm_up(optimizer: torch.optim.Optimizer, step: int) -> None:
         group[RATE_FACTOR] = factor * min(1.0, (step + 1) / max(1, steps))
 
 
-def group_of(config: OptimizerConfig, name: str) -> GroupConfig | None:
-    """Returns the group of a parameter; None if it has no settings of its own.
+def group_of(config: OptimizerConfig, name: str) -> GroupConfig:
+    """Returns the group of a parameter, a neutral one if it has no settings of its own.
 
     Args:
         config: has the groups.
         name: the parameter's name.
     """
-    return next((group for group in config.groups if matches(group.match, name)), None)
+    matching = (group for group in config.groups if matches(group.match, name))
+    return next(matching, GroupConfig(match=""))
 
 
 def freeze(model: nn.Module, config: OptimizerConfig) -> None:
@@ -260,8 +257,7 @@ def freeze(model: nn.Module, config: OptimizerConfig) -> None:
     for number, group in enumerate(config.groups):
         matched(f"optimizer.groups.{number}.match", [group.match], parameters)
     for name, parameter in parameters.items():
-        own = group_of(config, name)
-        if own is not None and own.freeze:
+        if group_of(config, name).freeze:
             parameter.requires_grad_(False)
     if not any(parameter.requires_grad for parameter in parameters.values()):
         raise ConfigError("optimizer.groups: freeze: true leaves no parameter to train")

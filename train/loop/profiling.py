@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Annotated, Generic
+from typing import Annotated
 
 import torch
 from pydantic import Field
@@ -94,7 +94,7 @@ def allow_tf32(allowed: bool, device: torch.device) -> None:
         torch.backends.cudnn.allow_tf32 = allowed
 
 
-class Prefetch(Generic[Batch]):
+class Prefetch(Iterator[Batch]):
     """Yields micro-batches on the device while copying the next one.
 
     On a GPU the copy runs on its own stream, from pinned memory, while the model computes. On a CPU
@@ -111,9 +111,6 @@ class Prefetch(Generic[Batch]):
 
     def __init__(self, batches: Iterator[Batch], device: torch.device) -> None:
         self._moved, self.waited = _moved(batches, device), 0.0
-
-    def __iter__(self) -> Iterator[Batch]:
-        return self
 
     def __next__(self) -> Batch:
         """The next micro-batch.

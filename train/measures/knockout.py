@@ -149,5 +149,6 @@ def _block_by_block(
                 loss_RP = losses(model, x_RTD.to(model.device), passages).double()
                 change_RP = loss_RP - loss_of[number].to(loss_RP)[window_R]
                 own_RT = uses[block][number].to(model.device)[window_R, :, row_R]
-                each.add_changed(row_R, passages, columns(passages), change_RP, own_RT)
+                own_RP = own_RT.gather(1, passages.places_BP)
+                each.sums.add(columns(passages), passages.number_B, row_R, change_RP, own_RP)
         report(next(done) / total)

@@ -286,8 +286,7 @@ class LeaveOneOut:
         x = self._before(images_BCHW)
         with deciding(self._model, [self.layer]) as decisions:
             logits_BK = self._from(x)
-        a_MS = decisions[self.layer.name].coefficients()
-        a_BTS = a_MS.view(len(labels_B), -1, a_MS.shape[-1])
+        a_BTS = decisions[self.layer.name].by_row(len(labels_B))
         right_B = logits_BK.argmax(-1) == labels_B
         self.right_K.index_add_(0, labels_B, right_B.double())
         self.images_K.index_add_(0, labels_B, torch.ones_like(right_B, dtype=torch.float64))

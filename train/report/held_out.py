@@ -15,10 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from polyad.data.config import DataConfig
 from polyad.data.text.manifest import SplitName
 from polyad.parallel.weights import Weights, device_of
-from polyad.train.errors import ConfigError
 from polyad.train.experts.by_class import LevelByClass
 from polyad.train.experts.knockout import SIDES, Change
 from polyad.train.experts.probing import RoutedLayer, columns_of
@@ -93,12 +91,8 @@ def read_held_out(weights: Weights, layers: Sequence[RoutedLayer], options: Opti
         ConfigError: the data does not fit, or weights of experts or losses are not finite.
     """
     opened = open_data_for(weights, options.data, ("train.precision=fp32",), "trained")
-    data, split = opened.config.data, options.split
-    if isinstance(data, DataConfig) and data.mixture is not None:
-        folders = ", ".join(source.path for source in data.mixture)
-        raise ConfigError(f"data.mixture: choose one folder to read with --data, out of {folders}")
-    opened.task.check_split(split)
-    task = opened.task
+    task, split = opened.task, options.split
+    task.check_split(split)
     with opened.loaded(f"reading {split}", split, needs_whole=None) as (model, _):
         subject = Subject(model, layers, _samples(task, options), opened.batch_size)
         about = {"data": task.name, "split": split, "of_units": task.units_of(split)}

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from polyad.model.vision import ImageModelSettings
 from polyad.train.errors import ConfigError
 from polyad.train.experts.information import not_finite
-from polyad.train.experts.probing import Decision, RoutedLayer, columns_of
+from polyad.train.experts.probing import RoutedLayer, columns_of
 from polyad.train.reading import ForwardPass, Subject
 from polyad.train.tasks.samples import ImageSamples, TextSamples
 
@@ -35,8 +35,7 @@ Highest: TypeAlias = list[tuple[float, int]]
 """Weights and positions of tokens, the highest weight first."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ShownExpert:
+class ShownExpert(NamedTuple):
     """One expert and what it weights most."""
 
     name: str
@@ -125,15 +124,12 @@ class TopTokens:
         """
         if not self._given_S.isfinite().all():
             raise ConfigError(not_finite(f"the coefficients of {self.layer.name}"))
-        shares = self.shares()
-        columns = columns_of(self.layer, experts) if experts else choose_experts(shares, SHOWN)
+        layer, shares = self.layer, self.shares()
+        columns = columns_of(layer, experts) if experts else choose_experts(shares, SHOWN)
+        share_S = torch.cat(shares)
         return [
-            ShownExpert(
-                name=self.layer.expert_name(column),
-                share=float(torch.cat(shares)[column]),
-                top=describe(self.highest(column)),
-            )
-            for column in columns
+            ShownExpert(layer.expert_name(s), float(share_S[s]), describe(self.highest(s)))
+            for s in columns
         ]
 
 
@@ -233,7 +229,7 @@ class TopText:
         """Adds a batch."""
         position_BT = self._text.position_BT(forward_pass.batch)
         for name, decision in forward_pass.of_all_tokens.items():
-            a_BTS = decision.coefficients().view(*position_BT.shape, -1)
+            a_BTS = decision.by_row(len(position_BT))
             self._tops[name].add(a_BTS, position_BT)
 
     @property
@@ -351,12 +347,6 @@ def _data_uri(pixels: np.ndarray[Any, Any]) -> str:
     return f"data:image/{kind};base64,{base64.b64encode(file.getvalue()).decode('ascii')}"
 
 
-def _by_image(decision: Decision, images: int) -> Tensor:
-    """Weights [B, T, S] of a layer."""
-    a_MS = decision.coefficients()
-    return a_MS.view(images, -1, a_MS.shape[-1])
-
-
 def _tokens_before_patches(name: str, tokens: int, grid: int) -> int | None:
     """Number of class tokens, which precede the patches; None if the tokens are not patches."""
     before = tokens - grid * grid
@@ -383,14 +373,13 @@ class TopImages:
         self._grid = 1
         if isinstance(model, ImageModelSettings):
             self._grid = model.image_size // model.patch_size
-        self._in_words = samples.task.labels_in_words(samples.split)
 
     def add(self, forward_pass: ForwardPass) -> None:
         """Adds a batch."""
         number_R = forward_pass.number_R
         of_split_R = torch.tensor(self._samples.numbers, device=number_R.device)[number_R]
         for name, top in self._tops.items():
-            a_BTS = _by_image(forward_pass.decisions[name], len(number_R))
+            a_BTS = forward_pass.decisions[name].by_row(len(number_R))
             self._tokens[name] = length = a_BTS.shape[1]
             place_T = torch.arange(length, device=number_R.device)
             top.add(a_BTS, of_split_R.unsqueeze(-1) * length + place_T)
@@ -421,12 +410,12 @@ class TopImages:
         for forward_pass in Subject(model, self._layers, some, MAPPED).read():
             of_split = [some.numbers[number] for number in forward_pass.number_R.tolist()]
             for name, decision in forward_pass.decisions.items():
-                a_BTS = _by_image(decision, len(of_split))
+                a_BTS = decision.by_row(len(of_split))
                 before = _tokens_before_patches(name, a_BTS.shape[1], self._grid)
                 if before is not None:
                     first_BT = a_BTS[:, before:].argmax(-1).tolist()
                     maps.setdefault(name, []).extend(
-                        RoutingMap(number, self._in_words(number), first_T)
+                        RoutingMap(number, task.label_of(split, number), first_T)
                         for number, first_T in zip(of_split, first_BT, strict=True)
                     )
         numbers = {image.number for each in shown.values() for e in each for image in e.top}
@@ -442,5 +431,6 @@ class TopImages:
         for weight, position in highest:
             number, token = divmod(position, tokens)
             patch = None if before is None or token < before else token - before
-            images.append(TopImage(weight, number, self._in_words(number), patch))
+            label = self._samples.task.label_of(self._samples.split, number)
+            images.append(TopImage(weight, number, label, patch))
         return images

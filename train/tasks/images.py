@@ -6,7 +6,7 @@ F numbers about each image.
 
 import copy
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -205,18 +205,13 @@ class ImageClassification(LabelledTask[ImageBatch]):
         """The number of images in a split."""
         return len(self.data.split(split))
 
-    def labels_in_words(self, split: str) -> Callable[[int], str]:
-        """Returns a function from an image's number in a split to its class or attributes in
-        words."""
-        labels, names = self.data.split(split).labels, self.data.class_names
-
-        def in_words(number: int) -> str:
-            if labels.ndim == 1:
-                return names[int(labels[number])]
-            has = [name for name, value in zip(names, labels[number], strict=True) if value]
-            return ", ".join(has) or "none"
-
-        return in_words
+    def label_of(self, split: str, number: int) -> str:
+        """The class or the attributes of an image of a split, in words."""
+        label, names = self.data.split(split).labels[number], self.data.class_names
+        if not self.has_attributes:
+            return names[int(label)]
+        has = [name for name, value in zip(names, label, strict=True) if value]
+        return ", ".join(has) or "none"
 
     def held_out(self, split: str) -> EvaluationImages:
         """The images of a split without augmentation, in their order."""

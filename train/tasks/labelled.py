@@ -59,7 +59,7 @@ class LabelledTask(Task[Batch]):
     @property
     def fingerprint(self) -> str:
         """A digest of the training samples and their labels."""
-        return self.data.fingerprint
+        return self.contents("train")
 
     def contents(self, split: str) -> str:
         """A digest of the samples of a split and their labels."""

@@ -116,12 +116,7 @@ class LanguageModelling(TextTask[TextBatch]):
     @functools.cached_property
     def samples(self) -> TextSamples:
         """Samples of T tokens, each with its next token."""
-        return TextSamples(self.data.samples(self.model.sequence_length, self._seed))
-
-    @property
-    def tokens(self) -> MixedSamples:
-        """Samples cut from the text, T + 1 tokens each."""
-        return self.samples.tokens
+        return TextSamples(self.tokens)
 
     def losses(self, model: Predictor, batch: TextBatch) -> tuple[Tensor, tuple[RoutingStats, ...]]:
         """Negative log-likelihood of each token in nats, with the distillation loss added if there
@@ -237,6 +232,7 @@ class MaskedLanguageModelling(TextTask[MaskedBatch]):
         Score("accuracy", "accuracy", 4, "of masked tokens"),
     )
     loss_unit = "nats per masked token"
+    marks = 2
     model: BertConfig
 
     def __init__(self, data: TrainingData, sections: Sections) -> None:
@@ -257,16 +253,7 @@ class MaskedLanguageModelling(TextTask[MaskedBatch]):
         """Samples of T tokens, P of them hidden."""
         return MaskedSamples(self.tokens, self.num_hidden, self.special, self._seed)
 
-    @functools.cached_property
-    def tokens(self) -> MixedSamples:
-        """The text between the special tokens: T - 2 tokens, and the first of the next sample."""
-        return self.data.samples(self.model.sequence_length - 2, self._seed)
-
-    def losses(
-        self, model: Predictor, batch: MaskedBatch
-    ) -> tuple[Tensor, tuple[RoutingStats, ...]]:
-        """Negative log-likelihood of the hidden tokens, in nats."""
-        return masked_losses(model, batch)
+    losses = staticmethod(masked_losses)
 
     def windows(self, stream: TokenStream, most: int | None = None) -> MaskedWindows:
         """The windows in which a token stream is scored."""

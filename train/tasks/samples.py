@@ -29,21 +29,11 @@ from polyad.model.decoder import Decoder, DecoderSettings
 from polyad.model.feedforward import NOTHING_ELSE
 from polyad.parallel import comm
 from polyad.train.errors import ConfigError
-from polyad.train.tasks.distillation import cross_entropy
 from polyad.train.tasks.images import ImageClassification
 from polyad.train.tasks.language import MaskedLanguageModelling
-from polyad.train.tasks.sequences import SequenceTask
-from polyad.train.tasks.task import OneDevice, Task
+from polyad.train.tasks.sequences import SequenceTask, model_inputs
+from polyad.train.tasks.task import Task
 from polyad.train.tasks.text import TextTask
-
-
-class Rows(NamedTuple):
-    """A batch of held-out samples."""
-
-    number_R: Tensor
-    """Each row's number among all rows read, on the CPU."""
-    batch: Any
-    """The task's batch, on the model's device."""
 
 
 class Samples(ABC):
@@ -67,7 +57,7 @@ class Samples(ABC):
 
     def batches(
         self, batch_size: int, rank: int, ranks: int, device: torch.device
-    ) -> Iterator[Rows]:
+    ) -> Iterator[tuple[Tensor, Any]]:
         """Yields the batches of a process; all processes have equally many.
 
         Args:
@@ -75,11 +65,17 @@ class Samples(ABC):
             rank: the process's number.
             ranks: number of processes that share the samples.
             device: the model's.
+
+        Yields:
+            Each row's number among all rows read, on the CPU; and the task's batch on the device.
         """
+        choice_C = torch.arange(self.rows_of_sample)
         for batch, own_B, number_B in held_out_batches(
             self.dataset, batch_size, rank, ranks, device, num_workers=self.num_workers
         ):
-            yield self.rows_of(number_B, type(batch)(*(part[own_B] for part in batch)))
+            number_BC = number_B.unsqueeze(1) * self.rows_of_sample + choice_C
+            own = type(batch)(*(part[own_B] for part in batch))
+            yield number_BC.flatten(), self.as_read(number_B, own)
 
     def inputs(self, batch_size: int, world: comm.World) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields model inputs, equally many batches on each process, so the model may be sharded.
@@ -95,16 +91,16 @@ class Samples(ABC):
         for batch, own_B, number_B in held_out_batches(
             self.dataset, batch_size, rank, ranks, world.device
         ):
-            yield self.counted(self.rows_of(number_B, batch).batch, own_B)
+            yield self.counted(self.as_read(number_B, batch), own_B)
 
-    @abstractmethod
-    def rows_of(self, number_B: Tensor, batch: Any) -> Rows:
+    def as_read(self, number_B: Tensor, batch: Any) -> Any:
         """What `forward` reads of some samples.
 
         Args:
             number_B: their numbers, on the CPU.
             batch: as in `dataset`, on the model's device.
         """
+        return batch
 
     def counted(self, batch: Any, own_B: Tensor) -> tuple[Tensor, Tensor]:
         """The input of a model, and what of it counts, for `inputs`."""
@@ -121,7 +117,7 @@ class Samples(ABC):
 
         Returns:
             For text the output of the last block [B, T, D], which `losses` scores; for images
-            logits [B, K]; for sequences outputs [B, K] and losses [B].
+            logits [B, K]; for sequences those of each row [R, K].
         """
 
     def row_N(self, batch: Any) -> Tensor | None:
@@ -219,7 +215,7 @@ class TextSamples(Samples):
         *,
         hidden: bool = False,
     ) -> None:
-        streams = [part.stream for part in task.data.validation()]
+        streams = [part.data.split("validation") for part in task.data.validation()]
         if split is not None:
             streams = [task.split(split)[0]]
         assert isinstance(task.model, DecoderSettings | BertConfig)
@@ -269,19 +265,18 @@ class TextSamples(Samples):
         other._choose(windows)
         return other
 
-    def rows_of(self, number_B: Tensor, batch: Any) -> Rows:
+    def as_read(self, number_B: Tensor, batch: Any) -> Passages:
         """`Passages`."""
         if not self.predicts_both_ways:
-            return Rows(number_B, Passages(number_B, batch[0], _places(batch[0]), *batch[1:]))
+            return Passages(number_B, batch[0], _places(batch[0]), *batch[1:])
         ids_BT, _, *predicted = batch
         if self._hidden:
-            return Rows(number_B, Passages(number_B, ids_BT, *predicted))
+            return Passages(number_B, ids_BT, *predicted)
         place_BP, target_BP, scored_BP = predicted
         row_BP = torch.arange(len(ids_BT), device=ids_BT.device).unsqueeze(1).expand_as(place_BP)
         hidden = row_BP[scored_BP], place_BP[scored_BP]
         text_BT = ids_BT.index_put(hidden, target_BP[scored_BP])
-        predicted = [_places(text_BT), text_BT, _text(text_BT)]
-        return Rows(number_B, Passages(number_B, text_BT, *predicted))
+        return Passages(number_B, text_BT, _places(text_BT), text_BT, _text(text_BT))
 
     def counted(self, batch: Passages, own_B: Tensor) -> tuple[Tensor, Tensor]:
         """Token ids, and which of them count."""
@@ -417,9 +412,9 @@ class ImageSamples(Samples):
         self.task, self.split, self.dataset = task, split, Subset(images, self.numbers)
         self.unit, self.num_workers = task.unit.short, task.settings.num_workers
 
-    def rows_of(self, number_B: Tensor, batch: ImageBatch) -> Rows:
+    def as_read(self, number_B: Tensor, batch: ImageBatch) -> ImageBatch:
         """`ImageBatch` with normalized images."""
-        return Rows(number_B, batch._replace(images_BCHW=self.task.inputs(batch.images_BCHW)))
+        return batch._replace(images_BCHW=self.task.inputs(batch.images_BCHW))
 
     def forward(self, model: nn.Module, batch: ImageBatch, entering: dict[int, Tensor]) -> Tensor:
         """Logits [B, K]."""
@@ -455,16 +450,13 @@ class SequenceSamples(Samples):
         self.row_of = np.array([chosen.row_of(number) for number in range(self.amount)])
         """Each sample's row in the split."""
 
-    def rows_of(self, number_B: Tensor, batch: SequenceBatch) -> Rows:
-        """`SequenceBatch`, each choice a row."""
-        row_BC = number_B.unsqueeze(1) * self.rows_of_sample + torch.arange(self.rows_of_sample)
-        return Rows(row_BC.flatten(), batch)
-
     def forward(
         self, model: nn.Module, batch: SequenceBatch, entering: dict[int, Tensor]
-    ) -> tuple[Tensor, Tensor]:
-        """Outputs of each sample [B, K], and losses [B]."""
-        return self.task.examined(OneDevice(model, cross_entropy), batch)
+    ) -> Tensor:
+        """The scores of each row [R, K]."""
+        ids_RT, named = model_inputs(batch, self.task.data.has_segments)
+        logits_RK: Tensor = model(ids_RT, **named).logits
+        return logits_RK
 
     def row_N(self, batch: SequenceBatch) -> Tensor:
         """The row of each token; layers get no padding."""

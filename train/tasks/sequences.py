@@ -52,23 +52,17 @@ CLASSIFIER, POOLER = "head.classifier.", "head.pooler."
 """Name prefixes of a BERT's last layer, and of its pooler, which pre-training may have learned."""
 
 
-def model_inputs(
-    batch: SequenceBatch, segments: bool, device: torch.device | None = None
-) -> tuple[Tensor, dict[str, Tensor]]:
+def model_inputs(batch: SequenceBatch, segments: bool) -> tuple[Tensor, dict[str, Tensor]]:
     """Returns the inputs of a model: token ids of each sequence, and named inputs.
 
     Args:
         batch: Sequences.
         segments: Whether the model gets segment ids: which of two texts a token belongs to.
-        device: Device to copy to; None: no copy.
     """
     named = {"mask_BT": batch.mask_BCT.flatten(0, 1)}
     if segments:
         named["segments_BT"] = batch.second_BCT.flatten(0, 1).long()
-    ids_RT = batch.ids_BCT.flatten(0, 1)
-    if device is not None:
-        ids_RT, named = ids_RT.to(device), {name: x.to(device) for name, x in named.items()}
-    return ids_RT, named
+    return batch.ids_BCT.flatten(0, 1), named
 
 
 class SequenceTask(LabelledTask[SequenceBatch]):
@@ -196,12 +190,6 @@ class SequenceTask(LabelledTask[SequenceBatch]):
             losses_B = self.teacher.mix_in(losses_B, outputs_BK, ids_RT, **named)
         return losses_B, routing
 
-    def examined(self, model: Predictor, batch: SequenceBatch) -> tuple[Tensor, Tensor]:
-        """Returns what a report shows: the outputs of each sample [B, K], as in `_outputs`, and its
-        loss [B]."""
-        outputs_BK, _ = self._outputs(model, batch)
-        return outputs_BK, self._losses(outputs_BK, batch.labels_B)
-
     def _outputs(
         self, model: Predictor, batch: SequenceBatch
     ) -> tuple[Tensor, tuple[RoutingStats, ...]]:
@@ -227,7 +215,8 @@ class SequenceTask(LabelledTask[SequenceBatch]):
 
     def outcomes(self, model: Predictor, batch: SequenceBatch) -> Tensor:
         """Label, prediction and loss."""
-        outputs_BK, losses_B = self.examined(model, batch)
+        outputs_BK, _ = self._outputs(model, batch)
+        losses_B = self._losses(outputs_BK, batch.labels_B)
         is_number = self.schema.task == "regression"
         predicted_B = outputs_BK[:, 0] if is_number else outputs_BK.argmax(-1)
         parts = (batch.labels_B, predicted_B, losses_B)

@@ -5,6 +5,7 @@ sequence_length - stride tokens of context where the split has them. One end-of-
 before the first token, as context only.
 """
 
+import functools
 import math
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -48,6 +49,8 @@ class TextTask(Task[Batch]):
     """
 
     unit: ClassVar[Unit] = Unit("token", "tok")
+    marks: ClassVar[int] = 0
+    """Number of special tokens that a model reads around the text of a sample."""
 
     def __init__(self, data: TrainingData, sections: Sections) -> None:
         settings = sections.data
@@ -95,10 +98,10 @@ class TextTask(Task[Batch]):
         """A digest of the prepared folders and their weights in the mixture."""
         return self.data.fingerprint
 
-    @property
-    @abstractmethod
+    @functools.cached_property
     def tokens(self) -> MixedSamples:
-        """Samples cut from the text."""
+        """Samples cut from the text, each with the first token of the next one."""
+        return self.data.samples(self.model.units_per_sample() - self.marks, self._seed)
 
     @property
     def samples_per_epoch(self) -> int:
@@ -156,7 +159,7 @@ class TextTask(Task[Batch]):
         sources, and each source."""
         parts, scores = self.data.validation(), {}
         for part in parts:
-            windows = self.windows(part.stream, self.evaluation.max_windows)
+            windows = self.windows(part.data.split("validation"), self.evaluation.max_windows)
             scores[part.name] = self.means(self.scored(scoring, windows))
         record = {}
         for name in scores[parts[0].name]:

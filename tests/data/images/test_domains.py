@@ -73,6 +73,6 @@ def test_what_is_left_out_is_the_test_split_and_nowhere_else(tree, leave_out):
 
 def test_the_fingerprint_knows_what_is_left_out(tree):
     choices = (None, ["grey"], ["inverted"], ["grey", "inverted"])
-    found = [opened(tree, each).fingerprint for each in choices]
+    found = [opened(tree, each).contents("train") for each in choices]
     assert len(set(found)) == 4
-    assert opened(tree, ["inverted", "grey"]).fingerprint == found[3]
+    assert opened(tree, ["inverted", "grey"]).contents("train") == found[3]

@@ -126,7 +126,7 @@ def test_fingerprint_knows_data_weights_and_order(folders):
 def test_validation_leaves_out_what_has_none(folders):
     parts = mixture(folders, a=3, b=1, c=4).validation()
     assert [(part.name, part.share) for part in parts] == [("a", 0.75), ("b", 0.25)]
-    assert parts[1].stream.num_tokens > 0
+    assert parts[1].data.split("validation").num_tokens > 0
 
 
 @pytest.mark.parametrize(

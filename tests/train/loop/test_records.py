@@ -55,7 +55,7 @@ def test_figures_of_the_end_are_means_of_the_last_ten_records() -> None:
     records = [record(step, routing__unused=step / 10) for step in range(1, 21)]
     records[-1]["loss"] = None  # a step that was skipped
     assert last_loss(records) == 15.0  # 11 to 19
-    assert last_routing(records) == {"unused": pytest.approx(1.55)}  # 1.1 to 2.0
+    assert last_routing(records) == {"routing/unused": pytest.approx(1.55)}  # 1.1 to 2.0
     assert (median_rate(records), peak_memory(records)) == (100.0, 20)
     assert last_routing([record(1)]) == {}  # of a model that does not route
 
@@ -68,7 +68,7 @@ def test_fluctuation_is_that_between_the_last_two_checkpoints() -> None:
     }
     plain = [record(step) for step in (41, 99)]
     found = last_fluctuation([first, plain[0], later[80], plain[1], later[100]])
-    assert found == {"top1": 0.3, "set": 0.5}
+    assert found == {"fluctuation/top1": 0.3, "fluctuation/set": 0.5}
     assert last_fluctuation([first, *plain]) == {}  # nothing before it
 
 
@@ -78,4 +78,6 @@ def test_shared_experts_are_of_the_mean_load_over_steps_that_tell_it() -> None:
     first, last = (record(1, routing__a__load=load, routing__b__load=b) for load in a)
     last["routing/effective_experts"] = 1.25  # what a token uses, another measure
     found = last_routing([first, record(2), last])  # the second had no line
-    assert found == {"shared_experts": pytest.approx(3.0), "effective_experts": 1.25}
+    assert found == {
+        "routing/shared_experts": pytest.approx(3.0), "routing/effective_experts": 1.25,
+    }  # fmt: skip
