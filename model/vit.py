@@ -13,7 +13,8 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from polyad.model.block import Block, FeedForwardConfig, build_block, run_blocks
+from polyad.model.attention import SelfAttention
+from polyad.model.block import Block, FeedForwardConfig, build_feedforward, run_blocks
 from polyad.model.initialization import ZEROS, Initializer, normal
 from polyad.model.layers import Linear
 from polyad.model.output import ModelOutput
@@ -127,10 +128,9 @@ class ViT(Classifier):
 def _build_block(config: ViTConfig, feed_forward: FeedForwardConfig, number: int) -> Block:
     width = config.hidden_size
     std = config.weight_std(width, feed_forward.inner_size(width))
-    return build_block(
-        feed_forward,
-        config.context(std),
-        config.build_norm,
-        attention_std=config.weight_std(width, width),
+    return Block(
+        SelfAttention(config.context(config.weight_std(width, width))),
+        build_feedforward(feed_forward, config.context(std)),
+        build_norm=config.build_norm,
         drop_path=config.drop_path_of(number),
     )
