@@ -18,7 +18,6 @@ tokens, R rank, S scores of all levels of a table, K experts of a token, G ranks
 """
 
 import functools
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -148,22 +147,16 @@ class _Layers:
     """Creates the parallel version of a linear layer, without values."""
 
     def __init__(self, world: comm.World, tokens: Tokens | None) -> None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            from megatron.core import ModelParallelConfig
         self.tokens = tokens
+        self.gathered: Region = regions.copy if tokens is None else tokens.gather
+        """Gathers all tokens for a layer whose output a rank only uses for its own heads."""
         self.rank, self.parts = world.tensor_parallel_rank, world.tensor_parallel_size
-        self.config = ModelParallelConfig(
+        self.config = comm.megatron().ModelParallelConfig(
             tensor_model_parallel_size=self.parts,
             use_cpu_initialization=True,
             perform_initialization=False,
             params_dtype=torch.float32,
         )
-
-    @property
-    def gathered(self) -> Region:
-        """Gathers all tokens for a layer whose output a rank only uses for its own heads."""
-        return regions.copy if self.tokens is None else self.tokens.gather
 
     def shared(self, layer: nn.Linear) -> nn.Module:
         """Replicates a layer on every rank."""
@@ -207,7 +200,7 @@ def _linear_classes() -> tuple[type, type]:
     (see `cut_adapters`). If tokens are split, the products of
     `parallel/sequence.py` are used: megatron-core's allocate on CUDA devices only.
     """
-    library: Any = comm.tensor_parallel_library()
+    library: Any = comm.megatron().tensor_parallel
 
     class ColumnParallelLinear(library.ColumnParallelLinear):
         def forward(self, x: Tensor) -> Tensor:
@@ -352,9 +345,8 @@ def cut_vocabulary(model: nn.Module, world: comm.World, tokens: Tokens | None) -
     if head is not None:
         head.part = VocabularyPart(first, real)
         if is_cut:
-            head.part = VocabularyPart(
-                first, real, regions.highest_in_place, regions.total_in_place
-            )
+            group = regions.tensor_group()
+            head.part = VocabularyPart(first, real, group.highest, group.total)
             head.input = regions.copy if tokens is None else tokens.gather
 
 
@@ -398,7 +390,7 @@ def token_losses(logits_BTV: Tensor, target_ids_BT: Tensor) -> Tensor:
     Returns:
         [B, T] in fp32, the same on every tensor-parallel rank.
     """
-    library = comm.tensor_parallel_library()
+    library = comm.megatron().tensor_parallel
     return library.vocab_parallel_cross_entropy(logits_BTV.float(), target_ids_BT)
 
 

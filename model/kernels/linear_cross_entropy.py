@@ -37,9 +37,9 @@ class VocabularyPart(NamedTuple):
     real: int
     """Number of rows that are not padding."""
     highest: Region = same
-    """The elementwise maximum over the ranks, in place."""
+    """The elementwise maximum over the ranks."""
     total: Region = same
-    """The elementwise sum over the ranks, in place."""
+    """The elementwise sum over the ranks."""
 
     def without_padding(self, logits_BTV: Tensor) -> Tensor:
         """Removes or masks the logits of padding.
