@@ -231,10 +231,7 @@ class SparseTable(FeedForward, StatisticsModule):
         self.dense: DenseFeedForward | None = None
         """The dense feed-forward that the rows scale, in a mixture of decoders."""
         self.dropout = nn.Dropout(context.dropout)
-        self.own: Callable[[Selected], tuple[Tensor, Tensor]] = lambda selected: (
-            selected.weights_NK,
-            selected.expert_ids_NK,
-        )
+        self.own: Callable[[Selected], tuple[Tensor, Tensor]] = lambda selected: selected[:2]
         """Selects the weights and rows of a token's experts in this rank's part of the table."""
         self.mixed: Region = same
         """The sum over the ranks that share a table."""

@@ -188,13 +188,7 @@ def peak_memory(
         update = max(update, batch + gradients + 4 * next(parts, 0))
     if update > gradients + buffers + activations:
         activations, buffers = 0, max(0, update - gradients)
-    return {
-        "weights": states["weights"],
-        "gradients": gradients,
-        "optimizer": states["optimizer"],
-        "activations": activations,
-        "buffers": buffers,
-    }
+    return states | {"gradients": gradients, "activations": activations, "buffers": buffers}
 
 
 def _update(trained: Sequence[Flat], stage: int, temporaries: int) -> int:

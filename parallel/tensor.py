@@ -32,7 +32,7 @@ from polyad.model.decoder import Decoder
 from polyad.model.feedforward import DenseFeedForward
 from polyad.model.heads import MaskedLanguageHead, VocabularyHead
 from polyad.model.kernels.linear_cross_entropy import VocabularyPart
-from polyad.model.layers import Region, embed, same
+from polyad.model.layers import Linear, Region, embed, same
 from polyad.model.lora import Adapter, AdapterRegions, FactorLowRank, LowRank
 from polyad.model.mumoe.factorizations import Factorized, FactorRegions
 from polyad.model.mumoe.gating import GateRegions
@@ -219,9 +219,7 @@ def _linear_classes() -> tuple[type, type]:
                 y = y if self.bias is None else y + self.bias
             return y if self.lora is None else y + self.lora(x)
 
-        def merged_weight(self) -> Tensor:
-            """This rank's columns of the weight, including LoRA's update."""
-            return self.weight if self.lora is None else self.weight + self.lora.merged()
+        merged_weight = Linear.merged_weight  # this rank's columns
 
     return ColumnParallelLinear, RowParallelLinear
 
@@ -288,10 +286,8 @@ def _cut_beside_experts(experts: Experts, world: comm.World) -> None:
 def _cut_beside_factor(layer: Factorized, adapter: FactorLowRank) -> None:
     placement = placement_of(layer.get_parameter(adapter.adapts))
     summed = regions.tensor_group().sum_gradient
-    if _cut_beside(adapter, placement, adapter.modes, "A", "B"):
-        adapter.regions = AdapterRegions(B=summed)
-    else:
-        adapter.regions = AdapterRegions(A=summed)
+    is_front = _cut_beside(adapter, placement, adapter.modes, "A", "B")
+    adapter.regions = AdapterRegions(**{"B" if is_front else "A": summed})
 
 
 def _cut_beside(adapter: Adapter, placement: Placement, modes: int, front: str, back: str) -> bool:
@@ -371,9 +367,9 @@ class _PartOfRows:
     def __call__(self, ids_BT: Tensor, weight_VD: Tensor, pad_id: int | None = None) -> Tensor:
         elsewhere_BT = (ids_BT < self._first) | (ids_BT >= self._last)
         own_BT = (ids_BT - self._first).masked_fill(elsewhere_BT, 0)
-        is_here = pad_id is not None and self._first <= pad_id < self._last
-        own_pad = pad_id - self._first if pad_id is not None and is_here else None
-        x_BTD = embed(own_BT, weight_VD, own_pad).masked_fill(elsewhere_BT.unsqueeze(-1), 0)
+        if pad_id is not None:
+            pad_id = pad_id - self._first if self._first <= pad_id < self._last else None
+        x_BTD = embed(own_BT, weight_VD, pad_id).masked_fill(elsewhere_BT.unsqueeze(-1), 0)
         if self._tokens is None:
             return regions.sum_parts(x_BTD)
         self._tokens.shape = ids_BT.shape[0], ids_BT.shape[1]
