@@ -41,7 +41,7 @@ from polyad.model.feedforward import (
     GatedActivation,
 )
 from polyad.model.initialization import ZEROS, Initializer, uniform, unit_rows
-from polyad.model.layers import Linear, RealTokens, Region, counted, pack, same, unpack
+from polyad.model.layers import Linear, RealTokens, Region, pack, same, unpack
 from polyad.model.output import RoutingStats, StatisticsModule
 from polyad.model.smoe.config import at_most
 from polyad.model.smoe.router import Selected, count
@@ -284,7 +284,7 @@ class SparseTable(FeedForward, StatisticsModule):
         return RoutingStats(
             name="",
             load_E=load_E,
-            tokens=None if real is None else counted(real, load_E.dtype),
+            tokens=None if real is None else real.mask_BT.sum().to(load_E.dtype),
             measures={"active": self.config.top_k * load_E.sum()} if self.measures else {},
         )
 

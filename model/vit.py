@@ -38,11 +38,6 @@ class ViTConfig(TransformerSettings, ImageModelSettings):
     pre_logits: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
     """Width, in units, of an additional layer with tanh before the head; null: no such layer."""
 
-    @property
-    def num_tokens(self) -> int:
-        """Number of patches, plus the class token if there is one."""
-        return self.num_patches + (self.pool == "class_token")
-
     def head_width(self) -> int:
         """Returns the width of the head's input."""
         return self.pre_logits or self.hidden_size
@@ -72,7 +67,8 @@ class ViT(Classifier):
         self.class_token = (
             nn.Parameter(torch.empty(1, width)) if config.pool == "class_token" else None
         )
-        self.position_embedding = nn.Parameter(torch.empty(config.num_tokens, width))
+        tokens = config.num_patches + (config.pool == "class_token")
+        self.position_embedding = nn.Parameter(torch.empty(tokens, width))
         self.dropout = nn.Dropout(config.dropout)
         self.pre_norm = config.build_norm() if config.pre_norm else nn.Identity()
         self.blocks = nn.ModuleList(

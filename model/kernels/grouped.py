@@ -207,16 +207,11 @@ def _grouped_mm(a: Tensor, b: Tensor, offsets_E: Tensor) -> Tensor:
     if not (_takes_grouped(a) and _takes_grouped(b)):
         return _by_loop(a, b, offsets_E)
     product = grouped_mm(_aligned(a), _aligned(b), offs=offsets_E).contiguous()
-    if b.dim() == 2 and _leaves_empty(a):
+    # On these GPUs torch leaves sums over no rows uninitialized (pytorch/pytorch#172439).
+    if b.dim() == 2 and a.is_cuda and torch.cuda.get_device_capability(a.device)[0] >= 10:
         empty_E = offsets_E.diff(prepend=offsets_E.new_zeros(1)) == 0
         product.masked_fill_(empty_E[:, None, None], 0)
     return product
-
-
-def _leaves_empty(a: Tensor) -> bool:
-    """Returns whether torch leaves sums over no rows uninitialized, rather than 0: on GPUs of
-    compute capability 10 (pytorch/pytorch#172439)."""
-    return a.is_cuda and torch.cuda.get_device_capability(a.device)[0] >= 10
 
 
 def _like_grouped_mm(a: Tensor, b: Tensor, offsets_E: Tensor) -> Tensor:

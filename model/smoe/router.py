@@ -28,7 +28,7 @@ from torch.nn.functional import linear, normalize
 from polyad.model.feedforward import NOTHING_ELSE, BlockInput, FeedForwardContext
 from polyad.model.initialization import ZEROS, Initializer, constant, normal, uniform
 from polyad.model.kernels import switch
-from polyad.model.layers import Linear, RealTokens, Region, counted, pack, same, unpack
+from polyad.model.layers import Linear, RealTokens, Region, pack, same, unpack
 from polyad.model.output import RoutingStats, StatisticsModule, entropy, mean_of_samples
 from polyad.model.smoe.config import GRAPHS, SCORES, SelectingConfig, SparseMoEConfig
 from polyad.model.smoe.graph import Graph, router_dtype
@@ -603,7 +603,7 @@ class Router(StatisticsModule):
             name="",
             load_E=load_E,
             usage_E=None if usage_E is None else self.for_loss("usage_E", usage_E),
-            tokens=None if real is None else counted(real, load_E.dtype),
+            tokens=None if real is None else real.mask_BT.sum().to(load_E.dtype),
             losses=losses,
             measures=measures,
         )

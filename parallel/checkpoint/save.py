@@ -360,8 +360,9 @@ def commit(
 def held_boxes(engine: Engine) -> Iterator[HeldBox]:
     """Yields the boxes that this rank writes; each element is written by exactly one rank."""
     for part in written(engine):
+        steps = 0.0 if part.counter is None else float(part.counter)
         for box, view in part.boxes():
-            yield HeldBox(box, view.dtype, view.detach, part.steps, by_optimizer=True)
+            yield HeldBox(box, view.dtype, view.detach, steps, by_optimizer=True)
     if comm.rank() == 0:
         for name, buffer in persistent_buffers(engine.module):
             yield _held_buffer(name, buffer)
