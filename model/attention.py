@@ -130,28 +130,22 @@ class Attention(nn.Module, ABC):
 
     Args:
         dropout: Dropout probability of the attention weights and of the output.
-        causal: Whether a token attends to no later ones.
-        window: Number of tokens that a token attends to, including itself; None for all earlier
-            ones.
-        scale: Factor of the products of queries and keys; None: 1 / sqrt(H).
         sinks: Number of heads that each have an attention sink, a learned logit whose weight goes
             to no token.
     """
 
     projection: Linear
     """Projects all heads to the residual stream; the last layer that a subclass creates."""
+    causal: bool = True
+    """Whether a token attends to no later ones."""
+    window: int | None = None
+    """Number of tokens that a token attends to, including itself; None for all earlier ones."""
+    scale: float | None = None
+    """Factor of the products of queries and keys; None: 1 / sqrt(H)."""
 
-    def __init__(
-        self,
-        dropout: float,
-        *,
-        causal: bool = True,
-        window: int | None = None,
-        scale: float | None = None,
-        sinks: int = 0,
-    ) -> None:
+    def __init__(self, dropout: float, sinks: int = 0) -> None:
         super().__init__()
-        self.dropout, self.causal, self.window, self.scale = dropout, causal, window, scale
+        self.dropout = dropout
         self.sinks = nn.Parameter(torch.empty(sinks)) if sinks else None
         self.residual_dropout = nn.Dropout(dropout)
         self.random_numbers: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -305,7 +299,8 @@ class SelfAttention(Attention):
     """
 
     def __init__(self, context: Any) -> None:
-        super().__init__(context.dropout, causal=context.causal)
+        super().__init__(context.dropout)
+        self.causal = context.causal
         assert context.num_heads is not None
         width = context.hidden_size
         self.head_size = width // context.num_heads
@@ -391,15 +386,11 @@ class RotaryAttention(Attention):
     """
 
     def __init__(self, config: Any, window: int | None) -> None:
-        size = config.known_head_size()
-        scale = size**-0.5 if config.attention_scale is None else config.attention_scale
-        super().__init__(
-            config.dropout,
-            window=window,
-            scale=scale * (1.0 if config.rotary is None else logit_scale(config.rotary)),
-            sinks=config.num_heads if config.attention_sinks else 0,
-        )
-        self.config, self.head_size = config, size
+        super().__init__(config.dropout, config.num_heads if config.attention_sinks else 0)
+        self.config, self.head_size, self.window = config, config.known_head_size(), window
+        scale = config.attention_scale
+        scale = self.head_size**-0.5 if scale is None else scale
+        self.scale = scale * (1.0 if config.rotary is None else logit_scale(config.rotary))
 
 
 class GroupedAttention(RotaryAttention):

@@ -4,7 +4,7 @@ decoders and BERT; and for masked tokens.
 Shapes: B sequences, T tokens in one, P positions that are scored, D width, V vocabulary, K classes.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from polyad.model.config import Config
-from polyad.model.feedforward import ACTIVATIONS, Activation
+from polyad.model.feedforward import ACTIVATIONS
 from polyad.model.initialization import ZEROS, Initializer, normal
 from polyad.model.kernels.linear_cross_entropy import (
     VocabularyPart,
@@ -136,26 +136,16 @@ class MaskedLanguageHead(nn.Module):
     """A layer with an activation and LayerNorm, then the vocabulary.
 
     Args:
-        vocab_size: V.
-        width: D.
-        activation: Activation after the layer.
-        epsilon: Epsilon added to the variance in the LayerNorm.
-        initializer_std: Standard deviation of the initial weights.
+        config: The model's `BertConfig`, which builds it and so is not imported here.
     """
 
-    def __init__(
-        self,
-        vocab_size: int,
-        width: int,
-        activation: Activation,
-        epsilon: float,
-        initializer_std: float,
-    ) -> None:
+    def __init__(self, config: Any) -> None:
         super().__init__()
-        self.transform = Linear(width, width, normal(initializer_std))
-        self.activation = ACTIVATIONS[activation]
-        self.norm = LayerNorm(width, eps=epsilon)
-        self.decoder = VocabularyHead(vocab_size, bias=True, ranked=True)
+        width = config.hidden_size
+        self.transform = Linear(width, width, normal(config.initializer_range))
+        self.activation = ACTIVATIONS[config.activation]
+        self.norm = LayerNorm(width, eps=config.layer_norm_epsilon)
+        self.decoder = VocabularyHead(config.number("vocab_size"), bias=True, ranked=True)
 
     def forward(
         self, x_BPD: Tensor, embedding_VD: Tensor, target_ids_BP: Tensor | None = None
