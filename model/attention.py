@@ -236,7 +236,7 @@ class Attention(nn.Module, ABC):
         with self.random_numbers() if drop else nullcontext():
             if self.sinks is not None:
                 assert seen is not None
-                return attend_with_sinks(q_BATH, k_BGSH, v_BGSV, seen, self.sinks, self.scale, drop)
+                return self._attend_with_sinks(q_BATH, k_BGSH, v_BGSV, seen, drop)
             # Values are padded with zeros to the width of keys: other widths have no fused kernel
             # on a CPU and only slower ones on a GPU. A single token does not need it.
             narrow = v_BGSV.shape[-1]
@@ -253,37 +253,29 @@ class Attention(nn.Module, ABC):
             )
             return heads_BATV[..., :narrow] if missing > 0 else heads_BATV
 
+    def _attend_with_sinks(
+        self, q_BATH: Tensor, k_BGSH: Tensor, v_BGSV: Tensor, seen_TS: Tensor, drop: float
+    ) -> Tensor:
+        """Attends with one extra logit per head whose weight goes to no token (gpt-oss).
 
-def attend_with_sinks(
-    q_BATH: Tensor,
-    k_BGSH: Tensor,
-    v_BGSV: Tensor,
-    seen_TS: Tensor,
-    sinks_A: Tensor,
-    scale: float | None,
-    drop: float = 0.0,
-) -> Tensor:
-    """Computes attention with one extra logit per head whose weight goes to no token (gpt-oss).
+        Args:
+            q_BATH: Queries.
+            k_BGSH: Keys.
+            v_BGSV: Values.
+            seen_TS: True where a token attends to another.
+            drop: Dropout probability of the attention weights.
 
-    Args:
-        q_BATH: Queries.
-        k_BGSH: Keys.
-        v_BGSV: Values.
-        seen_TS: True where a token attends to another.
-        sinks_A: The sink logit of each head.
-        scale: Factor of the inner products; None: 1 / sqrt(H).
-        drop: Dropout probability of the attention weights.
-
-    Returns:
-        [B, A, T, V].
-    """
-    groups = q_BATH.shape[1] // k_BGSH.shape[1]
-    k_BASH, v_BASV = (x.repeat_interleave(groups, 1) for x in (k_BGSH, v_BGSV))
-    logits_BATS = (q_BATH @ k_BASH.mT) * (q_BATH.shape[-1] ** -0.5 if scale is None else scale)
-    logits_BATS = logits_BATS.masked_fill(~seen_TS, -math.inf)
-    sink_BAT1 = sinks_A.view(1, -1, 1, 1).expand(*logits_BATS.shape[:-1], 1)
-    weights_BATS = torch.cat((logits_BATS, sink_BAT1), -1).softmax(-1)[..., :-1]
-    return dropout(weights_BATS, drop, training=drop > 0) @ v_BASV
+        Returns:
+            [B, A, T, V].
+        """
+        assert self.sinks is not None
+        groups = q_BATH.shape[1] // k_BGSH.shape[1]
+        k_BASH, v_BASV = (x.repeat_interleave(groups, 1) for x in (k_BGSH, v_BGSV))
+        scale = q_BATH.shape[-1] ** -0.5 if self.scale is None else self.scale
+        logits_BATS = ((q_BATH @ k_BASH.mT) * scale).masked_fill(~seen_TS, -math.inf)
+        sink_BAT1 = self.sinks.view(1, -1, 1, 1).expand(*logits_BATS.shape[:-1], 1)
+        weights_BATS = torch.cat((logits_BATS, sink_BAT1), -1).softmax(-1)[..., :-1]
+        return dropout(weights_BATS, drop, training=drop > 0) @ v_BASV
 
 
 class SelfAttention(Attention):
@@ -322,14 +314,8 @@ class SelfAttention(Attention):
             parts = qkv_BT3AH.unbind(2)
         else:
             *parts, of_head_BT3H = _Traced.apply(qkv_BT3AH, traced_head)  # type: ignore[no-untyped-call]
-        q_BTAH, k_BTAH, v_BTAH = parts
-        return Heads(
-            q_BTAH.transpose(1, 2),
-            k_BTAH.transpose(1, 2),
-            v_BTAH.transpose(1, 2),
-            qkv_BT3AH,
-            of_head_BT3H,
-        )
+        q_BATH, k_BATH, v_BATH = (part_BTAH.transpose(1, 2) for part_BTAH in parts)
+        return Heads(q_BATH, k_BATH, v_BATH, qkv_BT3AH, of_head_BT3H)
 
 
 class _Traced(torch.autograd.Function):

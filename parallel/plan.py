@@ -193,14 +193,12 @@ def peak_memory(
 
 def _update(trained: Sequence[Flat], stage: int, temporaries: int) -> int:
     """The peak of an update, which takes group after group and frees the gradients of each."""
-    left = [4 * each.part(stage) for each in trained]
-    return max(
-        (
-            4 * (1 + temporaries) * each.part(stage) + sum(left[number + 1 :])
-            for number, each in enumerate(trained)
-        ),
-        default=0,
-    )
+    peak, left = 0, 0
+    for each in reversed(trained):
+        part = 4 * each.part(stage)
+        peak = max(peak, (1 + temporaries) * part + left)
+        left += part
+    return peak
 
 
 def zero_traffic(
