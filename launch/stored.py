@@ -121,7 +121,7 @@ def _checkpoint(path: Path) -> Values:
         return row | {"status": "damaged", "reason": str(error)}
     return row | {
         "step": contents.step,
-        "bytes": contents.total_bytes,
+        "bytes": sum(record.bytes for record in contents.files.values()),
         "saved_at": contents.state.saved_at,
         "processes": contents.state.world_size,
         "status": "complete",

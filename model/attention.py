@@ -130,28 +130,22 @@ class Attention(nn.Module, ABC):
 
     Args:
         dropout: Dropout probability of the attention weights and of the output.
-        causal: Whether a token attends to no later ones.
-        window: Number of tokens that a token attends to, including itself; None for all earlier
-            ones.
-        scale: Factor of the products of queries and keys; None: 1 / sqrt(H).
         sinks: Number of heads that each have an attention sink, a learned logit whose weight goes
             to no token.
     """
 
     projection: Linear
     """Projects all heads to the residual stream; the last layer that a subclass creates."""
+    causal: bool = True
+    """Whether a token attends to no later ones."""
+    window: int | None = None
+    """Number of tokens that a token attends to, including itself; None for all earlier ones."""
+    scale: float | None = None
+    """Factor of the products of queries and keys; None: 1 / sqrt(H)."""
 
-    def __init__(
-        self,
-        dropout: float,
-        *,
-        causal: bool = True,
-        window: int | None = None,
-        scale: float | None = None,
-        sinks: int = 0,
-    ) -> None:
+    def __init__(self, dropout: float, sinks: int = 0) -> None:
         super().__init__()
-        self.dropout, self.causal, self.window, self.scale = dropout, causal, window, scale
+        self.dropout = dropout
         self.sinks = nn.Parameter(torch.empty(sinks)) if sinks else None
         self.residual_dropout = nn.Dropout(dropout)
         self.random_numbers: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -242,7 +236,7 @@ class Attention(nn.Module, ABC):
         with self.random_numbers() if drop else nullcontext():
             if self.sinks is not None:
                 assert seen is not None
-                return attend_with_sinks(q_BATH, k_BGSH, v_BGSV, seen, self.sinks, self.scale, drop)
+                return self._attend_with_sinks(q_BATH, k_BGSH, v_BGSV, seen, drop)
             # Values are padded with zeros to the width of keys: other widths have no fused kernel
             # on a CPU and only slower ones on a GPU. A single token does not need it.
             narrow = v_BGSV.shape[-1]
@@ -259,37 +253,29 @@ class Attention(nn.Module, ABC):
             )
             return heads_BATV[..., :narrow] if missing > 0 else heads_BATV
 
+    def _attend_with_sinks(
+        self, q_BATH: Tensor, k_BGSH: Tensor, v_BGSV: Tensor, seen_TS: Tensor, drop: float
+    ) -> Tensor:
+        """Attends with one extra logit per head whose weight goes to no token (gpt-oss).
 
-def attend_with_sinks(
-    q_BATH: Tensor,
-    k_BGSH: Tensor,
-    v_BGSV: Tensor,
-    seen_TS: Tensor,
-    sinks_A: Tensor,
-    scale: float | None,
-    drop: float = 0.0,
-) -> Tensor:
-    """Computes attention with one extra logit per head whose weight goes to no token (gpt-oss).
+        Args:
+            q_BATH: Queries.
+            k_BGSH: Keys.
+            v_BGSV: Values.
+            seen_TS: True where a token attends to another.
+            drop: Dropout probability of the attention weights.
 
-    Args:
-        q_BATH: Queries.
-        k_BGSH: Keys.
-        v_BGSV: Values.
-        seen_TS: True where a token attends to another.
-        sinks_A: The sink logit of each head.
-        scale: Factor of the inner products; None: 1 / sqrt(H).
-        drop: Dropout probability of the attention weights.
-
-    Returns:
-        [B, A, T, V].
-    """
-    groups = q_BATH.shape[1] // k_BGSH.shape[1]
-    k_BASH, v_BASV = (x.repeat_interleave(groups, 1) for x in (k_BGSH, v_BGSV))
-    logits_BATS = (q_BATH @ k_BASH.mT) * (q_BATH.shape[-1] ** -0.5 if scale is None else scale)
-    logits_BATS = logits_BATS.masked_fill(~seen_TS, -math.inf)
-    sink_BAT1 = sinks_A.view(1, -1, 1, 1).expand(*logits_BATS.shape[:-1], 1)
-    weights_BATS = torch.cat((logits_BATS, sink_BAT1), -1).softmax(-1)[..., :-1]
-    return dropout(weights_BATS, drop, training=drop > 0) @ v_BASV
+        Returns:
+            [B, A, T, V].
+        """
+        assert self.sinks is not None
+        groups = q_BATH.shape[1] // k_BGSH.shape[1]
+        k_BASH, v_BASV = (x.repeat_interleave(groups, 1) for x in (k_BGSH, v_BGSV))
+        scale = q_BATH.shape[-1] ** -0.5 if self.scale is None else self.scale
+        logits_BATS = ((q_BATH @ k_BASH.mT) * scale).masked_fill(~seen_TS, -math.inf)
+        sink_BAT1 = self.sinks.view(1, -1, 1, 1).expand(*logits_BATS.shape[:-1], 1)
+        weights_BATS = torch.cat((logits_BATS, sink_BAT1), -1).softmax(-1)[..., :-1]
+        return dropout(weights_BATS, drop, training=drop > 0) @ v_BASV
 
 
 class SelfAttention(Attention):
@@ -305,7 +291,8 @@ class SelfAttention(Attention):
     """
 
     def __init__(self, context: Any) -> None:
-        super().__init__(context.dropout, causal=context.causal)
+        super().__init__(context.dropout)
+        self.causal = context.causal
         assert context.num_heads is not None
         width = context.hidden_size
         self.head_size = width // context.num_heads
@@ -327,14 +314,8 @@ class SelfAttention(Attention):
             parts = qkv_BT3AH.unbind(2)
         else:
             *parts, of_head_BT3H = _Traced.apply(qkv_BT3AH, traced_head)  # type: ignore[no-untyped-call]
-        q_BTAH, k_BTAH, v_BTAH = parts
-        return Heads(
-            q_BTAH.transpose(1, 2),
-            k_BTAH.transpose(1, 2),
-            v_BTAH.transpose(1, 2),
-            qkv_BT3AH,
-            of_head_BT3H,
-        )
+        q_BATH, k_BATH, v_BATH = (part_BTAH.transpose(1, 2) for part_BTAH in parts)
+        return Heads(q_BATH, k_BATH, v_BATH, qkv_BT3AH, of_head_BT3H)
 
 
 class _Traced(torch.autograd.Function):
@@ -391,15 +372,11 @@ class RotaryAttention(Attention):
     """
 
     def __init__(self, config: Any, window: int | None) -> None:
-        size = config.known_head_size()
-        scale = size**-0.5 if config.attention_scale is None else config.attention_scale
-        super().__init__(
-            config.dropout,
-            window=window,
-            scale=scale * (1.0 if config.rotary is None else logit_scale(config.rotary)),
-            sinks=config.num_heads if config.attention_sinks else 0,
-        )
-        self.config, self.head_size = config, size
+        super().__init__(config.dropout, config.num_heads if config.attention_sinks else 0)
+        self.config, self.head_size, self.window = config, config.known_head_size(), window
+        scale = config.attention_scale
+        scale = self.head_size**-0.5 if scale is None else scale
+        self.scale = scale * (1.0 if config.rotary is None else logit_scale(config.rotary))
 
 
 class GroupedAttention(RotaryAttention):

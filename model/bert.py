@@ -195,9 +195,7 @@ class Bert(nn.Module):
 def _build_head(config: BertConfig) -> nn.Module:
     head, width, std = config.head, config.hidden_size, config.initializer_range
     if isinstance(head, MaskedLanguageHeadConfig):
-        return MaskedLanguageHead(
-            config.number("vocab_size"), width, config.activation, config.layer_norm_epsilon, std
-        )
+        return MaskedLanguageHead(config)
     if isinstance(head, ClassificationHeadConfig):
         dropout = head.known_dropout(config.dropout)
         return ClassificationHead(width, config.number("head.num_classes"), dropout, std)

@@ -7,7 +7,6 @@ To add a kind of feed-forward, write a config class and a module, and add one li
 Shapes: B batch, T tokens in a sequence, D width.
 """
 
-import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
@@ -213,9 +212,6 @@ def build_block(
     feed_forward: FeedForwardConfig,
     context: FeedForwardContext,
     build_norm: Callable[[], nn.Module],
-    *,
-    attention_std: float | None = None,
-    drop_path: float | None = None,
     kind: type[Block] = Block,
 ) -> Block:
     """Builds a block whose attention has as many key heads as query heads.
@@ -224,18 +220,7 @@ def build_block(
         feed_forward: The configuration of this block's feed-forward.
         context: Settings of the model, for both branches.
         build_norm: Builds the norm of a branch.
-        attention_std: Standard deviation of the initial weights of attention; None: as in the
-            feed-forward.
-        drop_path: See `Block`.
         kind: The block class, which sets the order of branches and LayerNorms.
     """
-    of_attention = context
-    if attention_std is not None:
-        std = attention_std
-        of_attention = dataclasses.replace(context, initializer_std=std, residual_std=std)
-    return kind(
-        SelfAttention(of_attention),
-        build_feedforward(feed_forward, context),
-        build_norm=build_norm,
-        drop_path=drop_path,
-    )
+    attention, built = SelfAttention(context), build_feedforward(feed_forward, context)
+    return kind(attention, built, build_norm=build_norm)

@@ -43,20 +43,18 @@ class ReplacedConfig(Config):
 
 
 class DecoderParts(NamedTuple):
-    """Parts that only some decoders have."""
+    """Parts that only some decoders have: each is a key of the same name, where there is one."""
 
     rotary: RotaryConfig | None = None
     """The rotation of positions; None: positions are learned."""
-    rotated_size: int = 0
-    """Number of rotated units of a head."""
     pad_id: int | None = None
     """The token whose embedding starts at zero and gets no gradient; None if there is none."""
     head_bias: bool = False
     """Whether the output head has a bias."""
     embedding_multiplier: float = 1.0
     """Factor of the token embedding (Granite)."""
-    logits_multiplier: float = 1.0
-    """Factor of the logits (Granite)."""
+    logits_divisor: float = 1.0
+    """Divisor of the logits (Granite)."""
 
 
 class DecoderSettings(TransformerSettings, ABC):
@@ -132,9 +130,9 @@ class DecoderSettings(TransformerSettings, ABC):
             number: Number of the block, from 0.
         """
 
-    def parts(self) -> DecoderParts:
-        """Returns the parts that only some decoders have; by default none."""
-        return DecoderParts()
+    def rotated_size(self) -> int:
+        """Returns the number of rotated units of a head."""
+        return 0
 
     def residual_std(self) -> float:
         """Standard deviation of the initial weights whose output is added to the residual stream.
@@ -256,10 +254,10 @@ class DecoderConfig(DecoderSettings):
             raise ValueError(
                 f"model.num_heads: {heads} is not a multiple of model.num_key_value_heads: {groups}"
             )
-        if self.rotary is not None and self._rotated_size() % 2:
+        if self.rotary is not None and self.rotated_size() % 2:
             key = "head_size" if self.latent_attention is None else "latent_attention.rotated_size"
             raise ValueError(
-                f"model.{key}: {self._rotated_size()} is odd, but units are rotated in pairs"
+                f"model.{key}: {self.rotated_size()} is odd, but units are rotated in pairs"
             )
         if self.latent_attention is not None:
             for key, value in self.changed(
@@ -344,17 +342,6 @@ class DecoderConfig(DecoderSettings):
         """Returns whether a block, given by its number from 0, has the sliding window."""
         return is_placed(self.sliding_window_blocks, block)
 
-    def parts(self) -> DecoderParts:
-        """Lists the parts; see `DecoderSettings.parts`."""
-        return DecoderParts(
-            self.rotary,
-            self._rotated_size(),
-            self.pad_id,
-            self.head_bias,
-            self.embedding_multiplier,
-            1 / self.logits_divisor,
-        )
-
     def build_norm(self) -> nn.Module:
         """Builds a norm of the residual stream."""
         if self.norm == "layer":
@@ -382,7 +369,8 @@ class DecoderConfig(DecoderSettings):
         """Describes depth and width for the user."""
         return f"decoder, {self.num_layers} blocks, width {self.hidden_size}"
 
-    def _rotated_size(self) -> int:
+    def rotated_size(self) -> int:
+        """See `DecoderSettings.rotated_size`."""
         latent = self.latent_attention
         return self.known_head_size() if latent is None else latent.rotated_size
 
@@ -407,7 +395,9 @@ class Decoder(nn.Module):
 
     def __init__(self, config: DecoderSettings) -> None:
         super().__init__()
-        self.config, self.parts = config, config.parts()
+        self.config = config
+        own = {key: value for key, value in config if key in DecoderParts._fields}
+        self.parts = DecoderParts(**own)
         width, vocab_size = config.hidden_size, config.number("vocab_size")
         start = normal(config.initializer_range)
         self.token_embedding = Embedding(vocab_size, width, start, self.parts.pad_id)
@@ -503,7 +493,7 @@ class Decoder(nn.Module):
         real = RealTokens.of(mask_BT) if self._routes else None
         turn, rotary = None, self.parts.rotary
         if rotary is not None:
-            turn = rotation(rotary, self.parts.rotated_size, positions_T, dtype)
+            turn = rotation(rotary, self.config.rotated_size(), positions_T, dtype)
         return BlockInput(real=real, rotation=turn)
 
     def embed(self, input_ids_BT: Tensor, positions_T: Tensor) -> Tensor:
@@ -521,7 +511,7 @@ class Decoder(nn.Module):
         # Accessed only if needed: ZeRO 3 would gather it.
         embedding_VD = self.token_embedding.weight if self.config.tied_embeddings else None
         normalized_BTD = self.final_norm(x_BTD)
-        if self.parts.logits_multiplier != 1:
-            normalized_BTD = normalized_BTD * self.parts.logits_multiplier
+        if self.parts.logits_divisor != 1:
+            normalized_BTD = normalized_BTD * (1 / self.parts.logits_divisor)
         scored: Tensor = self.head(normalized_BTD, embedding_VD, target_ids_BT)
         return scored

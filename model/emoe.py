@@ -163,24 +163,23 @@ class AverageKeys(Score):
 
     The means are computed from the current keys, so the gate follows them in training and nothing
     is stored. The keys get no gradient from it; the tokens do, if a routing loss requires it.
+
+    Args:
+        mean_keys: Computes the mean key of each expert [E, D], in routing's precision.
     """
 
-    def columns(self, features: Tensor | None = None) -> Tensor:
+    def __init__(self, mean_keys: Callable[[], Tensor]) -> None:
+        super().__init__()
+        self.mean_keys = mean_keys
+
+    def columns(self) -> Tensor:
         """Returns the mean keys."""
-        assert features is not None
-        return features
+        return self.mean_keys()
 
-    def forward(self, u_ND: Tensor, features: Tensor | None = None) -> Tensor:
-        """See `Score.forward`; `features` are mean keys [E, D], in routing's precision."""
-        assert features is not None
-        return linear(u_ND.to(features.dtype), features)
-
-
-SCORES: dict[str, Callable[[EmergentMoEConfig, FeedForwardContext], Score]] = {
-    "avg_k": lambda config, context: AverageKeys(),
-    "linear": LinearScore,
-    "cosine": CosineScore,
-}
+    def forward(self, u_ND: Tensor) -> Tensor:
+        """See `Score.forward`."""
+        keys_ED = self.mean_keys()
+        return linear(u_ND.to(keys_ED.dtype), keys_ED)
 
 
 class UnitSelection(Selection):
@@ -222,7 +221,9 @@ class EmergentMoE(SelectingMoE):
 
     def __init__(self, config: EmergentMoEConfig, context: FeedForwardContext) -> None:
         super().__init__(config, context)
-        score = SCORES[config.score](config, context)
+        score: Score = AverageKeys(self.mean_keys)
+        if config.score != "avg_k":
+            score = (LinearScore if config.score == "linear" else CosineScore)(config, context)
         noise_std = config.router_noise / config.num_experts
         self.router = Router(score, Graph(), UnitSelection(config), noise_std)
         self.dispatcher = Dispatcher()
@@ -235,10 +236,8 @@ class EmergentMoE(SelectingMoE):
         """Returns the initializers of its own parameters; its parts have their own."""
         return {"output_bias": ZEROS, "unit": _IN_ORDER}
 
-    def expert_features(self) -> Tensor | None:
-        """Returns the mean key of each expert [E, D], without gradient, if the score reads it."""
-        if not isinstance(self.router.score, AverageKeys):
-            return None
+    def mean_keys(self) -> Tensor:
+        """Computes the mean key of each expert of all ranks [E, D], without gradient."""
         keys_EFD = self.experts.keys.detach()
         return self.dispatcher.unit_means(keys_EFD.mean(1, dtype=router_dtype(keys_EFD.dtype)))
 

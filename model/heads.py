@@ -4,7 +4,7 @@ decoders and BERT; and for masked tokens.
 Shapes: B sequences, T tokens in one, P positions that are scored, D width, V vocabulary, K classes.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
@@ -12,9 +12,13 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from polyad.model.config import Config
-from polyad.model.feedforward import ACTIVATIONS, Activation
+from polyad.model.feedforward import ACTIVATIONS
 from polyad.model.initialization import ZEROS, Initializer, normal
-from polyad.model.kernels.linear_cross_entropy import VocabularyPart, losses
+from polyad.model.kernels.linear_cross_entropy import (
+    VocabularyPart,
+    linear_cross_entropy,
+    token_scores,
+)
 from polyad.model.layers import LayerNorm, Linear, Region, same
 
 HEAD = "head."
@@ -68,17 +72,24 @@ class VocabularyHead(nn.Module):
             target_ids_BT: The targets, to compute a loss.
 
         Returns:
-            Logits [B, T, V]; with targets the result of `losses`, without storing logits.
+            Logits [B, T, V]; with targets, without storing logits, their mean loss, or where no
+            gradients are computed the loss of each [B, T], in a ranked head [B, T, 2] with 1 where
+            the target scores highest.
         """
         weight_VD = embedding_VD if self.weight is None else self.weight
         assert weight_VD is not None
         x_BTD = self.input(x_BTD)
-        if target_ids_BT is not None:
-            return losses(
-                x_BTD, weight_VD, target_ids_BT, self.part, self.bias, ranked=self._ranked
-            )
-        logits_BTV = linear(x_BTD, weight_VD, self.bias)
-        return logits_BTV if self.part is None else self.part.without_padding(logits_BTV)
+        if target_ids_BT is None:
+            logits_BTV = linear(x_BTD, weight_VD, self.bias)
+            return logits_BTV if self.part is None else self.part.without_padding(logits_BTV)
+        flat = x_BTD.flatten(0, 1), weight_VD, target_ids_BT.flatten(), self.part, self.bias
+        if torch.is_grad_enabled():
+            return linear_cross_entropy(*flat)
+        losses_N, best_N = token_scores(*flat)
+        if not self._ranked:
+            return losses_N.view_as(target_ids_BT)
+        both_N2 = torch.stack([losses_N, best_N.to(losses_N.dtype)], dim=-1)
+        return both_N2.view(*target_ids_BT.shape, 2)
 
 
 class ClassificationHeadConfig(Config):
@@ -125,26 +136,16 @@ class MaskedLanguageHead(nn.Module):
     """A layer with an activation and LayerNorm, then the vocabulary.
 
     Args:
-        vocab_size: V.
-        width: D.
-        activation: Activation after the layer.
-        epsilon: Epsilon added to the variance in the LayerNorm.
-        initializer_std: Standard deviation of the initial weights.
+        config: The model's `BertConfig`, which builds it and so is not imported here.
     """
 
-    def __init__(
-        self,
-        vocab_size: int,
-        width: int,
-        activation: Activation,
-        epsilon: float,
-        initializer_std: float,
-    ) -> None:
+    def __init__(self, config: Any) -> None:
         super().__init__()
-        self.transform = Linear(width, width, normal(initializer_std))
-        self.activation = ACTIVATIONS[activation]
-        self.norm = LayerNorm(width, eps=epsilon)
-        self.decoder = VocabularyHead(vocab_size, bias=True, ranked=True)
+        width = config.hidden_size
+        self.transform = Linear(width, width, normal(config.initializer_range))
+        self.activation = ACTIVATIONS[config.activation]
+        self.norm = LayerNorm(width, eps=config.layer_norm_epsilon)
+        self.decoder = VocabularyHead(config.number("vocab_size"), bias=True, ranked=True)
 
     def forward(
         self, x_BPD: Tensor, embedding_VD: Tensor, target_ids_BP: Tensor | None = None

@@ -243,21 +243,6 @@ class RealTokens(NamedTuple):
             return None
         return cls(mask_BT, mask_BT.flatten().nonzero().squeeze(1))
 
-    @property
-    def lengths_B(self) -> Tensor:
-        """Number of real tokens in each sequence."""
-        return self.mask_BT.sum(1)
-
-
-def counted(real: RealTokens, dtype: torch.dtype) -> Tensor:
-    """Returns the number of real tokens as a scalar tensor, for `RoutingStats.tokens`.
-
-    Args:
-        real: The tokens.
-        dtype: The precision of the statistics.
-    """
-    return real.mask_BT.sum().to(dtype)
-
 
 def pack(x_MD: Tensor, real: RealTokens | None) -> Tensor:
     """Selects the rows of real tokens, [N, D].

@@ -110,22 +110,20 @@ class SmallNetwork(nn.Module):
     change either.
 
     Args:
-        config: Its sizes.
-        image_size: Side of the images, in pixels.
-        channels: Number of values per pixel.
+        model: The configuration of the model.
+        config: Its own sizes.
         outputs: O; None: the network ends with its last hidden layer.
     """
 
-    def __init__(
-        self, config: NetworkConfig, image_size: int, channels: int, outputs: int | None
-    ) -> None:
+    def __init__(self, model: "MixtureConfig", config: NetworkConfig, outputs: int | None) -> None:
         super().__init__()
+        channels = 1 if model.grey else model.channels
         sizes = pairwise((channels, *config.convolutions))
         self.convolutions = nn.ModuleList(
             Convolution(read, made, config, norm=number in config.batch_norm)
             for number, (read, made) in enumerate(sizes)
         )
-        widths = config.widths(image_size, channels)
+        widths = config.widths(model.image_size, channels)
         self.hidden = nn.ModuleList(Linear(*sizes) for sizes in pairwise(widths))
         self.output = None if outputs is None else Linear(widths[-1], outputs)
 
@@ -255,11 +253,6 @@ class MixtureConfig(ImageSettings):
                 raise ValueError(error.within(f"model.{key}")) from None
         return self
 
-    @property
-    def read_channels(self) -> int:
-        """Number of values per pixel that the networks read."""
-        return 1 if self.grey else self.channels
-
     def has_experts(self) -> bool:
         """Returns True: it chooses among experts before its head."""
         return True
@@ -298,9 +291,7 @@ class MixtureGate(nn.Module):
 
     def __init__(self, config: MixtureConfig) -> None:
         super().__init__()
-        self.network = SmallNetwork(
-            config.gate_network, config.image_size, config.read_channels, None
-        )
+        self.network = SmallNetwork(config, config.gate_network, None)
         width, expert_width = config.gate_network.hidden_sizes[-1], config.expert.hidden_sizes[-1]
         self.scores: nn.Module = Linear(width, config.num_experts)
         if config.gate == "attentive":
@@ -342,11 +333,9 @@ class Mixture(StatisticsModule):
     def __init__(self, config: MixtureConfig) -> None:
         super().__init__()
         self.config = config
+        classes = config.number("num_classes")
         self.experts = nn.ModuleList(
-            SmallNetwork(
-                config.expert, config.image_size, config.read_channels, config.number("num_classes")
-            )
-            for _ in range(config.num_experts)
+            SmallNetwork(config, config.expert, classes) for _ in range(config.num_experts)
         )
         self.gate = MixtureGate(config)
 

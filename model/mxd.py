@@ -41,7 +41,7 @@ from polyad.model.feedforward import (
     GatedActivation,
 )
 from polyad.model.initialization import ZEROS, Initializer, uniform, unit_rows
-from polyad.model.layers import Linear, RealTokens, Region, counted, pack, same, unpack
+from polyad.model.layers import Linear, RealTokens, Region, pack, same, unpack
 from polyad.model.output import RoutingStats, StatisticsModule
 from polyad.model.smoe.config import at_most
 from polyad.model.smoe.router import Selected, count
@@ -231,10 +231,7 @@ class SparseTable(FeedForward, StatisticsModule):
         self.dense: DenseFeedForward | None = None
         """The dense feed-forward that the rows scale, in a mixture of decoders."""
         self.dropout = nn.Dropout(context.dropout)
-        self.own: Callable[[Selected], tuple[Tensor, Tensor]] = lambda selected: (
-            selected.weights_NK,
-            selected.expert_ids_NK,
-        )
+        self.own: Callable[[Selected], tuple[Tensor, Tensor]] = lambda selected: selected[:2]
         """Selects the weights and rows of a token's experts in this rank's part of the table."""
         self.mixed: Region = same
         """The sum over the ranks that share a table."""
@@ -287,7 +284,7 @@ class SparseTable(FeedForward, StatisticsModule):
         return RoutingStats(
             name="",
             load_E=load_E,
-            tokens=None if real is None else counted(real, load_E.dtype),
+            tokens=None if real is None else real.mask_BT.sum().to(load_E.dtype),
             measures={"active": self.config.top_k * load_E.sum()} if self.measures else {},
         )
 

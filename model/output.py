@@ -158,7 +158,7 @@ def mean_of_samples(x_NS: Tensor, u_BTD: Tensor, real: RealTokens | None) -> Ten
         return x_NS.view(samples, tokens, -1).mean(1)
     sums_BS = x_NS.new_zeros(samples, x_NS.shape[1])
     sums_BS = sums_BS.index_add(0, real.rows_N // tokens, x_NS)
-    return sums_BS / real.lengths_B.clamp_min(1).unsqueeze(-1).to(x_NS.dtype)
+    return sums_BS / real.mask_BT.sum(1).clamp_min(1).unsqueeze(-1).to(x_NS.dtype)
 
 
 def ask_for_statistics(

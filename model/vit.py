@@ -13,7 +13,8 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from polyad.model.block import Block, FeedForwardConfig, build_block, run_blocks
+from polyad.model.attention import SelfAttention
+from polyad.model.block import Block, FeedForwardConfig, build_feedforward, run_blocks
 from polyad.model.initialization import ZEROS, Initializer, normal
 from polyad.model.layers import Linear
 from polyad.model.output import ModelOutput
@@ -36,11 +37,6 @@ class ViTConfig(TransformerSettings, ImageModelSettings):
     """Whether there is a LayerNorm before the first block, as in CLIP."""
     pre_logits: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
     """Width, in units, of an additional layer with tanh before the head; null: no such layer."""
-
-    @property
-    def num_tokens(self) -> int:
-        """Number of patches, plus the class token if there is one."""
-        return self.num_patches + (self.pool == "class_token")
 
     def head_width(self) -> int:
         """Returns the width of the head's input."""
@@ -71,7 +67,8 @@ class ViT(Classifier):
         self.class_token = (
             nn.Parameter(torch.empty(1, width)) if config.pool == "class_token" else None
         )
-        self.position_embedding = nn.Parameter(torch.empty(config.num_tokens, width))
+        tokens = config.num_patches + (config.pool == "class_token")
+        self.position_embedding = nn.Parameter(torch.empty(tokens, width))
         self.dropout = nn.Dropout(config.dropout)
         self.pre_norm = config.build_norm() if config.pre_norm else nn.Identity()
         self.blocks = nn.ModuleList(
@@ -127,10 +124,9 @@ class ViT(Classifier):
 def _build_block(config: ViTConfig, feed_forward: FeedForwardConfig, number: int) -> Block:
     width = config.hidden_size
     std = config.weight_std(width, feed_forward.inner_size(width))
-    return build_block(
-        feed_forward,
-        config.context(std),
-        config.build_norm,
-        attention_std=config.weight_std(width, width),
+    return Block(
+        SelfAttention(config.context(config.weight_std(width, width))),
+        build_feedforward(feed_forward, config.context(std)),
+        build_norm=config.build_norm,
         drop_path=config.drop_path_of(number),
     )

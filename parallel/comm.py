@@ -494,7 +494,7 @@ def join_groups(size: int) -> None:
     Args:
         size: number of ranks that share layers; they are consecutive. All processes call it.
     """
-    state = _state()
+    state = megatron().parallel_state
     group = state.get_tensor_model_parallel_group(check_initialized=False)
     if group is not None:
         if group.size() == size:
@@ -511,7 +511,7 @@ def join_groups(size: int) -> None:
 
 def forget_groups() -> None:
     """Makes megatron-core forget its groups."""
-    _state().destroy_model_parallel()
+    megatron().parallel_state.destroy_model_parallel()
 
 
 def _new_group(ranks: Iterable[int], name: str) -> Any:
@@ -522,34 +522,22 @@ def _new_group(ranks: Iterable[int], name: str) -> Any:
     return dist.new_group(list(ranks), use_local_synchronization=True, group_desc=name)
 
 
-def _state() -> Any:
-    """`megatron.core.parallel_state`, without the warnings of its import."""
+def megatron() -> Any:
+    """`megatron.core`, without the warnings of its import."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        from megatron.core import parallel_state
-    return parallel_state
-
-
-def tensor_parallel_library() -> Any:
-    """`megatron.core.tensor_parallel`, without the warnings of its import."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from megatron.core import tensor_parallel
-    return tensor_parallel
+        from megatron import core
+    return core
 
 
 def tensor_parallel_group() -> Any:
     """Returns the group of ranks that share this one's layers."""
-    from megatron.core import parallel_state
-
-    return parallel_state.get_tensor_model_parallel_group()
+    return megatron().parallel_state.get_tensor_model_parallel_group()
 
 
 def data_parallel_group() -> Any:
     """Returns the group of ranks that have the same part of every layer, and other samples."""
-    from megatron.core import parallel_state
-
-    return parallel_state.get_data_parallel_group()
+    return megatron().parallel_state.get_data_parallel_group()
 
 
 def deepspeed_mpu() -> Any:

@@ -63,7 +63,7 @@ def parallelize_experts(
             tokens=copy,
             weights=copy,
             output=sum_parts,
-            unit_mean=group.mean_of_parts,
+            unit_mean=group.mean,
         )
         experts.dropout = OwnDropout(experts.dropout.p, world)
         layer.router.selection.agreed = group.of_first
@@ -157,7 +157,7 @@ class RowExchange(Dispatcher):
 
     def unit_means(self, means: Tensor) -> Tensor:
         """Averages as `Dispatcher.unit_means`, for the experts of all processes."""
-        return self.group.gather(super().unit_means(means), 0)
+        return self.group.all_parts(super().unit_means(means))
 
     def begin(self, plan: Plan) -> Counts:
         """Exchanges the numbers of rows, and starts copying them to the CPU."""

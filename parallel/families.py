@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from polyad.data.tables import each_once
-from polyad.model.build import ModelSizeError, build_model, initial_value
+from polyad.model.build import initial_value
 from polyad.model.families.family import CONFIG_FILE, Family, comparable
 from polyad.model.families.keys import WeightsError
 from polyad.model.families.registry import family_of_files
@@ -83,11 +83,11 @@ class FamilyWeights(FolderWeights):
         self.family: Family = family_of_files(self._tree, str(place))
         tensors = TensorFolder(folder, self.family.plain_name)
         self.family = self.family.for_names(tensors)
-        super().__init__(folder, tensors, {})
+        super().__init__(folder, tensors)
         self.config: Any = self.family.read_config(self._tree, self._shape, str(place))
         self.seed = 0
         """The seed of a new head; set by a run."""
-        self._describe(self.config)
+        self._describe(self.config, CONFIG_FILE)
         self._head_may_be_new = self.family.may_lack_head and not self._has_head()
         self._check()
 
@@ -188,7 +188,7 @@ class FamilyWeights(FolderWeights):
         if differing:
             raise WeightsError(f"{self.folder}: is a different model: {first_few(differing)}")
         self._head_may_be_new = True
-        self._describe(config)
+        self._describe(config, CONFIG_FILE)
 
     def buffer(self, name: str) -> Tensor:
         """Returns the folder's buffer, or the initial value of one that only training has."""
@@ -235,27 +235,12 @@ class FamilyWeights(FolderWeights):
     def _stored_pieces(self, name: str) -> list[Piece]:
         """Returns the pieces of a weight that the folder has; none of a new one."""
         pieces = () if self.is_new(name) else self._pieces(name)
-        return [piece for piece in pieces if not self._lacks(piece)]
-
-    def _lacks(self, piece: Piece) -> bool:
-        """Returns whether an optional tensor is missing."""
-        return piece.rule.optional and piece.name not in self._tensors
+        return [each for each in pieces if each.name in self._tensors or not each.rule.optional]
 
     def _has_head(self) -> bool:
         """Returns whether the folder has any tensor of a head."""
         rules = [self.family.find(name) for name in self._shapes if name.startswith(HEAD)]
         return any(rule and rule.names[0] in self._tensors for rule in rules)
-
-    def _describe(self, config: ModelSettings) -> None:
-        """Sets the model whose weights are read."""
-        try:
-            self._model = build_model(config)
-        except ModelSizeError:
-            raise WeightsError(
-                f"{self.folder / CONFIG_FILE}: asks for more elements than a tensor can have"
-            ) from None
-        named = self._model.named_parameters()
-        self._shapes = {name: tuple(parameter.shape) for name, parameter in named}
 
     def _check(self) -> None:
         """Checks that every tensor is accounted for."""

@@ -188,25 +188,17 @@ def peak_memory(
         update = max(update, batch + gradients + 4 * next(parts, 0))
     if update > gradients + buffers + activations:
         activations, buffers = 0, max(0, update - gradients)
-    return {
-        "weights": states["weights"],
-        "gradients": gradients,
-        "optimizer": states["optimizer"],
-        "activations": activations,
-        "buffers": buffers,
-    }
+    return states | {"gradients": gradients, "activations": activations, "buffers": buffers}
 
 
 def _update(trained: Sequence[Flat], stage: int, temporaries: int) -> int:
     """The peak of an update, which takes group after group and frees the gradients of each."""
-    left = [4 * each.part(stage) for each in trained]
-    return max(
-        (
-            4 * (1 + temporaries) * each.part(stage) + sum(left[number + 1 :])
-            for number, each in enumerate(trained)
-        ),
-        default=0,
-    )
+    peak, left = 0, 0
+    for each in reversed(trained):
+        part = 4 * each.part(stage)
+        peak = max(peak, (1 + temporaries) * part + left)
+        left += part
+    return peak
 
 
 def zero_traffic(

@@ -73,11 +73,6 @@ class Group(NamedTuple):
         # Each rank has a summand of the gradient.
         return _with_gradient(x, self._mean, self._mean)
 
-    def mean_of_parts(self, x: Tensor) -> Tensor:
-        """Averages over ranks that all have the same loss; backward each gets its part of a
-        gradient that is equal on all ranks."""
-        return _with_gradient(x, self._mean, lambda gradient: gradient / self.size)
-
     def exchange(self, rows_MD: Tensor, receive: list[int], send: list[int]) -> Tensor:
         """Exchanges rows (all-to-all); backward sends the gradients back.
 
@@ -101,6 +96,10 @@ class Group(NamedTuple):
     def total(self, x: Tensor) -> Tensor:
         """Returns the sum over the ranks."""
         return wait(torch.ops._c10d_functional.all_reduce(x, "sum", self.name))
+
+    def highest(self, x: Tensor) -> Tensor:
+        """Returns the elementwise maximum over the ranks."""
+        return wait(torch.ops._c10d_functional.all_reduce(x, "max", self.name))
 
     def total_in_fp32(self, x: Tensor) -> Tensor:
         """Returns the sum over the ranks, accumulated in fp32 and rounded once."""
@@ -166,24 +165,12 @@ def data_group(world: comm.World) -> Group:
 
 def copy(x: Tensor) -> Tensor:
     """The identity; backward all-reduces the gradients over the tensor-parallel ranks."""
-    return comm.tensor_parallel_library().copy_to_tensor_model_parallel_region(x)
+    return comm.megatron().tensor_parallel.copy_to_tensor_model_parallel_region(x)
 
 
 def sum_parts(x: Tensor) -> Tensor:
     """All-reduces over the tensor-parallel ranks; backward is the identity."""
-    return comm.tensor_parallel_library().reduce_from_tensor_model_parallel_region(x)
-
-
-def highest_in_place(values: Tensor) -> Tensor:
-    """Computes the elementwise maximum over the tensor-parallel ranks, without gradient."""
-    dist.all_reduce(values, dist.ReduceOp.MAX, group=comm.tensor_parallel_group())
-    return values
-
-
-def total_in_place(values: Tensor) -> Tensor:
-    """Computes the elementwise sum over the tensor-parallel ranks, without gradient."""
-    dist.all_reduce(values, group=comm.tensor_parallel_group())
-    return values
+    return comm.megatron().tensor_parallel.reduce_from_tensor_model_parallel_region(x)
 
 
 @contextmanager

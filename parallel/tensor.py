@@ -18,7 +18,6 @@ tokens, R rank, S scores of all levels of a table, K experts of a token, G ranks
 """
 
 import functools
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -33,7 +32,7 @@ from polyad.model.decoder import Decoder
 from polyad.model.feedforward import DenseFeedForward
 from polyad.model.heads import MaskedLanguageHead, VocabularyHead
 from polyad.model.kernels.linear_cross_entropy import VocabularyPart
-from polyad.model.layers import Region, embed, same
+from polyad.model.layers import Linear, Region, embed, same
 from polyad.model.lora import Adapter, AdapterRegions, FactorLowRank, LowRank
 from polyad.model.mumoe.factorizations import Factorized, FactorRegions
 from polyad.model.mumoe.gating import GateRegions
@@ -148,22 +147,16 @@ class _Layers:
     """Creates the parallel version of a linear layer, without values."""
 
     def __init__(self, world: comm.World, tokens: Tokens | None) -> None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            from megatron.core import ModelParallelConfig
         self.tokens = tokens
+        self.gathered: Region = regions.copy if tokens is None else tokens.gather
+        """Gathers all tokens for a layer whose output a rank only uses for its own heads."""
         self.rank, self.parts = world.tensor_parallel_rank, world.tensor_parallel_size
-        self.config = ModelParallelConfig(
+        self.config = comm.megatron().ModelParallelConfig(
             tensor_model_parallel_size=self.parts,
             use_cpu_initialization=True,
             perform_initialization=False,
             params_dtype=torch.float32,
         )
-
-    @property
-    def gathered(self) -> Region:
-        """Gathers all tokens for a layer whose output a rank only uses for its own heads."""
-        return regions.copy if self.tokens is None else self.tokens.gather
 
     def shared(self, layer: nn.Linear) -> nn.Module:
         """Replicates a layer on every rank."""
@@ -207,7 +200,7 @@ def _linear_classes() -> tuple[type, type]:
     (see `cut_adapters`). If tokens are split, the products of
     `parallel/sequence.py` are used: megatron-core's allocate on CUDA devices only.
     """
-    library: Any = comm.tensor_parallel_library()
+    library: Any = comm.megatron().tensor_parallel
 
     class ColumnParallelLinear(library.ColumnParallelLinear):
         def forward(self, x: Tensor) -> Tensor:
@@ -226,9 +219,7 @@ def _linear_classes() -> tuple[type, type]:
                 y = y if self.bias is None else y + self.bias
             return y if self.lora is None else y + self.lora(x)
 
-        def merged_weight(self) -> Tensor:
-            """This rank's columns of the weight, including LoRA's update."""
-            return self.weight if self.lora is None else self.weight + self.lora.merged()
+        merged_weight = Linear.merged_weight  # this rank's columns
 
     return ColumnParallelLinear, RowParallelLinear
 
@@ -295,10 +286,8 @@ def _cut_beside_experts(experts: Experts, world: comm.World) -> None:
 def _cut_beside_factor(layer: Factorized, adapter: FactorLowRank) -> None:
     placement = placement_of(layer.get_parameter(adapter.adapts))
     summed = regions.tensor_group().sum_gradient
-    if _cut_beside(adapter, placement, adapter.modes, "A", "B"):
-        adapter.regions = AdapterRegions(B=summed)
-    else:
-        adapter.regions = AdapterRegions(A=summed)
+    is_front = _cut_beside(adapter, placement, adapter.modes, "A", "B")
+    adapter.regions = AdapterRegions(**{"B" if is_front else "A": summed})
 
 
 def _cut_beside(adapter: Adapter, placement: Placement, modes: int, front: str, back: str) -> bool:
@@ -352,9 +341,8 @@ def cut_vocabulary(model: nn.Module, world: comm.World, tokens: Tokens | None) -
     if head is not None:
         head.part = VocabularyPart(first, real)
         if is_cut:
-            head.part = VocabularyPart(
-                first, real, regions.highest_in_place, regions.total_in_place
-            )
+            group = regions.tensor_group()
+            head.part = VocabularyPart(first, real, group.highest, group.total)
             head.input = regions.copy if tokens is None else tokens.gather
 
 
@@ -379,9 +367,9 @@ class _PartOfRows:
     def __call__(self, ids_BT: Tensor, weight_VD: Tensor, pad_id: int | None = None) -> Tensor:
         elsewhere_BT = (ids_BT < self._first) | (ids_BT >= self._last)
         own_BT = (ids_BT - self._first).masked_fill(elsewhere_BT, 0)
-        is_here = pad_id is not None and self._first <= pad_id < self._last
-        own_pad = pad_id - self._first if pad_id is not None and is_here else None
-        x_BTD = embed(own_BT, weight_VD, own_pad).masked_fill(elsewhere_BT.unsqueeze(-1), 0)
+        if pad_id is not None:
+            pad_id = pad_id - self._first if self._first <= pad_id < self._last else None
+        x_BTD = embed(own_BT, weight_VD, pad_id).masked_fill(elsewhere_BT.unsqueeze(-1), 0)
         if self._tokens is None:
             return regions.sum_parts(x_BTD)
         self._tokens.shape = ids_BT.shape[0], ids_BT.shape[1]
@@ -398,7 +386,7 @@ def token_losses(logits_BTV: Tensor, target_ids_BT: Tensor) -> Tensor:
     Returns:
         [B, T] in fp32, the same on every tensor-parallel rank.
     """
-    library = comm.tensor_parallel_library()
+    library = comm.megatron().tensor_parallel
     return library.vocab_parallel_cross_entropy(logits_BTV.float(), target_ids_BT)
 
 

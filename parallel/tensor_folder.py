@@ -17,13 +17,14 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from polyad.data import files
 from polyad.data.files import read_bytes
 from polyad.model.build import ModelSizeError, build_model
 from polyad.model.families.keys import WeightsError
 from polyad.model.families.tensors import Slices
+from polyad.model.settings import ModelSettings
 from polyad.parallel.checkpoint.format import CONFIG_FILE, MASTER, Box
 from polyad.parallel.fragments import persistent_buffers
 from polyad.parallel.source import StoredWeights, described_config, first_few
@@ -223,13 +224,25 @@ class FolderWeights(StoredWeights):
     Args:
         folder: the folder with the files.
         tensors: the tensors of that folder.
-        shapes: shapes of the weights, by Polyad's names.
     """
 
-    def __init__(
-        self, folder: Path, tensors: TensorFolder, shapes: dict[str, tuple[int, ...]]
-    ) -> None:
-        self.folder, self._tensors, self._shapes = folder, tensors, shapes
+    _model: nn.Module
+    """The model whose weights are read."""
+    _shapes: dict[str, tuple[int, ...]]
+    """Its shapes, by Polyad's names."""
+
+    def __init__(self, folder: Path, tensors: TensorFolder) -> None:
+        self.folder, self._tensors = folder, tensors
+
+    def _describe(self, config: ModelSettings, config_file: str) -> None:
+        """Sets the model whose weights are read."""
+        try:
+            self._model = build_model(config)
+        except ModelSizeError:
+            raise WeightsError(
+                f"{self.folder / config_file}: asks for more elements than a tensor can have"
+            ) from None
+        self._shapes = {name: tuple(p.shape) for name, p in self._model.named_parameters()}
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Returns shapes of the weights by Polyad's names."""
@@ -316,18 +329,14 @@ class PlainWeights(FolderWeights):
     """
 
     def __init__(self, folder: Path) -> None:
-        super().__init__(folder, TensorFolder(folder), {})
+        super().__init__(folder, TensorFolder(folder))
         place, names = folder / CONFIG_FILE, self._tensors.keys()
         self.config = described_config(read_bytes(place, WeightsError).decode(), place)
         if missing := self.config.left_to_data():
             raise WeightsError(f"{place}: {missing}: is missing")
-        try:
-            model = build_model(self.config)
-        except ModelSizeError as error:
-            raise WeightsError(f"{place}: {error}") from None
-        self._shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+        self._describe(self.config, CONFIG_FILE)
         wanted = {name: Wanted(shape) for name, shape in self._shapes.items()}
-        for name, buffer in persistent_buffers(model):
+        for name, buffer in persistent_buffers(self._model):
             wanted[name] = Wanted(tuple(buffer.shape), (DTYPE_NAMES[buffer.dtype],))
         faults = self._tensors.faults(wanted, CONFIG_FILE)
         faults += [f"unknown tensor {name}" for name in sorted(names - wanted.keys())]

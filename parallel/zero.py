@@ -550,11 +550,6 @@ class Fragment(NamedTuple):
         for field, flat in self.values.items():
             yield from self.placement.views(self.name, field, flat, self.start)
 
-    @property
-    def steps(self) -> float:
-        """Number of optimizer steps of the weight."""
-        return 0.0 if self.counter is None else float(self.counter)
-
 
 def fragments(engine: Engine) -> dict[str, Fragment]:
     """Returns this rank's fragments of trained parameters, by name, without communication or

@@ -26,7 +26,8 @@ from polyad.model.config import dump_yaml
 from polyad.parallel import comm
 from polyad.parallel.checkpoint.format import MASTER, Box
 from polyad.parallel.checkpoint.load import Checkpoint
-from polyad.parallel.checkpoint.save import save
+from polyad.parallel.checkpoint.manage import Retention, step_folder
+from polyad.parallel.checkpoint.save import Saver
 from polyad.parallel.config import ParallelConfig
 from polyad.parallel.source import InitialWeights
 from polyad.parallel.zero import Engine
@@ -147,7 +148,8 @@ def _step(
 def _save(engine: Engine, config: RunConfig, folder: Path) -> Path:
     model = dump_yaml({"model": config.model.model_dump(mode="json")})
     folder.parent.mkdir(parents=True, exist_ok=True)
-    return save(engine, folder, STEPS, state={}, config_yaml=model)
+    Saver(engine, folder, keep=Retention()).save(STEPS, {}, model, {})
+    return folder / step_folder(STEPS)
 
 
 def trials_alone(config: RunConfig, data_parallel_size: int, folder: Path) -> tuple[Trial, Trial]:

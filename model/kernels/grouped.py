@@ -72,7 +72,7 @@ def grouped(
         return experts_on_cpu(rows_MD, *weights[:3], counts_E)
     inner_MF = inner_units(rows_MD, weights, counts_E, activation)
     inner_MF = drop(inner_MF) if drop else inner_MF
-    return _adapted_linear(inner_MF, weights.down, counts_E, None, weights.low_rank[2:4])
+    return grouped_linear(inner_MF, weights.down, counts_E, None, weights.low_rank[2:4])
 
 
 def inner_units(
@@ -83,9 +83,9 @@ def inner_units(
 ) -> Tensor:
     """Computes the inner units of each row's expert after the activation, [M, F]; see `grouped`."""
     low_rank = weights.low_rank
-    inner_MF = _adapted_linear(rows_MD, weights.up, counts_E, weights.up_bias, low_rank[:2])
+    inner_MF = grouped_linear(rows_MD, weights.up, counts_E, weights.up_bias, low_rank[:2])
     if weights.gate is not None:
-        gate_MF = _adapted_linear(rows_MD, weights.gate, counts_E, weights.gate_bias, low_rank[4:])
+        gate_MF = grouped_linear(rows_MD, weights.gate, counts_E, weights.gate_bias, low_rank[4:])
     elif inner_MF.shape[1] > weights.down.shape[1]:
         gate_MF, inner_MF = inner_MF.chunk(2, 1)
     else:
@@ -94,27 +94,12 @@ def inner_units(
     return activation(gate_MF, inner_MF)
 
 
-def _adapted_linear(
-    rows_MD: Tensor,
-    weight_EDF: Tensor,
-    counts_E: Tensor,
-    bias_EF: Tensor | None,
-    low_rank: tuple[Tensor, ...],
-) -> Tensor:
-    """Computes `grouped_linear`, plus the product with an adapter's two matrices if it has one."""
-    output_MF = grouped_linear(rows_MD, weight_EDF, counts_E, bias_EF)
-    if not low_rank:
-        return output_MF
-    A_EDr, B_ErF = low_rank
-    narrow_Mr = grouped_linear(rows_MD, A_EDr, counts_E)
-    return output_MF + grouped_linear(narrow_Mr, B_ErF, counts_E)
-
-
 def grouped_linear(
     rows_MD: Tensor,
     weight_EDF: Tensor,
     counts_E: Tensor,
     bias_EF: Tensor | None = None,
+    low_rank: tuple[Tensor, ...] = (),
 ) -> Tensor:
     """Multiplies every row by its expert's matrix.
 
@@ -123,10 +108,15 @@ def grouped_linear(
         weight_EDF: The matrix of each expert.
         counts_E: As in `grouped`.
         bias_EF: Bias of each expert; None for none.
+        low_rank: The two matrices of an adapter, whose product is added to each matrix.
 
     Returns:
         [M, F], in the same order; rows after the last expert's hold arbitrary values.
     """
+    if low_rank:
+        whole_MF = grouped_linear(rows_MD, weight_EDF, counts_E, bias_EF)
+        narrow_Mr = grouped_linear(rows_MD, low_rank[0], counts_E)
+        return whole_MF + grouped_linear(narrow_Mr, low_rank[1], counts_E)
     if switch.REFERENCE and switch.can_read():
         counts = counts_E.tolist()
         *of_each, rest_MD = torch.split(rows_MD, [*counts, len(rows_MD) - sum(counts)])
@@ -207,16 +197,11 @@ def _grouped_mm(a: Tensor, b: Tensor, offsets_E: Tensor) -> Tensor:
     if not (_takes_grouped(a) and _takes_grouped(b)):
         return _by_loop(a, b, offsets_E)
     product = grouped_mm(_aligned(a), _aligned(b), offs=offsets_E).contiguous()
-    if b.dim() == 2 and _leaves_empty(a):
+    # On these GPUs torch leaves sums over no rows uninitialized (pytorch/pytorch#172439).
+    if b.dim() == 2 and a.is_cuda and torch.cuda.get_device_capability(a.device)[0] >= 10:
         empty_E = offsets_E.diff(prepend=offsets_E.new_zeros(1)) == 0
         product.masked_fill_(empty_E[:, None, None], 0)
     return product
-
-
-def _leaves_empty(a: Tensor) -> bool:
-    """Returns whether torch leaves sums over no rows uninitialized, rather than 0: on GPUs of
-    compute capability 10 (pytorch/pytorch#172439)."""
-    return a.is_cuda and torch.cuda.get_device_capability(a.device)[0] >= 10
 
 
 def _like_grouped_mm(a: Tensor, b: Tensor, offsets_E: Tensor) -> Tensor:

@@ -37,9 +37,9 @@ class VocabularyPart(NamedTuple):
     real: int
     """Number of rows that are not padding."""
     highest: Region = same
-    """The elementwise maximum over the ranks, in place."""
+    """The elementwise maximum over the ranks."""
     total: Region = same
-    """The elementwise sum over the ranks, in place."""
+    """The elementwise sum over the ranks."""
 
     def without_padding(self, logits_BTV: Tensor) -> Tensor:
         """Removes or masks the logits of padding.
@@ -109,27 +109,6 @@ def token_scores(
     pairs = zip(torch.split(x_ND, size), torch.split(targets_N, size), strict=True)
     losses, best, _ = zip(*(_chunk(x, weight_VD, t, part, bias_V) for x, t in pairs), strict=True)
     return torch.cat(losses), torch.cat(best)
-
-
-def losses(
-    x_BTD: Tensor,
-    weight_VD: Tensor,
-    targets_BT: Tensor,
-    part: VocabularyPart | None = None,
-    bias_V: Tensor | None = None,
-    *,
-    ranked: bool = False,
-) -> Tensor:
-    """Returns the mean loss of the targets; without gradients the loss of each [B, T], or if
-    `ranked` [B, T, 2], with 1 where the target scores highest."""
-    arguments = x_BTD.flatten(0, 1), weight_VD, targets_BT.flatten(), part, bias_V
-    if torch.is_grad_enabled():
-        return linear_cross_entropy(*arguments)
-    losses_N, best_N = token_scores(*arguments)
-    if not ranked:
-        return losses_N.view_as(targets_BT)
-    both_N2 = torch.stack([losses_N, best_N.to(losses_N.dtype)], dim=-1)
-    return both_N2.view(*targets_BT.shape, 2)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

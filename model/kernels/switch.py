@@ -21,27 +21,11 @@ class KernelsError(ValueError):
     exit_status = 2
 
 
-def chosen_way(value: str | None) -> str:
-    """Parses the variable.
-
-    Args:
-        value: Its value; None or empty if it is not set.
-
-    Returns:
-        One of `WAYS`.
-
-    Raises:
-        KernelsError: The value is unknown.
-    """
-    if not value:
-        return WAYS[0]
-    if value not in WAYS:
-        raise KernelsError(f"{VARIABLE}: {value[:200]!r} is not allowed: {', '.join(WAYS)}")
-    return value
-
-
 # Read once, not in every forward pass: a process always uses one implementation.
-REFERENCE = chosen_way(os.environ.get(VARIABLE)) == "reference"
+_way = os.environ.get(VARIABLE) or WAYS[0]
+if _way not in WAYS:
+    raise KernelsError(f"{VARIABLE}: {_way[:200]!r} is not allowed: {', '.join(WAYS)}")
+REFERENCE = _way == "reference"
 """Whether every operation uses its reference implementation."""
 
 

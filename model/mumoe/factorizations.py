@@ -62,11 +62,6 @@ class Sizes:
     level_std: float = 0.0
     """Standard deviation of the initial expert factors of levels after the first."""
 
-    @property
-    def input_rows(self) -> int:
-        """Number of rows of the input factor: I, plus one for the bias."""
-        return self.inputs + self.bias
-
 
 class FactorRegions(NamedTuple):
     """Where ranks that share a layer exchange tensors; see `model/layers.py`."""
@@ -132,7 +127,7 @@ class Factorized(nn.Module, ABC):
             for level, number in enumerate(sizes.num_experts)
         }
         return experts | {
-            "input_factor": (sizes.input_rows, sizes.rank),
+            "input_factor": (sizes.inputs + sizes.bias, sizes.rank),
             "output_factor": (sizes.rank, sizes.outputs),
         }
 
@@ -357,7 +352,7 @@ class TensorRing(Factorized):
     def factor_shapes(cls, sizes: Sizes) -> dict[str, tuple[int, ...]]:
         """See `Factorized`."""
         return super().factor_shapes(sizes) | {
-            "input_factor": (sizes.input_rows, sizes.expert_rank, sizes.rank),
+            "input_factor": (sizes.inputs + sizes.bias, sizes.expert_rank, sizes.rank),
             "output_factor": (cls.first_rank(sizes), sizes.rank, sizes.outputs),
         }
 

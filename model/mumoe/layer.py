@@ -27,7 +27,7 @@ from polyad.model.feedforward import (
     FeedForwardContext,
     refuse_autocast,
 )
-from polyad.model.layers import RealTokens, counted, pack, unpack
+from polyad.model.layers import RealTokens, pack, unpack
 from polyad.model.mumoe.config import FactorizedExperts, MuMoEConfig
 from polyad.model.mumoe.factorizations import Factorized
 from polyad.model.mumoe.gating import Gate, GateOutput
@@ -196,7 +196,7 @@ def gate_statistics(
         name="",
         load_E=load_E,
         levels=tuple(a_MN.shape[-1] for a_MN in levels),
-        tokens=None if real is None else counted(real, load_E.dtype),
+        tokens=None if real is None else real.mask_BT.sum().to(load_E.dtype),
         measures=output.moments,
     )
     if not measures:

@@ -63,7 +63,7 @@ def _measured_rows(
         part_1M = torch.arange(1, count + 1, device=device).unsqueeze(0)
         return MeasuredRows((part_1M * length).div(count, rounding_mode="floor") - 1)
     # The rows that each sequence would have without padding; of M, only the first `count` are used.
-    length_B1 = real.lengths_B.unsqueeze(1)
+    length_B1 = real.mask_BT.sum(1, keepdim=True)
     count_B1 = length_B1.clamp(max=MEASURED_ROWS)
     part_M = torch.arange(1, MEASURED_ROWS + 1, device=device)
     rows_BM = (part_M * length_B1).div(count_B1, rounding_mode="floor") - 1

@@ -147,11 +147,7 @@ class Dispatcher(nn.Module):
         return self.regions.output(y_ND), plan
 
     def unit_means(self, means: Tensor) -> Tensor:
-        """Averages over inner units: returns [E, ...] for all experts and units, differentiably.
-
-        Ranks that share inner units have one loss: each gets its part of the gradient. Ranks that
-        share experts have separate losses: the gradient of an expert's mean is summed over all of
-        them, like that of its weights, which process the tokens of all ranks.
+        """Averages over inner units: returns [E, ...] for all experts and units, without gradient.
 
         Args:
             means: Means over this rank's units, for its experts.
@@ -217,7 +213,7 @@ class SelectingMoE(FeedForward):
         given: BlockInput = NOTHING_ELSE,
     ) -> tuple[Tensor, RoutingStats | None]:
         """Routes and processes the normalized input; see `FeedForward.forward`."""
-        selected, stats = self.router(normalized_BTD, given, self.expert_features())
+        selected, stats = self.router(normalized_BTD, given)
         y_ND, plan = self.dispatcher(
             pack(normalized_BTD.flatten(0, 1), given.real),
             selected,
@@ -241,11 +237,6 @@ class SelectingMoE(FeedForward):
             y_BTD = y_BTD + shared_BTD
         return y_BTD, stats
 
-    def expert_features(self) -> Tensor | None:
-        """Returns the values of all ranks' experts that the score reads, [E, ...]; by default
-        none."""
-        return None
-
     @abstractmethod
     def add_bias(self, y_ND: Tensor, selected: Selected) -> Tensor:
         """Adds the output bias.
@@ -261,7 +252,7 @@ class SelectingMoE(FeedForward):
 
     def gate_columns(self) -> list[Tensor]:
         """Returns the columns of the score, [E, D]: there is one level of experts."""
-        return [self.router.score.columns(self.expert_features())]
+        return [self.router.score.columns()]
 
     def update(self, stats: RoutingStats, progress: float) -> None:
         """See `FeedForward.update`."""

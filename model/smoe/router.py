@@ -28,7 +28,7 @@ from torch.nn.functional import linear, normalize
 from polyad.model.feedforward import NOTHING_ELSE, BlockInput, FeedForwardContext
 from polyad.model.initialization import ZEROS, Initializer, constant, normal, uniform
 from polyad.model.kernels import switch
-from polyad.model.layers import Linear, RealTokens, Region, counted, pack, same, unpack
+from polyad.model.layers import Linear, RealTokens, Region, pack, same, unpack
 from polyad.model.output import RoutingStats, StatisticsModule, entropy, mean_of_samples
 from polyad.model.smoe.config import GRAPHS, SCORES, SelectingConfig, SparseMoEConfig
 from polyad.model.smoe.graph import Graph, router_dtype
@@ -48,20 +48,15 @@ class Score(nn.Module, ABC):
     """The interface of a base score."""
 
     @abstractmethod
-    def columns(self, features: Tensor | None = None) -> Tensor:
-        """Returns the directions of a token that raise each expert's logit, [E, D].
-
-        Args:
-            features: As in `forward`.
-        """
+    def columns(self) -> Tensor:
+        """Returns the directions of a token that raise each expert's logit, [E, D]."""
 
     @abstractmethod
-    def forward(self, u_ND: Tensor, features: Tensor | None = None) -> Tensor:
+    def forward(self, u_ND: Tensor) -> Tensor:
         """Scores the experts.
 
         Args:
             u_ND: Tokens.
-            features: The result of `SelectingMoE.expert_features`.
 
         Returns:
             Logits [N, E], at least fp32; their softmax is r.
@@ -90,11 +85,11 @@ class LinearScore(Linear, Score):
         super().__init__(context.hidden_size, config.num_experts, start, bias=has_bias)
         self.in_model_dtype = in_model_dtype
 
-    def columns(self, features: Tensor | None = None) -> Tensor:
+    def columns(self) -> Tensor:
         """Returns the weight."""
         return self.merged_weight()
 
-    def forward(self, u_ND: Tensor, features: Tensor | None = None) -> Tensor:
+    def forward(self, u_ND: Tensor) -> Tensor:
         """See `Score.forward`."""
         dtype = router_dtype(u_ND.dtype)
         is_wide = not self.in_model_dtype
@@ -164,7 +159,7 @@ class CosineScore(Score):
             "temperature": constant(INITIAL_TEMPERATURE),
         }
 
-    def columns(self, features: Tensor | None = None) -> Tensor:
+    def columns(self) -> Tensor:
         """Returns each expert's direction mapped back through the projection: the weight that gives
         the cosine before the division by the token's length.
         """
@@ -172,7 +167,7 @@ class CosineScore(Score):
         directions_ES = normalize(self.embedding.to(dtype), dim=-1)
         return directions_ES @ self.projection.to(dtype)
 
-    def forward(self, u_ND: Tensor, features: Tensor | None = None) -> Tensor:
+    def forward(self, u_ND: Tensor) -> Tensor:
         """See `Score.forward`."""
         dtype = router_dtype(u_ND.dtype)
         projected_NS = normalize(linear(u_ND.to(dtype), self.projection.to(dtype)), dim=-1)
@@ -542,21 +537,20 @@ class Router(StatisticsModule):
         return logits_NE.sigmoid() if self.by_sigmoid else logits_NE.softmax(-1)
 
     def forward(
-        self, u_BTD: Tensor, given: BlockInput = NOTHING_ELSE, features: Tensor | None = None
+        self, u_BTD: Tensor, given: BlockInput = NOTHING_ELSE
     ) -> tuple[Selected, RoutingStats]:
         """Selects the experts of every token.
 
         Args:
             u_BTD: The input of the experts.
             given: Further inputs, for the graph.
-            features: Values of the experts that the score reads; see `Score.features`.
 
         Returns:
             Experts and weights of the N real tokens, and statistics with an empty name.
         """
         real = given.real
         u_ND = pack(u_BTD.flatten(0, 1), real)
-        logits_NE = noisy_NE = self.score(u_ND, features)
+        logits_NE = noisy_NE = self.score(u_ND)
         own_NE = scores_NE = self.scored(logits_NE)
         if self.training and self.noise_std:
             # From the default generator: every tensor-parallel rank draws the same numbers, and
@@ -609,7 +603,7 @@ class Router(StatisticsModule):
             name="",
             load_E=load_E,
             usage_E=None if usage_E is None else self.for_loss("usage_E", usage_E),
-            tokens=None if real is None else counted(real, load_E.dtype),
+            tokens=None if real is None else real.mask_BT.sum().to(load_E.dtype),
             losses=losses,
             measures=measures,
         )

@@ -185,11 +185,6 @@ class Contents:
     config_yaml: str
     """The text, not parsed: `train` and `model` know its keys."""
 
-    @property
-    def total_bytes(self) -> int:
-        """Total size in bytes of all files except the manifest itself."""
-        return sum(record.bytes for record in self.files.values())
-
     def verify(
         self,
         names: Iterable[str] | None = None,

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from polyad.data.errors import say
-from polyad.data.files import named
+from polyad.data.files import flush_to_disk, named
 from polyad.parallel.checkpoint.format import MANIFEST_FILE, CheckpointError, read_contents
 
 STEP_FOLDER = re.compile(r"step-(\d{8,})")
@@ -157,16 +157,6 @@ def write_file(path: Path, parts: Iterable[Any], *, replace: bool = False) -> No
             os.close(descriptor)
 
 
-def sync_folder(path: Path) -> None:
-    """Waits until the entries of a folder are on disk."""
-    with named(path):
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-
 def make_folder(path: Path, above: int = 1) -> None:
     """Creates a folder, durable on disk on return.
 
@@ -184,13 +174,13 @@ def make_folder(path: Path, above: int = 1) -> None:
     except FileExistsError:  # another process was faster
         if not path.is_dir():
             raise
-    sync_folder(path.parent)
+    flush_to_disk(path.parent)
 
 
 def rename(path: Path, target: Path) -> None:
     """Renames a file or folder within its folder, durable on disk on return."""
     os.rename(path, target)
-    sync_folder(target.parent)
+    flush_to_disk(target.parent)
 
 
 def replace_file(path: Path, content: bytes) -> None:

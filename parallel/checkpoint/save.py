@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, NoReturn, TypeAlias
 import torch
 
 from polyad.data.errors import say
+from polyad.data.files import flush_to_disk
 from polyad.parallel import comm
 from polyad.parallel.checkpoint import manage
 from polyad.parallel.checkpoint.format import (
@@ -74,7 +75,7 @@ class _GivenUp(Exception):
     """The run has ended before its snapshot was written."""
 
 
-class Task:
+class Task(threading.Thread):
     """A thread that copies tensors and then processes the copies, while the process continues.
 
     On a GPU it copies on a separate stream, which first waits for the work queued on the current
@@ -93,6 +94,7 @@ class Task:
         copies: Sequence[Copy] = (),
         device: torch.device | None = None,
     ) -> None:
+        super().__init__(name=THREAD_NAME, daemon=True)
         self._work, self._copies = work, list(copies)
         self.result: Any = None
         """The result of `work`, once the thread is done."""
@@ -104,22 +106,11 @@ class Task:
             stream = torch.cuda.Stream(device)
             stream.wait_stream(torch.cuda.current_stream(device))
             self._stream = torch.cuda.stream(stream)  # also sets the device of the thread
-        self._thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
-        self._thread.start()
-
-    @property
-    def running(self) -> bool:
-        """Whether anything is left to do."""
-        return self._thread.is_alive()
+        self.start()
 
     def wait_for_copies(self) -> None:
         """Waits until the copies are made or have failed; `error` then has the reason."""
         self._copied.wait()
-
-    def join(self) -> None:
-        """Waits until all is done."""
-        self.wait_for_copies()
-        self._thread.join()
 
     def give_up(self) -> None:
         """Ends the work at its next check, or before it starts."""
@@ -129,7 +120,8 @@ class Task:
         if self._given_up.is_set():
             raise _GivenUp
 
-    def _run(self) -> None:
+    def run(self) -> None:
+        """Does the work, in the thread."""
         try:
             try:
                 with self._stream:
@@ -230,25 +222,6 @@ class Shard(NamedTuple):
     record: FileRecord
 
 
-def save(
-    engine: Engine,
-    folder: Path,
-    step: int,
-    *,
-    state: dict[str, Any],
-    config_yaml: str,
-) -> Path:
-    """Writes `folder/step-NNNNNNNN` from all ranks, and waits for it; all of them call it.
-
-    See `Saver.save`.
-
-    Returns:
-        The folder of the checkpoint.
-    """
-    Saver(engine, folder, keep=Retention()).save(step, state, config_yaml, {})
-    return folder / step_folder(step)
-
-
 def save_weights(
     folder: Path,
     shapes: dict[str, tuple[int, ...]],
@@ -346,7 +319,7 @@ def write_rest(staging: Path, step: int, shards: Sequence[Shard], others: dict[s
         manage.write_file(staging / name, [content])
         files[name] = record_of(content)
     manage.write_file(staging / MANIFEST_FILE, [render(step, files)])
-    manage.sync_folder(staging)
+    flush_to_disk(staging)
 
 
 def commit(
@@ -387,8 +360,9 @@ def commit(
 def held_boxes(engine: Engine) -> Iterator[HeldBox]:
     """Yields the boxes that this rank writes; each element is written by exactly one rank."""
     for part in written(engine):
+        steps = 0.0 if part.counter is None else float(part.counter)
         for box, view in part.boxes():
-            yield HeldBox(box, view.dtype, view.detach, part.steps, by_optimizer=True)
+            yield HeldBox(box, view.dtype, view.detach, steps, by_optimizer=True)
     if comm.rank() == 0:
         for name, buffer in persistent_buffers(engine.module):
             yield _held_buffer(name, buffer)
@@ -545,7 +519,7 @@ class Saver:
         """
         if wait:
             pending.task.join()
-        running, reason = pending.task.running, pending.task.error
+        running, reason = pending.task.is_alive(), pending.task.error
         mine = torch.tensor(
             [running, reason is not None], dtype=torch.float32, device=self._engine.device
         )

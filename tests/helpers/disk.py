@@ -1,8 +1,8 @@
 """Records the disk operations of saving, replays any part of them, and injects failures.
 
-`RecordingOs` replaces `os` in `parallel/checkpoint/manage.py`; the real operations are executed,
-too. `Disk` is a model of a file system that loses what was not flushed: contents by `fsync` of the
-file, names by `fsync` of the folder.
+`RecordingOs` replaces `os` in `parallel/checkpoint/manage.py` and `data/files.py`; the real
+operations are executed, too. `Disk` is a model of a file system that loses what was not flushed:
+contents by `fsync` of the file, names by `fsync` of the folder.
 """
 
 import errno
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from polyad.data import files
 from polyad.parallel.checkpoint import manage
 
 Operation = tuple[int, str, str, Any]
@@ -83,7 +84,7 @@ class RecordingOs:
 def recorded(fail_at: int | None = None, error: int = errno.EIO) -> Iterator[RecordingOs]:
     """A context that records this process's storage operations, and makes one fail."""
     recorder = RecordingOs(fail_at, error)
-    with mock.patch.object(manage, "os", recorder):
+    with mock.patch.object(manage, "os", recorder), mock.patch.object(files, "os", recorder):
         yield recorder
 
 

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 
 from polyad.parallel import comm
-from polyad.parallel.checkpoint.save import save
+from polyad.parallel.checkpoint.manage import Retention
+from polyad.parallel.checkpoint.save import Saver
 from polyad.parallel.config import Dims
 from polyad.parallel.plan import Traffic, tensors_in
 from polyad.parallel.source import InitialWeights
@@ -87,7 +88,7 @@ def _tensors(engine: Engine) -> dict[str, list[torch.Tensor]]:
 
 def save_start(config: RunConfig, folder: Path) -> None:
     """Writes a checkpoint of a model that has not been trained."""
-    save(_built(config)[0], folder, 1, state={}, config_yaml=config.to_yaml())
+    Saver(_built(config)[0], folder, keep=Retention()).save(1, {}, config.to_yaml(), {})
 
 
 def measured_rise(config: RunConfig) -> int:

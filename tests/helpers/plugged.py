@@ -60,5 +60,5 @@ GRAPHS["itself"] = SimilarityGraph
 
 
 class Halved(LinearScore):
-    def forward(self, u_ND: Tensor, features: Tensor | None = None) -> Tensor:
-        return super().forward(u_ND, features) / 2
+    def forward(self, u_ND: Tensor) -> Tensor:
+        return super().forward(u_ND) / 2

@@ -7,7 +7,7 @@ from unittest import mock
 
 import torch
 
-from polyad.model.kernels import linear_cross_entropy as kernel
+from polyad.model import heads
 from polyad.train.start import find_start, open_plan
 from polyad.train.tasks.distillation import cross_entropy
 
@@ -24,7 +24,7 @@ def with_bad_batches(
         bad: the batches.
         overrides: `key=value`.
     """
-    with mock.patch.object(kernel, "linear_cross_entropy", spoiling(config, what, bad)):
+    with mock.patch.object(heads, "linear_cross_entropy", spoiling(config, what, bad)):
         return train(config, *overrides)
 
 
@@ -34,7 +34,7 @@ def spoiling(config: Path, what: str, bad: tuple[int, ...]) -> Callable[..., tor
     size, samples = plan.config.train.global_batch_size, plan.task.samples
     rows = torch.stack([samples[b * size + i].target_ids_BT for b in bad for i in range(size)])
 
-    usual = kernel.linear_cross_entropy
+    usual = heads.linear_cross_entropy
 
     def loss(
         x: torch.Tensor, weight: torch.Tensor, flat: torch.Tensor, part: object, bias: None = None

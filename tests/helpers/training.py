@@ -24,7 +24,8 @@ from polyad.model.vision import ImageModelSettings
 from polyad.parallel import comm
 from polyad.parallel.checkpoint.format import Box
 from polyad.parallel.checkpoint.load import Checkpoint
-from polyad.parallel.checkpoint.save import save
+from polyad.parallel.checkpoint.manage import Retention
+from polyad.parallel.checkpoint.save import Saver
 from polyad.parallel.config import ParallelConfig
 from polyad.parallel.parallelize import parallelize
 from polyad.parallel.source import InitialWeights, Joined, Source
@@ -294,7 +295,9 @@ def train(case: Case, source: Source | None = None) -> dict[str, Any]:
         applied.append(outcome.result.applied)
         routing.append(routing_record(outcome.statistics.numbers.routing))
     if case.save_to:
-        save(engine, Path(case.save_to), case.last_step, state={}, config_yaml=model_yaml(case))
+        Saver(engine, Path(case.save_to), keep=Retention()).save(
+            case.last_step, {}, model_yaml(case), {}
+        )
     if case.report_randomness:
         return {
             "rank": (world.tensor_parallel_rank, world.data_parallel_rank),
@@ -349,7 +352,9 @@ def resave(case: Case) -> None:
     assert case.resume
     assert case.save_to
     engine, _ = build_engine(case, resumed(case, Checkpoint(Path(case.resume))))
-    save(engine, Path(case.save_to), case.first_step, state={}, config_yaml=model_yaml(case))
+    Saver(engine, Path(case.save_to), keep=Retention()).save(
+        case.first_step, {}, model_yaml(case), {}
+    )
 
 
 def tensors(folder: str | Path) -> dict[tuple[str, str], torch.Tensor]:

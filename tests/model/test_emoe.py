@@ -97,11 +97,11 @@ def test_the_gate_follows_the_keys_and_gives_them_no_gradient():
     losses.backward()
     assert layer.experts.keys.grad is None
     assert x_BTD.grad.abs().max() > 0
-    directions = layer.expert_features()
+    directions = layer.mean_keys()
     with torch.no_grad():
         layer.experts.keys[2] *= -1
-    assert torch.equal(layer.expert_features()[2], -directions[2])
-    assert torch.equal(layer.gate_columns()[0], layer.expert_features())
+    assert torch.equal(layer.mean_keys()[2], -directions[2])
+    assert torch.equal(layer.gate_columns()[0], layer.mean_keys())
 
 
 @pytest.mark.parametrize("score", ["linear", "cosine"])
@@ -122,8 +122,8 @@ def test_scores_far_apart_still_have_an_order():
     # The softmax of these underflows to 0 for all but one expert.
     dense = dense_layer()
     layer, x_BTD = split_layer(dense, top_k=3, select="bottom_k"), 1000 * some_tokens()
-    selected, _ = layer.router(x_BTD, features=layer.expert_features())
-    logits_NE = x_BTD.flatten(0, 1) @ layer.expert_features().T
+    selected, _ = layer.router(x_BTD)
+    logits_NE = x_BTD.flatten(0, 1) @ layer.mean_keys().T
     assert torch.equal(selected.expert_ids_NK, logits_NE.topk(3, -1, largest=False).indices)
 
 
