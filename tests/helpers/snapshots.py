@@ -238,7 +238,7 @@ def slow_copies(folder: Path, rank: int) -> None:
 
     For the process of a run, of two blocks or so.
     """
-    run, copy_tensor = Task._run, save_file.copy_tensor
+    run, copy_tensor = Task.run, save_file.copy_tensor
 
     def marked(self: Task) -> None:
         mark = folder / f"copying-{rank}"
@@ -252,5 +252,5 @@ def slow_copies(folder: Path, rank: int) -> None:
         time.sleep(0.001)
         copy_tensor(place, values)
 
-    Task._run = marked  # type: ignore[method-assign]
+    Task.run = marked  # type: ignore[method-assign]
     save_file.copy_tensor = slow
