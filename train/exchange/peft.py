@@ -65,7 +65,7 @@ def peft_files(weights: AdaptedCheckpoint) -> tuple[dict[str, Any], Iterator[tup
     config, family = weights.model_config(), _family_of(weights)
     saved = _saved_whole(weights)
     targets = _targets(weights, family)
-    modules = [_bare(t.name) for t in targets if not t.by_parameter]
+    modules = [t.name.removesuffix(".weight") for t in targets if not t.by_parameter]
     shares = {_in_all_blocks(t): t.shares for t in targets if t.shares > 1}
     rank, alpha, is_bert = weights.lora.rank, weights.lora.alpha, isinstance(config, BertConfig)
     tree: dict[str, Any] = {
@@ -156,13 +156,9 @@ def _targets(weights: AdaptedCheckpoint, family: Family) -> list[_Target]:
     return list(targets.values())
 
 
-def _bare(name: str) -> str:
-    return name.removesuffix(".weight")
-
-
 def _in_all_blocks(target: _Target) -> str:
     """The name suffix shared by all blocks, which is a pattern in peft's `rank_pattern`."""
-    end = ".".join(_bare(target.name).split(".")[-2:])
+    end = ".".join(target.name.removesuffix(".weight").split(".")[-2:])
     is_weight = target.by_parameter and target.name.endswith(".weight")
     return f"{end}.weight" if is_weight else end
 

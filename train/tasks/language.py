@@ -146,11 +146,12 @@ class LanguageModelling(TextTask[TextBatch]):
             for name, loss in losses.items()
         }
 
-    def windows(self, stream: TokenStream, most: int | None = None) -> EvaluationWindows:
-        """The windows in which a token stream is scored."""
-        length = self.model.sequence_length
-        stride = self.evaluation.stride or length
-        about = self.data.tokenizer
+    def windows(
+        self, stream: TokenStream, most: int | None = None, stride: int | None = None
+    ) -> EvaluationWindows:
+        """The windows in which a token stream is scored, by default `evaluation.stride` apart."""
+        length, about = self.model.sequence_length, self.data.tokenizer
+        stride = stride or self.evaluation.stride or length
         begin, end = about.begin_of_text_id, about.end_of_text_id
         return EvaluationWindows(stream, length, stride, end, begin, max_windows=most)
 

@@ -22,7 +22,6 @@ from torch.utils.data import ConcatDataset, Dataset, Subset
 from polyad.data.images.samples import EvaluationImages, ImageBatch
 from polyad.data.sampler import held_out_batches
 from polyad.data.sequences.samples import SequenceBatch
-from polyad.data.text.samples import EvaluationWindows
 from polyad.data.text.tokenizers.tokenizer import Tokenizer
 from polyad.model.bert import Bert, BertConfig
 from polyad.model.decoder import Decoder, DecoderSettings
@@ -30,7 +29,7 @@ from polyad.model.feedforward import NOTHING_ELSE
 from polyad.parallel import comm
 from polyad.train.errors import ConfigError
 from polyad.train.tasks.images import ImageClassification
-from polyad.train.tasks.language import MaskedLanguageModelling
+from polyad.train.tasks.language import LanguageModelling, MaskedLanguageModelling
 from polyad.train.tasks.sequences import SequenceTask, model_inputs
 from polyad.train.tasks.task import Task
 from polyad.train.tasks.text import TextTask
@@ -229,10 +228,8 @@ class TextSamples(Samples):
             if isinstance(task, MaskedLanguageModelling):
                 windows = task.windows(stream)
                 parts.append(Subset(windows, range(windows.num_full)))
-            else:
-                about, length = task.data.tokenizer, self.length
-                marks = about.end_of_text_id, about.begin_of_text_id
-                parts.append(EvaluationWindows(stream, length, length, *marks))
+            elif isinstance(task, LanguageModelling):
+                parts.append(task.windows(stream, stride=self.length))
         self._every: ConcatDataset[Any] = ConcatDataset(parts)
         if not len(self._every):
             raise ConfigError(
