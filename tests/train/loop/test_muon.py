@@ -8,13 +8,11 @@ from torch import nn
 
 from polyad.model import block
 from polyad.model.build import build_model, matrix_dimensions, read_model_config
-from polyad.parallel.checkpoint.load import Checkpoint
 from polyad.parallel.parallelize import pad_ranks
 from polyad.parallel.zero import RATE_FACTOR, STATE_TENSORS
 from polyad.train.loop.muon import matrices, matrix_of, orthogonalized
 from polyad.train.loop.optimizer import GroupConfig, OptimizerConfig, build_optimizer
 from tests.helpers.everyday import everyday
-from tests.helpers.runs import run
 from tests.helpers.small_decoders import DECODERS, small_decoder
 from tests.helpers.training import Case, moe_model, mumoe_model, relative, tensors, train
 
@@ -224,16 +222,6 @@ MODELS = {
     "latent": small_decoder("latent"),
     "sinks": small_decoder("sinks"),
 }
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-def test_a_run_goes_on_with_what_its_checkpoint_has(workers, config, tmp_path):
-    for steps in (3, 6):
-        workers(1).run(run, config, "optimizer.kind=muon", f"train.steps={steps}")
-    kept = Checkpoint(tmp_path / "run" / "checkpoints" / "step-00000006").tensors
-    assert set(kept[ATTENTION + "qkv.weight"]) == {"master", "exp_avg"}
-    assert set(kept[ATTENTION + "qkv.bias"]) == {"master", "exp_avg", "exp_avg_sq"}
 
 
 @pytest.mark.distributed
