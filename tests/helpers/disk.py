@@ -33,7 +33,13 @@ class RecordingOs:
         self._open: dict[int, str] = {}
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(os, name)
+        call = getattr(os, name)
+
+        def noted(path: Any) -> None:
+            self._note(name, path)
+            call(path)
+
+        return noted if name in ("unlink", "mkdir", "rmdir") else call
 
     def _note(self, kind: str, path: Any, what: Any = None) -> None:
         if len(self.operations) == self._fail_at:
@@ -65,18 +71,6 @@ class RecordingOs:
     def rename(self, path: Any, target: Any) -> None:
         self._note("rename", path, str(target))
         os.rename(path, target)
-
-    def unlink(self, path: Any) -> None:
-        self._note("unlink", path)
-        os.unlink(path)
-
-    def mkdir(self, path: Any) -> None:
-        self._note("mkdir", path)
-        os.mkdir(path)
-
-    def rmdir(self, path: Any) -> None:
-        self._note("rmdir", path)
-        os.rmdir(path)
 
 
 @contextmanager

@@ -3,13 +3,34 @@
 import os
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
+from torch import nn
 
 from polyad.model.vit import ViTConfig
-from tests.helpers.breaks import places_of_weights
-from tests.helpers.gradients import rates_of_blocks, settings
-from tests.helpers.training import Case, moe_model
+from polyad.parallel import parallelize
+from tests.helpers.training import Case, build_engine, moe_model
+from tests.parallel.test_gradients import rates_of_blocks, settings
+
+
+def places_of_weights(case: Case) -> tuple[bool, bool]:
+    """Builds an engine.
+
+    Returns:
+        Whether the compiler was told that weights may be unaligned, and whether one is.
+    """
+    told = []
+
+    def note(model: nn.Module, *, placed_anywhere: bool) -> None:
+        told.append(placed_anywhere)
+
+    model = case.model.model_copy(update={"compile": True})
+    with mock.patch.object(parallelize, "compile_model", note):
+        engine, _ = build_engine(case.but(model=model))
+    (anywhere,) = told
+    weights = engine.module.parameters()
+    return anywhere, any(p.storage_offset() * p.element_size() % 16 for p in weights)
 
 
 def made(stage, precision="fp32", **keys):
