@@ -103,10 +103,10 @@ def test_processes_that_do_not_agree_all_refuse(place, start):
 @everyday("store", ["one host", "hosts", "file"], keep=["hosts"])
 @everyday("rank", [0, 1], keep=[0])
 def test_a_process_that_waits_in_vain_ends_with_one_line(rank, place, start):
-    ((status, text),) = ends([start(place, rank, minutes=0.05)])
+    ((status, text),) = ends([start(place, rank, minutes=0.02)])
     assert status == 1
     assert text.startswith(f"PeerError rank {rank} on {socket.gethostname()} did not find all 2 ")
-    assert "0.05 min (parallel.timeout_minutes)" in text
+    assert "0.02 min (parallel.timeout_minutes)" in text
 
 
 @everyday("store", ["one host", "hosts", "file"], keep=["file"])
