@@ -20,9 +20,9 @@ from polyad.train.report.command import report
 from tests.helpers import bounded as bounded_command
 from tests.helpers.decoders import hub_folder, in_four_bits, write_tokenizer
 from tests.helpers.everyday import everyday
-from tests.helpers.huggingface import save_reference
 from tests.helpers.little_memory import little_memory
 from tests.helpers.prepared import jsonl
+from tests.helpers.reference import save_reference
 from tests.helpers.runs import both_forms, evaluation, measured
 from tests.helpers.started import start
 

@@ -17,7 +17,7 @@ from polyad.parallel.families import FamilyWeights
 from tests.helpers.bert import their_bert
 from tests.helpers.decoders import CASES, in_four_bits, theirs
 from tests.helpers.everyday import everyday
-from tests.helpers.huggingface import save_reference
+from tests.helpers.reference import save_reference
 from tests.helpers.refusals import line_of
 
 transformers = pytest.importorskip("transformers")

@@ -2,6 +2,7 @@
 groups are made dense again, bit for bit."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,8 @@ from polyad.train.exchange.convert import conversion_table, convert
 from tests.helpers.bert import padded_input, their_bert
 from tests.helpers.decoders import hub_folder, theirs, tokens
 from tests.helpers.everyday import everyday
-from tests.helpers.huggingface import save_reference
 from tests.helpers.parity import assert_equal_tensors
+from tests.helpers.reference import save_reference
 from tests.helpers.runs import newest, records, run, weights_of, write_config
 
 TEXT = {
@@ -45,16 +46,6 @@ def write_weights(folder: Path, section: dict[str, Any], spread: float = 0.1) ->
     folder.mkdir(parents=True)
     save_file(weights, folder / "model.safetensors")
     (folder / "config.yaml").write_text(yaml.safe_dump({"model": config.model_dump(mode="json")}))
-    return folder
-
-
-def with_nan(source: Path, folder: Path, name: str) -> Path:
-    """Copies a folder of weights, with a NaN in one of them."""
-    weights = load_file(source / "model.safetensors")
-    weights[name].view(-1)[3] = torch.nan
-    folder.mkdir()
-    save_file(weights, folder / "model.safetensors")
-    (folder / "config.yaml").write_text((source / "config.yaml").read_text())
     return folder
 
 
@@ -309,9 +300,11 @@ def test_what_is_not_dense_cannot_be_split_and_what_is_not_split_cannot_be_merge
     assert "--merge" in line_of(tmp_path / "smoe", "--merge")
     assert "--merge" in line_of(sources / "gpt2", "--merge")
     assert "--merge" in line_of(sources / "gpt2", "--merge", *split)
-    damaged = with_nan(sources / "gpt2", tmp_path / "nan", "blocks.1.feed_forward.up.weight")
-    expected = "NaN or infinity in blocks.1.feed_forward.up.weight"
-    assert expected in line_of(damaged, *split)
+    damaged = shutil.copytree(sources / "gpt2", tmp_path / "nan")
+    weights = load_file(damaged / "model.safetensors")
+    weights["blocks.1.feed_forward.up.weight"].view(-1)[3] = torch.nan
+    save_file(weights, damaged / "model.safetensors")
+    assert "NaN or infinity in blocks.1.feed_forward.up.weight" in line_of(damaged, *split)
     words = ["convert", str(damaged), str(tmp_path / "new"), "--to", "polyad"]
     assert polyad([*words, "--split", f"{split[1]},by=random"]) == 0
 

@@ -9,8 +9,7 @@ from unittest import mock
 import pytest
 
 from polyad.train.loop.metrics import Metrics, TensorBoard
-from tests.helpers.runs import QUIET, records, run
-from tests.helpers.validations import ended
+from tests.helpers.runs import QUIET, ended, records, run
 
 pytestmark = pytest.mark.distributed
 
