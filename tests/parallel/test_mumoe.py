@@ -23,15 +23,12 @@ from tests.helpers.training import MODEL, Case, build_engine, mumoe_model, take_
 pytestmark = pytest.mark.distributed
 
 
-def cut_model(
-    config: GPT2Config, parts: int, *, randomized: bool = False, synchronized: bool = False
-) -> Decoder:
-    """A model in float64 over tensor-parallel processes, without an engine.
+def cut_model(config: GPT2Config, parts: int, *, synchronized: bool = False) -> Decoder:
+    """A model with random weights in float64 over tensor-parallel processes, without an engine.
 
     Args:
         config: of the model.
         parts: processes.
-        randomized: random weights in place of initial ones: a gate starts at zero.
         synchronized: BatchNorm over all data-parallel processes.
     """
     world = comm.initialize(tensor_parallel_size=parts)
@@ -45,7 +42,7 @@ def cut_model(
     if synchronized:
         synchronize_norms(model, world)
 
-    place_shards(model, config, torch.float64, randomized=randomized)
+    place_shards(model, config, torch.float64, randomized=True)  # a gate starts at zero
     return model
 
 
@@ -76,7 +73,7 @@ def block_against_the_whole(config: GPT2Config, parts: int, tokens: int) -> dict
     z_BTD, u_BTD, wanted_BTD = torch.randn(3, *shape, dtype=torch.float64, generator=generator)
     found = []
     for size in (parts, 1):
-        layer = cut_model(config, size, randomized=True).blocks[0].feed_forward
+        layer = cut_model(config, size).blocks[0].feed_forward
         inputs = [x_BTD.clone().requires_grad_() for x_BTD in (z_BTD, u_BTD)]
         y_BTD, _ = layer(*inputs)
         (y_BTD * wanted_BTD).sum().backward()
@@ -119,7 +116,7 @@ def batch_norm_against_the_whole(
     found = []
     for rows in (own, slice(None)):
         is_whole = rows == slice(None)
-        layer = cut_model(config, parts, randomized=True, synchronized=not is_whole)
+        layer = cut_model(config, parts, synchronized=not is_whole)
         block = layer.blocks[0].feed_forward
         inputs = [x_BTD[:, rows].clone().requires_grad_() for x_BTD in (z_BTD, u_BTD)]
         y_BTD, stats = block(*inputs)
