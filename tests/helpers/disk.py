@@ -152,14 +152,11 @@ class Disk:
         _, kind, path, what = operation
         if kind == "sync_folder":
             folder = self._find(path)
-            assert isinstance(folder, Folder)
             folder.durable, folder.pending = dict(folder.names), []
             return
         above, name = self._find(os.path.dirname(path)), os.path.basename(path)
-        assert isinstance(above, Folder)
         if kind in ("write", "sync"):
             file = above.names[name]
-            assert isinstance(file, File)
             if kind == "write":
                 file.content += what
             else:
@@ -210,7 +207,6 @@ class Disk:
     def _find(self, path: str) -> "File | Folder":
         place: File | Folder = self._top
         for name in Path(path).relative_to(self._root).parts:
-            assert isinstance(place, Folder)
             place = place.names[name]
         return place
 

@@ -330,8 +330,6 @@ def model_yaml(case: Case) -> str:
 
 def resave(case: Case) -> None:
     """Loads a checkpoint into a layout and writes it again, untouched."""
-    assert case.resume
-    assert case.save_to
     engine, _ = build_engine(case, resumed(case, Checkpoint(Path(case.resume))))
     save(engine, Path(case.save_to), case.first_step, state={}, config_yaml=model_yaml(case))
 

@@ -22,20 +22,17 @@ from tests.parallel.test_mumoe import place_shards
 pytestmark = pytest.mark.distributed
 
 
-def expert_parallel_model(
-    config: GPT2Config, expert_parallel_size: int, dtype: torch.dtype
-) -> tuple[Decoder, comm.World]:
-    """A model with distributed experts, in any precision and without an engine."""
-    world = comm.initialize(expert_parallel_size=expert_parallel_size)
+def expert_parallel_model(config: GPT2Config, parts: int) -> tuple[Decoder, comm.World]:
+    """A model with distributed experts, without an engine."""
+    world = comm.initialize(expert_parallel_size=parts)
     model = build_model(config)
-    assert isinstance(model, Decoder)
     layers = [layer for layer in model.modules() if isinstance(layer, SparseMoE)]
     for layer in layers:
         expert.parallelize_experts(layer, world)
-    if expert_parallel_size > 1:
+    if parts > 1:
         zero.connect_without_engine(layers)
 
-    place_shards(model, config, dtype)
+    place_shards(model, config, torch.float32)
     return model, world
 
 
@@ -50,14 +47,12 @@ def drops_of_experts(case: Case) -> dict[str, list[float]]:
 PATTERNS = ("random", "all to the first expert", "none to the last process", "one token", "uneven")
 
 
-def dispatch_against_one_process(
-    config: GPT2Config, expert_parallel_size: int, pattern: str
-) -> dict[str, float]:
+def dispatch_against_one_process(config: GPT2Config, parts: int, pattern: str) -> dict[str, float]:
     """Largest differences of outputs and gradients from those of all experts in one process.
 
     The loss is the sum over processes, so an expert's gradient is that of all tokens together.
     """
-    model, world = expert_parallel_model(config, expert_parallel_size, torch.float32)
+    model, world = expert_parallel_model(config, parts)
     layer = model.blocks[0].feed_forward
     total, top_k = config.feed_forward.num_experts, config.feed_forward.top_k
     width = config.hidden_size
@@ -66,7 +61,7 @@ def dispatch_against_one_process(
     if pattern == "all to the first expert":
         ids_NK = torch.stack([torch.zeros(count), torch.ones(count)], 1).long()[:, :top_k]
     else:
-        last = total - total // expert_parallel_size
+        last = total - total // parts
         limit = last if pattern == "none to the last process" else total
         scores = torch.rand(count, limit, generator=generator)
         ids_NK = scores.topk(top_k).indices
@@ -81,26 +76,21 @@ def dispatch_against_one_process(
     ours |= {name: p.grad for name, p in parameters.items()}
 
     tokens_ND.grad = weights_NK.grad = None
-    whole, _ = expert_parallel_model(config, 1, torch.float32)
+    whole, _ = expert_parallel_model(config, 1)
     reference = whole.blocks[0].feed_forward
     y_ND, *_ = Dispatcher()(tokens_ND, selected, reference.experts)
     (y_ND * wanted_ND).sum().backward()
     theirs = {"y": y_ND.detach(), "tokens": tokens_ND.grad, "weights": weights_NK.grad}
-    size = total // expert_parallel_size
+    size = total // parts
     here = slice(world.expert_parallel_rank * size, (world.expert_parallel_rank + 1) * size)
     for name, parameter in reference.experts.named_parameters():
         gradient = parameter.grad.clone()
         # Processes with the same experts keep their own tokens' gradients until ZeRO adds them.
-        group = [r for r in range(world.size) if _set_of(r, world) == _set_of(world.rank, world)]
+        group = [r for r in range(world.size) if r // parts == world.rank // parts]
         gathered = [torch.empty_like(gradient) for _ in range(world.size)]
         dist.all_gather(gathered, gradient)
         theirs[name] = sum(gathered[r] for r in group)[here]
     return {name: (ours[name] - theirs[name]).abs().max().item() for name in ours}
-
-
-def _set_of(rank: int, world: comm.World) -> int:
-    """Which group of expert-parallel processes a rank is in."""
-    return rank // world.expert_parallel_size
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)

@@ -6,7 +6,6 @@ import sys
 from unittest import mock
 
 import pytest
-from torch import nn
 
 from polyad.model.vit import ViTConfig
 from polyad.parallel import parallelize
@@ -20,17 +19,13 @@ def places_of_weights(case: Case) -> tuple[bool, bool]:
     Returns:
         Whether the compiler was told that weights may be unaligned, and whether one is.
     """
-    told = []
-
-    def note(model: nn.Module, *, placed_anywhere: bool) -> None:
-        told.append(placed_anywhere)
-
     model = case.model.model_copy(update={"compile": True})
-    with mock.patch.object(parallelize, "compile_model", note):
+    with mock.patch.object(parallelize, "compile_model") as told:
         engine, _ = build_engine(case.but(model=model))
-    (anywhere,) = told
+    (call,) = told.call_args_list
     weights = engine.module.parameters()
-    return anywhere, any(p.storage_offset() * p.element_size() % 16 for p in weights)
+    unaligned = any(p.storage_offset() * p.element_size() % 16 for p in weights)
+    return call.kwargs["placed_anywhere"], unaligned
 
 
 def made(stage, precision="fp32", **keys):

@@ -59,36 +59,27 @@ def _take_step(engine: Engine, config: RunConfig, batches: list[Any], losses: An
 
 
 def bytes_held(engine: Engine) -> dict[str, int]:
-    """Bytes of weights and buffers, of what the optimizer keeps, and of gradients that stay."""
-    tensors = _tensors(engine)
-    found: dict[str, Any] = {}
-    for kind, held in (
-        ("weights", [*tensors["weights"], *engine.module.buffers()]),
-        ("optimizer", tensors["optimizer"]),
-        ("gradients", tensors["gradients"]),
-    ):
-        for tensor in held:
-            storage = tensor.untyped_storage()
-            found.setdefault(storage.data_ptr(), (kind, storage.nbytes()))
-    sizes = {"weights": 0, "gradients": 0, "optimizer": 0}
-    for kind, size in found.values():
-        sizes[kind] += size
-    return sizes
-
-
-def _tensors(engine: Engine) -> dict[str, list[torch.Tensor]]:
-    """What a rank holds between steps; the gradients are those for which stage 3 keeps memory."""
+    """Bytes of weights and buffers, of what the optimizer keeps, and of gradients that stay: those
+    for which stage 3 keeps memory."""
     zero = engine.deepspeed.optimizer
     masters = [p for group in engine.optimizer.param_groups for p in group["params"]]
     masters += getattr(zero, "fp32_partitioned_groups_flat", [])  # in stage 3
     states = engine.optimizer.state.values()
     moments = [each for s in states for each in s.values() if isinstance(each, torch.Tensor)]
     sums = getattr(zero, "grad_partitions_flat_buffer", None)  # in stage 3
-    return {
-        "weights": [getattr(p, "ds_tensor", p) for p in engine.module.parameters()],
+    weights = [getattr(p, "ds_tensor", p) for p in engine.module.parameters()]
+    kinds = {
+        "weights": [*weights, *engine.module.buffers()],
         "optimizer": [*masters, *moments],
         "gradients": [] if sums is None else [sums],
     }
+    sizes, seen = dict.fromkeys(kinds, 0), set()
+    for kind, held in kinds.items():
+        for storage in (tensor.untyped_storage() for tensor in held):
+            if storage.data_ptr() not in seen:
+                seen.add(storage.data_ptr())
+                sizes[kind] += storage.nbytes()
+    return sizes
 
 
 def save_start(config: RunConfig, folder: Path) -> None:

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.distributed
 def with_bad_batches(
     train: Callable[..., Any], config: Path, what: str, bad: tuple[int, ...], *overrides: str
 ) -> Any:
-    """Trains where some global batches are bad.
+    """Trains where some global batches are bad: the samples of these are known by their targets.
 
     Args:
         train: a function that trains, whose result this is.
@@ -34,16 +34,9 @@ def with_bad_batches(
         bad: the batches.
         overrides: `key=value`.
     """
-    with mock.patch.object(kernel, "linear_cross_entropy", spoiling(config, what, bad)):
-        return train(config, *overrides)
-
-
-def spoiling(config: Path, what: str, bad: tuple[int, ...]) -> Callable[..., torch.Tensor]:
-    """The loss as ever, but for the samples of bad batches, known by their targets."""
     plan = find_start(open_plan(config, ["run.folder=" + str(config.parent / "no-such-run")], 1))
     size, samples = plan.config.train.global_batch_size, plan.task.samples
     rows = torch.stack([samples[b * size + i].target_ids_BT for b in bad for i in range(size)])
-
     usual = kernel.linear_cross_entropy
 
     def loss(
@@ -59,7 +52,8 @@ def spoiling(config: Path, what: str, bad: tuple[int, ...]) -> Callable[..., tor
             return (plain * factor).mean()
         return (plain + (factor - 1) * (plain - plain.detach())).mean()
 
-    return loss
+    with mock.patch.object(kernel, "linear_cross_entropy", loss):
+        return train(config, *overrides)
 
 
 STEPS, BAD = 16, 11  # global batch 11 is that of step 12, judged by 11 steps before it
