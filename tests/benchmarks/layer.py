@@ -124,7 +124,6 @@ def of_auto_ep(ours: SparseMoE) -> TimedLayer:
 def stack_gate(layer: SparseMoE) -> None:
     """Makes the gate and the first layer of the experts one parameter, as training on a GPU has."""
     experts = layer.experts
-    assert experts.gate is not None
     experts.up = nn.Parameter(torch.stack([experts.gate.detach(), experts.up.detach()], 2))
     experts.gate = None
 
@@ -152,7 +151,6 @@ def compare_sparse(
     if compiled:
         del layers["loop"]  # one graph an expert: minutes, to time what nobody would use
     module = layers["polyad"].module
-    assert isinstance(module, SparseMoE)
     with torch.no_grad():
         ids_NK = module.router(tokens_ND.unsqueeze(0))[0].expert_ids_NK
     rows_E = ids_NK.flatten().bincount(minlength=num_experts)

@@ -147,7 +147,6 @@ def make_variants(
         device: Where they are.
     """
     sparse = config.feed_forward
-    assert isinstance(sparse, SparseMoEConfig)
     generator = torch.Generator().manual_seed(0)
     ids_NK = torch.rand(tokens, sparse.num_experts, generator=generator).topk(sparse.top_k).indices
     models: dict[str, Decoder] = {}
@@ -156,7 +155,6 @@ def make_variants(
         feed_forward = sparse.model_copy(update=keys)
         configs[name] = config.model_copy(update={"feed_forward": feed_forward})
         model = build_model(configs[name])
-        assert isinstance(model, Decoder)
         if models:
             values = {n: p.detach() for n, p in models["plain"].named_parameters()}
             values |= {n: initial_value(model, n, seed=0) for n, _ in model.named_buffers()}

@@ -108,9 +108,7 @@ REPORTED = {
 
 
 def read(tree: dict[str, Any]) -> DecoderConfig:
-    config = family_of_files(tree, "config.json").read_config(tree, lambda name: None, "x")
-    assert isinstance(config, DecoderConfig)
-    return config
+    return family_of_files(tree, "config.json").read_config(tree, lambda name: None, "x")
 
 
 def written_by_transformers(name: str) -> Any:

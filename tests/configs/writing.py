@@ -116,7 +116,6 @@ def read_sources() -> dict[str, Source]:
         starts = [number for number, line in enumerate(lines) if _TITLE.fullmatch(line)]
         for start, stop in zip(starts, [*starts[1:], len(lines)], strict=True):
             title = _TITLE.fullmatch(lines[start])
-            assert title is not None
             part = lines[start + 1 : stop]
             head = [line for line in part if line.startswith("#")]
             delta = parse([line for line in part if not line.startswith("#")])

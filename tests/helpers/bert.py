@@ -14,7 +14,6 @@ from polyad.model.bert import Bert, BertConfig
 from tests.helpers.prepared import open_source
 from tests.helpers.random_model import built
 from tests.helpers.routing import scatter
-from tests.helpers.training import Case, build_engine
 
 SMALL = {
     "num_layers": 2, "hidden_size": 32, "num_heads": 4, "sequence_length": 16, "vocab_size": 61,
@@ -69,21 +68,3 @@ def their_bert(kind: str, **keys: Any) -> Any:
     given = THEIRS | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0} | keys
     model = getattr(transformers, kind)(transformers.BertConfig(**given)).eval()
     return scatter(model, 0.2)
-
-
-def scores_of_padded(case: Case, targets: list[list[int]]) -> dict[str, Any]:
-    """The loss of hidden tokens in padded input, whether each is the best guess, and that guess."""
-    engine, _ = build_engine(case)
-    engine.train(False)
-    ids, mask, segments = padded_input()
-    positions = torch.tensor([[1, 15], [3, 10], [0, 0]])
-    with torch.no_grad():
-        logits = engine(ids, mask, segments, positions).logits
-        both = engine(ids, mask, segments, positions, torch.tensor(targets)).logits
-        losses = engine.cross_entropy(logits, torch.tensor(targets))
-    torch.testing.assert_close(both[..., 0], losses)
-    return {
-        "losses": losses.tolist(),
-        "right": both[..., 1].tolist(),
-        "best": logits.argmax(-1).tolist(),  # where the vocabulary is cut: of this part
-    }

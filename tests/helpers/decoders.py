@@ -323,15 +323,13 @@ def prepared_for(folder: Path, tmp_path: Path) -> Path:
     return data
 
 
-def hub_with_text(
-    root: Path, case: str, settings: dict[str, Any] | None = None, **about: Any
-) -> tuple[Any, Path]:
+def hub_with_text(root: Path, case: str, **about: Any) -> tuple[Any, Path]:
     """`hub_folder` in `hub`, and text that is prepared with its tokenizer.
 
     Returns:
         The model of transformers, and the prepared text.
     """
-    model = hub_folder(root / "hub", case, settings, **about)
+    model = hub_folder(root / "hub", case, **about)
     return model, prepared_for(root / "hub", root)
 
 

@@ -34,7 +34,13 @@ class RecordingOs:
         self._open: dict[int, str] = {}
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(os, name)
+        call = getattr(os, name)
+
+        def noted(path: Any) -> None:
+            self._note(name, path)
+            call(path)
+
+        return noted if name in ("unlink", "mkdir", "rmdir") else call
 
     def _note(self, kind: str, path: Any, what: Any = None) -> None:
         if len(self.operations) == self._fail_at:
@@ -66,18 +72,6 @@ class RecordingOs:
     def rename(self, path: Any, target: Any) -> None:
         self._note("rename", path, str(target))
         os.rename(path, target)
-
-    def unlink(self, path: Any) -> None:
-        self._note("unlink", path)
-        os.unlink(path)
-
-    def mkdir(self, path: Any) -> None:
-        self._note("mkdir", path)
-        os.mkdir(path)
-
-    def rmdir(self, path: Any) -> None:
-        self._note("rmdir", path)
-        os.rmdir(path)
 
 
 @contextmanager
@@ -159,14 +153,11 @@ class Disk:
         _, kind, path, what = operation
         if kind == "sync_folder":
             folder = self._find(path)
-            assert isinstance(folder, Folder)
             folder.durable, folder.pending = dict(folder.names), []
             return
         above, name = self._find(os.path.dirname(path)), os.path.basename(path)
-        assert isinstance(above, Folder)
         if kind in ("write", "sync"):
             file = above.names[name]
-            assert isinstance(file, File)
             if kind == "write":
                 file.content += what
             else:
@@ -217,7 +208,6 @@ class Disk:
     def _find(self, path: str) -> "File | Folder":
         place: File | Folder = self._top
         for name in Path(path).relative_to(self._root).parts:
-            assert isinstance(place, Folder)
             place = place.names[name]
         return place
 

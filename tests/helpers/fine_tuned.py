@@ -1,11 +1,10 @@
 """Small fine-tuned runs, and their models' outputs for one row at a time."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 
 from polyad.model.smoe.router import Selected
@@ -14,8 +13,6 @@ from polyad.parallel.weights import load_model
 from polyad.train.config.run import load_config
 from polyad.train.tasks.sequences import SequenceTask
 from tests.helpers import sequences as made
-from tests.helpers.runs import run, write_config
-from tests.helpers.workers import WorkerPool
 
 Rows = list[dict[str, Any]]
 Given = dict[str, list[list[float]]]
@@ -35,47 +32,6 @@ def table(count: int, seed: int) -> Rows:
     """Rows of three classes, and one that looks like markup."""
     rows = [row | {"label": NAMES[row["label"]]} for row in made.rows(count, seed)]
     return [*rows, {"text": EVIL, "label": NAMES["bad"]}]
-
-
-def trainer(
-    workers: Callable[[int], WorkerPool], tmp_path_factory: pytest.TempPathFactory
-) -> Callable[..., Path]:
-    """Returns a function that trains a small model on tables and returns the run's folder."""
-
-    def trained(
-        name: str,
-        train_rows: Rows,
-        held_out: Rows,
-        steps: int = 4,
-        data: dict[str, Any] | None = None,
-        processes: int = 1,
-        **changes: Any,
-    ) -> Path:
-        root = tmp_path_factory.mktemp(name)
-        made.byte_tokenizer(root)
-        made.write(root / "table" / "train.csv", train_rows)
-        made.write(root / "table" / "dev.csv", held_out)
-        given = {
-            "model": {
-                "kind": "gpt2", "num_layers": 2, "hidden_size": 16, "num_heads": 2,
-                "sequence_length": 96, "head": {"kind": "classification"},
-                "feed_forward": KINDS.get(name, KINDS["smoe"]),
-            },
-            "data": {
-                "kind": "sequences", "path": str(root / "table"),
-                "tokenizer": str(root / "tokenizer.json"), **(data or {}),
-            },
-            "train": {
-                "steps": steps, "global_batch_size": 8, "micro_batch_size": 4, "precision": "fp32",
-            },
-            "optimizer": {"learning_rate": 0.02}, "schedule": {}, "checkpoint": {},
-            "evaluation": {"every": 2}, "log": {"trackers": []},
-        }  # fmt: skip
-        config = write_config(root / "config.yaml", root / "table", **given | changes)
-        workers(processes).run(run, config)
-        return root / "run"
-
-    return trained
 
 
 def one_by_one(

@@ -1,7 +1,7 @@
 """Small real image files, in every form that is read."""
 
 import io
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -123,16 +123,14 @@ def celeba(root: Path, images: int = 60) -> Path:
     return root
 
 
-def parquet_of_attributes(path: Path, numbers: Iterable[int] = range(60)) -> Path:
+def parquet_of_attributes(path: Path, numbers: list[int]) -> None:
     """Images in parquet, with a column of true and false for each attribute."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    numbers = list(numbers)
     contents = [encoded(with_attributes(number)) for number in numbers]
     names = pa.array([f"{number}.jpg" for number in numbers])
     image = pa.StructArray.from_arrays([pa.array(contents), names], ["bytes", "path"])
     columns = zip(*(attributes_of(number) for number in numbers), strict=True)
     bits = {n: pa.array(list(map(bool, c))) for n, c in zip(ATTRIBUTES, columns, strict=True)}
     pq.write_table(pa.table({"image": image, "number": pa.array(numbers), **bits}), path)
-    return path

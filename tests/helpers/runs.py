@@ -18,6 +18,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from polyad.parallel import comm
 from polyad.parallel.checkpoint.format import MANIFEST_FILE, record_of, render
 from polyad.parallel.checkpoint.load import Checkpoint
+from polyad.train.errors import Stopped
 from polyad.train.evaluation.evaluate import evaluate
 from polyad.train.loop.metrics import Metrics
 from polyad.train.loop.profiling import memory_of_step, peak_memory_bytes
@@ -32,6 +33,16 @@ from polyad.train.reading import EvaluationContext, open_evaluated
 from polyad.train.results import json_value
 from polyad.train.train import main
 from tests.helpers.little_memory import little_memory
+
+
+def ended(config: Path, *overrides: str) -> tuple[str, str]:
+    """How `polyad train` ends, and what it says."""
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        try:
+            end = f"step {main(config, overrides).step}"
+        except (Exception, Stopped) as error:
+            end = f"{type(error).__name__} {getattr(error, 'exit_status', '-')}: {error}"
+    return end, said.getvalue()
 
 
 def write_config(path: Path, data: Path, /, **changes: Any) -> Path:

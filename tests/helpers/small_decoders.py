@@ -60,6 +60,4 @@ def small_decoder(name: str) -> DecoderConfig:
     Args:
         name: Of `DECODERS`.
     """
-    config = read_model_config(SMALL | DECODERS[name])
-    assert isinstance(config, DecoderConfig)
-    return config
+    return read_model_config(SMALL | DECODERS[name])

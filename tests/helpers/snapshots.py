@@ -231,26 +231,3 @@ def close_while_copying(case: Case, folder: str) -> list[str]:
     saver.finish()  # nothing is pending
     comm.barrier()
     return [path.name for path in Path(folder).glob("*")]
-
-
-def slow_copies(folder: Path, rank: int) -> None:
-    """Has every copy in a thread take about 50 ms, with a file `copying-RANK` there meanwhile.
-
-    For the process of a run, of two blocks or so.
-    """
-    run, copy_tensor = Task.run, save_file.copy_tensor
-
-    def marked(self: Task) -> None:
-        mark = folder / f"copying-{rank}"
-        mark.touch()
-        try:
-            run(self)
-        finally:
-            mark.unlink(missing_ok=True)
-
-    def slow(place: torch.Tensor, values: torch.Tensor) -> None:
-        time.sleep(0.001)
-        copy_tensor(place, values)
-
-    Task.run = marked  # type: ignore[method-assign]
-    save_file.copy_tensor = slow

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,32 +44,15 @@ MODEL = GPT2Config(num_layers=2, hidden_size=36, num_heads=4, sequence_length=17
 GLOBAL_BATCH, MICRO_BATCH = 8, 2
 
 
-def _model_with(feed_forward: dict[str, Any]) -> GPT2Config:
+def _model_with(**feed_forward: Any) -> GPT2Config:
     return GPT2Config.model_validate(MODEL.model_dump() | {"feed_forward": feed_forward})
 
 
-def moe_model(**feed_forward: Any) -> GPT2Config:
-    """The tiny model with experts in its blocks; keywords say more of them."""
-    section = {"kind": "smoe", "num_experts": 4, "top_k": 2, "expert_hidden_size": 24}
-    return _model_with(section | feed_forward)
-
-
-def emoe_model(**feed_forward: Any) -> GPT2Config:
-    """The tiny model with groups of units in its blocks; keywords say more of them."""
-    section = {"kind": "emoe", "num_experts": 4, "top_k": 2, "hidden_size": 48}
-    return _model_with(section | feed_forward)
-
-
-def mumoe_model(**feed_forward: Any) -> GPT2Config:
-    """The tiny model with factorized experts in its blocks; keywords say more of them."""
-    section = {"kind": "mumoe", "num_experts": [5], "rank": 7, "hidden_size": 24}
-    return _model_with(section | feed_forward)
-
-
-def table_model(**feed_forward: Any) -> GPT2Config:
-    """The tiny model with mixtures of decoders in its blocks; keywords say more of them."""
-    section = {"kind": "mxd", "num_experts": 12, "top_k": 3}
-    return _model_with(section | feed_forward)
+# The tiny model with another kind of feed-forward in its blocks; keywords say more of it.
+moe_model = partial(_model_with, kind="smoe", num_experts=4, top_k=2, expert_hidden_size=24)
+emoe_model = partial(_model_with, kind="emoe", num_experts=4, top_k=2, hidden_size=48)
+mumoe_model = partial(_model_with, kind="mumoe", num_experts=[5], rank=7, hidden_size=24)
+table_model = partial(_model_with, kind="mxd", num_experts=12, top_k=3)
 
 
 @dataclass(frozen=True)
@@ -349,8 +333,6 @@ def model_yaml(case: Case) -> str:
 
 def resave(case: Case) -> None:
     """Loads a checkpoint into a layout and writes it again, untouched."""
-    assert case.resume
-    assert case.save_to
     engine, _ = build_engine(case, resumed(case, Checkpoint(Path(case.resume))))
     Saver(engine, Path(case.save_to), keep=Retention()).save(
         case.first_step, {}, model_yaml(case), {}
@@ -381,12 +363,8 @@ def inspect_shards(case: Case) -> dict[str, Any]:
     replicated = attention.residual_dropout(torch.ones(1000))
     attention.dropout = 0.5
     cut = attention.attend(*torch.ones(3, 50, 2, 4, 9))  # of equal queries, keys and values
-    after = torch.rand(3)
-    return {
-        "replicated": replicated.tolist(),
-        "cut": cut.flatten().tolist(),
-        "after": after.tolist(),
-    }
+    values = {"replicated": replicated, "cut": cut.flatten(), "after": torch.rand(3)}
+    return {name: value.tolist() for name, value in values.items()}
 
 
 def wait_in_vain(case: Case) -> float:

@@ -6,7 +6,6 @@ Shapes: B samples, D numbers of a vector, H hidden units, C classes.
 """
 
 import hashlib
-from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from polyad.data.config import DataSettings
+from polyad.data.sampler import held_out_batches
 from polyad.model.build import MODELS, ModelKind
 from polyad.model.initialization import normal
 from polyad.model.layers import Linear
@@ -25,7 +25,7 @@ from polyad.train.errors import ConfigError
 from polyad.train.tasks.registry import TASKS
 from polyad.train.tasks.task import Predictor, Score, Scoring, Sections, Task, Unit
 
-HELD_OUT = {"validation": 300, "test": 101}
+VECTORS = {"train": 1000, "validation": 300, "test": 101}
 """Vectors of each split."""
 
 
@@ -76,6 +76,9 @@ class Vectors(Dataset[VectorBatch]):
         generator = torch.Generator().manual_seed(12345)
         self._centers_CD = torch.randn(settings.classes, inputs, generator=generator)
 
+    def __len__(self) -> int:
+        return VECTORS[self._split]
+
     def __getitem__(self, number: int) -> VectorBatch:
         key = hashlib.sha256(f"{self._seed}/{self._split}/{number}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(key[:4], "big"))
@@ -120,7 +123,7 @@ class VectorTask(Task[VectorBatch]):
 
     @property
     def samples_per_epoch(self) -> int:
-        return 1000
+        return VECTORS["train"]
 
     def losses(
         self, model: Predictor, batch: VectorBatch
@@ -140,38 +143,24 @@ class VectorTask(Task[VectorBatch]):
     def score(self, scoring: Scoring, split: str) -> dict[str, Any]:
         model, world = scoring.model, scoring.world
         total = torch.zeros(3, dtype=torch.float64, device=world.device)
-        batches = list(self._held_out(split, scoring.batch_size, world))
-        for done, (vectors_BD, labels_B, counts_B) in enumerate(batches, start=1):
+        rank, ranks = world.data_parallel_rank, world.data_parallel_size
+        place = rank, ranks, world.device, scoring.report
+        for batch in held_out_batches(self._split(split), scoring.batch_size, *place):
+            (vectors_BD, labels_B), own_B = batch.batch, batch.own_B
             logits_BC, _ = model(vectors_BD)
             losses_B = model.cross_entropy(logits_BC, labels_B)
             right_B = logits_BC.argmax(-1) == labels_B
             total += torch.stack(
-                [losses_B[counts_B].double().sum(), right_B[counts_B].sum(), counts_B.sum()]
+                [losses_B[own_B].double().sum(), right_B[own_B].sum(), own_B.sum()]
             )
-            if scoring.report is not None:
-                scoring.report(done / len(batches))
         loss, right, count = comm.sum_over_samples(total, world).tolist()
         return {"accuracy": right / count, "loss": loss / count, "vectors_scored": int(count)}
 
     def units_of(self, split: str) -> int:
-        return HELD_OUT[split]
+        return VECTORS[split]
 
     def _split(self, name: str) -> Vectors:
         return Vectors(self._settings, self.model.inputs, name, self._seed)  # type: ignore[attr-defined]
-
-    def _held_out(
-        self, split: str, batch_size: int, world: comm.World
-    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """This process's vectors, labels and which of them count, in equally many batches."""
-        vectors, total = self._split(split), HELD_OUT[split]
-        size = batch_size * world.data_parallel_size
-        for begin in range(0, total, size):
-            first = begin + batch_size * world.data_parallel_rank
-            numbers = range(first, first + batch_size)
-            rows = [vectors[min(number, total - 1)] for number in numbers]
-            counts_B = torch.tensor([number < total for number in numbers])
-            stacked = (torch.stack(field) for field in zip(*rows, strict=True))
-            yield (*(each.to(world.device) for each in stacked), counts_B.to(world.device))  # type: ignore[misc]
 
 
 MODELS["perceptron"] = ModelKind(PerceptronConfig, Perceptron)

@@ -3,10 +3,8 @@ import weakref
 
 import pytest
 import torch
-from pydantic import TypeAdapter
 from torch import nn
 
-from polyad.model.block import FEED_FORWARDS, FeedForwardConfig
 from polyad.model.build import build_model, initial_value, initial_values, materialize
 from polyad.model.decoder import GPT2Config
 from polyad.model.initialization import ZEROS, Initializer, normal
@@ -137,16 +135,6 @@ def test_materialize_holds_one_fp32_value_at_a_time(small_config, monkeypatch):
     materialize(build_model(small_config()), seed=0, dtype=torch.bfloat16)
     assert most == 0  # none of the values before was left when the next was drawn
     assert len(alive) == 0
-
-
-every_kind = pytest.mark.parametrize("kind", FEED_FORWARDS)
-
-
-@every_kind
-def test_every_kind_is_a_member_of_the_config_union(kind):
-    config = TypeAdapter(FeedForwardConfig).validate_python({"kind": kind})
-    assert config.kind == kind
-    assert all(field.description for field in type(config).model_fields.values())
 
 
 def test_the_scale_of_a_dense_start_is_that_of_its_two_weights_alone(small_config):

@@ -52,7 +52,7 @@ OTHERS = [
 @everyday(
     ("name", "dtype"),
     [*((name, torch.float32) for name in OTHERS), ("linear, attention", torch.bfloat16)],
-    keep=[("gpt2 smoe", torch.float32), ("linear, attention", torch.bfloat16)],
+    keep=[("gpt2 smoe", torch.float32)],
     ids=str,
 )
 def test_a_compiler_traces_model_and_loss_whole(name, dtype, counters):
@@ -164,14 +164,14 @@ def test_a_k_that_grows_takes_two_programs(small_model, random_ids, counters):
 
 
 def test_blocks_that_drop_at_other_rates_share_a_program(counters):
-    model = built(VIT | {"num_layers": 12, "drop_path": 0.5})
+    model = built(VIT | {"num_layers": 6, "drop_path": 0.5})
     compile_model(model, backend="aot_eager")
     for _ in range(2):
         cross_entropy(model(torch.randn(3, 3, 8, 8)).logits, torch.arange(3)).backward()
     assert not counters["graph_break"]
     assert counters["stats"]["unique_graphs"] == 3
     rates = [1 - float(block.drop_path.keep) for block in model.blocks]
-    assert rates == pytest.approx([0.5 * n / 11 for n in range(12)], abs=1e-6)
+    assert rates == pytest.approx([0.5 * n / 5 for n in range(6)], abs=1e-6)
     assert not any("keep" in name for name in model.state_dict())
 
 

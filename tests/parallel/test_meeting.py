@@ -1,18 +1,47 @@
 """Processes meet before their first collective: who differs, who does not come, what listens."""
 
+import os
 import signal
 import socket
 from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
+from polyad.parallel import comm
 from polyad.parallel.comm import STORE, comparison
 from tests.helpers.everyday import everyday
 from tests.helpers.forking import ForkedRun, free_port
-from tests.helpers.meeting import join
 
 pytestmark = pytest.mark.distributed
+
+
+def join(log: Path, environment: dict[str, str], seed: int, minutes: float) -> None:
+    """Joins the other processes, adds up over them, and ends with the status of what went wrong.
+
+    Args:
+        log: is written.
+        environment: variables that say who it is and where they meet.
+        seed: on which all have to agree.
+        minutes: to wait.
+    """
+    sink = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(sink, 1)
+    os.dup2(sink, 2)
+    os.environ |= environment
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, lambda *_: None)  # never runs while torch waits
+    print("begins", flush=True)
+    status = 0
+    try:
+        comm.initialize(minutes, facts={"seed": str(seed)})
+        print(comm.sum_over_ranks(torch.ones(1)).item(), flush=True)
+        comm.shutdown()
+    except Exception as error:
+        print(type(error).__name__, error, flush=True)
+        status = getattr(error, "exit_status", 70)
+    os._exit(status)
 
 
 @pytest.fixture
@@ -74,10 +103,10 @@ def test_processes_that_do_not_agree_all_refuse(place, start):
 @everyday("store", ["one host", "hosts", "file"], keep=["hosts"])
 @everyday("rank", [0, 1], keep=[0])
 def test_a_process_that_waits_in_vain_ends_with_one_line(rank, place, start):
-    ((status, text),) = ends([start(place, rank, minutes=0.05)])
+    ((status, text),) = ends([start(place, rank, minutes=0.02)])
     assert status == 1
     assert text.startswith(f"PeerError rank {rank} on {socket.gethostname()} did not find all 2 ")
-    assert "0.05 min (parallel.timeout_minutes)" in text
+    assert "0.02 min (parallel.timeout_minutes)" in text
 
 
 @everyday("store", ["one host", "hosts", "file"], keep=["file"])

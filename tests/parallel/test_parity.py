@@ -8,31 +8,54 @@ expert-parallel ones; `Z3`, the stage of ZeRO; `SP`, shared tokens; what changes
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
+from torch import _dynamo
 
-from polyad.model.build import read_model_config
+from polyad.model.build import compile_model, read_model_config
 from polyad.model.lora import LoRAConfig
+from polyad.parallel import parallelize
 from polyad.train.loop.losses import LossConfig, SampleSimilarityConfig
-from tests.helpers.breaks import breaks_of_a_step
-from tests.helpers.pairwise import pairwise
+from tests.helpers.everyday import pairwise
 from tests.helpers.parity import assert_near_state, assert_same_course, assert_same_routing, near
 from tests.helpers.small_decoders import DECODERS, small_decoder
 from tests.helpers.training import (
     GLOBAL_BATCH,
     MODEL,
     Case,
+    build_engine,
     emoe_model,
     moe_model,
     mumoe_model,
     relative,
     table_model,
+    take_step,
     tensors,
     train,
 )
 
 pytestmark = pytest.mark.distributed
+
+
+def breaks_of_a_step(case: Case) -> list[str]:
+    """Runs a step of a model that is traced but not compiled, which would be slow.
+
+    Returns:
+        Reasons for graph breaks.
+    """
+    _dynamo.reset()
+    _dynamo.utils.counters.clear()
+    traced = partial(compile_model, backend="aot_eager")
+    model = case.model.model_copy(update={"compile": True})
+    with mock.patch.object(parallelize, "compile_model", traced):
+        engine, world = build_engine(case.but(model=model))
+    assert take_step(engine, world, case, 0).result.applied
+    assert _dynamo.utils.counters["stats"]["unique_graphs"] >= 3
+    return list(_dynamo.utils.counters["graph_break"])
+
 
 SGD = Case(optimizer="sgd", learning_rate=0.1, clip=0.5)
 UNCUT = LossConfig()

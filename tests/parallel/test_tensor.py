@@ -1,5 +1,6 @@
 """Tensor parallelism: shares, padding of the vocabulary, dropout, recomputation."""
 
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -9,8 +10,26 @@ import torch.distributed as dist
 from polyad.model.bert import BertConfig
 from polyad.parallel.config import Dims
 from polyad.parallel.plan import pretended_world
-from tests.helpers.bert import scores_of_padded
-from tests.helpers.training import MODEL, Case, inspect_shards, local_losses
+from tests.helpers.bert import padded_input
+from tests.helpers.training import MODEL, Case, build_engine, inspect_shards, local_losses
+
+
+def scores_of_padded(case: Case, targets: list[list[int]]) -> dict[str, Any]:
+    """The loss of hidden tokens in padded input, whether each is the best guess, and that guess."""
+    engine, _ = build_engine(case)
+    engine.train(False)
+    ids, mask, segments = padded_input()
+    positions = torch.tensor([[1, 15], [3, 10], [0, 0]])
+    with torch.no_grad():
+        logits = engine(ids, mask, segments, positions).logits
+        both = engine(ids, mask, segments, positions, torch.tensor(targets)).logits
+        losses = engine.cross_entropy(logits, torch.tensor(targets))
+    torch.testing.assert_close(both[..., 0], losses)
+    return {
+        "losses": losses.tolist(),
+        "right": both[..., 1].tolist(),
+        "best": logits.argmax(-1).tolist(),  # where the vocabulary is cut: of this part
+    }
 
 
 def groups_of_many_processes(dims: Dims) -> int:

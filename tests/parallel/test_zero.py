@@ -3,13 +3,29 @@
 import os
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 
 from polyad.model.vit import ViTConfig
-from tests.helpers.breaks import places_of_weights
-from tests.helpers.gradients import rates_of_blocks, settings
-from tests.helpers.training import Case, moe_model
+from polyad.parallel import parallelize
+from tests.helpers.training import Case, build_engine, moe_model
+from tests.parallel.test_gradients import rates_of_blocks, settings
+
+
+def places_of_weights(case: Case) -> tuple[bool, bool]:
+    """Builds an engine.
+
+    Returns:
+        Whether the compiler was told that weights may be unaligned, and whether one is.
+    """
+    model = case.model.model_copy(update={"compile": True})
+    with mock.patch.object(parallelize, "compile_model") as told:
+        engine, _ = build_engine(case.but(model=model))
+    (call,) = told.call_args_list
+    weights = engine.module.parameters()
+    unaligned = any(p.storage_offset() * p.element_size() % 16 for p in weights)
+    return call.kwargs["placed_anywhere"], unaligned
 
 
 def made(stage, precision="fp32", **keys):

@@ -7,19 +7,128 @@ model of a disk that loses what was not flushed, and what is left is given to wh
 import errno
 import hashlib
 import os
+import resource
 import shutil
+import time
 from functools import cache
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from polyad.model.decoder import GPT2Config
+from polyad.parallel import comm
 from polyad.parallel.checkpoint.format import CheckpointError, verify_contents
-from polyad.parallel.checkpoint.manage import complete_checkpoints, put_back, remove_leftovers
-from tests.helpers.disk import Disk, write_tree
-from tests.helpers.saving import failing_save, record_saves, save_in_little_room
-from tests.helpers.training import Case
+from polyad.parallel.checkpoint.manage import (
+    complete_checkpoints,
+    put_back,
+    remove_leftovers,
+)
+from polyad.parallel.checkpoint.save import SaveError
+from tests.helpers.disk import Disk, audited, read_tree, recorded, write_tree
+from tests.helpers.saving import change, saving
+from tests.helpers.training import Case, build_engine
 
 pytestmark = pytest.mark.distributed
+
+
+def record_saves(case: Case, folder: str, steps: list[int], last: int, way: str) -> dict[str, Any]:
+    """Saves several times; gives all operations, where each save ended, and what it left.
+
+    The folder's parent is there and empty.
+    """
+    engine, _ = build_engine(case)
+    path = Path(folder)
+    ends, trees = [], []
+    with (
+        recorded() as recorder,
+        audited(path.parent) as seen,
+        saving(engine, path, last, way=way) as save,
+    ):
+        for number, step in enumerate(steps, start=1):
+            change(engine, number)
+            save(step)
+            comm.barrier()
+            ends.append(time.monotonic_ns())
+            trees.append(read_tree(path))
+            comm.barrier()
+    return {"operations": recorder.operations, "ends": ends, "trees": trees, "audited": seen}
+
+
+def failing_save(
+    case: Case, folder: str, faults: list[tuple[int, int, int]], way: str
+) -> list[Any]:
+    """For each (rank, operation, errno) a save that meets it.
+
+    Every save is of step 2 and begins with a good checkpoint of step 1.
+
+    Returns:
+        For each the error ("none" if none), the operation that failed, whether step 1 is still
+        what it was, and what became of step 2: "absent", "whole" or "broken".
+    """
+    engine, _ = build_engine(case)
+    path, results = Path(folder), []
+    change(engine, 1)
+    with saving(engine, path, None, way=way) as save:
+        save(1)
+    change(engine, 2)
+    before = read_tree(path)
+    for rank, number, error in faults:
+        comm.barrier()
+        with (
+            recorded(number if comm.rank() == rank else None, error) as recorder,
+            saving(engine, path, 2, way=way) as save,
+        ):
+            try:
+                save(2)
+                text = "none"
+            except SaveError as caught:
+                text = str(caught)
+        comm.barrier()
+        after = read_tree(path)
+        old = all(after.get(name, 0) == before[name] for name in before if name != "latest")
+        results.append((text, recorder.failed, old, _state_of(path / "step-00000002")))
+        comm.barrier()
+        if comm.rank() == 0:
+            _only_step_1(path)
+    return results
+
+
+def _state_of(path: Path) -> str:
+    if not path.exists():
+        return "absent"
+    try:
+        verify_contents(path)
+    except CheckpointError:
+        return "broken"
+    return "whole"
+
+
+def _only_step_1(path: Path) -> None:
+    for inner in path.iterdir():
+        if inner.name not in ("step-00000001", "latest"):
+            shutil.rmtree(inner) if inner.is_dir() else inner.unlink()
+    (path / "latest").write_text("step-00000001\n")
+
+
+def save_in_little_room(case: Case, folder: str, size: int, way: str) -> tuple[str, dict[str, Any]]:
+    """A save in which the kernel itself refuses rank 0 files of more than `size` bytes."""
+    engine, world = build_engine(case)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with saving(engine, Path(folder), None, way=way) as save:
+        save(1)
+        try:
+            if world.is_main:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+            save(2)
+            text = "none"
+        except SaveError as error:
+            text = str(error)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    comm.barrier()
+    return text, read_tree(Path(folder))
+
 
 LAST = 1
 STEPS = {
@@ -40,7 +149,7 @@ def way(request):
 
 
 @pytest.fixture(scope="module")
-def recorded(workers, tmp_path_factory):
+def recordings(workers, tmp_path_factory):
     @cache
     def record(way, steps="the next"):
         root = tmp_path_factory.mktemp("recorded")
@@ -61,8 +170,8 @@ def recorded(workers, tmp_path_factory):
 @pytest.fixture(
     params=["the next", *(pytest.param(each, marks=pytest.mark.slow) for each in [*STEPS][1:])]
 )
-def recording(recorded, way, request):
-    return recorded(way, request.param)
+def recording(recordings, way, request):
+    return recordings(way, request.param)
 
 
 def replay(recording, operations, folder, *, every_write):
@@ -167,8 +276,8 @@ def removed_file_by_file(operations):
         pytest.param(removed_file_by_file, id="one is removed file by file"),
     ],
 )
-def test_the_proof_notices_what_is_left_out(recorded, tmp_path, change):
-    recording = recorded("synchronous")
+def test_the_proof_notices_what_is_left_out(recordings, tmp_path, change):
+    recording = recordings("synchronous")
     operations = change(recording["operations"])
     assert len(operations) < len(recording["operations"])
     with pytest.raises(BrokenPromise):
@@ -177,9 +286,9 @@ def test_the_proof_notices_what_is_left_out(recorded, tmp_path, change):
 
 @pytest.mark.slow
 def test_the_proof_notices_a_replaced_checkpoint_that_is_not_put_back(
-    recorded, tmp_path, monkeypatch
+    recordings, tmp_path, monkeypatch
 ):
-    recording = recorded("synchronous", "the same")
+    recording = recordings("synchronous", "the same")
     monkeypatch.setitem(globals(), "put_back", lambda folder: None)
     with pytest.raises(BrokenPromise):
         replay(recording, recording["operations"], tmp_path, every_write=False)

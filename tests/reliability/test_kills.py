@@ -15,16 +15,42 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
+from polyad.parallel.checkpoint import save as save_file
 from polyad.parallel.checkpoint.format import verify_contents
 from polyad.parallel.checkpoint.manage import complete_checkpoints
+from polyad.parallel.checkpoint.save import Task
 from tests.helpers.everyday import everyday
 from tests.helpers.forking import ForkedRun
 from tests.helpers.parity import assert_equal_state
 from tests.helpers.runs import records, write_config
-from tests.helpers.snapshots import slow_copies
 
 pytestmark = pytest.mark.distributed
+
+
+def slow_copies(folder: Path, rank: int) -> None:
+    """Has every copy in a thread take about 50 ms, with a file `copying-RANK` there meanwhile.
+
+    For the process of a run, of two blocks or so.
+    """
+    run, copy_tensor = Task.run, save_file.copy_tensor
+
+    def marked(self: Task) -> None:
+        mark = folder / f"copying-{rank}"
+        mark.touch()
+        try:
+            run(self)
+        finally:
+            mark.unlink(missing_ok=True)
+
+    def slow(place: torch.Tensor, values: torch.Tensor) -> None:
+        time.sleep(0.001)
+        copy_tensor(place, values)
+
+    Task.run = marked  # type: ignore[method-assign]
+    save_file.copy_tensor = slow
+
 
 EVERY = 2
 SAVE_SECONDS, COPY_SECONDS = 0.02, 0.06

@@ -3,11 +3,13 @@
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from polyad.train.exchange.convert import convert
-from tests.helpers.fine_tuned import trainer
+from tests.helpers import sequences as made
+from tests.helpers.fine_tuned import KINDS, Rows
 from tests.helpers.runs import FEED_FORWARDS, run, write_config
 
 
@@ -50,8 +52,42 @@ def run_of(workers, tmp_path_factory, prepared_path) -> Callable[..., Path]:
 
 @pytest.fixture(scope="session")
 def fine_tuned(workers, tmp_path_factory) -> Callable[..., Path]:
-    """Trains on tables of labelled sequences, and gives the run's folder: see `trainer`."""
-    return trainer(workers, tmp_path_factory)
+    """Trains a small model on tables of labelled sequences, and gives the run's folder."""
+
+    def trained(
+        name: str,
+        train_rows: Rows,
+        held_out: Rows,
+        steps: int = 4,
+        data: dict[str, Any] | None = None,
+        processes: int = 1,
+        **changes: Any,
+    ) -> Path:
+        root = tmp_path_factory.mktemp(name)
+        made.byte_tokenizer(root)
+        made.write(root / "table" / "train.csv", train_rows)
+        made.write(root / "table" / "dev.csv", held_out)
+        given = {
+            "model": {
+                "kind": "gpt2", "num_layers": 2, "hidden_size": 16, "num_heads": 2,
+                "sequence_length": 96, "head": {"kind": "classification"},
+                "feed_forward": KINDS.get(name, KINDS["smoe"]),
+            },
+            "data": {
+                "kind": "sequences", "path": str(root / "table"),
+                "tokenizer": str(root / "tokenizer.json"), **(data or {}),
+            },
+            "train": {
+                "steps": steps, "global_batch_size": 8, "micro_batch_size": 4, "precision": "fp32",
+            },
+            "optimizer": {"learning_rate": 0.02}, "schedule": {}, "checkpoint": {},
+            "evaluation": {"every": 2}, "log": {"trackers": []},
+        }  # fmt: skip
+        config = write_config(root / "config.yaml", root / "table", **given | changes)
+        workers(processes).run(run, config)
+        return root / "run"
+
+    return trained
 
 
 @pytest.fixture(scope="session")

@@ -54,6 +54,13 @@ def attentive(workers, config):
     return folder
 
 
+@pytest.fixture(scope="module")
+def teacher(workers, config):
+    folder = config.parent / "teacher"
+    workers(1).run(run, config, ATTENTIVE, f"run.folder={folder}", "train.steps=8")
+    return folder
+
+
 @pytest.mark.slow
 def test_the_gate_of_a_mixture_is_measured(workers, attentive):
     """Beside what it gives each expert, of one held-out image at a time."""
@@ -113,11 +120,11 @@ def test_a_distilled_mixture_has_the_experts_and_learns_a_plain_gate(workers, co
             torch.testing.assert_close(begun[name], theirs[name], rtol=0, atol=1e-7)
 
 
-def test_a_student_that_is_its_teacher_has_nothing_to_learn(workers, config, attentive):
+def test_a_student_that_is_its_teacher_has_nothing_to_learn(workers, config, teacher):
     """Frozen, so that both read running statistics; then against KL and the loss by torch."""
     folder = config.parent / "same"
     words = (
-        ATTENTIVE, f"checkpoint.init_from={attentive}", f"distill.teacher={attentive}",
+        ATTENTIVE, f"checkpoint.init_from={teacher}", f"distill.teacher={teacher}",
         "optimizer.groups=[{match: 'mixture.experts.*', freeze: true}, "
         "{match: 'mixture.gate.network.*', freeze: true}]", "train.steps=1", "distill.weight=1.0",
     )  # fmt: skip
@@ -151,7 +158,7 @@ def test_the_loss_is_the_divergence_that_torch_computes():
     torch.testing.assert_close(distillation_loss(sure, student[:2], 1.0), expected)
 
 
-TEACHER = "distill.teacher={attentive}"
+TEACHER = "distill.teacher={teacher}"
 
 
 @pytest.mark.parametrize(
@@ -161,7 +168,7 @@ TEACHER = "distill.teacher={attentive}"
         (("model.top_k=5",), "model.top_k: 5 is more than model.num_experts: 4"),
         ((TEACHER, "data.path={colours}"), "has 3 classes, the distill.teac"),
         (
-            ("checkpoint.init_from={attentive}", ATTENTIVE, "data.path={colours}"),
+            ("checkpoint.init_from={teacher}", ATTENTIVE, "data.path={colours}"),
             "a different model",
         ),
         ((TEACHER, "data.normalization=none"), "data.normalization: half"),
@@ -172,8 +179,8 @@ TEACHER = "distill.teacher={attentive}"
         (("parallel.tensor_parallel_size=2",), "model.kind: mixture is not allowed with parallel"),
     ],
 )
-def test_what_does_not_fit_is_refused(workers, config, attentive, words, message):
-    places = {"attentive": attentive, "colours": config.parent / "colours"}
+def test_what_does_not_fit_is_refused(workers, config, teacher, words, message):
+    places = {"teacher": teacher, "colours": config.parent / "colours"}
     processes = 2 if "tensor" in words[0] else 1
     words = [word.format(**places) for word in words]
     folder = f"run.folder={config.parent / 'refused'}"

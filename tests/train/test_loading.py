@@ -161,7 +161,8 @@ def from_python(folder, data):
     """Trains in this process, continues in it, and returns the folder of the weights."""
     model = {"kind": "gpt2", "num_layers": 2, "hidden_size": 32, "num_heads": 4,
              "sequence_length": 16, "feed_forward": {"kind": "smoe", "num_experts": 4}}  # fmt: skip
-    config = {"model": model, "train": {"global_batch_size": 4, "micro_batch_size": 2}}
+    config = {"model": model, "train": {"global_batch_size": 4, "micro_batch_size": 2},
+              "evaluation": {"batch_size": 64}}  # fmt: skip
     polyad.train(config, data__path=data, run__folder=str(folder), train__steps=2)
     return polyad.train(folder, train__steps=3).path.name
 

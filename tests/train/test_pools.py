@@ -5,7 +5,7 @@ import torch
 
 from polyad.data.text.dataset import PreparedData
 from polyad.parallel.weights import load_model
-from tests.helpers.runs import records, refusal, run
+from tests.helpers.runs import refusal
 
 pytestmark = pytest.mark.distributed
 SECTION = {"kind": "smoe", "num_experts": 8, "expert_hidden_size": 16, "pool_least": 2}
@@ -35,17 +35,6 @@ def test_evaluation_has_no_pools(finished):
         torch.testing.assert_close(model(ids_BT).logits, plain)
         drawn = [model.train()(ids_BT).logits for _ in range(9)]  # some pools have all experts
     assert max((logits_BTV - plain).abs().max() for logits_BTV in drawn) > 1e-4
-
-
-def test_a_run_goes_on_with_the_same_numbers(workers, config, tmp_path):
-    """Sizes are drawn from the seed and the step, as dropout is."""
-    losses = []
-    for name, stops in (("whole", [6]), ("in-two", [3, 6])):
-        for steps in stops:
-            words = (f"run.folder={tmp_path / name}", f"train.steps={steps}")
-            workers(1).run(run, config, *words)
-        losses.append([line["loss"] for line in records(tmp_path / name)])
-    assert losses[0] == losses[1]
 
 
 def test_another_end_of_documents_is_refused(workers, prepared_path, config):

@@ -128,15 +128,6 @@ def test_a_group_rises_over_its_own_steps_also_after_a_stop(workers, tmp_path, p
 
 
 @pytest.mark.slow
-def test_batches_do_not_depend_on_loader_workers(workers, finished, config, tmp_path):
-    workers(2).run(run, config, "data.num_workers=2")
-    ours, theirs = (
-        [line["loss"] for line in records(each / "run")] for each in (tmp_path, finished)
-    )
-    assert ours == theirs
-
-
-@pytest.mark.slow
 def test_a_profile_is_written_on_request(workers, config, tmp_path):
     workers(1).run(run, config, "log.profile.first_step=2", "log.profile.num_steps=2")
     trace = json.loads((tmp_path / "run" / "profile" / "rank-00000.json").read_text())

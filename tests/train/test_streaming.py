@@ -22,10 +22,10 @@ from tests.helpers.decoders import hub_folder, in_four_bits, write_tokenizer
 from tests.helpers.everyday import everyday
 from tests.helpers.little_memory import little_memory
 from tests.helpers.prepared import jsonl
+from tests.helpers.reference import save_reference
 from tests.helpers.runs import both_forms, evaluation, measured
 from tests.helpers.started import start
 
-transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.distributed
 
 TEXTS = [f"def number_{n}(x):\n    return {n} * x + {n * n}\n" * (1 + n % 3) for n in range(16)]
@@ -37,21 +37,14 @@ FREE = ("seconds", "tokens_per_second")
 """Keys of a result that differ from run to run."""
 
 
-def gpt2_folder(folder):
-    """Writes a GPT-2 of transformers: learned positions, a head that is the embedding."""
-    torch.manual_seed(0)
-    config = transformers.GPT2Config(vocab_size=320, n_positions=64, n_embd=32, n_layer=3, n_head=4)
-    transformers.GPT2LMHeadModel(config).save_pretrained(folder)
-    write_tokenizer(folder)
-
-
 def folder_and_data(case, tmp_path, settings=None):
     """A folder as the hub has it, and texts in its tokens."""
     name = case.removesuffix(" four bits")
     folder, data = tmp_path / "hub", tmp_path / "data"
     settings = {"intermediate_size": 64} if name != case else settings
     if name == "gpt2":
-        gpt2_folder(folder)
+        save_reference(folder, n_layer=3, n_positions=64, vocab_size=320)
+        write_tokenizer(folder)
     else:
         hub_folder(folder, name, settings)
     if name != case:

@@ -84,6 +84,7 @@ IN_PIECES = [
     *(("many words", f"{each}{end}") for each in ON_DENSE for end in ("", " bf16")),
     *((name, each) for name in ("mumoe cp", "mumoe tr") for each in ("1", "2 Z2 bf16", "2 Z3")),
     *((name, "1 muon") for name in ("dense", "odd cp", "odd tr", "smoe, all state")),
+    *(("pools of any size", each) for each in ("1", "2 TP2")),
     *(("smoe, all state", f"{each}{end}") for each in ON_EXPERTS for end in ("", " bf16")),
     *(
         (name, f"{each}{('', ' bf16')[(number + turn) % 2]}")

@@ -17,7 +17,7 @@ from polyad.parallel.families import FamilyWeights
 from tests.helpers.bert import their_bert
 from tests.helpers.decoders import CASES, in_four_bits, theirs
 from tests.helpers.everyday import everyday
-from tests.helpers.huggingface import save_reference
+from tests.helpers.reference import save_reference
 from tests.helpers.refusals import line_of
 
 transformers = pytest.importorskip("transformers")
@@ -40,9 +40,10 @@ def written(case: str, folder: Path) -> None:
             intermediate_size=40, image_size=16, patch_size=4, num_labels=5)  # fmt: skip
         transformers.ViTForImageClassification(config).save_pretrained(folder)
     elif case == FUSED:
-        theirs("olmoe").save_pretrained(folder, save_original_format=False)
+        theirs("olmoe", num_hidden_layers=2).save_pretrained(folder, save_original_format=False)
     elif case == FOUR_BITS:
-        theirs("gpt_oss", hidden_size=64, intermediate_size=32).save_pretrained(folder)
+        settings = {"hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2}
+        theirs("gpt_oss", **settings).save_pretrained(folder)
         in_four_bits(folder)
     else:
         theirs(case).save_pretrained(folder)

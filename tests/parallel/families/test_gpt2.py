@@ -13,7 +13,7 @@ from polyad.model.families.keys import WeightsError
 from polyad.parallel.checkpoint.format import MASTER, Box
 from polyad.parallel.families import FamilyWeights
 from polyad.parallel.weights import load_model
-from tests.helpers.huggingface import save_reference
+from tests.helpers.reference import save_reference
 from tests.helpers.refusals import line_of
 
 

@@ -18,9 +18,8 @@ from polyad.train.evaluation.generate import (
 from tests.helpers.decoders import write_tokenizer
 from tests.helpers.everyday import everyday
 from tests.helpers.generated import any_token, generated, uncached
-from tests.helpers.huggingface import save_reference
 from tests.helpers.random_model import random_model
-from tests.helpers.reference import reference_of
+from tests.helpers.reference import reference_of, save_reference
 
 GREEDY = Sampling(temperature=0)
 DENSE = {"kind": "dense"}

@@ -16,8 +16,8 @@ from polyad.parallel.checkpoint.load import Checkpoint, find_checkpoint
 from polyad.parallel.weights import load_model
 from polyad.train.exchange.convert import convert
 from tests.helpers.everyday import everyday
-from tests.helpers.huggingface import save_reference
 from tests.helpers.parity import assert_equal_tensors
+from tests.helpers.reference import save_reference
 from tests.helpers.runs import FEED_FORWARDS, newest, refusal, weights_of
 from tests.helpers.training import tensors
 

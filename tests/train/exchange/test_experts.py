@@ -2,26 +2,65 @@
 groups are made dense again, bit for bit."""
 
 import json
+import shutil
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 from torch.nn.functional import normalize
 from transformers import AutoModelForCausalLM
 
 from polyad.launch.cli import run as polyad
-from polyad.model.build import build_model, initial_value
+from polyad.model.build import build_model, initial_value, initial_values, read_model_config
 from polyad.parallel.checkpoint.load import Checkpoint
 from polyad.parallel.weights import load_model
 from polyad.train.exchange.change import Merging, Splitting, Upcycling
 from polyad.train.exchange.convert import conversion_table, convert
-from tests.helpers.bert import their_bert
+from tests.helpers.bert import padded_input, their_bert
 from tests.helpers.decoders import hub_folder, theirs, tokens
-from tests.helpers.dense import IMAGES, TEXT, logits_of, with_nan, write_weights
 from tests.helpers.everyday import everyday
-from tests.helpers.huggingface import save_reference
 from tests.helpers.parity import assert_equal_tensors
+from tests.helpers.reference import save_reference
 from tests.helpers.runs import newest, records, run, weights_of, write_config
+
+TEXT = {
+    "kind": "gpt2", "num_layers": 4, "hidden_size": 32, "num_heads": 4, "sequence_length": 32,
+    "vocab_size": 400,
+}  # fmt: skip
+IMAGES = {"num_layers": 2, "hidden_size": 32, "image_size": 16, "patch_size": 4, "num_classes": 7}
+
+
+def write_weights(folder: Path, section: dict[str, Any], spread: float = 0.1) -> Path:
+    """Writes config.yaml and model.safetensors, with noise of this deviation added to all
+    weights."""
+    config = read_model_config(section)
+    generator = torch.Generator().manual_seed(5)
+    weights = {
+        name: value + spread * torch.randn(value.shape, generator=generator)
+        for name, value in initial_values(build_model(config), 3)
+    }
+    folder.mkdir(parents=True)
+    save_file(weights, folder / "model.safetensors")
+    (folder / "config.yaml").write_text(yaml.safe_dump({"model": config.model_dump(mode="json")}))
+    return folder
+
+
+@torch.no_grad()
+def logits_of(model: nn.Module, dtype: torch.dtype = torch.float64) -> Tensor:
+    """A model's logits for random input of its kind, of a BERT those of no padding."""
+    generator, given = torch.Generator().manual_seed(1), padded_input()
+    kind = model.config.kind
+    if kind in ("gpt2", "decoder"):
+        given = (torch.randint(model.config.vocab_size, (3, 32), generator=generator),)
+    elif kind != "bert":
+        given = (torch.randn(3, 3, 16, 16, generator=generator, dtype=dtype),)
+    logits: Tensor = model.to(dtype)(*given).logits
+    return logits[padded_input()[1]] if kind == "bert" else logits
+
 
 MODELS = {
     "gpt2": TEXT,
@@ -261,9 +300,11 @@ def test_what_is_not_dense_cannot_be_split_and_what_is_not_split_cannot_be_merge
     assert "--merge" in line_of(tmp_path / "smoe", "--merge")
     assert "--merge" in line_of(sources / "gpt2", "--merge")
     assert "--merge" in line_of(sources / "gpt2", "--merge", *split)
-    damaged = with_nan(sources / "gpt2", tmp_path / "nan", "blocks.1.feed_forward.up.weight")
-    expected = "NaN or infinity in blocks.1.feed_forward.up.weight"
-    assert expected in line_of(damaged, *split)
+    damaged = shutil.copytree(sources / "gpt2", tmp_path / "nan")
+    weights = load_file(damaged / "model.safetensors")
+    weights["blocks.1.feed_forward.up.weight"].view(-1)[3] = torch.nan
+    save_file(weights, damaged / "model.safetensors")
+    assert "NaN or infinity in blocks.1.feed_forward.up.weight" in line_of(damaged, *split)
     words = ["convert", str(damaged), str(tmp_path / "new"), "--to", "polyad"]
     assert polyad([*words, "--split", f"{split[1]},by=random"]) == 0
 
@@ -310,3 +351,50 @@ def test_a_run_goes_on_from_the_dense_loss(workers, trained, tmp_path, prepared_
     torch.testing.assert_close(weights_of(tmp_path / "merged"), expected, atol=2e-6, rtol=1e-5)
     before = weights_of(newest(trained("dense")))
     assert not any(torch.equal(before[name], expected[name]) for name in before if "up" in name)
+
+
+NO_UPCYCLING = [
+    ("top_k=2", "num_experts "),
+    ("num_experts=8,top_j=2", "model.feed_forward.top_j; the nearest is model.feed_forward.top_k"),
+    ("num_experts=8,kind=smoe", "kind "),
+    ("num_experts=8,top_k", "top_k: "),
+    ("", "key=value"),
+    ("num_experts=8,num_experts=9", "num_experts "),
+    ("num_experts=8,placement=[1", "placement=[1: "),
+    ("num_experts=8,top_k=9", "model.feed_forward.top_k: 9 "),
+    ("num_experts=1", "model.feed_forward.num_experts: 1 "),
+    ("num_experts=8,placement=[1,4]", "placement: [1, 4] "),
+    ("num_experts=8,expert_hidden_size=64", "model.feed_forward.expert_hidden_size: 64 "),
+    ("num_experts=8,placement=2,dense_hidden_size=127", "feed_forward.dense_hidden_size: 127 "),
+    ("num_experts=8,capacity_factor=1.0", "allowed: null"),
+    ("num_experts=8,noise=-0.1", "noise: -0.1 "),
+    ("num_experts=8,noise=.nan", "noise: nan "),
+    ("num_experts=8,seed=1.5", "seed: 1.5 "),
+    ("num_experts=9000000000000000000", "more elements than a tensor can have"),
+    ("num_experts=100000000000", " bytes, "),
+]
+NO_SPLIT = [
+    ("top_k=2", "num_experts "),
+    ("num_experts=8,blcks=2", "model.feed_forward.blcks; the nearest is model.feed_forward.blocks"),
+    ("num_experts=8,by=kmeans", "by: 'kmeans' "),
+    ("num_experts=7,top_k=2", "model.feed_forward.num_experts: 7 "),
+    ("num_experts=8,blocks=[1,4]", "model.feed_forward.blocks: [1, 4] "),
+    ("num_experts=8,hidden_size=64", "model.feed_forward.hidden_size: 64"),
+    ("num_experts=8,seed=-1", "seed: -1 "),
+    ("num_experts=8,section=mlp", "section: 'mlp' "),
+    ("num_experts=8,capacity_factor=1.5", "allowed: null"),
+]
+REFUSED = [("--upcycle", *case) for case in NO_UPCYCLING]
+REFUSED += [("--split", *case) for case in NO_SPLIT]
+
+
+@pytest.mark.parametrize(("option", "text", "key"), REFUSED)
+def test_what_does_not_make_sense_is_one_line_and_leaves_nothing(
+    sources, tmp_path, refused, option, text, key
+):
+    line = refused(
+        "convert", sources / "gpt2", tmp_path / "new", "--to", "polyad", f"{option}={text}"
+    )
+    assert f"{option} {text}: " in line
+    assert key in line
+    assert list(tmp_path.iterdir()) == []

@@ -17,7 +17,7 @@ from tests.helpers.adapted import adapted_checkpoint, assert_all_loaded
 from tests.helpers.bert import their_bert
 from tests.helpers.decoders import theirs, tokens
 from tests.helpers.everyday import everyday
-from tests.helpers.huggingface import save_reference
+from tests.helpers.reference import save_reference
 
 ALL = LoRAConfig(rank=3, alpha=6.0, targets=("attention.*", "feed_forward.*"), experts=True)
 FAMILIES = ("olmoe", "mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")

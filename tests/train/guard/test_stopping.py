@@ -5,18 +5,54 @@ import json
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 
 from polyad.launch.processes import END_WITH_PARENT
 from polyad.parallel.checkpoint.manage import complete_checkpoints
+from polyad.parallel.checkpoint.save import Saver
+from polyad.train.loop import loop
 from tests.helpers.everyday import everyday
-from tests.helpers.interrupting import leave_the_shell, slow_saves, slow_steps
 from tests.helpers.parity import assert_equal_state
 from tests.helpers.runs import records
 from tests.helpers.started import wait_for
 
 pytestmark = pytest.mark.distributed
+
+
+def slow_saves(folder: Path, rank: int) -> None:
+    """Makes every save take a second longer; a file `saving` marks its start."""
+    _slow_down(Saver, "save", folder / "saving")
+
+
+def slow_steps(folder: Path, rank: int) -> None:
+    """Makes every step take a second longer; a file `step` marks its start."""
+    _slow_down(loop, "issue_step", folder / "step")
+
+
+def _slow_down(owner: object, name: str, mark: Path) -> None:
+    call = getattr(owner, name)
+
+    def slow(*arguments, **named):
+        mark.touch()
+        time.sleep(1.0)
+        return call(*arguments, **named)
+
+    setattr(owner, name, slow)
+
+
+def leave_the_shell(folder: Path, rank: int) -> None:
+    """Makes the run's parent exit once the run takes steps, as with `polyad train &`."""
+    metrics = folder / "run" / "metrics.jsonl"
+    child = os.fork()
+    if child == 0:
+        (folder / "process").write_text(f"{os.getpid()}")
+        return
+    while not (metrics.exists() and metrics.read_text()):
+        time.sleep(0.005)
+    os._exit(0)
+
 
 LONG = ("train.steps=100000", "checkpoint.every=0", "evaluation.every=0")
 GRACE = 25

@@ -14,7 +14,7 @@ from polyad.train.experts.token_classes import CHARACTERS, character_class
 from polyad.train.measures.steer import Steer
 from tests.helpers.bert import prepare_pieces
 from tests.helpers.prepared import windows_of
-from tests.helpers.runs import atlas, both_forms, evaluation, frame_of, newest
+from tests.helpers.runs import atlas, both_forms, frame_of, newest
 
 pytestmark = pytest.mark.distributed
 WINDOWS = 40
@@ -112,18 +112,6 @@ def test_steering_is_as_two_passes_say(workers, trained, prepared_path):
         assert row["change"] == pytest.approx(masses[1][name] - masses[0][name], abs=1e-5)
     by_frequency = frame_of(result, "next_tokens", by="frequency")["probability"]
     assert by_frequency.sum() == pytest.approx(1, abs=1e-5)
-
-
-@pytest.mark.slow
-def test_all_of_a_split_is_read_as_evaluate_reads_it(workers, trained):
-    """To its last window, which is padded."""
-    options = {"tokens": 10**9, "layers": ["all"], "experts": ["0"]}
-    result = workers(1).run(atlas, trained("smoe"), **options)[0]
-    scored = workers(1).run(evaluation, trained("smoe"))[0]
-    assert result["tokens_scored"] == scored["tokens_scored"]
-    assert result["loss"] == pytest.approx(scored["loss"], abs=1e-5)
-    for _, table in frame_of(result, "classes", module=LAYER).groupby("by"):
-        assert table["tokens"].sum() == scored["tokens_scored"]
 
 
 def test_the_command_says_it_for_people(trained, tmp_path, capfd):

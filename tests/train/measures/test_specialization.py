@@ -1,7 +1,6 @@
 """`polyad evaluate --specialization` of text and sequences: as counted token by token."""
 
 import math
-import unicodedata
 from collections import Counter
 
 import pytest
@@ -13,6 +12,7 @@ from polyad.data.text.dataset import PreparedData
 from polyad.parallel.weights import load_model
 from tests.helpers.prepared import windows_of
 from tests.helpers.runs import frame_of, measured, newest
+from tests.train.measures.test_knockout import kind_of
 
 pytestmark = pytest.mark.distributed
 
@@ -37,19 +37,6 @@ def token_by_token(folder, windows):
         model(torch.tensor([read]))
         tokens += [(token, place) for place, token in enumerate(read)]
     return tokens, [torch.cat(level).double() for level in zip(*decided, strict=True)]
-
-
-def kind_of(text):
-    inner = text.strip()
-    if not inner:
-        return "space or newline" if text else "other"
-    first = inner[0]
-    if first.isalpha():
-        return "letters"
-    if unicodedata.category(first)[0] == "N":
-        return "digits"
-    category = unicodedata.category(first)
-    return "punctuation" if category[0] in "PS" and category != "So" else "other"
 
 
 @pytest.mark.slow
@@ -79,11 +66,8 @@ def test_text_is_as_counted_token_by_token(workers, run_of, prepared_path, kind)
     if kind == "mumoe":
         return
     experts, tokenizer = scores[0].argmax(-1).tolist(), PreparedData.open(prepared_path).tokenizer()
-    end = tokenizer.end_of_text_id
     labels = {
-        "characters": [
-            "other" if token == end else kind_of(tokenizer.decode([token])) for token, _ in tokens
-        ],
+        "characters": [kind_of(tokenizer, token) for token, _ in tokens],
         "position": [f"{4 * (place // 4)} to {4 * (place // 4) + 3}" for _, place in tokens],
     }
     for name, label in labels.items():

@@ -13,8 +13,8 @@ from polyad.parallel.weights import load_model
 from polyad.train.errors import ConfigError
 from polyad.train.measures.splice import Splicing
 from tests.helpers.decoders import hub_with_text, prepared_for, tokens, write_tokenizer
-from tests.helpers.huggingface import save_reference
 from tests.helpers.prepared import windows_of
+from tests.helpers.reference import save_reference
 from tests.helpers.runs import QUIET, both_forms, frame_of, records, run, write_config
 
 pytestmark = pytest.mark.distributed
