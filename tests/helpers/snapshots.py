@@ -92,7 +92,8 @@ def _content(engine: Engine) -> dict[tuple[str, str], torch.Tensor]:
 @contextmanager
 def copies_held() -> Iterator[None]:
     """No thread copies a tensor before somebody waits for the copies."""
-    begun, copy_tensor, wait = threading.Event(), save_file.copy_tensor, Task.wait_for_copies
+    begun, copy_tensor = threading.Event(), save_file.copy_tensor
+    wait, join = Task.wait_for_copies, Task.join
 
     def held(place: torch.Tensor, values: torch.Tensor) -> None:
         if threading.current_thread() is not threading.main_thread():
@@ -103,9 +104,14 @@ def copies_held() -> Iterator[None]:
         begun.set()
         wait(self)
 
+    def joined(self: Task) -> None:
+        begun.set()
+        join(self)
+
     with (
         mock.patch.object(save_file, "copy_tensor", held),
         mock.patch.object(Task, "wait_for_copies", told),
+        mock.patch.object(Task, "join", joined),
     ):
         yield
 
@@ -158,7 +164,7 @@ def save_that_fails(case: Case, folder: str, what: str) -> tuple[str, str]:
         failing = nullcontext()
         if world.rank == 1:
             error = RuntimeError("the device is lost\nand a line for its makers")
-            failing = mock.patch.object(Task, "_run", failing_run(what, error))
+            failing = mock.patch.object(Task, "run", failing_run(what, error))
         comm.barrier()
         try:
             with failing:
@@ -180,7 +186,7 @@ def save_that_fails(case: Case, folder: str, what: str) -> tuple[str, str]:
 
 def failing_run(what: str, error: Exception) -> Callable[[Task], None]:
     """The work of a thread in which one function fails."""
-    run = Task._run
+    run = Task.run
 
     def failing(self: Task) -> None:
         with mock.patch.object(save_file, what, side_effect=error):
