@@ -3,7 +3,6 @@
 import gzip
 import io
 import json
-import math
 
 import datasets
 import pyarrow
@@ -12,12 +11,10 @@ import pytest
 import tokenizers
 
 from polyad.data.errors import DataError
-from polyad.data.images.augmentation import GaussianNoise
 from polyad.data.images.config import ImageDataConfig
 from polyad.data.images.dataset import ImageData
 from polyad.data.sequences.config import SequenceDataConfig
 from polyad.data.sequences.dataset import SequenceData
-from polyad.data.text.attack import WordSwap
 from polyad.data.text.dataset import PreparedData
 from polyad.data.text.manifest import MANIFEST_FILE, ReadOptions
 from polyad.data.text.tokenizers.files import load_tokenizer, train_tokenizer, trainer_of
@@ -253,12 +250,3 @@ IMAGES = [
 def test_images_that_cannot_be_learned_from_are_named(tmp_path, tree, name, keys, words):
     path = write(tmp_path, tree) / name
     assert words in line_of(DataError, ImageData.open, ImageDataConfig(path=str(path), **keys))
-
-
-@pytest.mark.parametrize("attack", [WordSwap, GaussianNoise])
-@pytest.mark.parametrize(
-    ("rate", "seed", "words"),
-    [(1.01, 0, "rate: 1.01"), (math.nan, 0, "rate: nan"), (0.5, -1, "seed: -1")],
-)
-def test_the_strength_of_an_attack_is_a_share(attack, rate, seed, words):
-    assert words in line_of(DataError, attack, rate, seed)

@@ -94,7 +94,7 @@ def dispatch_against_one_process(config: GPT2Config, parts: int, pattern: str) -
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
-@pytest.mark.parametrize(("parts", "processes"), [(2, 2), (4, 4)])
+@everyday(("parts", "processes"), [(2, 2), (4, 4)], keep=[(2, 2)])
 def test_any_load_gives_what_one_process_gives(workers, parts, processes, pattern):
     for bias in (True, False):
         config = moe_model().model_copy(update={"bias": bias})

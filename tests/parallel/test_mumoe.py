@@ -203,7 +203,7 @@ ODD = {
 }
 
 
-@everyday("parts", [2, 4], keep=[4])
+@everyday("parts", [2, 4], keep=[2])
 @everyday("model", CUT.values(), keep=["cp"], ids=list(CUT))
 def test_a_cut_block_has_the_output_and_the_gradients_of_the_whole(workers, model, parts):
     results = workers(parts).run(block_against_the_whole, model, parts, 9)

@@ -69,6 +69,7 @@ def of_trace(rows, layer):
     }
 
 
+@pytest.mark.slow
 def test_an_atlas_counts_the_tokens_of_a_trace_and_of_transformers(folder, rows):
     where, data, model = folder
     options = asked(data, "validation")
