@@ -198,13 +198,13 @@ def _rendezvous_status(error: Exception, workers: "Workers") -> int:
         line = (
             f"the hosts did not meet: fewer than {options.get('--nnodes', 'all')} came to {where} "
             f"in time; the output of the others says why, or --rdzv-endpoint, --rdzv-id and "
-            f"--nodes are not the same on all"
+            f"--nnodes are not the same on all"
         )
     else:
         reason = one_line(error) or "the other hosts have given up"
         line = (
             f"the hosts did not meet: {type(error).__name__}: {reason}; --rdzv-endpoint, --rdzv-id "
-            f"and --nodes have to be the same on all of them"
+            f"and --nnodes have to be the same on all of them"
         )
     print(f"polyad: error: {line}", file=sys.stderr, flush=True)
     return 1

@@ -370,7 +370,7 @@ class DecoderConfig(DecoderSettings):
         return f"decoder, {self.num_layers} blocks, width {self.hidden_size}"
 
     def rotated_size(self) -> int:
-        """See `DecoderSettings.rotated_size`."""
+        """Returns the number of rotated units of a head; of latent attention its own."""
         latent = self.latent_attention
         return self.known_head_size() if latent is None else latent.rotated_size
 

@@ -177,7 +177,7 @@ class AverageKeys(Score):
         return self.mean_keys()
 
     def forward(self, u_ND: Tensor) -> Tensor:
-        """See `Score.forward`."""
+        """Scores the experts by their mean keys, [N, E]."""
         keys_ED = self.mean_keys()
         return linear(u_ND.to(keys_ED.dtype), keys_ED)
 
